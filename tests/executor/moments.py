@@ -30,7 +30,7 @@ GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True)
 
 
 class Room:
-    """An executor, what it is being asked, and one call to make at the moment that a case names."""
+    """An executor, its requests, and one call to make at the moment that a case names."""
 
     def __init__(self, model: Any, path: str, call: Callable[[Room], Any]) -> None:
         self.call: Callable[[Room], Any] | None = call
@@ -87,7 +87,7 @@ class Room:
             pass
 
     def end(self) -> str:
-        """What is left behind everything."""
+        """The final state."""
         llm, self.at = self.llm, None
         self.other.abort()
         self.stream.close()

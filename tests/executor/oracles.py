@@ -147,7 +147,7 @@ class ScriptedDrafts(nn.Module):
     """Wraps a worker and puts scripted drafts in place of its own, inside its draft loop.
 
     Scripted drafts follow the true continuation for as many tokens as ``accept`` says and are wrong
-    behind it, so a step's acceptance is exactly known. Since the loop goes on from them, the draft
+    after it, so a step's acceptance is exactly known. Since the loop goes on from them, the draft
     KV is what a worker with these drafts would have written.
 
     Args:

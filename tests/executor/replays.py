@@ -1,4 +1,4 @@
-"""Graphs for tests: watched ones, and a stand-in for machines without a device."""
+"""Graphs for tests: watched ones, and a substitute for machines without a GPU."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class EagerReplays(CapturedSteps):
 
 
 class WatchedGraphs:
-    """An executor with graphs, real or stand-ins, and what became of each of its steps."""
+    """An executor with graphs, real or substitutes, and what became of each of its steps."""
 
     def __init__(self, llm, monkeypatch) -> None:
         self.llm = llm

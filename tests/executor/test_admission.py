@@ -123,7 +123,7 @@ REQUESTS = [
         "prompt 2 of 2: expected text or a list of token ids, got NoneType",
     ),
     Case(
-        "an id beside a list",
+        "an id next to a list",
         [[1], 2],
         "prompt 2 of 2: expected text or a list of token ids, got int",
     ),
@@ -178,7 +178,7 @@ REQUESTS = [
         ),
     ),
     Case(
-        "more ids than can be held back, beside another reason",
+        "more ids than can be held back, with another reason",
         [[1]],
         "request 0: not supported: n=2, min_tokens=2 and 33 ids that end the text: at most 32 "
         "can be held back",
@@ -274,7 +274,7 @@ REQUESTS = [
     ),
     Case("the last of three", [[1], [2], []], "prompt 3 of 3: the prompt is empty"),
     Case(
-        "one too long beside others",
+        "one too long among others",
         [[1], [1] * 16, [500]],
         "prompt 2 of 3: the prompt has 16 tokens, max_seq_len is 16 and one token must fit behind "
         "it",
@@ -336,7 +336,7 @@ def test_range_longer_than_any_vocabulary_is_refused(harness, ids: range) -> Non
 
 
 def test_a_list_counts_from_its_own_start(harness) -> None:
-    """Whatever was asked before."""
+    """Independent of previous requests."""
     llm = harness.llm()
     llm.generate([[1], [2]], SamplingParams(max_new_tokens=1))
     with pytest.raises(RequestError, match=r"^prompt 1 of 2: the prompt is empty$"):
@@ -363,7 +363,7 @@ def test_no_prompts_give_no_outputs(harness) -> None:
     assert harness.llm().generate([]) == []
 
 
-def test_a_long_prompt_is_told_by_us_alone(harness) -> None:
+def test_a_long_prompt_gives_only_our_own_error(harness) -> None:
     """transformers warns of its own limit at the same text."""
     vocab = {chr(code): code for code in range(VOCAB)}
     tokenizer = PreTrainedTokenizerFast(
@@ -384,7 +384,7 @@ def test_a_long_prompt_is_told_by_us_alone(harness) -> None:
     assert [record.getMessage() for record in records] == []
 
 
-# --- the executor's own door ---
+# --- PyExecutor.enqueue ---
 
 
 def test_an_id_in_use_is_refused(harness) -> None:

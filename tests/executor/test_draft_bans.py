@@ -1,4 +1,4 @@
-"""Drafts are no ids that the target must refuse: as many stand as where nothing is refused."""
+"""Drafts avoid ids that the target must reject: as many are accepted as without masks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BEGIN, END = 5, (9, 11, 13, 9, 11, 15, 17, 6)
 
 
 def often(texts: list[list[int]]) -> list[int]:
-    """Every second of the ids that stand most often in texts."""
+    """Every second of the most frequent ids of the outputs."""
     counted = Counter(token for text in texts for token in text)
     return [token for token, _ in counted.most_common(40)][::2]
 
@@ -78,7 +78,7 @@ def blind_to_edits(monkeypatch) -> None:
 
 @dataclass
 class Runs:
-    """One batch of requests, decoded with drafts that see what is asked for and with blind ones."""
+    """One batch, decoded with drafts that see the requested options and with blind ones."""
 
     params: list[SamplingParams]
     without: float
@@ -90,7 +90,7 @@ class Runs:
 
 
 def runs(harness, prompts, monkeypatch, make_blind, edits, *, vanilla, temperature, mtp) -> Runs:
-    """``edits``: what is asked for, of the texts that ask for nothing."""
+    """``edits``: outputs without options -> the requested options."""
     always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
     free = [SamplingParams(**always, seed=i) for i in range(len(prompts))]
     without, free_texts = run(harness.llm(vanilla=vanilla, mtp=mtp), prompts, free)
@@ -126,8 +126,8 @@ def test_the_acceptance_length_is_that_without(
     # the texts are others, of ids that are less sure
     assert of.seen > of.without - 0.3
     target = harness.oracle_model.target
-    for prompt, asks, text in list(zip(prompts, of.params, of.texts, strict=True))[:2]:
-        assert text == decode(target, prompt, asks, end_ids=EOS).token_ids
+    for prompt, own, text in list(zip(prompts, of.params, of.texts, strict=True))[:2]:
+        assert text == decode(target, prompt, own, end_ids=EOS).token_ids
 
 
 @pytest.mark.thinned(cases=4)
@@ -149,7 +149,7 @@ def test_the_acceptance_length_is_that_without(
 def test_drafts_see_what_is_added_to_logits(
     harness, prompts, monkeypatch, name, vanilla, temperature, mtp
 ):
-    """As many stand as without it; of coupled ones the text is the same without."""
+    """As many are accepted as without it; the output of coupled drafts does not change."""
     requested = {"vanilla": vanilla, "temperature": temperature, "mtp": mtp}
     of = runs(harness, prompts, monkeypatch, blind_to_edits, EDITS[name], **requested)
     if "verification" not in mtp:
@@ -159,7 +159,7 @@ def test_drafts_see_what_is_added_to_logits(
 
 
 @pytest.mark.parametrize("way", ["rejection", "block"])
-def test_drafts_that_are_judged_by_their_odds(harness, prompts, monkeypatch, way):
+def test_drafts_verified_by_rejection_sampling(harness, prompts, monkeypatch, way):
     always = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": 0.7}
     _, texts = run(harness.llm(), prompts, [SamplingParams(**always)] * len(prompts))
     banned = often(texts)

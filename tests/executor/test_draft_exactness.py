@@ -24,7 +24,7 @@ class ExactnessCheck:
 
     def __call__(self, request_id, prefix, drafts, script, row, attention) -> None:
         fresh = self.oracle.fresh(prefix, tuple(script))
-        # drafts behind the request's full length are absent in the next step
+        # drafts past the request's full length are absent in the next step
         wanted = max(0, self.max_lengths[request_id] - len(prefix))
         assert drafts[:wanted] == fresh.drafts[:wanted], (
             f"request {request_id} at {len(prefix)} tokens"

@@ -153,7 +153,7 @@ def test_r38_acceptance_recovers_after_a_crowd(harness, vanilla, no_overlap):
 def test_without_keep_warm_only_new_and_preempted_requests_draft(
     harness, target, vanilla, no_overlap
 ):
-    """Two requests meet a crowd and stay cold; a third one drafts beside them, and so does one of
+    """Two requests in a large batch stop drafting; a third one drafts among them, as does one of
     them after a preemption."""
     watched = Watched(
         harness.llm(
@@ -171,7 +171,7 @@ def test_without_keep_warm_only_new_and_preempted_requests_draft(
     watched.run(12)
     assert all(request.is_finished for request in crowd)
     assert [request.py_draft_state.warm for request in old] == [0, 0]
-    # nobody could use a draft: the steps made none
+    # no request could use a draft: the steps made none
     assert watched.lengths[-1] == 0
     young = watched.enqueue(prompts[4:5], 40)[0]
     watched.run(4)
@@ -306,7 +306,7 @@ def test_a_text_that_loops_at_the_ceiling_raises_the_alarm(looping_harness, righ
     assert [message[:15] for message in messages] == ["request 0 loops"] * loops
 
 
-# --- shorter steps beside the other options ---
+# --- shorter steps with the other options ---
 
 
 def run_waves(watched, waves, seed: int):
@@ -550,7 +550,7 @@ WAYS = {
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_request_has_drafted_survives_preemptions(harness, prompts, way, no_overlap):
-    """However drafts are judged, of greedy requests and of those that draw."""
+    """With every verification method, for greedy and sampled requests."""
     requested = [1, 0, 1, 2, 1, 0, 1, 2]
     params = [
         SamplingParams(

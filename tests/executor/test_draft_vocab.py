@@ -73,7 +73,7 @@ def test_the_text_is_the_targets_and_drafts_are_of_the_list(
     assert {token for text in texts for token in text} - set(ids)
     assert drafts.ids <= set(ids)
     assert acceptance.acceptance_length > 1.15
-    # and where nothing stands in the worker's place, so that its steps may be captured
+    # and with the original worker, so that its steps may be captured
     assert run(harness.llm(mtp={"draft_vocab": path}, **options), prompts) == (texts, acceptance)
     whole = harness.llm(**options)
     all_drafts = Drafts(whole)

@@ -1,4 +1,4 @@
-"""Text under bias, allowed ids, bad words and penalties is the target's own, drawn or greedy."""
+"""Text under bias, allowed ids, bad words and penalties is the target's own, sampled or greedy."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_text_of_edited_logits(harness, prompts, no_overlap, vanilla, k):
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_greedy_text_is_that_of_generate(harness, prompts, vanilla):
-    """With the same processors of transformers, behind three drafts."""
+    """With the same processors of transformers, after three drafts."""
     model = harness.oracle_model.target
     requested = SamplingParams(
         max_new_tokens=NUM_TOKENS,
@@ -116,7 +116,7 @@ def test_chunks_and_preemption_keep_counts(harness, prompts, vanilla):
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_what_a_request_emitted_is_never_its_prompt(harness, prompts, vanilla):
-    """Behind a preemption what it emitted is prefilled, and counts all the same: of the prompt
+    """After a preemption its output is prefilled, and counts all the same: of the prompt
     nothing does here."""
     requested = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "prompt_ignore_length": 100}
     params = [SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, **requested)] * len(
@@ -130,7 +130,7 @@ def test_what_a_request_emitted_is_never_its_prompt(harness, prompts, vanilla):
 @pytest.mark.thinned
 @pytest.mark.parametrize("temperature", [0, 0.8])
 def test_bad_words_that_begin_in_front_of_a_preemption(harness, prompts, temperature):
-    """Their first ids stand among the last tokens of a text that was prefilled again."""
+    """Their first ids are among the last tokens of a text that was prefilled again."""
     requested = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "temperature": temperature}
     params = [SamplingParams(**requested, seed=place) for place in range(len(prompts))]
     for _ in range(3):  # words of the text, and of what is written in place of them

@@ -1,4 +1,4 @@
-"""What a step tells users comes from its results alone."""
+"""Events of a step come from its results alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tokens_of(events: list[StepEvent], request: LlmRequest) -> list[int]:
     return [token for event in mine for token in event.token_ids]
 
 
-class Beside(torch.nn.Module):
+class CallingWorker(torch.nn.Module):
     """Does something while a step is under way."""
 
     def __init__(self, worker: torch.nn.Module, act: Callable[[], object]) -> None:
@@ -76,7 +76,7 @@ def test_events_are_the_steps_results(harness, target, prompts, no_overlap) -> N
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_what_no_result_tells_is_never_made_up(harness, prompts, no_overlap) -> None:
+def test_events_need_a_result(harness, prompts, no_overlap) -> None:
     """The executor keeps no account of what it reported: it has nothing to guess from."""
     llm = harness.llm(disable_overlap_scheduler=no_overlap)
     honest = llm.executor.sampler.update_requests
@@ -100,7 +100,7 @@ def test_what_no_result_tells_is_never_made_up(harness, prompts, no_overlap) -> 
 
 
 def test_results_that_say_nothing_are_no_events(harness, prompts) -> None:
-    """Without tokens and without an end, or of requests that nobody knows."""
+    """Without tokens and without an end, or of unknown requests."""
     llm = harness.llm(disable_overlap_scheduler=True)
     honest = llm.executor.sampler.update_requests
     quiet = [StepResult(0, [], 3, 0, None), StepResult(999, [5], 3, 1, FinishReason.END_ID)]
@@ -129,7 +129,7 @@ def test_a_cancel_within_a_step(harness, target, prompts, no_overlap, step) -> N
         if left[0] == 0:
             assert llm.executor.cancel(victim.request_id)
 
-    wrap_worker(llm, lambda worker: Beside(worker, cancel))
+    wrap_worker(llm, lambda worker: CallingWorker(worker, cancel))
     before: list[StepEvent] = []
     while left[0] > 0:
         before += llm.executor.step()
@@ -150,8 +150,8 @@ def test_a_cancel_within_a_step(harness, target, prompts, no_overlap, step) -> N
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_a_cancel_behind_a_requests_own_tokens(harness, prompts, no_overlap) -> None:
-    """As by who counts steps: the tokens that it has already are told with its end."""
+def test_a_cancel_after_a_requests_own_tokens(harness, prompts, no_overlap) -> None:
+    """As a caller that counts steps: the tokens so far come with the last event."""
     llm = harness.llm(disable_overlap_scheduler=no_overlap)
     (request,) = start(llm, prompts[:1])
     sampler = llm.executor.sampler
@@ -188,7 +188,7 @@ def test_nothing_is_left_when_all_are_cancelled(harness, prompts, no_overlap) ->
     assert_drained(llm)
 
 
-def test_a_failed_step_tells_no_results(harness, target, prompts) -> None:
+def test_a_failed_step_returns_no_results(harness, target, prompts) -> None:
     """Every request of it ends with the error, and what comes later is not disturbed."""
     llm = harness.llm()
     worker = llm.executor.engine.pieces.worker
@@ -199,7 +199,7 @@ def test_a_failed_step_tells_no_results(harness, target, prompts) -> None:
 
     for _ in range(3):
         llm.executor.step()
-    wrap_worker(llm, lambda _: Beside(worker, fail))
+    wrap_worker(llm, lambda _: CallingWorker(worker, fail))
     with pytest.raises(RuntimeError, match="broken kernel"):
         llm.executor.step()
     assert not llm.executor.has_work

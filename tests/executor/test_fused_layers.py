@@ -62,7 +62,7 @@ def test_the_option_on_a_cpu(harness, target, prompts, option, fused) -> None:
     assert output.token_ids == target.greedy(prompts[4], 12)
 
 
-def test_a_model_that_is_shared_must_be_what_was_asked_for(harness) -> None:
+def test_a_shared_model_must_match_the_config(harness) -> None:
     fused = fuse(load_model(harness.path, num_mtp_layers=0))
     with pytest.raises(ConfigError, match="fused_layers: false was requested, the loaded model is"):
         LLM(config_of(harness, fused_layers=False), model=fused)

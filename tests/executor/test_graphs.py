@@ -1,6 +1,6 @@
 """Steps in graphs: what is replayed, what runs eagerly, and that neither shows.
 
-Without a device the graphs are stand-ins that launch their step again (`replays.EagerReplays`).
+Without a GPU the graphs are substitutes that launch their step again (`replays.EagerReplays`).
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def test_r02_graphs_change_no_statistics(graphed, harness, prompts, vanilla):
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_r11_slots_and_blocks_are_reused_while_their_last_step_runs(graphed, target, vanilla):
-    """R11: requests end while the step behind runs with their slot and blocks, which the next
+    """R11: requests end while the next step runs with their slot and blocks, which the next
     request gets at once; some are cancelled, some paused."""
     rng = random.Random(4)
     watched = graphed(
@@ -207,7 +207,7 @@ def test_min_tokens_mask_inside_graphs(graphed, harness, prompts, vanilla):
         outputs = watched.generate([prompt, prompts[5]], [params, greedy(30)])
         assert outputs == [want, greedy_decode(model, prompts[5], 30)]
         masked = {bool(shape.sampling_kind) for shape in watched.replayed[first:]}
-        # the request beside it goes on alone
+        # the other request goes on alone
         assert masked == ({False} if min_tokens == 0 else {True, False})
     assert not watched.eager_generations
 
@@ -299,7 +299,7 @@ def test_captured_steps_read_slots_where_their_inputs_have_them(graphed, prompts
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("sizes", [(1, 2, 4), None], ids=["graphs", "eager"])
 def test_min_tokens_without_drafts(graphed, harness, prompts, sizes, no_overlap):
-    """Decoding without speculation keeps slots too: what is masked stands in them."""
+    """Decoding without speculation keeps slots too: they hold the masks."""
     options = {"k": 0, "disable_overlap_scheduler": no_overlap}
     model, few = harness.oracle_model.target, prompts[3:6]
     stops = [greedy_decode(model, prompt, 20)[1] for prompt in few]
@@ -390,7 +390,7 @@ def test_a_step_that_fails_poisons_nothing(graphed, target, prompts):
         outputs = replay(shape, rows)
         calls.append(shape)
         if len(calls) in (3, 7):
-            raise RuntimeError("made to fail behind the launch")
+            raise RuntimeError("made to fail after the launch")
         return outputs
 
     watched.captured.replay = replay_and_fail

@@ -36,7 +36,7 @@ def test_results_of_handles_share_batches(harness, target, prompts, no_overlap) 
     assert_drained(llm)
 
 
-def test_a_step_that_still_runs_behind_the_last_token_is_finished(harness, target) -> None:
+def test_a_step_in_flight_after_the_last_token_is_finished(harness, target) -> None:
     stop = target.greedy([3, 4], 20)[7]
     for no_overlap in (True, False):
         llm = harness.llm(disable_overlap_scheduler=no_overlap)
@@ -189,7 +189,7 @@ def test_aborting_what_there_is_not(harness, request_id: int) -> None:
     assert not handle.abort()
 
 
-def test_a_handle_that_nobody_holds_ends_its_request(harness, target) -> None:
+def test_a_dropped_handle_ends_its_request(harness, target) -> None:
     llm = harness.llm()
     llm.submit([1, 2, 3], greedy(110))
     (output,) = llm.generate([4, 5], greedy(8))

@@ -1,6 +1,6 @@
 """Wherever a signal's handler raises, nothing is lost: no block, slot, lock or request in line.
 
-Python runs handlers at known places of its code: behind calls, at the start of functions, where
+Python runs handlers at known places of its code: after calls, at the start of functions, where
 loops go round. Each such place of the modules that keep the books raises here once.
 """
 
@@ -35,8 +35,8 @@ BOOKS = (
     "requests/slots.py",
     "speculative/state/edit_rows.py",
 )
-HANDLED_BEHIND = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
-"""Instructions behind which handlers run, by how their names begin."""
+HANDLED_AFTER = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
+"""Instructions after which handlers run, by how their names begin."""
 EDITED = SamplingParams(max_new_tokens=2, ignore_eos=True, logit_bias={3: 1.0})
 
 MANY_STEPS = 20
@@ -132,7 +132,7 @@ class Handler:
             offsets = self._offsets[code] = frozenset(
                 step.offset
                 for before, step in pairwise(bytecode)
-                if before.opname.startswith(HANDLED_BEHIND)
+                if before.opname.startswith(HANDLED_AFTER)
                 # a call's own error is that of the call: in the same `try`
                 and _try_of(tries, before.offset) == _try_of(tries, step.offset)
             )
@@ -158,7 +158,7 @@ def generate(
 
 
 def has_ended(handle: RequestHandle, llm: LLM) -> bool:
-    """Whether somebody who waits for it is told its end, within some steps."""
+    """Whether its end is reported to a waiting caller within some steps."""
     for _ in range(MANY_STEPS):
         if handle.is_finished:
             return True

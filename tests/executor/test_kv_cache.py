@@ -109,7 +109,7 @@ def test_as_a_resource_manager() -> None:
 
 
 class Blocks(RuleBasedStateMachine):
-    """Random reservations and frees: every block belongs to nobody or to exactly one request."""
+    """Random reservations and frees: every block is free or belongs to exactly one request."""
 
     ids = st.integers(0, 5)
 
@@ -144,7 +144,7 @@ class Blocks(RuleBasedStateMachine):
         assert len(held) + self.blocks.num_free_blocks == self.blocks.num_blocks
 
     @invariant()
-    def nobody_has_less_than_reserved(self) -> None:
+    def no_request_has_less_than_reserved(self) -> None:
         for request_id, rows in self.wanted.items():
             reserved = self.blocks.reserved_rows(request_id)
             assert rows <= reserved < rows + self.blocks.block_size

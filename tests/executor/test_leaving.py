@@ -1,4 +1,4 @@
-"""Who leaves early, by whichever way, leaves nothing behind, without a further call of anyone."""
+"""Callers that leave early, in any way, leak nothing, without a further call."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def _breaks(given: Given) -> None:
     await given.read()
 
 
-async def _breaks_beside_others(given: Given) -> None:
+async def _breaks_among_others(given: Given) -> None:
     others = [asyncio.create_task(given.read(number)) for number in (4, 5)]
     await given.read()
     del others
@@ -93,7 +93,7 @@ async def _fails(given: Given) -> None:
             raise LookupError
 
 
-async def _leaves_tasks_behind(given: Given) -> None:
+async def _leaves_tasks_running(given: Given) -> None:
     given.kept = [asyncio.create_task(given.read(number)) for number in (3, 4)]
     given.kept.append(asyncio.create_task(given.llm.generate_async(given.prompts[5], greedy(90))))
     await asyncio.sleep(given.delay)
@@ -130,13 +130,13 @@ OFTEN = (_breaks, _keeps_the_stream, _is_cancelled)
     "leave",
     [
         _breaks,
-        _breaks_beside_others,
+        _breaks_among_others,
         _keeps_the_stream,
         _is_cancelled,
         _cancels_a_reader,
         _runs_out_of_time,
         _fails,
-        _leaves_tasks_behind,
+        _leaves_tasks_running,
         _drops_handles,
         _drops_a_text,
         _aborts_a_handle,
@@ -165,7 +165,7 @@ def test_nothing_is_left_when_an_event_loop_ends(
 
 
 def assert_nothing_left_soon(llm: LLM) -> None:
-    """As where a thread still tokenises, whom nobody waits for."""
+    """As when a thread still tokenises that has no waiting caller."""
     llm._async_steps._tokenising.submit(lambda: None).result(30)
     assert_nothing_left(llm)
 
@@ -216,7 +216,7 @@ def test_handles_give_back_without_a_step(harness, prompts) -> None:
     assert first.result().finish_reason == "cancelled"
 
 
-def test_a_stream_that_nobody_holds_gives_back_at_once(harness, prompts) -> None:
+def test_a_dropped_stream_frees_its_resources_at_once(harness, prompts) -> None:
     llm = harness.llm()
     stream = llm.stream(prompts, greedy(60))
     next(stream)
@@ -254,7 +254,7 @@ class InterruptedOnce(deque):
         return item
 
 
-def test_an_interrupt_while_requests_are_let_in_is_told_to_all(harness, target) -> None:
+def test_an_interrupt_during_submission_is_reported_to_all(harness, target) -> None:
     llm = harness.llm()
     llm._dispatcher._queue = InterruptedOnce()
     handle = llm.submit([7, 8], greedy(4))
@@ -269,7 +269,7 @@ def test_an_interrupt_while_requests_are_let_in_is_told_to_all(harness, target) 
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ExecutorError])
-def test_who_is_told_an_end_between_two_steps_runs_no_further(
+def test_a_request_that_ends_between_two_steps_runs_no_further(
     harness, monkeypatch, error: type[BaseException]
 ) -> None:
     llm = harness.llm()
@@ -294,7 +294,7 @@ def test_who_is_told_an_end_between_two_steps_runs_no_further(
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_an_abort_within_a_step_takes_place_at_its_end(harness, prompts, no_overlap) -> None:
-    """The thread that steps sees to it, though nobody asks for another step."""
+    """The stepping thread does it, without a further step."""
     llm = harness.llm(disable_overlap_scheduler=no_overlap)
     stream = llm.stream(prompts[:2], greedy(60))
     next(stream)
@@ -321,7 +321,7 @@ def test_an_abort_within_a_step_takes_place_at_its_end(harness, prompts, no_over
 def test_threads_that_leave_as_they_like_leave_nothing(
     harness, target, prompts, no_overlap
 ) -> None:
-    """And disturb nobody who stays."""
+    """And do not disturb the others."""
     llm = harness.llm(disable_overlap_scheduler=no_overlap)
     truth = {number: target.greedy(prompts[number], 12) for number in range(4)}
     found: list[bool] = []

@@ -134,7 +134,7 @@ def test_output_of_a_request(harness) -> None:
     assert output.text == Pieces().decode(output.token_ids, skip_special_tokens=True)
 
 
-def test_an_executor_that_nobody_holds_is_gone_at_once(harness) -> None:
+def test_a_dropped_executor_is_gone_at_once(harness) -> None:
     """Nothing refers to it in a circle, so that it needs no collector."""
     gc.collect()
     gc.disable()
@@ -451,7 +451,7 @@ def test_a_cancelled_task_frees_its_request(harness, prompts) -> None:
 
 
 def test_the_end_of_an_event_loop_frees_what_runs(harness, target, prompts) -> None:
-    """A stream that nobody waits for any more, and a second loop after the first."""
+    """An abandoned stream, and a second loop after the first."""
     llm = harness.llm()
 
     async def abandon() -> None:
@@ -495,7 +495,7 @@ def test_the_event_loop_goes_on_while_steps_run(harness, prompts) -> None:
 
         def forward(self, **kwargs: Any) -> Any:
             inside.set()
-            assert seen.wait(20), "the event loop stood still during a step"
+            assert seen.wait(20), "the event loop was blocked during a step"
             return self.worker(**kwargs)
 
     wrap_worker(llm, Waiting)
@@ -579,7 +579,7 @@ def test_a_failing_step_reaches_every_async_stream(harness, target, prompts, ste
 
 
 def token_of_one_text(texts: list[list[int]]) -> tuple[int, int, int]:
-    """(Text, place, token) of a token that stands in no other text, nor before in its own."""
+    """(Text, place, token) of a token that is in no other text, nor earlier in its own."""
     return next(
         (number, place, token)
         for number, text in enumerate(texts)
@@ -738,7 +738,7 @@ def test_event_loops_are_not_kept(harness) -> None:
 
 
 def test_a_loop_that_was_closed_loses_its_requests(harness) -> None:
-    """Nobody can hear of them any more: the next step cancels them."""
+    """They have no reader any more: the next step cancels them."""
     llm = harness.llm()
 
     async def begin() -> Any:
@@ -782,7 +782,7 @@ def test_a_stream_that_is_collected_within_a_step(harness, target) -> None:
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_a_failure_behind_the_last_token_takes_no_output_away(
+def test_a_failure_after_the_last_token_keeps_the_outputs(
     harness, target, no_overlap, caplog
 ) -> None:
     llm = harness.llm(disable_overlap_scheduler=no_overlap)
@@ -827,7 +827,7 @@ def test_an_interrupt_frees_everything(harness, target, prompts) -> None:
     before = llm.executor.num_steps
     with pytest.raises(KeyboardInterrupt):
         llm.generate(prompts, greedy(30))
-    assert llm.executor.num_steps == before + 3  # nothing ran on behind the interrupt
+    assert llm.executor.num_steps == before + 3  # nothing ran on after the interrupt
     assert_drained(llm)
     with pytest.raises(ExecutorError, match=r"^the executor was interrupted$"):
         list(other)
@@ -862,7 +862,7 @@ def test_shutdown_reaches_async_streams(harness, prompts) -> None:
     assert_drained(llm)
 
 
-def test_shutdown_of_a_paused_stream_by_the_executors_own_door(harness, prompts) -> None:
+def test_shutdown_of_a_paused_stream_by_the_executor(harness, prompts) -> None:
     llm = harness.llm()
     stream = llm.stream(prompts, greedy(40))
     next(stream)

@@ -27,7 +27,7 @@ TIGHT = {"max_num_tokens": 36, "kv_cache_config": {"max_tokens": 96}, "kv_fill":
 
 
 def params_of(place: int, **more) -> SamplingParams:
-    """Every second request draws, one in five asks for nothing."""
+    """Every second request samples, one in five requests no log-probabilities."""
     options = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": REQUESTED[place % 5]}
     sampled = {**OPTIONS[place], "seed": place} if place % 2 else {}
     return SamplingParams(**{**options, **sampled, **more})
@@ -35,7 +35,7 @@ def params_of(place: int, **more) -> SamplingParams:
 
 @torch.inference_mode()
 def distribution(target, tokens: list[int]) -> torch.Tensor:
-    """Log-probabilities behind every token of a text [len(tokens), V], by the target alone."""
+    """Log-probabilities after every token of a text [len(tokens), V], by the target alone."""
     logits = target.model.lm_head(target.states(tuple(tokens)))
     return torch.log_softmax(logits.float(), dim=-1).cpu()
 
@@ -51,7 +51,7 @@ def check_logprobs(reported, row: torch.Tensor, token: int, number: int) -> None
 
 
 def check(target, output, requested: SamplingParams) -> None:
-    """All that an output tells."""
+    """Everything that an output reports."""
     prompt, text = output.prompt_token_ids, output.token_ids
     rows = distribution(target, [*prompt, *text])
     if requested.logprobs is None:
@@ -103,7 +103,7 @@ def test_log_probabilities_of_the_text(harness, target, prompts, no_overlap, van
 )
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_log_probabilities_of_texts_of_other_modes(harness, target, prompts, vanilla, mtp):
-    """Which are other texts than the target's own; of their tokens it is asked all the same."""
+    """The outputs differ from the target's own; its log-probabilities are reported all the same."""
     params = [params_of(place) for place in range(len(prompts))]
     llm = harness.llm(vanilla=vanilla, mtp=mtp)
     check_all(llm, target, prompts, params)
@@ -128,7 +128,7 @@ def test_prompts_in_chunks(harness, target, prompts, chunk):
 
 
 def test_prompts_are_scored_once_and_a_tile_at_a_time(harness, target, prompts, monkeypatch):
-    """What was told before a preemption is not computed again."""
+    """What was reported before a preemption is not computed again."""
     monkeypatch.setattr(prompt_logprobs, "TILE_ROWS", 7)
     rows: list[int] = []
     honest = prompt_logprobs._entries
@@ -177,7 +177,7 @@ def test_a_prompt_keeps_nothing_of_its_batch_mates(harness, prompts):
 
 @pytest.mark.parametrize("overlap", [True, False])
 def test_a_prompt_that_gives_way_half_read(harness, target, prompts, overlap):
-    """Its told tokens stay, the others are scored when it starts over."""
+    """Its reported tokens stay, the others are scored when it starts over."""
     llm = harness.llm(
         disable_overlap_scheduler=not overlap, chunk_policy=lambda _, most: min(5, most)
     )
@@ -210,7 +210,7 @@ def test_a_prompt_that_gives_way_half_read(harness, target, prompts, overlap):
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_stops_inside_runs(harness, target, prompts, no_overlap):
-    """Nothing is told of what a stop cuts off."""
+    """Nothing is reported of what a stop cuts off."""
     rng = random.Random(3)
     free = [target.greedy(prompt, NUM_TOKENS) for prompt in prompts]
     params = [
@@ -242,7 +242,7 @@ def test_stop_strings_inside_runs(harness, target, prompts, vanilla):
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("k", [0, 3])
-def test_events_tell_the_same(harness, prompts, no_overlap, k):
+def test_events_report_the_same(harness, prompts, no_overlap, k):
     params = [params_of(place) for place in range(len(prompts))]
     llm = harness.llm(k=k, disable_overlap_scheduler=no_overlap)
     requests = llm.make_requests(prompts, params)
@@ -267,7 +267,7 @@ def params_of_prompts(number: int) -> list[SamplingParams]:
 
 
 def check_first(events, output) -> None:
-    """The first event tells of the whole prompt, and no other does."""
+    """The first event reports the whole prompt, and no other does."""
     assert [event.prompt_logprobs for event in events[1:]] == [None] * (len(events) - 1)
     if output.prompt_logprobs is None:
         assert events[0].prompt_logprobs is None
@@ -278,8 +278,8 @@ def check_first(events, output) -> None:
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("way", ["stream", "stream_async", "submit"])
-def test_prompts_are_told_in_streams(harness, prompts, way, no_overlap):
-    """The same as `generate` tells, when the first token comes: then the prompt was read."""
+def test_prompts_are_reported_in_streams(harness, prompts, way, no_overlap):
+    """The same as `generate` returns, when the first token comes: then the prompt was read."""
     params = params_of_prompts(len(prompts))
     llm = harness.llm(disable_overlap_scheduler=no_overlap, **TIGHT)
     outputs = llm.generate(prompts, params)
@@ -326,12 +326,12 @@ def test_steps_in_padded_graphs(harness, target, prompts, monkeypatch, vanilla, 
 
 
 def test_who_does_not_ask_costs_nothing(harness, target, prompts, monkeypatch):
-    """Greedy batches run no op more, nor does anything travel where nobody asks."""
+    """Greedy batches run no op more, and nothing is copied without a request for it."""
 
     def never(*_, **__):
-        raise AssertionError("nobody asked")
+        raise AssertionError("not requested")
 
-    asks_nothing = SamplingParams(max_new_tokens=8, ignore_eos=True)
+    no_logprobs = SamplingParams(max_new_tokens=8, ignore_eos=True)
     llm = harness.llm()
     sample_async, reported = llm.executor.sampler.sample_async, []
 
@@ -347,7 +347,7 @@ def test_who_does_not_ask_costs_nothing(harness, target, prompts, monkeypatch):
     llm.executor.engine.captured = None
     monkeypatch.setattr(worker_module, "logprobs", never)
     monkeypatch.setattr(prompt_logprobs, "logprobs", never)
-    check_all(llm, target, prompts, [asks_nothing] * len(prompts))
+    check_all(llm, target, prompts, [no_logprobs] * len(prompts))
 
 
 def test_accepted_drafts_that_are_no_first_choice(harness, target, prompts):
@@ -372,7 +372,7 @@ def test_accepted_drafts_that_are_no_first_choice(harness, target, prompts):
     assert max(ranks) > 1
 
 
-def test_a_cancelled_request_has_what_it_was_told(harness, prompts):
+def test_a_cancelled_request_keeps_what_was_reported(harness, prompts):
     llm = harness.llm()
     (request,) = llm.make_requests([prompts[5]], [params_of(0, prompt_logprobs=0)])
     executor = llm.executor

@@ -119,7 +119,7 @@ def test_draft_length_schedule(harness, target, prompts, no_overlap):
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_requests_without_speculation_beside_others(harness, target, prompts, no_overlap):
+def test_requests_without_speculation_among_others(harness, target, prompts, no_overlap):
     llm = harness.llm(disable_overlap_scheduler=no_overlap)
     params = [
         SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, speculate=i % 2 == 0)

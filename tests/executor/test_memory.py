@@ -1,4 +1,4 @@
-"""What is asked of memory is there, or is refused with both numbers before it is taken."""
+"""Required memory is available, or is refused with both numbers before it is allocated."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ PLANS = [
 
 @pytest.mark.parametrize("speculative", PLANS)
 def test_requests_take_what_they_are_said_to(tmp_path: Path, speculative: dict | None) -> None:
-    """Each of many, and little beside: slots of padding and warm-up, and columns of modes."""
+    """Each of many, and little else: slots of padding and warm-up, and columns of modes."""
     path = write_random_checkpoint(tmp_path / "checkpoint", "glm4_moe", num_mtp_layers=2)
 
     def taken(batch_size: int) -> tuple[int, int]:

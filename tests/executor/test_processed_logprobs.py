@@ -22,7 +22,7 @@ TAGS = {"begin_thinking_phase_token": BEGIN, "end_thinking_phase_token": END}
 
 
 def requests_of() -> list[tuple[list[int], SamplingParams]]:
-    """Requests of any options but strings and modes, each with a seed of its own; most are told
+    """Requests of any options but strings and modes, each with a seed of its own; most report
     something."""
     rng = random.Random(5)
     thinks = [one for one in requests("random") if one[1].thinking_token_budget is not None]
@@ -104,7 +104,7 @@ def test_they_are_those_of_plain_decoding(harness, plain_of, k, vanilla, no_over
 
 
 def test_raw_ones_are_others(harness, plain_of):
-    """Of the same texts: else this would be told by nobody."""
+    """Of the same outputs: else no test would notice."""
     outputs = run(harness.llm(speculative=TAGS))
     differ = 0
     for output, reference in zip(outputs, plain_of(harness), strict=True):
@@ -116,8 +116,8 @@ def test_raw_ones_are_others(harness, plain_of):
 
 
 @pytest.mark.parametrize("way", ["rejection", "block"])
-def test_they_are_told_beside_judging_by_odds(harness, prompts, way):
-    """Every token that is emitted is one that could be drawn there."""
+def test_reported_with_rejection_sampling(harness, prompts, way):
+    """Every token that is emitted is one that could be sampled there."""
     llm = harness.llm(mtp={"verification": way, **PROCESSED})
     requested = SamplingParams(
         max_new_tokens=12, ignore_eos=True, temperature=0.7, top_k=4, logprobs=4
@@ -129,14 +129,14 @@ def test_they_are_told_beside_judging_by_odds(harness, prompts, way):
             assert sum(math.exp(one.logprob) for one in first) == pytest.approx(1, abs=1e-4)
 
 
-def test_greedy_requests_alone_are_told_of_what_they_choose_from(harness, prompts):
-    """At temperature 1 without cuts: shares of everything, whoever else is in the batch."""
+def test_greedy_requests_report_the_untruncated_distribution(harness, prompts):
+    """At temperature 1 without cuts: shares of everything, whatever else is in the batch."""
     llm = harness.llm(mtp=PROCESSED)
     requested = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=3)
     alone = llm.generate(prompts[:2], [requested] * 2)
     edited = SamplingParams(max_new_tokens=6, ignore_eos=True, frequency_penalty=0.5)
-    beside = llm.generate([*prompts[:2], prompts[2]], [requested, requested, edited])
-    for one, other in zip(alone, beside, strict=False):
+    batched = llm.generate([*prompts[:2], prompts[2]], [requested, requested, edited])
+    for one, other in zip(alone, batched, strict=False):
         assert one.token_ids == other.token_ids
         for reported, same in zip(one.logprobs, other.logprobs, strict=True):
             assert {t: each.logprob for t, each in reported.items()} == pytest.approx(

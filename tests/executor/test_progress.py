@@ -1,4 +1,4 @@
-"""What a terminal shows while models load and prompts run, and what nobody else is shown."""
+"""What a terminal shows while models load and prompts run, and what is shown elsewhere."""
 
 from __future__ import annotations
 
@@ -92,7 +92,9 @@ def test_a_terminal_counts_the_prompts_that_have_ended(terminal, llm, monkeypatc
 @pytest.mark.parametrize(
     ("given", "use_tqdm"), [(PROMPTS, False), (PROMPTS[:1], True), (PROMPTS[0], True)]
 )
-def test_one_prompt_or_no_wish_shows_nothing(terminal, llm, given: list, use_tqdm: bool) -> None:
+def test_one_prompt_or_a_disabled_bar_shows_nothing(
+    terminal, llm, given: list, use_tqdm: bool
+) -> None:
     screen = terminal()
     llm.generate(given, greedy(3), use_tqdm=use_tqdm)
     assert "prompts" not in screen.end()
@@ -108,7 +110,7 @@ def test_loading_is_shown_and_gone_again(terminal, harness) -> None:
     assert shown.endswith("\x1b[2K")
 
 
-def test_who_is_told_sees_nothing_beside(terminal, harness) -> None:
+def test_a_progress_callback_replaces_the_status_line(terminal, harness) -> None:
     screen = terminal()
     lines: list[str] = []
     LLM({"model": harness.path}, model=harness.model, on_progress=lines.append).shutdown()
@@ -148,24 +150,24 @@ def test_a_terminal_that_goes_away_ends_nothing(terminal, monkeypatch) -> None:
     screen = terminal()
     monkeypatch.setattr(progress, "REFRESH_SECONDS", 0.0)
     gain = SimpleNamespace(token_ids=[1, 2], finish_reason=None)
-    with batch_progress(3, use_tqdm=True) as tell:
-        tell([gain])
+    with batch_progress(3, use_tqdm=True) as report:
+        report([gain])
 
         def gone(_: str) -> int:
             raise OSError(5, "Input/output error")
 
         monkeypatch.setattr(screen.stream, "write", gone, raising=False)
-        tell([gain])
-        tell([gain])
+        report([gain])
+        report([gain])
 
 
 def test_steps_between_two_pictures_draw_nothing(terminal, monkeypatch) -> None:
     terminal()
     monkeypatch.setattr(progress, "REFRESH_SECONDS", 1000.0)
     gain = SimpleNamespace(token_ids=[1], finish_reason=None)
-    with batch_progress(3, use_tqdm=True) as tell:
+    with batch_progress(3, use_tqdm=True) as report:
         refreshes: list[None] = []
         monkeypatch.setattr("rich.progress.Progress.refresh", lambda _: refreshes.append(None))
         for _ in range(1000):
-            tell([gain])
+            report([gain])
         assert not refreshes

@@ -1,4 +1,4 @@
-"""Random schedules: nothing leaks, and every request gets the oracle's tokens, told in events."""
+"""Random schedules: nothing leaks, and every request gets the oracle's tokens, in events."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class Language:
     """Most of them more than once: those of texts."""
 
     def prompt(self, rng: random.Random) -> list[int]:
-        """Ids that stand together, with the begin of thinking here and there."""
+        """Adjacent ids, with the begin of thinking here and there."""
         length = rng.choice((1, 2, 4, 7, 12, 25))
         first = rng.randrange(len(self.ids) - length)
         return list(self.ids[first : first + length])
@@ -142,7 +142,7 @@ def params_of(rng: random.Random, prompt: list[int], spoken: Language) -> Sampli
     if some():
         requested["draft_sampling"] = rng.choice(("coupled", "greedy"))
     elif some():
-        # greedy texts are the target's own whatever judges their drafts
+        # greedy texts are the target's own whatever verifies their drafts
         is_greedy = SamplingParams(**requested).is_greedy
         requested["verification"] = rng.choice(MODES) if is_greedy else "coupled"
     return SamplingParams(**requested)
@@ -234,7 +234,7 @@ def test_random_requests(harness, trained_harness, plain_of, way, name, one_of):
     numbers, plain = ways()[way][::one_of], plain_of(harness, name)
     prompts = [requests(name)[number][0] for number in numbers]
     params = [requests(name)[number][1] for number in numbers]
-    if not k:  # where nobody judges drafts
+    if not k:  # where no drafts are verified
         params = [replace(one, verification=None, draft_sampling=None) for one in params]
     max_seq_len = 128 if is_tight(way) else SHORT
     options: dict = {"kv_cache_config": {"max_tokens": 64}} if is_tight(way) else {}

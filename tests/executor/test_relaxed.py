@@ -1,4 +1,4 @@
-"""Relaxed acceptance end to end: what requests ask of it, its limits, edits beside it."""
+"""Relaxed acceptance end to end: options of requests, limits, logits processing with it."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ def strict_part(text):
     return text[: text.index(BEGIN) + 1] if BEGIN in text else text
 
 
-def test_an_ignored_end_stands_only_as_first_choice(harness, target):
-    """Drafts of it are as good as any by the thresholds, and do not stand."""
+def test_an_ignored_end_is_accepted_only_as_argmax(harness, target):
+    """Drafts of it are as good as any by the thresholds, and are not accepted."""
     prompt = [BEGIN, 20, 21, 22]
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
     for options, may_be_relaxed in (({}, True), ({"min_tokens": 2}, False)):
@@ -63,8 +63,8 @@ def test_an_ignored_end_stands_only_as_first_choice(harness, target):
         wrap_worker(
             llm, lambda worker: ScriptedDrafts(worker, {0: prompt + [30, EOS] * 20}, lambda *_: 3)
         )
-        asks = replace(params, relaxed_topk=VOCAB, relaxed_delta=2.0, **options)
-        (text,) = generate(llm, [prompt], [asks])
+        own = replace(params, relaxed_topk=VOCAB, relaxed_delta=2.0, **options)
+        (text,) = generate(llm, [prompt], [own])
         strict = target.greedy(prompt, NUM_TOKENS)
         assert (30 in text and text != strict) == may_be_relaxed
         for place, token in enumerate(text):
@@ -73,7 +73,7 @@ def test_an_ignored_end_stands_only_as_first_choice(harness, target):
 
 
 @pytest.mark.parametrize(
-    ("options", "tells"),
+    ("options", "labelled"),
     [
         ({}, True),
         ({"relaxed_topk": 3}, True),
@@ -88,10 +88,10 @@ def test_an_ignored_end_stands_only_as_first_choice(harness, target):
     ],
     ids=str,
 )
-def test_the_label_is_of_requests_whose_text_may_differ(harness, thinking, options, tells):
+def test_the_label_is_of_requests_whose_text_may_differ(harness, thinking, options, labelled):
     llm = relaxed(harness)
     (output,) = llm.generate(thinking[:1], SamplingParams(max_new_tokens=3, **options))
-    assert (output.label is not None) == tells
+    assert (output.label is not None) == labelled
     assert_drained(llm)
 
 
@@ -111,9 +111,9 @@ def test_an_end_of_thinking_that_relaxed_acceptance_does_not_know(harness, targe
     (text,) = generate(llm, [prompt], [params])
     forced = [END] if end is None else end
     assert text[budget : budget + len(forced)] == forced
-    behind = budget + len(forced)
-    assert strict_part(text[behind:]) == strict_part(
-        target.greedy(prompt + text[:behind], NUM_TOKENS - behind)
+    end = budget + len(forced)
+    assert strict_part(text[end:]) == strict_part(
+        target.greedy(prompt + text[:end], NUM_TOKENS - end)
     )
 
 
@@ -129,7 +129,7 @@ def test_requests_have_thresholds_of_their_own(harness, target, thinking):
     expected = [target.greedy(prompt, NUM_TOKENS) for prompt in thinking]
     assert texts[1::2] == expected[1::2]
     assert texts[::2] != expected[::2]
-    # what a request asks is what a config would have said
+    # a request's options act like those of a config
     config = {**RELAXED, "relaxed_topk": 3, "relaxed_delta": 0.4}
     own = generate(relaxed(harness), thinking, make_params(relaxed_topk=3, relaxed_delta=0.4))
     assert own == generate(harness.llm(speculative=config), thinking, make_params())
@@ -219,7 +219,7 @@ def test_r35_no_excluded_id_is_accepted(harness, thinking, vanilla):
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("option", ["bad_token_ids", "allowed_token_ids"])
 def test_r35_an_excluded_draft_ends_what_is_relaxed(harness, thinking, option, vanilla):
-    """R35: drafts that are not allowed among others that are nobody's first choice."""
+    """R35: drafts that are not allowed among others that are never the argmax."""
     banned, rng = tuple(set(range(64)) - {BEGIN, END}), random.Random(35)
     ids = banned if option == "bad_token_ids" else tuple(set(range(VOCAB)) - set(banned))
     for prompt in thinking[3:7]:
@@ -230,8 +230,8 @@ def test_r35_an_excluded_draft_ends_what_is_relaxed(harness, thinking, option, v
         params = make_params(relaxed_topk=VOCAB, relaxed_delta=2.0, **{option: ids})
         (text,) = generate(llm, [prompt], params)
         assert not set(text) & set(banned)
-        stood = [token == draft for token, draft in zip(text, drafts, strict=False)]
-        assert sum(stood) > NUM_TOKENS // 3
+        accepted = [token == draft for token, draft in zip(text, drafts, strict=False)]
+        assert sum(accepted) > NUM_TOKENS // 3
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
@@ -253,8 +253,8 @@ def test_r35_edits_decide_what_is_strict(harness, thinking, vanilla):
 
 
 @pytest.mark.parametrize("no_overlap", [True, False], ids=["no_overlap", "overlap"])
-def test_r34_strict_behind_the_end_within_a_run(harness, target, no_overlap):
-    """R34: drafts behind the end, which were near enough a token before it, do not stand."""
+def test_r34_strict_after_the_end_within_a_run(harness, target, no_overlap):
+    """R34: drafts after the end, near enough one token before it, are not accepted."""
     rng, tried = random.Random(34), 0
     while tried < 12:
         prompt = [rng.randrange(VOCAB) for _ in range(6)]

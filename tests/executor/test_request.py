@@ -74,14 +74,14 @@ def test_what_cannot_be_taken_back() -> None:
     ("requested", "limit", "speculates"),
     [(None, 3, True), (0, 0, False), (2, 2, True), (9, 3, True)],
 )
-def test_the_drafts_it_asks_for(requested: int | None, limit: int, speculates: bool) -> None:
+def test_the_requested_drafts(requested: int | None, limit: int, speculates: bool) -> None:
     request = make(max_draft_len=requested)
     state = request.py_draft_state
     assert state.limit == state.usable == limit
     assert request.py_disable_speculative_decoding is not speculates
     state.restart(3)
     state.launch(3, 3)
-    assert state.limit == 0  # nothing is proposed behind a prompt
+    assert state.limit == 0  # nothing is proposed after a prompt
     for length in (3, 1, 2):
         state.launch(length, 3)
         proposed = {3: 3, 1: 3, 2: 1}[length]
@@ -186,7 +186,7 @@ def test_a_finished_request_takes_no_token_and_no_pause() -> None:
     assert request.output_token_ids == []
 
 
-def test_drafts_of_each_run_are_told_from_its_last_token() -> None:
+def test_drafts_of_each_run_are_counted_without_its_last_token() -> None:
     text = RequestText(Letters())
     request = make(2, text=text)
     emit(request, [0])  # the prompt's step

@@ -32,7 +32,7 @@ def greedy(**options: Any) -> SamplingParams:
 
 
 class Words:
-    """Ids of words with and without a space before them; "@" is longer behind one."""
+    """Ids of words with and without a space before them; "@" is longer after one."""
 
     def __init__(self) -> None:
         self.ids = {"a": [3], " a": [4], "bc": [5, 6], " bc": [5, 7], "big": [99]}
@@ -74,7 +74,7 @@ def admitted(**options: Any) -> LlmRequest:
     [
         (["a"], ((3,), (4,))),
         ([" a"], ((3,), (4,))),  # as vLLM reads it: a space in front says nothing
-        (["bc"], ((5, 6),)),  # behind a space it begins with the same id
+        (["bc"], ((5, 6),)),  # after a space it begins with the same id
         (["@"], ((8,),)),  # and here it is longer
         (["\na"], ((40, 3),)),  # what else is white is part of the word
         (["\n", "  "], ((40,), (41,))),
@@ -212,21 +212,21 @@ def test_min_tokens_yields_where_only_ends_are_left(harness, prompts, k) -> None
     assert_drained(llm)
 
 
-def test_bad_words_that_leave_nothing_behind_the_prompt() -> None:
+def test_bad_words_that_leave_nothing_after_the_prompt() -> None:
     """What it ends with decides; but a budget of thinking may force a token there."""
     options = {"allowed_token_ids": [7, 8], "bad_words": [[4, 7], [3, 4, 8]]}
     message = (
         "^request [0-9]+: not supported: allowed_token_ids: none is left after this prompt with "
         "bad_words and bad_token_ids$"
     )
-    door = admission(tokenizer=Words())
-    for ask in (door.make_request, door.make_pending):
+    admits = admission(tokenizer=Words())
+    for make in (admits.make_request, admits.make_pending):
         for more in ({}, {"stop": ["bc"]}):
             with pytest.raises(RequestError, match=message):
-                ask([3, 4], SamplingParams(**options, **more))
+                make([3, 4], SamplingParams(**options, **more))
     for prompt in ([4], [5, 4], [3, 4, 5]):
-        assert door.make_request(prompt, SamplingParams(**options))
-    assert door.make_request([3, 4], SamplingParams(**options, thinking_token_budget=0))
+        assert admits.make_request(prompt, SamplingParams(**options))
+    assert admits.make_request([3, 4], SamplingParams(**options, thinking_token_budget=0))
     with pytest.raises(RequestError, match=r"no id of the vocabulary of 5 is left after this p"):
         admission(vocab_size=5).make_request(
             [4], SamplingParams(bad_token_ids=[0, 1, 2, 3], bad_words=[[4, 4]])
@@ -252,10 +252,10 @@ def test_options_that_leave_nothing_later_are_named(harness, k) -> None:
 
 
 def test_a_vocabulary_that_is_banned() -> None:
-    door = admission(tokenizer=Words(), vocab_size=5)
+    admits = admission(tokenizer=Words(), vocab_size=5)
     with pytest.raises(RequestError, match=r"no id of the vocabulary of 5 is left$"):
-        door.make_request([1], SamplingParams(bad_token_ids=[0, 1, 2], bad_words=["a"]))
-    assert door.make_request([1], SamplingParams(bad_token_ids=[0, 1], bad_words=["a"]))
+        admits.make_request([1], SamplingParams(bad_token_ids=[0, 1, 2], bad_words=["a"]))
+    assert admits.make_request([1], SamplingParams(bad_token_ids=[0, 1], bad_words=["a"]))
 
 
 def test_the_most_words_that_there_is_room_for() -> None:
@@ -269,7 +269,7 @@ def test_the_most_words_that_there_is_room_for() -> None:
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_drafts_of_each_request_in_one_batch(harness, target, prompts, no_overlap, vanilla) -> None:
-    """As many as it asked for and no more; the text is that of K = 0."""
+    """As many as requested and no more; the text is that of K = 0."""
     requested = [None, 0, 1, 2, 3, 9, None, 2]
     params = [greedy(max_draft_len=most) for most in requested]
     params[6] = greedy(speculate=False)
@@ -280,14 +280,14 @@ def test_drafts_of_each_request_in_one_batch(harness, target, prompts, no_overla
         assert output.token_ids == target.greedy(prompt, COUNT)
     for output, most in zip(outputs, [3, 0, 1, 2, 3, 3, 0, 0], strict=True):
         stats = output.acceptance
-        # drafts behind the request's length were absent, at most 3 + 2 + 1
+        # drafts past the request's length were absent, at most 3 + 2 + 1
         assert most * stats.steps - 6 <= stats.num_drafted <= most * stats.steps
         assert sum(stats.histogram[most + 2 :]) == 0
     assert outputs[2].acceptance.acceptance_length > 1
     assert_drained(llm)
 
 
-def test_drafts_are_counted_as_they_were_asked_for(harness, prompts) -> None:
+def test_drafts_are_counted_as_requested(harness, prompts) -> None:
     """Exactly: a text that no length cuts."""
     llm = harness.llm(k=3, max_seq_len=128)
     stops = [llm.generate([p], greedy())[0].token_ids[9] for p in prompts[2:6]]
@@ -300,7 +300,7 @@ def test_drafts_are_counted_as_they_were_asked_for(harness, prompts) -> None:
     for most, request in enumerate(requests):
         event, stats = last[request.request_id], request.py_acceptance
         assert event.finish_reason is FinishReason.END_ID
-        # behind the last token none counts
+        # after the last token none counts
         expected = most * (stats.steps - 1) + min(most, len(event.token_ids) - 1)
         assert stats.num_drafted == expected
 
@@ -314,7 +314,7 @@ def test_drafts_of_sampled_requests_change_nothing(harness, prompts) -> None:
     assert [o.acceptance.num_drafted > 0 for o in outputs] == [place % 4 > 0 for place in range(8)]
 
 
-def test_drafts_beside_a_schedule(harness, target, prompts) -> None:
+def test_drafts_with_a_schedule(harness, target, prompts) -> None:
     """The step's length and the request's: the smaller counts."""
     llm = harness.llm(k=3, speculative={"draft_len_schedule": {2: 3, 8: 2}})
     params = [greedy(max_draft_len=most) for most in (1, 2, 3)]

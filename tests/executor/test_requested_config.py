@@ -62,7 +62,7 @@ def test_a_checkpoint_drafts_by_itself(harness, target, capsys, kind, by_name) -
 
 
 @pytest.mark.parametrize("given", [DRAFTING, MTPDecodingConfig.model_validate(DRAFTING)])
-def test_a_speculative_config_beside_a_checkpoint(harness, capsys, given) -> None:
+def test_a_speculative_config_with_a_checkpoint(harness, capsys, given) -> None:
     with LLM(model=harness.path, speculative_config=given, **SMALL) as llm:
         assert llm.config.speculative_config == MTPDecodingConfig.model_validate(DRAFTING)
     with LLM(
@@ -82,7 +82,7 @@ def test_a_checkpoint_without_mtp_layers(plain, capsys) -> None:
     )
 
 
-def test_progress_is_told_what_was_chosen(harness, capsys) -> None:
+def test_the_default_is_reported_to_on_progress(harness, capsys) -> None:
     lines: list[str] = []
     LLM(harness.path, model=harness.model, on_progress=lines.append, **SMALL).shutdown()
     assert lines[0] == CHOSEN
@@ -170,7 +170,7 @@ class GoneTerminal(io.StringIO):
 
 
 @pytest.mark.parametrize("stream", [None, GoneTerminal()], ids=["none", "gone"])
-def test_the_default_is_told_to_nobody_where_there_is_no_terminal(
+def test_the_default_is_reported_nowhere_without_standard_error(
     harness, monkeypatch, stream: Any
 ) -> None:
     monkeypatch.setattr(sys, "stderr", stream)
@@ -219,14 +219,14 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         "config: expected a checkpoint's folder, a YAML file, a mapping or an LLMConfig, got int",
     ),
     "a model of another kind": (
-        ("BED",),
+        ("CHECKPOINT",),
         {"model": 3},
         "model: expected a checkpoint's folder or a LoadedModel, got int",
     ),
     "two folders": (
-        ("BED",),
-        {"model": "BED"},
-        "model: expected one checkpoint's folder, got BED and BED",
+        ("CHECKPOINT",),
+        {"model": "CHECKPOINT"},
+        "model: expected one checkpoint's folder, got CHECKPOINT and CHECKPOINT",
     ),
     "a name of a hub": (
         ("some/model",),
@@ -239,39 +239,39 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {},
         "none.yaml: no such file; expected a YAML file",
     ),
-    "nobody's home": (
+    "home of an unknown user": (
         ("~nosuchuser/x",),
         {},
         "~nosuchuser/x: Could not determine home directory.",
     ),
     "an empty name": ((), {"model": ""}, "LLM: model: expected text that is not empty, got ''"),
     "a misspelt option": (
-        ("BED",),
+        ("CHECKPOINT",),
         {"max_batchsize": 3},
         "LLM: max_batchsize: unknown key; did you mean max_batch_size?",
     ),
     "an option of another engine": (
-        ("BED",),
+        ("CHECKPOINT",),
         {"max_model_len": 3},
         "LLM: max_model_len: unknown key; write max_seq_len",
     ),
     "an odd value": (
-        ("BED",),
+        ("CHECKPOINT",),
         {"max_batch_size": 0},
         "LLM: max_batch_size: expected an integer of at least 1, got 0",
     ),
     "an odd key of a section": (
-        ("BED",),
+        ("CHECKPOINT",),
         {"speculative_config": {"decoding_type": "MTP", "draft_len": 3}},
         "LLM: speculative_config.draft_len: unknown key; did you mean max_draft_len?",
     ),
-    "an option beside a file": (
+    "an option with a file": (
         ("FILE",),
         {"max_batch_size": 3, "dtype": "auto"},
         "max_batch_size, dtype: expected in FILE; keyword options are accepted with a checkpoint's "
         "folder only",
     ),
-    "an option beside a mapping": (
+    "an option with a mapping": (
         ({"model": "x"},),
         {"max_batch_size": 3},
         "max_batch_size: expected in the dict; keyword options are accepted with a checkpoint's "
@@ -298,29 +298,33 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         "LLMConfig: kv_cache_config: max_tokens: expected an integer of at least 1 or null, got 0",
     ),
     "no path at all": (("x" * 5000,), {}, f"{'x' * 200!r}...: File name too long"),
-    "progress to nobody": (
-        ("BED",),
+    "progress to no function": (
+        ("CHECKPOINT",),
         {"on_progress": 3},
         "on_progress: expected a function of a line of text, got 3",
     ),
     "a tokenizer that is none": (
-        ("BED",),
+        ("CHECKPOINT",),
         {"tokenizer": 3},
         "tokenizer: expected one with encode and decode, got 3 without encode",
     ),
     "a chunk policy that is none": (
-        ("BED",),
+        ("CHECKPOINT",),
         {"chunk_policy": None},
         "chunk_policy: expected a function, got None",
     ),
     "a stop callback that is none": (
-        ("BED",),
+        ("CHECKPOINT",),
         {"stop_callback": 3},
         "stop_callback: expected a function, got 3",
     ),
-    "a fill that is none": (("BED",), {"kv_fill": None}, "kv_fill: expected a number, got None"),
+    "a fill that is none": (
+        ("CHECKPOINT",),
+        {"kv_fill": None},
+        "kv_fill: expected a number, got None",
+    ),
     "a fill beyond half precision": (
-        ("BED",),
+        ("CHECKPOINT",),
         {"kv_fill": 1e30},
         "kv_fill: expected a number, got 1e+30",
     ),
@@ -332,7 +336,7 @@ def test_calls_that_cannot_be(harness, file, arguments, options, message) -> Non
     def filled(value: Any) -> Any:
         if not isinstance(value, str):
             return value
-        return value.replace("BED", harness.path).replace("FILE", file)
+        return value.replace("CHECKPOINT", harness.path).replace("FILE", file)
 
     options = {name: filled(value) for name, value in options.items()}
     with pytest.raises(ConfigError) as caught:

@@ -1,4 +1,4 @@
-"""Rejection and block verification, end to end: beside them others keep their text."""
+"""Rejection and block verification, end to end; other requests of the batch keep their output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ALL = {"verification": ["coupled", "rejection", "block"]}
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_more_drafts_stand_than_coupled_ones_do(harness, prompts, vanilla):
+def test_more_drafts_are_accepted_than_coupled_ones(harness, prompts, vanilla):
     """And the same schedule gives the same text again."""
     params = [params_of(place, max_new_tokens=60) for place in range(len(prompts))]
     lengths = {}
@@ -76,7 +76,7 @@ def test_texts_are_as_frequent_as_the_target_says_r28(harness, target, mode):
 
 @pytest.mark.parametrize("no_overlap", [False, True])
 @pytest.mark.parametrize("vanilla", WORKERS)
-def test_who_asks_for_nothing_keeps_the_text_beside_them(
+def test_other_requests_of_the_batch_keep_their_output(
     harness, target, prompts, vanilla, no_overlap
 ):
     """Coupled requests, with drafts of either kind, and greedy ones."""
@@ -181,14 +181,14 @@ def test_a_greedy_request_may_name_what_the_config_lists(harness):
     assert_drained(llm)
 
 
-def test_without_speculation_nothing_is_judged(harness):
+def test_without_speculation_nothing_is_verified(harness):
     with pytest.raises(
         RequestError, match=r"verification='rejection' is not enabled; .* \(enabled: coupled\)"
     ):
         harness.llm(k=0).generate([[1, 2]], params_of(1, verification="rejection"))
 
 
-def test_memory_of_what_drafts_are_drawn_from(harness):
+def test_memory_of_draft_probabilities(harness):
     for mtp, reported in ((ALL, True), ({}, False), ({**ALL, "draft_sampling": "greedy"}, False)):
         pieces = harness.llm(mtp=mtp, k=2).pieces
         pool = pieces.manager.draft_probs

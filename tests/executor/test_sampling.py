@@ -90,7 +90,7 @@ def test_requests_without_a_seed_draw_by_their_number(harness, prompts):
     assert generate(harness.llm(k=0), same, params) == first
 
 
-def test_greedy_requests_beside_sampled_ones_stay_greedy(harness, target, prompts):
+def test_greedy_requests_among_sampled_ones_stay_greedy(harness, target, prompts):
     params = [
         params_of(1) if place % 2 else SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
         for place in range(len(prompts))

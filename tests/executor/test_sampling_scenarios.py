@@ -21,8 +21,8 @@ def expected(harness, prompt, params, number=0):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_r27_every_cell_of_the_table_beside_the_others(harness, prompts, overlap):
-    """An unset temperature is none of greedy's beside a cut; greedy rows are left alone."""
+def test_r27_every_cell_of_the_table_with_the_others(harness, prompts, overlap):
+    """An unset temperature with truncation is not greedy; greedy rows are unchanged."""
     params = [
         SamplingParams(
             max_new_tokens=NUM_TOKENS,
@@ -50,13 +50,13 @@ def test_r29_a_seed_draws_the_same_alone_in_a_batch_and_in_an_aged_engine(harnes
     llm = harness.llm()
     (alone,) = llm.generate([prompts[3]], params)
     batch = [prompts[3], *prompts[:7]]
-    beside = llm.generate(batch, [params, *[others] * 7])
+    batched = llm.generate(batch, [params, *[others] * 7])
     for _ in range(3):
         llm.generate(prompts, others)
     (aged,) = llm.generate([prompts[3]], params)
     (fresh,) = harness.llm(k=1).generate([prompts[3]], params)
     reference = expected(harness, prompts[3], params)
-    assert [alone.token_ids, beside[0].token_ids, aged.token_ids, fresh.token_ids] == [
+    assert [alone.token_ids, batched[0].token_ids, aged.token_ids, fresh.token_ids] == [
         reference
     ] * 4
 
@@ -67,7 +67,7 @@ def test_r30_penalties_see_drafts_in_front_and_none_that_was_rejected(
     harnesses, host, checkpoint, vanilla
 ):
     """A run that repeats what it drafted, as the echo's do: the penalty must see it. Of the looping
-    model all drafts stand."""
+    model all drafts are accepted."""
     harness, rng = harnesses(checkpoint, host), random.Random(30)
     prompts = [[5, 9, 3], [17], [44, 44, 44, 2]]
     prompts += [[rng.randrange(VOCAB) for _ in range(3)] for _ in range(21)]

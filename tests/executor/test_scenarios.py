@@ -333,7 +333,7 @@ def test_r22_one_new_token(harness, target, prompts, no_overlap, vanilla):
 def test_r23_end_token_inside_an_accepted_run(
     harness, target, prompts, monkeypatch, no_overlap, k, is_eos
 ):
-    """R23: nothing behind an end token is emitted or counted."""
+    """R23: nothing after an end token is emitted or counted."""
     prompt = prompts[4]
     truth = target.greedy(prompt, 24 + k)
     llm = harness.llm(k=k, disable_overlap_scheduler=no_overlap)
@@ -358,7 +358,7 @@ def test_r23_end_token_inside_an_accepted_run(
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_r23_penalties_count_nothing_behind_an_end(harness, prompts, no_overlap):
+def test_r23_penalties_count_nothing_after_an_end(harness, prompts, no_overlap):
     """R23: nor does who gets its row next. All drafts are right; the end is inside a run."""
     model, k, length = harness.oracle_model.target, 3, 20
     requested = {"frequency_penalty": 0.9, "repetition_penalty": 1.2, "max_new_tokens": length}
@@ -377,11 +377,11 @@ def test_r23_penalties_count_nothing_behind_an_end(harness, prompts, no_overlap)
     assert_drained(llm)
 
 
-@pytest.mark.parametrize("right", [True, False], ids=["all-stand", "none-stands"])
+@pytest.mark.parametrize("right", [True, False], ids=["all-accepted", "none-accepted"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 6, 9])
 @pytest.mark.parametrize("ends", ["limit", "stop"])
 def test_figures_of_short_answers(harness, target, prompts, right, length, ends):
-    """Drafts behind an end tell nothing, be they good or bad."""
+    """Drafts after an end do not count, whether right or wrong."""
     prompt, k = prompts[4], 3
     truth = target.greedy(prompt, 24)
     llm = harness.llm(k=k)
@@ -473,7 +473,7 @@ def test_r26_a_stop_string_over_two_accepted_runs(harness, target, prompts, no_o
     prompt, tokenizer = prompts[4], Pieces()
     truth = target.greedy(prompt, 24)
     text = tokenizer.decode(truth, skip_special_tokens=True)
-    # behind the prompt's token runs of four: the string begins in one and ends in the next
+    # after the prompt's token runs of four: the string begins in one and ends in the next
     ends = [len(tokenizer.decode(truth[:n], skip_special_tokens=True)) for n in range(24)]
     first = next(
         n for n in (3, 7, 11) if text.index(text[ends[n] : ends[n + 3]]) == ends[n] < ends[n + 2]
@@ -493,7 +493,7 @@ def test_r26_a_stop_string_over_two_accepted_runs(harness, target, prompts, no_o
 
 
 def test_r31_refused_before_the_stream_with_every_reason(harness, target, prompts):
-    """R31: what nobody gives is told at the call, all of it, and nothing was started."""
+    """R31: unsupported options are all reported at the call, and nothing was started."""
     llm = harness.llm()
     params = greedy(
         n=2,
@@ -623,7 +623,7 @@ def test_r34_the_phase_survives_a_preemption(harness, prompts, began, said, thin
         worker.phases.clear()
         while not request.is_generating:
             llm.executor.step()
-        # as the slot was told, through every chunk
+        # as set in the slot, through every chunk
         assert worker.phases == [thinks] * -(-request.context_length // chunk)
         slot = manager.slot_manager.get_slot(request.request_id)
         assert bool(manager.table.column("thinking")[slot]) is thinks

@@ -88,7 +88,7 @@ def test_max_seq_len_caps_the_rows() -> None:
     ("plan", "new", "rows"), [(EAGLE, 20, 8), (EAGLE, 1, 7), (VANILLA, 20, 6), (PLAIN, 1, 6)]
 )
 def test_rows_of_a_prompt_chunk(plan: DraftPlan, new: int, rows: int) -> None:
-    """Eagle's loop writes K-1 rows behind the prompt, where the request is that long."""
+    """Eagle's loop writes K-1 rows after the prompt, where the request is that long."""
     assert scheduler(plan).prompt_rows(make(0, 6, new), 6) == rows
 
 
@@ -135,7 +135,7 @@ def test_a_history_shorter_than_k_counts_as_it_is() -> None:
     assert of.plan.chunk_tokens(10, 2) == 5
 
 
-def test_no_room_beside_the_history_waits() -> None:
+def test_no_room_with_the_history_waits() -> None:
     of = scheduler(VANILLA, max_num_tokens=8, chunk_policy=lambda *_: 2)
     old, late = make(0, 2), make(1, 9)
     run(of, old, late)
@@ -240,7 +240,7 @@ def test_the_youngest_gives_way() -> None:
     assert ids(list(of.waiting)) == [1, 2]
 
 
-def test_whoever_gives_way_starts_over_and_holds_nothing() -> None:
+def test_a_preempted_request_starts_over_and_holds_nothing() -> None:
     of = busy(blocks=5)
     youngest = of.active[2]
     of.schedule(set())
@@ -427,7 +427,7 @@ class Host:
             length = request.get_num_tokens() - 1 + pending
             touched = min(length + plan.step_rows + plan.loop_rows, request.max_length)
             assert blocks.reserved_rows(request.request_id) >= touched
-        # the youngest gave way, nobody came in with them
+        # the youngest was preempted, none was admitted
         kept = [r for r in active if r not in batch.paused_requests]
         assert active == kept + batch.paused_requests[::-1]
         if batch.paused_requests:

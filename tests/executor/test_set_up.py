@@ -48,14 +48,14 @@ def test_decoding_without_speculation_takes_no_options(harness):
         LLM(config, model=harness.model)
 
 
-def test_a_shared_model_must_have_the_dtype_that_is_asked_for(harness):
+def test_a_shared_model_must_have_the_requested_dtype(harness):
     with pytest.raises(
         ConfigError, match=r"dtype: bfloat16 was requested, the loaded model is torch\.fl"
     ):
         LLM({"model": harness.path, "dtype": "bfloat16"}, model=harness.model)
 
 
-def test_memory_beside_the_weights_is_reported(harness):
+def test_memory_besides_the_weights_is_reported(harness):
     lines: list[str] = []
     config = {
         "model": harness.path,
@@ -79,7 +79,7 @@ def test_memory_beside_the_weights_is_reported(harness):
     assert lines[-1] == "ready"
 
 
-def test_the_kv_cache_is_sized_behind_everything_else(harness, monkeypatch: pytest.MonkeyPatch):
+def test_the_kv_cache_is_sized_after_everything_else(harness, monkeypatch: pytest.MonkeyPatch):
     """By the memory that is left: pools of requests and draft probabilities are there by then."""
     managers: list[SlotStateManager] = []
     make, size = SlotStateManager.__init__, build.num_kv_blocks
@@ -132,7 +132,7 @@ def test_a_draft_loop_that_cannot_open_leaves_no_trace():
 
 
 def test_absent_drafts_are_not_counted_as_drafted(harness):
-    """Two new tokens leave room for no draft behind the second one."""
+    """Two new tokens leave room for no draft after the second one."""
     for no_overlap in (True, False):
         llm = harness.llm(k=3, disable_overlap_scheduler=no_overlap)
         output = llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, ignore_eos=True))[0]

@@ -23,7 +23,7 @@ def greedy(**options: Any) -> SamplingParams:
 
 
 class Ids:
-    """Ends a request with one of its ids, behind it or behind its whole run."""
+    """Ends a request with one of its ids, after it or after its whole run."""
 
     def __init__(self, *, cuts: bool, ends: dict[int, int]) -> None:
         self.cuts, self.ends = cuts, ends
@@ -43,7 +43,7 @@ class Ids:
 
 
 def make(harness, rule: Any, **options: Any) -> LLM:
-    # the callback is of the LLM, and asks it for requests
+    # the callback belongs to the LLM, and looks up requests there
     llm = harness.llm(**options, stop_callback=rule)
     rule.llm = llm
     return llm
@@ -95,7 +95,7 @@ def test_a_rule_that_cuts_is_a_stop_id(harness, target, prompts, no_overlap, van
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_a_rule_that_ends_behind_the_run(harness, target, prompts, no_overlap) -> None:
+def test_a_rule_that_ends_after_the_run(harness, target, prompts, no_overlap) -> None:
     """The run stays whole, so that the text depends on K; a step in flight is dropped."""
     free = [target.greedy(prompt, COUNT) for prompt in prompts]
     ends = {i: tokens[6] for i, tokens in enumerate(free)}
@@ -113,8 +113,8 @@ def test_a_rule_that_ends_behind_the_run(harness, target, prompts, no_overlap) -
     assert all(llm.find_request(i) is None for i in range(len(prompts)))
 
 
-def test_a_rule_beside_stops_of_the_request(harness, target, prompts) -> None:
-    """Who ends by itself is asked about too, and keeps its own reason where nothing is cut."""
+def test_a_rule_with_stops_of_the_request(harness, target, prompts) -> None:
+    """The callback also gets requests that end by themselves; uncut, they keep their reason."""
     free = [target.greedy(prompt, COUNT) for prompt in prompts[:2]]
     rule = Ids(cuts=True, ends={0: free[0][0]})
     llm = make(harness, rule)
@@ -226,7 +226,7 @@ def test_a_wrong_answer_ends_one_request_alone(
     assert_drained(llm)
 
 
-def test_a_rule_that_fails_is_told_to_all_that_it_was_asked_about(harness, target, prompts) -> None:
+def test_a_failed_rule_is_reported_to_all_its_requests(harness, target, prompts) -> None:
     failing = True
 
     def rule(ids: Sequence[int]) -> None:

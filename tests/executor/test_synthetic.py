@@ -1,4 +1,4 @@
-"""Synthetic acceptance end to end: the asked shares, valid ids, the same run, and its mark."""
+"""Synthetic acceptance end to end: the requested rates, valid ids, the same run, and its mark."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def forced(**options) -> SamplingParams:
 
 
 def assert_shares(stats: AcceptanceStats, rates, cut: int) -> None:
-    """Within four deviations of what was asked; ``cut`` steps may have been too short for K."""
+    """Within four deviations of the requested; ``cut`` steps may have been too short for K."""
     assert stats.label.is_drawn
     for rate, measured in zip(rates, stats.per_position, strict=True):
         deviation = math.sqrt(rate * (1 - rate) / stats.steps)
@@ -64,7 +64,7 @@ def test_r45_forced_acceptance_gives_tokens_and_says_so(harness, prompts, vanill
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("rates", [RATES, 0.7], ids=["list", "number"])
-def test_measured_shares_are_those_asked_for(harness, rates):
+def test_measured_rates_are_those_requested(harness, rates):
     """One request per seed, so that no draw counts twice."""
     requested = RATES if isinstance(rates, tuple) else (0.7, 0.7**2, 0.7**3)
     total = AcceptanceStats(3)
@@ -96,7 +96,7 @@ def test_the_same_run_whatever_batch_and_loop(harness, prompts, vanilla):
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_prompts_of_one_length_share_no_draws(harness, vanilla):
-    """A batch of them meets the asked shares, as so many runs of one request would."""
+    """A batch of them meets the requested rates, as so many runs of one request would."""
     llm = synthetic(harness, vanilla=vanilla)
     outputs = llm.generate([[5, 6, 7 + i] for i in range(8)], forced(max_new_tokens=120))
     assert len({tuple(output.acceptance.histogram) for output in outputs}) == len(outputs)

@@ -83,7 +83,7 @@ def generate(llm, prompts, params):
     ],
 )
 def test_r53_text_of_a_budget(harness, prompts, end, k, vanilla, no_overlap):
-    """R53: the end stands exactly where the budget is spent, within runs and across them."""
+    """R53: the end comes exactly where the budget is spent, within runs and across them."""
     thinking, params = batch_of(prompts)
     llm = harness.llm(
         k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap, speculative=spec(end)
@@ -105,7 +105,7 @@ def test_r53_without_drafts_by_the_tags_of_a_tokenizer(harness, prompts, no_over
 
 
 @pytest.mark.parametrize("tags", [{}, {"begin_thinking_phase": "<think>"}], ids=["own", "named"])
-def test_r53_an_end_in_ids_behind_the_tag_of_a_tokenizer(harness, prompts, tags):
+def test_r53_an_end_in_ids_overrides_the_tag_of_a_tokenizer(harness, prompts, tags):
     thinking, params = batch_of(prompts)
     llm = harness.llm(tokenizer=Tags(), speculative={"mtp": {"thinking_end": list(TWO), **tags}})
     assert generate(llm, thinking, params) == expected(harness, thinking, params, TWO)
@@ -126,7 +126,7 @@ def test_r53_chunks_and_preemption_keep_the_count(harness, prompts, end, vanilla
     assert llm.executor.num_preemptions > 0
 
 
-def test_the_end_stands_above_other_edits(harness, prompts):
+def test_the_end_has_priority_over_other_edits(harness, prompts):
     """Ids that are not allowed, banned, or would end the text too early are forced all the same."""
     edits = {
         "allowed_token_ids": tuple(range(20, 128)),
@@ -141,7 +141,7 @@ def test_the_end_stands_above_other_edits(harness, prompts):
 
 
 def test_relaxed_requests_end_there_too(harness, target, prompts):
-    """A forced row is never relaxed; the phase ends behind it, and what follows is strict."""
+    """A forced row is never relaxed; the phase ends after it, and what follows is strict."""
     thinking, _ = batch_of(prompts)
     relaxed = {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 50, "relaxed_delta": 1}
     for end in ((END,), TWO):
@@ -153,8 +153,8 @@ def test_relaxed_requests_end_there_too(harness, target, prompts):
             if END in (*prompt, *text[:4]) or text[3] == TWO[0]:
                 continue
             assert text[4 : 4 + len(end)] == list(end)
-            behind = [*prompt, *text[: 4 + len(end)]]
-            reference = target.greedy(behind, NUM_TOKENS - 4 - len(end))
+            prefix = [*prompt, *text[: 4 + len(end)]]
+            reference = target.greedy(prefix, NUM_TOKENS - 4 - len(end))
             reference = reference[: reference.index(BEGIN)] if BEGIN in reference else reference
             assert text[4 + len(end) :][: len(reference)] == reference
 
@@ -169,7 +169,7 @@ def test_relaxed_requests_end_there_too(harness, target, prompts):
     ids=["synthetic", "rejection", "block"],
 )
 def test_r53_other_modes_end_there_too(harness, prompts, mtp, sampled):
-    """R53: whatever judges the drafts, nothing else stands in a forced row."""
+    """R53: with every verification method, a forced row gives the forced token only."""
     thinking, _ = batch_of(prompts)
     llm = harness.llm(speculative=spec(TWO, **mtp))
     requested = SamplingParams(
@@ -182,8 +182,8 @@ def test_r53_other_modes_end_there_too(harness, prompts, mtp, sampled):
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("draft_sampling", [None, "greedy"])
-def test_every_draft_of_a_forced_end_stands(harness, prompts, draft_sampling, vanilla):
-    """Nothing but a long end is written: who judges by odds takes no more steps than others."""
+def test_every_draft_of_a_forced_end_is_accepted(harness, prompts, draft_sampling, vanilla):
+    """Nothing but a long end is written: rejection sampling takes no more steps than others."""
     end = (9, 11, 13, 9, 15, 17, 19, 21, 23, 25, 27, 29, END)
     thinking, _ = batch_of(prompts)
     modes = ["coupled", "rejection", "block"]

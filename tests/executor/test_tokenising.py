@@ -281,7 +281,7 @@ LATER = [
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize(("prompt", "options", "message"), LATER)
-def test_what_tokens_tell_is_raised_where_they_are_waited_for(
+def test_errors_of_tokens_are_raised_where_they_are_awaited(
     harness, call, prompt, options, message
 ) -> None:
     llm = harness.llm(tokenizer=Wrong())
@@ -295,7 +295,7 @@ def test_what_tokens_tell_is_raised_where_they_are_waited_for(
 # --- handles ---
 
 
-def test_a_handle_whose_text_is_refused_tells_every_reader(harness) -> None:
+def test_a_refused_handle_raises_for_every_reader(harness) -> None:
     llm = harness.llm(tokenizer=Wrong())
 
     async def main() -> RequestHandle:
@@ -332,7 +332,7 @@ def test_aborting_a_handle_whose_text_is_being_tokenised(harness, by_id) -> None
     assert_drained(llm)
 
 
-def test_what_nobody_waits_for_is_not_tokenised(harness) -> None:
+def test_abandoned_prompts_are_not_tokenised(harness) -> None:
     tokenizer = Waiting()
     llm = harness.llm(tokenizer=tokenizer)
 
@@ -359,7 +359,7 @@ def test_what_nobody_waits_for_is_not_tokenised(harness) -> None:
 
 
 def test_a_handle_outlives_its_loop(harness, target) -> None:
-    """Who asks for the result tokenises, where no thread has begun to."""
+    """The caller of `result` tokenises, unless a thread has begun to."""
     llm = harness.llm(tokenizer=Slow(0.05))
 
     async def main() -> list[RequestHandle]:

@@ -105,8 +105,8 @@ def examine(path: str | Path, num_mtp_layers: int | None) -> Preflight:
     needed = declared if num_mtp_layers is None else num_mtp_layers
     if needed > declared != 1:
         raise CheckpointError(
-            f"checkpoint {checked.directory}: expected at most {declared} MTP layers to be asked "
-            f"for, got {needed}; only a single layer can be repeated"
+            f"checkpoint {checked.directory}: expected at most {declared} requested MTP layers, "
+            f"got {needed}; only a single layer can be repeated"
         )
     return _examine_tensors(checked, needed)
 

@@ -238,13 +238,13 @@ def test_lengths_that_a_draft_loop_changes(name: str, seed: int) -> None:
         one_pass(lens, kv_lens)
         counts = torch.tensor(accepted, dtype=torch.int32, device=DEVICE)
         loop.feed_single_rows(counts, k)
-        behind = [
+        past = [
             length + 1 if row < 2 else length - (k - count)
             for row, (length, count) in enumerate(zip(kv_lens, accepted, strict=True))
         ]
-        one_pass([1] * 5, behind)
+        one_pass([1] * 5, past)
         loop.advance()
-        one_pass([1] * 5, [length + 1 for length in behind])
+        one_pass([1] * 5, [length + 1 for length in past])
     one_pass(lens, kv_lens)
 
 

@@ -29,7 +29,7 @@ def make(harness: Harness, model: LoadedModel, **options) -> LLM:
     return LLM({"model": harness.path, **options}, model=model)
 
 
-def test_a_model_is_what_it_was_behind_its_executor(harness: Harness, model: LoadedModel) -> None:
+def test_a_model_is_restored_after_its_executor(harness: Harness, model: LoadedModel) -> None:
     want = greedy_decode(model.target, PROMPT, 6)
     with make(harness, model) as llm:
         assert attention_of(model) == SDPA_BACKEND

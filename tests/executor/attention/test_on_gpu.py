@@ -67,7 +67,7 @@ def test_widths_and_groups(width: int, group: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_long_prompts_beside_generations(dtype: torch.dtype) -> None:
+def test_long_prompts_with_generations(dtype: torch.dtype) -> None:
     chunks = [1500, 1, 37, 700]
     kv_lens = [1500, 801, 37, 2100, 900, 5, 333]
     case = Case(

@@ -53,7 +53,7 @@ def test_rows_come_in_order_and_are_zero_where_no_key_is(metadata) -> None:
 def test_pools_keep_what_pages_leave_out(metadata) -> None:
     gather_pages(0, metadata)
     keys, _ = metadata.pools.written(0)
-    assert keys[11].isnan().all()  # behind the first sequence's last row
+    assert keys[11].isnan().all()  # after the first sequence's last row
 
 
 def test_modules_get_the_pages_without_a_copy(metadata) -> None:

@@ -117,7 +117,7 @@ def test_heads_of_configs() -> None:
 
 
 def test_the_package_imports_without_triton() -> None:
-    """A machine without the package, told apart in a process of its own."""
+    """Without the package; in a separate process."""
     script = (
         "import sys; sys.modules['triton'] = None\n"
         "from mtp_plugin.executor.attention import select_backend, HeadShape\n"
@@ -148,7 +148,7 @@ def generate(llm: LLM, prompts: list[list[int]], num_tokens: int) -> list[list[i
 @on_cpu
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_lossless_over_triton(harness: Harness, target, prompts, vanilla: bool) -> None:
-    """Chunked prompts beside generations, padded pages, NaN in every row that nobody wrote."""
+    """Chunked prompts with generations, padded pages, NaN in every unwritten row."""
     chosen = [prompts[0], prompts[1], prompts[5], prompts[6]]
     with harness.llm(
         k=2, vanilla=vanilla, attn_backend="triton", max_num_tokens=24, kv_fill=float("nan")

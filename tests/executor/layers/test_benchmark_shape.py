@@ -81,7 +81,7 @@ def test_fused_layers_are_as_close_to_fp32_as_transformers(
         true, ours, other = (getattr(logits, name) for logits in (truth, fused, theirs))
         far = [(logits - true).square().mean(-1).sqrt() for logits in (ours, other)]
         same = [(logits.argmax(-1) == true.argmax(-1)).sum().item() for logits in (ours, other)]
-        # a row whose router chose other experts than in fp32 stands far off
+        # a row whose router chose other experts than in fp32 differs much
         astray = [int((error > 4 * far[1].median()).sum()) for error in far]
         found = (
             f"{name}: distance from fp32 (root mean square, median row) {far[0].median():.4f},"

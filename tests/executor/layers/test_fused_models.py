@@ -195,7 +195,7 @@ class _Attending:
         return self.inner._seq_lens_cuda
 
     def model_kwargs(self) -> dict[str, Any]:
-        raise AssertionError("the way of transformers was not asked for")
+        raise AssertionError("transformers' forward must not be called")
 
     def attend(
         self, layer_idx: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float

@@ -71,7 +71,7 @@ def test_constants_names_and_defaults_are_compared() -> None:
         return x * scale + 1
 
     def the_same(x: float, scale: float = 1.0) -> float:
-        """Told otherwise."""
+        """Overridden."""
         return x * scale + 1
 
     def plus_two(x: float, scale: float = 1.0) -> float:

@@ -1,4 +1,4 @@
-"""What config files may say, in tables: a line each of what is wrong, and what is then told."""
+"""What config files may say, in tables: one line per problem, with its message."""
 
 from __future__ import annotations
 

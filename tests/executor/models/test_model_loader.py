@@ -161,7 +161,7 @@ def test_layer_indices_follow_the_target(checkpoint: Checkpoint, family: str) ->
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_a_single_layer_asked_for_thrice_shares_its_tensors(
+def test_a_single_layer_requested_three_times_shares_its_tensors(
     checkpoint: Checkpoint, family: str
 ) -> None:
     first, *others = load_model(checkpoint(family), num_mtp_layers=3).mtp_layers
@@ -177,7 +177,7 @@ def test_number_of_layers(checkpoint: Checkpoint) -> None:
     with pytest.raises(CheckpointError) as caught:
         load_model(path, num_mtp_layers=3)
     assert str(caught.value) == (
-        f"checkpoint {path}: expected at most 2 MTP layers to be asked for, got 3; "
+        f"checkpoint {path}: expected at most 2 requested MTP layers, got 3; "
         "only a single layer can be repeated"
     )
     with pytest.raises(ConfigError, match=r"^num_mtp_layers: expected at least 0, got -1$"):

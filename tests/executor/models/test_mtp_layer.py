@@ -77,7 +77,7 @@ def make_layer(**traits: Any) -> MTPLayer:
         traits=DraftTraits(**declared),
         rotary=RecordingRotary(),
     )
-    # the two halves of the joined input are told apart by their factor
+    # the two halves of the joined input differ by their factor
     first, second = torch.eye(H), 10 * torch.eye(H)
     layer.eh_proj.weight.data = torch.cat([first, second], dim=1)
     return layer

@@ -1,4 +1,4 @@
-"""Random models without a checkpoint: whole, seeded, and of the sizes asked for."""
+"""Random models without a checkpoint: whole, seeded, and of the requested sizes."""
 
 from __future__ import annotations
 

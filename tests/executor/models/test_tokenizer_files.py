@@ -40,7 +40,7 @@ def test_none(edited: Edited) -> None:
     assert read_tokenizer(read_config(edited("glm4_moe"))) is None
 
 
-def test_one_that_is_not_read_is_told(with_tokenizer: Callable[..., Path]) -> None:
+def test_an_unreadable_tokenizer_is_reported(with_tokenizer: Callable[..., Path]) -> None:
     path = with_tokenizer()
     (path / "tokenizer.model").write_bytes(b"")
     assert unread_tokenizer(path) == ""
@@ -113,7 +113,7 @@ def test_a_long_reason_is_cut(with_tokenizer: Callable[..., Path]) -> None:
 
 
 @pytest.mark.parametrize("file", ["added_tokens.json", "special_tokens_map.json"])
-def test_lists_beside_it(with_tokenizer: Callable[..., Path], file: str) -> None:
+def test_lists_next_to_it(with_tokenizer: Callable[..., Path], file: str) -> None:
     path = with_tokenizer()
     (path / file).write_text("[" * 10**5)
     assert refusal(path) == f"PATH/{file}: expected JSON, it nests too deeply"

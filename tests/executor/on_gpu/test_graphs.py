@@ -28,10 +28,10 @@ def nothing_waits() -> Iterator[None]:
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_r17_no_step_waits_for_the_device(graphed, target, prompts, vanilla):
     """R17: prompts, chunks of prompts and replays under overlap; what is waited for is the event
-    behind a step's results alone."""
+    after a step's results alone."""
     watched = graphed(
         vanilla=vanilla,
-        max_num_tokens=40,  # prompts come in chunks, beside generations
+        max_num_tokens=40,  # prompts come in chunks, with generations
         mtp={"check_metadata": False},
     )
     few = [prompts[6], prompts[3], prompts[5]]
@@ -71,7 +71,7 @@ REQUESTED = {
 @pytest.mark.parametrize("requested", REQUESTED.values(), ids=REQUESTED)
 def test_r17_no_request_of_any_option_waits_for_the_device(graphed, prompts, vanilla, requested):
     """R17: rows of pools are filled and their prompts counted as requests are admitted, preempted
-    ones again, beside others that generate."""
+    ones again, together with generating requests."""
     watched = graphed(
         vanilla=vanilla,
         max_num_tokens=40,
