@@ -1,7 +1,7 @@
-"""The extra ``executor``: packages that a host of the plugin does without.
+"""The extra ``executor``: packages that the plugin inside a host engine does not need.
 
-What needs them asks here first, so that a missing one is one line with the command that installs
-it, not a failed import somewhere inside.
+Code that needs them calls `require` first, so that a missing package gives one line with the
+command that installs it instead of a failed import.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from mtp_plugin.errors import MissingExtraError
 INSTALL = "pip install 'mtp-plugin[executor]'"
 
 MODEL_PACKAGES = ("transformers", "tokenizers", "safetensors")
-"""What models and their tokenizers need."""
+"""Needed by models and tokenizers."""
 DISPLAY_PACKAGES = ("typer", "rich")
-"""What reading arguments and showing results needs."""
+"""Needed to parse arguments and show results."""
 COMMAND_LINE_PACKAGES = (*MODEL_PACKAGES, *DISPLAY_PACKAGES)
-"""What the command line needs."""
+"""Needed by the command line."""
 
 TRANSFORMERS_RANGE = ((5, 17), (6, 0))
-"""From which (major, minor) transformers is used, and below which; engines often pin older ones."""
+"""Supported transformers versions (major, minor): from, below. Host engines may pin older ones."""
 
 
 def require(user: str, *packages: str) -> None:
-    """Check that packages of the extra are there.
+    """Check that packages of the extra are installed.
 
     Args:
-        user: what needs them, as the message names it.
+        user: name of what needs them, for the message.
 
     Raises:
-        MissingExtraError: some are not, or transformers is of another version than is used.
+        MissingExtraError: a package is missing, or transformers has an unsupported version.
     """
     _require_installed(user, packages)
     if "transformers" in packages:
@@ -49,10 +49,9 @@ def require(user: str, *packages: str) -> None:
 
 
 def require_or_exit(user: str, *packages: str) -> None:
-    """As `require`, for a command: one line on standard error, and exit code 2.
+    """Like `require` for a command: write one line to standard error and exit with code 2.
 
-    Versions are not looked up, which takes as long as all else that ``--help`` does: what uses a
-    package asks for its version.
+    Versions are not checked here, because that would double the time of ``--help``.
     """
     try:
         _require_installed(user, packages)
@@ -79,7 +78,7 @@ def _is_installed(package: str) -> bool:
 
 @cache
 def _transformers_version() -> str:
-    """Empty for a source tree that was never installed."""
+    """Return the version, or an empty string for a source tree that was never installed."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:

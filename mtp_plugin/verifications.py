@@ -1,7 +1,6 @@
-"""The ways to judge drafts, under the names that configs and requests call them by.
+"""The verification methods: their names in configs and requests, codes in slots, kinds of drafts.
 
-One table: what may be asked for, what slots then say, and which drafts go with it. What judges is a
-mode in ``mtp_plugin.speculative.verification``.
+The methods are implemented in ``mtp_plugin.speculative.verification``.
 """
 
 from __future__ import annotations
@@ -9,37 +8,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-_BY_ODDS = "by the odds of their draw, the distribution stays, the text of a seed does not"
+_SAMPLED = "rejection sampling, which keeps the distribution but not the output of a seed"
 
 
 @dataclass(frozen=True)
 class Way:
-    """One way to judge drafts."""
+    """A verification method."""
 
     words: str
-    """By what, for whoever writes a config."""
+    """Description for users."""
     drafts: tuple[str, ...]
-    """How they may be drawn, the first where nobody says."""
+    """Supported values of ``draft_sampling``; the first is the default."""
     code: int | None = None
-    """Column ``verification`` of requests that it judges; None: no request may ask for it."""
+    """Value in the slot column ``verification``; None: requests cannot choose it."""
     keeps_text: bool = True
-    """Whether a drawn text is the target's own; else it is another draw of the same
-    distribution."""
+    """Whether sampled output equals non-speculative decoding; else only its distribution does."""
 
 
 WAYS: Mapping[str, Way] = {
     "coupled": Way(
-        "by the target's own choice, which is its first one while requests are greedy",
+        "exact match with the target's token, which is the argmax for greedy requests",
         ("coupled", "greedy"),
         code=0,
     ),
-    "rejection": Way(_BY_ODDS, ("plain", "greedy"), code=1, keeps_text=False),
-    "block": Way(_BY_ODDS, ("plain", "greedy"), code=2, keeps_text=False),
-    "synthetic": Way("draws decide, for benchmarks only", ("coupled", "greedy")),
+    "rejection": Way(_SAMPLED, ("plain", "greedy"), code=1, keeps_text=False),
+    "block": Way(_SAMPLED, ("plain", "greedy"), code=2, keeps_text=False),
+    "synthetic": Way(
+        "random acceptance at given rates, for benchmarks only", ("coupled", "greedy")
+    ),
 }
-"""By name."""
+"""Method name -> method."""
 
 
 def codes() -> dict[str, int]:
-    """Those of the ways that requests may ask for, by name."""
+    """Return name -> code of the methods that requests can choose."""
     return {name: way.code for name, way in WAYS.items() if way.code is not None}

@@ -1,4 +1,4 @@
-"""Mappings and lists that nobody can change, and their thawing for writing them out."""
+"""Immutable mappings and lists, and their conversion to mutable ones for serialization."""
 
 from __future__ import annotations
 

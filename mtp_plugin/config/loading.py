@@ -33,7 +33,7 @@ def load_config(
 
     Args:
         model: checkpoint directory, before the file's; files for ``trtllm-serve`` name none.
-        plugin_options: a YAML file with what would stand under ``speculative_config.mtp``, as
+        plugin_options: a YAML file with the keys of ``speculative_config.mtp``, as
             TensorRT-LLM's files cannot hold it.
 
     Raises:
@@ -62,7 +62,7 @@ def path_of(text: str, source: str) -> Path:
     """A path that a user wrote, with ``~`` read.
 
     Raises:
-        ConfigError: nobody has that home; ``source`` stands in front.
+        ConfigError: the user has no home; the message begins with ``source``.
     """
     try:
         return Path(text).expanduser()
@@ -82,7 +82,7 @@ def load_plugin_options(path: str | Path, source: str) -> MTPPluginOptions:
     """Read a YAML file of the plugin's own options; relative paths are from the file's folder.
 
     Args:
-        source: stands in front of every message.
+        source: prefix of every message.
 
     Raises:
         ConfigError: one line per mistake, as `load_config` has them.
@@ -122,7 +122,7 @@ def _found_from(folder: Path, path: str, place: str) -> str:
     """The path as seen from a folder, where it is relative.
 
     Raises:
-        ConfigError: no path can be so; ``place`` stands in front.
+        ConfigError: the path is invalid; the message begins with ``place``.
     """
     given = path_of(path, place)
     try:
@@ -144,7 +144,7 @@ def json_schema() -> dict[str, Any]:
 
 
 MAX_NODES = 100_000
-"""Values that a YAML file may have, those of an alias counted wherever it stands."""
+"""Values that a YAML file may have, with those of an alias counted at each use."""
 
 _OLD_NUMBER = re.compile(r"[-+]?0[0-9_]+\Z|.*:")
 
@@ -168,7 +168,7 @@ class _Loader(yaml.SafeLoader):
             known = sizes.get(node, 0)
             if known is None:
                 raise yaml.constructor.ConstructorError(
-                    problem="an alias stands in its own anchor", problem_mark=node.start_mark
+                    problem="an alias is used inside its own anchor", problem_mark=node.start_mark
                 )
             if known:
                 return known
@@ -256,19 +256,21 @@ def parse_yaml(text: str, source: str) -> Any:
     """What a text of YAML says, as `_Loader` reads it; None: nothing.
 
     Raises:
-        ConfigError: it is none; ``source`` stands in front.
+        ConfigError: it is not valid YAML; the message begins with ``source``.
     """
     try:
         return _Loader(text).load()
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
-        told = ": ".join(part for part in (error.context, error.problem) if part)
-        raise ConfigError(f"{source}: {line}{told}") from None
+        message = ": ".join(part for part in (error.context, error.problem) if part)
+        raise ConfigError(f"{source}: {line}{message}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        told = " ".join(str(error).split())
-        raise ConfigError(f"{source}: not valid YAML: {told}") from None
+        message = " ".join(str(error).split())
+        raise ConfigError(f"{source}: not valid YAML: {message}") from None
     except (LookupError, TypeError, AttributeError) as error:
         # PyYAML trips over values that are not of their tag
-        told = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"{source}: not valid YAML: a value is not of its tag: {told}") from None
+        message = f"{type(error).__name__}: {error}"
+        raise ConfigError(
+            f"{source}: not valid YAML: a value is not of its tag: {message}"
+        ) from None

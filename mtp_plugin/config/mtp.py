@@ -73,21 +73,20 @@ class MTPPluginOptions(ConfigModel):
     )
     draft_sampling: Literal["coupled", "plain", "greedy"] | None = Field(
         default=None,
-        description="how drafts are drawn for sampled requests; null: as their verification has it "
-        f"first, {_default_drafts_text(codes())}; greedy: for all requests",
+        description="how drafts of sampled requests are sampled; null: the default of their "
+        f"verification method, {_default_drafts_text(codes())}; greedy: for all requests",
     )
     seed: int = Field(
         default=0,
         ge=0,
         le=MAX_ENGINE_SEED,
-        description="of the draws of requests without a seed, with their numbers",
+        description="combined with the request number into the seed of requests without one",
     )
     logprobs_mode: Literal["raw", "processed"] = Field(
         default="raw",
-        description="what log-probabilities of emitted tokens are of; raw: the target's own "
-        "logits; processed: what the token was chosen from, behind bias, masks, penalties, "
-        "temperature and cuts, for greedy requests at temperature 1 and without cuts; of prompts "
-        "always raw",
+        description="logits from which log-probabilities of output tokens are computed; raw: the "
+        "target's logits; processed: after bias, masks, penalties, temperature and truncation, for "
+        "greedy requests at temperature 1 without truncation; prompts always use raw",
     )
     draft_window: Literal["exact", "trtllm"] = Field(
         default="exact",

@@ -45,8 +45,8 @@ def add_host_keys(schema: dict[str, Any], model: type[ConfigModel]) -> None:
         if ours is None:
             keys[name] = theirs
         else:
-            told = {part: ours.pop(part) for part in ("default", "description") if part in ours}
-            keys[name] = {"anyOf": [ours, theirs], **told}
+            shared = {part: ours.pop(part) for part in ("default", "description") if part in ours}
+            keys[name] = {"anyOf": [ours, theirs], **shared}
 
 
 class _FieldReportedError(AttributeError):
@@ -335,7 +335,7 @@ def _refused(owner: type[ConfigModel], key: str, path: str, value: Any) -> Itera
     if host_key is None or key in owner.renamed or host_key.accepts(value):
         return
     if isinstance(value, Mapping) and host_key.inside is not None:
-        yield from ((f"{path}.{inner}", told) for inner, told in host_key.refused(value))
+        yield from ((f"{path}.{inner}", problem) for inner, problem in host_key.refused(value))
     else:
         yield path, host_key.sentence(value)
 

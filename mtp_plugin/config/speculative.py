@@ -184,7 +184,7 @@ class MTPDecodingConfig(ConfigModel):
         if problems:
             raise ConfigError("\n".join(problems))
         if self.use_relaxed_acceptance_for_thinking:
-            _tell_if_nothing_is_relaxed(self.relaxed_topk, self.relaxed_delta)
+            _warn_if_nothing_is_relaxed(self.relaxed_topk, self.relaxed_delta)
         return self.model_validate({**self.model_dump(), "max_draft_len": draft_len})
 
     def draft_len_for(self, batch_size: int) -> int:
@@ -362,19 +362,19 @@ class MTPDecodingConfig(ConfigModel):
 
 
 @functools.cache  # a config is resolved more than once
-def _tell_if_nothing_is_relaxed(topk: int, delta: float) -> None:
-    """No mistake: they are TensorRT-LLM's defaults."""
+def _warn_if_nothing_is_relaxed(topk: int, delta: float) -> None:
+    """Warn instead of raising, because these values are TensorRT-LLM's defaults."""
     if topk == 1:
         raised = "relaxed_topk" if delta else "relaxed_topk and relaxed_delta"
-        told = f"a relaxed_topk of 1 is strict acceptance; raise {raised}"
+        message = f"a relaxed_topk of 1 is strict acceptance; raise {raised}"
     elif delta == 0:
-        told = (
+        message = (
             "a relaxed_delta of 0 is strict acceptance but for ties: only drafts as probable as "
             "the best token pass; raise relaxed_delta"
         )
     else:
         return
-    _logger.warning("use_relaxed_acceptance_for_thinking: %s", told)
+    _logger.warning("use_relaxed_acceptance_for_thinking: %s", message)
 
 
 def _open_to_options(schema: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Types of the values under the keys, for keys that take more than one form or have a limit.
 
-A tag names the form that was meant, so that a mistake in it is told about that form alone.
+A tag selects the form that was meant, so that an error message covers only that form.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ SyntheticAcceptance = Annotated[
 
 
 def _verification_tag(value: Any) -> str:
-    """Whether one way to judge drafts is meant or a list of them."""
+    """Distinguish one verification method from a list of them."""
     return "<ways>" if isinstance(value, (list, tuple)) else "<way>"
 
 

@@ -146,12 +146,12 @@ class TestStrictRelaxation:
     """Relaxed acceptance that relaxes nothing: TensorRT-LLM's defaults, and taken as there."""
 
     @pytest.fixture(autouse=True)
-    def nothing_told(self, caplog: pytest.LogCaptureFixture) -> None:
-        speculative._tell_if_nothing_is_relaxed.cache_clear()
+    def nothing_reported(self, caplog: pytest.LogCaptureFixture) -> None:
+        speculative._warn_if_nothing_is_relaxed.cache_clear()
         caplog.set_level("INFO", logger="mtp_plugin")
 
     @pytest.mark.parametrize(
-        ("topk", "delta", "told"),
+        ("topk", "delta", "expected_value"),
         [
             (
                 1,
@@ -167,8 +167,8 @@ class TestStrictRelaxation:
             ),
         ],
     )
-    def test_is_told_once(
-        self, caplog: pytest.LogCaptureFixture, topk: int, delta: float, told: str
+    def test_is_reported_once(
+        self, caplog: pytest.LogCaptureFixture, topk: int, delta: float, expected_value: str
     ) -> None:
         config = MTPDecodingConfig(
             use_relaxed_acceptance_for_thinking=True, relaxed_topk=topk, relaxed_delta=delta
@@ -177,7 +177,7 @@ class TestStrictRelaxation:
         LLMConfig(model="m", speculative_config=config).resolve(3)
         config.resolve(1).resolve(1)
         assert [(record.levelname, record.getMessage()) for record in caplog.records] == [
-            ("WARNING", f"use_relaxed_acceptance_for_thinking: {told}")
+            ("WARNING", f"use_relaxed_acceptance_for_thinking: {expected_value}")
         ]
 
     @pytest.mark.parametrize(
@@ -191,7 +191,7 @@ class TestStrictRelaxation:
             },
         ],
     )
-    def test_is_told_of_nothing_else(
+    def test_is_reported_of_nothing_else(
         self, caplog: pytest.LogCaptureFixture, options: dict[str, Any]
     ) -> None:
         MTPDecodingConfig(**options).resolve(1)
@@ -234,7 +234,7 @@ class TestMode:
     )
     def test_answers(self, mode: SpeculativeDecodingMode, true: set[str]) -> None:
         questions = ("is_", "use_", "has_", "need", "support", "without")
-        asked = [name for name in vars(SpeculativeDecodingMode) if name.startswith(questions)]
+        requested = [name for name in vars(SpeculativeDecodingMode) if name.startswith(questions)]
         both = {
             "has_spec_decoder",
             "is_mtp",
@@ -245,11 +245,11 @@ class TestMode:
             "use_one_engine",
             "without_logits",
         }
-        assert {name for name in asked if getattr(mode, name)()} == both | true
+        assert {name for name in requested if getattr(mode, name)()} == both | true
 
     @pytest.mark.parametrize("mode", SpeculativeDecodingMode)
     def test_grammars_are_not_offered(self, mode: SpeculativeDecodingMode) -> None:
-        """A host asks before it hands a worker its decoder; none takes one."""
+        """A host requests before it hands a worker its decoder; none takes one."""
         assert not mode.support_guided_decoder()
         assert not mode.support_capturable_guided_decoder()
         for worker in (MTPWorker, MTPEagleWorker):
@@ -370,7 +370,7 @@ class TestFile:
         path.write_text("model: ~/a\n")
         assert load_config(path).model == str(tmp_path / "a")
 
-    def test_a_draft_vocabulary_lies_beside_the_file(self, tmp_path: Path) -> None:
+    def test_a_draft_vocabulary_lies_with_the_file(self, tmp_path: Path) -> None:
         """A relative path is taken from the file's folder; a count is no path."""
         path = tmp_path / "one.yaml"
         lines = "model: m\nspeculative_config:\n  decoding_type: MTP\n  mtp: {draft_vocab: %s}\n"
@@ -446,7 +446,7 @@ class TestSchema:
             for name, key in definition["properties"].items():
                 assert key.get("description"), name
 
-    def test_tells_the_drafters_apart(self) -> None:
+    def test_reports_the_drafters_apart(self) -> None:
         definitions = json_schema()["$defs"]
         ours, other = definitions["MTPDecodingConfig"], definitions["OtherDecodingConfig"]
         assert ours["required"] == other["required"] == ["decoding_type"]

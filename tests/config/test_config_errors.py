@@ -112,12 +112,12 @@ FILE_CASES = [
     Case(
         "alias in its own sequence",
         "model: m\nspeculative_config: {decoding_type: other, x: &a [*a]}\n",
-        "line 2, column 47: an alias stands in its own anchor",
+        "line 2, column 47: an alias is used inside its own anchor",
     ),
     Case(
         "alias in its own mapping",
         "model: m\nspeculative_config: &a {decoding_type: other, x: {y: *a}}\n",
-        "line 2, column 21: an alias stands in its own anchor",
+        "line 2, column 21: an alias is used inside its own anchor",
     ),
     Case(
         "aliases that double",
@@ -126,12 +126,12 @@ FILE_CASES = [
         "line 19, column 8: expected at most 100000 values, aliases followed, got more",
     ),
     Case(
-        "home of nobody",
+        "home of an unknown user",
         "model: ~nosuchuser/x\n",
         "model: expected the home of a user, got '~nosuchuser'",
     ),
     Case(
-        "home of nobody for ids",
+        "home of an unknown user for ids",
         "model: m\nspeculative_config: {decoding_type: MTP, mtp: {draft_vocab: ~nosuchuser/x}}\n",
         "speculative_config.mtp.draft_vocab: expected the home of a user, got '~nosuchuser'",
     ),
@@ -359,7 +359,7 @@ TYPE_CASES = [
         "speculative_config.mtp.synthetic_seed: expected an integer from 0 to 4294967295, got -1",
     ),
     Case(
-        "rates under a name of nobody",
+        "rates under an unknown name",
         mtp("mtp: {synthetic_acceptence: 0.8}"),
         "speculative_config.mtp.synthetic_acceptence: unknown key; "
         "did you mean synthetic_acceptance?",
@@ -715,7 +715,7 @@ COMBINATION_CASES = [
         "cuda_graph_config.batch_sizes: expected at least one batch size, got an empty list",
     ),
     Case(
-        "graph sizes told twice",
+        "graph sizes given twice",
         "model: m\ncuda_graph_config: {batch_sizes: [1, 2], max_batch_size: 4}\n",
         "cuda_graph_config.batch_sizes: expected either batch_sizes or max_batch_size, got both",
     ),
@@ -1033,8 +1033,8 @@ def test_any_mapping_is_a_config_or_a_config_error(
     top: dict[str, object], spec: dict[str, object]
 ) -> None:
     wrong = {"model": "m", **top, "speculative_config": {"decoding_type": "MTP", **spec}}
-    told = message_of(lambda: parse_config(wrong))
-    assert all(line.startswith("<mapping>: ") for line in told.splitlines())
+    expected = message_of(lambda: parse_config(wrong))
+    assert all(line.startswith("<mapping>: ") for line in expected.splitlines())
 
 
 @calm
@@ -1044,8 +1044,8 @@ def test_any_text_is_a_config_or_a_config_error(
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "any.yaml"
     path.write_bytes(text.encode("utf-8", "surrogatepass"))
-    told = message_of(lambda: load_config(path))
-    assert all(line.startswith(f"{path}: ") for line in told.splitlines())
+    expected = message_of(lambda: load_config(path))
+    assert all(line.startswith(f"{path}: ") for line in expected.splitlines())
 
 
 def message_of(call: Callable[[], object]) -> str:
@@ -1057,7 +1057,7 @@ def message_of(call: Callable[[], object]) -> str:
     return ""
 
 
-# --- values that nobody means ---
+# --- values that nothing means ---
 
 SECTIONS: dict[tuple[str, ...], type[ConfigModel]] = {
     (): LLMConfig,

@@ -1,4 +1,4 @@
-"""Every YAML file in configs/ loads, and reference.yaml tells the truth about the defaults."""
+"""Every YAML file in configs/ loads, and reference.yaml reports the truth about the defaults."""
 
 from __future__ import annotations
 

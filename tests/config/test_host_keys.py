@@ -84,9 +84,9 @@ def test_values_that_would_change_something_are_refused_by_name(section: str, na
     for value in (["a list"], 1.5):
         if float in SECTIONS[section][name].kinds and isinstance(value, float):
             continue
-        told = refusal(file_with(section, name, value))
-        assert told.startswith(f"f.yaml: {path}: "), told
-        assert len(told.splitlines()) == 1
+        expected_value = refusal(file_with(section, name, value))
+        assert expected_value.startswith(f"f.yaml: {path}: "), expected_value
+        assert len(expected_value.splitlines()) == 1
 
 
 REFUSED = [
@@ -193,19 +193,21 @@ def test_one_line_of_the_log_names_all(caplog: pytest.LogCaptureFixture) -> None
 
 
 def test_mistakes_in_host_keys_come_together_with_others() -> None:
-    told = refusal({"model": "m", "tensor_parallel_size": 2, "max_batch_size": 0, "backend": None})
-    assert [line.split(": ")[1] for line in told.splitlines()] == [
+    expected_value = refusal(
+        {"model": "m", "tensor_parallel_size": 2, "max_batch_size": 0, "backend": None}
+    )
+    assert [line.split(": ")[1] for line in expected_value.splitlines()] == [
         "max_batch_size",
         "tensor_parallel_size",
     ]
 
 
-def test_nothing_is_told_of_a_file_without_such_keys(caplog: pytest.LogCaptureFixture) -> None:
+def test_nothing_is_reported_of_a_file_without_such_keys(caplog: pytest.LogCaptureFixture) -> None:
     parse_config({"model": "m", "attn_backend": "sdpa", "cuda_graph_config": {}})
     assert caplog.messages == []
 
 
-def test_sizes_beside_their_largest_are_taken() -> None:
+def test_sizes_with_their_largest_are_taken() -> None:
     graphs = {"batch_sizes": [1, 4], "max_batch_size": 4}
     config = parse_config({"model": "m", "cuda_graph_config": graphs})
     assert config.cuda_graph_config == CudaGraphConfig(batch_sizes=(1, 4), max_batch_size=4)
@@ -241,7 +243,7 @@ def test_schema_has_the_keys_and_their_values() -> None:
     assert "sa_config" in schema["$defs"]["MTPDecodingConfig"]["properties"]
 
 
-class TestFilesBeside:
+class TestFilesNextToIt:
     """A model and the plugin's options that come from elsewhere."""
 
     @pytest.fixture
@@ -252,7 +254,7 @@ class TestFilesBeside:
 
     @pytest.fixture
     def options(self, tmp_path: Path) -> Path:
-        folder = tmp_path / "beside"
+        folder = tmp_path / "elsewhere"
         folder.mkdir()
         path = folder / "options.yaml"
         path.write_text("draft_vocab: ids.json\nverification: block\n")
@@ -276,7 +278,7 @@ class TestFilesBeside:
         assert spec.mtp.verification == "block"
         assert spec.mtp.draft_vocab == str(options.parent / "ids.json")
 
-    def test_options_are_checked_beside_the_files(self, file: Path, options: Path) -> None:
+    def test_options_are_checked_with_the_files(self, file: Path, options: Path) -> None:
         options.write_text("gate_margin: 0.2\n")
         with pytest.raises(ConfigError) as caught:
             load_config(file, model="m", plugin_options=options)

@@ -1,4 +1,4 @@
-"""Files in configs/trtllm/: keys of their line alone, and the executor reads them as they stand."""
+"""Files in configs/trtllm/: keys of their line alone, and the executor reads them as they are."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_the_executor_reads_it(path: Path, caplog: pytest.LogCaptureFixture) -> 
     assert spec.use_relaxed_acceptance_for_thinking is (kind_of(path) == "relaxed")
     assert (spec.draft_len_schedule is not None) is (kind_of(path) == "schedule")
     assert spec.mtp == load_plugin_options(OPTIONS, str(OPTIONS))
-    (told,) = caplog.messages
-    assert told.startswith(f"{path}: set aside, as they change nothing on one GPU: ")
+    (expected,) = caplog.messages
+    assert expected.startswith(f"{path}: set aside, as they change nothing on one GPU: ")
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

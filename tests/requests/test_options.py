@@ -38,6 +38,7 @@ from mtp_plugin.speculative.host import RequestFacts
 from mtp_plugin.speculative.logit_rows import LOGITS_PROCESSING_OPTIONS
 from mtp_plugin.speculative.ops.sampling import SAMPLING_OPTIONS
 from mtp_plugin.speculative.sampler import OWN_OPTIONS
+from mtp_plugin.speculative.step import SamplingKind
 from tests.hostile import HOSTILE, LONGEST_LINE, suppress_short
 
 SERVED = frozenset(
@@ -1056,8 +1057,8 @@ def test_who_makes_no_drafts_needs_all_else() -> None:
 
 def test_edits_of_the_logits() -> None:
     def edits(**options: Any) -> bool:
-        params = SamplingParams(**options)
-        return RequestFacts.of(0, params, prompt_len=1, max_seq_len=9).edits_logits
+        facts = RequestFacts.of(0, SamplingParams(**options), prompt_len=1, max_seq_len=9)
+        return facts.sampling_kind is SamplingKind.PROCESSED
 
     assert not edits()
     assert edits(min_tokens=1)

@@ -57,4 +57,4 @@ def test_a_row_is_enough_for_config_admission_and_slots() -> None:
         "MTPPluginOptions: draft_sampling: 'coupled' cannot be verified by 'dice' verification; "
         "expected one of greedy, plain"
     )
-    assert "does not; dice: by dice; a list" in told["description"]
+    assert "output of a seed; dice: by dice; a list" in told["description"]
