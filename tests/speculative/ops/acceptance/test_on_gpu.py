@@ -50,7 +50,7 @@ def real_case(batch: int, k: int, vocab: int, seed: int, dtype: torch.dtype) -> 
     right = best_ids(case.logits).view(batch, k + 1)[:, :k].int()
     lucky = torch.rand(right.shape, generator=rng).to(DEVICE) < 0.6
     drafts = torch.where(lucky & (right < vocab), right, case.drafts)
-    drafts.mrules_of_other_fill_(torch.rand(right.shape, generator=rng).to(DEVICE) < 0.03, -1)
+    drafts.masked_fill_(torch.rand(right.shape, generator=rng).to(DEVICE) < 0.03, -1)
     lens = torch.randint(0, k + 1, (batch,), generator=rng, dtype=torch.int32).to(DEVICE)
     return chosen_rows(replace(case, drafts=drafts, options={"draft_lens": lens}), seed)
 
