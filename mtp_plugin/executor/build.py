@@ -54,8 +54,8 @@ from mtp_plugin.speculative.host import ResourceManager
 from mtp_plugin.speculative.plugin import HostFacts, SpeculativePieces, build_pieces
 
 THIN_MODEL_WIDTH = 512
-"""Hidden size up to which a CPU runs a model on one thread: more of them wait for each other longer
-than they compute. ``OMP_NUM_THREADS`` in the environment overrides it."""
+"""Models of at most this hidden size run on one CPU thread: with more, synchronization takes longer
+than the computation. ``OMP_NUM_THREADS`` in the environment overrides it."""
 
 HIGHEST_FILL = torch.finfo(torch.float16).max
 """Largest finite fill of KV pools, which every dtype can represent."""
@@ -63,7 +63,7 @@ HIGHEST_FILL = torch.finfo(torch.float16).max
 
 @dataclass(frozen=True)
 class BuiltExecutor:
-    """An executor and its parts."""
+    """An executor and its components."""
 
     executor: PyExecutor
     config: LLMConfig
@@ -90,9 +90,9 @@ def build_executor(
     chunk_policy: ChunkPolicy = whole_budget,
     kv_fill: float = 0.0,
 ) -> BuiltExecutor:
-    """Load what is not given, and build an executor.
+    """Load the model and tokenizer if they are not given, and build an executor.
 
-    Args and errors: see `mtp_plugin.executor.llm.LLM`.
+    For arguments and errors see `mtp_plugin.executor.llm.LLM`.
     """
     _check_arguments(tokenizer, chunk_policy, kv_fill)
     report = on_progress or (lambda _: None)
@@ -295,7 +295,7 @@ def _executor(
 def _write_one_token(
     model: LoadedModel, attn_backend: AttentionBackend, num_draft_layers: int, pools: PagedKVPools
 ) -> None:
-    """Run one token through the target and every draft layer, over a pool of one block."""
+    """Run one token through the target and every draft layer, with a KV pool of one block."""
     device = next(model.lm_head.parameters()).device
     one = torch.ones(1, dtype=torch.int32, device=device)
     metadata = PagedAttentionMetadata(

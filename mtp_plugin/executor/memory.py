@@ -21,22 +21,22 @@ from mtp_plugin.executor.resolved_config import ResolvedConfig, resolve_dtype
 _TABLES = 3
 """Tensors that hold a step's rows: one on the device, two on the host."""
 _FIXED_COLUMNS = 6
-"""Columns of these rows, in addition to a step's tokens and a request's blocks."""
+"""Columns of a row in addition to the step's tokens and the request's blocks."""
 _HOST_BYTES = 240
-"""Of a request's entries in lists of free slots, at least."""
+"""Least bytes of a request's entries in lists of free slots."""
 
 
 def token_bytes(heads: HeadShape, dtype: torch.dtype, num_layers: int) -> int:
-    """Bytes of a token's rows in all layers, as `bytes_per_token` measures them."""
+    """Return the KV bytes of a token in all layers, as `bytes_per_token` measures them."""
     return num_layers * heads.num_kv_heads * (heads.key_width + heads.value_width) * dtype.itemsize
 
 
 def request_bytes(resolved: ResolvedConfig, dtype: torch.dtype) -> tuple[int, int]:
-    """Least bytes on the device and on the host of each request of a batch: its rows of a step,
-    its state, and its logits.
+    """Return the least bytes that each request of a batch needs on the device and on the host, for
+    its rows of a step, its state and its logits.
 
     Args:
-        dtype: that the model runs in.
+        dtype: dtype of the model.
     """
     config, plan, facts = resolved.config, resolved.plan, resolved.facts
     blocks = -(-resolved.max_seq_len // config.kv_cache_config.tokens_per_block)
@@ -56,13 +56,13 @@ def check_requests(
     """Refuse a batch whose requests need more memory than there is, before allocating it.
 
     Args:
-        dtype: that the model runs in; None: the configured one.
-        token_bytes: of a token's KV rows; 0: not known yet. Memory for the configured cache, or
-            the smallest one, is left next to the requests.
-        weight_bytes: of weights that will be loaded.
+        dtype: dtype of the model; None: the configured one.
+        token_bytes: KV bytes of a token; 0: not known yet. The requests must leave memory for the
+            configured cache, or the smallest one.
+        weight_bytes: bytes of weights that are still to be loaded.
 
     Raises:
-        ConfigError: with what they take at least, and what there is.
+        ConfigError: names the least required and the available memory.
     """
     config, device = resolved.config, resolved.device
     dtype = dtype or resolve_dtype(config.dtype, resolved.facts.dtype, device)
@@ -93,7 +93,7 @@ def check_requests(
 
 @contextmanager
 def shortage_named(option: str, what: str) -> Iterator[None]:
-    """Raise a `ConfigError` of ``option`` for allocations that fail inside; others errors pass."""
+    """Convert allocation failures inside into a `ConfigError` that names ``option``."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

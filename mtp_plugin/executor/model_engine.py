@@ -1,4 +1,4 @@
-"""One step on the device: inputs of requests or of the previous step, target, worker."""
+"""Launches steps on the device: input preparation, target forward, worker."""
 
 from __future__ import annotations
 
@@ -32,12 +32,12 @@ from mtp_plugin.speculative.step import SamplingKind, to_device
 
 @dataclass(frozen=True)
 class StepLimits:
-    """Maximum sizes of steps."""
+    """Size limits of a step."""
 
     max_seq_len: int
-    """Tokens of a sequence."""
+    """Maximum number of tokens of a sequence."""
     max_batch_size: int
-    """Requests of a batch."""
+    """Maximum number of requests of a batch."""
     padded_sizes: Sequence[int] = ()
     """Batch sizes to which generation-only batches are padded with dummy rows."""
 
@@ -45,15 +45,17 @@ class StepLimits:
 class ModelEngine:
     """Runs target and worker over a scheduled batch.
 
-    A scheduled batch becomes a :class:`Row` per request and a :class:`StepShape`; the rows become
-    :class:`StepRows` on the device, and these :class:`StepInputs`, which target and worker read.
+    A scheduled batch is described by a :class:`Row` per request and a :class:`StepShape`. The rows
+    are copied to the device as :class:`StepRows`, from which :class:`StepInputs` of target and
+    worker are computed.
 
     Args:
-        model: the loaded target and draft layers. pieces: of the speculative plugin.
+        model: the loaded target and draft layers.
+        pieces: the components of the speculative plugin.
         blocks, pools: the paged KV cache.
-        attn_backend: of paged attention; None: sdpa.
+        attn_backend: backend of paged attention; None: sdpa.
         draft_head: LM head of the drafts; None: the model's.
-        lease: of the model's attention, released with the engine.
+        lease: lease of the model's attention, released with the engine.
     """
 
     def __init__(
@@ -85,7 +87,7 @@ class ModelEngine:
         self._table = self.make_table()
 
     def make_table(self) -> RowTable:
-        """Make a table for the rows of this engine's steps."""
+        """Make the row table of this engine."""
         return RowTable(
             self.max_batch_size,
             step_rows=self.pieces.plan.step_rows,
@@ -98,7 +100,8 @@ class ModelEngine:
         """Capture generation-only steps in CUDA graphs, the largest batch first.
 
         Args:
-            sizes: batch sizes. report: called with a line of text per graph.
+            sizes: batch sizes.
+            report: called with a line of text per graph.
 
         Raises:
             ConfigError: the plugin's sampler keeps no tokens on the device, or its metadata no
@@ -144,8 +147,10 @@ class ModelEngine:
         self.captured = captured
 
     def release(self) -> None:
-        """Free the memory of graphs and KV rows, and release the model's attention; no step can run
-        after it."""
+        """Free the memory of graphs and KV rows and restore the model's attention modules.
+
+        No step can run afterwards.
+        """
         if self.device.type == "cuda":
             with suppress(RuntimeError):  # a failed device cannot be waited for
                 torch.cuda.synchronize(self.device)
@@ -188,7 +193,7 @@ class ModelEngine:
             if outputs is not None:
                 return outputs
         step = self._table.upload(rows)
-        # a backend that gathers pages gathers no more columns than needed
+        # a backend that gathers pages then gathers only the required columns
         width = max(1, *(len(row.blocks) for row in rows))
         step = replace(step, block_table=step.block_table[:, :width])
         contexts = scored = None
@@ -210,10 +215,11 @@ class ModelEngine:
         """Launch a step; reads nothing back, so that it can be captured.
 
         Args:
-            step: the rows of its requests. contexts: its prompt chunks, if any.
-            previous: as :meth:`forward`.
+            step: rows of the step's requests.
+            contexts: prompt chunks of the step, if any.
+            previous: see :meth:`forward`.
             scored: prompt tokens whose log-probabilities are requested.
-            spec_metadata: for a captured step, which gets what is on the device already; None: the
+            spec_metadata: metadata of a captured step, already on the device; None: use the
                 engine's own, filled from the host.
         """
         k = shape.draft_len
@@ -265,7 +271,7 @@ class ModelEngine:
     # ---- rows ---------------------------------------------------------------------------------
 
     def padding_row(self) -> Row:
-        """A row that reads and writes sentinels only."""
+        """A padding row, which reads and writes sentinel slots only."""
         return Row(
             tokens=[0] * self.pieces.plan.step_rows,
             length=1,

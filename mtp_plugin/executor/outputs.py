@@ -32,10 +32,10 @@ class RequestOutput:
 
     @classmethod
     def of(cls, request: LlmRequest) -> Self:
-        """The output of a request.
+        """Return the output of a finished request.
 
         Raises:
-            RequestError: it has not finished.
+            RequestError: the request has not finished.
         """
         if request.finish_reason is None:
             raise RequestError(f"request {request.request_id} has not finished")
@@ -53,11 +53,11 @@ class RequestOutput:
 
     @classmethod
     def of_success(cls, request: LlmRequest) -> Self:
-        """The output of a request that ended without an error.
+        """Return the output of a request that finished without an error.
 
         Raises:
-            ExecutorError: it ended with one.
-            RequestError: it has not finished.
+            ExecutorError: the request ended with an error.
+            RequestError: the request has not finished.
         """
         if request.error is not None:
             raise ExecutorError(f"request {request.request_id}: {request.error}")
@@ -65,5 +65,5 @@ class RequestOutput:
 
     @property
     def label(self) -> Label | None:
-        """A label of outputs that are not the target's own; None: they are."""
+        """Marks output of verification that is not lossless; None: the target's own output."""
         return self.acceptance.label

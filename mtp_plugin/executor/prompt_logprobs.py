@@ -1,4 +1,4 @@
-"""Log-probabilities of prompts: hidden states of their chunks through the LM head, by tiles."""
+"""Computes log-probabilities of prompt tokens from hidden states, in tiles of rows."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ TILE_ROWS = 256
 
 @dataclass(frozen=True)
 class ScoredPrompts:
-    """The prompt tokens that a step scores, each under the row before it.
+    """The prompt tokens that a step scores, each with the logits of the row before it.
 
     A chunk's last row scores the first token of the next one. Tokens that were scored before a
     preemption are not scored again, and generated tokens are not part of the prompt.
@@ -33,7 +33,7 @@ class ScoredPrompts:
 
     @classmethod
     def of(cls, contexts: Sequence[LlmRequest], device: torch.device) -> Self | None:
-        """The tokens of the scheduled chunks; None: no request wants log-probabilities."""
+        """Return the tokens of the scheduled chunks; None: no request needs log-probabilities."""
         targets: list[tuple[PromptLogprobs, int, int]] = []
         rows: list[int] = []
         tokens: list[int] = []
@@ -65,7 +65,8 @@ class ScoredPrompts:
         """Score the tokens and append the results to their requests, without waiting for them.
 
         Args:
-            hidden_states: [T, H] of the step. lm_head: [N, H] -> logits [N, V].
+            hidden_states: [T, H] of the step.
+            lm_head: [N, H] -> logits [N, V].
         """
         most = max(num_top for _, num_top, _ in self.targets)
         tiles = zip(self.rows.split(TILE_ROWS), self.tokens.split(TILE_ROWS), strict=True)
@@ -73,7 +74,7 @@ class ScoredPrompts:
             _entries(lm_head(hidden_states[rows]), tokens, most, backend) for rows, tokens in tiles
         ]
         parts = torch.cat(entries).split([num_rows for _, _, num_rows in self.targets])
-        # a copy of its own for each request, which may keep it
+        # a separate copy per request, which may keep it
         copies = [host_copy(part) for part in parts]
         ready = recorded_event(self.rows.device)
         for (known, num_top, _), copy in zip(self.targets, copies, strict=True):

@@ -15,7 +15,7 @@ from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 class LlmRequest(PlainRequest):
     """One request, with TensorRT-LLM's names.
 
-    ``py_epoch`` grows with every preemption: results of an older epoch are late and dropped.
+    ``py_epoch`` is incremented by every preemption: results of an older epoch are dropped.
     """
 
     loop_options = LOOP_OPTIONS
@@ -44,7 +44,7 @@ class LlmRequest(PlainRequest):
         )
         self.py_request_id = request_id
         self.prompt_index = 0
-        """The prompt's place among those of its call."""
+        """Index of the prompt in its call."""
         self.params = params
         self.text = text
         self.py_batch_idx: int | None = None
@@ -55,13 +55,13 @@ class LlmRequest(PlainRequest):
         self.py_draft_state = DraftState.fresh(max_draft_len, most)
         self.num_preemptions = 0
         self.logprobs = None if params.logprobs is None else Logprobs()
-        """Of the tokens generated so far; None: not requested."""
+        """Log-probabilities of the tokens generated so far; None: not requested."""
         self.prompt_logprobs = None if params.prompt_logprobs is None else PromptLogprobs()
-        """Of the prompt tokens scored so far; None: not requested."""
+        """Log-probabilities of the prompt tokens scored so far; None: not requested."""
         self._unreported = self.prompt_logprobs
         self.sampling_kind = self.facts.sampling_kind
         self.max_length = self.facts.stop.max_length
-        """Tokens, prompt included, that the request can hold; no KV row past it is ever needed."""
+        """Maximum number of tokens, prompt included; no KV row past it is ever needed."""
         self.context_chunk_size = 0
 
     # ---- tokens -----------------------------------------------------------------------------
@@ -72,10 +72,10 @@ class LlmRequest(PlainRequest):
         return logprobs
 
     def take_back_tokens(self, count: int) -> None:
-        """Drop the last emitted tokens, whose text was not shown, and their text.
+        """Drop the last output tokens, whose text has not been returned yet, and their text.
 
         Raises:
-            ExecutorError: more tokens than were emitted, or the request has finished.
+            ExecutorError: more tokens than were generated, or the request has finished.
         """
         num_emitted = len(self.tokens) - self.py_orig_prompt_len
         if self.is_finished or not 0 <= count <= num_emitted:
@@ -88,16 +88,16 @@ class LlmRequest(PlainRequest):
         if self.text is not None:
             self.text.keep(self.output_token_ids)
 
-    # ---- life -------------------------------------------------------------------------------
+    # ---- state ------------------------------------------------------------------------------
 
     @property
     def is_generating(self) -> bool:
-        """Whether the whole prompt has been read."""
+        """Whether prefill is complete."""
         return self.state is RequestState.GENERATION_IN_PROGRESS
 
     @property
     def error(self) -> str | None:
-        """Why this request failed; None: it did not."""
+        """The error of a failed request, else None."""
         if self.finish_reason is not FinishReason.ERROR:
             return None
         return self.py_error or "the sampler ended it without a reason"
@@ -109,7 +109,7 @@ class LlmRequest(PlainRequest):
             self.finish_by(FinishReason.ERROR)
 
     def pause(self) -> None:
-        """Start over: read prompt and output again, and drop results in flight.
+        """Preempt: prompt and output will be prefilled again, results in flight are dropped.
 
         Raises:
             ExecutorError: the request has finished.

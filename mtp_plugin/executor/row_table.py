@@ -1,9 +1,9 @@
 """The host's inputs of a step: one row per request, all rows in one copy to the device.
 
-A step that is captured in a CUDA graph reads the same addresses in every replay, so the rows are
-kept in one device tensor. They are copied from two pinned buffers in turn: while the copy from one
-may still be running, the next step is written into the other. Usually that buffer's copy has ended,
-since the results of its step were read; after a failed step the table waits for it.
+A captured step reads the same addresses in every replay, so the rows are kept in one device tensor.
+They are copied from two pinned buffers alternately: while the copy from one may still be running,
+the next step is written into the other. The other buffer's copy has usually finished, because the
+results of its step have been read; after a failed step the table waits for it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class StepRows:
 
 @dataclass(frozen=True)
 class StepShape:
-    """What only the host decides about a step: the key of a captured step."""
+    """The host's decisions about a step: the key of a captured step."""
 
     chunk_lens: tuple[int, ...]  # rows per context
     num_generations: int  # padding rows included
@@ -90,11 +90,14 @@ def copy_event(device: torch.device) -> Any:
 
 
 class RowTable:
-    """Rows of at most ``max_rows`` requests, on the host and on the device.
+    """Host and device buffers for the rows of up to ``max_rows`` requests.
 
     Args:
-        max_rows: N at most. step_rows: K+1. table_width: B.
-        sentinel_block: fills the block table. device: of the step.
+        max_rows: maximum of N.
+        step_rows: K+1.
+        table_width: B.
+        sentinel_block: fills unused entries of the block table.
+        device: device of the steps.
     """
 
     def __init__(
@@ -127,7 +130,7 @@ class RowTable:
     def upload(self, rows: Sequence[Row]) -> StepRows:
         """Start the copy of a step's rows to the device.
 
-        Waits only if the copy of the second last step has not ended.
+        Waits only if the copy of the step before the last one has not finished.
 
         Raises:
             ExecutorError: more rows or blocks than the table holds.
@@ -171,7 +174,7 @@ class RowTable:
 def _rewrite(
     columns: Any, written: list[Sequence[int]], rows: Sequence[Sequence[int]], filler: int
 ) -> None:
-    """Overwrite the rows of ids that differ from those written last."""
+    """Overwrite only the block ids that differ from those written last."""
     for index, ids in enumerate(rows):
         before = written[index]
         if before == ids:

@@ -1,6 +1,6 @@
-"""What target and worker read of a step, on the device.
+"""Builds the device inputs of target and worker for a step.
 
-G generations of a step, K drafts of each, S sequence slots of the sampler's store.
+G generation requests with K drafts each, S sequence slots of the sampler's store.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class LastResults(Protocol):
 
 @dataclass(frozen=True)
 class StepInputs:
-    """T tokens of R sequences, contexts first, with their true lengths, on the device.
+    """T tokens of R sequences, contexts first, with their actual lengths, on the device.
 
     A generation of L committed tokens has K+1 tokens at positions L .. L+K; a context has the
     tokens of its chunk.
@@ -59,7 +59,7 @@ class StepInputs:
         return torch.cat([self.last_rows, rows])
 
     def with_contexts(self, contexts: StepInputs) -> StepInputs:
-        """Put contexts before these generations."""
+        """Return these inputs with contexts inserted before the generations."""
         both = {
             name: torch.cat([getattr(contexts, name), getattr(self, name)])
             for name in _OF_CONTEXTS_TOO
@@ -78,15 +78,14 @@ def generation_inputs(
     max_seq_len: int,
     backend: Backend,
 ) -> StepInputs:
-    """Make the inputs of generations from the host's rows and from the previous step's results.
+    """Build the inputs of generation requests from the host's rows and the previous step's results.
 
-    A request whose last result is only in the store has ``n`` tokens that the host has not seen:
-    it is ``n`` tokens longer, and its inputs are those of the store. Drafts that do not fit the
-    request's KV rows are left out.
+    If a request's last result (``n`` tokens) is only in the store, its length grows by ``n`` and
+    its inputs come from the store. Drafts that do not fit the request's KV rows are dropped.
 
     Args:
-        rows: of the generations; columns of one table.
-        previous: the sampler's store; None: the host knows every result.
+        rows: rows of the generation requests; columns of one table.
+        previous: the sampler's store; None: the host has read every result.
         draft_len: K.
         max_seq_len: maximum number of tokens of a sequence.
     """

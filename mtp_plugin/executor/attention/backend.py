@@ -1,11 +1,10 @@
-"""Which implementation of paged attention runs, chosen once, when an executor is built.
+"""Selects the paged-attention backend when an executor is built.
 
-A backend is one object with two calls, :meth:`AttentionBackend.write` and
-:meth:`AttentionBackend.attend`; both ways into it, transformers' modules and
-:meth:`PagedAttentionMetadata.attend`, are built on them. Another one, say over torch's
-``varlen_attn`` with a block table or over flashinfer's paged wrappers, needs an entry in
-``BACKENDS``, its name in ``attn_backend`` of the config, and a name under which transformers knows
-it.
+A backend has two methods, :meth:`AttentionBackend.write` and :meth:`AttentionBackend.attend`, which
+transformers' modules and :meth:`PagedAttentionMetadata.attend` both use. To add one, for example
+torch's ``varlen_attn`` with a block table or flashinfer's paged wrappers, add an entry in
+``BACKENDS``, its name in ``attn_backend`` of the config, and the name under which it is registered
+with transformers.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ def _triton() -> AttentionBackend:
 
 
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {"sdpa": _sdpa, "triton": _triton}
-"""Makers by name; a maker imports what it needs, and raises ConfigError where that is missing."""
+"""Factories by name; a factory imports its packages and raises ConfigError if one is missing."""
 
 
 def find_backend(name: str) -> AttentionBackend:
-    """The backend of that name.
+    """Return the backend of that name.
 
     Raises:
         ConfigError: an unknown name, or a backend whose package is not installed.
@@ -54,17 +53,16 @@ def find_backend(name: str) -> AttentionBackend:
 def select_backend(
     name: str, heads: HeadShape, device: torch.device | str = "cpu"
 ) -> AttentionBackend:
-    """The backend for an ``attn_backend`` option.
+    """Return the backend for an ``attn_backend`` option.
 
     Args:
-        name: of a backend, or ``auto``: Triton where the device is a CUDA one, the package is there
+        name: name of a backend, or ``auto``: Triton on a CUDA device if the package is installed
             and the heads are supported, else sdpa.
-        heads: of the model.
-        device: that the model runs on.
+        heads: attention heads of the model.
+        device: device of the model.
 
     Raises:
-        ConfigError: as :func:`find_backend`; also where the backend cannot serve the heads, or not
-            on this device.
+        ConfigError: see :func:`find_backend`; or the backend does not support the heads or device.
     """
     device = torch.device(device)
     if name == "auto":

@@ -1,4 +1,4 @@
-"""Paged attention as transformers' modules reach it: a cache to update, a registered function."""
+"""Connects transformers' modules to paged attention: a cache and registered functions."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class BackedMetadata(StepMetadata, Protocol):
 
     @property
     def backend(self) -> AttentionBackend:
-        """That writes and attends."""
+        """The backend that writes and attends."""
         ...
 
 
@@ -35,7 +35,7 @@ class PagedCache:
         self._metadata = metadata
 
     def get_seq_length(self, layer_idx: int = 0) -> int:  # noqa: ARG002
-        """Positions are given explicitly; transformers never derives them from here."""
+        """Unused: positions are passed explicitly."""
         return 0
 
     def update(
@@ -44,8 +44,8 @@ class PagedCache:
         """Write this step's rows, key and value [1, heads, T, width].
 
         Returns:
-            Every sequence's rows [1, heads, R*S', width] for a backend that gathers pages; else
-            the arguments, which are not read.
+            The rows of all sequences [1, heads, R*S', width] if the backend gathers pages; else the
+            arguments, which are not read.
         """
         metadata = self._metadata
         rows = key[0].transpose(0, 1), value[0].transpose(0, 1)
@@ -73,14 +73,14 @@ def _paged_attention(
     dropout: float = 0.0,  # noqa: ARG001
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Causal attention of every sequence over its own pages.
+    """Compute causal attention of every sequence over its own pages.
 
-    query [1, Hq, T, D]; key, value [1, Hk, R*S', D] where pages are gathered: sequences in order,
-    S' positions each. The metadata's backend attends, whichever of the two names the
-    modules use: a model may be shared.
+    query [1, Hq, T, D]; key, value [1, Hk, R*S', D] if pages are gathered: sequences in order, S'
+    positions each. The metadata's backend attends, whichever registered name the modules use,
+    because a model may be shared.
 
     Raises:
-        ExecutorError: without metadata: somebody else runs a model that is an executor's.
+        ExecutorError: called without metadata: other code runs a model that an executor uses.
     """
     if attn_metadata is None:
         raise ExecutorError(

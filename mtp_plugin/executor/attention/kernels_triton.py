@@ -1,9 +1,9 @@
 """Triton kernels of attention over the paged cache.
 
-Lengths, limits and block tables are read on the device, when a kernel runs; a launch depends on
-shapes and on the number of rows per sequence. Row r of a sequence of n rows has position ``kv_len -
-n + r``. At a negative position, and at or past its limit, it is padding: it writes to the sentinel
-block, attends no key and returns zeros.
+Kernels read lengths, limits and block tables on the device; a launch depends only on shapes and on
+the number of rows per sequence. Row r of a sequence of n rows has position ``kv_len - n + r``. A
+row at a negative position, or at or past its limit, is padding: it writes to the sentinel block,
+attends no key and returns zeros.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -16,7 +16,7 @@ from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize
 
 @triton.jit
 def _sequence_of_row(seq_len_ptr, num_ragged, row, LANES: tl.constexpr):
-    """(sequence, its first row) of a row that belongs to one of the first sequences."""
+    """Return (sequence, its first row) of a row in the ragged part of the batch."""
     lanes = tl.arange(0, LANES)
     lens = tl.load(seq_len_ptr + lanes, mask=lanes < num_ragged, other=0)
     ends = tl.cumsum(lens, axis=0)
@@ -60,7 +60,7 @@ def paged_write_kernel(
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One (row, piece of heads x width): its key and its value to the row's place in the pools."""
+    """Store key and value of one (row, block of heads x width) in the pools."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0)
     after_ragged = row - ragged_rows
@@ -98,8 +98,8 @@ def paged_write_kernel(
 
 @triton.jit
 def _dot(a, b, WIDEN: tl.constexpr):
-    """a @ b with float32 sums; in float32 also every product is rounded once."""
-    if WIDEN:  # the interpreter multiplies no bfloat16
+    """Compute a @ b with float32 accumulation; float32 products are not rounded to TF32."""
+    if WIDEN:  # the interpreter cannot multiply bfloat16
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
@@ -127,7 +127,7 @@ def _attend_keys(
     MASKED: tl.constexpr,  # False: whole tiles of keys that every row sees
     WIDEN: tl.constexpr,
 ):
-    """A tile of rows over the keys [first_key, end_key), added to what it attended before."""
+    """Attend the keys [first_key, end_key) with a tile of rows and accumulate (online softmax)."""
     lanes = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
     in_width = dims < WIDTH
@@ -171,8 +171,8 @@ def _rows_of_tile(
     GROUP: tl.constexpr,
     BLOCK_M: tl.constexpr,
 ):
-    """(row in its sequence, query head, whether there is such a row, last key that it sees or -1)
-    of each place in a tile, and where the keys of all end."""
+    """Return, per tile entry: row in its sequence, query head, whether the row exists, and the last
+    key that it sees or -1; and the end of the keys of all entries."""
     packed = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     offset = packed // GROUP
     head = kv_head * GROUP + packed % GROUP
@@ -185,7 +185,7 @@ def _rows_of_tile(
 
 @triton.jit
 def _mean(weight, total, last_key):
-    """Attended values per row; zeros where a row sees no key. What is NaN stays NaN."""
+    """Return the attended values per row; zeros if a row sees no key. NaN is preserved."""
     seen = (last_key >= 0) & (weight != 0.0)
     return tl.where(seen[:, None], total / tl.where(seen, weight, 1.0)[:, None], 0.0)
 
@@ -231,9 +231,9 @@ def paged_uniform_kernel(
     SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One (sequence, tile of its rows; key head; piece of its keys), sequences of equal rows.
+    """Attend one (sequence, tile of its rows; key head; split of its keys), for equal row counts.
 
-    The query heads of a key head are neighbours in a tile: its keys are read once for all.
+    The query heads of a key head are adjacent in a tile, so that its keys are read once.
     """
     grid_dependency_synchronize(PDL)
     index = tl.program_id(0) // row_tiles
@@ -307,7 +307,7 @@ def paged_merge_kernel(
     BLOCK_D: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One (row, head): the pieces of its keys by their weights."""
+    """Merge the key splits of one (row, head) by their weights."""
     grid_dependency_synchronize(PDL)
     item = tl.program_id(0).to(tl.int64)
     splits = tl.arange(0, SPLITS)
@@ -354,7 +354,7 @@ def paged_ragged_kernel(
     WIDEN: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One (tile of a sequence's rows, key head) of the first sequences, whatever their lengths."""
+    """Attend one (tile of a sequence's rows, key head) of the ragged sequences."""
     grid_dependency_synchronize(PDL)
     # later rows see more keys: they start first
     tile = tl.num_programs(0) - 1 - tl.program_id(0)

@@ -1,4 +1,4 @@
-"""A model's attention, replaced by executors and restored by the last of them."""
+"""Replaces a model's attention while executors use it, and restores it afterwards."""
 
 from __future__ import annotations
 
@@ -23,18 +23,17 @@ class SharedModel(Protocol):
 
 
 class AttentionLease:
-    """Runs a model by pages until :meth:`release`.
+    """Selects paged attention for a model until :meth:`release`.
 
-    Executors may share a model: the first one replaces its attention, and after the last one it
-    is what it was, for a loop of one's own or for target-only decoding.
+    Executors may share a model: the first one replaces its attention, the last one restores it.
 
     Args:
-        function: name of the attention, registered with transformers.
+        function: name of the attention function registered with transformers.
     """
 
     _lock = Lock()
     _held: ClassVar[WeakKeyDictionary[nn.Module, tuple[str, int]]] = WeakKeyDictionary()
-    """Former attention and number of holders, by target."""
+    """Original attention and number of leases, by target."""
 
     def __init__(self, model: SharedModel, function: str) -> None:
         self._model: SharedModel | None = model
@@ -45,7 +44,7 @@ class AttentionLease:
             self._held[model.target] = former, holders + 1
 
     def release(self) -> None:
-        """Restore the former attention, once."""
+        """Release the lease; the last release restores the original attention."""
         with self._lock:
             model, self._model = self._model, None
             if model is None:

@@ -1,8 +1,8 @@
 """The step's metadata: lengths, limits and block table, and what attention derives from them.
 
-It holds lengths; every derived index (which row a token writes, which keys it sees) is rebuilt from
-them whenever they change, so a draft loop that changes lengths cannot leave a stale map. A backend
-that reads lengths on the device keeps only how many rows each sequence feeds, which the host knows.
+Derived indices (the row that a token writes, the keys that it sees) are rebuilt whenever lengths
+change, so a draft loop that changes lengths cannot leave them stale. A backend that reads lengths
+on the device needs only the number of query rows per sequence, which the host knows.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ class PagedAttentionMetadata:
         kv_write_limit: [R] int32: rows at or past it write to the sentinel block and attend no key.
         kv_capacity: [R] int32: rows that the request has reserved.
         pools: KV rows of every layer.
-        check: compare whatever is kept with what is rebuilt from scratch, at every attention call.
-        backend: that writes and attends; None: sdpa.
-        seq_lens_cuda: ``seq_lens`` on the device, where they are there already.
+        check: compare cached indices with rebuilt ones at every attention call.
+        backend: backend that writes and attends; None: sdpa.
+        seq_lens_cuda: ``seq_lens`` on the device, if already copied.
 
-    ``is_cuda_graph`` says that the tensors are buffers whose contents change between replays while
-    ``seq_lens`` stays what it is: what was derived from the contents then outlives neither its call
-    nor the capture that the call is part of.
+    With ``is_cuda_graph``, the tensors are buffers whose contents change between replays while
+    ``seq_lens`` stays the same; values derived from the contents are then not cached beyond the
+    call or the capture that contains it.
     """
 
     supports_dead_rows = True
@@ -132,14 +132,14 @@ class PagedAttentionMetadata:
         return self._num_tokens
 
     def on_update(self) -> None:
-        """Host lengths or the number of contexts changed."""
+        """Notify that host lengths or the number of contexts changed."""
         self._num_ctx_tokens = int(self._seq_lens[: self._num_contexts].sum())
         self._num_tokens = int(self._seq_lens.sum())
         self._layout = None
         self._layout_rows = None
 
     def on_update_kv_lens(self) -> None:
-        """Device lengths changed."""
+        """Notify that device lengths changed."""
         self._layout = None
 
     # ---- attention ------------------------------------------------------------------------------
@@ -157,16 +157,17 @@ class PagedAttentionMetadata:
         value: torch.Tensor,
         scaling: float | None = None,
     ) -> torch.Tensor:
-        """Write the step's rows of a layer, then attend: the whole of a layer's attention.
+        """Write the step's keys and values of a layer, then attend.
 
         Args:
-            layer_idx: the layer's place in the pools: target layers first, then draft depths.
-            query: [T, Hq, D]; key: [T, Hk, D]; value: [T, Hk, Dv]; any strides in front of
-                contiguous widths.
+            layer_idx: index of the layer in the pools: target layers first, then draft depths.
+            query: [T, Hq, D], any strides, contiguous width.
+            key: [T, Hk, D], likewise.
+            value: [T, Hk, Dv], likewise.
             scaling: factor of the scores; None: ``D ** -0.5``.
 
         Returns:
-            [T, Hq, Dv]; dead rows are finite and mean nothing.
+            [T, Hq, Dv]; padding rows are finite and undefined.
         """
         self.backend.write(layer_idx, key, value, self)
         return self.backend.attend(layer_idx, query, self, scaling)
@@ -181,11 +182,11 @@ class PagedAttentionMetadata:
         }
 
     def row_counts(self) -> RowCounts:
-        """Query rows per sequence, from the host's lengths alone.
+        """Query rows per sequence, from the host's lengths.
 
         Raises:
-            MetadataError: in check mode, where a length changed without ``on_update``, or the
-                device holds other ones.
+            MetadataError: in check mode, if a length changed without ``on_update``, or the device's
+                lengths differ.
         """
         if self._layout_rows is None:
             self._layout_rows = RowCounts.of(self._seq_lens.tolist(), self._num_contexts)
@@ -205,13 +206,13 @@ class PagedAttentionMetadata:
         """The indices that follow from the current lengths.
 
         Raises:
-            MetadataError: in check mode, where a length changed without ``on_update_kv_lens``, or
-                host and device hold other query rows.
+            MetadataError: in check mode, if a length changed without ``on_update_kv_lens``, or
+                the query rows of host and device differ.
         """
         if self.check:
             self._check_device_lens()
         capturing = self._is_capturing()
-        # what a capture has computed is computed anew by every replay; anything else is one step's
+        # a replay recomputes what its capture computed; anything else is valid for one step
         kept = not self.is_cuda_graph or (capturing and self._layout_captured)
         if self._layout is None or not kept:
             self._layout, self._layout_captured = self._build_layout(), capturing

@@ -9,7 +9,7 @@ from mtp_plugin.executor.attention.types import SDPA_BACKEND, HeadShape, Layout,
 
 
 class SdpaBackend:
-    """Pages of every sequence, padded to the widest block table, through
+    """Gathers the pages of every sequence, padded to the widest block table, and calls
     ``scaled_dot_product_attention``."""
 
     name = "sdpa"
@@ -17,7 +17,7 @@ class SdpaBackend:
     gathers_pages = True
 
     def refusal(self, heads: HeadShape, device: torch.device) -> str | None:  # noqa: ARG002
-        """It serves every model on every device."""
+        """Return None: every model is supported on every device."""
         return None
 
     def write(
@@ -27,7 +27,7 @@ class SdpaBackend:
         value: torch.Tensor,
         metadata: StepMetadata,
     ) -> None:
-        """As :meth:`AttentionBackend.write`; key and value may have widths of their own."""
+        """See :meth:`AttentionBackend.write`; key and value may differ in width."""
         layout = metadata.layout()
         for pool, rows in zip(
             metadata.pools.layer(layer_idx, key, value), (key, value), strict=True
@@ -41,15 +41,15 @@ class SdpaBackend:
         metadata: StepMetadata,
         scaling: float | None = None,
     ) -> torch.Tensor:
-        """As :meth:`AttentionBackend.attend`."""
+        """See :meth:`AttentionBackend.attend`."""
         return attend_pages(query, *gather_pages(layer_idx, metadata), metadata, scaling)
 
 
 def gather_pages(layer_idx: int, metadata: StepMetadata) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys [R, Hk, S', D] and values [R, Hk, S', Dv] of every sequence, in order of position.
+    """Return keys [R, Hk, S', D] and values [R, Hk, S', Dv] of every sequence, by position.
 
-    S' is what the widest block table holds; rows that hold no key of the request are zero.
-    They are transposed views of contiguous rows [R, S', heads, width].
+    S' is the capacity of the widest block table; rows without a key of the request are zero. The
+    results are transposed views of contiguous rows [R, S', heads, width].
     """
     layout = metadata.layout()
     keys, values = metadata.pools.written(layer_idx)
@@ -75,7 +75,7 @@ def attend_pages(
     metadata: StepMetadata,
     scaling: float | None = None,
 ) -> torch.Tensor:
-    """Causal attention of query [T, Hq, D] over gathered pages, [T, Hq, Dv]."""
+    """Compute causal attention of query [T, Hq, D] over gathered pages: [T, Hq, Dv]."""
     layout = metadata.layout()
     outputs = []
     for group, visible in zip(layout.groups, layout.visible, strict=True):

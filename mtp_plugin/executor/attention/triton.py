@@ -1,7 +1,8 @@
 """The Triton backend of paged attention: one launch that writes, one or two that attend.
 
-A launch depends on shapes and on the rows per sequence that the host knows. Lengths, limits and
-block tables are read on the device, so a captured step replays with other values.
+A launch depends on shapes and on the number of rows per sequence, which the host knows. Lengths,
+limits and block tables are read on the device, so that a captured step can be replayed with other
+values.
 """
 
 from __future__ import annotations
@@ -26,24 +27,24 @@ from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import pdl_options
 
 MAX_WIDTH = 256
-"""Widest head; what a program holds of a tile grows with it."""
+"""Maximum head width; the size of a program's tile grows with it."""
 WIDE_HEAD, WIDE_HEAD_BYTES = 128, 136 * 1024
-"""Shared memory that a program needs for prompts with heads wider than that."""
+"""Shared memory of a program for prompts with wider heads."""
 KEY_TILE_BYTES = 16384
-"""Bytes of keys, and again of values, that a program reads at a time."""
+"""Bytes of keys, and as many of values, that a program reads at a time."""
 SPLIT_PROGRAMS = 256
-"""Programs from which a launch is left in one piece: about two for each multiprocessor of an
-H200."""
+"""Launches with at least this many programs do not split keys: about two programs per
+multiprocessor of an H200."""
 SPLIT_KEYS = 128
-"""Keys of the widest block table per split at least: shorter pieces cost more to merge."""
+"""Minimum number of keys of the widest block table per split: merging shorter ones costs more."""
 FEW_SPLITS, MAX_SPLITS, LONG_PIECE = 16, 64, 512
-"""More than a few splits pay only where each still has a long piece of the widest block table."""
+"""More than a few splits pay off only if each has at least this many keys of the widest table."""
 WRITE_BLOCK = 2048
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Sizes of a program's tiles, and how many warps run it. Chosen by measuring on an H200."""
+    """Tile sizes and number of warps of a program, measured on an H200."""
 
     rows: int
     keys: int
@@ -53,11 +54,13 @@ class Tile:
 
 
 def uniform_tile(packed_rows: int, width: int, itemsize: int, sequences: int) -> Tile:
-    """The tile of sequences with so many rows times query heads per key head.
+    """Return the tile for sequences with equal row counts.
 
     Args:
-        packed_rows: per sequence and key head. width: of a head. itemsize: bytes of a number.
-        sequences: times key heads.
+        packed_rows: rows times query heads per key head, of a sequence.
+        width: head width.
+        itemsize: bytes of a number.
+        sequences: number of sequences times key heads.
     """
     wide = max(16, triton.next_power_of_2(width))
     rows = max(16, triton.next_power_of_2(min(packed_rows, 128)))
@@ -65,13 +68,13 @@ def uniform_tile(packed_rows: int, width: int, itemsize: int, sequences: int) ->
         return _exact_tile(rows, wide, itemsize)
     programs = sequences * -(-packed_rows // rows)
     if programs < 2 * SPLIT_PROGRAMS:
-        # programs wait for memory more than for each other: each reads more at a time
+        # memory-bound: each program reads more at a time
         return Tile(rows, _keys(2 * KEY_TILE_BYTES, wide, itemsize), wide, 8, 2)
     return Tile(rows, _keys(KEY_TILE_BYTES, wide, itemsize), wide, 8 if rows > 64 else 4, 2)
 
 
 def ragged_tile(packed_rows: int, width: int, itemsize: int) -> Tile:
-    """The tile of sequences of which the longest has so many rows times query heads per key
+    """Return the tile for ragged sequences; the longest has so many rows times query heads per key
     head."""
     wide = max(16, triton.next_power_of_2(width))
     rows = max(16, triton.next_power_of_2(min(packed_rows, 128)))
@@ -84,8 +87,8 @@ def ragged_tile(packed_rows: int, width: int, itemsize: int) -> Tile:
 
 
 def _exact_tile(rows: int, wide: int, itemsize: int) -> Tile:
-    """Of float32: without tensor cores a thread holds whole rows of what it multiplies, so that
-    tiles are small and threads are many, or registers spill."""
+    """Return the tile for float32: without tensor cores a thread holds whole rows of its operands,
+    so tiles must be small and threads many, or registers spill."""
     rows = min(rows, 32)
     keys = min(32, _keys(KEY_TILE_BYTES // (rows // 16), wide, itemsize))
     return Tile(rows, keys, wide, 8, 2)
@@ -96,10 +99,11 @@ def _keys(num_bytes: int, wide: int, itemsize: int) -> int:
 
 
 def splits_for(programs: int, max_keys: int) -> int:
-    """Pieces into which the keys of a sequence are cut: as many as keep the device busy.
+    """Return the number of key splits per sequence that keeps the device busy.
 
     Args:
-        programs: of the launch in one piece. max_keys: that the widest block table holds.
+        programs: number of programs of a launch without splits.
+        max_keys: number of keys in the widest block table.
     """
     wanted = -(-SPLIT_PROGRAMS // programs)
     most = min(MAX_SPLITS, max(FEW_SPLITS, max_keys // LONG_PIECE))
@@ -107,14 +111,14 @@ def splits_for(programs: int, max_keys: int) -> int:
 
 
 class TritonBackend:
-    """Attends pages in place: none is gathered, nothing is read back."""
+    """Attends pages in place, without gathering them and without device-to-host copies."""
 
     name = "triton"
     attention_function = TRITON_BACKEND
     gathers_pages = False
 
     def refusal(self, heads: HeadShape, device: torch.device) -> str | None:
-        """Heads that the kernels do not hold, or a device that they do not run on."""
+        """Return why heads or device are not supported, or None."""
         widths = f"key width {heads.key_width}, value width {heads.value_width}"
         if heads.latent:
             return f"its cache holds latents ({widths}), which attn_backend: sdpa reads"
@@ -149,10 +153,10 @@ class TritonBackend:
         value: torch.Tensor,
         metadata: StepMetadata,
     ) -> None:
-        """As :meth:`AttentionBackend.write`; key and value are equally wide.
+        """See :meth:`AttentionBackend.write`; key and value must have the same width.
 
         Raises:
-            ConfigError: widths that the kernels do not hold.
+            ConfigError: widths that the kernels do not support.
             TensorContractError: rows of another shape, dtype or stride, or out of reach.
         """
         counts = metadata.row_counts()
@@ -212,7 +216,7 @@ class TritonBackend:
         metadata: StepMetadata,
         scaling: float | None = None,
     ) -> torch.Tensor:
-        """As :meth:`AttentionBackend.attend`; dead rows are zero.
+        """See :meth:`AttentionBackend.attend`; padding rows are zero.
 
         Raises:
             MetadataError: the layer has written no rows.
@@ -243,7 +247,7 @@ class TritonBackend:
             key_pool,
             value_pool,
             metadata,
-            # scores are powers of two, which cost less than powers of e
+            # exp2 is cheaper than exp
             scaling * math.log2(math.e),
         )
         if counts.ragged_rows:
@@ -255,7 +259,7 @@ class TritonBackend:
 
 @dataclass(frozen=True)
 class _Call:
-    """One attention call: the tensors that its launches share."""
+    """Tensors shared by the launches of one attention call."""
 
     query: torch.Tensor  # [T, Hq, D]
     output: torch.Tensor  # [T, Hq, D]
@@ -273,7 +277,7 @@ class _Call:
         return int(self.query.shape[1]) // self.kv_heads
 
     def attend_ragged(self, counts: RowCounts) -> None:
-        """The first sequences, of any lengths, in one launch."""
+        """Launch attention of the ragged sequences."""
         metadata, width = self.metadata, int(self.query.shape[2])
         tile = ragged_tile(max(counts.ragged) * self.group, width, self.query.element_size())
         tiles = sum(-(-rows * self.group // tile.rows) for rows in counts.ragged)
@@ -308,7 +312,7 @@ class _Call:
         )
 
     def attend_uniform(self, counts: RowCounts) -> None:
-        """The other sequences, of equal rows, with the keys of each split over more programs."""
+        """Launch attention of the sequences with equal row counts, splitting their keys."""
         metadata, query = self.metadata, self.query
         heads, width = query.shape[1:]
         packed_rows = counts.uniform_rows * self.group

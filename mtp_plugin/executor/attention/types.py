@@ -25,7 +25,7 @@ class HeadShape:
     key_width: int
     value_width: int
     latent: bool = False
-    """The cache holds latents, which modules expand to keys and values."""
+    """Whether the cache holds latents (MLA), which modules expand to keys and values."""
 
     @classmethod
     def of(cls, config: Any) -> HeadShape:
@@ -41,7 +41,7 @@ class HeadShape:
 
 @dataclass(frozen=True)
 class Group:
-    """Neighbouring sequences with equal query rows, attended in one call."""
+    """Adjacent sequences with equal query rows, attended in one call."""
 
     first_seq: int
     num_seqs: int
@@ -50,12 +50,12 @@ class Group:
 
     @property
     def seqs(self) -> slice:
-        """Its sequences among those of the step."""
+        """Slice of the step's sequences."""
         return slice(self.first_seq, self.first_seq + self.num_seqs)
 
     @property
     def rows(self) -> slice:
-        """Its query rows among those of the step."""
+        """Slice of the step's query rows."""
         return slice(self.first_row, self.first_row + self.num_seqs * self.query_rows)
 
 
@@ -189,12 +189,12 @@ class AttentionBackend(Protocol):
 
     @property
     def gathers_pages(self) -> bool:
-        """Modules of transformers get every sequence's pages after their write, as latent
-        attention needs them; otherwise pages are read in place."""
+        """Whether transformers' modules get the gathered pages of every sequence after their write,
+        as latent attention requires; otherwise pages are read in place."""
         ...
 
     def refusal(self, heads: HeadShape, device: torch.device) -> str | None:
-        """Why it does not support a model with these heads on this device; None: it does."""
+        """Return why the backend does not support these heads on this device, or None."""
         ...
 
     def write(

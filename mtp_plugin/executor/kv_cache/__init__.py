@@ -1,4 +1,4 @@
-"""Paged KV: which blocks a request has, and the pools that they address."""
+"""Paged KV cache: block allocation, pools and sizing."""
 
 from mtp_plugin.executor.kv_cache.blocks import BlockManager
 from mtp_plugin.executor.kv_cache.pools import PagedKVPools

@@ -1,4 +1,4 @@
-"""Which KV blocks a request has, on the host."""
+"""Allocates KV blocks to requests, on the host."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from mtp_plugin.errors import ConfigError, NoFreeBlocksError, expect
 
 
 class BlockManager:
-    """Hands out KV blocks; the block after the last one is the sentinel for padding writes.
+    """Allocates KV blocks; the block after the last one is the sentinel for padding writes.
 
-    One block table serves the target and every draft layer. As a resource manager it only frees:
-    the scheduler reserves, since its decisions depend on the free blocks.
+    The target and all draft layers share one block table. As a resource manager it only frees: the
+    scheduler reserves blocks, because its decisions depend on the number of free blocks.
 
     Args:
-        num_blocks: usable blocks. block_size: tokens per block.
+        num_blocks: number of usable blocks.
+        block_size: tokens per block.
     """
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
@@ -31,39 +32,39 @@ class BlockManager:
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks that no request holds."""
+        """Number of free blocks."""
         return len(self._free)
 
     def blocks_for(self, num_rows: int) -> int:
-        """Blocks that ``num_rows`` KV rows take."""
+        """Return the number of blocks for ``num_rows`` KV rows."""
         return -(-num_rows // self.block_size)
 
     def table(self, request_id: int) -> list[int]:
-        """The request's blocks in order; empty for an unknown id."""
+        """Return the request's blocks in order; empty for an unknown id."""
         return self._tables.get(request_id, [])
 
     def reserved_rows(self, request_id: int) -> int:
-        """KV rows that the request's blocks hold."""
+        """Return the number of KV rows in the request's blocks."""
         return len(self.table(request_id)) * self.block_size
 
     def missing_blocks(self, request_id: int, num_rows: int) -> int:
-        """Further blocks that the request needs to hold ``num_rows`` rows."""
+        """Return the number of additional blocks that the request needs for ``num_rows`` rows."""
         return max(0, self.blocks_for(num_rows) - len(self.table(request_id)))
 
     def try_reserve(self, request_id: int, num_rows: int) -> bool:
-        """Grow the request's table to ``num_rows`` rows; False, and no change, where it cannot."""
+        """Grow the request's table to ``num_rows`` rows; False without a change if blocks lack."""
         missing = self.missing_blocks(request_id, num_rows)
         if missing == 0:
             return True  # as in most steps
         if missing > len(self._free):
             return False
         table = self._tables.setdefault(request_id, [])
-        # one operation: a signal's handler that raises between two would lose a block
+        # one operation: a signal handler that raises between two would leak a block
         table.extend(islice(iter(self._free.popleft, None), missing))
         return True
 
     def reserve(self, request_id: int, num_rows: int) -> None:
-        """As :meth:`try_reserve`.
+        """Grow the request's table to ``num_rows`` rows.
 
         Raises:
             NoFreeBlocksError: fewer blocks are free than needed.
@@ -77,21 +78,21 @@ class BlockManager:
     # ---- resource manager -------------------------------------------------------------------
 
     def get_max_resource_count(self) -> int:
-        """Usable blocks."""
+        """Number of usable blocks."""
         return self.num_blocks
 
     def get_needed_resource_to_completion(self, request: Any) -> int:
-        """Blocks that the request holds at its full length."""
+        """Return the number of blocks of the request at its maximum length."""
         return self.blocks_for(request.max_length)
 
     def add_dummy_requests(self, request_ids: Sequence[int]) -> None:
-        """Dummies live in the sentinel block."""
+        """Do nothing: dummy requests use the sentinel block."""
 
     def prepare_resources(self, scheduled_batch: Any) -> None:
-        """The scheduler has reserved already."""
+        """Do nothing: the scheduler has reserved the blocks."""
 
     def update_resources(self, scheduled_batch: Any) -> None:
-        """Rows of rejected drafts stay reserved for the next step."""
+        """Do nothing: rows of rejected drafts stay reserved for the next step."""
 
     def free_resources(self, request: Any) -> None:
         """Free the request's blocks; an unknown id changes nothing."""

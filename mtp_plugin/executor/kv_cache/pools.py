@@ -1,4 +1,4 @@
-"""The pools that KV blocks address, on the device."""
+"""KV pools on the device."""
 
 from __future__ import annotations
 
@@ -8,12 +8,11 @@ from mtp_plugin.errors import MetadataError
 
 
 class PagedKVPools:
-    """Key and value rows of every layer, [rows, heads, width] each, allocated at a layer's first
-    use where :meth:`allocate` has not done so.
+    """Key and value rows of every layer, [rows, heads, width] each.
 
-    A layer's row r of block b is ``b * block_size + r``. Target layers come first, then one layer
-    per draft depth. For latent attention "key" and "value" are the two latents, with widths of
-    their own.
+    A layer's pools are allocated by :meth:`allocate` or at the layer's first use. Row r of block b
+    has index ``b * block_size + r``. Target layers come first, then one layer per draft depth. For
+    latent attention "key" and "value" are the two latents, which differ in width.
     """
 
     def __init__(self, num_blocks: int, block_size: int, fill: float = 0.0) -> None:
@@ -23,14 +22,14 @@ class PagedKVPools:
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def allocate(self, like: PagedKVPools) -> None:
-        """Take the memory of every layer that ``like`` has, and write to all of it."""
+        """Allocate and fill the pools of every layer that ``like`` has."""
         for layer_idx, (key, value) in like._layers.items():
             self.layer(layer_idx, key, value)
 
     def layer(
         self, layer_idx: int, key: torch.Tensor, value: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's pools, made to fit rows [T, heads, width] or [1, heads, T, width]."""
+        """Return the pools of a layer; allocate them for rows shaped like ``key`` and ``value``."""
         pools = self._layers.get(layer_idx)
         if pools is None:
             pools = (self._new(key), self._new(value))
@@ -38,10 +37,10 @@ class PagedKVPools:
         return pools
 
     def written(self, layer_idx: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The pools of a layer that has written rows.
+        """Return the pools of a layer that has written rows.
 
         Raises:
-            MetadataError: it has not.
+            MetadataError: the layer has written no rows.
         """
         pools = self._layers.get(layer_idx)
         if pools is None:
@@ -52,17 +51,17 @@ class PagedKVPools:
         return pools
 
     def rows(self, layer_idx: int, row_ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The key and value rows [N, heads, width] of a layer, for tests and debugging."""
+        """Return the key and value rows [N, heads, width] of a layer, for tests and debugging."""
         keys, values = self._layers[layer_idx]
         return keys[row_ids], values[row_ids]
 
     @property
     def layer_ids(self) -> list[int]:
-        """Layers that have pools."""
+        """Indices of layers with pools."""
         return sorted(self._layers)
 
     def release(self) -> None:
-        """Forget every row."""
+        """Free all pools."""
         self._layers.clear()
 
     def tensors(self) -> list[torch.Tensor]:
@@ -70,7 +69,7 @@ class PagedKVPools:
         return [tensor for pools in self._layers.values() for tensor in pools]
 
     def num_bytes(self) -> int:
-        """Device bytes of all pools."""
+        """Bytes of all pools."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors())
 
     def _new(self, like: torch.Tensor) -> torch.Tensor:

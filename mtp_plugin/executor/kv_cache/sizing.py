@@ -17,10 +17,10 @@ CPU_KV_BYTES = 2 * 2**30
 
 
 def probe_pools(write_one_token: Callable[[PagedKVPools], object]) -> PagedKVPools:
-    """Pools of one block of one token, with the layers that write rows.
+    """Return pools of one block of one token, allocated for the layers that write rows.
 
     Args:
-        write_one_token: runs every layer that will write rows, over the pools it is given.
+        write_one_token: runs every layer that writes rows, with the given pools.
     """
     pools = PagedKVPools(num_blocks=1, block_size=1)
     write_one_token(pools)
@@ -28,15 +28,15 @@ def probe_pools(write_one_token: Callable[[PagedKVPools], object]) -> PagedKVPoo
 
 
 def bytes_per_token(pools: PagedKVPools) -> int:
-    """Bytes of a token's rows in all layers of pools that have them."""
+    """Return the KV bytes of a token in all layers of ``pools``."""
     return pools.num_bytes() // pools.num_rows
 
 
 def configured_blocks(cache: KVCacheConfig) -> int | None:
-    """Blocks of ``max_tokens``; None: not configured.
+    """Return the number of blocks for ``max_tokens``; None: not configured.
 
     Raises:
-        ConfigError: it holds no block.
+        ConfigError: ``max_tokens`` is less than one block.
     """
     if cache.max_tokens is None:
         return None
@@ -50,10 +50,10 @@ def configured_blocks(cache: KVCacheConfig) -> int | None:
 
 
 def least_kv_bytes(cache: KVCacheConfig, token_bytes: int) -> int:
-    """Bytes of the configured cache, or of the smallest one, with the block for padding.
+    """Return the bytes of the configured cache, or of the smallest one, with the sentinel block.
 
     Raises:
-        ConfigError: as `configured_blocks`.
+        ConfigError: see `configured_blocks`.
     """
     return ((configured_blocks(cache) or 1) + 1) * cache.tokens_per_block * token_bytes
 
@@ -65,22 +65,22 @@ def format_bytes(num_bytes: int) -> str:
 
 
 def available_bytes(device: torch.device) -> int | None:
-    """Bytes that can be allocated; None: a CPU whose system does not report it.
+    """Return the bytes that can be allocated; None: the system does not report them.
 
-    On CUDA the device's free memory, on a CPU what the system has, within the limit of the
-    process's control group.
+    On CUDA this is the device's free memory, on a CPU the system's available memory within the
+    limit of the process's control group.
     """
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # what loading left with the allocator is free too
+        torch.cuda.empty_cache()  # memory cached by the allocator after loading is free too
         return int(torch.cuda.mem_get_info(device)[0])
     return available_host_bytes()
 
 
 def available_host_bytes(root: Path = Path("/")) -> int | None:
-    """As `available_bytes` of a CPU.
+    """Return the available bytes of a CPU, see `available_bytes`.
 
     Args:
-        root: under which the system's files lie.
+        root: root directory of the system's files.
     """
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
@@ -92,7 +92,7 @@ def available_host_bytes(root: Path = Path("/")) -> int | None:
         (groups / "memory.max", groups / "memory.current"),
         (groups / "memory/memory.limit_in_bytes", groups / "memory/memory.usage_in_bytes"),
     ):
-        with suppress(OSError, ValueError):  # no such group, or no limit: "max"
+        with suppress(OSError, ValueError):  # no control group, or no limit ("max")
             free = min(free, max(0, int(most.read_text()) - int(used.read_text())))
     return free
 
@@ -105,12 +105,12 @@ def num_kv_blocks(
     token_bytes: int,
     available: int | None,
 ) -> int:
-    """Blocks of the pool; with the sentinel block they fit into memory.
+    """Return the number of usable KV blocks; together with the sentinel block they fit into memory.
 
     Args:
-        config: with the cache's options and the batch size.
-        device: of the pools; on a CPU they take `CPU_KV_BYTES` unless more is configured.
-        max_seq_len: tokens of a request at most.
+        config: gives the cache's options and the batch size.
+        device: device of the pools; a CPU's take up to `CPU_KV_BYTES` unless more is configured.
+        max_seq_len: maximum number of tokens of a request.
         token_bytes: see `bytes_per_token`.
         available: see `available_bytes`.
 
