@@ -27,10 +27,10 @@ LOGITS_EXPERTS = 8
 """Experts per program of the router."""
 LOGITS_BLOCK = 1024
 MOST_PRODUCTS = 4096
-"""Rows times experts up to which the router's own kernel is used; beyond, every row would read the
-router's weight again."""
+"""Maximum of rows times experts for the router's own kernel, in which every row reads the router's
+weight again."""
 MOST_CHOICES = 4096
-"""Rows times experts, both padded to powers of two, that one program can hold."""
+"""Maximum of rows times experts, both padded to powers of two, of one program."""
 COMBINE_BLOCK = 1024
 
 

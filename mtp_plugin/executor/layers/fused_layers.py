@@ -1,4 +1,4 @@
-"""The parts of a decoder layer over flat rows [T, H], fused or as transformers runs them."""
+"""The modules of a decoder layer over flat rows [T, H], fused or run by transformers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Rotary:
 
 
 class Pass:
-    """What the layers of one pass share, computed at first use.
+    """Values shared by the layers of one forward pass, computed at first use.
 
     Args:
         position_ids: [1, T].
@@ -95,7 +95,7 @@ class Pass:
 
     @cached_property
     def position_embeddings(self) -> Any:
-        """What the rotary embedding gives to transformers' decoder layers."""
+        """Position embeddings of transformers' decoder layers."""
         return self._rotary_module(self._like, self.position_ids)
 
     @cached_property
@@ -105,7 +105,7 @@ class Pass:
 
 
 class FusedAttention:
-    """One product for queries, keys and values, one launch for norms and rotation of heads."""
+    """Attention with one QKV product, and one launch for head norms and rotation."""
 
     def __init__(self, found: Attention, backend: Backend, packer: Packer) -> None:
         self._found = found
@@ -142,7 +142,7 @@ class FusedAttention:
     def _attend(
         self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Pass
     ) -> torch.Tensor:
-        """As transformers' attention modules do it, with a batch of one."""
+        """Attend as transformers' attention modules do, with a batch of one."""
         found = self._found
         q, k, v = (heads[None].transpose(1, 2) for heads in (queries, keys, values))
         kwargs = dict(step.model_kwargs)
@@ -182,7 +182,7 @@ class UnfusedAttention:
 
 
 class FusedMLP:
-    """One product for gate and up."""
+    """A feed-forward layer with one product for gate and up."""
 
     def __init__(self, found: GatedMLP, backend: Backend, packer: Packer) -> None:
         self._backend = backend
@@ -195,7 +195,7 @@ class FusedMLP:
 
 
 class FusedMixture:
-    """Router, experts and shared experts without reading anything back from the device.
+    """A mixture of experts with shared experts, without device-to-host copies.
 
     A shared layer as wide as an expert becomes one more expert that every row takes.
     """
@@ -245,9 +245,9 @@ class UnfusedFeedForward:
 
 
 class FusedLayer:
-    """A decoder layer whose residual additions are made by the norms that follow.
+    """A decoder layer whose residual additions are fused into the following norms.
 
-    The stream of states is ``residual + delta``; its next reader adds them up.
+    The hidden state is ``residual + delta``; the next norm adds them.
     """
 
     def __init__(

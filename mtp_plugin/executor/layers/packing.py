@@ -1,4 +1,4 @@
-"""Weights that are read together, laid side by side; the modules keep views of them."""
+"""Concatenates weights that are read together; the modules keep views of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which modules of transformers have exactly the code that the fused layers replace.
+"""Recognises transformers modules with exactly the code that the fused layers replace.
 
 A module is recognised by the code of its `forward`, and of the functions of its file that this code
 calls, not by its name: families share code under many names, and a class that keeps its name may
@@ -68,7 +68,7 @@ class Mixture:
 
 
 def same_code(left: Callable[..., Any], right: Callable[..., Any]) -> bool:
-    """Whether two functions run the same instructions on the same names, whatever they are called.
+    """Whether two functions have the same instructions and names, apart from their own names.
 
     Decorators that declare what they wrap are unwrapped.
     """
@@ -232,14 +232,14 @@ def is_decoder_layer(module: object) -> bool:
 
 
 def is_decoder(module: object) -> bool:
-    """Whether the module embeds, runs its layers over one causal mask, and norms."""
+    """Whether the module applies embedding, layers with one causal mask, and a norm."""
     if getattr(module, "has_sliding_layers", False):
         return False
     return any(_runs(module, forward) for forward in _known().decoders)
 
 
 def is_rotary(module: object) -> bool:
-    """Whether the module gives cosines and sines whose two halves are equal."""
+    """Whether the module returns cosines and sines whose two halves are equal."""
     return any(_runs(module, forward) for forward in _known().rotary)
 
 

@@ -1,4 +1,4 @@
-"""From a family's entry to modules and tensors: block configs, MTP layers, tensor sources."""
+"""Builds block configs, MTP layers and tensor sources from a family's entry."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def target_class(config: PreTrainedConfig) -> type[PreTrainedModel]:
 
 
 def without_storage(config: PreTrainedConfig) -> PreTrainedModel:
-    """The target on the meta device: classes, names and shapes, no weights."""
+    """Build the target on the meta device: classes, names and shapes without weights."""
     with torch.device("meta"):
         return target_class(config)(config)
 
@@ -78,7 +78,7 @@ def without_storage(config: PreTrainedConfig) -> PreTrainedModel:
 def build_layers(
     target: PreTrainedModel, config: PreTrainedConfig, family: MTPFamily, num_layers: int
 ) -> nn.ModuleList:
-    """MTP layers without storage, of the target's classes, ready to be filled.
+    """Build MTP layers of the target's classes, without storage.
 
     Args:
         target: gives the classes of layer and norm, and the rotary embedding to share.
@@ -101,7 +101,7 @@ def build_layers(
 
 
 def plan_target(target: PreTrainedModel, stored: Collection[str]) -> tuple[TensorPlan, ...]:
-    """Where each tensor of the target comes from; a tied head comes from nowhere."""
+    """Map each tensor of the target to its checkpoint tensors; a tied head has none."""
     tied = target.config.tie_word_embeddings
     plans = plan_tensors(target, lambda key: key, stored)
     return tuple(plan for plan in plans if not (tied and plan.module_key == "lm_head.weight"))
@@ -115,7 +115,7 @@ def plan_layer(
     depth: int,
     stored: Collection[str],
 ) -> tuple[TensorPlan, ...]:
-    """Where each tensor of an MTP layer comes from."""
+    """Map each tensor of an MTP layer to its checkpoint tensors."""
 
     def name_of(key: str) -> str:
         return family.names.of(key, layer=num_hidden_layers + depth, depth=depth)
@@ -126,7 +126,7 @@ def plan_layer(
 def plan_tensors(
     module: nn.Module, name_of: Callable[[str], str], stored: Collection[str]
 ) -> Iterator[TensorPlan]:
-    """Where each tensor of a module comes from.
+    """Map each tensor of a module to its checkpoint tensors.
 
     Experts are one tensor in the module; checkpoints store them one by one, or fused where `stored`
     has the fused name.

@@ -18,15 +18,15 @@ from mtp_plugin.errors import CheckpointError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 MAX_BYTES = 2**28
-"""Size of a file at most; indexes and tokenizers of released models have a tenth of it."""
+"""Maximum size of a file, ten times that of indexes and tokenizers of released models."""
 
 MAX_DIGITS = 100
-"""Digits of an integer at most."""
+"""Maximum number of digits of an integer."""
 
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """What a safetensors header says about one tensor."""
+    """The entry of one tensor in a safetensors header."""
 
     file: Path
     dtype: str

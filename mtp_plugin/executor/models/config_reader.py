@@ -1,4 +1,4 @@
-"""The one reader of a checkpoint's config files: all is checked before anything is built."""
+"""Reads and validates a checkpoint's config files before anything is built."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ _UNTOLD = frozenset({"quantization_config", "transformers_version"})
 
 @dataclass(frozen=True)
 class CheckedConfig:
-    """What the config files of a checkpoint say, found good."""
+    """Validated content of a checkpoint's config files."""
 
     directory: Path
     facts: ModelFacts
@@ -73,7 +73,7 @@ class CheckedConfig:
 
     @property
     def stripped_line(self) -> str | None:
-        """What was stripped, in words; None: nothing."""
+        """Description of the stripped keys; None: nothing was stripped."""
         if not self.stripped:
             return None
         return f"left out, as transformers would act on them: {listed(self.stripped, 20)}"
@@ -147,7 +147,7 @@ def facts_from_config(config: dict[str, Any], *, where: Path) -> ModelFacts:
 
 
 def transformers_config(schema: DecoderConfig, family: MTPFamily, where: Path) -> PreTrainedConfig:
-    """The transformers config of a target, of checked values and no others."""
+    """Return the transformers config of a target, built from validated values only."""
     values = {**schema.for_transformers(), "model_type": family.target_model_type}
     try:
         return CONFIG_MAPPING[family.target_model_type].from_dict(values)

@@ -1,7 +1,7 @@
-"""What a checkpoint's config files may say: types, ranges and relations, per model family.
+"""Schemas of a checkpoint's config files: types, ranges and relations, per model family.
 
 Defaults are those of transformers' config classes. Sizes have bounds far above every released
-model, so that nothing that is reckoned from them overflows.
+model, so that values computed from them do not overflow.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ class DecoderConfig(CheckpointModel):
 
     @property
     def rotated_width(self) -> int | None:
-        """Width of a head that rotary positions turn; None: heads have no width."""
+        """Width of a head to which rotary positions apply; None: heads have no single width."""
         return None
 
     def rope(self) -> Rope:
-        """The rotary parameters, by the newer key or the older one.
+        """Return the rotary parameters, from the newer key or the older one.
 
         Raises:
-            KeyError: their type does not run.
-            ValidationError: they cannot be used.
+            KeyError: the rope type is not supported.
+            ValidationError: invalid parameters.
         """
         given = dict(self.rope_parameters or self.rope_scaling or {})
         older = given.pop("type", None)
@@ -121,7 +121,7 @@ class DecoderConfig(CheckpointModel):
         return ROPE_TYPES[kind].model_validate(given)
 
     def for_transformers(self) -> dict[str, Any]:
-        """The values that transformers gets, and no others."""
+        """Return exactly the values that are passed to transformers."""
         values = self.model_dump(exclude_unset=True, exclude=set(self.read_here))
         rope = self.rope()
         rotary = rope.model_dump(exclude_none=True)

@@ -1,4 +1,4 @@
-"""An LM head cut to some ids, for drafts."""
+"""An LM head with a reduced vocabulary, for drafts."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from mtp_plugin.errors import ConfigError
 
 @torch.no_grad()
 def cut_head(head: nn.Module, ids: torch.Tensor) -> nn.Linear:
-    """A head whose logits [R, V'] are the columns ``ids`` of those of ``head`` [R, V].
+    """Return a head whose logits [R, V'] are the columns ``ids`` of those of ``head`` [R, V].
 
-    Its rows are a copy, of the same type and on the same device: V' * H numbers of memory.
+    The rows are copied, with the same dtype and device: V' * H numbers of memory.
 
     Args:
         ids: [V'] of integers.
 
     Raises:
-        ConfigError: a head that does more than the product with its weight, so that rows of the
-            weight are no head.
+        ConfigError: the head is more than a product with its weight, so that selecting rows of the
+            weight is not enough.
     """
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ConfigError(

@@ -1,6 +1,6 @@
-"""What each MTP model family declares: traits of the draft head, tensor names, quirks.
+"""Table of MTP model families: traits of the draft head, tensor names, special cases.
 
-Nothing here is guessed from a checkpoint. A family that has no entry is refused by name.
+Nothing is inferred from a checkpoint. A family without an entry is refused with an error.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from mtp_plugin.errors import UnsupportedModelError
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a checkpoint says about itself in its JSON files."""
+    """Facts from a checkpoint's JSON files."""
 
     model_type: str
     architecture: str
@@ -27,27 +27,27 @@ class ModelFacts:
     """Number of MTP layers the config declares (D)."""
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
-    """From generation_config.json, else from config.json; empty where neither says."""
+    """From generation_config.json, else from config.json; empty if neither has them."""
     dtype: torch.dtype
-    """The dtype the config names; float32 where it names none."""
+    """The config's dtype; default float32."""
 
 
 @dataclass(frozen=True)
 class DraftTraits:
-    """How the MTP head of a family is wired.
+    """Structure of a family's MTP head.
 
-    A wrong trait never changes the output, it only lowers acceptance, so every value is taken from
+    A wrong trait does not change the output, it only lowers acceptance; every value is taken from
     the family's training and serving code.
     """
 
     concat: Literal["embed_hidden", "hidden_embed"]
     """Order of the two normed halves that `eh_proj` reads."""
     target_state: Literal["post_norm", "pre_norm"]
-    """Which state of the target the first depth reads: after or before the final norm."""
+    """Hidden state of the target that the first depth reads: after or before the final norm."""
     recycle: Literal["post_norm", "pre_norm"]
-    """Which state an MTP layer hands on: after or before its own last norm."""
+    """Hidden state that an MTP layer passes to the next depth: after or before its last norm."""
     chain: Literal["output", "target_shift", "none"] = "output"
-    """What depth d > 1 reads as states."""
+    """Hidden states that depth d > 1 reads."""
     head: Literal["shared", "own"] = "shared"
     """Whether the target's LM head or a head per depth gives the logits."""
     position: Literal["state", "token"] = "state"
@@ -201,7 +201,7 @@ NOT_RUNNABLE: dict[str, str] = {
 
 
 def family_of(model_type: str) -> MTPFamily:
-    """The entry of a `model_type`.
+    """Return the entry of a `model_type`.
 
     Raises:
         UnsupportedModelError: the family is unknown, or known and not runnable.

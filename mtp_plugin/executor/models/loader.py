@@ -45,10 +45,10 @@ class LoadedModel:
         return cast(nn.Module, self.target.get_output_embeddings())
 
     def draft_head(self, ids: torch.Tensor) -> nn.Module:
-        """A head of its own memory over the rows ``ids`` [V'] of `lm_head`, see `cut_head`.
+        """Return a copy of the rows ``ids`` [V'] of `lm_head`, see `cut_head`.
 
         Raises:
-            ConfigError: a head that cannot be cut.
+            ConfigError: the head's rows cannot be selected.
         """
         return cut_head(self.lm_head, ids)
 
@@ -63,7 +63,7 @@ class LoadedModel:
         position_ids: torch.Tensor,
         attn_metadata: TransformersAttention,
     ) -> torch.Tensor:
-        """The target's states over the flat rows of a batch; logits are `lm_head(states[rows])`.
+        """Compute hidden states of the flat rows of a batch; logits are `lm_head(states[rows])`.
 
         Args:
             input_ids: [T].
@@ -80,10 +80,10 @@ class LoadedModel:
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 
     def keep_experts_on_device(self) -> None:
-        """Let transformers' own mixtures find a token's experts without asking the host.
+        """Select an experts implementation of transformers that does not synchronize with the host.
 
-        Its grouped product does in bf16; in other types it reads the offsets back, which a CUDA
-        graph cannot. The batched product gathers each token's experts instead.
+        The grouped product does not in bf16; in other dtypes it reads offsets back, which a CUDA
+        graph cannot capture. The batched product gathers each token's experts instead.
         """
         weight = next(self.lm_head.parameters())
         if weight.dtype is torch.bfloat16:
@@ -227,7 +227,7 @@ def check_attention(name: str) -> None:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Without transformers' load report and progress bar: the loader checks the report itself."""
+    """Silence transformers' load report and progress bar: the loader checks the report itself."""
     level = transformers_logging.get_verbosity()
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()

@@ -12,7 +12,7 @@ from mtp_plugin.executor.models.families import DraftTraits
 
 
 class TransformersAttention(Protocol):
-    """What a layer here needs of the step's attention metadata."""
+    """The part of the step's attention metadata that an MTP layer reads."""
 
     _seq_lens_cuda: torch.Tensor
     """Rows of each sequence in the flat batch, [R] integers on the device."""
@@ -27,10 +27,10 @@ class TransformersAttention(Protocol):
 
 
 class MTPLayer(nn.Module):
-    """Embedding of the next token and a state, normed, joined, through one decoder layer.
+    """Normalizes and projects a token embedding and a hidden state, then runs a decoder layer.
 
-    Embedding and LM head are the target's own and arrive with each call; the rotary embedding is
-    the target's own too, held by reference.
+    The target's embedding and LM head are passed to each call; its rotary embedding is held by
+    reference.
     """
 
     takes_output_rows = True
@@ -57,7 +57,7 @@ class MTPLayer(nn.Module):
             rotary: the target's rotary embedding.
 
         Raises:
-            UnsupportedModelError: a head per depth, which this layer does not hold.
+            UnsupportedModelError: a head per depth, which is not supported.
         """
         super().__init__()
         if traits.head != "shared":
@@ -91,19 +91,19 @@ class MTPLayer(nn.Module):
         output_rows: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """One depth over the flat rows of a batch.
+        """Run one draft depth over the flat rows of a batch.
 
         Args:
             embed_tokens: the target's embedding.
             input_ids: [T], the token after the one each state belongs to.
             position_ids: [1, T], positions of the states.
-            hidden_states: [T, H], the target's states or those a depth before handed on.
+            hidden_states: [T, H], hidden states of the target or of the previous depth.
             attn_metadata: gives the keyword arguments of the decoder layer.
-            output_rows: [N] integers, the rows to return; every row's keys and values are
-                written all the same. None: all of them.
+            output_rows: [N] integers, the rows to return; keys and values of every row are written
+                anyway. None: all rows.
 
         Returns:
-            [T, H] or [N, H], the state that is handed on: after the last norm for
+            [T, H] or [N, H], the hidden state for the next depth: after the last norm for
             `recycle="post_norm"`.
         """
         embedded = self.enorm(embed_tokens(input_ids))  # [T, H]
@@ -128,16 +128,16 @@ class MTPLayer(nn.Module):
         attn_metadata: TransformersAttention,
         return_all: bool = False,
     ) -> torch.Tensor:
-        """Logits of states that `forward` returned; the head sees them normed exactly once.
+        """Compute logits of states that `forward` returned, which are normalized exactly once.
 
         Args:
             hidden: [T, H] as returned by `forward`.
             lm_head: the target's LM head, or one over some of its rows.
-            attn_metadata: `_seq_lens_cuda` says where sequences end; not read with `return_all`.
-            return_all: one row per given state instead of the last row of each sequence.
+            attn_metadata: `_seq_lens_cuda` gives the ends of sequences; not read with `return_all`.
+            return_all: return logits of every state instead of the last one of each sequence.
 
         Returns:
-            [T, V] with the flag, else [R, V].
+            [T, V] with `return_all`, else [R, V].
         """
         if not return_all:
             last_rows = attn_metadata._seq_lens_cuda.cumsum(0, dtype=torch.int64) - 1

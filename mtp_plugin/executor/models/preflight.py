@@ -1,4 +1,4 @@
-"""Whether a checkpoint can serve MTP decoding, decided before any weight is read."""
+"""Checks that a checkpoint can serve MTP decoding, before any weight is read."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _STALE_BUFFER = ".rotary_emb.inv_freq"
 
 @dataclass(frozen=True)
 class Preflight:
-    """A checkpoint found good, and what loading it takes."""
+    """A valid checkpoint, with everything that loading it needs."""
 
     directory: Path
     facts: ModelFacts
@@ -44,7 +44,7 @@ class Preflight:
     config: PreTrainedConfig
     """The transformers config of the target."""
     token_ids: Mapping[str, Any]
-    """Ids that begin, end and fill a text, where they are known."""
+    """Known values of `bos_token_id`, `eos_token_id` and `pad_token_id`."""
     num_mtp_layers: int
     """How many MTP layers will run: 0 without drafts, 1 for eagle, K for vanilla."""
     stored: Mapping[str, StoredTensor]
@@ -64,9 +64,9 @@ def preflight(path: str | Path, *, max_draft_len: int, vanilla: bool) -> Preflig
     Raises:
         ConfigError: a negative `max_draft_len`.
         UnsupportedModelError: a family or a layer type that does not run here.
-        CheckpointError: anything else that would make loading fail or draft from garbage: missing
-            files, bad JSON, fewer MTP layers than needed, tensors of the target or the MTP layers
-            missing, unknown, of a wrong shape, or not fp32, fp16 or bf16.
+        CheckpointError: anything else that would make loading fail or draft from invalid weights:
+            missing files, bad JSON, too few MTP layers, or tensors that are missing, unknown, of a
+            wrong shape, or not fp32, fp16 or bf16.
     """
     if max_draft_len < 0:
         raise ConfigError(f"max_draft_len: expected at least 0, got {max_draft_len}")
@@ -92,11 +92,11 @@ def preflight(path: str | Path, *, max_draft_len: int, vanilla: bool) -> Preflig
 
 
 def examine(path: str | Path, num_mtp_layers: int | None) -> Preflight:
-    """`preflight` for a number of layers; None means all that the checkpoint declares.
+    """Run `preflight` for a number of MTP layers; None: all that the checkpoint declares.
 
     Raises:
         ConfigError: a negative number.
-        CheckpointError: as `preflight`; also more layers than there are, unless there is one.
+        CheckpointError: see `preflight`; also more layers than declared, unless exactly one is.
     """
     if num_mtp_layers is not None and num_mtp_layers < 0:
         raise ConfigError(f"num_mtp_layers: expected at least 0, got {num_mtp_layers}")
@@ -112,7 +112,7 @@ def examine(path: str | Path, num_mtp_layers: int | None) -> Preflight:
 
 
 def _examine_tensors(checked: CheckedConfig, needed: int) -> Preflight:
-    """Check the safetensors headers of a checkpoint whose config was found good."""
+    """Check the safetensors headers of a checkpoint whose config is valid."""
     stored = read_headers(checked.directory)
     where = f"checkpoint {checked.directory}"
     odd = sorted(
@@ -154,14 +154,14 @@ def _examine_tensors(checked: CheckedConfig, needed: int) -> Preflight:
 def check_counts(
     checked: CheckedConfig, stored: Mapping[str, StoredTensor], num_mtp_layers: int
 ) -> None:
-    """Hold counts of layers and experts against the stored tensors, before modules are built.
+    """Compare the numbers of layers and experts with the stored tensors, before building modules.
 
     Args:
-        num_mtp_layers: how many will run; without any, their declared number does not count.
+        num_mtp_layers: number of layers that will run; if 0, their declared number is not checked.
 
     Raises:
-        CheckpointError: a layer without a tensor, more MTP layers than tensors, or a router of
-            another number of experts.
+        CheckpointError: a layer without tensors, more MTP layers than tensors, or a router with a
+            different number of experts.
     """
     where, facts = f"checkpoint {checked.directory}", checked.facts
     held = {int(found["layer"]) for found in map(_LAYER.match, stored) if found}
@@ -187,11 +187,7 @@ def check_counts(
 
 @contextmanager
 def named(where: str) -> Iterator[None]:
-    """Put the checkpoint in front of a refusal.
-
-    Raises:
-        CheckpointError: with the place.
-    """
+    """Prefix errors with the checkpoint's path."""
     try:
         yield
     except CheckpointError as error:
@@ -200,11 +196,7 @@ def named(where: str) -> Iterator[None]:
 
 @contextmanager
 def refused_by_transformers(where: str) -> Iterator[None]:
-    """Name what transformers' classes raise when they are built: they have no error of their own.
-
-    Raises:
-        CheckpointError: instead of it.
-    """
+    """Convert any exception of transformers' constructors into a `CheckpointError`."""
     try:
         yield
     except MTPPluginError:

@@ -1,4 +1,4 @@
-"""Rotary parameters of a checkpoint's config, and what all parts of such files share."""
+"""Schema of rotary parameters in a checkpoint's config, and the base classes of these schemas."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ Positions = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
 
 
 class CheckpointModel(BaseModel):
-    """Part of a file: strict about types; keys it does not have are left out by the reader."""
+    """A section of a file: strict about types; the reader drops unknown keys."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     def problems(self) -> Iterator[Problem]:
-        """What only shows where several keys are read together."""
+        """A problem of several keys together."""
         return iter(())
 
 
 class Rope(CheckpointModel):
-    """Rotary positions as they are."""
+    """Unscaled rotary positions."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -79,13 +79,13 @@ class Llama3Rope(Rope):
 
 ROPE_TYPES: dict[str, type[Rope]] = {
     "default": Rope,
-    # changes beyond the model's positions only, which no request has
+    # scales only past the model's maximum position, which no request reaches
     "dynamic": ScaledRope,
     "linear": ScaledRope,
     "llama3": Llama3Rope,
     "yarn": YarnRope,
 }
-"""Rotary positions that run; longrope changes with the longest sequence of a batch."""
+"""Supported rope types. longrope is not: it depends on the longest sequence of a batch."""
 ROPE_MODELS = {model.__name__: model for model in ROPE_TYPES.values()}
 
 

@@ -1,4 +1,4 @@
-"""The tokenizer of a checkpoint directory, from files that were looked over first."""
+"""Loads the tokenizer of a checkpoint directory after checking its files."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mtp_plugin.executor.models.config_reader import (
 from mtp_plugin.requests.tokenizer import is_failure
 
 LONGEST_REASON = 400
-"""Characters of what transformers says of a tokenizer; it may say all of it."""
+"""Maximum length of a quoted transformers error, which may contain the whole tokenizer."""
 _OTHERS = ("added_tokens.json", "special_tokens_map.json")
 _UNREAD = ("tokenizer.model", "spiece.model", "tiktoken.model", "vocab.json")
 """Tokenizers that transformers would have to convert first."""
 _FOREIGN = ("fast_tokenizer_files", "init_inputs")
-"""Settings that name other files, or arguments by place."""
+"""Settings that name other files, or positional arguments."""
 
 
 def read_tokenizer(checked: CheckedConfig) -> Any:
-    """Load the tokenizer next to a checked config; None: it has none.
+    """Load the tokenizer of a checked config; None: the checkpoint has none.
 
-    No code of the checkpoint runs: an `auto_map` counts for nothing.
+    No code of the checkpoint runs: an `auto_map` is ignored.
 
     Raises:
-        CheckpointError: a file of it that is no JSON object, or that cannot be used.
+        CheckpointError: a tokenizer file is not a JSON object or cannot be used.
     """
     if not (checked.directory / TOKENIZER_FILE).is_file():
         return None
@@ -40,10 +40,10 @@ def read_tokenizer(checked: CheckedConfig) -> Any:
 
 
 def read_tokenizer_of(directory: Path, **settings: Any) -> Any:
-    """The tokenizer in a folder that has its file, as `read_tokenizer`.
+    """Load the tokenizer of a folder that has the tokenizer's file; see `read_tokenizer`.
 
     Args:
-        settings: further ones of `AutoTokenizer`.
+        settings: further arguments of `AutoTokenizer`.
     """
     for name in (TOKENIZER_FILE, TOKENIZER_SETTINGS, *_OTHERS):
         if name == TOKENIZER_FILE or (directory / name).exists():
@@ -62,7 +62,7 @@ def read_tokenizer_of(directory: Path, **settings: Any) -> Any:
 
 
 def unread_tokenizer(directory: Path) -> str:
-    """Describe a tokenizer in a format that is not read; empty: there is none."""
+    """Describe a tokenizer in an unsupported format; empty: there is none."""
     if (directory / TOKENIZER_FILE).is_file():
         return ""
     found = [name for name in _UNREAD if (directory / name).is_file()]
