@@ -406,7 +406,7 @@ SAMPLING = {
     "top-p 0.95, peaked rows": "top-p-peaked",
     "top-p 0.95, flat rows": "top-p",
     "top-k 1000, top-p 0.95, flat rows": "many-top-k",
-    "top-k 50, top-p 0.9 in a step that processes logits": "top-k-top-p-beside-edits",
+    "top-k 50, top-p 0.9 in a step that processes logits": "top-k-top-p-with-edits",
     "the same with a logit bias": "top-k-bias",
     "with allowed token ids": "top-k-allowed",
     "with penalties": "top-k-penalties",

@@ -70,7 +70,7 @@ def test_the_report_reaches_the_figures():
     drafting = evaluation["free_running"]["drafting"]
     for name in ("eagle", "vanilla, chain: output, draft_window: exact"):
         assert drafting[name]["acceptance_length"] >= 2.3
-    # the variants stand beside them, and loops are counted
+    # the variants are listed too, and repetition is counted
     assert len(drafting) == 5
     assert 0.0 <= evaluation["free_running"]["share_of_repeated_8_grams"] <= 1.0
 
@@ -155,8 +155,8 @@ def test_the_table_of_relaxed_acceptance_is_measured_so():
     assert strict["tokens_before_another"] == 8
     assert relaxed["first_choice_share"] < 1 < strict["acceptance_length"]
     assert relaxed["acceptance_length"] > strict["acceptance_length"]
-    told = json.loads(RESULT.read_text())
-    assert [each["topk"] for each in told["settings"]] == [each.topk for each in SETTINGS]
+    results = json.loads(RESULT.read_text())
+    assert [each["topk"] for each in results["settings"]] == [each.topk for each in SETTINGS]
 
 
 def test_stop_strings_on_real_text(model, prompts):

@@ -139,7 +139,7 @@ def e2e(
             "position. Default: real for a checkpoint, 0.8 for a shape.",
         ),
     ] = None,
-    ask: Annotated[
+    request_kind: Annotated[
         str | None,
         typer.Option(
             "--ask",
@@ -233,7 +233,7 @@ def e2e(
         transformers=generate,
         quick=quick,
         only=only,
-        asks=tuple(ask.split(",")) if ask else (GREEDY,),
+        kinds=tuple(request_kind.split(",")) if request_kind else (GREEDY,),
     )
     code = run(
         options,

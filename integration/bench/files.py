@@ -1,4 +1,4 @@
-"""Files that a run leaves: each is whole, or as it was before."""
+"""Output files, written atomically."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ _TAIL = 16
 
 
 def results_file(output: Path | None, default: Path, *, is_full: bool) -> Path | None:
-    """Where the results go; None: nowhere, since a lesser run replaces no published file.
+    """Return the file for the results; None: a quick run replaces no published file.
 
     Args:
         is_full: on a GPU, and neither quick nor a choice of cases.
 
     Raises:
-        BenchmarkError: a file that cannot be written, or that the plot beside it would replace.
+        BenchmarkError: the file cannot be written, or the plot would replace it.
     """
     path = default if output is None and is_full else output
     check_output(path)
@@ -34,7 +34,7 @@ def results_file(output: Path | None, default: Path, *, is_full: bool) -> Path |
 
 
 def check_output(path: Path | None) -> None:
-    """Refuse a file for the results, or for the plot beside it, before anything is loaded for it.
+    """Check before any work that the result file and its plot can be written.
 
     Raises:
         BenchmarkError: a file that cannot be written, or that the plot would replace.
@@ -44,29 +44,29 @@ def check_output(path: Path | None) -> None:
     expect(
         path.suffix != PLOT_SUFFIX,
         BenchmarkError,
-        f"{OUTPUT}: expected a file for JSON, got {path}, where the plot goes",
+        f"{OUTPUT}: expected a file for JSON, got {path}, the name of the plot",
     )
     check_writable(path)
     check_writable(plot_file(path))
 
 
 def plot_file(path: Path) -> Path:
-    """Where the plot of results goes."""
+    """Return the file of the plot."""
     return path.with_suffix(PLOT_SUFFIX)
 
 
 def stored_line(path: Path | None) -> str:
-    """What a run says of its results at the end."""
+    """Return the last line of a run."""
     if path is None:
         return "results are not written: without a GPU or with --quick they need an --output"
     return f"results: {path}"
 
 
 def check_writable(path: Path, option: str = OUTPUT) -> None:
-    """Make the folders that lead to a file, before anything is measured for it.
+    """Create the parent directories of a file and check that it can be written.
 
     Raises:
-        BenchmarkError: they cannot be made or written to, or there is something else than a file.
+        BenchmarkError: they cannot be created or written, or the path is no file.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -81,49 +81,49 @@ def check_writable(path: Path, option: str = OUTPUT) -> None:
             BenchmarkError,
             f"{option}: {path} cannot be written: it is read-only",
         )
-        beside = _beside(path)
-        beside.touch()
-        beside.unlink()
+        temporary = _temporary_path(path)
+        temporary.touch()
+        temporary.unlink()
     except (OSError, ValueError) as error:
         raise _unwritable(path, error, option) from error
 
 
 @contextmanager
 def written_whole(path: Path, option: str = OUTPUT) -> Iterator[Path]:
-    """A file beside ``path`` to write; it takes its place at the end, or goes without a trace.
+    """Yield a temporary file next to ``path``; it replaces ``path`` if no error occurs.
 
     Raises:
         BenchmarkError: it cannot be written, as on a full disk.
     """
-    beside = _beside(path)
+    temporary = _temporary_path(path)
     try:
-        yield beside
-        with beside.open("rb+") as file:
+        yield temporary
+        with temporary.open("rb+") as file:
             os.fsync(file.fileno())
-        beside.replace(os.path.realpath(path))
+        temporary.replace(os.path.realpath(path))
     except OSError as error:
         raise _unwritable(path, error, option) from error
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
 
 
 def store(path: Path | None, content: dict[str, Any]) -> None:
-    """Write the document whole; without a path nothing.
+    """Write the document; without a path do nothing.
 
     Raises:
-        BenchmarkError: it cannot be written; what was there before still is.
+        BenchmarkError: it cannot be written; the former content is kept.
     """
     if path is None:
         return
-    with written_whole(path) as beside:
-        beside.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    with written_whole(path) as temporary:
+        temporary.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def check_trace(path: Path) -> None:
-    """Refuse a trace whose end is missing: the profiler does not tell of a full disk.
+    """Refuse an incomplete trace: the profiler reports no error on a full disk.
 
     Raises:
-        OSError: it has no end, or is not there at all.
+        OSError: it is incomplete or missing.
     """
     with path.open("rb") as file:
         file.seek(max(0, path.stat().st_size - _TAIL))
@@ -132,8 +132,8 @@ def check_trace(path: Path) -> None:
         raise OSError("the profiler wrote only a part of it")
 
 
-def _beside(path: Path) -> Path:
-    """In the folder of the file itself, where ``path`` is a link; with the same suffix."""
+def _temporary_path(path: Path) -> Path:
+    """Return a name in the folder of the file, links resolved, with the same suffix."""
     place = Path(os.path.realpath(path))
     return place.with_name(f".part-{os.getpid()}{place.suffix}")
 

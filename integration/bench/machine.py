@@ -115,7 +115,7 @@ def _version(package: str) -> str:
 
 
 def git_tree(folder: Path) -> str:
-    """Git's name of a folder's files as they stand, without caches and hidden files."""
+    """Return the git tree id of a folder's current files, without caches and hidden files."""
     found = _tree(folder)
     return "" if found is None else found.hex()
 

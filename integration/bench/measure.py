@@ -134,7 +134,7 @@ class Bench:
         self._scrubber = Scrubber(device) if device.type == "cuda" else None
 
     def measure(self, case: Case) -> Outcome:
-        """Compare, then time; whatever goes wrong is told in the outcome."""
+        """Compare, then time; errors are part of the outcome."""
         start = time.perf_counter()
         try:
             if self._scrubber is not None:

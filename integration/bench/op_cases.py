@@ -224,7 +224,7 @@ def _vanilla(shape: Shape, rng: RandomInputs, mixture: Mixture) -> Trial:
             windows,
             backend=backend,
         )
-        # the spare rows behind the ids belong to later depths
+        # the spare rows after the ids belong to later depths
         return {
             "ids": first.ids[: first.positions.shape[0]],
             "positions": first.positions,
@@ -239,8 +239,8 @@ def _eagle(shape: Shape, rng: RandomInputs) -> Trial:
     batch, k, device = shape.batch, shape.k, rng.device
     num_accepted = rng.integers(1, k + 2, batch)
     tokens = rng.integers(0, shape.vocab, batch, k + 1)
-    behind = torch.arange(k + 1, device=device) >= num_accepted.unsqueeze(1)
-    tokens = tokens.masked_fill(behind, -1)
+    is_unused = torch.arange(k + 1, device=device) >= num_accepted.unsqueeze(1)
+    tokens = tokens.masked_fill(is_unused, -1)
     input_ids = rng.integers(0, shape.vocab, shape.rows)
     lens = rng.integers(100, 4000, batch, dtype=torch.int64)
     positions = (lens.unsqueeze(1) + torch.arange(k + 1, device=device)).reshape(-1)

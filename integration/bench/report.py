@@ -73,9 +73,9 @@ def number(value: float) -> str:
     return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
-def spread(times: Times, told: Callable[[float], str] = number) -> str:
+def spread(times: Times, format_value: Callable[[float], str] = number) -> str:
     """From the 20th to the 80th percentile."""
-    return f"{told(times.p20)}-{told(times.p80)}"
+    return f"{format_value(times.p20)}-{format_value(times.p80)}"
 
 
 def _launches(kernels: float, transfers: float) -> str:

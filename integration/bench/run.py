@@ -58,8 +58,8 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
             outcomes.append(bench.measure(case))
             complete = number == len(cases)
             # what is there stays there if a later case takes the process down
-            told = document(kind, machine, measured.value, ceilings, outcomes, complete=complete)
-            store(path, told)
+            results = document(kind, machine, measured.value, ceilings, outcomes, complete=complete)
+            store(path, results)
     except KeyboardInterrupt:
         log.print(f"interrupted: {len(outcomes)} of {len(cases)} cases are measured")
     except BenchmarkError as error:

@@ -28,27 +28,27 @@ from mtp_plugin.speculative.step import SlotRows, StepLayout
 INT = 4
 """Bytes."""
 NUM_SEEN = 600
-"""Ids of prompt and output that penalties count."""
+"""Tokens of prompt and output that penalties count."""
 
 
 @dataclass(frozen=True)
 class Kind:
-    """What every request of a batch asks for, and what its logits look like."""
+    """Options of every request of a batch, and the distribution of its logits."""
 
     options: Mapping[str, float]
     is_peaked: bool = False
-    """As models give them: some dozens of likely ids over a bulk; else drawn from one normal."""
+    """Logits as of a model, with some dozens of likely ids; else normally distributed."""
     in_edited_step: bool = False
-    """Other requests of the step have their logits edited, these have not."""
+    """Other requests of the step have their logits processed, these have not."""
 
     @property
     def has_sums(self) -> bool:
-        """Whether the draw leaves what log-probabilities need."""
+        """Whether sampling writes the log-sum-exp that logprobs need."""
         return "logprobs" in self.options
 
     @property
     def has_pools(self) -> bool:
-        """Whether the step's kernels know of edits."""
+        """Whether the step's kernels process logits."""
         return self.in_edited_step or any(name.endswith("_row") for name in self.options)
 
 
@@ -62,7 +62,7 @@ KINDS = {
     "many-top-k": Kind({"temperature": 0.8, "top_k": 1000, "top_p": 0.95}),
     "top-k-top-p-logprobs": Kind({"temperature": 0.8, "top_k": 50, "top_p": 0.9, "logprobs": 0}),
     "temperature-logprobs": Kind({"temperature": 0.8, "logprobs": 0}),
-    "top-k-top-p-beside-edits": Kind(
+    "top-k-top-p-with-edits": Kind(
         {"temperature": 0.8, "top_k": 50, "top_p": 0.9}, in_edited_step=True
     ),
     "top-k-penalties": Kind(
@@ -89,14 +89,14 @@ def sampling_cases(shape: Shape, device: torch.device) -> list[Case]:
             shape=shape,
             bytes_read=shape.target_bytes,
             bytes_written=shape.rows * INT,
-            prepare=partial(_drawn, shape, device, kind),
+            prepare=partial(_sampled, shape, device, kind),
             target=graph_target(DRAWS.get(name, {}), shape.batch) if at_reference else None,
         )
         for name, kind in KINDS.items()
     ]
 
 
-def _drawn(shape: Shape, device: torch.device, kind: Kind, seed: int) -> Trial:
+def _sampled(shape: Shape, device: torch.device, kind: Kind, seed: int) -> Trial:
     batch, k, rng = shape.batch, shape.k, RandomInputs(seed, device)
     logits = _logits(shape, rng, is_peaked=kind.is_peaked)
     drafts = rng.drafts(logits, shape)

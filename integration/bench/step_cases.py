@@ -32,7 +32,7 @@ PROMPT_TOKENS = 100
 
 @dataclass(frozen=True)
 class Kind:
-    """What every request of a step asks for, and what the config has for it."""
+    """Options of every request of a step, and the config that it needs."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)  # keys of it, but for those of `mtp`
@@ -40,12 +40,12 @@ class Kind:
 
     @property
     def draws(self) -> bool:
-        """Whether the step's tokens are drawn, and its logits may be edited."""
+        """Whether the step samples tokens and may process logits."""
         return bool(self.options)
 
     @property
     def only_draws(self) -> bool:
-        """Whether no request asks for more than its draws."""
+        """Whether no request processes logits."""
         return self.options.keys() <= DRAWS.keys() | {"verification"}
 
 
@@ -192,8 +192,8 @@ def _trial(
         vocab_size=shape.vocab if kind.draws else None,
     )
     requests = rng.permutation(batch).tolist()
-    asked = [_Request(request, kind.options, rng, shape) for request in sorted(requests)]
-    manager.prepare_resources(SimpleNamespace(context_requests=asked, generation_requests=[]))
+    requested = [_Request(request, kind.options, rng, shape) for request in sorted(requests)]
+    manager.prepare_resources(SimpleNamespace(context_requests=requested, generation_requests=[]))
     tokens, states = manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool
     tokens.copy_(rng.integers(0, shape.vocab, *tokens.shape))
     states.copy_(rng.states(*states.shape))
@@ -214,8 +214,8 @@ def _trial(
     spec.request_ids = requests
     spec.draft_tokens = rng.drafts(logits, shape)
     spec.next_prompt_tokens = torch.empty(0, dtype=torch.int32, device=device)
-    drawn = SamplingKind.SAMPLED if kind.only_draws else SamplingKind.PROCESSED
-    spec.sampling_kind = drawn if kind.draws else SamplingKind.GREEDY
+    sampled = SamplingKind.SAMPLED if kind.only_draws else SamplingKind.PROCESSED
+    spec.sampling_kind = sampled if kind.draws else SamplingKind.GREEDY
     spec.prepare()
     ready = [rng.logits(batch, shape) for _ in range(k)]
     layers = [FreeLayer(ready)] if chain is None else [FreeLayer([head]) for head in ready]

@@ -38,7 +38,7 @@ LEAST_VOCAB = 16
 
 @dataclass(frozen=True)
 class Options:
-    """What was asked for; None: the default of the machine."""
+    """Options of the command line; None: the default of the machine."""
 
     batches: tuple[int, ...] | None = None
     hidden: int | None = None
@@ -105,7 +105,7 @@ class Options:
 
     @property
     def with_variations(self) -> bool:
-        """Whether other sizes are measured too: where none was asked for."""
+        """Whether other sizes are measured too: if none was requested."""
         chosen = (self.hidden, self.k, self.dtype)
         return not self.quick and not self.tiny and all(size is None for size in chosen)
 

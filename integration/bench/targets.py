@@ -48,7 +48,7 @@ DRAWS = {
     "top-k-penalties": {64: 65, 256: 235},
     "top-k-allowed": {64: 60, 256: 215},
 }
-"""By kind of request; acceptance behind them is in it."""
+"""By kind of request, including acceptance."""
 VANILLA_FIRST_PASS = {1: 4, 8: 5, 64: 8, 256: 20}
 MIXED_FIRST_PASS = Target(graph_us=90)
 BOOKKEEPING = {256: Target(graph_us=3, eager_us=30)}
@@ -56,25 +56,25 @@ STATE_COPY = Target(gb_per_s=4100)
 
 
 def graph_target(bounds: dict[int, int], batch: int) -> Target | None:
-    """The bound for ``batch``, where there is one."""
+    """Return the limit for ``batch``, or None."""
     bound = bounds.get(batch)
     return None if bound is None else Target(graph_us=bound)
 
 
 @dataclass(frozen=True)
 class StepRatio:
-    """How long a step may take beside one of another kind of requests in the same run."""
+    """Limit on the step time relative to another kind of requests in the same run."""
 
     over: str
     at_most: dict[int, float]
     """By batch size."""
 
 
-ASKED_STEPS = {
+STEP_TARGETS = {
     "sampled": StepRatio("greedy", {1: 1.015, 8: 1.015, 64: 1.02}),
     "sampled-logprob": StepRatio("sampled", dict.fromkeys((1, 8, 64), 1.01)),
     "sampled-top5": StepRatio("sampled", dict.fromkeys((1, 8, 64), 1.03)),
     "sampled-penalty": StepRatio("sampled", dict.fromkeys((1, 8, 64), 1.02)),
     "one-sampled": StepRatio("greedy", dict.fromkeys((8, 64), 1.01)),
 }
-"""Of whole steps by what requests ask for: `bench e2e --shape 8gb`, eagle, K = 3."""
+"""Whole steps by kind of requests: `bench e2e --shape 8gb`, eagle, K = 3."""

@@ -1,4 +1,4 @@
-"""The loop of one's own: its text is the target's, and drafts make it come faster."""
+"""The example loop is lossless and takes fewer steps than tokens."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from mtp_plugin.speculative.state import MTPHiddenStatesManager
 TINY_MODEL = Path(__file__).parent.parent / "tiny_model"
 CHECKPOINT = TINY_MODEL / "checkpoint"
 GREEDY = SamplingParams(max_tokens=16)
-DRAWN = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, frequency_penalty=0.2)
+SAMPLED = SamplingParams(max_tokens=8, temperature=0.7, top_p=0.9, frequency_penalty=0.2)
 LEAST_TOKENS_A_STEP = {1: 1.5, 2: 1.9, 3: 2.2}
 
-torch.set_num_threads(1)  # thin layers: a second thread costs more than it gives
+torch.set_num_threads(1)  # small layers: a second thread slows them down
 
 
 @pytest.fixture(scope="module")
@@ -79,16 +79,16 @@ def test_the_text_is_the_targets_and_comes_faster(
 
 
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
-def test_drawn_texts_are_the_targets_too(
+def test_sampled_outputs_are_lossless(
     vanilla: bool, model: LoadedModel, prompts: list[list[int]]
 ) -> None:
-    requests = OwnLoop(model, 2, vanilla=vanilla, max_batch_size=8).generate(prompts, DRAWN)
-    texts = plain_texts(model, prompts, DRAWN)
+    requests = OwnLoop(model, 2, vanilla=vanilla, max_batch_size=8).generate(prompts, SAMPLED)
+    texts = plain_texts(model, prompts, SAMPLED)
     assert [request.output_token_ids for request in requests] == texts
 
 
 @pytest.mark.parametrize(
-    ("asked", "why"),
+    ("options", "why"),
     [
         ({"verification": "rejection"}, "verification='rejection' is not enabled; add it to "),
         ({"draft_sampling": "plain"}, "draft_sampling='plain' cannot be verified by 'coupled'"),
@@ -96,10 +96,10 @@ def test_drawn_texts_are_the_targets_too(
     ],
 )
 def test_what_the_config_does_not_list_is_refused(
-    model: LoadedModel, prompts: list[list[int]], asked: dict[str, Any], why: str
+    model: LoadedModel, prompts: list[list[int]], options: dict[str, Any], why: str
 ) -> None:
     loop = OwnLoop(model, 2, vanilla=False, max_batch_size=2)
-    params = SamplingParams(max_tokens=3, temperature=1.0, **asked)
+    params = SamplingParams(max_tokens=3, temperature=1.0, **options)
     for request in loop.generate(prompts[:2], params):
         assert request.finish_reason is FinishReason.ERROR
         assert request.output_token_ids == []

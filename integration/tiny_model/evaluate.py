@@ -248,7 +248,7 @@ def _free_running_lines(free: dict[str, Any] | None) -> list[str]:
         *_acceptance_table(free),
         "",
         f"Loops flatter these figures: {free['share_of_repeated_8_grams']:.1%} of the generated "
-        "8-grams occurred before in the same text. Read them beside the other two sections. "
+        "8-grams occurred before in the same text. Read them together with the other two sections. "
         "`draft_window: trtllm` never writes the row of the last accepted token of a fully "
         "accepted step; here such rows are masked out of attention, where an engine would read "
         "whatever lies there.",
@@ -318,7 +318,7 @@ def _join(values: list[float]) -> str:
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
-    """The sections that `args` asks for, of one checkpoint."""
+    """Evaluate the sections that `args` selects, for one checkpoint."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     manifest = read_manifest(args.manifest)
     tokenizer = load_tokenizer(args.checkpoint)

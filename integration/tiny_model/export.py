@@ -27,7 +27,7 @@ def save_checkpoint(model: TinyMtpModel, folder: Path, tokenizer_folder: Path) -
     if tokenizer_folder.resolve() != folder.resolve():
         for name in TOKENIZER_FILES:
             shutil.copyfile(tokenizer_folder / name, folder / name)
-    # write beside and rename, so that an interrupted run leaves a whole file
+    # write a temporary file and rename it, so that an interrupted run leaves no partial file
     unfinished = folder / "model.safetensors.part"
     save_file(to_checkpoint(model), str(unfinished), metadata={"format": "pt"})
     unfinished.chmod(0o644)

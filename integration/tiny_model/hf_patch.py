@@ -19,7 +19,7 @@ def mtp_key_patterns(num_hidden_layers: int, num_mtp_layers: int) -> list[str]:
 
 
 def enable_mtp(model: PreTrainedModel) -> PreTrainedModel:
-    """Tell a loaded main model which keys of its checkpoint are the MTP layers'.
+    """Let a loaded main model know the keys of the MTP layers in its checkpoint.
 
     transformers 5.17 finds them through a list on the class that names the layer numbers of the
     released GLM-4.5 sizes only; with other sizes the drafter loads nothing and raises.

@@ -2,10 +2,10 @@
 
 python -m integration.tiny_model.relaxed [--tokens N] [--out FILE]
 
-Every prompt, whole and cut to two thirds and to one, thinks from its first token on. Beside the
-acceptance length stands how much of the
-text the target would have written itself: the share of tokens that are its first choice behind the
-text in front of them, and how many tokens pass before the text is another than strict decoding's.
+Every prompt, whole and cut to two thirds and to one third, is in its thinking phase from the first
+token on. In addition to the acceptance length, the script reports the share of tokens that are the
+target's argmax after the tokens before them, and the number of tokens before the output differs
+from that of strict verification.
 """
 
 import argparse
@@ -99,13 +99,13 @@ def measure(
 
 @torch.inference_mode()
 def first_choices(target: Any, prompt: list[int], text: list[int]) -> list[bool]:
-    """Of every token whether it is the target's first choice behind what stands in front of it."""
+    """Return for every token whether it is the target's argmax after the tokens before it."""
     logits = target(torch.tensor([[*prompt, *text]])).logits[0, len(prompt) - 1 : -1]
     return (logits.argmax(dim=-1) == torch.tensor(text)).tolist()
 
 
 def shared(text: list[int], other: list[int]) -> int:
-    """Tokens that stand in front of the first difference."""
+    """Return the number of tokens before the first difference."""
     return len(list(takewhile(lambda pair: pair[0] == pair[1], zip(text, other, strict=True))))
 
 

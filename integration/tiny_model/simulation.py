@@ -137,7 +137,7 @@ class _Rows:
         index = torch.arange(length, device=self.tokens.device)
         causal = index.unsqueeze(0) <= index.unsqueeze(1)
         own = index.unsqueeze(0) == index.unsqueeze(1)
-        # a row that nobody wrote attends to itself only to keep its unused result finite
+        # an unused row attends to itself, which keeps its result finite
         mask = (causal & self.written.unsqueeze(1)) | own
         rotary = model.rotary(length)
         out: Tensor
@@ -155,7 +155,7 @@ class Drafter:
         self.memory: list[_Rows] = []
 
     def draft(self, text: Continuation, last: Tensor, choose: Choose) -> tuple[Tensor, Tensor]:
-        """Draft behind the bonus token at row `last + 1`: tokens `[B, K]`, logits `[B, K, V]`."""
+        """Draft after the bonus token at row `last + 1`: tokens `[B, K]`, logits `[B, K, V]`."""
         if not self.memory:
             layers = 1 if self.drafting.reuse_first_layer else self.num_drafts
             self.memory = [_Rows(text.tokens, text.states) for _ in range(layers)]
@@ -204,7 +204,7 @@ def replay(model: TinyMtpModel, text: Continuation, drafting: Drafting, num_draf
     while bool((active := last + 1 < text.ends).any()):
         drafts, _ = drafter.draft(text, last, _most_likely)
         hits = drafts == tokens.gather(1, last.unsqueeze(1) + ahead)
-        # finished texts stand still, but not so far on that an index runs off the end
+        # finished outputs stop advancing before an index leaves its range
         last = (last + counter.add(hits, active)).clamp(max=tokens.shape[1] - num_drafts - 2)
     return counter.tally()
 
@@ -256,20 +256,20 @@ def run_sampled(
 def _verify(
     target: Tensor, draft: Tensor, drafts: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Which drafts pass min(1, p / q) `[B, K]`, and the token behind the accepted ones `[B]`."""
+    """Which drafts pass min(1, p / q) `[B, K]`, and the token after the accepted ones `[B]`."""
     p = target[:, :-1].gather(2, drafts.unsqueeze(-1)).squeeze(-1)
     q = draft.gather(2, drafts.unsqueeze(-1)).squeeze(-1)
     hits = torch.rand(p.shape, generator=generator).to(p.device) * q < p
     accepted = hits.long().cumprod(1).sum(1)
-    # behind the last draft there is nothing to subtract
+    # after the last draft there is nothing to subtract
     residual = (target - functional.pad(draft, (0, 0, 0, 1))).clamp(min=0)
     return hits, _draw(_pick(residual, accepted), generator)
 
 
 def _draw(weights: Tensor, generator: torch.Generator) -> Tensor:
     """One sample per row of unnormalised probabilities `[B, V] -> [B]`."""
-    drawn = torch.multinomial(weights.cpu(), 1, generator=generator)
-    return drawn.squeeze(1).to(weights.device)
+    sampled = torch.multinomial(weights.cpu(), 1, generator=generator)
+    return sampled.squeeze(1).to(weights.device)
 
 
 def _most_likely(logits: Tensor) -> Tensor:
@@ -295,7 +295,7 @@ def _draft_reused(
         state = _pick(rows.outputs(model, 0), at)
         logits.append(model.lm_head(state))
         drafts.append(choose(logits[-1]))
-        # the row behind: this draft as its token, this output as its state
+        # the next row: this draft as its token, this output as its state
         here = index == at.unsqueeze(1) + 1
         rows.write(here, drafts[-1].unsqueeze(1), state.unsqueeze(1))
     return torch.stack(drafts, dim=1), torch.stack(logits, dim=1)
@@ -325,7 +325,7 @@ def _draft_chained(
         state = _pick(out, last)
         logits.append(model.lm_head(state))
         drafts.append(choose(logits[-1]))
-        # what lies behind the bonus token is guessed
+        # the tokens after the bonus token are drafts
         guess = index == last.unsqueeze(1) + 2 + depth
         known = torch.where(guess, drafts[-1].unsqueeze(1), known)
         guess = (index == last.unsqueeze(1) + 1 + depth).unsqueeze(-1)

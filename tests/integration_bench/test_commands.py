@@ -37,21 +37,21 @@ def bench(tmp_path):
 
 @pytest.mark.parametrize(("kind", "num_cases"), [("step", 3), ("ops", 22)])
 def test_tiny_shapes_match_and_are_no_benchmark(bench, kind: str, num_cases: int) -> None:
-    result, told = bench(kind, "--cpu", "--batch", "2")
+    result, report = bench(kind, "--cpu", "--batch", "2")
     assert result.exit_code == 0, result.output
     assert "not a benchmark" in result.stdout
-    assert told["kind"] == kind
-    assert told["benchmark"] is False
-    assert "not a benchmark" in told["note"]
-    assert told["complete"] is told["matched"] is True
-    assert len(told["cases"]) == num_cases
-    assert all(case["matched"] and case["graph_us"] is None for case in told["cases"])
+    assert report["kind"] == kind
+    assert report["benchmark"] is False
+    assert "not a benchmark" in report["note"]
+    assert report["complete"] is report["matched"] is True
+    assert len(report["cases"]) == num_cases
+    assert all(case["matched"] and case["graph_us"] is None for case in report["cases"])
     # a time of eager launches is the host's
-    assert all(case["eager_us"]["host_bound"] is True for case in told["cases"])
-    assert told["host_bound_if"].startswith("launched one by one from the host")
+    assert all(case["eager_us"]["host_bound"] is True for case in report["cases"])
+    assert report["host_bound_if"].startswith("launched one by one from the host")
     assert "eager us*" in result.stdout
     assert "* host-bound: launched one by one" in result.stdout
-    assert {"cpu", "cpu_cores", "torch", "triton", "commit"} <= told["machine"].keys()
+    assert {"cpu", "cpu_cores", "torch", "triton", "commit"} <= report["machine"].keys()
 
 
 def test_a_result_that_cannot_be_stored_is_refused_first(monkeypatch) -> None:
@@ -75,11 +75,11 @@ def test_a_run_without_a_gpu_replaces_no_published_result(tmp_path, monkeypatch)
     assert [*tmp_path.rglob("*.*")] == [published]
 
 
-def test_full_runs_go_to_the_published_results_others_where_asked(tmp_path) -> None:
-    default, asked = tmp_path / "published.json", tmp_path / "asked.json"
+def test_only_full_runs_replace_published_results(tmp_path) -> None:
+    default, requested = tmp_path / "published.json", tmp_path / "requested.json"
     assert results_file(None, default, is_full=True) == default
     assert results_file(None, default, is_full=False) is None
-    assert all(results_file(asked, default, is_full=yes) == asked for yes in (True, False))
+    assert all(results_file(requested, default, is_full=yes) == requested for yes in (True, False))
 
 
 def test_an_interrupt_keeps_what_is_measured(bench, monkeypatch) -> None:
@@ -92,11 +92,11 @@ def test_an_interrupt_keeps_what_is_measured(bench, monkeypatch) -> None:
         return honest(self, case)
 
     monkeypatch.setattr(run.Bench, "measure", measure)
-    result, told = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
+    result, report = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
     assert result.exit_code == 130
     assert "interrupted: 1 of 2 cases are measured" in result.stderr
-    assert told["complete"] is False
-    assert len(told["cases"]) == 1
+    assert report["complete"] is False
+    assert len(report["cases"]) == 1
     assert "accept/strict" in result.stdout
 
 
@@ -105,9 +105,9 @@ def test_a_full_disk_loses_no_report(bench, monkeypatch) -> None:
         raise BenchmarkError("--output: cannot be written: No space left on device")
 
     monkeypatch.setattr(run, "store", fill)
-    result, told = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
+    result, report = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
     assert isinstance(result.exception, BenchmarkError)
-    assert told is None
+    assert report is None
     assert "accept/strict" in result.stdout
     assert "results: " not in result.stdout
 
@@ -123,12 +123,12 @@ def test_a_wrong_kernel_yields_no_number(bench, monkeypatch) -> None:
 
     monkeypatch.setattr(op_cases, "accept", wrong)
     monkeypatch.setattr(run, "measured_backend", lambda _: Backend.TRITON)
-    result, told = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
+    result, report = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
     assert result.exit_code == 1
     assert "no figure: accept/strict/" in result.stderr
     assert "differs from the reference: tokens" in result.stderr
-    strict, relaxed = told["cases"]
-    assert told["matched"] is strict["matched"] is False
+    strict, relaxed = report["cases"]
+    assert report["matched"] is strict["matched"] is False
     assert strict["mismatches"] == ["tokens"]
     assert "eager_us" not in strict
     assert "gb_per_s" not in strict
@@ -140,7 +140,7 @@ def test_a_wrong_kernel_yields_no_number(bench, monkeypatch) -> None:
 
 
 def test_a_kernel_that_leaves_a_wrong_phase_yields_no_number(bench, monkeypatch) -> None:
-    """Slots are compared as they stand behind the call."""
+    """Slots are compared after the call."""
     right = op_cases.accept
 
     def wrong(layout, logits, drafts, rules=STRICT, *, backend, **options):
@@ -151,9 +151,9 @@ def test_a_kernel_that_leaves_a_wrong_phase_yields_no_number(bench, monkeypatch)
 
     monkeypatch.setattr(op_cases, "accept", wrong)
     monkeypatch.setattr(run, "measured_backend", lambda _: Backend.TRITON)
-    result, told = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
+    result, report = bench("ops", "--cpu", "--batch", "2", "--filter", "accept")
     assert result.exit_code == 1
-    assert [case.get("mismatches") for case in told["cases"]] == [None, ["slots"]]
+    assert [case.get("mismatches") for case in report["cases"]] == [None, ["slots"]]
 
 
 def test_a_wrong_kernel_in_a_step_yields_no_number(bench, monkeypatch) -> None:
@@ -167,18 +167,18 @@ def test_a_wrong_kernel_in_a_step_yields_no_number(bench, monkeypatch) -> None:
 
     monkeypatch.setattr(draft_rules, "propose", wrong)
     monkeypatch.setattr(run, "measured_backend", lambda _: Backend.TRITON)
-    result, told = bench("step", "--cpu", "--batch", "2")
+    result, report = bench("step", "--cpu", "--batch", "2")
     assert result.exit_code == 1
-    assert all("eager_us" not in case for case in told["cases"])
-    assert all("next_draft_tokens" in case["mismatches"] for case in told["cases"])
+    assert all("eager_us" not in case for case in report["cases"])
+    assert all("next_draft_tokens" in case["mismatches"] for case in report["cases"])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_without_a_gpu_it_refuses(bench) -> None:
-    result, told = bench("step")
+    result, report = bench("step")
     assert isinstance(result.exception, BenchmarkError)
     assert "expected a CUDA device, found none; --cpu" in str(result.exception)
-    assert told is None
+    assert report is None
 
 
 @pytest.mark.parametrize(

@@ -43,8 +43,8 @@ def test_an_interrupt_leaves_the_old_results(tmp_path: Path) -> None:
     file.write_text("old")
 
     def write() -> None:
-        with files.written_whole(file) as beside:
-            beside.write_text("ne")
+        with files.written_whole(file) as temporary:
+            temporary.write_text("ne")
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
@@ -80,7 +80,7 @@ def test_a_file_is_as_readable_as_others(tmp_path: Path) -> None:
         ("/proc/none/x.json", "/proc/none/x.json cannot be written: No such file or directory"),
         ("/tmp", "/tmp is a folder, expected a file"),
         ("/dev/null/x.json", "/dev/null/x.json cannot be written: File exists"),
-        ("results.png", "expected a file for JSON, got results.png, where the plot goes"),
+        ("results.png", "expected a file for JSON, got results.png, the name of the plot"),
         ("x" * 300, f"{'x' * 300} cannot be written: File name too long"),
     ],
 )
@@ -137,10 +137,10 @@ def test_a_part_of_a_trace_replaces_none(tmp_path: Path, written: str | None) ->
     file.write_text("old")
 
     def write() -> None:
-        with files.written_whole(file, files.TRACE) as beside:
+        with files.written_whole(file, files.TRACE) as temporary:
             if written is not None:
-                beside.write_text(written)
-            files.check_trace(beside)
+                temporary.write_text(written)
+            files.check_trace(temporary)
 
     with pytest.raises(BenchmarkError, match=r"--trace: .*trace\.json cannot be written: "):
         write()

@@ -33,7 +33,7 @@ def test_cores_are_those_of_this_process(monkeypatch: pytest.MonkeyPatch) -> Non
     assert available_cores() == (os.cpu_count() or 1)
 
 
-@pytest.mark.skipif(shutil.which("git") is None, reason="asks git")
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
 def test_a_folder_has_the_name_that_git_gives_it(tmp_path: Path) -> None:
     files = {
         "a/inner.py": "x = 1\n",

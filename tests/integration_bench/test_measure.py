@@ -22,10 +22,10 @@ TIMES = ("graph_us", "eager_us", "gb_per_s", "floor_us", "share_of_ceiling", "la
 
 
 def no_time_in(outcome: Outcome) -> bool:
-    told = outcome.as_dict(CEILINGS)
+    results = outcome.as_dict(CEILINGS)
     table = results_table([outcome], CEILINGS)
     cells = [next(iter(column.cells)) for column in table.columns[2:]]
-    return not outcome.matched and not any(name in told for name in TIMES) and not any(cells)
+    return not outcome.matched and not any(name in results for name in TIMES) and not any(cells)
 
 
 def failing_from(call: int):
@@ -131,12 +131,12 @@ def test_sets_fill_the_cache_twice_and_share_a_replay(on_device) -> None:
     assert outcome.problem is None
     assert outcome.figures.num_sets == 6  # 2 * 24000 bytes, 8000 each
     assert outcome.figures.graph == Times(20.0, 20.0, 20.0, 20.0, 5)
-    told = outcome.as_dict(CEILINGS)
-    assert told["gb_per_s"] == pytest.approx(0.4)
-    assert told["floor_us"] == pytest.approx(0.002)
-    assert told["share_of_ceiling"] == pytest.approx(1e-4)
-    assert told["launches"]["kernels"] == 3
-    assert "target" not in told
+    results = outcome.as_dict(CEILINGS)
+    assert results["gb_per_s"] == pytest.approx(0.4)
+    assert results["floor_us"] == pytest.approx(0.002)
+    assert results["share_of_ceiling"] == pytest.approx(1e-4)
+    assert results["launches"]["kernels"] == 3
+    assert "target" not in results
 
 
 # the first gate is replay 1, two warm-ups and five samples follow, then the last gate
@@ -157,7 +157,7 @@ def test_a_wrong_replay_has_no_figure(on_device, broken: int) -> None:
         (Target(gb_per_s=0.5), False),
     ],
 )
-def test_targets_stand_beside_the_figures(on_device, target: Target, met: bool) -> None:
+def test_targets_are_listed_with_the_results(on_device, target: Target, met: bool) -> None:
     outcome = on_device(Toy(target))
     assert outcome.as_dict(CEILINGS)["target"]["met"] is met
     table = results_table([outcome], CEILINGS)
@@ -166,8 +166,8 @@ def test_targets_stand_beside_the_figures(on_device, target: Target, met: bool) 
     assert cells["target"] == str(target)
     assert cells["met"] == ("yes" if met else "NO")
     assert cells["launches"] == "3+1"
-    told = document("ops", {}, "triton", CEILINGS, [outcome], complete=True)
-    assert (told["benchmark"], told["targets"], told["targets_met"]) == (True, 1, int(met))
+    results = document("ops", {}, "triton", CEILINGS, [outcome], complete=True)
+    assert (results["benchmark"], results["targets"], results["targets_met"]) == (True, 1, int(met))
 
 
 def test_times_have_quantiles_and_mean() -> None:

@@ -21,7 +21,7 @@ THINKING = {"begin_thinking_phase_token": 5, "end_thinking_phase_token": 6}
 OTHERS = {
     "rejection": Kind({**DRAWS, "verification": "rejection"}, mtp={"verification": "rejection"}),
     "block": Kind({**DRAWS, "verification": "block"}, mtp={"verification": "block"}),
-    "beside-rejection": Kind(DRAWS, mtp={"verification": ["coupled", "rejection"]}),
+    "with-rejection": Kind(DRAWS, mtp={"verification": ["coupled", "rejection"]}),
     "processed": Kind({**DRAWS, "logprobs": 2}, mtp={"logprobs_mode": "processed"}),
     "budget": Kind({**DRAWS, "thinking_token_budget": 4}, config=THINKING),
 }
@@ -41,7 +41,7 @@ def expected(worker: str, k: int, kind: str) -> int:
     # sampling is a scan and a finish instead of one argmax, for the target and each draft;
     # log-probabilities are one launch
     launches += k + 2
-    if kind in ("draws", "beside-rejection", "rejection", "block"):
+    if kind in ("draws", "with-rejection", "rejection", "block"):
         # rejection keeps the distribution of each draft; two launches verify all drafts
         return launches if kind == "draws" else launches + k + 2
     # scan of unprocessed logits, masking, unmasking, token history

@@ -50,11 +50,11 @@ class Run:
     first_tokens_seconds: float
     """Until every request had its first token."""
     logprobs: list[Logprobs | None] = field(default_factory=list)
-    """What was told of the tokens of each; None: nothing was asked."""
+    """Logprobs of each request's tokens; None: not requested."""
 
     @property
     def num_tokens(self) -> int:
-        """Emitted by all requests."""
+        """Output tokens of all requests."""
         return sum(len(tokens) for tokens in self.token_ids)
 
     @property
@@ -96,8 +96,8 @@ class Batch:
 
     Args:
         llm: with room for all of them at once.
-        prompts: token ids. num_tokens: that each request emits, end tokens or not.
-        params: what each asks for, as many tokens among it; None: all are greedy.
+        prompts: token ids. num_tokens: output tokens of each request; end tokens are ignored.
+        params: options of each request, including the number of tokens; None: all are greedy.
     """
 
     def __init__(

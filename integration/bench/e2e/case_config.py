@@ -55,7 +55,7 @@ def executor_config(
                 "synthetic_acceptance": list(synthetic.shares(case.k)),
                 "synthetic_seed": synthetic.seed,
             }
-        verifications = verifications_of(options.asks)
+        verifications = verifications_of(options.kinds)
         if len(verifications) > 1:
             speculative["mtp"]["verification"] = verifications
         config["speculative_config"] = speculative

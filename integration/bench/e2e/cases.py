@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from integration.bench.case import BenchmarkError
-from integration.bench.e2e.request_kinds import GREEDY, check_asks
+from integration.bench.e2e.request_kinds import GREEDY, check_kinds
 from mtp_plugin.config import MAX_DRAFT_LEN
 from mtp_plugin.errors import expect
 
@@ -17,12 +17,12 @@ KS = (1, 3)
 EAGLE, VANILLA, OFF = "eagle", "vanilla", "off"
 WORKERS = (EAGLE, VANILLA)
 ACCEPTANCE_RATE = 0.8
-"""Of each draft behind an accepted one, where acceptance is synthetic and no rates are given."""
+"""Default rate of synthetic acceptance, for each draft after an accepted one."""
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Acceptance by synthetic draw: what it is in every output."""
+    """Synthetic acceptance, as every output describes it."""
 
     rates: tuple[float, ...]
     """Entry i: share of steps that accept drafts 1..i+1; one rate: of each draft."""
@@ -85,7 +85,7 @@ class E2ECase:
 
 @dataclass(frozen=True)
 class E2EOptions:
-    """What was asked for; None: the default."""
+    """Options of the command line; None: the default."""
 
     batches: tuple[int, ...] | None = None
     ks: tuple[int, ...] | None = None
@@ -96,7 +96,7 @@ class E2EOptions:
     acceptance: tuple[float, ...] | None = None
     """Synthetic acceptance; None: real where the weights are trained, else a default."""
     draft_vocab: int | None = None
-    """Ids that may be drafted; None: all."""
+    """Size of the draft vocabulary; None: all tokens."""
     graphs: bool = True
     fused: bool | None = None
     text: bool = False
@@ -104,8 +104,8 @@ class E2EOptions:
     transformers: bool = True
     quick: bool = False
     only: str | None = None
-    asks: tuple[str, ...] = (GREEDY,)
-    """What requests ask for, by the names of `ASKS`."""
+    kinds: tuple[str, ...] = (GREEDY,)
+    """Kinds of requests, names of `REQUEST_KINDS`."""
 
     @property
     def input_tokens(self) -> int:
@@ -124,7 +124,7 @@ class E2EOptions:
             BenchmarkError: a number out of its bounds, a worker that is none, rates that are none,
                 names of `--ask` that are none.
         """
-        check_asks(self.asks, is_synthetic=self.acceptance is not None)
+        check_kinds(self.kinds, is_synthetic=self.acceptance is not None)
         for name, numbers in (
             ("batch", self.batches),
             ("k", self.ks),

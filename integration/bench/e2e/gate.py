@@ -1,4 +1,4 @@
-"""Whether a run's tokens are what they have to be; without that no figure is told."""
+"""Compare the tokens of a run with the expected ones; without a match nothing is reported."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from mtp_plugin.tools.parity import (
 )
 
 RANDOM_WEIGHTS_ULPS = 16.0
-"""Best logits of random weights lie closer together than states are exact: executor and plain
-decoding were seen to choose tokens up to 7 ulps apart in one of a thousand places."""
+"""The highest logits of random weights are closer together than half precision resolves: executor
+and target-only decoding chose tokens up to 7 ulps apart at one of a thousand positions."""
 STANDARD_ERRORS = 4.0
-"""How far measured synthetic acceptance may lie from what was asked for."""
+"""Tolerance of measured synthetic acceptance around the configured rates."""
 
 
 @dataclass(frozen=True)
 class Match:
-    """What a comparison found."""
+    """Result of a comparison."""
 
     compared_with: str
     num_tokens: int
@@ -41,7 +41,7 @@ class Match:
 
     @property
     def holds(self) -> bool:
-        """Whether figures may be told."""
+        """Whether results may be reported."""
         return not self.mismatches
 
     def as_dict(self) -> dict[str, Any]:
@@ -58,10 +58,10 @@ class Gate:
     """Compares runs of one subject over the same prompts.
 
     In float32 tokens must be equal. In half precision a request that differs is compared with the
-    oracle, given the emitted prefix at every place: each token must be the best one or a tie.
+    oracle, given the output before every position: each token must be the argmax or a tie.
 
     Args:
-        num_oracle_requests: of each run without MTP that target-only decoding is asked about.
+        num_oracle_requests: requests of each run without MTP to compare with target-only decoding.
         tie_ulps: see `TieRule`; None: its default, and more for random weights.
     """
 
@@ -82,12 +82,12 @@ class Gate:
             for number, (one, two) in enumerate(zip(first.token_ids, other.token_ids, strict=True))
             if (position := first_difference(one, two)) is not None
         ]
-        asked = min(self._num_oracle_requests, len(prompts))
-        found = self.match_oracle(prompts[:asked], first.token_ids[:asked])
+        count = min(self._num_oracle_requests, len(prompts))
+        found = self.match_oracle(prompts[:count], first.token_ids[:count])
         return replace(found, mismatches=mismatches + found.mismatches)
 
     def match_oracle(self, prompts: Sequence[list[int]], token_ids: Sequence[list[int]]) -> Match:
-        """Tokens of requests beside those of target-only decoding."""
+        """Compare tokens with target-only decoding."""
         with transformers_attention(self._subject.model):
             found = [
                 self._with_oracle(prompt, tokens)
@@ -97,11 +97,11 @@ class Gate:
             f"target-only decoding of {len(prompts)} requests",
             sum(len(tokens) for tokens in token_ids),
             sum(len(each.ties) for each in found),
-            told_of(found),
+            describe_differences(found),
         )
 
     def match_on(self, prompts: Sequence[list[int]], runs: Sequence[Run], off: Run) -> Match:
-        """With MTP and real acceptance, each run: the tokens of the run without it."""
+        """Compare every run with MTP and real acceptance with the run without MTP."""
         different: list[list[list[int]]] = []
         for run in runs:
             if run.token_ids not in different:
@@ -114,7 +114,7 @@ class Gate:
         token_ids: Sequence[list[int]],
         off: Sequence[list[int]],
     ) -> Match:
-        """Tokens of requests beside those of the run without MTP."""
+        """Compare tokens with those of the run without MTP."""
         with transformers_attention(self._subject.model):
             found = [
                 self._with_tokens(prompt, tokens, expected)
@@ -124,7 +124,7 @@ class Gate:
             "the run without MTP",
             sum(len(tokens) for tokens in token_ids),
             sum(len(each.ties) for each in found),
-            told_of(found),
+            describe_differences(found),
         )
 
     def match_synthetic(
@@ -134,19 +134,19 @@ class Gate:
         shares: Sequence[float],
         measure: Callable[[Run], Sequence[float]],
     ) -> Match:
-        """With synthetic acceptance, each run: valid ids, as many as asked, accepted as asked.
+        """Check runs with synthetic acceptance: valid ids, number of tokens, acceptance rates.
 
         Args:
-            num_tokens: of each request. shares: of the steps that accept drafts 1..i.
-            measure: these shares in a run. Each run is held against them by itself: others may
-                repeat its draws.
+            num_tokens: of each request. shares: expected shares of steps that accept drafts 1..i.
+            measure: returns these shares of a run. Runs are checked one by one, since they may
+                repeat each other's random numbers.
         """
         vocab = self._subject.model.facts.vocab_size
         return all_of([_match_draws(run, num_tokens, vocab, shares, measure(run)) for run in runs])
 
     def compare_greedy(self, prompt: list[int], tokens: list[int]) -> Comparison:
-        """One greedy text beside target-only decoding's; the model runs with transformers'
-        attention."""
+        """Compare one greedy output with target-only decoding; the model must run with
+        transformers' attention."""
         return self._with_oracle(prompt, tokens)
 
     def _with_tokens(self, prompt: list[int], tokens: list[int], expected: list[int]) -> Comparison:
@@ -186,11 +186,11 @@ def _match_draws(
                 f"drafts 1..{i} were accepted in {found:.3f} of the steps, expected "
                 f"{share:.3f} within {error:.3f}"
             )
-    return Match("valid ids and the asked-for acceptance", run.num_tokens, 0, mismatches)
+    return Match("valid ids and the configured acceptance", run.num_tokens, 0, mismatches)
 
 
 def all_of(matches: list[Match]) -> Match:
-    """What several runs gave; what they have in common is told once."""
+    """Merge the results of several runs; equal mismatches are listed once."""
     return Match(
         matches[0].compared_with,
         sum(match.num_tokens for match in matches),
@@ -205,9 +205,9 @@ def _divergence(tokens: list[int], expected: list[int], position: int) -> Diverg
     return Divergence(position, ours, theirs)
 
 
-def told_of(found: list[Comparison]) -> list[str]:
-    """A line for each comparison that found a difference."""
-    told = []
+def describe_differences(found: list[Comparison]) -> list[str]:
+    """Return a line for each comparison that found a difference."""
+    lines = []
     for number, comparison in enumerate(found):
         other = comparison.difference
         if other is None:
@@ -215,8 +215,8 @@ def told_of(found: list[Comparison]) -> list[str]:
         gap = "" if other.gap is None else f", logits {abs(other.gap):.4g} apart"
         if other.tolerance:
             gap += f" where {other.tolerance:.4g} is a tie"
-        told.append(
+        lines.append(
             f"request {number}, token {other.position + 1}: {other.token}, expected "
             f"{other.expected}{gap}"
         )
-    return told
+    return lines

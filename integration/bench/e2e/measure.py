@@ -29,11 +29,17 @@ from integration.bench.e2e.case_config import (
 )
 from integration.bench.e2e.cases import E2ECase, E2EOptions
 from integration.bench.e2e.gate import Gate, Match
-from integration.bench.e2e.outcome import AskOutcome, E2EOutcome, Phases, StepFigures
+from integration.bench.e2e.outcome import E2EOutcome, KindOutcome, Phases, StepFigures
 from integration.bench.e2e.phases import PHASES, GapClock, clock_for, watch
 from integration.bench.e2e.prompts import make_prompts
-from integration.bench.e2e.request_kinds import ASKS, GREEDY, Ask, asked_of, check_asks
-from integration.bench.e2e.sampled_gate import DrawnGate
+from integration.bench.e2e.request_kinds import (
+    GREEDY,
+    REQUEST_KINDS,
+    RequestKind,
+    check_kinds,
+    kinds_of,
+)
+from integration.bench.e2e.sampled_gate import SampledGate
 from integration.bench.e2e.subject import Subject
 from integration.bench.files import TRACE, check_trace, written_whole
 from integration.bench.timing import Times
@@ -47,32 +53,32 @@ T = TypeVar("T")
 WARM_UP_STEPS = 6
 TRACED_STEPS = 5
 LEAST_SECONDS, MOST_RUNS = {"cuda": 1.0, "cpu": 0.0}, 20
-"""Seconds of steps that only generate over which a device is timed, within so many runs."""
-TIMES_OF_ASKS = 2
-"""So many times those seconds for each of several kinds of requests, which are compared: they take
-turns, each round begun by the next, so what drifts is in all of them."""
+"""Seconds of decode steps to time on a device, and the maximum number of runs."""
+ROUNDS_PER_KIND = 2
+"""Multiple of the timed seconds if several kinds of requests are compared: they alternate, and
+another one starts each round, so that drift affects all of them."""
 HOST_BOUND_GAP = 0.03
-"""Share of a step for which the device may be idle. Copies and the sampler keep any replay from the
-next one for some 16 microseconds: where that is more, steps are as short as the host's part."""
+"""Share of a step for which the device may be idle. Copies and the sampler take about 16
+microseconds between two replays; if this is a larger share, the host limits the step."""
 ORACLE_REQUESTS, QUICK_ORACLE_REQUESTS = 8, 2
 
 
-ORACLE_DRAWN_REQUESTS = 2
-"""Asked about draws, which a row of logits takes some hundredth of a second for."""
+ORACLE_SAMPLED_REQUESTS = 2
+"""Fewer for sampled requests: the reference takes about 10 ms per row of logits."""
 UNDRAFTED_TOKENS = 16
-"""Of every request, without drafts, where draws accept and other texts mean nothing."""
+"""Output tokens of every request without drafts, if acceptance is synthetic."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What requests of one kind ran; the tokens of every run are compared."""
+    """Runs of one kind of requests; the tokens of every run are compared."""
 
     timed: list[Run]
     others: list[Run] = field(default_factory=list)
-    """For the device's clocks to rise, for the gaps, for the phases."""
+    """Warm-up runs, and runs for the gaps and the phases."""
     undrafted: Run | None = None
-    """Without drafts: what drawn texts are compared with."""
-    asked: dict[str, Measured] = field(default_factory=dict)
+    """Run without drafts, the reference for sampled outputs."""
+    other_kinds: dict[str, Measured] = field(default_factory=dict)
     """Other kinds of requests, in the same executor."""
     phases: list[tuple[Call, dict[str, float]]] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
@@ -103,7 +109,7 @@ class E2EBench:
         self.gate = Gate(
             subject, QUICK_ORACLE_REQUESTS if options.quick else ORACLE_REQUESTS, tie_ulps
         )
-        self.drawn_gate = DrawnGate(subject, self.gate, ORACLE_DRAWN_REQUESTS)
+        self.sampled_gate = SampledGate(subject, self.gate, ORACLE_SAMPLED_REQUESTS)
         self._off: dict[int, tuple[Run, E2EOutcome]] = {}
         self._undrafted: dict[tuple[int, str], Run] = {}
         self._ran: dict[str, Any] = {}
@@ -114,7 +120,7 @@ class E2EBench:
         Raises:
             BenchmarkError: with the case and what is wrong.
         """
-        check_asks(self.options.asks, is_synthetic=self.synthetic is not None)
+        check_kinds(self.options.kinds, is_synthetic=self.synthetic is not None)
         for case in cases:
             try:
                 check_case(self.subject, case, self.options, self.synthetic)
@@ -122,7 +128,7 @@ class E2EBench:
                 raise BenchmarkError(f"{case.label}: {error}") from error
 
     def measure(self, case: E2ECase) -> E2EOutcome:
-        """Compare, then tell the figures; whatever goes wrong is told in the outcome."""
+        """Compare outputs, then return the results; errors are part of the outcome."""
         start = time.perf_counter()
         self._ran = {}
         try:
@@ -150,19 +156,21 @@ class E2EBench:
         measured = self._run(case)
         match = self.gate.match_off(self.prompts(case.batch), measured.runs)
         figures = self._figures(case, measured) if match.holds else None
-        asked = [self._judge_undrafted(case, *each) for each in measured.asked.items()]
-        outcome = E2EOutcome(case, None, figures, match, asked=tuple(asked))
+        kind_outcomes = [
+            self._check_undrafted(case, *each) for each in measured.other_kinds.items()
+        ]
+        outcome = E2EOutcome(case, None, figures, match, kind_outcomes=tuple(kind_outcomes))
         self._off[case.batch] = measured.timed[0], outcome
         return outcome
 
-    def _judge_undrafted(self, case: E2ECase, name: str, measured: Measured) -> AskOutcome:
+    def _check_undrafted(self, case: E2ECase, name: str, measured: Measured) -> KindOutcome:
         """Texts without MTP, with which those of drafts are compared."""
         (run,) = measured.others
-        params = self._params(ASKS[name].without_drafting, case, self._undrafted_tokens)
-        match = self.drawn_gate.match_oracle(self.prompts(case.batch), params, run)
+        params = self._params(REQUEST_KINDS[name].without_drafting, case, self._undrafted_tokens)
+        match = self.sampled_gate.match_oracle(self.prompts(case.batch), params, run)
         if match.holds:
             self._undrafted[case.batch, name] = run
-        return AskOutcome(name, match)
+        return KindOutcome(name, match)
 
     def _measure_on(self, case: E2ECase) -> E2EOutcome:
         off = self.off_run(case.batch)
@@ -172,41 +180,41 @@ class E2EBench:
         if self.synthetic is None:
             match = self.gate.match_on(self.prompts(case.batch), measured.runs, off)
         else:
-            match = self._match_drawn(measured, case)
+            match = self._match_synthetic(measured, case)
         figures = self._figures(case, measured) if match.holds else None
-        asked = [self._judge_asked(case, *each) for each in measured.asked.items()]
+        kind_outcomes = [self._check_kind(case, *each) for each in measured.other_kinds.items()]
         return E2EOutcome(
             case,
             self.synthetic,
             figures,
             match,
             off=self._off[case.batch][1].figures,
-            asked=tuple(asked),
+            kind_outcomes=tuple(kind_outcomes),
             has_targets=self._has_targets(case),
         )
 
-    def _judge_asked(self, case: E2ECase, name: str, measured: Measured) -> AskOutcome:
-        """Compare, then tell the figures."""
+    def _check_kind(self, case: E2ECase, name: str, measured: Measured) -> KindOutcome:
+        """Compare outputs, then return the results."""
         try:
-            match = self._match_asked(case, ASKS[name], measured)
+            match = self._match_kind(case, REQUEST_KINDS[name], measured)
         except BenchmarkError as error:
-            return AskOutcome(name, error=str(error))
+            return KindOutcome(name, error=str(error))
         gaps = measured.gaps
-        return AskOutcome(
+        return KindOutcome(
             name,
             match,
             self._figures(case, measured) if match.holds else None,
             host_gap_ms=statistics.median(gaps) if gaps else None,
         )
 
-    def _match_asked(self, case: E2ECase, ask: Ask, measured: Measured) -> Match:
-        gate, prompts, num_tokens = self.drawn_gate, self.prompts(case.batch), self._num_tokens
-        params = self._params(ask, case, num_tokens)
+    def _match_kind(self, case: E2ECase, request_kind: RequestKind, measured: Measured) -> Match:
+        gate, prompts, num_tokens = self.sampled_gate, self.prompts(case.batch), self._num_tokens
+        params = self._params(request_kind, case, num_tokens)
         missing = gate.missing_logprobs(params, measured.runs)
-        if ask.is_residual:
+        if request_kind.is_residual:
             found = gate.match_law(prompts, params, measured.runs)
             return replace(found, mismatches=missing + found.mismatches)
-        undrafted = self._undrafted.get((case.batch, ask.name))
+        undrafted = self._undrafted.get((case.batch, request_kind.name))
         if undrafted is None:
             raise BenchmarkError("the run without MTP has no match to compare with")
         if self.synthetic is None:
@@ -214,20 +222,20 @@ class E2EBench:
         else:
             if measured.undrafted is None:
                 raise BenchmarkError("expected a run without drafts, got none")
-            few = self._params(ask.without_drafts, case, self._undrafted_tokens)
+            few = self._params(request_kind.without_drafts, case, self._undrafted_tokens)
             found = gate.match_synthetic(
-                self._match_drawn(measured, case),
+                self._match_synthetic(measured, case),
                 gate.match_texts(prompts, few, [measured.undrafted], undrafted),
             )
         return replace(found, mismatches=missing + found.mismatches)
 
     def _has_targets(self, case: E2ECase) -> bool:
-        """Whether `ASKED_STEPS` are for it."""
+        """Whether `STEP_TARGETS` apply to the case."""
         on_device = self.subject.device.type == "cuda" and self.options.graphs
         return on_device and self.subject.name == "8gb" and case.way == "eagle-k3"
 
-    def _match_drawn(self, measured: Measured, case: E2ECase) -> Match:
-        """Where draws accept: ids, and the shares asked for."""
+    def _match_synthetic(self, measured: Measured, case: E2ECase) -> Match:
+        """Check ids and acceptance rates under synthetic acceptance."""
         if self.synthetic is None:
             raise BenchmarkError("expected synthetic acceptance, got real")
         return self.gate.match_synthetic(
@@ -247,8 +255,10 @@ class E2EBench:
         most = self._num_tokens
         return most if self.synthetic is None else min(most, UNDRAFTED_TOKENS)
 
-    def _params(self, ask: Ask, case: E2ECase, num_tokens: int) -> list[SamplingParams]:
-        return ask.params(case.batch, num_tokens, self.options.seed)
+    def _params(
+        self, request_kind: RequestKind, case: E2ECase, num_tokens: int
+    ) -> list[SamplingParams]:
+        return request_kind.params(case.batch, num_tokens, self.options.seed)
 
     def _run(self, case: E2ECase) -> Measured:
         measured = self._with_executor(case, lambda llm: self._timed(llm, case))
@@ -267,14 +277,16 @@ class E2EBench:
         with watch(self.subject.model, clock):
             run = self._with_executor(
                 case,
-                lambda llm: self._decode(llm, case, ASKS[GREEDY], before=clock.begin, after=after),
+                lambda llm: self._decode(
+                    llm, case, REQUEST_KINDS[GREEDY], before=clock.begin, after=after
+                ),
             )
         return replace(measured, others=[*measured.others, run], phases=phases)
 
     def _timed(self, llm: LLM, case: E2ECase) -> Measured:
-        others = asked_of(self.options.asks, case.batch)
-        asks = [ASKS[GREEDY]] if case.is_off else [ASKS[GREEDY], *others]
-        found = self._rounds(llm, case, asks)
+        others = kinds_of(self.options.kinds, case.batch)
+        kinds = [REQUEST_KINDS[GREEDY]] if case.is_off else [REQUEST_KINDS[GREEDY], *others]
+        found = self._rounds(llm, case, kinds)
         captured = llm.executor.engine.captured
         self._ran = {
             "attention": llm.attn_backend.name,
@@ -283,80 +295,88 @@ class E2EBench:
         }
         if self.trace is not None and not case.is_off:
             self._write_trace(llm, case, self.trace)
-        for ask in asks:
-            found[ask.name] = self._with_gaps(llm, case, ask, found[ask.name])
+        for request_kind in kinds:
+            found[request_kind.name] = self._with_gaps(
+                llm, case, request_kind, found[request_kind.name]
+            )
         greedy = found.pop(GREEDY)
         if case.is_off:
             found |= self._undrafted_runs(llm, case, others)
         elif self.synthetic is not None:
-            for ask in others:
-                run = self._undrafted_run(llm, case, ask.without_drafts)
-                found[ask.name] = replace(found[ask.name], undrafted=run)
-        return replace(greedy, asked=found)
+            for request_kind in others:
+                run = self._undrafted_run(llm, case, request_kind.without_drafts)
+                found[request_kind.name] = replace(found[request_kind.name], undrafted=run)
+        return replace(greedy, other_kinds=found)
 
-    def _rounds(self, llm: LLM, case: E2ECase, asks: Sequence[Ask]) -> dict[str, Measured]:
+    def _rounds(self, llm: LLM, case: E2ECase, kinds: Sequence[RequestKind]) -> dict[str, Measured]:
         """Runs of every kind of requests in turn, until each was timed for long enough."""
-        runs = {ask.name: [self._decode(llm, case, ask)] for ask in asks}
+        runs = {
+            request_kind.name: [self._decode(llm, case, request_kind)] for request_kind in kinds
+        }
         least = LEAST_SECONDS[llm.device.type]
-        if len(self.options.asks) > 1:
-            least *= TIMES_OF_ASKS
+        if len(self.options.kinds) > 1:
+            least *= ROUNDS_PER_KIND
         if all(_steady_seconds(each) >= least for each in runs.values()):
             return {name: Measured(each) for name, each in runs.items()}
         # too short for a device's clocks to be where they stay
-        first, runs = runs, {ask.name: [] for ask in asks}
+        first, runs = runs, {request_kind.name: [] for request_kind in kinds}
         for number in range(MOST_RUNS):
-            begin = number % len(asks)
-            for ask in [*asks[begin:], *asks[:begin]]:
-                runs[ask.name].append(self._decode(llm, case, ask))
+            begin = number % len(kinds)
+            for request_kind in [*kinds[begin:], *kinds[:begin]]:
+                runs[request_kind.name].append(self._decode(llm, case, request_kind))
             if all(_steady_seconds(each) >= least for each in runs.values()):
                 break
         return {name: Measured(each, first[name]) for name, each in runs.items()}
 
-    def _with_gaps(self, llm: LLM, case: E2ECase, ask: Ask, measured: Measured) -> Measured:
+    def _with_gaps(
+        self, llm: LLM, case: E2ECase, request_kind: RequestKind, measured: Measured
+    ) -> Measured:
         """With what lies between replays, in a run of its own."""
         captured = llm.executor.engine.captured
         others, gaps = measured.others, GapClock()
         if captured is not None:
             captured.around_replay = gaps.around
-            others = [*others, self._decode(llm, case, ask, before=gaps.count_next)]
+            others = [*others, self._decode(llm, case, request_kind, before=gaps.count_next)]
         elif not self.options.phases:
-            others = [*others, self._decode(llm, case, ask)]
+            others = [*others, self._decode(llm, case, request_kind)]
         synchronize(self.subject.device)
         return replace(measured, others=others, gaps=gaps.read())
 
-    def _undrafted_runs(self, llm: LLM, case: E2ECase, asks: Sequence[Ask]) -> dict[str, Measured]:
+    def _undrafted_runs(
+        self, llm: LLM, case: E2ECase, kinds: Sequence[RequestKind]
+    ) -> dict[str, Measured]:
         """Without MTP, of all whose texts have to be the same; equal ones are run once."""
         runs: list[tuple[Mapping[str, Any], bool, Run]] = []
         found = {}
-        for ask in asks:
-            if ask.is_residual:
+        for request_kind in kinds:
+            if request_kind.is_residual:
                 continue
-            plain = ask.without_drafting
+            plain = request_kind.without_drafting
             same = [run for *of, run in runs if of == [plain.options, plain.of_one]]
             if not same:
                 same = [self._undrafted_run(llm, case, plain)]
                 runs.append((plain.options, plain.of_one, same[0]))
-            found[ask.name] = Measured([], same)
+            found[request_kind.name] = Measured([], same)
         return found
 
-    def _undrafted_run(self, llm: LLM, case: E2ECase, ask: Ask) -> Run:
+    def _undrafted_run(self, llm: LLM, case: E2ECase, request_kind: RequestKind) -> Run:
         num_tokens = self._undrafted_tokens
-        params = self._params(ask, case, num_tokens)
+        params = self._params(request_kind, case, num_tokens)
         return run_batch(llm, self.prompts(case.batch), num_tokens, params=params)
 
     def _decode(
         self,
         llm: LLM,
         case: E2ECase,
-        ask: Ask,
+        request_kind: RequestKind,
         *,
         before: Callable[[], Any] | None = None,
         after: Callable[[Call], Any] | None = None,
     ) -> Run:
         prompts, most = self.prompts(case.batch), self._num_tokens
         few = min(most, WARM_UP_STEPS * (case.k + 1))
-        run_batch(llm, prompts, few, params=self._params(ask, case, few))
-        params = self._params(ask, case, most)
+        run_batch(llm, prompts, few, params=self._params(request_kind, case, few))
+        params = self._params(request_kind, case, most)
         run = run_batch(llm, prompts, most, params=params, before=before, after=after)
         expect(
             len(run.steady) >= LEAST_STEADY_STEPS,
@@ -385,7 +405,7 @@ class E2EBench:
         )
 
     def _with_executor(self, case: E2ECase, use: Callable[[LLM], T]) -> T:
-        """The result of ``use``, with an executor whose memory is free again behind it."""
+        """Return the result of ``use`` with an executor, whose memory is freed afterwards."""
         config = executor_config(self.subject, case, self.options, self.synthetic)
         tokenizer = self.subject.tokenizer if self.options.text else None
         llm = LLM(config, model=self.subject.model, tokenizer=tokenizer)
@@ -399,7 +419,7 @@ class E2EBench:
                 torch.cuda.empty_cache()
 
     def _write_trace(self, llm: LLM, case: E2ECase, file: Path) -> None:
-        """A chrome trace of a few generating steps; the label stands in the file's name."""
+        """Write a chrome trace of a few decode steps; the file name contains the case's label."""
         path = file.with_name(f"{file.stem}-{case.label.replace('/', '-')}{file.suffix or '.json'}")
         batch = Batch(llm, self.prompts(case.batch), self.options.output_tokens)
         batch.start()
@@ -415,9 +435,9 @@ class E2EBench:
                         batch.step()
             synchronize(self.subject.device)
         batch.cancel()
-        with written_whole(path, TRACE) as beside:
-            profile.export_chrome_trace(str(beside))
-            check_trace(beside)
+        with written_whole(path, TRACE) as temporary:
+            profile.export_chrome_trace(str(temporary))
+            check_trace(temporary)
         self.traces.append(str(path))
 
 

@@ -1,4 +1,4 @@
-"""What became of a case: figures, or the reason why there are none."""
+"""Outcome of a case: results, or the reason why there are none."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from integration.bench.e2e.cases import E2ECase, Synthetic
 from integration.bench.e2e.gate import Match
 from integration.bench.e2e.request_kinds import GREEDY, SAMPLED
-from integration.bench.targets import ASKED_STEPS, StepRatio
+from integration.bench.targets import STEP_TARGETS, StepRatio
 from integration.bench.timing import Times
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
@@ -48,7 +48,7 @@ class StepFigures:
     share_of_repeated_8_grams: float
     phases: Phases | None
     host_bound: bool
-    """Whether another host gives other figures: see `is_host_bound`."""
+    """Whether the host limits the step: see `is_host_bound`."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -75,13 +75,13 @@ class StepFigures:
 
 
 @dataclass(frozen=True)
-class AskOutcome:
-    """A kind of requests in the executor of a case, or the reason why there are no figures."""
+class KindOutcome:
+    """Results of a kind of requests in the executor of a case, or why there are none."""
 
-    ask: str
+    request_kind: str
     match: Match | None = None
     figures: StepFigures | None = None
-    """None where texts alone were compared: without MTP."""
+    """None if only outputs were compared: without MTP."""
     error: str | None = None
     host_gap_ms: float | None = None
     """Median between replays; None: eager steps."""
@@ -105,7 +105,7 @@ class E2EOutcome:
 
     case: E2ECase
     synthetic: Synthetic | None = None
-    """How acceptance was made up; None: it was real, or there was none."""
+    """The synthetic acceptance; None: it was real, or there were no drafts."""
     figures: StepFigures | None = None
     match: Match | None = None
     error: str | None = None
@@ -115,10 +115,10 @@ class E2EOutcome:
     """How: attention, and how many of the timed executor's steps, warm-up included, were replays of
     a graph."""
     seconds: float = 0.0
-    asked: tuple[AskOutcome, ...] = ()
-    """Other requests than greedy ones, in the same executor."""
+    kind_outcomes: tuple[KindOutcome, ...] = ()
+    """Other kinds of requests, in the same executor."""
     has_targets: bool = False
-    """Whether it is of the size that `ASKED_STEPS` are for."""
+    """Whether `STEP_TARGETS` apply."""
 
     @property
     def matched(self) -> bool:
@@ -128,52 +128,58 @@ class E2EOutcome:
     @property
     def all_matched(self) -> bool:
         """Of all kinds of requests."""
-        return self.matched and all(each.matched for each in self.asked)
+        return self.matched and all(each.matched for each in self.kind_outcomes)
 
     @property
     def problems(self) -> list[str]:
         """Why there are no figures, of every kind of requests that has none."""
-        told = [] if self.problem is None else [f"{self.case.label}: {self.problem}"]
-        return told + [
-            f"{self.case.label} {each.ask}: {each.problem}"
-            for each in self.asked
+        document = [] if self.problem is None else [f"{self.case.label}: {self.problem}"]
+        return document + [
+            f"{self.case.label} {each.request_kind}: {each.problem}"
+            for each in self.kind_outcomes
             if each.problem is not None
         ]
 
-    def step_over(self, ask: str, over: str) -> float | None:
+    def step_over(self, request_kind: str, over: str) -> float | None:
         """The median step of a kind of requests as a multiple of that of another; None where one
         has no figures."""
-        figures = {each.ask: each.figures for each in self.asked} | {GREEDY: self.figures}
-        one, other = figures.get(ask), figures.get(over)
+        figures = {each.request_kind: each.figures for each in self.kind_outcomes} | {
+            GREEDY: self.figures
+        }
+        one, other = figures.get(request_kind), figures.get(over)
         return None if one is None or other is None else one.step_ms.median / other.step_ms.median
 
-    def target_of(self, ask: str) -> StepRatio | None:
-        """How long a step of a kind of requests may take, where that was asked."""
-        target = ASKED_STEPS.get(ask) if self.has_targets else None
+    def target_of(self, request_kind: str) -> StepRatio | None:
+        """Return the target for steps of a kind of requests, or None."""
+        target = STEP_TARGETS.get(request_kind) if self.has_targets else None
         return None if target is None or self.case.batch not in target.at_most else target
 
-    def _described(self, asked: AskOutcome) -> dict[str, Any]:
-        told: dict[str, Any] = {
-            "ask": asked.ask,
-            "matched": asked.matched,
-            "match": None if asked.match is None else asked.match.as_dict(),
+    def _described(self, outcome: KindOutcome) -> dict[str, Any]:
+        document: dict[str, Any] = {
+            "ask": outcome.request_kind,
+            "matched": outcome.matched,
+            "match": None if outcome.match is None else outcome.match.as_dict(),
         }
-        if asked.figures is None:
-            return told | {"error": asked.error}
-        told |= asked.figures.as_dict(self.case.batch)
-        told.pop("phases_ms")
-        told["host_gap_ms"] = asked.host_gap_ms
-        told["median_step_over"] = {
+        if outcome.figures is None:
+            return document | {"error": outcome.error}
+        document |= outcome.figures.as_dict(self.case.batch)
+        document.pop("phases_ms")
+        document["host_gap_ms"] = outcome.host_gap_ms
+        document["median_step_over"] = {
             over: ratio
             for over in (GREEDY, SAMPLED)
-            if over != asked.ask and (ratio := self.step_over(asked.ask, over)) is not None
+            if over != outcome.request_kind
+            and (ratio := self.step_over(outcome.request_kind, over)) is not None
         }
-        target = self.target_of(asked.ask)
+        target = self.target_of(outcome.request_kind)
         if target is not None:
-            ratio, bound = self.step_over(asked.ask, target.over), target.at_most[self.case.batch]
+            ratio, bound = (
+                self.step_over(outcome.request_kind, target.over),
+                target.at_most[self.case.batch],
+            )
             met = None if ratio is None else ratio <= bound
-            told["target"] = {"over": target.over, "at_most": bound, "met": met}
-        return told
+            document["target"] = {"over": target.over, "at_most": bound, "met": met}
+        return document
 
     @property
     def problem(self) -> str | None:
@@ -191,8 +197,8 @@ class E2EOutcome:
         return self.figures.steady_tokens_per_second / self.off.steady_tokens_per_second
 
     @property
-    def speed_up_as_asked(self) -> float | None:
-        """With the asked-for tokens per step in place of those drawn; None: acceptance is real."""
+    def speed_up_as_configured(self) -> float | None:
+        """Speed-up at the configured tokens per step; None: acceptance is real."""
         if self.synthetic is None or self.figures is None or self.off is None:
             return None
         tokens = 1 + sum(self.synthetic.shares(self.case.k))
@@ -228,13 +234,13 @@ class E2EOutcome:
                 "expected_per_position": list(self.synthetic.shares(case.k)),
                 "seed": self.synthetic.seed,
             }
-        if self.asked:
-            described["asks"] = [self._described(each) for each in self.asked]
+        if self.kind_outcomes:
+            described["asks"] = [self._described(each) for each in self.kind_outcomes]
         if self.figures is None:
             return described | {"error": self.error}
         described |= self.figures.as_dict(case.batch)
         if not case.is_off:
             described["speed_up"] = {"steady": self.speed_up, "total": self.total_speed_up}
             if self.synthetic is not None:
-                described["speed_up"]["as_asked"] = self.speed_up_as_asked
+                described["speed_up"]["as_asked"] = self.speed_up_as_configured
         return described

@@ -145,9 +145,9 @@ class GapClock:
     def read(self) -> list[float]:
         """Milliseconds from each replay's end to the start of the next; the device must be idle."""
         return [
-            _elapsed(before[1], behind[0])
-            for before, behind in itertools.pairwise(self._replays)
-            if before is not None and behind is not None
+            _elapsed(before[1], later[0])
+            for before, later in itertools.pairwise(self._replays)
+            if before is not None and later is not None
         ]
 
 

@@ -27,7 +27,7 @@ HOST_BOUND = (
     f"steps run eagerly, or the device idles for more than {HOST_BOUND_GAP:.0%} of one: another "
     "host gives other figures"
 )
-SYNTHETIC = "synthetic acceptance: drafts were accepted by draw, the texts mean nothing"
+SYNTHETIC = "synthetic acceptance: drafts are accepted at random, the outputs are meaningless"
 _GAP = "host_gap"
 _SHORT = {
     "target": "target",
@@ -39,14 +39,14 @@ _SHORT = {
 
 
 def heading(machine: dict[str, Any], subject: Subject, options: E2EOptions) -> list[str]:
-    """What was measured on what."""
+    """Return lines that describe machine, model and lengths."""
     named = [f"{name} {value}" for name, value in machine.items() if value not in (None, False)]
-    told = subject.as_dict()
+    model = subject.as_dict()
     lines = [
         ", ".join(named),
-        f"model {told['name']}: {told['weights']} weights, {told['family']}, "
-        f"{told['parameters'] / 1e9:.2f} B parameters, {told['dtype']} on {told['device']}, "
-        f"layers {told['layers']}",
+        f"model {model['name']}: {model['weights']} weights, {model['family']}, "
+        f"{model['parameters'] / 1e9:.2f} B parameters, {model['dtype']} on {model['device']}, "
+        f"layers {model['layers']}",
         f"{options.input_tokens} tokens in, {options.output_tokens} tokens out",
     ]
     if options.synthetic(is_trained=subject.is_trained) is not None:
@@ -55,17 +55,19 @@ def heading(machine: dict[str, Any], subject: Subject, options: E2EOptions) -> l
 
 
 def results_table(outcomes: list[E2EOutcome], *, is_benchmark: bool) -> Table:
-    """One row per case; a case that did not match has no figure in it."""
+    """One row per case; a case that did not match has no numbers."""
     title = None if is_benchmark else NOT_A_BENCHMARK
     caption = f"step ms: mean, {TIMED}; phases in ms; tok/s of the batch"
     if any(outcome.synthetic is not None for outcome in outcomes):
-        caption += "\nas asked: with the asked-for tokens per step in place of those drawn"
+        caption += (
+            "\nas configured: with the configured tokens per step instead of the measured ones"
+        )
     if any(outcome.figures is not None and outcome.figures.host_bound for outcome in outcomes):
         caption += f"\n{HOST_BOUND_MARK} host-bound: {HOST_BOUND}"
     table = Table(box=box.SIMPLE_HEAD, title=title, caption=caption)
     table.add_column("case", no_wrap=True)
     step = ["step ms", "median", "p20-p80"]
-    speed = ["tok/s", "speed-up", "as asked", "tok/s in all", "speed-up"]
+    speed = ["tok/s", "speed-up", "as configured", "tok/s in all", "speed-up"]
     for name in [*step, "accepted", *speed, *_SHORT.values()]:
         table.add_column(name, justify="right", no_wrap=True)
     for outcome in outcomes:
@@ -87,18 +89,18 @@ def _row(outcome: E2EOutcome) -> list[str]:
         "" if case.is_off else f"{figures.acceptance.acceptance_length:.2f}{kind}",
         number(figures.steady_tokens_per_second),
         _ratio(outcome.speed_up),
-        _ratio(outcome.speed_up_as_asked),
+        _ratio(outcome.speed_up_as_configured),
         number(figures.tokens_per_second),
         _ratio(outcome.total_speed_up),
     ]
     return row + [_milliseconds(value) for value in _phases(figures).values()]
 
 
-def asks_table(outcomes: list[E2EOutcome]) -> Table:
+def kinds_table(outcomes: list[E2EOutcome]) -> Table:
     """One row per kind of requests and case with MTP."""
     caption = (
         "step ms: median; kinds of requests took turns in one executor\n"
-        "target: over greedy, or over sampled where it stands there"
+        "target: relative to greedy, or to sampled if it says so"
     )
     table = Table(box=box.SIMPLE_HEAD, caption=caption)
     table.add_column("case", no_wrap=True)
@@ -111,35 +113,44 @@ def asks_table(outcomes: list[E2EOutcome]) -> Table:
         if outcome.case.is_off:
             continue
         if outcome.figures is not None:
-            table.add_row(*_ask_row(outcome, GREEDY, outcome.figures, None))
-        for each in outcome.asked:
+            table.add_row(*_kind_row(outcome, GREEDY, outcome.figures, None))
+        for each in outcome.kind_outcomes:
             if each.figures is None:
-                table.add_row(outcome.case.label, each.ask, "failed" if each.error else "no match")
+                table.add_row(
+                    outcome.case.label, each.request_kind, "failed" if each.error else "no match"
+                )
             else:
-                table.add_row(*_ask_row(outcome, each.ask, each.figures, each.host_gap_ms))
+                table.add_row(
+                    *_kind_row(outcome, each.request_kind, each.figures, each.host_gap_ms)
+                )
     return table
 
 
-def _ask_row(outcome: E2EOutcome, ask: str, figures: StepFigures, gap: float | None) -> list[str]:
+def _kind_row(
+    outcome: E2EOutcome, request_kind: str, figures: StepFigures, gap: float | None
+) -> list[str]:
     kind = "" if outcome.synthetic is None else " synth."
     mark = HOST_BOUND_MARK if figures.host_bound else ""
-    target, told, met = outcome.target_of(ask), "", ""
+    target, limit, met = outcome.target_of(request_kind), "", ""
     if target is not None:
-        bound, ratio = target.at_most[outcome.case.batch], outcome.step_over(ask, target.over)
-        told = f"<= {bound:g}" + (f" {SAMPLED}" if target.over == SAMPLED else "")
+        bound, ratio = (
+            target.at_most[outcome.case.batch],
+            outcome.step_over(request_kind, target.over),
+        )
+        limit = f"<= {bound:g}" + (f" {SAMPLED}" if target.over == SAMPLED else "")
         met = "" if ratio is None else "yes" if ratio <= bound else "NO"
     ratios = [
-        "" if ask in (over, GREEDY) or ratio is None else f"{ratio:.3f}"
+        "" if request_kind in (over, GREEDY) or ratio is None else f"{ratio:.3f}"
         for over in (GREEDY, SAMPLED)
-        for ratio in [outcome.step_over(ask, over)]
+        for ratio in [outcome.step_over(request_kind, over)]
     ]
     return [
         outcome.case.label,
-        ask,
+        request_kind,
         f"{figures.step_ms.median:.3f}{mark}",
         spread(figures.step_ms, "{:.3f}".format),
         *ratios,
-        told,
+        limit,
         met,
         f"{figures.acceptance.acceptance_length:.2f}{kind}",
         number(figures.steady_tokens_per_second),
@@ -163,7 +174,7 @@ def _ratio(value: float | None) -> str:
 
 
 def loop_line(outcomes: list[E2EOutcome]) -> list[str]:
-    """How much the texts of real acceptance loop, which raises what is accepted."""
+    """Report how much outputs with real acceptance repeat, which raises acceptance."""
     shares = [
         outcome.figures.share_of_repeated_8_grams
         for outcome in outcomes
@@ -175,7 +186,7 @@ def loop_line(outcomes: list[E2EOutcome]) -> list[str]:
 
 
 def transformers_lines(found: GenerateOutcome | None, off: E2EOutcome | None) -> list[str]:
-    """What transformers' own ``generate`` makes of the same prompts at batch 1."""
+    """Report transformers' ``generate`` with the same prompts at batch 1."""
     if found is None:
         return []
     lines = []
@@ -209,7 +220,7 @@ def document(
     tie_ulps: float,
     complete: bool,
 ) -> dict[str, Any]:
-    """Everything that is known of a run; ``complete`` once every case was measured."""
+    """Return the JSON document of a run; ``complete`` once every case was measured."""
     on_device = subject.device.type == "cuda"
     synthetic = options.synthetic(is_trained=subject.is_trained)
     return {
@@ -225,7 +236,7 @@ def document(
         "seed": options.seed,
         "cuda_graphs": on_device and options.graphs,
         "draft_vocab": options.draft_vocab,
-        "asks": list(options.asks),
+        "asks": list(options.kinds),
         "acceptance": acceptance_kind(synthetic),
         "synthetic_acceptance": None if synthetic is None else synthetic.as_dict(),
         "step_ms": TIMED,

@@ -1,4 +1,4 @@
-"""What the requests of a batch ask for beside greedy decoding."""
+"""Kinds of requests of a batch: greedy, sampled, with logprobs, penalties, verification methods."""
 
 from __future__ import annotations
 
@@ -12,39 +12,39 @@ from mtp_plugin.requests.options import OPTIONS, SamplingParams
 from mtp_plugin.verifications import WAYS
 
 GREEDY, SAMPLED = "greedy", "sampled"
-_DRAWN = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+_SAMPLED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
 
 
 @dataclass(frozen=True)
-class Ask:
-    """What every request of a batch asks for, or one of them."""
+class RequestKind:
+    """Options of every request of a batch, or of one of them."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
     of_one: bool = False
-    """The first request asks, all others are greedy."""
+    """The options apply to the first request; all others are greedy."""
     speculates: bool = True
     """False: drafts of all requests count as absent."""
 
     @property
     def is_residual(self) -> bool:
-        """Whether texts keep the target's distribution alone."""
+        """Whether outputs keep only the target's distribution, not its tokens for a seed."""
         return not WAYS[self.options.get("verification", "coupled")].keeps_text
 
     @property
     def num_logprobs(self) -> int | None:
-        """Most likely tokens told beside each; None: nothing is told."""
+        """Number of top-k logprobs; None: no logprobs."""
         return self.options.get("logprobs")
 
     def fits(self, batch: int) -> bool:
-        """Whether a batch of this size is another than those of the other names."""
+        """Whether the kind differs from the others at this batch size."""
         return batch > 1 or not self.of_one
 
     def params(self, batch: int, num_tokens: int, seed: int) -> list[SamplingParams]:
-        """The options of every request, which draws by a seed of its own.
+        """Return the options of every request, each with its own seed.
 
         Args:
-            num_tokens: that each emits, end tokens or not.
+            num_tokens: output tokens of each; end tokens are ignored.
         """
         always: dict[str, Any] = {
             "max_new_tokens": num_tokens,
@@ -60,55 +60,59 @@ class Ask:
         return drawing + [SamplingParams(**always)] * (batch - asking)
 
     @property
-    def without_drafting(self) -> Ask:
-        """The same texts, asked of who makes no drafts."""
+    def without_drafting(self) -> RequestKind:
+        """The same kind for an executor without drafts."""
         kept = {name: value for name, value in self.options.items() if not OPTIONS[name].of_drafts}
         return replace(self, options=kept)
 
     @property
-    def without_drafts(self) -> Ask:
-        """The same of who makes drafts, which count as absent."""
+    def without_drafts(self) -> RequestKind:
+        """The same kind with drafts that count as absent."""
         return replace(self, speculates=False)
 
 
-def _ways(temperature: float) -> list[Ask]:
-    """Every way to judge drafts of a temperature; greedy drafts are judged by the target's draw."""
-    ways = {
+def _methods(temperature: float) -> list[RequestKind]:
+    """Every verification method at a temperature, and greedy drafts verified by ``coupled``."""
+    methods = {
         "coupled": {"verification": "coupled"},
         "rejection": {"verification": "rejection"},
         "block": {"verification": "block"},
         "greedy-drafts": {"verification": "coupled", "draft_sampling": "greedy"},
     }
     return [
-        Ask(f"{name}-t{temperature}", {"temperature": temperature, **options})
-        for name, options in ways.items()
+        RequestKind(f"{name}-t{temperature}", {"temperature": temperature, **options})
+        for name, options in methods.items()
     ]
 
 
-ASKS: Mapping[str, Ask] = {
-    ask.name: ask
-    for ask in (
-        Ask(GREEDY),
-        Ask(SAMPLED, _DRAWN),
-        Ask("sampled-logprob", {**_DRAWN, "logprobs": 0}),
-        Ask("sampled-top5", {**_DRAWN, "logprobs": 5}),
-        Ask("sampled-penalty", {**_DRAWN, "repetition_penalty": 1.1}),
-        Ask("one-sampled", _DRAWN, of_one=True),
-        *_ways(0.6),
-        *_ways(1.0),
+REQUEST_KINDS: Mapping[str, RequestKind] = {
+    request_kind.name: request_kind
+    for request_kind in (
+        RequestKind(GREEDY),
+        RequestKind(SAMPLED, _SAMPLED),
+        RequestKind("sampled-logprob", {**_SAMPLED, "logprobs": 0}),
+        RequestKind("sampled-top5", {**_SAMPLED, "logprobs": 5}),
+        RequestKind("sampled-penalty", {**_SAMPLED, "repetition_penalty": 1.1}),
+        RequestKind("one-sampled", _SAMPLED, of_one=True),
+        *_methods(0.6),
+        *_methods(1.0),
     )
 }
 """By name."""
 
 
-def check_asks(names: Sequence[str], *, is_synthetic: bool = False) -> None:
-    """Refuse names that are none, and what synthetic acceptance cannot stand for.
+def check_kinds(names: Sequence[str], *, is_synthetic: bool = False) -> None:
+    """Refuse unknown names, and kinds that cannot be combined with synthetic acceptance.
 
     Raises:
-        BenchmarkError: an unknown or repeated name, or nobody greedy.
+        BenchmarkError: an unknown or repeated name, or no greedy kind.
     """
-    odd = [name for name in names if name not in ASKS]
-    expect(not odd, BenchmarkError, f"--ask: expected some of {', '.join(ASKS)}, got {odd[:1]}")
+    odd = [name for name in names if name not in REQUEST_KINDS]
+    expect(
+        not odd,
+        BenchmarkError,
+        f"--ask: expected some of {', '.join(REQUEST_KINDS)}, got {odd[:1]}",
+    )
     expect(
         len(set(names)) == len(names),
         BenchmarkError,
@@ -119,20 +123,22 @@ def check_asks(names: Sequence[str], *, is_synthetic: bool = False) -> None:
         BenchmarkError,
         f"--ask: expected greedy among them, which others are compared with, got {','.join(names)}",
     )
-    judged = [name for name in names if "verification" in ASKS[name].options]
+    with_method = [name for name in names if "verification" in REQUEST_KINDS[name].options]
     expect(
-        not (judged and is_synthetic),
+        not (with_method and is_synthetic),
         BenchmarkError,
-        f"--ask: {judged[:1]} need real acceptance, and here draws accept",
+        f"--ask: {with_method[:1]} need real acceptance, got synthetic acceptance",
     )
 
 
 def verifications_of(names: Sequence[str]) -> list[str]:
-    """What ``mtp.verification`` has to list for these names, ``coupled`` first."""
-    asked = [ASKS[name].options.get("verification", "coupled") for name in names]
-    return list(dict.fromkeys(["coupled", *asked]))
+    """Return the ``mtp.verification`` that these kinds need, ``coupled`` first."""
+    requested = [REQUEST_KINDS[name].options.get("verification", "coupled") for name in names]
+    return list(dict.fromkeys(["coupled", *requested]))
 
 
-def asked_of(names: Sequence[str], batch: int) -> list[Ask]:
-    """What is measured beside greedy decoding at a batch size."""
-    return [ASKS[name] for name in names if name != GREEDY and ASKS[name].fits(batch)]
+def kinds_of(names: Sequence[str], batch: int) -> list[RequestKind]:
+    """Return the kinds to measure in addition to greedy at a batch size."""
+    return [
+        REQUEST_KINDS[name] for name in names if name != GREEDY and REQUEST_KINDS[name].fits(batch)
+    ]

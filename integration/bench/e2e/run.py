@@ -1,4 +1,4 @@
-"""A whole run: model, cases, transformers beside them, report."""
+"""Run the command: model, cases, transformers' ``generate``, report."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from integration.bench.e2e.cases import E2EOptions, cases_of
 from integration.bench.e2e.measure import E2EBench
 from integration.bench.e2e.outcome import E2EOutcome
 from integration.bench.e2e.report import (
-    asks_table,
     document,
     heading,
+    kinds_table,
     loop_line,
     plot,
     results_table,
@@ -81,23 +81,23 @@ def run(
         log.print(f"skipped: {label}: vanilla needs a layer per draft")
     bench = E2EBench(subject, options, tie_ulps=tie_ulps, trace=trace)
     bench.check(cases)
-    kinds = "-asks" if len(options.asks) > 1 else ""
+    kinds = "-request-kinds" if len(options.kinds) > 1 else ""
     default = folder / f"e2e-{subject.name}{kinds}.json"
     is_full = place.type == "cuda" and not (options.quick or options.only)
     path = results_file(path, default, is_full=is_full)
     machine = describe_machine(place)
     outcomes: list[E2EOutcome] = []
-    beside: GenerateOutcome | None = None
+    generated: GenerateOutcome | None = None
 
     def write(*, complete: bool) -> None:
-        # what is there stays there if a later case takes the process down
+        # keep finished cases if a later one kills the process
         content = document(
             machine,
             subject,
             options,
             outcomes,
             skipped,
-            beside,
+            generated,
             bench.traces,
             tie_ulps=bench.gate.tie_ulps,
             complete=complete,
@@ -113,15 +113,15 @@ def run(
             write(complete=False)
         if options.transformers and checkpoint is not None:
             log.print("transformers' generate")
-            beside = _beside(subject, options, bench)
+            generated = _transformers_outcome(subject, options, bench)
         complete = True
         write(complete=True)
     except KeyboardInterrupt:
         log.print(f"interrupted: {len(outcomes)} of {len(cases)} cases are measured")
     except BenchmarkError as error:
-        # what is measured is shown all the same
+        # finished cases are shown
         failed = error
-    _show(log, machine, subject, options, outcomes, beside, path if failed is None else None)
+    _show(log, machine, subject, options, outcomes, generated, path if failed is None else None)
     if failed is not None:
         raise failed
     _output().print(stored_line(path), soft_wrap=True)
@@ -130,8 +130,10 @@ def run(
     return 0 if all(outcome.all_matched for outcome in outcomes) else 1
 
 
-def _beside(subject: Subject, options: E2EOptions, bench: E2EBench) -> GenerateOutcome | None:
-    """transformers over the first prompts of a batch whose run without MTP matched."""
+def _transformers_outcome(
+    subject: Subject, options: E2EOptions, bench: E2EBench
+) -> GenerateOutcome | None:
+    """Run transformers on the first prompts of a batch whose run without MTP matched."""
     count = QUICK_GENERATE_PROMPTS if options.quick else GENERATE_PROMPTS
     batches = [b for b in bench.batches if bench.off_run(b) is not None]
     if not batches:
@@ -150,7 +152,7 @@ def _show(
     subject: Subject,
     options: E2EOptions,
     outcomes: list[E2EOutcome],
-    beside: GenerateOutcome | None,
+    generated: GenerateOutcome | None,
     path: Path | None,
 ) -> None:
     out = _output()
@@ -159,10 +161,10 @@ def _show(
     for line in heading(machine, subject, options):
         out.print(line, soft_wrap=True)
     out.print(results_table(outcomes, is_benchmark=subject.device.type == "cuda"))
-    if len(options.asks) > 1:
-        out.print(asks_table(outcomes))
+    if len(options.kinds) > 1:
+        out.print(kinds_table(outcomes))
     single = [o for o in outcomes if o.case.is_off and o.case.batch == 1]
-    lines = loop_line(outcomes) + transformers_lines(beside, single[0] if single else None)
+    lines = loop_line(outcomes) + transformers_lines(generated, single[0] if single else None)
     for line in lines:
         out.print(line, soft_wrap=True)
     for outcome in outcomes:

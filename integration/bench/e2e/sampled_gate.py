@@ -1,4 +1,4 @@
-"""Whether texts that were drawn, and what is told of their tokens, are what they have to be."""
+"""Compare sampled outputs and their logprobs with the expected ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from integration.bench.e2e.gate import (
     Gate,
     Match,
     all_of,
-    told_of,
+    describe_differences,
 )
 from integration.bench.e2e.subject import Subject
 from mtp_plugin.infer import SamplingRule
@@ -31,18 +31,18 @@ from mtp_plugin.tools.parity import (
 )
 
 LOGPROB_ERROR = 1e-3
-"""By which log-probabilities may differ where logits are exact but for float32's rounding."""
+"""Tolerance of logprobs if logits are exact up to float32 rounding."""
 
 
-class DrawnGate:
-    """Compares runs whose requests draw.
+class SampledGate:
+    """Compares runs of sampled requests.
 
-    A token that is another one than expected is judged by target-only logits behind the emitted
-    prefix: it has to be what the request's seed draws of them, or a tie of that draw.
+    An unexpected token is checked with target-only logits after the output before it: it must be
+    the token that the request's seed samples from them, or a tie.
 
     Args:
         gate: of the greedy runs.
-        num_oracle_requests: of each run without MTP that target-only decoding is asked about.
+        num_oracle_requests: requests of each run without MTP to compare with target-only decoding.
     """
 
     def __init__(self, subject: Subject, gate: Gate, num_oracle_requests: int) -> None:
@@ -50,24 +50,26 @@ class DrawnGate:
         self._gate = gate
         self._rule = TieRule(subject.dtype, gate.tie_ulps)
         self._num_oracle_requests = num_oracle_requests
-        self._judged: dict[tuple[object, ...], Comparison] = {}
+        self._compared_runs: dict[tuple[object, ...], Comparison] = {}
 
     def match_oracle(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], run: Run
     ) -> Match:
-        """Without MTP: tokens and log-probabilities of some requests beside target-only decoding's.
+        """Compare tokens and logprobs of some requests without MTP with target-only decoding.
 
-        One that draws is among them where there is one.
+        A sampled request is among them if there is one.
         """
         count = min(self._num_oracle_requests, len(prompts))
         with transformers_attention(self._subject.model):
-            found = [self._judge(prompts[i], params[i], run.token_ids[i], 0) for i in range(count)]
+            found = [
+                self._compare(prompts[i], params[i], run.token_ids[i], 0) for i in range(count)
+            ]
             odd = [line for i in range(count) for line in self._logprobs(prompts, params, run, i)]
         return Match(
-            f"target-only decoding of {count} requests, as their seeds draw",
+            f"target-only decoding of {count} requests with the same seeds",
             sum(len(tokens) for tokens in run.token_ids[:count]),
             sum(len(each.ties) for each in found),
-            [*told_of(found), *odd],
+            [*describe_differences(found), *odd],
         )
 
     def match_texts(
@@ -77,15 +79,15 @@ class DrawnGate:
         runs: Sequence[Run],
         expected: Run,
     ) -> Match:
-        """The tokens of every request are the ``expected`` ones, which were made without drafts and
-        may go on behind them."""
+        """Compare every run with the ``expected`` tokens, which were decoded without drafts and may
+        be longer."""
         return all_of(
             [self._match_text(prompts, params, run, expected) for run in _different(runs)]
         )
 
     def match_synthetic(self, accepted: Match, undrafted: Match) -> Match:
-        """Draws accept: ids and shares of the timed runs, and the texts that the same executor
-        writes where all drafts count as absent."""
+        """Merge the check of ids and acceptance rates under synthetic acceptance with the
+        comparison of outputs whose drafts count as absent."""
         return Match(
             f"{accepted.compared_with}; with drafts absent, {undrafted.compared_with}",
             accepted.num_tokens + undrafted.num_tokens,
@@ -96,9 +98,8 @@ class DrawnGate:
     def match_law(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], runs: Sequence[Run]
     ) -> Match:
-        """The tokens of every run are drawn of the target's distribution as far as their surprise
-        tells: the negative logarithm of each one's probability has the entropy of its row as its
-        mean. Runs of the same seeds that wrote the same are one draw."""
+        """Check that tokens follow the target's distribution: the mean of their negative
+        log-likelihood must be the entropy of their rows. Equal runs count once."""
         return all_of([self._match_draws(prompts, params, run) for run in _different(runs)])
 
     def _match_draws(
@@ -108,49 +109,49 @@ class DrawnGate:
         mismatches = []
         with transformers_attention(self._subject.model):
             oracle = Oracle(self._subject.model)
-            for number, (prompt, asked, tokens) in enumerate(
+            for number, (prompt, given, tokens) in enumerate(
                 zip(prompts, params, run.token_ids, strict=True)
             ):
-                if len(tokens) != asked.max_new_tokens:
+                if len(tokens) != given.max_new_tokens:
                     mismatches.append(
-                        f"request {number}: {len(tokens)} tokens, not {asked.max_new_tokens}"
+                        f"request {number}: {len(tokens)} tokens, not {given.max_new_tokens}"
                     )
                     continue
-                sampling = SamplingRule(asked, prompt)
+                sampling = SamplingRule(given, prompt)
                 rows = oracle.logits([*prompt, *tokens[:-1]], len(tokens))
                 for position, token in enumerate(tokens):
                     shares = sampling.probabilities(rows[position], tokens[:position])
-                    surprise = torch.where(shares > 0, -shares.log(), 0.0)
+                    nll = torch.where(shares > 0, -shares.log(), 0.0)
                     if not shares[token] > 0:
                         mismatches.append(
-                            f"request {number}, token {position + 1}: {token} is never drawn"
+                            f"request {number}, token {position + 1}: {token} has probability 0"
                         )
-                    entropy = float((shares * surprise).sum())
-                    excess += float(surprise[token]) - entropy
-                    variance += float((shares * surprise.square()).sum()) - entropy**2
+                    entropy = float((shares * nll).sum())
+                    excess += float(nll[token]) - entropy
+                    variance += float((shares * nll.square()).sum()) - entropy**2
         error = STANDARD_ERRORS * math.sqrt(max(variance, 0.0))
         if abs(excess) > error:
             mismatches.append(
-                f"surprise of all tokens: {excess:.1f} nats above the entropy, expected within "
-                f"{error:.1f}"
+                f"negative log-likelihood of all tokens: {excess:.1f} nats above the entropy, "
+                f"expected within {error:.1f}"
             )
         return Match(
-            "the entropy of the target's distribution, which the tokens' surprise has as its mean",
+            "the entropy of the target's distribution, the expected negative log-likelihood",
             run.num_tokens,
             0,
             mismatches,
         )
 
     def missing_logprobs(self, params: Sequence[SamplingParams], runs: Sequence[Run]) -> list[str]:
-        """Where something is not told of every token."""
+        """Report requests without logprobs for every token."""
         return [
-            f"request {number}: {0 if told is None else len(told)} log-probabilities of "
+            f"request {number}: {0 if reported is None else len(reported)} log-probabilities of "
             f"{len(tokens)} tokens"
             for run in runs
-            for number, (asked, told, tokens) in enumerate(
+            for number, (given, reported, tokens) in enumerate(
                 zip(params, run.logprobs, run.token_ids, strict=True)
             )
-            if asked.logprobs is not None and (told is None or len(told) != len(tokens))
+            if given.logprobs is not None and (reported is None or len(reported) != len(tokens))
         ]
 
     def _match_text(
@@ -162,10 +163,10 @@ class DrawnGate:
     ) -> Match:
         found = []
         with transformers_attention(self._subject.model):
-            for prompt, asked, tokens, others in zip(
+            for prompt, given, tokens, others in zip(
                 prompts, params, run.token_ids, expected.token_ids, strict=True
             ):
-                if len(tokens) != asked.max_new_tokens:
+                if len(tokens) != given.max_new_tokens:
                     short = Divergence(len(tokens), None, None)
                     found.append(Comparison(len(tokens), [], short))
                     continue
@@ -173,28 +174,30 @@ class DrawnGate:
                 found.append(
                     Comparison(len(tokens))
                     if position is None
-                    else self._judge(prompt, asked, tokens, position)
+                    else self._compare(prompt, given, tokens, position)
                 )
             odd = [
-                line for i in range(len(prompts)) for line in self._told(prompts, params, run, i)
+                line
+                for i in range(len(prompts))
+                for line in self._logprob_problems(prompts, params, run, i)
             ]
         return Match(
             "the run without MTP of the same seeds",
             run.num_tokens,
             sum(len(each.ties) for each in found),
-            [*told_of(found), *odd],
+            [*describe_differences(found), *odd],
         )
 
-    def _judge(
+    def _compare(
         self, prompt: list[int], params: SamplingParams, tokens: list[int], start: int
     ) -> Comparison:
-        """Every token from ``start`` on beside what is drawn behind the emitted prefix."""
+        """Compare every token from ``start`` on with the one sampled after the output before it."""
         plain = replace(params, logprobs=None, verification=None, draft_sampling=None)
         plain = replace(plain, speculate=True)
         key = (tuple(prompt), tuple(tokens), start, str(plain))
-        if key not in self._judged:
-            self._judged[key] = self._compared(prompt, plain, tokens, start)
-        return self._judged[key]
+        if key not in self._compared_runs:
+            self._compared_runs[key] = self._compared(prompt, plain, tokens, start)
+        return self._compared_runs[key]
 
     def _compared(
         self, prompt: list[int], params: SamplingParams, tokens: list[int], start: int
@@ -202,23 +205,23 @@ class DrawnGate:
         if params.is_greedy:
             return self._gate.compare_greedy(prompt, tokens)
         oracle, sampling = Oracle(self._subject.model), SamplingRule(params, prompt)
-        judge = judge_gap(oracle, self._rule, sampling, tokens)
+        compare_gap = judge_gap(oracle, self._rule, sampling, tokens)
         rows = oracle.logits([*prompt, *tokens[:-1]], len(tokens) - start)
         ties: list[Divergence] = []
         for position, row in enumerate(rows, start):
             expected = sampling.choose(row, tokens[:position])
             if expected == tokens[position]:
                 continue
-            found = judge(position, tokens[position], expected)
+            found = compare_gap(position, tokens[position], expected)
             if not found.is_tie:
                 return Comparison(position, ties, found)
             ties.append(found)
         return Comparison(len(tokens), ties)
 
-    def _told(
+    def _logprob_problems(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], run: Run, number: int
     ) -> list[str]:
-        """Log-probabilities of as many requests as the oracle is asked about."""
+        """Check the logprobs of the first ``num_oracle_requests`` requests."""
         if number >= self._num_oracle_requests:
             return []
         return self._logprobs(prompts, params, run, number)
@@ -226,25 +229,30 @@ class DrawnGate:
     def _logprobs(
         self, prompts: Sequence[list[int]], params: Sequence[SamplingParams], run: Run, number: int
     ) -> list[str]:
-        """What is wrong with the log-probabilities of a request."""
-        num_top, told, tokens = params[number].logprobs, run.logprobs[number], run.token_ids[number]
+        """Describe wrong logprobs of a request."""
+        num_top, reported, tokens = (
+            params[number].logprobs,
+            run.logprobs[number],
+            run.token_ids[number],
+        )
         if num_top is None:
             return []
-        if told is None or len(told) != len(tokens):
+        if reported is None or len(reported) != len(tokens):
             return self.missing_logprobs(params, [run])
         rows = Oracle(self._subject.model).logits([*prompts[number], *tokens[:-1]], len(tokens))
         return [
-            f"request {number}, {line}" for line in self._odd_logprobs(rows, tokens, told, num_top)
+            f"request {number}, {line}"
+            for line in self._odd_logprobs(rows, tokens, reported, num_top)
         ]
 
     def _odd_logprobs(
-        self, rows: torch.Tensor, tokens: list[int], told: Logprobs, num_top: int
+        self, rows: torch.Tensor, tokens: list[int], reported: Logprobs, num_top: int
     ) -> list[str]:
-        """The first token of which something else is told than its row [N, V] says."""
+        """Describe the first token whose logprobs differ from those of its row [N, V]."""
         expected = rows.log_softmax(dim=-1)
         best = expected.topk(max(num_top, 1)).values.tolist()
         highest = rows.max(dim=-1).values.tolist()
-        for i, (token, entries) in enumerate(zip(tokens, told, strict=True)):
+        for i, (token, entries) in enumerate(zip(tokens, reported, strict=True)):
             # the row's own error, and that of the sum over it
             error = max(2 * self._rule.tolerance(highest[i]), LOGPROB_ERROR)
             pairs = [(entries[token].logprob, float(expected[i, token]))]

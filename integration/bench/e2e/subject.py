@@ -106,11 +106,11 @@ def load_checkpoint(path: Path, device: torch.device, dtype: str | None, *, fuse
         BenchmarkError: an unknown dtype.
         CheckpointError: see `read_config`, `read_tokenizer` and `load_model`.
     """
-    asked = _dtype(dtype)
+    requested = _dtype(dtype)
     checked = read_config(path)
     tokenizer = read_tokenizer(checked)
     stored = torch.float32 if device.type == "cpu" else checked.facts.dtype
-    model = load_model(path, dtype=asked or stored, device=device)
+    model = load_model(path, dtype=requested or stored, device=device)
     model = fuse(model) if fused else model
     resolved = path.resolve()
     name = resolved.parent.name if resolved.name == "checkpoint" else resolved.name

@@ -47,7 +47,7 @@ class GenerateFigures:
 
 @dataclass(frozen=True)
 class GenerateOutcome:
-    """``generate`` without and with ``use_mtp``, or why there is nothing to tell."""
+    """``generate`` without and with ``use_mtp``, or why there are no results."""
 
     without_mtp: GenerateFigures | None = None
     with_mtp: GenerateFigures | None = None
@@ -153,7 +153,7 @@ def _without_end(model: LoadedModel) -> Iterator[None]:
 
 @contextmanager
 def _known_mtp_keys(model: LoadedModel) -> Iterator[None]:
-    """Tell transformers which keys of the checkpoint are the MTP layers'.
+    """Let transformers know the keys of the MTP layers in the checkpoint.
 
     It finds them through a list that names the layer numbers of released models alone.
     """

@@ -1,1 +1,1 @@
-"""A long run of random traffic, and whether anything was lost, left behind or changed by it."""
+"""Soak test: a long run of random traffic with checks of outputs, slots, blocks and memory."""

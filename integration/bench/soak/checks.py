@@ -57,7 +57,7 @@ class Memory:
 
 def _resident_bytes() -> int:
     file = Path("/proc/self/statm")
-    if not file.is_file():  # only Linux tells
+    if not file.is_file():  # only on Linux
         return 0
     return int(file.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
@@ -115,7 +115,7 @@ class Thirds:
         whole = AcceptanceStats(self.stats[0].max_draft_len)
         for stats in self.stats:
             whole.merge(stats)
-        told = [f"{stats.acceptance_length:.3f}" for stats in self.stats]
+        means = [f"{stats.acceptance_length:.3f}" for stats in self.stats]
         holds = True
         for stats, lengths in zip(self.stats, self._lengths, strict=True):
             if len(lengths) < LEAST_REQUESTS:
@@ -123,4 +123,4 @@ class Thirds:
             error = statistics.stdev(lengths) / math.sqrt(len(lengths))
             most = max(MAX_DRIFT * whole.acceptance_length, STANDARD_ERRORS * error)
             holds &= abs(stats.acceptance_length - whole.acceptance_length) <= most
-        return Check("acceptance length by third", holds, " / ".join(told))
+        return Check("acceptance length by third", holds, " / ".join(means))

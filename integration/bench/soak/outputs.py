@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from integration.bench.e2e.gate import Gate
-from integration.bench.soak.traffic import Wish
+from integration.bench.soak.traffic import RequestPlan
 from mtp_plugin.requests.states import FinishReason
 
 MAX_ODD = 200
@@ -27,33 +27,35 @@ class Texts:
     num_tokens: int = 0
     wrong_ends: list[str] = field(default_factory=list)
 
-    def add(self, wish: Wish, tokens: list[int], reason: FinishReason | None) -> None:
+    def add(self, planned: RequestPlan, tokens: list[int], reason: FinishReason | None) -> None:
         """Take the output of a request that has ended, aborted ones included."""
         self.num_tokens += len(tokens)
-        problem = self._wrong_end(wish, tokens, reason)
+        problem = self._wrong_end(planned, tokens, reason)
         if problem:
-            self.wrong_ends.append(f"prompt {wish.prompt}: {problem}")
-        known = self.longest.get(wish.prompt, [])
+            self.wrong_ends.append(f"prompt {planned.prompt}: {problem}")
+        known = self.longest.get(planned.prompt, [])
         shared = min(len(known), len(tokens))
         if known[:shared] != tokens[:shared]:
             if len(self.odd) < MAX_ODD:
-                self.odd.append((wish.prompt, tokens))
+                self.odd.append((planned.prompt, tokens))
         elif len(tokens) > len(known):
-            self.longest[wish.prompt] = tokens
+            self.longest[planned.prompt] = tokens
 
-    def _wrong_end(self, wish: Wish, tokens: list[int], reason: FinishReason | None) -> str:
-        inside = [] if wish.ignore_eos else [t for t in tokens[:-1] if t in self.end_ids]
+    def _wrong_end(
+        self, planned: RequestPlan, tokens: list[int], reason: FinishReason | None
+    ) -> str:
+        inside = [] if planned.ignore_eos else [t for t in tokens[:-1] if t in self.end_ids]
         if inside:
-            return f"goes on behind the end token {inside[0]}"
-        ended = bool(tokens) and not wish.ignore_eos and tokens[-1] in self.end_ids
+            return f"continues after the end token {inside[0]}"
+        ended = bool(tokens) and not planned.ignore_eos and tokens[-1] in self.end_ids
         if reason is FinishReason.CANCELLED:
             return ""
         if reason is FinishReason.END_ID and ended:
             return ""
-        if reason is FinishReason.LENGTH and not ended and len(tokens) == wish.max_new_tokens:
+        if reason is FinishReason.LENGTH and not ended and len(tokens) == planned.max_new_tokens:
             return ""
         name = "nothing" if reason is None else reason.value
-        return f"{len(tokens)} of {wish.max_new_tokens} tokens, ended by {name}"
+        return f"{len(tokens)} of {planned.max_new_tokens} tokens, ended by {name}"
 
     def compare(self, gate: Gate) -> tuple[list[str], int]:
         """(What differs from target-only decoding, ties excused)."""

@@ -24,7 +24,7 @@ from integration.bench.files import check_output, results_file, store, stored_li
 from integration.bench.machine import describe_machine
 from integration.bench.soak.checks import Check, Memory, Thirds, leak_checks, memory_checks
 from integration.bench.soak.outputs import Texts
-from integration.bench.soak.traffic import Traffic, Wish, random_chunks
+from integration.bench.soak.traffic import RequestPlan, Traffic, random_chunks
 from mtp_plugin.config import MAX_DRAFT_LEN
 from mtp_plugin.errors import expect
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams
@@ -36,13 +36,13 @@ TOKENS_PER_BLOCK = 16
 MAX_PROMPTS = 100_000
 MAX_STALLED_STEPS = 20_000
 """Steps in which draining must end."""
-TOLD_EVERY = 10.0
+REPORT_EVERY = 10.0
 """Seconds between two lines of progress; each tenth of the run has one too."""
 
 
 @dataclass(frozen=True)
 class SoakOptions:
-    """What was asked for."""
+    """Options of the command line."""
 
     seconds: float = 60.0
     steps: int | None = None
@@ -138,7 +138,7 @@ class Soak:
             options.seed, len(prompts), options.longest_output, options.batch_size
         )
         self._prompts = prompts
-        self._live: dict[int, tuple[LlmRequest, Wish, int]] = {}
+        self._live: dict[int, tuple[LlmRequest, RequestPlan, int]] = {}
         self.texts = Texts(prompts, llm.model.facts.eos_token_ids)
         self.thirds = Thirds(llm.pieces.plan.max_draft_len)
         self.num_requests = self.num_finished = self.num_aborted = 0
@@ -151,12 +151,12 @@ class Soak:
             BenchmarkError: a request failed.
         """
         executor = self._llm.executor
-        for wish in self._traffic.arrivals():
+        for planned in self._traffic.arrivals():
             # a queue that only grows tests nothing further
             if len(self._live) < 3 * self._options.batch_size:
-                self._admit(wish)
-        for request_id, (_, wish, since) in self._live.items():
-            if wish.patience is not None and self.step_number - since >= wish.patience:
+                self._admit(planned)
+        for request_id, (_, planned, since) in self._live.items():
+            if planned.patience is not None and self.step_number - since >= planned.patience:
                 executor.cancel(request_id)
         self.step_number += 1
         self._step(third)
@@ -173,15 +173,15 @@ class Soak:
             self._step(third)
         raise BenchmarkError(f"soak: {len(self._live)} requests do not end")
 
-    def _admit(self, wish: Wish) -> None:
+    def _admit(self, planned: RequestPlan) -> None:
         params = SamplingParams(
-            max_new_tokens=wish.max_new_tokens,
-            ignore_eos=wish.ignore_eos,
-            speculate=wish.speculate,
+            max_new_tokens=planned.max_new_tokens,
+            ignore_eos=planned.ignore_eos,
+            speculate=planned.speculate,
         )
-        request = self._llm.make_request(self._prompts[wish.prompt], params)
+        request = self._llm.make_request(self._prompts[planned.prompt], params)
         self._llm.executor.enqueue(request)
-        self._live[request.request_id] = request, wish, self.step_number
+        self._live[request.request_id] = request, planned, self.step_number
         self.num_requests += 1
 
     def _step(self, third: int) -> None:
@@ -190,7 +190,7 @@ class Soak:
         for event in self._llm.executor.step():
             if event.finish_reason is None:
                 continue
-            request, wish, _ = self._live.pop(event.request_id)
+            request, planned, _ = self._live.pop(event.request_id)
             expect(
                 event.finish_reason is not FinishReason.ERROR,
                 BenchmarkError,
@@ -199,16 +199,16 @@ class Soak:
             aborted = event.finish_reason is FinishReason.CANCELLED
             self.num_aborted += aborted
             self.num_finished += not aborted
-            self.texts.add(wish, request.output_token_ids, event.finish_reason)
-            if wish.speculate and not aborted:
+            self.texts.add(planned, request.output_token_ids, event.finish_reason)
+            if planned.speculate and not aborted:
                 self.thirds.add(third, request.py_acceptance)
 
 
 class Interrupts:
-    """Whether the user asked to stop; asking twice raises ``KeyboardInterrupt``."""
+    """Whether the user requested a stop; a second request raises ``KeyboardInterrupt``."""
 
     def __init__(self) -> None:
-        self.asked = False
+        self.requested = False
 
     @contextmanager
     def taken(self) -> Iterator[None]:
@@ -225,9 +225,9 @@ class Interrupts:
             signal.signal(signal.SIGINT, before)
 
     def _take(self, _number: int, _frame: FrameType | None) -> None:
-        if self.asked:
+        if self.requested:
             raise KeyboardInterrupt
-        self.asked = True
+        self.requested = True
 
 
 def soak(
@@ -290,14 +290,14 @@ def _soak(
         preemptions = llm.executor.num_preemptions
         run = Soak(llm, options, prompts)
         start = time.perf_counter()
-        third, told = 0, Told(report, start)
-        while (share := _share_done(options, run, start)) < 1 and not interrupts.asked:
+        third, shown = 0, Progress(report, start)
+        while (share := _share_done(options, run, start)) < 1 and not interrupts.requested:
             if third == 0 and share >= 1 / 3:
                 first_third = Memory.now(subject.device)
             third = int(3 * share)
             run.step(third)
-            told.tell(share, run)
-        complete = not interrupts.asked
+            shown.notify(share, run)
+        complete = not interrupts.requested
         if not complete:
             report(f"interrupted at {share:.0%}: what went through is checked, unless again")
         report("draining")
@@ -307,9 +307,9 @@ def _soak(
         checks = leak_checks(llm) + memory_checks(before, first_third, drained)
     checks.append(run.thirds.check())
     wrong = run.texts.wrong_ends
-    checks.append(Check("ends", not wrong, "; ".join(wrong[:3]) or "as asked for"))
+    checks.append(Check("ends", not wrong, "; ".join(wrong[:3]) or "as requested"))
     report(f"comparing {run.texts.num_tokens} tokens with target-only decoding")
-    interrupts.asked = True  # from here on the first one leaves
+    interrupts.requested = True  # from here on the first one leaves
     try:
         mismatches, ties = run.texts.compare(gate)
         found = "; ".join(mismatches[:3]) or f"{run.texts.num_tokens} tokens, ties: {ties}"
@@ -335,19 +335,19 @@ def _soak(
     )
 
 
-class Told:
-    """Tells how far a soak is, at each tenth and every `TOLD_EVERY` seconds."""
+class Progress:
+    """Reports progress at each tenth of the run and every `REPORT_EVERY` seconds."""
 
     def __init__(self, report: Callable[[str], None], start: float) -> None:
         self._report = report
         self._start = self._last = start
         self._tenth = 0
 
-    def tell(self, share: float, run: Soak) -> None:
-        """A line, where it is time for one."""
+    def notify(self, share: float, run: Soak) -> None:
+        """Report a line if one is due."""
         now = time.perf_counter()
         tenth = int(10 * share)
-        if tenth == self._tenth and now - self._last < TOLD_EVERY:
+        if tenth == self._tenth and now - self._last < REPORT_EVERY:
             return
         self._tenth, self._last = tenth, now
         self._report(
@@ -371,7 +371,7 @@ def _config(subject: Subject, options: SoakOptions) -> dict[str, Any]:
         "model": subject.path,
         "device": subject.device.type,
         "max_batch_size": options.batch_size,
-        # prompts do not fit beside a full batch: they come in chunks
+        # prompts do not fit into a step with a full batch, so they are chunked
         "max_num_tokens": options.batch_size * (options.k + 1) + options.longest_prompt // 2 + 8,
         "max_seq_len": length,
         "kv_cache_config": {
@@ -413,8 +413,8 @@ def run(
     machine = describe_machine(place)
     default = folder / f"soak-{subject.name}.json"
     path = results_file(path, default, is_full=place.type == "cuda")
-    with progress(messages()) as tell:
-        found = soak(subject, options, tie_ulps=tie_ulps, on_progress=tell)
+    with progress(messages()) as notify:
+        found = soak(subject, options, tie_ulps=tie_ulps, on_progress=notify)
     try:
         store(path, document(machine, subject, options, found))
     finally:

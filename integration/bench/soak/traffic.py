@@ -1,4 +1,4 @@
-"""Who arrives when, asks for how much and leaves early: by seed, step by step."""
+"""Random arrivals, lengths and aborts, reproducible by seed."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from mtp_plugin.executor import LlmRequest
 IMPATIENT = 0.1
 """Share of requests that are aborted."""
 SILENT = 0.05
-"""Share of requests that ask for no drafts."""
+"""Share of requests without drafts."""
 STOPPING = 0.25
 """Share of requests that end at an end token."""
 BURST = 3
-"""Most requests that arrive in one step."""
+"""Maximum number of requests that arrive in one step."""
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What one request asks for."""
+class RequestPlan:
+    """Options of one request."""
 
     prompt: int
     max_new_tokens: int
@@ -31,10 +31,10 @@ class Wish:
 
 
 class Traffic:
-    """Draws the arrivals of every step; the same seed gives the same ones.
+    """Generates the arrivals of every step; the same seed gives the same ones.
 
     Args:
-        num_prompts: to choose from. longest_output: tokens asked for at most.
+        num_prompts: to choose from. longest_output: maximum output tokens.
         batch_size: that the executor runs; arrivals are a little more than it serves.
     """
 
@@ -46,17 +46,17 @@ class Traffic:
         rate = 1.2 * batch_size * 4 / longest_output
         self._chance = min(0.9, rate / ((1 + BURST) / 2))
 
-    def arrivals(self) -> list[Wish]:
+    def arrivals(self) -> list[RequestPlan]:
         """Those of the next step."""
         rng = self._rng
         if rng.random() >= self._chance:
             return []
-        return [self._wish() for _ in range(rng.randint(1, BURST))]
+        return [self._plan() for _ in range(rng.randint(1, BURST))]
 
-    def _wish(self) -> Wish:
+    def _plan(self) -> RequestPlan:
         rng = self._rng
         impatient = rng.random() < IMPATIENT
-        return Wish(
+        return RequestPlan(
             prompt=rng.randrange(self._num_prompts),
             max_new_tokens=rng.randint(1, self._longest_output),
             ignore_eos=rng.random() >= STOPPING,

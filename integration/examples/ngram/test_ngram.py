@@ -1,4 +1,4 @@
-"""The interface carries another drafter: losslessly, in both loops, without any MTP layer."""
+"""A third-party drafter is lossless in both loops, without any MTP layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def _registered() -> Iterator[None]:
     unregister_plugin("NGRAM_TEST")
 
 
-class Bed:
+class Engines:
     """A small model without MTP layers, and executors over it."""
 
     def __init__(self, path: Path, residual_scale: float) -> None:
@@ -66,33 +66,33 @@ class Bed:
 
 
 @pytest.fixture(scope="module")
-def repeating(tmp_path_factory: pytest.TempPathFactory) -> Bed:
+def repeating(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     """The next token follows from the last one, so that every text runs into a circle."""
-    return Bed(tmp_path_factory.mktemp("repeating"), residual_scale=0.0)
+    return Engines(tmp_path_factory.mktemp("repeating"), residual_scale=0.0)
 
 
 @pytest.fixture(scope="module")
-def wandering(tmp_path_factory: pytest.TempPathFactory) -> Bed:
+def wandering(tmp_path_factory: pytest.TempPathFactory) -> Engines:
     """Texts that hardly repeat."""
-    return Bed(tmp_path_factory.mktemp("wandering"), residual_scale=1.0)
+    return Engines(tmp_path_factory.mktemp("wandering"), residual_scale=1.0)
 
 
 def prompts(*lengths: int) -> list[list[int]]:
-    dice = random.Random(3)
-    return [[dice.randrange(2, VOCAB) for _ in range(length)] for length in lengths]
+    rng = random.Random(3)
+    return [[rng.randrange(2, VOCAB) for _ in range(length)] for length in lengths]
 
 
 LOOPS = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 
 
 @LOOPS
-def test_a_repeating_text_is_told_ahead(repeating: Bed, overlap: bool) -> None:
+def test_a_repeating_output_is_predicted(repeating: Engines, overlap: bool) -> None:
     """More than two tokens per step, and the very tokens of target-only decoding."""
-    asked = prompts(1, 3, 8, 20, 5)
+    inputs = prompts(1, 3, 8, 20, 5)
     with repeating.llm(disable_overlap_scheduler=not overlap) as llm:
-        outputs = llm.generate(asked, SamplingParams(max_new_tokens=40, ignore_eos=True))
+        outputs = llm.generate(inputs, SamplingParams(max_new_tokens=40, ignore_eos=True))
         acceptance = llm.executor.acceptance
-    for prompt, output in zip(asked, outputs, strict=True):
+    for prompt, output in zip(inputs, outputs, strict=True):
         assert output.token_ids == greedy_decode(repeating.plain, prompt, 40)
     assert acceptance.acceptance_length > 2.0
     assert acceptance.per_position[2] > 0.3
@@ -110,21 +110,21 @@ def test_a_repeating_text_is_told_ahead(repeating: Bed, overlap: bool) -> None:
     ids=["roomy", "chunks", "preemption", "one_draft"],
 )
 def test_any_text_is_that_of_target_only_decoding(
-    wandering: Bed, overlap: bool, options: dict[str, Any]
+    wandering: Engines, overlap: bool, options: dict[str, Any]
 ) -> None:
-    asked = prompts(2, 25, 7, 1, 12, 30)
+    inputs = prompts(2, 25, 7, 1, 12, 30)
     with wandering.llm(disable_overlap_scheduler=not overlap, **options) as llm:
-        outputs = llm.generate(asked, SamplingParams(max_new_tokens=20))
+        outputs = llm.generate(inputs, SamplingParams(max_new_tokens=20))
         slots = llm.pieces.manager.slot_manager
         assert sorted(slots.free_slots) == list(range(slots.max_num_requests))
-    for prompt, output in zip(asked, outputs, strict=True):
+    for prompt, output in zip(inputs, outputs, strict=True):
         assert output.token_ids == wandering.greedy(prompt, 20)
     assert any(output.acceptance.num_drafted for output in outputs)
 
 
 @LOOPS
-def test_penalties_and_draws_of_a_plugin_beside_the_package(wandering: Bed, overlap: bool) -> None:
-    asked = prompts(2, 25, 7, 12)
+def test_penalties_and_sampling_of_a_third_party_plugin(wandering: Engines, overlap: bool) -> None:
+    inputs = prompts(2, 25, 7, 12)
     params = [
         SamplingParams(max_new_tokens=20, ignore_eos=True, repetition_penalty=1.3),
         SamplingParams(max_new_tokens=20, ignore_eos=True, temperature=0.8, seed=3),
@@ -132,17 +132,17 @@ def test_penalties_and_draws_of_a_plugin_beside_the_package(wandering: Bed, over
         SamplingParams(max_new_tokens=20, ignore_eos=True),
     ]
     with wandering.llm(disable_overlap_scheduler=not overlap) as llm:
-        outputs = llm.generate(asked, params)
-    for prompt, one, output in zip(asked, params, outputs, strict=True):
+        outputs = llm.generate(inputs, params)
+    for prompt, one, output in zip(inputs, params, outputs, strict=True):
         assert output.token_ids == decode(wandering.plain, prompt, one).token_ids
 
 
-def test_preemption_happens(wandering: Bed) -> None:
+def test_preemption_happens(wandering: Engines) -> None:
     """The short cache of the test above pauses requests, whose texts start over in new slots."""
-    asked = prompts(2, 25, 7, 1, 12, 30)
+    inputs = prompts(2, 25, 7, 1, 12, 30)
     cache = {"tokens_per_block": 4, "max_tokens": 64}
     with wandering.llm(kv_cache_config=cache) as llm:
-        requests = [llm.make_request(p, SamplingParams(max_new_tokens=20)) for p in asked]
+        requests = [llm.make_request(p, SamplingParams(max_new_tokens=20)) for p in inputs]
         for request in requests:
             llm.executor.enqueue(request)
         while llm.executor.has_work:
@@ -150,7 +150,7 @@ def test_preemption_happens(wandering: Bed) -> None:
     assert any(request.num_preemptions for request in requests)
 
 
-def test_the_longest_sequence(repeating: Bed) -> None:
+def test_the_longest_sequence(repeating: Engines) -> None:
     """Texts that fill their rows to the last column."""
     (prompt,) = prompts(90)
     with repeating.llm(max_num_tokens=96) as llm:
@@ -159,17 +159,17 @@ def test_the_longest_sequence(repeating: Bed) -> None:
     assert output.token_ids == greedy_decode(repeating.plain, prompt, 6)
 
 
-def test_padded_batches(repeating: Bed) -> None:
+def test_padded_batches(repeating: Engines) -> None:
     """Dummy rows write to the sentinel's text and to no other."""
-    asked = prompts(4, 9, 2)
+    inputs = prompts(4, 9, 2)
     graphs = {"batch_sizes": [4], "enable_padding": True}
     with repeating.llm(cuda_graph_config=graphs) as llm:
-        outputs = llm.generate(asked, SamplingParams(max_new_tokens=24, ignore_eos=True))
-    for prompt, output in zip(asked, outputs, strict=True):
+        outputs = llm.generate(inputs, SamplingParams(max_new_tokens=24, ignore_eos=True))
+    for prompt, output in zip(inputs, outputs, strict=True):
         assert output.token_ids == greedy_decode(repeating.plain, prompt, 24)
 
 
-def test_options_are_the_plugins_own(repeating: Bed) -> None:
+def test_options_are_the_plugins_own(repeating: Engines) -> None:
     config = {"decoding_type": "NGRAM_TEST", "max_draft_len": 2, "temperature": 1}
     with pytest.raises(ConfigError, match="unknown options temperature"):
         repeating.llm(speculative_config=config)
@@ -211,21 +211,21 @@ def test_look_up(tokens: list[int], drafts: list[int]) -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_look_up_in_a_batch(seed: int) -> None:
-    dice = random.Random(seed)
-    ngram, k = dice.randint(1, 3), dice.randint(1, 4)
-    texts = [[dice.randrange(3) for _ in range(dice.randint(1, 15))] for _ in range(6)]
-    rows = [tokens + [dice.randrange(3) for _ in range(16 - len(tokens))] for tokens in texts]
+    rng = random.Random(seed)
+    ngram, k = rng.randint(1, 3), rng.randint(1, 4)
+    texts = [[rng.randrange(3) for _ in range(rng.randint(1, 15))] for _ in range(6)]
+    rows = [tokens + [rng.randrange(3) for _ in range(16 - len(tokens))] for tokens in texts]
     lengths = torch.tensor([len(tokens) for tokens in texts])
     found = look_up(torch.tensor(rows, dtype=torch.int32), lengths, ngram, k)
     assert found.dtype == torch.int32
     assert found.tolist() == [format_value(tokens, ngram, k) for tokens in texts]
 
 
-# --- the pieces ---
+# --- components ---
 
 
-def test_the_pieces_are_a_hosts(wandering: Bed) -> None:
-    """Slots with what requests ask for, and the texts beside them; no past pairs."""
+def test_components(wandering: Engines) -> None:
+    """Slots with request options and tokens; no pools of past hidden states."""
     with wandering.llm() as llm:
         pieces = llm.pieces
         manager, metadata = pieces.manager, pieces.make_metadata()
@@ -240,7 +240,7 @@ def test_the_pieces_are_a_hosts(wandering: Bed) -> None:
         request = llm.make_request([1, 2, 3], params)
         manager.prepare_resources(SimpleNamespace(context_requests=[request]))
         slot = pieces.slot_of(request.request_id)
-        # the end that is ignored stands there too
+        # the ignored end token is kept too
         assert manager.table.column("stop_ids")[slot, :3].tolist() == [9, 1, -1]
         assert pieces.slot_of(CUDA_GRAPH_DUMMY_REQUEST_ID) == manager.sentinel_slot
         assert pieces.device_store().new_tokens.shape[1] == 8
@@ -250,7 +250,7 @@ def test_the_pieces_are_a_hosts(wandering: Bed) -> None:
 
 
 @LOOPS
-def test_min_tokens(wandering: Bed, overlap: bool) -> None:
+def test_min_tokens(wandering: Engines, overlap: bool) -> None:
     """What the ops of verification serve, every plugin that uses them does."""
     prompt, count = prompts(7)[0], 16
     stop = greedy_decode(wandering.plain, prompt, count)[1]

@@ -66,9 +66,9 @@ def show_report(report: Report, console: OutputConsole) -> None:
     if report.label is not None:
         console.write_line(str(report.label), "bold yellow")
     verdict_style = "bold green" if report.exit_code == OK else "bold red"
-    line = headline(report)
-    if line is not None:
-        console.write_line(line, "bold yellow" if report.label is not None else verdict_style)
+    summary = headline(report)
+    if summary is not None:
+        console.write_line(summary, "bold yellow" if report.label is not None else verdict_style)
     console.print(_table(report, ascii_box=not can_show("─━", console.file)))
     if report.run_without_executor is not None:
         for line in without_executor_lines(report, report.run_without_executor):

@@ -91,7 +91,7 @@ def test_options_that_fit_no_case_are_named(options: E2EOptions, message: str) -
         cases_of(options, 3)
 
 
-def test_acceptance_is_real_where_weights_are_trained_unless_asked() -> None:
+def test_acceptance_is_real_where_weights_are_trained_unless_requested() -> None:
     assert E2EOptions().synthetic(is_trained=True) is None
     assert E2EOptions(seed=4).synthetic(is_trained=False) == Synthetic((0.8,), 4)
     assert E2EOptions(acceptance=(0.5,)).synthetic(is_trained=True) == Synthetic((0.5,), 0)

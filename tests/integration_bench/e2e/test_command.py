@@ -61,18 +61,18 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def test_a_checkpoint_with_real_acceptance(bench, checkpoint: str) -> None:
-    result, told = bench("--model", checkpoint, "--osl", "40", "--k", "2", "--batch", "2")
+    result, results = bench("--model", checkpoint, "--osl", "40", "--k", "2", "--batch", "2")
     assert result.exit_code == 0, result.output
-    assert (told["kind"], told["benchmark"], told["complete"]) == ("e2e", False, True)
-    assert "not a benchmark" in told["note"]
-    assert told["matched"] is True
-    assert told["acceptance"] == "real"
-    assert told["model"]["weights"] == "checkpoint"
-    assert told["tie_tolerance_ulps"] == TIE_ULPS
-    assert {"torch", "triton", "python", "commit"} <= told["machine"].keys()
-    names = [case["case"] for case in told["cases"]]
+    assert (results["kind"], results["benchmark"], results["complete"]) == ("e2e", False, True)
+    assert "not a benchmark" in results["note"]
+    assert results["matched"] is True
+    assert results["acceptance"] == "real"
+    assert results["model"]["weights"] == "checkpoint"
+    assert results["tie_tolerance_ulps"] == TIE_ULPS
+    assert {"torch", "triton", "python", "commit"} <= results["machine"].keys()
+    names = [case["case"] for case in results["cases"]]
     assert names == ["off/b2", "eagle-k2/b2", "vanilla-k2/b2"]
-    for case in told["cases"]:
+    for case in results["cases"]:
         assert case["matched"] is True
         assert case["tokens"] == 40 * case["batch"]
         assert 0 < case["step_ms"]["p20"] <= case["step_ms"]["median"] <= case["step_ms"]["p80"]
@@ -89,7 +89,7 @@ def test_a_checkpoint_with_real_acceptance(bench, checkpoint: str) -> None:
         assert phases["target"] > 0
         assert phases["acceptance"] > 0
         assert phases["samples"] == case["step_ms"]["samples"]
-    off, eagle = told["cases"][:2]
+    off, eagle = results["cases"][:2]
     assert off["acceptance"] is None
     assert off["acceptance_length"] == 1.0
     assert off["phases_ms"]["draft_layers"] == off["phases_ms"]["draft_head"] == 0
@@ -107,34 +107,34 @@ def test_a_checkpoint_with_real_acceptance(bench, checkpoint: str) -> None:
     ratio = eagle["steady_tokens_per_second"] / off["steady_tokens_per_second"]
     assert eagle["speed_up"]["steady"] == pytest.approx(ratio)
     assert "as_asked" not in eagle["speed_up"]
-    assert "speed-ups follow from the mean" in told["step_ms"]
-    assert all(case["host_bound"] is True for case in told["cases"])  # eager
-    assert told["transformers"]["host_bound"] is True
-    assert "or the device idles for more than 3% of one" in told["host_bound_if"]
+    assert "speed-ups follow from the mean" in results["step_ms"]
+    assert all(case["host_bound"] is True for case in results["cases"])  # eager
+    assert results["transformers"]["host_bound"] is True
+    assert "or the device idles for more than 3% of one" in results["host_bound_if"]
     assert "* host-bound: steps run eagerly, or" in result.stdout
-    assert told["transformers"]["generate"]["tokens_per_second"] > 0
+    assert results["transformers"]["generate"]["tokens_per_second"] > 0
 
 
 def test_a_shape_with_synthetic_acceptance_says_so_everywhere(bench) -> None:
-    result, told = bench(
+    result, results = bench(
         *("--shape", "toy", "--acceptance", "0.9,0.5", "--k", "2", "--osl", "64"),
         *("--batch", "1", "--seed", "5"),
     )
     assert result.exit_code == 0, result.output
-    assert "synthetic acceptance: drafts were accepted by draw" in result.stdout
+    assert "synthetic acceptance: drafts are accepted at random" in result.stdout
     assert " synth." in result.stdout
-    assert "as asked: with the asked-for tokens per step" in result.stdout
-    assert told["acceptance"] == "synthetic"
-    assert told["synthetic_acceptance"] == {"rates": [0.9, 0.5], "seed": 5}
-    assert told["skipped"] == ["vanilla-k2/b1"]
-    assert told["tie_tolerance_ulps"] == RANDOM_WEIGHTS_ULPS
-    assert told["transformers"] is None
-    off, eagle = told["cases"]
+    assert "as configured: with the configured tokens per step" in result.stdout
+    assert results["acceptance"] == "synthetic"
+    assert results["synthetic_acceptance"] == {"rates": [0.9, 0.5], "seed": 5}
+    assert results["skipped"] == ["vanilla-k2/b1"]
+    assert results["tie_tolerance_ulps"] == RANDOM_WEIGHTS_ULPS
+    assert results["transformers"] is None
+    off, eagle = results["cases"]
     assert eagle["acceptance"] == "synthetic"
     assert eagle["synthetic_acceptance"]["expected_per_position"] == [0.9, 0.5]
-    assert eagle["match"]["compared_with"] == "valid ids and the asked-for acceptance"
+    assert eagle["match"]["compared_with"] == "valid ids and the configured acceptance"
     assert 1.8 < eagle["acceptance_length"] < 2.9
-    # tokens per step as asked for, whatever was drawn
+    # the configured tokens per step, not the measured ones
     means = [case["step_ms"]["mean"] for case in (off, eagle)]
     assert eagle["speed_up"]["as_asked"] == pytest.approx((1 + 0.9 + 0.5) * means[0] / means[1])
     assert off["match"]["compared_with"] == "target-only decoding of 1 requests"
@@ -159,13 +159,13 @@ def no_figure_in(case: dict) -> bool:
 
 def test_a_wrong_token_with_mtp_yields_no_figure(bench, checkpoint, monkeypatch) -> None:
     tamper(monkeypatch, lambda llm: llm.pieces.plan.max_draft_len == 2)
-    result, told = bench(
+    result, results = bench(
         *("--model", checkpoint, "--batch", "1", "--k", "1,2", "--worker", "eagle"),
         *("--osl", "40", "--no-transformers"),
     )
     assert result.exit_code == 1
-    assert told["matched"] is False
-    off, right, wrong = told["cases"]
+    assert results["matched"] is False
+    off, right, wrong = results["cases"]
     assert no_figure_in(wrong)
     assert wrong["match"]["mismatches"][0].startswith("request 0, token 1: ")
     assert "no figure: eagle-k2/b1: no match: request 0, token 1: " in result.stderr
@@ -177,16 +177,16 @@ def test_a_wrong_token_with_mtp_yields_no_figure(bench, checkpoint, monkeypatch)
 
 def test_a_wrong_token_without_mtp_yields_no_figure_at_all(bench, checkpoint, monkeypatch) -> None:
     tamper(monkeypatch, lambda llm: llm.pieces.plan.max_draft_len == 0)
-    result, told = bench(
+    result, results = bench(
         *("--model", checkpoint, "--batch", "1", "--k", "1", "--worker", "eagle", "--osl", "40")
     )
     assert result.exit_code == 1
-    off, eagle = told["cases"]
+    off, eagle = results["cases"]
     assert no_figure_in(off)
     assert no_figure_in(eagle)
     assert "has no match to compare with" in eagle["error"]
-    assert "has a match to compare with" in told["transformers"]["error"]
-    assert "generate" not in told["transformers"]
+    assert "has a match to compare with" in results["transformers"]["error"]
+    assert "generate" not in results["transformers"]
 
 
 def test_without_an_output_nothing_is_written(checkpoint, tmp_path, monkeypatch) -> None:
@@ -223,10 +223,10 @@ def test_a_case_that_cannot_run_is_named_before_any_has(
     bench, checkpoint, monkeypatch: pytest.MonkeyPatch, arguments, message: str
 ) -> None:
     monkeypatch.setattr(measure, "LLM", None)  # nothing may run
-    result, told = bench("--model", checkpoint, "--batch", "1", *arguments)
+    result, results = bench("--model", checkpoint, "--batch", "1", *arguments)
     assert isinstance(result.exception, BenchmarkError)
     assert message in str(result.exception)
-    assert told is None
+    assert results is None
 
 
 def test_the_fewest_tokens_that_are_let_through_can_be_timed(toy: Subject) -> None:
@@ -236,26 +236,26 @@ def test_the_fewest_tokens_that_are_let_through_can_be_timed(toy: Subject) -> No
 
 
 def test_traces_are_written_per_case(bench, checkpoint, tmp_path) -> None:
-    result, told = bench(
+    result, results = bench(
         *("--model", checkpoint, "--batch", "1", "--k", "1", "--worker", "eagle"),
         *("--no-transformers", "--no-phases"),
         *("--osl", "30", "--trace", str(tmp_path / "deep" / "trace.json")),
     )
     assert result.exit_code == 0
-    assert [case["phases_ms"] for case in told["cases"]] == [None, None]
-    (path,) = told["traces"]
+    assert [case["phases_ms"] for case in results["cases"]] == [None, None]
+    (path,) = results["traces"]
     assert path == str(tmp_path / "deep" / "trace-eagle-k1-b1.json")
     events = json.loads(Path(path).read_text())["traceEvents"]
     assert sum(event.get("name") == "step" for event in events) >= measure.TRACED_STEPS
 
 
-def test_transformers_beside_the_tiny_model(bench) -> None:
-    result, told = bench(
+def test_transformers_runs_the_tiny_model(bench) -> None:
+    result, results = bench(
         *("--model", str(TINY), "--batch", "1", "--k", "3", "--worker", "eagle", "--osl", "32"),
         "--no-phases",
     )
     assert result.exit_code == 0, result.output
-    found = told["transformers"]
+    found = results["transformers"]
     assert found["error"] is None
     assert found["match"]["mismatches"] == []
     plain, with_mtp = found["generate"], found["generate_use_mtp"]
@@ -263,7 +263,7 @@ def test_transformers_beside_the_tiny_model(bench) -> None:
     rates = [each["decode_tokens_per_second"] for each in (plain, with_mtp)]
     assert found["speed_up"] == pytest.approx(rates[1] / rates[0])
     assert "transformers generate, use_mtp, batch 1: " in result.stdout
-    assert told["name"] == "tiny_model"
+    assert results["name"] == "tiny_model"
 
 
 def test_another_text_of_transformers_yields_no_figure(bench, checkpoint, monkeypatch) -> None:
@@ -274,8 +274,8 @@ def test_another_text_of_transformers_yields_no_figure(bench, checkpoint, monkey
         return seconds, [(ids[0] + 1) % 96, *ids[1:]]
 
     monkeypatch.setattr(transformers_side, "_generate", generate)
-    result, told = bench("--model", checkpoint, "--batch", "1", "--k", "1", "--osl", "30")
-    found = told["transformers"]
+    result, results = bench("--model", checkpoint, "--batch", "1", "--k", "1", "--osl", "30")
+    found = results["transformers"]
     assert found["error"].startswith("use_mtp=False: request 0, token 1: ")
     assert "generate" not in found
     assert "no figure: transformers: use_mtp=False" in result.stdout
@@ -296,10 +296,10 @@ def test_another_text_of_transformers_yields_no_figure(bench, checkpoint, monkey
     ],
 )
 def test_wrong_options_are_named(bench, arguments, message: str) -> None:
-    result, told = bench(*arguments)
+    result, results = bench(*arguments)
     assert result.exit_code == 1
     assert message in str(result.exception)
-    assert told is None
+    assert results is None
 
 
 def test_an_interrupt_keeps_what_is_measured(bench, checkpoint, monkeypatch) -> None:
@@ -307,11 +307,11 @@ def test_an_interrupt_keeps_what_is_measured(bench, checkpoint, monkeypatch) -> 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(E2EBench, "_measure_on", stop)
-    result, told = bench("--model", checkpoint, "--batch", "1", "--k", "1", "--osl", "30")
+    result, results = bench("--model", checkpoint, "--batch", "1", "--k", "1", "--osl", "30")
     assert result.exit_code == 130
     assert "interrupted: 1 of " in result.stderr
-    assert told["complete"] is False
-    assert len(told["cases"]) == 1
+    assert results["complete"] is False
+    assert len(results["cases"]) == 1
 
 
 def test_a_full_disk_loses_no_report(bench, checkpoint, monkeypatch) -> None:
@@ -319,9 +319,9 @@ def test_a_full_disk_loses_no_report(bench, checkpoint, monkeypatch) -> None:
         raise BenchmarkError("--output: cannot be written: No space left on device")
 
     monkeypatch.setattr(command, "store", fill)
-    result, told = bench("--model", checkpoint, "--batch", "1", "--k", "1", "--osl", "30")
+    result, results = bench("--model", checkpoint, "--batch", "1", "--k", "1", "--osl", "30")
     assert isinstance(result.exception, BenchmarkError)
-    assert told is None
+    assert results is None
     assert "off/b1" in " ".join(result.stdout.split())
     assert "results: " not in result.stdout
 
@@ -369,7 +369,7 @@ def test_a_device_is_timed_long_enough_and_every_run_is_compared(
 
 
 @pytest.mark.parametrize("text", [False, True])
-def test_text_is_made_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch, text: bool) -> None:
+def test_text_is_decoded_if_requested(monkeypatch: pytest.MonkeyPatch, text: bool) -> None:
     subject = load_checkpoint(TINY, CPU, None, fused=False)
     made: list[object] = []
     honest = measure.LLM
@@ -489,8 +489,8 @@ def test_the_table_has_a_row_per_case(toy: Subject) -> None:
     assert cells["step ms"][2] == "failed"
     assert cells["speed-up"][1].endswith("x")
     assert cells["gap"][2] == ""
-    told = document({}, toy, E2EOptions(), outcomes, [], None, [], tie_ulps=4, complete=False)
-    assert (told["complete"], told["matched"]) == (False, False)
+    results = document({}, toy, E2EOptions(), outcomes, [], None, [], tie_ulps=4, complete=False)
+    assert (results["complete"], results["matched"]) == (False, False)
     assert "synthetic" in heading({"gpu": None}, toy, E2EOptions())[-1]
 
 

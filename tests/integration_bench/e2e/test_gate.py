@@ -107,7 +107,7 @@ def test_every_synthetic_run_is_looked_at(gate: Gate) -> None:
     assert len(odd.mismatches) == 2
 
 
-def test_valid_ids_and_the_asked_for_acceptance_match(gate: Gate) -> None:
+def test_valid_ids_and_configured_acceptance_match(gate: Gate) -> None:
     assert synthetic(gate, GOOD, 0.8, 0.8, 100).holds
     # four standard errors of a hundred draws, and one step
     assert synthetic(gate, GOOD, 0.8, 0.8 + 0.16, 100).holds

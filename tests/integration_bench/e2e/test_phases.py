@@ -122,7 +122,7 @@ def test_the_marks_of_a_step(speculative, step, fused: bool) -> None:
     assert clock.marks == step * steps
 
 
-def test_behind_it_nothing_is_marked(model: LoadedModel) -> None:
+def test_after_it_nothing_is_marked(model: LoadedModel) -> None:
     clock = Recorder()
     decode(model, clock, decoding_type="MTP", max_draft_len=2)
     clock.marks.clear()
@@ -173,7 +173,7 @@ class FakeEvent:
 
     def record(self) -> None:
         if self.stream.graph is not None:
-            assert self.external, "an event that is read behind a capture must be external"
+            assert self.external, "an event that is read after a capture must be external"
             self.stream.graph.append(self)
             return
         self.at = self.stream.now
@@ -234,7 +234,7 @@ def test_a_replay_is_read_from_the_events_of_its_graph(stream: Stream) -> None:
     assert clock.read() == {**spent, TARGET: 1.5, ACCEPTANCE: 1.5}
 
 
-def test_an_eager_step_behind_a_replay_counts(stream: Stream) -> None:
+def test_an_eager_step_after_a_replay_counts(stream: Stream) -> None:
     clock = DeviceClock()
     graph = captured(clock, stream)
     clock.begin()

@@ -21,7 +21,7 @@ from integration.bench.soak import run
 from integration.bench.soak.checks import Memory, Thirds, leak_checks, memory_checks
 from integration.bench.soak.outputs import Texts
 from integration.bench.soak.run import SoakOptions, soak
-from integration.bench.soak.traffic import Traffic, Wish, random_chunks
+from integration.bench.soak.traffic import RequestPlan, Traffic, random_chunks
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
@@ -90,11 +90,11 @@ def test_the_command_leaves_a_document(path, tmp_path) -> None:
     sizes = ["--batch-size", "2", "--longest-prompt", "12", "--longest-output", "8"]
     result = CliRunner().invoke(app, [*arguments, *sizes, "--output", str(file)])
     assert result.exit_code == 0, result.output
-    told = json.loads(file.read_text())
-    assert (told["kind"], told["complete"], told["holds"]) == ("soak", True, True)
-    assert told["counts"]["seconds"] >= 1
-    assert told["options"]["longest_output"] == 8
-    assert {check["name"] for check in told["checks"]} >= {
+    report = json.loads(file.read_text())
+    assert (report["kind"], report["complete"], report["holds"]) == ("soak", True, True)
+    assert report["counts"]["seconds"] >= 1
+    assert report["options"]["longest_output"] == 8
+    assert {check["name"] for check in report["checks"]} >= {
         "KV blocks",
         "sequence slots",
         "history slots",
@@ -149,11 +149,15 @@ def test_an_interrupt_keeps_what_went_through(path, tmp_path, monkeypatch) -> No
     arguments = ["soak", "-m", str(path), *SMALL_COMMAND, "--output", str(file)]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 130, result.output
-    told = json.loads(file.read_text())
-    assert told["complete"] is False
-    assert told["holds"] is True
-    assert told["counts"]["steps"] == 31
-    assert told["counts"]["requests"] == told["counts"]["finished"] + told["counts"]["aborted"] > 0
+    report = json.loads(file.read_text())
+    assert report["complete"] is False
+    assert report["holds"] is True
+    assert report["counts"]["steps"] == 31
+    assert (
+        report["counts"]["requests"]
+        == report["counts"]["finished"] + report["counts"]["aborted"]
+        > 0
+    )
     assert "KV blocks" in result.stdout
     lines = result.stderr.splitlines()
     assert "interrupted at 52%: what went through is checked, unless again" in lines
@@ -265,10 +269,12 @@ def test_a_wrong_token_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatc
     honest = Texts.add
     seen = iter(range(1000))
 
-    def add(self: Texts, wish: Wish, tokens: list[int], reason: FinishReason | None) -> None:
+    def add(
+        self: Texts, planned: RequestPlan, tokens: list[int], reason: FinishReason | None
+    ) -> None:
         if len(tokens) > 3 and next(seen) == 10:
             tokens = [*tokens[:2], (tokens[2] + 1) % 64, *tokens[3:]]
-        honest(self, wish, tokens, reason)
+        honest(self, planned, tokens, reason)
 
     monkeypatch.setattr(Texts, "add", add)
     found = soak(subject, SMALL, tie_ulps=TIE_ULPS)
@@ -316,20 +322,20 @@ def test_requests_that_never_end_are_named(subject: Subject, monkeypatch) -> Non
 
 
 def test_traffic_follows_its_seed() -> None:
-    def drawn(seed: int) -> list[list[Wish]]:
+    def sampled(seed: int) -> list[list[RequestPlan]]:
         traffic = Traffic(seed, 7, 20, 4)
         return [traffic.arrivals() for _ in range(300)]
 
-    assert drawn(3) == drawn(3) != drawn(4)
-    wishes = [wish for step in drawn(3) for wish in step]
-    assert {wish.prompt for wish in wishes} == set(range(7))
-    assert {wish.max_new_tokens for wish in wishes} == set(range(1, 21))
+    assert sampled(3) == sampled(3) != sampled(4)
+    planned_requests = [planned for step in sampled(3) for planned in step]
+    assert {planned.prompt for planned in planned_requests} == set(range(7))
+    assert {planned.max_new_tokens for planned in planned_requests} == set(range(1, 21))
     for kind in (
-        lambda wish: wish.patience is not None,
-        lambda wish: not wish.ignore_eos,
-        lambda wish: not wish.speculate,
+        lambda planned: planned.patience is not None,
+        lambda planned: not planned.ignore_eos,
+        lambda planned: not planned.speculate,
     ):
-        assert 0 < sum(map(kind, wishes)) < len(wishes) / 2
+        assert 0 < sum(map(kind, planned_requests)) < len(planned_requests) / 2
 
 
 def test_chunks_fit_and_vary() -> None:
@@ -342,7 +348,7 @@ def test_chunks_fit_and_vary() -> None:
 
 # --- outputs ---
 
-WISH = Wish(prompt=0, max_new_tokens=6, ignore_eos=False, speculate=True, patience=None)
+PLAN = RequestPlan(prompt=0, max_new_tokens=6, ignore_eos=False, speculate=True, patience=None)
 
 
 @pytest.mark.parametrize(
@@ -353,14 +359,14 @@ WISH = Wish(prompt=0, max_new_tokens=6, ignore_eos=False, speculate=True, patien
         ([1, 2], FinishReason.CANCELLED, ""),
         ([1, 2, 3], FinishReason.LENGTH, "3 of 6 tokens, ended by length"),
         ([1, 2, 3], FinishReason.END_ID, "3 of 6 tokens, ended by stop"),
-        ([1, 9, 3], FinishReason.CANCELLED, "goes on behind the end token 9"),
+        ([1, 9, 3], FinishReason.CANCELLED, "continues after the end token 9"),
         ([1, 2, 3, 4, 5, 9], FinishReason.LENGTH, "6 of 6 tokens, ended by length"),
         ([1, 2], None, "2 of 6 tokens, ended by nothing"),
     ],
 )
-def test_outputs_end_as_asked_for(tokens: list[int], reason: FinishReason | None, problem: str):
+def test_outputs_end_as_requested(tokens: list[int], reason: FinishReason | None, problem: str):
     texts = Texts([[0]], end_ids=(9,))
-    texts.add(WISH, tokens, reason)
+    texts.add(PLAN, tokens, reason)
     assert texts.wrong_ends == ([f"prompt 0: {problem}"] if problem else [])
 
 
@@ -369,14 +375,14 @@ def test_outputs_of_a_prompt_are_kept_once(subject: Subject) -> None:
     with transformers_attention(subject.model):
         truth = greedy_decode(subject.model.target, prompt, 8)
     texts = Texts([prompt], end_ids=())
-    wish = run.replace(WISH, ignore_eos=True)
+    planned = run.replace(PLAN, ignore_eos=True)
     for length in deque([3, 8, 5, 8]):
-        texts.add(wish, truth[:length], FinishReason.CANCELLED)
+        texts.add(planned, truth[:length], FinishReason.CANCELLED)
     assert texts.longest == {0: truth}
     assert texts.odd == []
     gate = Gate(subject, 0, TIE_ULPS)
     assert texts.compare(gate) == ([], 0)
-    texts.add(wish, [*truth[:3], (truth[3] + 1) % 64], FinishReason.CANCELLED)
+    texts.add(planned, [*truth[:3], (truth[3] + 1) % 64], FinishReason.CANCELLED)
     assert len(texts.odd) == 1
     mismatches, _ = texts.compare(gate)
     assert mismatches[0].startswith("outputs unlike others: request 0, token 4: ")
