@@ -1,4 +1,4 @@
-"""The command ``mtp-plugin``, which is ``python -m mtp_plugin`` as well."""
+"""The command ``mtp-plugin``, also ``python -m mtp_plugin``."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ HOSTS = ("tensorrt_llm",)
 
 
 def main() -> None:
-    """Run the command line where its packages are installed, else say in one line what is not.
+    """Run the command line, or name the missing packages in one line.
 
-    What looks at a host alone needs none of them.
+    ``doctor --host`` needs none of them.
     """
     try:
         _run()
-    except KeyboardInterrupt:  # while something is imported: commands see to their own
+    except KeyboardInterrupt:  # during imports; commands handle their own
         sys.stderr.write("interrupted\n")
         sys.exit(128 + signal.SIGINT)
 
@@ -49,7 +49,7 @@ def _examine_host(host: str, arguments: list[str]) -> int:
         sys.stderr.write(f"error: --host: expected {' or '.join(HOSTS)}, got {host!r}\n")
         return 2
     if arguments not in (["--host", host], [f"--host={host}"]):
-        sys.stderr.write(f"error: --host {host} looks at the engine alone: no other option goes\n")
+        sys.stderr.write(f"error: --host {host} accepts no other option\n")
         return 2
     from mtp_plugin.hosts.tensorrt_llm import checks
 

@@ -115,7 +115,7 @@ main()
         (["--host"], "--host: expected tensorrt_llm, got ''"),
         (
             ["--host", "tensorrt_llm", "--config", "x.yaml"],
-            "--host tensorrt_llm looks at the engine alone: no other option goes",
+            "--host tensorrt_llm accepts no other option",
         ),
     ],
 )

@@ -1,6 +1,6 @@
 """The command line: ``mtp-plugin generate``, ``parity``, ``config``, ``doctor`` and ``bench``.
 
-A command is a file, whose function's docstring is its help. torch and transformers take seconds to
+Each command is a file; its function's docstring is its help. torch and transformers take seconds to
 import, pydantic and yaml half the time of ``--help``: each command imports what it needs.
 """
 
@@ -37,8 +37,8 @@ def main() -> None:
     run_to_the_end(app)
 
 
-def _show_version(asked: bool) -> None:
-    if asked:
+def _show_version(requested: bool) -> None:
+    if requested:
         output().write_line(f"mtp-plugin {__version__}")
         raise typer.Exit
 

@@ -72,7 +72,8 @@ def command(
     if not batch_sizes:
         raise typer.BadParameter("expected at least one size", param_hint="--batch-size")
     log = messages()
-    settings = load(config, log, model, plugin_options)
+    choices: list[str] = []
+    settings = load(config, log, model, plugin_options, choices.append)
     texts = prompts_for_comparison(prompt or (), prompt_file, Path(settings.model))
     read_ahead(settings.model)
     import_engine(log)
@@ -94,6 +95,8 @@ def command(
                 ks=() if k is None else (k,),
                 batch_sizes=(max(batch_sizes),),
             )
+            for choice in choices:
+                log.write_line(choice)
             report = run_bench(settings, texts, batch_sizes, max_new_tokens, show_progress)
     except KeyboardInterrupt:
         log.write_line("interrupted")

@@ -15,13 +15,21 @@ from mtp_plugin.tools.terminal.console import messages, output
 
 def command(
     file: Annotated[Path | None, typer.Argument(metavar="FILE", help="YAML file.")] = None,
+    model: Annotated[
+        Path | None,
+        typer.Option(
+            "--model", "-m", metavar="DIR", help="Checkpoint; overrides the one of the YAML file."
+        ),
+    ] = None,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON schema of the file instead.")
     ] = False,
 ) -> None:
-    """Check a YAML file and print it with every default filled in, or print the schema."""
+    """Check a YAML file and print it with all defaults, or print its JSON schema."""
     if schema == (file is not None):
         raise typer.BadParameter("expected either FILE or --schema")
+    if schema and model is not None:
+        raise typer.BadParameter("--model goes with FILE alone")
     import yaml
 
     from mtp_plugin.config import json_schema
@@ -30,7 +38,7 @@ def command(
         output().write_line(json.dumps(json_schema(), indent=2))
         return
     log = messages()
-    settings = load(file, log)
+    settings = load(file, log, model)
     if settings.speculative_config is not None:
         from mtp_plugin.executor.models import read_facts
 

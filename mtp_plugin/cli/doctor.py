@@ -16,29 +16,34 @@ def command(
     config: ConfigFile = None,
     model: ModelFolder = None,
     plugin_options: PluginOptions = None,
-    host: Annotated[  # noqa: ARG001 - asked before any package of the extra is imported
+    host: Annotated[  # noqa: ARG001 - handled before any package of the extra is imported
         str | None,
         typer.Option(
             "--host",
             metavar="ENGINE",
-            help="tensorrt_llm: look at that engine alone; no other option goes with it.",
+            help="tensorrt_llm: only check whether the installed engine is supported; no other "
+            "option is accepted with it.",
         ),
     ] = None,
 ) -> None:
-    """Say, without loading weights, whether a config and its checkpoint will run.
+    """Check whether a config and its checkpoint can run, without loading weights.
 
-    Exit code 1: they will not.
+    Exit code 1: there are problems.
     """
     import_engine(messages())
     from mtp_plugin.config import LLMConfig
     from mtp_plugin.tools.terminal.doctor import Diagnosis, examine, show_diagnosis
 
+    choices: list[str] = []
     try:
-        diagnosis = examine(load(config, messages(), model, plugin_options))
+        diagnosis = examine(load(config, messages(), model, plugin_options, choices.append))
     except ConfigError as error:
         diagnosis = Diagnosis([("config", str(config or model))], str(error).splitlines())
     except CheckpointError:
-        # it cannot be asked how to draft; what is wrong with it is told as with any other
+        # examine() reports the problems of the checkpoint
         diagnosis = examine(LLMConfig(model=str(model)))
+    if not diagnosis.problems:
+        for choice in choices:
+            messages().write_line(choice)
     show_diagnosis(diagnosis, output())
     raise typer.Exit(diagnosis.exit_code)

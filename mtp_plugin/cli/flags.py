@@ -1,4 +1,4 @@
-"""Flags that several commands take."""
+"""Options common to several commands."""
 
 from __future__ import annotations
 
@@ -18,52 +18,58 @@ ModelFolder = Annotated[
         "--model",
         "-m",
         metavar="DIR",
-        help="Checkpoint, before that of the YAML file or in place of one; then it drafts where it "
-        "has MTP layers.",
+        help="Checkpoint; overrides the one of the YAML file. Without a YAML file, its MTP layers "
+        "are used for drafting.",
     ),
 ]
 PluginOptions = Annotated[
     Path | None,
     typer.Option(
-        "--plugin-options", metavar="FILE", help="YAML file of what stands under mtp, beside it."
+        "--plugin-options",
+        metavar="FILE",
+        help="YAML file with the keys of speculative_config.mtp.",
     ),
 ]
 
 Temperature = Annotated[
     float | None,
-    typer.Option("--temperature", metavar="T", help="Draw tokens; 0 or unset: greedy."),
+    typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 or unset: greedy."),
 ]
 TopK = Annotated[
-    int | None, typer.Option("--top-k", metavar="N", help="Draw among the N most likely ids.")
+    int | None, typer.Option("--top-k", metavar="N", help="Sample from the N most likely tokens.")
 ]
 TopP = Annotated[
     float | None,
-    typer.Option("--top-p", metavar="P", help="Draw among the most likely ids of this share."),
+    typer.Option("--top-p", metavar="P", help="Nucleus sampling: cumulative probability."),
 ]
 MinP = Annotated[
     float | None,
-    typer.Option("--min-p", metavar="P", help="Draw among ids this likely beside the first."),
+    typer.Option("--min-p", metavar="P", help="Minimum probability relative to the argmax."),
 ]
 RepetitionPenalty = Annotated[
     float,
     typer.Option(
-        "--repetition-penalty", metavar="R", help="Above 1: ids of prompt and text are less likely."
+        "--repetition-penalty",
+        metavar="R",
+        help="Above 1: tokens of prompt and output get less likely.",
     ),
 ]
 PresencePenalty = Annotated[
     float,
-    typer.Option("--presence-penalty", metavar="X", help="Off the logits of ids that stand."),
+    typer.Option(
+        "--presence-penalty", metavar="X", help="Subtracted from the logits of output tokens."
+    ),
 ]
 FrequencyPenalty = Annotated[
     float,
-    typer.Option("--frequency-penalty", metavar="X", help="Off, for every time that they stand."),
+    typer.Option("--frequency-penalty", metavar="X", help="Subtracted for each occurrence."),
 ]
 OtherOptions = Annotated[
     list[str] | None,
     typer.Option(
         "--option",
         metavar="NAME=VALUE",
-        help="Any other option of a request, the value as YAML has it: 'logit_bias={3: 1.5}', "
+        help="Any other request option, with a YAML value: 'logit_bias={3: 1.5}', "
         "'bad_words=[[3, 4]]'; may be given repeatedly.",
     ),
 ]

@@ -47,18 +47,20 @@ def command(
             "--max-new-tokens",
             "-n",
             metavar="N",
-            help="Tokens per prompt at most. Default: 128.",
+            help="Maximum number of output tokens per prompt. Default: 128.",
         ),
     ] = None,
     min_tokens: Annotated[
-        int, typer.Option("--min-tokens", metavar="N", help="No end or stop before so many tokens.")
+        int, typer.Option("--min-tokens", metavar="N", help="Minimum number of output tokens.")
     ] = 0,
     stop: Annotated[
         list[str] | None,
-        typer.Option("--stop", metavar="TEXT", help="End before this text; repeatable."),
+        typer.Option(
+            "--stop", metavar="TEXT", help="Stop before this text; may be given repeatedly."
+        ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")
+        bool, typer.Option("--ignore-eos", help="Continue after the model's EOS tokens.")
     ] = False,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -67,7 +69,7 @@ def command(
     seed: Annotated[
         int | None,
         typer.Option(
-            "--seed", metavar="N", help="Of the draws. Default: of each prompt by its number."
+            "--seed", metavar="N", help="Seed of sampling. Default: from the prompt's number."
         ),
     ] = None,
     repetition_penalty: RepetitionPenalty = 1.0,
@@ -80,7 +82,7 @@ def command(
             "--thinking-token-budget",
             "--thinking-budget",
             metavar="N",
-            help="Tokens of thinking behind which its end is forced.",
+            help="Maximum number of thinking tokens; the end-of-thinking tag is forced after that.",
         ),
     ] = None,
     compare: Annotated[
@@ -116,8 +118,8 @@ def command(
     color; the others follow in order. Without a prompt, standard input is read if it is a pipe,
     else prompts.json in the parent directory of the checkpoint.
 
-    Exit code 1: the output differs from decoding without MTP, or cannot be written. 2: an error
-    with a name.
+    Exit code 1: the output differs from decoding without MTP, or cannot be written. 2: a named
+    error.
     """
     from mtp_plugin.tools.terminal.prompts import read_prompts
     from mtp_plugin.tools.terminal.read_ahead import read_ahead
@@ -126,7 +128,8 @@ def command(
     log = messages()
     if model is not None:
         read_ahead(model)
-    settings = load(config, log, model, plugin_options)
+    choices: list[str] = []
+    settings = load(config, log, model, plugin_options, choices.append)
     if model is None:
         read_ahead(settings.model)
     prompts = read_prompts(prompt or (), prompt_file, Path(settings.model), log.write_line)
@@ -150,12 +153,12 @@ def command(
     try:
         with errors_of(config):
             import_engine(log)
-            from mtp_plugin.tools.terminal.generating import Asked, run_generate
+            from mtp_plugin.tools.terminal.generating import GenerateOptions, run_generate
 
-            asked = Asked(
+            options = GenerateOptions(
                 prompts, params, marks=marks, compare=compare, compare_drafts=compare_drafts
             )
-            report = run_generate(settings, asked, None if as_json else out, log)
+            report = run_generate(settings, options, None if as_json else out, log, choices)
     except KeyboardInterrupt:
         log.write_line("interrupted")
         raise typer.Exit(INTERRUPTED) from None

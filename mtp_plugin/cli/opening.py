@@ -1,11 +1,11 @@
-"""What commands begin with: a config or a checkpoint, and the import of what runs it."""
+"""Load a config or a checkpoint for a command, and import the executor."""
 
 from __future__ import annotations
 
 import gc
 import sys
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 
 def import_engine(log: OutputConsole) -> None:
-    """Import what runs models, and say that this is waited for."""
+    """Import the executor and show that the import is in progress."""
     if "mtp_plugin.executor" in sys.modules:
         return
-    with progress(log) as tell:
-        tell("importing torch and transformers")
-        # a fifth of the time would go to Python's collector, now or when it runs again
+    with progress(log) as show_progress:
+        show_progress("importing torch and transformers")
+        # garbage collection would take a fifth of the time, now or at its next run
         collects = gc.isenabled()
         gc.disable()
         try:
@@ -41,7 +41,7 @@ def import_engine(log: OutputConsole) -> None:
 
 @contextmanager
 def errors_of(file: Path | None) -> Iterator[None]:
-    """What is found wrong with a config later than when it is read names its file too."""
+    """Add the file name to errors that are found after the config was read."""
     try:
         yield
     except ConfigError as error:
@@ -55,12 +55,17 @@ def load(
     log: OutputConsole,
     model: Path | None = None,
     plugin_options: Path | None = None,
+    report: Callable[[str], None] | None = None,
 ) -> LLMConfig:
-    """Read a config, or take a checkpoint as it is; each warning is a line.
+    """Read a config file, or derive a config from a checkpoint; each warning is one line.
+
+    Args:
+        report: receives the line about the choice of drafting for a checkpoint without a config
+            file; default: written to ``log``.
 
     Raises:
-        ConfigError: the config cannot be.
-        CheckpointError: it is a checkpoint alone, and cannot be asked for its MTP layers.
+        ConfigError: the config is invalid.
+        CheckpointError: there is no config file, and the checkpoint's config cannot be read.
     """
     if file is None:
         if model is None:
@@ -70,7 +75,7 @@ def load(
         import_engine(log)
         from mtp_plugin.executor.requested_config import config_of_checkpoint
 
-        return config_of_checkpoint(str(model), {}, log.write_line)
+        return config_of_checkpoint(str(model), {}, report or log.write_line)
     from mtp_plugin.config import load_config
 
     with warnings.catch_warnings(record=True) as caught:

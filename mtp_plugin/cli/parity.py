@@ -47,7 +47,7 @@ def command(
             metavar="N",
             min=1,
             max=100_000,
-            help="The first N prompts; where there are fewer, also random pieces of them.",
+            help="Use the first N prompts; if there are fewer, also random excerpts of them.",
         ),
     ] = None,
     max_new_tokens: Annotated[
@@ -56,11 +56,11 @@ def command(
             "--max-new-tokens",
             "-n",
             metavar="N",
-            help="Tokens per prompt at most. Default: 64.",
+            help="Maximum number of output tokens per prompt. Default: 64.",
         ),
     ] = None,
     ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Do not end at the model's end tokens.")
+        bool, typer.Option("--ignore-eos", help="Continue after the model's EOS tokens.")
     ] = False,
     temperature: Temperature = None,
     top_k: TopK = None,
@@ -71,7 +71,7 @@ def command(
         typer.Option(
             "--seed",
             metavar="N",
-            help="Of random prompts, and of the draws. Default: 0, and of each prompt by its "
+            help="Seed of random prompts and of sampling. Default: 0, and from the prompt's "
             "number.",
         ),
     ] = None,
@@ -90,8 +90,8 @@ def command(
         typer.Option(
             "--k",
             metavar="N,N",
-            help="Drafts per step. Default: the config's; of a checkpoint alone one for each of "
-            "its MTP layers, at most 3.",
+            help="Draft lengths. Default: the config's; without a config file the number of MTP "
+            "layers, at most 3.",
         ),
     ] = None,
     batch_size: Annotated[
@@ -109,7 +109,7 @@ def command(
     ] = None,
     graphs: Annotated[
         bool | None,
-        typer.Option("--graphs/--no-graphs", help="CUDA graphs. Default: as the config says."),
+        typer.Option("--graphs/--no-graphs", help="CUDA graphs. Default: the config's."),
     ] = None,
     tie_tolerance: Annotated[
         float | None,
@@ -117,27 +117,27 @@ def command(
             "--tie-tolerance",
             metavar="ULPS",
             help="bfloat16 and float16: logits this many units in the last place apart, at the "
-            "higher one's magnitude, are a tie. Default: 4. In float32 only draws are, as close as "
-            "their noise is rounded; 0: nothing is.",
+            "higher one's magnitude, are a tie. Default: 4. In float32 only sampled tokens within "
+            "the rounding of the noise are ties; 0: no ties.",
         ),
     ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print one JSON document and nothing else.")
     ] = False,
 ) -> None:
-    """Compare what the executor emits with MTP, token for token, with target-only decoding.
+    """Compare the executor's output with MTP to non-speculative decoding, token by token.
 
-    Target-only decoding is one request at a time, without MTP and through none of the executor.
-    Several workers, draft lengths and batch sizes run one after the other, each over all prompts.
-    Without a prompt those of prompts.json in the folder around the checkpoint are taken, else
-    random ids.
+    The reference decodes one request at a time without MTP and without the executor. Several
+    workers, draft lengths and batch sizes run one after the other, each with all prompts. Without a
+    prompt, prompts come from prompts.json in the parent folder of the checkpoint, or are random
+    token ids.
 
-    In half precision a token may differ where two logits are equal but for rounding: such ties are
-    counted and shown, and target-only decoding goes on from the emitted token. Where tokens are
-    drawn, what counts is the gap of scores with their noise, or the distance from a cut.
-    Log-probabilities that are asked for are compared too.
+    In half precision a token may differ if two logits are equal up to rounding. Such ties are
+    counted and shown, and the reference continues from the executor's token. For sampled tokens,
+    scores with their noise and distances from truncation thresholds are compared. Requested
+    log-probabilities are compared, too.
 
-    Exit code 1: a difference that is no tie, or the output cannot be written. 2: a named error.
+    Exit code 1: a difference that is not a tie, or the output cannot be written. 2: a named error.
     """
     from mtp_plugin.config import LLMConfig, MTPDecodingConfig
     from mtp_plugin.tools.terminal import parity_options
@@ -147,7 +147,7 @@ def command(
 
     if (config is None) == (model is None):
         raise typer.BadParameter("expected either --config or --model")
-    # what is wrong with these is told before anything is imported that takes seconds
+    # check these before slow imports
     workers = names(worker, (parity_options.EAGLE, parity_options.VANILLA), "--worker")
     ks, batch_sizes = numbers(k, "--k"), numbers(batch_size, "--batch-size")
     if tie_tolerance is not None and not tie_tolerance >= 0:
@@ -182,31 +182,34 @@ def command(
     from mtp_plugin.executor.models import read_facts
     from mtp_plugin.executor.requested_config import config_of_checkpoint
     from mtp_plugin.tools.parity import TIE_ULPS
-    from mtp_plugin.tools.terminal import parity as room
+    from mtp_plugin.tools.terminal import parity
     from mtp_plugin.tools.terminal.parity_report import parity_document, show_parity
 
+    choices: list[str] = []
     with errors_of(config):
         num_layers = read_facts(settings.model).num_mtp_layers
         if config is None and not ks and num_layers:
-            drafting = config_of_checkpoint(settings.model, {}, log.write_line).speculative_config
+            drafting = config_of_checkpoint(settings.model, {}, choices.append).speculative_config
             settings = settings.model_copy(update={"speculative_config": drafting})
-        variants = room.variants_of(
+        variants = parity.variants_of(
             settings,
             num_layers,
             workers=workers,
             ks=ks,
             batch_sizes=batch_sizes,
         )
+    for choice in choices:
+        log.write_line(choice)
     try:
-        with progress(log) as tell:
-            report = room.run_parity(
+        with progress(log) as show_progress:
+            report = parity.run_parity(
                 variants,
                 texts,
                 params,
                 num_prompts=num_prompts,
                 seed=0 if seed is None else seed,
                 tie_ulps=TIE_ULPS if tie_tolerance is None else tie_tolerance,
-                on_progress=tell,
+                on_progress=show_progress,
             )
     except KeyboardInterrupt:
         log.write_line("interrupted")

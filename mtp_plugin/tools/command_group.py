@@ -1,10 +1,13 @@
-"""Groups of commands whose help is told without what checks options."""
+"""Groups of commands with fast and complete help."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import typer.core
+
+WHOLE_SENTENCE = 1000
+"""Characters of a command's summary in the help of its group: all of its first sentence."""
 
 
 class CommandGroup(typer.core.TyperGroup):
@@ -19,3 +22,14 @@ class CommandGroup(typer.core.TyperGroup):
         if option is not None:
             option.default = False
         return option
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the commands with their whole first sentence, which click shortens."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [
+            (name, command.get_short_help_str(WHOLE_SENTENCE))
+            for name, command in commands
+            if command is not None and not command.hidden
+        ]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)

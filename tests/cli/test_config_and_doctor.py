@@ -42,6 +42,15 @@ def test_config_of_a_checkpoint_elsewhere(
     assert result.err.startswith("warning: draft length not looked up in the checkpoint: ")
 
 
+def test_config_with_another_checkpoint(
+    run: Run, config: Callable[..., str], checkpoint: Path, tmp_path: Path
+) -> None:
+    file = config(EAGLE, model=str(tmp_path / "elsewhere"))
+    result = run("config", file, "--model", str(checkpoint))
+    assert (result.code, result.err) == (0, "")
+    assert yaml.safe_load(result.out)["model"] == str(checkpoint)
+
+
 def test_config_with_an_older_name_warns(run: Run, config: Callable[..., str]) -> None:
     result = run("config", config({"decoding_type": "MTP", "num_nextn_predict_layers": 2}))
     assert result.code == 0
@@ -55,6 +64,7 @@ def test_config_schema(run: Run) -> None:
 
 def test_config_takes_a_file_or_the_schema(run: Run, config: Callable[..., str]) -> None:
     assert run("config").code == 2
+    assert run("config", "--schema", "--model", "x").code == 2
     assert run("config", config(None), "--schema").code == 2
 
 
@@ -73,7 +83,7 @@ def test_doctor_finds_no_problem(run: Run, config: Callable[..., str]) -> None:
     assert result.out.splitlines()[-1] == "no problems found"
 
 
-def test_doctor_tells_a_cut_draft_vocabulary(
+def test_doctor_reports_a_cut_draft_vocabulary(
     run: Run, config: Callable[..., str], tmp_path: Path
 ) -> None:
     """How much is left of it, and what is wrong with its file, which needs no weight either."""
@@ -190,7 +200,7 @@ def test_doctor_names_what_generate_refuses(
     assert f"problem: {line.removeprefix('error: ')}" in found.out
 
 
-def test_keys_on_which_transformers_would_act_are_told(
+def test_keys_on_which_transformers_would_act_are_reported(
     run: Run, config: Callable[..., str], checkpoint: Path, tmp_path: Path
 ) -> None:
     odd = tmp_path / "odd"
@@ -198,14 +208,14 @@ def test_keys_on_which_transformers_would_act_are_told(
     content = json.loads((odd / "config.json").read_text())
     content |= {"attn_implementation": "org/kernel", "seq_aux": True}
     (odd / "config.json").write_text(json.dumps(content))
-    told = "left out, as transformers would act on them: config.json: attn_implementation"
+    expected_value = "left out, as transformers would act on them: config.json: attn_implementation"
     found = run("doctor", "-c", config(EAGLE, model=str(odd)))
     assert found.code == 0
-    assert told in found.out
+    assert expected_value in found.out
     assert "not read: seq_aux" in found.out
     decoded = run("generate", "-c", config(EAGLE, model=str(odd)), "-p", "ab", "-n", "2")
     assert decoded.code == 0
-    assert told in decoded.err
+    assert expected_value in decoded.err
 
 
 def test_doctor_without_a_checkpoint_or_a_readable_config(
@@ -224,3 +234,4 @@ def test_version_and_help(run: Run) -> None:
     result = run("--help")
     assert result.code == 0
     assert all(command in result.out for command in ("generate", "config", "doctor"))
+    assert "..." not in result.out.partition("Commands:")[2]

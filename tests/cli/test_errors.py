@@ -36,18 +36,18 @@ def test_what_does_not_fit_the_checkpoint_names_the_file(
     assert last.startswith(f"error: {file}: max_draft_len: 4 is more than the checkpoint's 3 MTP")
 
 
-def test_doctor_tells_of_a_tokenizer_that_is_not_read(
+def test_doctor_reports_of_a_tokenizer_that_is_not_read(
     run: Run, config: Callable[..., str], checkpoint: Path, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
     shutil.copytree(checkpoint, other)
     (other / "tokenizer.json").rename(other / "tokenizer.model")
     result = run("doctor", "-c", config(EAGLE, model=str(other)))
-    told = "prompts must be token ids (tokenizer.model is not read, expected tokenizer.json)"
-    assert f"none: {told}" in result.out
+    expected = "prompts must be token ids (tokenizer.model is not read, expected tokenizer.json)"
+    assert f"none: {expected}" in result.out
     result = run("generate", "-m", str(other), "-p", "ab")
     assert result.code == 2
-    assert f"no tokenizer: {told}" in result.err.splitlines()
+    assert f"no tokenizer: {expected}" in result.err.splitlines()
     assert result.err.splitlines()[-1] == (
         "error: request 0: a text prompt needs a tokenizer, the checkpoint has no tokenizer.json"
     )

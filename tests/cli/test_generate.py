@@ -66,7 +66,7 @@ def test_generate_shows_text_table_and_verdict(
     assert "loading weights" in result.err
 
 
-def test_marks_stand_around_accepted_drafts(run: Run, config: Callable[..., str]) -> None:
+def test_marks_are_around_accepted_drafts(run: Run, config: Callable[..., str]) -> None:
     file = config(EAGLE)
     result = run("generate", "-c", file, "-p", "def f(", "-n", "30", "--no-compare", "--marks")
     drafted, own, in_draft = "", "", False
@@ -168,7 +168,7 @@ def test_synthetic_acceptance_is_marked_wherever_it_shows(
     assert document["run"]["acceptance"]["label"] is None
 
 
-def test_doctor_tells_synthetic_rates(run: Run, config: Callable[..., str]) -> None:
+def test_doctor_reports_synthetic_rates(run: Run, config: Callable[..., str]) -> None:
     result = run("doctor", "-c", config(SYNTHETIC))
     assert result.code == 0
     assert re.search(
@@ -224,9 +224,9 @@ def test_options_of_drafts_do_not_reach_decoding_without_any(
     file = config(speculative)
     result = run("generate", "-c", file, "-p", "x", "-n", "8", "--option", option, "--json")
     assert result.code == 0, result.err
-    told = json.loads(result.out)
-    assert told["run_without_mtp"]["num_tokens"] == told["run"]["num_tokens"] == 8
-    assert told["comparison"]["num_tokens"] == 8
+    expected = json.loads(result.out)
+    assert expected["run_without_mtp"]["num_tokens"] == expected["run"]["num_tokens"] == 8
+    assert expected["comparison"]["num_tokens"] == 8
 
 
 @pytest.mark.parametrize(
@@ -235,8 +235,8 @@ def test_options_of_drafts_do_not_reach_decoding_without_any(
 def test_how_many_tokens_there_may_be(
     run: Run, config: Callable[..., str], option: tuple[str, ...], count: int
 ) -> None:
-    asked = ("-c", config(EAGLE), "-p", "x", "--ignore-eos", "--no-compare", "--json")
-    result = run("generate", *asked, *option)
+    requested = ("-c", config(EAGLE), "-p", "x", "--ignore-eos", "--no-compare", "--json")
+    result = run("generate", *requested, *option)
     assert result.code == 0, result.err
     assert json.loads(result.out)["run"]["num_tokens"] == count
 
@@ -246,16 +246,16 @@ def test_how_many_tokens_there_may_be(
 def test_words_that_are_never_written_compare_too(
     run: Run, config: Callable[..., str], name: str
 ) -> None:
-    asked = ("-c", config(EAGLE), "-p", "def f(", "-n", "16", "--compare-drafts", "--json")
-    (free,) = json.loads(run("generate", *asked).out)["results"]
+    requested = ("-c", config(EAGLE), "-p", "def f(", "-n", "16", "--compare-drafts", "--json")
+    (free,) = json.loads(run("generate", *requested).out)["results"]
     banned = free["token_ids"][0]
     word = byte_tokenizer().decode([banned])
-    result = run("generate", *asked, "--option", f"{name}={json.dumps([word])}")
+    result = run("generate", *requested, "--option", f"{name}={json.dumps([word])}")
     assert result.code == 0, result.err
-    told = json.loads(result.out)
-    assert banned not in told["results"][0]["token_ids"]
-    assert told["comparison"]["num_equal"] == told["comparison"]["num_tokens"] == 16
-    assert told["without_executor"]["num_equal_texts"] == 1
+    expected = json.loads(result.out)
+    assert banned not in expected["results"][0]["token_ids"]
+    assert expected["comparison"]["num_equal"] == expected["comparison"]["num_tokens"] == 16
+    assert expected["without_executor"]["num_equal_texts"] == 1
 
 
 SAMPLING = ["--temperature", "0.8", "--top-k", "40", "--top-p", "0.95", "--min-p", "0.01"]
@@ -265,7 +265,7 @@ PENALTIES = [
 ]
 
 
-def test_drawn_texts_compare_too(run: Run, config: Callable[..., str]) -> None:
+def test_sampled_texts_compare_too(run: Run, config: Callable[..., str]) -> None:
     """Every option reaches the request and target-only decoding; the seed decides the draws."""
     file = config({**EAGLE, "mtp": {"seed": 7}})
     prompts = ["-p", "def f(x):\n", "-p", "def f(x):\n", "-n", "16", "--ignore-eos", "--json"]
@@ -273,15 +273,15 @@ def test_drawn_texts_compare_too(run: Run, config: Callable[..., str]) -> None:
     def texts(*arguments: str) -> list[list[int]]:
         result = run("generate", "-c", file, *prompts, *arguments)
         assert result.code == 0
-        told = json.loads(result.out)
-        assert told["comparison"]["identical"] is True
-        assert told["comparison"]["num_equal"] == 32
-        return [one["token_ids"] for one in told["results"]]
+        expected = json.loads(result.out)
+        assert expected["comparison"]["identical"] is True
+        assert expected["comparison"]["num_equal"] == 32
+        return [one["token_ids"] for one in expected["results"]]
 
-    greedy, drawn = texts(), texts(*SAMPLING)
-    # the same prompt, drawn by its number
+    greedy, sampled = texts(), texts(*SAMPLING)
+    # the same prompt, sampled by its number
     assert greedy[0] == greedy[1]
-    assert drawn[0] != drawn[1]
+    assert sampled[0] != sampled[1]
     assert texts(*PENALTIES) != greedy
     seeded = texts(*SAMPLING, *PENALTIES, "--seed", "5")
     assert seeded[0] == seeded[1]
@@ -301,22 +301,22 @@ def test_drawn_texts_compare_too(run: Run, config: Callable[..., str]) -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_a_budget_of_thinking(run: Run, config: Callable[..., str], named: bool) -> None:
-    """Its end stands where it is spent, and target-only decoding writes the same; decoding without
+    """Its end is where it is spent, and target-only decoding writes the same; decoding without
     MTP knows the tokenizer's tags alone."""
     begin, end = (byte_tokenizer().encode(tag) for tag in ("<think>", "</think>"))
     tags = {"begin_thinking_phase_token": begin[0], "end_thinking_phase_token": ord("x") - 33}
     file = config({**EAGLE, **tags} if named else EAGLE)
-    asked = ("generate", "-c", file, "-p", "<think>ab", "-n", "12", "--ignore-eos", "--json")
-    result = run(*asked, "--thinking-token-budget", "4")
+    requested = ("generate", "-c", file, "-p", "<think>ab", "-n", "12", "--ignore-eos", "--json")
+    result = run(*requested, "--thinking-token-budget", "4")
     assert result.code == 0
-    told = json.loads(result.out)
-    tokens = told["results"][0]["token_ids"]
+    expected = json.loads(result.out)
+    tokens = expected["results"][0]["token_ids"]
     assert tokens[4] == (tags["end_thinking_phase_token"] if named else end[0])
-    assert told["comparison"]["identical"] is True
+    assert expected["comparison"]["identical"] is True
     assert ("not timed without MTP" in result.err) is named
-    assert (told["run_without_mtp"] is None) is named
-    assert json.loads(run(*asked).out)["results"][0]["token_ids"] != tokens
-    refused = run(*asked, "--thinking-budget", "-2")
+    assert (expected["run_without_mtp"] is None) is named
+    assert json.loads(run(*requested).out)["results"][0]["token_ids"] != tokens
+    refused = run(*requested, "--thinking-budget", "-2")
     assert refused.code == 2
     assert "thinking_token_budget must be an integer >= 0, got -2" in refused.err
 
@@ -338,7 +338,7 @@ def test_sampling_options_out_of_range(
     assert result.err.splitlines()[-1] == f"error: sampling parameters: {message}"
 
 
-def test_a_difference_is_told_and_fails(
+def test_a_difference_is_reported_and_fails(
     run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def altered(model: Any, prompt: list[int], *arguments: Any, **options: Any) -> Any:
@@ -413,15 +413,15 @@ def test_json_is_one_document(run: Run, config: Callable[..., str]) -> None:
     assert set(document["versions"]) == {"mtp_plugin", "python", "torch", "transformers"}
 
 
-TOLD = ("--option", "logprobs=2", "--option", "prompt_logprobs=0", "-p", "def f(", "-n", "12")
+LOGPROBS = ("--option", "logprobs=2", "--option", "prompt_logprobs=0", "-p", "def f(", "-n", "12")
 
 
 def test_json_has_log_probabilities(run: Run, config: Callable[..., str]) -> None:
     file = config(EAGLE)
-    (found,) = json.loads(run("generate", "-c", file, *TOLD, "--json").out)["results"]
-    asked = SamplingParams(max_new_tokens=12, logprobs=2, prompt_logprobs=0)
+    (found,) = json.loads(run("generate", "-c", file, *LOGPROBS, "--json").out)["results"]
+    requested = SamplingParams(max_new_tokens=12, logprobs=2, prompt_logprobs=0)
     with LLM(file) as llm:
-        (output,) = llm.generate(["def f("], asked)
+        (output,) = llm.generate(["def f("], requested)
     assert output.logprobs is not None
     assert output.prompt_logprobs is not None
 
@@ -436,19 +436,19 @@ def test_json_has_log_probabilities(run: Run, config: Callable[..., str]) -> Non
     assert found["prompt_logprobs"] == [None, *map(document, others)]
     assert len(found["logprobs"]) == 12
     assert len(found["prompt_logprobs"]) == 6
-    (found,) = json.loads(run("generate", "-c", file, *TOLD[4:], "--json").out)["results"]
+    (found,) = json.loads(run("generate", "-c", file, *LOGPROBS[4:], "--json").out)["results"]
     assert found["logprobs"] is found["prompt_logprobs"] is None
 
 
 def test_json_of_what_cannot_be(run: Run, config: Callable[..., str]) -> None:
-    """Behind cuts an id may have no odds at all, and JSON has no infinity."""
+    """After cuts an id may have no probability at all, and JSON has no infinity."""
     file = config({**EAGLE, "mtp": {"logprobs_mode": "processed"}})
     options = ("--option", "logprobs=2", "--option", "allowed_token_ids=[7]", "-n", "2")
     result = run("generate", "-c", file, "-p", "x", *options, "--json", "--ignore-eos")
     assert "Infinity" not in result.out
     for entries in json.loads(result.out)["results"][0]["logprobs"]:
         assert [one["logprob"] for one in entries] == [0.0, None]
-    # and named by the request, where decoding without MTP and without the executor stand beside it
+    # and named by the request, where decoding without MTP and without the executor are with it
     named = (*options, "--option", "logprobs_mode=processed", "--ignore-eos", "--json")
     for compared in ((), ("--compare-drafts",)):
         again = run("generate", "-c", file, "-p", "x", *named, *compared)
@@ -458,13 +458,13 @@ def test_json_of_what_cannot_be(run: Run, config: Callable[..., str]) -> None:
 
 def test_log_probabilities_are_shown(run: Run, config: Callable[..., str]) -> None:
     file = config(EAGLE)
-    (found,) = json.loads(run("generate", "-c", file, *TOLD, "--json").out)["results"]
-    lines = run("generate", "-c", file, *TOLD).out.splitlines()
+    (found,) = json.loads(run("generate", "-c", file, *LOGPROBS, "--json").out)["results"]
+    lines = run("generate", "-c", file, *LOGPROBS).out.splitlines()
     at = lines.index("log-probabilities (ranks) of prompt 1")
     _, second, *_ = found["prompt_logprobs"]
     (entry,) = second
-    told = f"{entry['token_id']} 'e' {entry['logprob']:.4f} ({entry['rank']})"
-    assert lines[at + 1] == f"  token 2: {told}"
+    expected = f"{entry['token_id']} 'e' {entry['logprob']:.4f} ({entry['rank']})"
+    assert lines[at + 1] == f"  token 2: {expected}"
     at = lines.index("log-probabilities (ranks) of text 1", at)
     for place, entries in enumerate(found["logprobs"][:10], 1):
         line = lines[at + place]
@@ -472,14 +472,14 @@ def test_log_probabilities_are_shown(run: Run, config: Callable[..., str]) -> No
         for one in entries:
             assert f" {one['logprob']:.4f} ({one['rank']})" in line
     assert lines[at + 11] == "  and 2 further tokens"
-    assert "log-probabilities" not in run("generate", "-c", file, *TOLD[4:]).out
+    assert "log-probabilities" not in run("generate", "-c", file, *LOGPROBS[4:]).out
 
 
 @pytest.mark.parametrize("way", ["rejection", "coupled"])
 def test_the_same_drafts_without_the_executor(
     run: Run, checkpoint: Path, tmp_path: Path, way: str
 ) -> None:
-    """Drawn texts too are the same for the same seeds."""
+    """Sampled texts too are the same for the same seeds."""
     file = tmp_path / "config.yaml"
     speculative = {**EAGLE, "mtp": {"verification": way}}
     file.write_text(yaml.safe_dump({"model": str(checkpoint), "speculative_config": speculative}))
@@ -513,8 +513,8 @@ def test_as_few_drafts_without_the_executor(
 ) -> None:
     file = config({**worker, "mtp": {"verification": way}})
     prompts = ("-p", "def f(", "-p", "é", "-n", "16", "--temperature", "0.8")
-    asked = ("-c", file, *prompts, "--no-compare", "--compare-drafts", "--json")
-    result = run("generate", *asked, "--option", option)
+    requested = ("-c", file, *prompts, "--no-compare", "--compare-drafts", "--json")
+    result = run("generate", *requested, "--option", option)
     assert result.code == 0
     document = json.loads(result.out)
     found, accepted = document["without_executor"], document["run"]["acceptance"]
@@ -566,7 +566,7 @@ def test_drafts_compare_by_themselves(
     ],
     ids=["block", "preempted"],
 )
-def test_drafts_that_cannot_compare_are_told(
+def test_drafts_that_cannot_compare_are_reported(
     run: Run, config: Callable[..., str], mtp: dict[str, Any], why: str
 ) -> None:
     cache = {"tokens_per_block": 8, "max_tokens": 80}
@@ -655,6 +655,6 @@ def test_a_failed_request_is_an_error(
     save_file(tensors, broken / "model.safetensors", {"format": "pt"})
     result = run("generate", "-c", config(EAGLE, model=str(broken)), "-p", "ab", "--no-marks")
     assert result.code == 2
-    told = "error: prompt 1 of 1 failed after 0 tokens: the target gave a row of logits without"
-    assert result.err.splitlines()[-1].startswith(told)
+    expected = "error: prompt 1 of 1 failed after 0 tokens: the target gave a row of logits without"
+    assert result.err.splitlines()[-1].startswith(expected)
     assert "Traceback" not in result.err

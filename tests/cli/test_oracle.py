@@ -45,7 +45,7 @@ def test_half_precision_ties_are_no_difference(
     assert [(d.position, d.token, d.expected) for d in found.differences] == (
         [] if ties else [(5, twin, truth[4])]
     )
-    # texts of drafts without the executor are judged alike
+    # texts of drafts without the executor are verified alike
     monkeypatch.setattr(PlainDecoding, "with_drafts", lambda *_, **__: [result])
     config = LLMConfig(model="nowhere", speculative_config=MTPDecodingConfig(max_draft_len=1))
     drafting = Drafting.of(config, model, params)

@@ -77,13 +77,13 @@ def test_every_combination_is_compared(run: Run, checkpoint: str) -> None:
         *("--num-prompts", "4", "-n", "12", "--json", "--ignore-eos"),
     )
     assert result.code == 0
-    told = json.loads(result.out)
-    assert told["identical"] is True
-    assert told["dtype"] == "float32"
-    assert told["device"] == "cpu"
-    found = [(v["worker"], v["max_draft_len"], v["batch_size"]) for v in told["variants"]]
+    expected = json.loads(result.out)
+    assert expected["identical"] is True
+    assert expected["dtype"] == "float32"
+    assert expected["device"] == "cpu"
+    found = [(v["worker"], v["max_draft_len"], v["batch_size"]) for v in expected["variants"]]
     assert found == [(w, k, b) for w in ("eagle", "vanilla") for k in (1, 3) for b in (1, 3)]
-    for variant in told["variants"]:
+    for variant in expected["variants"]:
         assert variant["num_prompts"] == 4
         assert variant["num_tokens"] == variant["num_equal"] == 48
         assert variant["ties"] == variant["differences"] == []
@@ -109,9 +109,9 @@ def test_the_table_and_the_verdict(run: Run, checkpoint: str) -> None:
         ({}, ("--temperature", "0.3", "--option", "draft_sampling=greedy")),
         ({"draft_vocab": 60}, ()),
     ],
-    ids=["greedy", "drawn", "greedy drafts", "greedy drafts asked for", "draft vocabulary"],
+    ids=["greedy", "sampled", "greedy drafts", "greedy drafts requested", "draft vocabulary"],
 )
-def test_as_many_drafts_stand_without_the_executor(
+def test_as_many_drafts_are_without_the_executor(
     run: Run, checkpoint: str, tmp_path: Path, mtp: dict[str, Any], sampling: tuple[str, ...]
 ) -> None:
     """By another way to the same text: no step accepts more or fewer."""
@@ -134,17 +134,17 @@ def test_as_many_drafts_stand_without_the_executor(
     assert len(lengths) > 1
 
 
-def test_drafts_without_the_executor_are_told(run: Run, checkpoint: str) -> None:
+def test_drafts_without_the_executor_are_reported(run: Run, checkpoint: str) -> None:
     result = run("-m", checkpoint, "--k", "2", "--num-prompts", "3", "-n", "6", "--ignore-eos")
     lines = [line for line in result.out.splitlines() if "without the executor" in line]
-    told = re.fullmatch(
+    expected = re.fullmatch(
         r"eagle K=2, prompts 1-3 without the executor: the text of target-only decoding, "
         r"accepted (\d\.\d\d) "
         r"\(by the executor (\d\.\d\d)\)",
         *lines,
     )
-    assert told is not None
-    assert told[1] == told[2]
+    assert expected is not None
+    assert expected[1] == expected[2]
 
 
 @pytest.fixture
@@ -169,9 +169,9 @@ def test_another_text_without_the_executor_is_a_difference(run: Run, checkpoint:
     assert "difference without the executor: eagle K=3 batch 8, prompt 1, token 4: " in result.out
     last = "identical to decoding without MTP: NO (8 tokens; ties: 0; differences: 1)"
     assert result.out.splitlines()[-1] == last
-    told = json.loads(run(*arguments, "--json").out)
-    assert told["identical"] is False
-    found = told["variants"][0]["without_executor"]
+    expected = json.loads(run(*arguments, "--json").out)
+    assert expected["identical"] is False
+    found = expected["variants"][0]["without_executor"]
     assert (found["num_equal_texts"], len(found["differences"])) == (1, 1)
 
 
@@ -183,9 +183,9 @@ def test_a_tie_without_the_executor_is_no_difference(run: Run, checkpoint: str) 
     assert result.code == 0
     assert re.search("the text of target-only decoding, [1-9] rounding ties, acc", result.out)
     assert result.out.splitlines()[-1].startswith("identical to decoding without MTP: yes (")
-    told = json.loads(run(*arguments, "--json").out)
-    assert told["identical"] is True
-    found = told["variants"][0]["without_executor"]
+    expected = json.loads(run(*arguments, "--json").out)
+    assert expected["identical"] is True
+    found = expected["variants"][0]["without_executor"]
     assert found["num_ties"] >= 1
     assert found["differences"] == []
 
@@ -221,17 +221,17 @@ SAMPLING = (
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("seed", [(), ("--seed", "11")], ids=["numbers", "seed"])
-def test_drawn_texts_are_compared(run: Run, checkpoint: str, seed: tuple[str, ...]) -> None:
+def test_sampled_texts_are_compared(run: Run, checkpoint: str, seed: tuple[str, ...]) -> None:
     result = run(
         *("-m", checkpoint, "--worker", "eagle,vanilla", "--k", "2", "--batch-size", "1,4"),
         *("--num-prompts", "4", "-n", "12", "--json", "--ignore-eos", *SAMPLING, *seed),
     )
     assert result.code == 0
-    told = json.loads(result.out)
-    assert told["sampling_params"]["temperature"] == 0.9
-    assert told["sampling_params"].get("seed") == (11 if seed else None)
-    assert len(told["variants"]) == 4
-    for variant in told["variants"]:
+    expected = json.loads(result.out)
+    assert expected["sampling_params"]["temperature"] == 0.9
+    assert expected["sampling_params"].get("seed") == (11 if seed else None)
+    assert len(expected["variants"]) == 4
+    for variant in expected["variants"]:
         assert variant["num_tokens"] == variant["num_equal"] == 48
         assert variant["differences"] == []
         assert variant["acceptance_length"] > 1
@@ -250,19 +250,19 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize("sampling", [(), SAMPLING], ids=["greedy", "drawn"])
+@pytest.mark.parametrize("sampling", [(), SAMPLING], ids=["greedy", "sampled"])
 def test_every_other_option_is_compared(
     run: Run, checkpoint: str, sampling: tuple[str, ...]
 ) -> None:
     others = [text for name, value in OTHERS.items() for text in ("--option", f"{name}={value}")]
-    asked = ("-m", checkpoint, "--worker", "eagle,vanilla", "--k", "2", "--num-prompts", "4")
+    requested = ("-m", checkpoint, "--worker", "eagle,vanilla", "--k", "2", "--num-prompts", "4")
     result = run(
-        *asked, "-n", "14", "--json", "--frequency-penalty", "0.4", *sampling[:-2], *others
+        *requested, "-n", "14", "--json", "--frequency-penalty", "0.4", *sampling[:-2], *others
     )
     assert result.code == 0
-    told = json.loads(result.out)
-    assert told["sampling_params"].keys() >= OTHERS.keys()
-    for variant in told["variants"]:
+    expected = json.loads(result.out)
+    assert expected["sampling_params"].keys() >= OTHERS.keys()
+    for variant in expected["variants"]:
         assert variant["num_tokens"] == variant["num_equal"] >= 4 * 10
         assert variant["differences"] == []
         assert variant["logprobs"]["num_values"] >= 2 * variant["num_tokens"]
@@ -283,7 +283,7 @@ def test_how_many_tokens_there_may_be(
     assert variant["num_tokens"] == variant["num_equal"] == count
 
 
-TOLD = ("--option", "logprobs=3", "--option", "prompt_logprobs=1", "-n", "8", "--ignore-eos")
+LOGPROBS = ("--option", "logprobs=3", "--option", "prompt_logprobs=1", "-n", "8", "--ignore-eos")
 
 
 @pytest.mark.thinned(cases=2)
@@ -295,8 +295,18 @@ def test_log_probabilities_are_compared(
     file = tmp_path / "config.yaml"
     speculative = {"decoding_type": "MTP", "max_draft_len": 2, "mtp": {"logprobs_mode": mode}}
     file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
-    asked = ("-c", str(file), "--num-prompts", "3", "--dtype", dtype, "--temperature", "0.7", *TOLD)
-    result = run(*asked, "--repetition-penalty", "1.3", "--json")
+    requested = (
+        "-c",
+        str(file),
+        "--num-prompts",
+        "3",
+        "--dtype",
+        dtype,
+        "--temperature",
+        "0.7",
+        *LOGPROBS,
+    )
+    result = run(*requested, "--repetition-penalty", "1.3", "--json")
     assert result.code == 0
     (variant,) = json.loads(result.out)["variants"]
     found = variant["logprobs"]
@@ -306,9 +316,9 @@ def test_log_probabilities_are_compared(
     line = re.compile(
         r"^eagle K=2 batch 8, \d+ log-probabilities: at most \S+ apart$", re.MULTILINE
     )
-    assert line.search(run(*asked, "--option", f"logprobs_mode={mode}").out)
-    # what is behind a cut hangs on its place, which half precision moves
-    result = run(*asked, "--top-k", "5")
+    assert line.search(run(*requested, "--option", f"logprobs_mode={mode}").out)
+    # what is after a cut hangs on its place, which half precision moves
+    result = run(*requested, "--top-k", "5")
     is_refused = (mode, dtype) == ("processed", "bfloat16")
     assert result.code == (2 if is_refused else 0)
     refusal = "parity: logprobs=3 of what top_k leaves: expected float32, got bfloat16"
@@ -329,12 +339,12 @@ def test_another_log_probability_is_a_difference(
     honest = parity.run_batch
     monkeypatch.setattr(parity, "run_batch", run_batch)
     monkeypatch.setattr(parity_report, "SHOWN_MISTOLD", 2)
-    asked = ("-m", checkpoint, "--num-prompts", "2", *TOLD)
-    result = run(*asked, "--json")
+    requested = ("-m", checkpoint, "--num-prompts", "2", *LOGPROBS)
+    result = run(*requested, "--json")
     assert result.code == 1
-    told = json.loads(result.out)
-    assert told["identical"] is False
-    (variant,) = told["variants"]
+    expected = json.loads(result.out)
+    assert expected["identical"] is False
+    (variant,) = expected["variants"]
     assert variant["differences"] == []
     *lost, wrong = variant["logprobs"]["differences"]
     assert (wrong["prompt"], wrong["position"], wrong["in_prompt"]) == (2, 5, False)
@@ -344,7 +354,7 @@ def test_another_log_probability_is_a_difference(
     assert {one["in_prompt"] for one in lost} == {True}
     assert min(one["position"] for one in lost) == 3
     assert {one["logprob"] for one in lost} == {None}
-    result = run(*asked)
+    result = run(*requested)
     assert result.code == 1
     lines = [line for line in result.out.splitlines() if line.startswith("log-probability: ")]
     assert lines[0].startswith("log-probability: eagle K=3 batch 8, prompt 2, prompt token 3: noth")
@@ -354,15 +364,15 @@ def test_another_log_probability_is_a_difference(
     )
 
 
-def test_log_probabilities_that_nobody_asks_for(run: Run, checkpoint: str) -> None:
-    asked = ("-m", checkpoint, "--num-prompts", "1", "-n", "2")
-    assert "log-prob" not in run(*asked).out
-    assert json.loads(run(*asked, "--json").out)["variants"][0]["logprobs"] is None
+def test_log_probabilities_that_nothing_requests(run: Run, checkpoint: str) -> None:
+    requested = ("-m", checkpoint, "--num-prompts", "1", "-n", "2")
+    assert "log-prob" not in run(*requested).out
+    assert json.loads(run(*requested, "--json").out)["variants"][0]["logprobs"] is None
 
 
 def test_words_that_are_never_written_are_compared(run: Run) -> None:
-    asked = ("-m", str(TINY), "-p", "def f(self", "-n", "12", "--k", "2", "--json")
-    (variant,) = json.loads(run(*asked, "--option", "bad_words=[self]").out)["variants"]
+    requested = ("-m", str(TINY), "-p", "def f(self", "-n", "12", "--k", "2", "--json")
+    (variant,) = json.loads(run(*requested, "--option", "bad_words=[self]").out)["variants"]
     assert variant["num_tokens"] == variant["num_equal"] == 12
     assert variant["without_executor"]["num_equal_texts"] == 1
 
@@ -372,8 +382,8 @@ def test_a_budget_of_thinking_is_compared(run: Run, checkpoint: str, tmp_path: P
     file = tmp_path / "config.yaml"
     speculative = {"decoding_type": "MTP", "max_draft_len": 1, **tags}
     file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
-    asked = ("-c", str(file), "--num-prompts", "3", "-n", "8", "--ignore-eos", "--json")
-    assert run(*asked, "--option", "thinking_token_budget=2").code == 0
+    requested = ("-c", str(file), "--num-prompts", "3", "-n", "8", "--ignore-eos", "--json")
+    assert run(*requested, "--option", "thinking_token_budget=2").code == 0
 
 
 def test_a_request_may_not_name_what_draws_texts_of_its_own(
@@ -409,7 +419,7 @@ def test_a_wrong_draw_is_a_difference(
     assert " is a tie" in line
 
 
-def test_ties_of_draws_are_excused_and_told(
+def test_ties_of_draws_are_excused_and_reported(
     run: Run, checkpoint: str, tampered: Callable[..., None]
 ) -> None:
     tampered(0, 3, other)
@@ -439,9 +449,9 @@ def test_a_wrong_token_is_reported_with_both_tokens_and_the_gap(
     arguments = ("-m", checkpoint, "--num-prompts", "3", "-n", "8", "--ignore-eos")
     result = run(*arguments, "--json")
     assert result.code == 1
-    told = json.loads(result.out)
-    assert told["identical"] is False
-    (variant,) = told["variants"]
+    expected = json.loads(result.out)
+    assert expected["identical"] is False
+    (variant,) = expected["variants"]
     (found,) = variant["differences"]
     assert (found["prompt"], found["position"]) == (2, 5)
     assert found["token"] == (found["expected"] + 1) % VOCAB
@@ -452,7 +462,7 @@ def test_a_wrong_token_is_reported_with_both_tokens_and_the_gap(
     row = Oracle(model).logits([*prefix, *truth[:4]], 1)[0]
     assert found["expected"] == truth[4]
     assert found["gap"] == float(row[truth[4]]) - float(row[found["token"]]) > 0
-    # the four tokens before it count, nothing behind it does
+    # the four tokens before it count, nothing after it does
     assert variant["num_equal"] == 8 + 4 + 8
 
     result = run(*arguments)
@@ -462,7 +472,7 @@ def test_a_wrong_token_is_reported_with_both_tokens_and_the_gap(
         f"difference: eagle K=3 batch 8, prompt 2, token 5: {found['token']}, "
         f"target-only decoding has {found['expected']}, logits "
     )
-    assert f"behind prompt ids {prefix[-8:]}" in line
+    assert f"after prompt ids {prefix[-8:]}" in line
     last = "identical to decoding without MTP: NO (24 tokens; ties: 0; differences: 1)"
     assert result.out.splitlines()[-1] == last
 
@@ -510,8 +520,8 @@ def test_ties_are_excused_and_differences_are_not(
         *("--dtype", case.dtype, "--tie-tolerance", case.tolerance, "--batch-size", "1"),
     )
     assert result.code == case.code
-    told = json.loads(result.out)
-    (variant,) = told["variants"]
+    expected = json.loads(result.out)
+    (variant,) = expected["variants"]
     assert variant["num_ties"] == len(variant["ties"]) == case.ties
     assert variant["num_differences"] == 1 - case.ties
     (found,) = variant["ties"] or variant["differences"]
@@ -520,7 +530,7 @@ def test_ties_are_excused_and_differences_are_not(
     assert variant["num_equal"] == 15
 
 
-def test_ties_are_told(run: Run, checkpoint: str, tampered: Callable[..., None]) -> None:
+def test_ties_are_reported(run: Run, checkpoint: str, tampered: Callable[..., None]) -> None:
     tampered(0, 3, other)
     result = run(
         *("-m", checkpoint, "--num-prompts", "1", "-n", "4", "--dtype", "bfloat16"),
@@ -532,7 +542,7 @@ def test_ties_are_told(run: Run, checkpoint: str, tampered: Callable[..., None])
     assert result.out.endswith("yes (4 tokens; ties: 1; differences: 0)\n")
 
 
-def test_behind_a_tie_decoding_goes_on_piece_by_piece(
+def test_after_a_tie_decoding_goes_on_piece_by_piece(
     checkpoint: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two words with the same row in the head; 50 tokens are more than three pieces."""
@@ -545,22 +555,22 @@ def test_behind_a_tie_decoding_goes_on_piece_by_piece(
         head.weight[twin] = head.weight[truth[4]]
     emitted = [*truth[:4], twin]
     emitted += greedy_decode(model.target, prompt + emitted, 45)
-    asked: list[int] = []
+    requested: list[int] = []
 
     def decode(*arguments: Any, max_seq_len: int, emitted: list[int], **options: Any) -> Any:
-        asked.append(max_seq_len - len(prompt) - len(emitted))
+        requested.append(max_seq_len - len(prompt) - len(emitted))
         return plain(*arguments, max_seq_len=max_seq_len, emitted=emitted, **options)
 
     plain = oracle.decode
     monkeypatch.setattr(oracle, "decode", decode)
     for tokens in (emitted, [*emitted[:40], (emitted[40] + 1) % VOCAB, *emitted[41:]]):
-        asked.clear()
+        requested.clear()
         result = Decoded(prompt, tokens, "", FinishReason.LENGTH, AcceptanceStats(3))
         (found,) = PlainDecoding(model, params, 512, None).verdicts([result])
         assert found.ties[0].position == 4
-        # the first run is whole, those behind ties are not
-        assert asked[0] == 50
-        assert max(asked[1:]) <= PIECE
+        # the first run is whole, those after ties are not
+        assert requested[0] == 50
+        assert max(requested[1:]) <= PIECE
         right = tokens == emitted
         assert found.num_equal == (50 if right else 40)
         assert (found.difference is None) == right
@@ -577,8 +587,8 @@ def test_batches_padded_as_graphs_would_be(run: Run, checkpoint: str) -> None:
     arguments = ("-m", checkpoint, "--batch-size", "3", "--num-prompts", "3", "-n", "6", "--json")
     result = run(*arguments, "--graphs", "--ignore-eos")
     assert result.code == 0
-    told = json.loads(result.out)
-    assert told["config"]["cuda_graph_config"]["enable_padding"] is True
+    expected = json.loads(result.out)
+    assert expected["config"]["cuda_graph_config"]["enable_padding"] is True
     result = run(*arguments, "--graphs", "--device", "cpu")
     assert result.code == 2
     assert "expected null with device: cpu" in result.err
@@ -636,7 +646,7 @@ def test_a_request_that_is_strict_under_such_a_config_is_compared(
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])
-def test_drawn_texts_of_their_own_are_refused(verification: str) -> None:
+def test_sampled_texts_of_their_own_are_refused(verification: str) -> None:
     mtp = {"verification": verification, "draft_sampling": "plain"}
     config = LLMConfig(
         model="nowhere", speculative_config=MTPDecodingConfig.model_validate({"mtp": mtp})
@@ -678,7 +688,7 @@ def test_wrong_options_are_named(
     assert "loading weights" not in result.err
 
 
-TOLD_AT_ONCE = [
+EARLY_ERRORS = [
     ("--worker medusa", "expected eagle or vanilla, with commas between, got 'medusa'"),
     ("--k 1,x", "expected whole numbers above 0 with commas between, got '1,x'"),
     ("--k 17", "--k: expected at most 16 drafts, got 17"),
@@ -707,17 +717,17 @@ for line in sys.stdin.read().splitlines():
 """
 
 
-def test_wrong_options_are_told_before_torch_is_imported() -> None:
+def test_wrong_options_are_reported_before_torch_is_imported() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", IN_ONE_PROCESS],
-        input="\n".join(options for options, _ in TOLD_AT_ONCE),
+        input="\n".join(options for options, _ in EARLY_ERRORS),
         capture_output=True,
         text=True,
         timeout=60,
         check=True,
     )
-    told = ended.stderr.split("# ")[1:]
-    for (options, message), lines in zip(TOLD_AT_ONCE, told, strict=True):
+    expected = ended.stderr.split("# ")[1:]
+    for (options, message), lines in zip(EARLY_ERRORS, expected, strict=True):
         assert lines.startswith(f"{options}\n")
         assert message in " ".join(lines.replace("\u2502", " ").split()), lines
         assert lines.endswith("exit code 2, imported: None\n")

@@ -28,11 +28,11 @@ def test_a_reader_that_leaves_ends_the_process_quietly(config: Callable[..., str
     process.stdout.read(1)
     process.stdout.close()
     assert process.stderr is not None
-    told = process.stderr.read().decode()
+    expected = process.stderr.read().decode()
     process.stderr.close()
     assert process.wait(60) == 141
-    assert "Traceback" not in told
-    assert "BrokenPipe" not in told
+    assert "Traceback" not in expected
+    assert "BrokenPipe" not in expected
 
 
 WRITING = (
@@ -70,16 +70,16 @@ def test_output_that_cannot_be_written_is_one_line(config: Callable[..., str]) -
         timeout=300,
         check=True,
     )
-    told = ended.stderr.decode()
-    assert "Traceback" not in told
-    of_each = told.split("ended with 1\n")
-    assert len(of_each) == len(WRITING) + 1, told
+    expected = ended.stderr.decode()
+    assert "Traceback" not in expected
+    of_each = expected.split("ended with 1\n")
+    assert len(of_each) == len(WRITING) + 1, expected
     assert of_each[-1] == ""
     message = "error: standard output cannot be written: No space left on device"
     assert [of_one.splitlines()[-1] for of_one in of_each[:-1]] == [message] * len(WRITING)
 
 
-CLOSED = "standard output is closed; /dev/null takes what nobody reads"
+CLOSED = "standard output is closed; redirect it to /dev/null to discard it"
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_output_that_goes_nowhere_is_one_line(way: str, message: str) -> None:
     ],
     ids=["doctor", "parity", "bench"],
 )
-def test_a_report_that_nobody_reads_ends_the_process_quietly(
+def test_a_report_that_nothing_reads_ends_the_process_quietly(
     config: Callable[..., str], arguments: tuple[str, ...]
 ) -> None:
     file = config(EAGLE)
@@ -127,15 +127,15 @@ def test_a_report_that_nobody_reads_ends_the_process_quietly(
         assert process.stdout is not None
         assert process.stderr is not None
         process.stdout.close()
-        told = process.stderr.read().decode()
+        expected = process.stderr.read().decode()
         assert process.wait(60) == 141
-    assert "Traceback" not in told
-    assert "error" not in told
+    assert "Traceback" not in expected
+    assert "error" not in expected
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_a_document_that_nobody_reads_ends_the_process_quietly(
+def test_a_document_that_nothing_reads_ends_the_process_quietly(
     config: Callable[..., str], stream: str
 ) -> None:
     arguments = ("-c", config(EAGLE), "-p", "ab", "-n", "4", "--no-compare", "--json")
@@ -143,11 +143,11 @@ def test_a_document_that_nobody_reads_ends_the_process_quietly(
         getattr(process, stream).close()
         other = process.stdout if stream == "stderr" else process.stderr
         assert other is not None
-        told = other.read().decode()
+        expected = other.read().decode()
         assert process.wait(60) == 141
-    assert "Traceback" not in told
-    assert "Pipe" not in told
-    assert stream == "stdout" or told == ""
+    assert "Traceback" not in expected
+    assert "Pipe" not in expected
+    assert stream == "stdout" or expected == ""
 
 
 @pytest.fixture
@@ -164,8 +164,8 @@ def test_ctrl_c_ends_the_process_cleanly(config: Callable[..., str]) -> None:
     assert process.stdout is not None
     process.stdout.read(1)
     process.send_signal(signal.SIGINT)
-    out, told = process.communicate(timeout=60)
+    out, expected = process.communicate(timeout=60)
     assert process.returncode == 130
-    assert told.decode().endswith("interrupted\n")
-    assert "Traceback" not in told.decode()
+    assert expected.decode().endswith("interrupted\n")
+    assert "Traceback" not in expected.decode()
     assert b"identical" not in out

@@ -124,7 +124,7 @@ def open_silent_pipe() -> int:
 
 NOTHING = [
     pytest.param(open_terminal, id="a terminal"),
-    pytest.param(open_silent_pipe, id="a pipe that nobody writes to"),
+    pytest.param(open_silent_pipe, id="a pipe without a writer"),
     pytest.param(open_empty_pipe, id="an empty pipe"),
     pytest.param(lambda: os.open(os.devnull, os.O_RDONLY), id="the null device"),
     pytest.param(None, id="closed"),
@@ -169,6 +169,6 @@ def test_bundled_prompts_lie_around_the_checkpoint(
     finally:
         bundled.unlink()
     assert prompt_taken(result) == ["one", "two"]
-    told = result.err.splitlines()
-    assert told[0].startswith("nothing came on standard input within 0.05 s")
-    assert told[1] == f"no prompt was given: taking those of {bundled}"
+    expected_value = result.err.splitlines()
+    assert expected_value[0].startswith("nothing came on standard input within 0.05 s")
+    assert expected_value[1] == f"no prompt was given: taking those of {bundled}"

@@ -26,7 +26,7 @@ from mtp_plugin.tools.parity import (
     Oracle,
     TieRule,
     first_difference,
-    judge_gap,
+    measure_gap,
     transformers_attention,
 )
 
@@ -205,7 +205,7 @@ class SampledGate:
         if params.is_greedy:
             return self._gate.compare_greedy(prompt, tokens)
         oracle, sampling = Oracle(self._subject.model), SamplingRule(params, prompt)
-        compare_gap = judge_gap(oracle, self._rule, sampling, tokens)
+        compare_gap = measure_gap(oracle, self._rule, sampling, tokens)
         rows = oracle.logits([*prompt, *tokens[:-1]], len(tokens) - start)
         ties: list[Divergence] = []
         for position, row in enumerate(rows, start):

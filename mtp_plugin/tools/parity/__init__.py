@@ -8,10 +8,10 @@ from mtp_plugin.tools.parity.compare import (
     compare_forced,
     compare_with_continuations,
     first_difference,
-    judge_gap,
+    measure_gap,
 )
 from mtp_plugin.tools.parity.draws import gap_of_draw
-from mtp_plugin.tools.parity.logprobs import LogprobComparison, Mistold, compare_logprobs
+from mtp_plugin.tools.parity.logprobs import LogprobComparison, LogprobMismatch, compare_logprobs
 from mtp_plugin.tools.parity.oracle import Oracle, transformers_attention
 from mtp_plugin.tools.parity.speculation import Drafting, speculate
 from mtp_plugin.tools.parity.ties import TIE_ULPS, TieRule, ulp
@@ -22,7 +22,7 @@ __all__ = [
     "Divergence",
     "Drafting",
     "LogprobComparison",
-    "Mistold",
+    "LogprobMismatch",
     "Oracle",
     "TieRule",
     "compare_forced",
@@ -30,7 +30,7 @@ __all__ = [
     "compare_with_continuations",
     "first_difference",
     "gap_of_draw",
-    "judge_gap",
+    "measure_gap",
     "speculate",
     "transformers_attention",
     "ulp",

@@ -1,4 +1,4 @@
-"""Emitted tokens beside those of target-only decoding, token for token, ties excused."""
+"""Compare output tokens with non-speculative decoding, token by token, except for ties."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Divergence:
     """What target-only decoding chose; None: it had ended."""
     gap: float | None = None
     """Logit of the expected token minus that of the emitted one, both given the same prefix; where
-    tokens are drawn, as `gap_of_draw`. None where there are no two tokens."""
+    tokens are sampled, see `gap_of_draw`. None where there are no two tokens."""
     tolerance: float = 0.0
     """The largest gap that is a tie."""
 
@@ -37,26 +37,26 @@ class Divergence:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One output beside target-only decoding."""
+    """Comparison of one output with non-speculative decoding."""
 
     num_equal: int
     """Tokens before the first difference that is no tie, ties among them."""
     ties: list[Divergence] = field(default_factory=list)
     difference: Divergence | None = None
-    """The first that is no tie; nothing behind it was compared."""
+    """The first that is not a tie; later tokens were not compared."""
 
 
 def compare_with_continuations(
     emitted: Sequence[int],
     continue_from: Callable[[list[int]], list[int]],
-    judge: Callable[[int, int, int], Divergence],
+    measure: Callable[[int, int, int], Divergence],
 ) -> Comparison:
     """Compare with target-only decoding; after a tie it goes on from the emitted prefix.
 
     Args:
         emitted: tokens of one request.
         continue_from: a prefix of them -> the prefix and what target-only decoding adds.
-        judge: (position, emitted token, expected token) -> the divergence with its gap.
+        measure: (position, output token, expected token) -> the divergence with its gap.
     """
     tokens = list(emitted)
     ties: list[Divergence] = []
@@ -70,24 +70,24 @@ def compare_with_continuations(
         theirs = expected[position] if position < len(expected) else None
         found = Divergence(position, ours, theirs)
         if ours is not None and theirs is not None:
-            found = judge(position, ours, theirs)
+            found = measure(position, ours, theirs)
         if not found.is_tie:
             return Comparison(position, ties, found)
         ties.append(found)
         start = position + 1
 
 
-def judge_gap(
+def measure_gap(
     oracle: Oracle, rule: TieRule, sampling: SamplingRule, emitted: Sequence[int]
 ) -> Callable[[int, int, int], Divergence]:
-    """Measures the gap of two tokens behind the common prefix, teacher forced.
+    """Return a function that measures the gap of two tokens after a common prefix.
 
     Args:
         sampling: of the request, with its prompt.
         emitted: its tokens.
     """
 
-    def judge(position: int, token: int, expected: int) -> Divergence:
+    def measure(position: int, token: int, expected: int) -> Divergence:
         output = emitted[:position]
         row = oracle.logits([*sampling.prompt, *output], 1)[0]
         logits = sampling.edited(row, output)
@@ -96,10 +96,10 @@ def judge_gap(
         if sampling.is_greedy:
             return Divergence(position, token, expected, higher - lower, rule.tolerance(highest))
         gap = gap_of_draw(sampling, row, output, token)
-        tolerance = rule.drawn_tolerance(highest, sampling.temperature)
+        tolerance = rule.sampled_tolerance(highest, sampling.temperature)
         return Divergence(position, token, expected, gap, tolerance)
 
-    return judge
+    return measure
 
 
 def compare_forced(
@@ -110,7 +110,7 @@ def compare_forced(
     *,
     start: int = 0,
 ) -> Comparison:
-    """Compare every token from ``start`` on with the best one behind the emitted prefix.
+    """Compare every token from ``start`` on with the argmax after the output prefix.
 
     One forward pass, no decoding: meant for half precision, where the order of additions decides
     between near-equal tokens anyway.

@@ -1,4 +1,4 @@
-"""How far off a row of logits would have to be for another token to be drawn of it."""
+"""How much a row of logits must change for another token to be sampled from it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from mtp_plugin.infer import SamplingRule
 def gap_of_draw(
     sampling: SamplingRule, logits: torch.Tensor, output: Sequence[int], token: int
 ) -> float:
-    """The least gap of scores that must close for ``token`` to be drawn; 0.0 where it is anyway.
+    """Return the smallest score gap that must close for ``token`` to be sampled; 0.0 if it is.
 
-    Scores are logits over the temperature. A token with a higher noisy score stands in the way by
+    Scores are logits over the temperature. A token with a higher noisy score prevents it by
     its lead, or by its distance from the cut that might leave it out; a token outside the cuts has
     its own distance to go.
 
     Args:
-        logits: the raw row [V] behind ``output``.
+        logits: the raw row [V] after ``output``.
     """
     scores = sampling.scaled(logits, output).double()
     margins = _margins(sampling, scores)
@@ -55,15 +55,15 @@ def _margins(sampling: SamplingRule, scores: torch.Tensor) -> torch.Tensor:
 def _margins_of_share(ordered: torch.Tensor, ahead: torch.Tensor, top_p: float) -> torch.Tensor:
     """[V]: of scores in descending order, and the share of the weight ahead of each.
 
-    A score changes sides when it comes to another rank and that rank changes sides: the odds of
+    A score changes sides when it comes to another rank and that rank changes sides: the chance of
     what is ahead of it move by as much as scores do, so those gaps compare.
     """
     limit = torch.tensor(top_p).double()
     rest = limit.logit() - ahead.logit()  # of the rank: falling, below 0 outside
     # the first rank that is farther by its score than by its share
     rank = torch.searchsorted(-(ordered + rest), -ordered)
-    behind, before = rank.clamp(max=len(ordered) - 1), (rank - 1).clamp(min=0)
-    way = torch.where(rank < len(ordered), ordered - ordered[behind], torch.inf)
+    following, before = rank.clamp(max=len(ordered) - 1), (rank - 1).clamp(min=0)
+    way = torch.where(rank < len(ordered), ordered - ordered[following], torch.inf)
     inside = torch.minimum(way, rest[before])
-    outside = torch.maximum(rest[behind], ordered - ordered[before])
+    outside = torch.maximum(rest[following], ordered - ordered[before])
     return torch.where(ahead < limit, inside, outside)

@@ -1,4 +1,4 @@
-"""Log-probabilities that were told of a text beside those of the target alone."""
+"""Compare log-probabilities of the executor with those of the target."""
 
 from __future__ import annotations
 
@@ -15,61 +15,71 @@ from mtp_plugin.requests.logprobs import Logprob, TokenLogprobs
 from mtp_plugin.tools.parity.oracle import Oracle
 from mtp_plugin.tools.parity.ties import TieRule
 
-Told = Sequence[TokenLogprobs | None]
+ReportedLogprobs = Sequence[TokenLogprobs | None]
 
 
 @dataclass(frozen=True)
-class Mistold:
-    """What was told of a token and is not what the target says."""
+class LogprobMismatch:
+    """A log-probability that differs from the target's."""
 
     position: int
-    """In prompt or text, counted from 0."""
+    """Position in prompt or output, counted from 0."""
     in_prompt: bool
     token: int
-    """Of which it was told: the one that stands there, or another beside it."""
-    told: Logprob | None
-    """None: nothing, though it is among the most likely."""
+    """The token at the position, or another of the most likely ones."""
+    reported: Logprob | None
+    """None: missing, although the token is among the most likely."""
     expected: Logprob
     tolerance: float
-    """Of log-probabilities, and of ranks among those so close."""
+    """Of log-probabilities, and of ranks of tokens within it."""
 
 
 @dataclass
 class LogprobComparison:
-    """What was told of one prompt and its text, beside what the target says."""
+    """Comparison of the log-probabilities of one prompt and its output with the target's."""
 
     num_values: int = 0
-    """Log-probabilities that were compared."""
+    """Number of compared log-probabilities."""
     largest_gap: float = 0.0
-    mistold: list[Mistold] = field(default_factory=list)
+    mismatches: list[LogprobMismatch] = field(default_factory=list)
 
-    def add(self, position: int, told: TokenLogprobs, row: TargetRow, *, in_prompt: bool) -> None:
-        """Compare what is told of one token."""
-        for token, one in told.items():
+    def add(
+        self, position: int, reported: TokenLogprobs, row: TargetRow, *, in_prompt: bool
+    ) -> None:
+        """Compare the entry of one token."""
+        for token, one in reported.items():
             self.num_values += 1
             expected = float(row.values[token])
             if one.logprob != expected:
                 self.largest_gap = max(self.largest_gap, abs(one.logprob - expected))
             if not row.allows(token, one):
                 self._note(position, token, one, row, in_prompt=in_prompt)
-        for token in row.lacking(told):
+        for token in row.lacking(reported):
             self._note(position, token, None, row, in_prompt=in_prompt)
 
     def _note(
-        self, position: int, token: int, told: Logprob | None, row: TargetRow, *, in_prompt: bool
+        self,
+        position: int,
+        token: int,
+        reported: Logprob | None,
+        row: TargetRow,
+        *,
+        in_prompt: bool,
     ) -> None:
         expected = row.expected(token)
-        self.mistold.append(Mistold(position, in_prompt, token, told, expected, row.tolerance))
+        self.mismatches.append(
+            LogprobMismatch(position, in_prompt, token, reported, expected, row.tolerance)
+        )
 
 
 @dataclass(frozen=True)
 class TargetRow:
-    """What the target says of one token.
+    """Log-probabilities of the target at one position.
 
     Args:
         values: [V], log-probabilities.
-        token: the one that stands there.
-        num_top: most likely ones to be told of.
+        token: the token at the position.
+        num_top: number of most likely tokens in an entry.
         tolerance: how far off a log-probability may be.
     """
 
@@ -78,20 +88,20 @@ class TargetRow:
     num_top: int
     tolerance: float
 
-    def allows(self, token: int, told: Logprob) -> bool:
+    def allows(self, token: int, reported: Logprob) -> bool:
         """Whether log-probability and rank are those of the target, but for rounding."""
         value = float(self.values[token])
         ahead = int((self.values > value + 2 * self.tolerance).sum())
         alike = int((self.values >= value - 2 * self.tolerance).sum())
         return (
-            math.isclose(told.logprob, value, rel_tol=0, abs_tol=self.tolerance)
-            and ahead < told.rank <= alike
+            math.isclose(reported.logprob, value, rel_tol=0, abs_tol=self.tolerance)
+            and ahead < reported.rank <= alike
         )
 
-    def lacking(self, told: TokenLogprobs) -> list[int]:
-        """Ids that nothing is told of and something should be."""
-        lost = [] if self.token in told else [self.token]
-        ranks = {*range(1, self.num_top + 1)} - {one.rank for one in told.values()}
+    def lacking(self, reported: TokenLogprobs) -> list[int]:
+        """Return the token ids that are missing in an entry."""
+        lost = [] if self.token in reported else [self.token]
+        ranks = {*range(1, self.num_top + 1)} - {one.rank for one in reported.values()}
         if ranks:
             order = self.values.sort(descending=True, stable=True).indices[: self.num_top].tolist()
             likely = [token for rank, token in enumerate(order, 1) if rank in ranks]
@@ -99,7 +109,7 @@ class TargetRow:
         return lost
 
     def expected(self, token: int) -> Logprob:
-        """What should be told of an id."""
+        """Return the expected log-probability and rank of a token."""
         value = self.values[token]
         ahead = (self.values > value).sum() + (self.values[:token] == value).sum()
         return Logprob(float(value), int(ahead) + 1)
@@ -111,17 +121,17 @@ def compare_logprobs(
     sampling: SamplingRule,
     emitted: Sequence[int],
     *,
-    logprobs: Told | None,
-    prompt_logprobs: Told | None,
+    logprobs: ReportedLogprobs | None,
+    prompt_logprobs: ReportedLogprobs | None,
     mode: LogprobsMode,
 ) -> LogprobComparison:
-    """What was told of a prompt and its text, each in one forward pass.
+    """Compare the log-probabilities of a prompt and its output, each in one forward pass.
 
     Args:
         sampling: of the request, with its prompt.
         emitted: its tokens.
-        logprobs: of those, as ``mode`` says; None: not asked for.
-        prompt_logprobs: of the prompt; None: not asked for.
+        logprobs: of the output, raw or processed by ``mode``; None: not requested.
+        prompt_logprobs: of the prompt; None: not requested.
     """
     found, params, prompt = LogprobComparison(), sampling.params, list(sampling.prompt)
     if prompt_logprobs is not None and len(prompt) > 1:
@@ -151,7 +161,7 @@ def _processed(
     output: Sequence[int],
     raw: TargetRow,
 ) -> TargetRow:
-    """The same of what the token was chosen from."""
+    """Return the row of processed logits."""
     temperature = 1.0 if sampling.is_greedy else sampling.temperature
     largest = _largest(sampling.edited(logits, output))
     return replace(
@@ -161,9 +171,9 @@ def _processed(
     )
 
 
-def _at(told: Told, place: int) -> TokenLogprobs:
-    """Nothing where less is told than there are tokens."""
-    return (told[place] if place < len(told) else None) or {}
+def _at(reported: ReportedLogprobs, place: int) -> TokenLogprobs:
+    """Return the entry of a position; empty if it is missing."""
+    return (reported[place] if place < len(reported) else None) or {}
 
 
 def _largest(values: torch.Tensor) -> float:

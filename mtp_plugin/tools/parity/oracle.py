@@ -87,7 +87,7 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
-        """Logits [num_rows, V] float32 behind the last ``num_rows`` of the given tokens."""
+        """Logits [num_rows, V] float32 after the last ``num_rows`` of the given tokens."""
         ids = torch.tensor([list(token_ids)], device=self.device)
         decoder: Any = self._model.target.get_decoder()
         states = decoder(input_ids=ids, use_cache=False).last_hidden_state[0, -num_rows:]

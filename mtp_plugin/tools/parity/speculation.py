@@ -51,24 +51,30 @@ class Drafting:
         Raises:
             ConfigError: a draft vocabulary that does not fit the model.
         """
-        asked = config.speculative_config
-        if not isinstance(asked, MTPDecodingConfig):
+        speculative = config.speculative_config
+        if not isinstance(speculative, MTPDecodingConfig):
             return "no MTP layer drafts"
-        label = label_of(DecodingOptions.read(asked, asks_later=True), params.requested_options())
+        label = label_of(
+            DecodingOptions.read(speculative, asks_later=True), params.requested_options()
+        )
         if label is not None:
             return f"{label.name} acceptance is not known without the executor"
-        mtp, is_vanilla = asked.mtp, asked.use_mtp_vanilla
+        mtp, is_vanilla = speculative.mtp, speculative.use_mtp_vanilla
         chain = mtp.chain or model.traits.chain
         verification = params.verification or mtp.verifications[0]
         verify = coupled if params.is_greedy else _VERIFY.get(verification)
         if verify is None:
             return f"{verification} verification is not known without the executor"
-        if asked.draft_len_schedule or asked.max_concurrency or asked.acceptance_window:
+        if (
+            speculative.draft_len_schedule
+            or speculative.max_concurrency
+            or speculative.acceptance_window
+        ):
             return "the number of drafts depends on more than the text"
         if is_vanilla and (chain == "target_shift" or mtp.draft_window != "exact"):
             return "what the MTP layers read depends on more than the text"
         return cls(
-            num_drafts=asked.draft_len,
+            num_drafts=speculative.draft_len,
             is_vanilla=is_vanilla,
             chain=chain,
             role=_ROLES[params.draft_sampling or mtp.drafts_of(verification)],

@@ -13,7 +13,7 @@ TIE_ULPS = 4.0
 """Each of two logits may come out two units in the last place off in another order of additions:
 half of one by its own rounding, the rest by that of the states it is computed from."""
 
-DRAWN_GAP = 1e-5
+SAMPLED_GAP = 1e-5
 """Noisy scores so close are a tie in float32 too: logarithms of the noise differ by device."""
 
 LOGPROB_GAP = 1e-4
@@ -52,12 +52,12 @@ class TieRule:
             f"tie tolerance: expected at least 0 ulps, got {self.ulps}",
         )
 
-    def drawn_tolerance(self, logit: float, temperature: float) -> float:
+    def sampled_tolerance(self, logit: float, temperature: float) -> float:
         """The largest excusable gap of noisy scores, which are logits over the temperature; those
         of float32 have their units in the last place too, which a low temperature makes large."""
         if self.ulps == 0:
             return 0.0
-        return max(self.ulps * ulp(logit, self.dtype) / temperature, DRAWN_GAP)
+        return max(self.ulps * ulp(logit, self.dtype) / temperature, SAMPLED_GAP)
 
     def logprob_tolerance(self, logit: float, temperature: float) -> float:
         """The largest excusable gap of log-probabilities, which are of logits over the temperature.

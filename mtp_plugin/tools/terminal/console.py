@@ -32,8 +32,8 @@ del _VISIBLE[ord("\n")], _VISIBLE[ord("\t")]
 
 
 class OutputConsole(Console):
-    """A console that ends the process when its output goes nowhere: quietly when nobody reads it
-    any more, with a line when it cannot be written."""
+    """A console that ends the process when its output fails: quietly if the reader has closed it,
+    with a line if it cannot be written."""
 
     @override
     def on_broken_pipe(self) -> None:
@@ -59,7 +59,7 @@ class OutputConsole(Console):
 
     @property
     def has_colors(self) -> bool:
-        """Whether a style can tell one text from another."""
+        """Whether styles can distinguish texts."""
         return self.color_system is not None and not self.no_color
 
     def write(self, text: str, style: str | None = None) -> None:
@@ -107,7 +107,7 @@ def run_to_the_end(command: Callable[[], None]) -> None:
 def require_output() -> None:
     """End the process where standard output is closed: what it has to say would be lost."""
     if sys.stdout is None:
-        show_error(OSError("standard output is closed; /dev/null takes what nobody reads"))
+        show_error(OSError("standard output is closed; redirect it to /dev/null to discard it"))
         raise SystemExit(UNWRITABLE)
 
 

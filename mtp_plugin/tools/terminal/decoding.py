@@ -31,9 +31,9 @@ class Decoded:
     number: int = 0
     """Of the request; decides its draws where it has no seed."""
     logprobs: list[TokenLogprobs] | None = None
-    """Of every token; None: not asked for."""
+    """Of every output token; None: not requested."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    """Of every prompt token but the first, which has None; None: not asked for."""
+    """Of every prompt token (None for the first); None: not requested."""
 
 
 @dataclass(frozen=True)

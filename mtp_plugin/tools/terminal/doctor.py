@@ -158,11 +158,11 @@ def show_diagnosis(found: Diagnosis, console: OutputConsole) -> None:
 
 def _examine_cache(found: Diagnosis, config: LLMConfig) -> None:
     cache = config.kv_cache_config
-    asked, block = configured_blocks(cache), cache.tokens_per_block
-    if asked is None:
+    configured, block = configured_blocks(cache), cache.tokens_per_block
+    if configured is None:
         found.add("KV blocks", f"of {block} tokens, as many as memory holds")
     else:
-        found.add("KV blocks", f"{asked} of {block} tokens")
+        found.add("KV blocks", f"{configured} of {block} tokens")
 
 
 def _add_facts(found: Diagnosis, facts: ModelFacts) -> None:
@@ -219,7 +219,7 @@ def _row_and_weights(config: LLMConfig, plan: DraftPlan, checked: Preflight) -> 
 def _examine_memory(
     found: Diagnosis, config: LLMConfig, max_seq_len: int, row: int, weights: int
 ) -> None:
-    """The KV cache, beside the weights that will be loaded."""
+    """Add the size of the KV cache, given the weights that will be loaded."""
     device = resolve_device(config.device)
     available = available_bytes(device)
     if available is not None:
@@ -228,8 +228,8 @@ def _examine_memory(
         config, device, max_seq_len=max_seq_len, token_bytes=row, available=available
     )
     size = format_bytes((blocks + 1) * config.kv_cache_config.tokens_per_block * row)
-    beside = "" if available is None else f" of {format_bytes(available)} available"
-    found.add("KV cache", f"{blocks} blocks, {size}{beside}")
+    share = "" if available is None else f" of {format_bytes(available)} available"
+    found.add("KV cache", f"{blocks} blocks, {size}{share}")
 
 
 def _preflight(config: LLMConfig, plan: DraftPlan | None) -> Preflight:

@@ -28,35 +28,42 @@ from mtp_plugin.tools.terminal.stream_view import StreamView
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What the command line asks for beside a config."""
+class GenerateOptions:
+    """Options of the command that are not part of the config."""
 
     prompts: Sequence[str]
     params: SamplingParams
     marks: bool | None
-    """Put accepted drafts between marks where the output has no colors; None: in a terminal."""
+    """Mark accepted drafts if the output has no colors; None: only in a terminal."""
     compare: bool
-    """Also without MTP: for the speed, and token by token for the text."""
+    """Also decode without MTP, to compare speed and output."""
     compare_drafts: bool
-    """Also with drafts through none of the executor, for the tokens per step."""
+    """Also decode with the same drafts without the executor, to compare tokens per step."""
 
 
 def run_generate(
-    settings: LLMConfig, asked: Asked, stream: OutputConsole | None, log: OutputConsole
+    settings: LLMConfig,
+    options: GenerateOptions,
+    stream: OutputConsole | None,
+    log: OutputConsole,
+    choices: Sequence[str] = (),
 ) -> Report:
-    """Run everything that is asked for.
+    """Run all requested decodings.
 
     Args:
-        stream: where texts appear while they are made; None: nowhere.
-        log: told what is waited for, and what is left out.
+        stream: where outputs are streamed; None: nowhere.
+        log: receives progress, and what is skipped.
+        choices: lines for ``log`` about choices in the config, written once the engine exists.
     """
-    with progress(log) as tell:
-        llm = LLM(settings, on_progress=tell)
+    with progress(log) as show_progress:
+        llm = LLM(settings, on_progress=show_progress)
+    for choice in choices:
+        log.write_line(choice)
     model, tokenizer = llm.model, llm.tokenizer
     max_seq_len, draft_len = llm.max_seq_len, llm.pieces.plan.max_draft_len
     with llm:
-        run = _run_shown(llm, asked, stream)
-    # its KV cache goes before the next one is allocated
+        run = _run_shown(llm, options, stream)
+    # free its KV cache before the next one is allocated
     del llm
     plain = PlainDecoding(
         model,
@@ -67,21 +74,21 @@ def run_generate(
         thinking=thinking_of(settings, tokenizer),
     )
     run_without_mtp = None
-    if asked.compare and draft_len:
-        run_without_mtp = _run_without_mtp(settings, asked, plain, log)
+    if options.compare and draft_len:
+        run_without_mtp = _run_without_mtp(settings, options, plain, log)
     resolved = settings.resolve(model.facts.num_mtp_layers)
-    drafting = _drafting(resolved, asked, plain, run) if asked.compare_drafts else None
+    drafting = _drafting(resolved, options, plain, run) if options.compare_drafts else None
     comparison = None
-    if asked.compare:
+    if options.compare:
         is_alike = isinstance(drafting, Drafting)
-        comparison = _compare(plain, run, redraws(settings, asked.params), log, is_alike=is_alike)
+        comparison = _compare(plain, run, redraws(settings, options.params), log, is_alike=is_alike)
     weight: Any = model.embed_tokens.weight
     return Report(
         config=resolved,
         max_draft_len=draft_len,
         device=str(weight.device),
         dtype=str(weight.dtype).removeprefix("torch."),
-        prompts=list(asked.prompts),
+        prompts=list(options.prompts),
         run=run,
         run_without_mtp=run_without_mtp,
         comparison=comparison,
@@ -90,47 +97,50 @@ def run_generate(
     )
 
 
-def _run_shown(llm: LLM, asked: Asked, stream: OutputConsole | None) -> BatchRun:
+def _run_shown(llm: LLM, options: GenerateOptions, stream: OutputConsole | None) -> BatchRun:
     if stream is None:
-        return _run_told(llm, asked)
-    view = StreamView(stream, asked.prompts, marks=asked.marks)
+        return _run_with_progress(llm, options)
+    view = StreamView(stream, options.prompts, marks=options.marks)
     try:
-        return run_batch(llm, asked.prompts, asked.params, view.show)
+        return run_batch(llm, options.prompts, options.params, view.show)
     finally:
         view.close()
 
 
-def _run_told(llm: LLM, asked: Asked) -> BatchRun:
-    """With a bar for several prompts, which is drawn between the steps."""
-    with batch_progress(len(asked.prompts), use_tqdm=True) as tell:
+def _run_with_progress(llm: LLM, options: GenerateOptions) -> BatchRun:
+    """Run with a progress bar if there are several prompts."""
+    with batch_progress(len(options.prompts), use_tqdm=True) as show_progress:
         return run_batch(
-            llm, asked.prompts, asked.params, lambda events: tell([event for _, event in events])
+            llm,
+            options.prompts,
+            options.params,
+            lambda events: show_progress([event for _, event in events]),
         )
 
 
 def _run_without_mtp(
-    settings: LLMConfig, asked: Asked, plain: PlainDecoding, log: OutputConsole
+    settings: LLMConfig, options: GenerateOptions, plain: PlainDecoding, log: OutputConsole
 ) -> BatchRun | None:
     without_mtp = settings.model_copy(update={"speculative_config": None})
-    has_budget = asked.params.thinking_token_budget is not None
+    has_budget = options.params.thinking_token_budget is not None
     if has_budget and thinking_of(without_mtp, plain.tokenizer) != plain.thinking:
         log.write_line("not timed without MTP: only speculative_config names the ids of thinking")
         return None
-    # no spinner, whose thread would take its share of the time that is measured
+    # no spinner: its thread would disturb the measurement
     log.write_line("decoding without MTP, for the speed")
     with LLM(without_mtp, model=plain.model, tokenizer=plain.tokenizer) as llm:
-        # whose log-probabilities are raw, and nobody reads them
-        params = replace(asked.params.without_drafts(), logprobs_mode=None)
-        return _run_told(llm, replace(asked, params=params))
+        # log-probabilities of this run are not used
+        params = replace(options.params.without_drafts(), logprobs_mode=None)
+        return _run_with_progress(llm, replace(options, params=params))
 
 
 def _drafting(
-    resolved: LLMConfig, asked: Asked, plain: PlainDecoding, run: BatchRun
+    resolved: LLMConfig, options: GenerateOptions, plain: PlainDecoding, run: BatchRun
 ) -> Drafting | str:
     """As the executor drafted; a text says why nothing else can."""
-    drafting = Drafting.of(resolved, plain.model, asked.params)
+    drafting = Drafting.of(resolved, plain.model, options.params)
     if isinstance(drafting, Drafting) and drafting.redraws and run.num_preemptions:
-        redrawing = redraws(resolved, asked.params)
+        redrawing = redraws(resolved, options.params)
         return f"preempted {run.num_preemptions} times, after which {redrawing} redraws"
     return drafting
 
@@ -153,8 +163,8 @@ def _compare(
         what = "compared with the same drafts alone" if is_alike else "not compared"
         log.write_line(f"{what}: {redrawing} verification draws texts of its own")
         return None
-    with progress(log) as tell, transformers_attention(plain.model):
-        tell("decoding without the executor, for the text")
+    with progress(log) as show_progress, transformers_attention(plain.model):
+        show_progress("decoding without the executor, for the text")
         return plain.compare(run.results)
 
 
@@ -167,8 +177,8 @@ def _run_without_executor(
         log.write_line(f"not decoded again: {drafting}")
         return None
     try:
-        with progress(log) as tell, transformers_attention(plain.model):
-            tell("decoding with the same drafts, without the executor")
+        with progress(log) as show_progress, transformers_attention(plain.model):
+            show_progress("decoding with the same drafts, without the executor")
             return plain.run_with_drafts(run.results, drafting)
     except OutOfMemoryError:
         log.write_line("not decoded again: out of memory")

@@ -1,4 +1,4 @@
-"""``parity``: what the executor emits beside target-only decoding."""
+"""``parity``: compare the executor's output with non-speculative decoding."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from mtp_plugin.tools.parity import (
     Divergence,
     Drafting,
     LogprobComparison,
-    Mistold,
+    LogprobMismatch,
     Oracle,
     TieRule,
     transformers_attention,
@@ -66,7 +66,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A variant's outputs beside target-only decoding."""
+    """A variant's outputs compared with non-speculative decoding."""
 
     variant: Variant
     results: list[Decoded]
@@ -75,7 +75,7 @@ class Outcome:
     """The first prompts decoded once more with such drafts, through none of the executor; None: it
     drafts by more than the text."""
     logprobs: list[LogprobComparison] | None = None
-    """Of each prompt, with the target's; None: nobody asked for any."""
+    """Of each prompt, with the target's; None: none were requested."""
 
     @property
     def num_tokens(self) -> int:
@@ -99,9 +99,11 @@ class Outcome:
         return [(n, v.difference) for n, v in verdicts if v.difference is not None]
 
     @property
-    def mistold(self) -> list[tuple[int, Mistold]]:
+    def mismatches(self) -> list[tuple[int, LogprobMismatch]]:
         """(Number of the prompt from 1, a log-probability that is not the target's)."""
-        return [(n, one) for n, found in enumerate(self.logprobs or (), 1) for one in found.mistold]
+        return [
+            (n, one) for n, found in enumerate(self.logprobs or (), 1) for one in found.mismatches
+        ]
 
     @property
     def ties(self) -> list[tuple[int, Divergence]]:
@@ -130,7 +132,7 @@ class ParityReport:
     def exit_code(self) -> int:
         """`DIFFERENT` where an output is not that of target-only decoding."""
         found = (*self.outcomes, *self.plain)
-        return DIFFERENT if any(one.differences or one.mistold for one in found) else OK
+        return DIFFERENT if any(one.differences or one.mismatches for one in found) else OK
 
     @property
     def plain(self) -> list[Outcome]:
@@ -195,8 +197,8 @@ def run_parity(
     # the variant with the most draft layers loads the model for all
     for index in sorted(range(len(variants)), key=lambda i: -_num_draft_layers(variants[i][0])):
         variant, config = variants[index]
-        tell = on_progress if model is None else None
-        with LLM(config, model=model, tokenizer=tokenizer, on_progress=tell) as llm:
+        progress = on_progress if model is None else None
+        with LLM(config, model=model, tokenizer=tokenizer, on_progress=progress) as llm:
             model, tokenizer = llm.model, llm.tokenizer
             _expect_comparable(config, params, Oracle(model).dtype)
             if not prompts:
@@ -208,7 +210,7 @@ def run_parity(
         del llm
     if model is None:
         raise ConfigError("parity: expected at least one variant to run")
-    asks_logprobs = not (params.logprobs is None and params.prompt_logprobs is None)
+    has_logprobs = not (params.logprobs is None and params.prompt_logprobs is None)
     outcomes = []
     known: dict[int, KnownTexts] = {}
     alike: dict[tuple[str, int], Outcome] = {}
@@ -235,7 +237,7 @@ def run_parity(
                 again = plain.with_drafts(results, drafting)
                 alike[key] = Outcome(variant, again, plain.verdicts(again, tie_ulps))
             logprobs = None
-            if asks_logprobs:
+            if has_logprobs:
                 logprobs = plain.logprobs(results, logprobs_mode_of(config), tie_ulps)
             outcomes.append(Outcome(variant, results, verdicts, alike.get(key), logprobs))
     weight = next(model.lm_head.parameters())
@@ -263,7 +265,7 @@ def expect_same_text(command: str, config: LLMConfig, params: SamplingParams) ->
     if redrawing is not None:
         raise ConfigError(
             f"{command}: {redrawing} verification draws texts of its own by design; expected a "
-            "config that verifies drawn tokens by coupled first, or greedy decoding"
+            "config that verifies sampled tokens by coupled first, or greedy decoding"
         )
     speculative = config.speculative_config
     if not isinstance(speculative, MTPDecodingConfig):
@@ -277,7 +279,7 @@ def expect_same_text(command: str, config: LLMConfig, params: SamplingParams) ->
 
 
 def _expect_comparable(config: LLMConfig, params: SamplingParams, dtype: torch.dtype) -> None:
-    """Refuse log-probabilities behind cuts that rounding may move.
+    """Refuse processed log-probabilities if rounding may change the truncation.
 
     Raises:
         ConfigError: as it says.

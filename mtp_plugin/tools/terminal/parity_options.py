@@ -1,4 +1,4 @@
-"""What ``parity`` is asked for: looked over before anything is imported that takes seconds."""
+"""Options of ``parity``, checked before slow imports."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def combinations(
 def check_combinations(
     settings: LLMConfig, *, workers: Sequence[str], ks: Sequence[int], batch_sizes: Sequence[int]
 ) -> None:
-    """Refuse what can be told without the checkpoint.
+    """Refuse what is known to be wrong without the checkpoint.
 
     Raises:
         ConfigError: see `combinations`.

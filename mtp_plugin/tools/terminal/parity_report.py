@@ -8,7 +8,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
-from mtp_plugin.tools.parity import Divergence, LogprobComparison, Mistold
+from mtp_plugin.tools.parity import Divergence, LogprobComparison, LogprobMismatch
 from mtp_plugin.tools.terminal.console import OK, OutputConsole, can_show
 from mtp_plugin.tools.terminal.parity import Outcome, ParityReport, Variant
 from mtp_plugin.tools.terminal.report import (
@@ -32,23 +32,23 @@ def show_parity(report: ParityReport, console: OutputConsole) -> None:
     console.print(_table(report, ascii_box=not can_show("─━", console.file)))
     ties = [(o.variant, n, tie) for o in report.outcomes for n, tie in o.ties]
     for variant, number, tie in ties[:SHOWN_TIES]:
-        console.write_line(f"tie: {_told(report, variant, number, tie)}", "dim")
+        console.write_line(f"tie: {_describe(report, variant, number, tie)}", "dim")
     if len(ties) > SHOWN_TIES:
         console.write_line(f"and {len(ties) - SHOWN_TIES} further ties", "dim")
     differences = [(o, n, found) for o in report.outcomes for n, found in o.differences]
     for outcome, number, found in differences:
-        told = _told(report, outcome.variant, number, found)
+        reported = _describe(report, outcome.variant, number, found)
         prompt = _prompt(report, outcome.results[number - 1].prompt_token_ids)
-        console.write_line(f"difference: {told}, behind {prompt}", "bold red")
+        console.write_line(f"difference: {reported}, after {prompt}", "bold red")
     for plain in report.plain:
         console.write_line(plain_line(report, plain), "bold red" if plain.differences else "dim")
         for number, found in plain.differences:
-            told = _told(report, plain.variant, number, found)
-            console.write_line(f"difference without the executor: {told}", "bold red")
-    mistold = [(o, n, one) for o in report.outcomes for n, one in o.mistold]
+            reported = _describe(report, plain.variant, number, found)
+            console.write_line(f"difference without the executor: {reported}", "bold red")
+    mistold = [(o, n, one) for o in report.outcomes for n, one in o.mismatches]
     for outcome, number, one in mistold[:SHOWN_MISTOLD]:
-        told = _told_of(report, outcome.variant, number, one)
-        console.write_line(f"log-probability: {told}", "bold red")
+        reported = _describe_logprob(report, outcome.variant, number, one)
+        console.write_line(f"log-probability: {reported}", "bold red")
     if len(mistold) > SHOWN_MISTOLD:
         console.write_line(
             f"and {len(mistold) - SHOWN_MISTOLD} further log-probabilities", "bold red"
@@ -97,7 +97,7 @@ def plain_line(report: ParityReport, plain: Outcome) -> str:
     return f"{plain.variant.drafts}, {without_executor_line(plain.results, same, runs)}"
 
 
-def _told(report: ParityReport, variant: Variant, number: int, found: Divergence) -> str:
+def _describe(report: ParityReport, variant: Variant, number: int, found: Divergence) -> str:
     ours = spelled(found.token, report.tokenizer)
     theirs = spelled(found.expected, report.tokenizer)
     what = "logits" if report.params.is_greedy else "scores"
@@ -122,11 +122,15 @@ def _compared(logprobs: Sequence[LogprobComparison]) -> tuple[int, float]:
     return sum(found.num_values for found in logprobs), max(gaps, default=0.0)
 
 
-def _told_of(report: ParityReport, variant: Variant, number: int, one: Mistold) -> str:
+def _describe_logprob(
+    report: ParityReport, variant: Variant, number: int, one: LogprobMismatch
+) -> str:
     whose = "prompt token" if one.in_prompt else "token"
-    told = "nothing" if one.told is None else f"{one.told.logprob:.6g} ({one.told.rank})"
+    reported = (
+        "nothing" if one.reported is None else f"{one.reported.logprob:.6g} ({one.reported.rank})"
+    )
     return (
-        f"{variant.label}, prompt {number}, {whose} {one.position + 1}: {told} of "
+        f"{variant.label}, prompt {number}, {whose} {one.position + 1}: {reported} of "
         f"{spelled(one.token, report.tokenizer)}, the target has {one.expected.logprob:.6g} "
         f"({one.expected.rank}), where {one.tolerance:.4g} is no gap"
     )
@@ -189,19 +193,19 @@ def _logprobs_document(outcome: Outcome) -> dict[str, Any] | None:
     return {
         "num_values": count,
         "largest_gap": json_number(gap),
-        "differences": [_mistold_document(number, one) for number, one in outcome.mistold],
+        "differences": [_mismatch_document(number, one) for number, one in outcome.mismatches],
     }
 
 
-def _mistold_document(number: int, one: Mistold) -> dict[str, Any]:
-    told = one.told
+def _mismatch_document(number: int, one: LogprobMismatch) -> dict[str, Any]:
+    reported = one.reported
     return {
         "prompt": number,
         "in_prompt": one.in_prompt,
         "position": one.position + 1,
         "token": one.token,
-        "logprob": None if told is None else json_number(told.logprob),
-        "rank": None if told is None else told.rank,
+        "logprob": None if reported is None else json_number(reported.logprob),
+        "rank": None if reported is None else reported.rank,
         "expected_logprob": json_number(one.expected.logprob),
         "expected_rank": one.expected.rank,
         "tolerance": one.tolerance,

@@ -25,7 +25,7 @@ from mtp_plugin.tools.parity import (
     TieRule,
     compare_logprobs,
     compare_with_continuations,
-    judge_gap,
+    measure_gap,
     speculate,
 )
 from mtp_plugin.tools.parity import Comparison as Verdict
@@ -33,7 +33,7 @@ from mtp_plugin.tools.terminal.decoding import Decoded
 from mtp_plugin.verifications import WAYS
 
 PIECE = 16
-"""Tokens that target-only decoding goes on by behind a tie, before it looks whether they agree."""
+"""Tokens that the reference decodes after a tie before they are compared again."""
 
 PLAINLY_SPECULATED = 4
 """Prompts that are decoded with drafts a second time, one by one."""
@@ -58,7 +58,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """A batch beside target-only decoding of the same prompts."""
+    """A batch compared with non-speculative decoding of the same prompts."""
 
     differences: list[Difference]
     num_tokens: int
@@ -75,7 +75,7 @@ class PlainRun:
 
     results: list[Decoded]
     comparison: Comparison | None
-    """With target-only decoding; None: drawn texts of their own, as those of the executor."""
+    """With non-speculative decoding; None: sampled outputs differ by design."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class PlainDecoding:
     """Kept between results; to be shared by none but those of the same params and engine seed."""
 
     def compare(self, results: Sequence[Decoded]) -> Comparison:
-        """Results beside target-only decoding."""
+        """Results compared with non-speculative decoding."""
         verdicts = self.verdicts(results)
         found = [(number, verdict.difference) for number, verdict in enumerate(verdicts, 1)]
         return Comparison(
@@ -117,9 +117,9 @@ class PlainDecoding:
         rule = TieRule(oracle.dtype, tie_ulps)
         verdicts = []
         for result in results:
-            judge = judge_gap(oracle, rule, self._rule_of(result, oracle), result.token_ids)
+            measure = measure_gap(oracle, rule, self._rule_of(result, oracle), result.token_ids)
             continue_from = partial(self._continue_from, oracle, result)
-            verdicts.append(compare_with_continuations(result.token_ids, continue_from, judge))
+            verdicts.append(compare_with_continuations(result.token_ids, continue_from, measure))
         return verdicts
 
     def logprobs(
@@ -168,7 +168,7 @@ class PlainDecoding:
             stats = AcceptanceStats(drafting.num_drafts)
             steps = list(zip(ran.emitted, ran.drafted, strict=True))
             for place, (emitted, drafted) in enumerate(steps):
-                if place:  # behind the step that read the prompt
+                if place:  # after the prefill
                     ends = place == len(steps) - 1
                     stats.record(emitted, num_told(emitted, drafted, ends=ends))
             found.append(
@@ -224,7 +224,7 @@ class PlainDecoding:
             if key not in self.known:
                 self.known[key] = go_on([], limit)
             return self.known[key]
-        # behind a tie piece by piece, since another one soon makes the rest worthless
+        # after a tie in small parts, since another tie soon makes the rest useless
         tokens = emitted
         while True:
             upto = min(len(tokens) + PIECE, limit)
@@ -249,8 +249,8 @@ def thinking_of(config: LLMConfig, tokenizer: Tokenizer | None) -> Thinking | No
         ConfigError: see `resolve_thinking_end`.
     """
     has_ids = tokenizer is not None
-    told = partial(encode, tokenizer, add_special_tokens=False) if has_ids else None
-    end = resolve_thinking_end(config.speculative_config, told)
+    encode_text = partial(encode, tokenizer, add_special_tokens=False) if has_ids else None
+    end = resolve_thinking_end(config.speculative_config, encode_text)
     if end is None:
         return None
     return Thinking(end.begin, end.end, None if end.end_token == NO_TOKEN else end.end_token)
@@ -263,7 +263,7 @@ def logprobs_mode_of(config: LLMConfig) -> LogprobsMode:
 
 
 def redraws(config: LLMConfig, params: SamplingParams) -> str | None:
-    """The verification under which a drawn text is another than the target's own, as likely one;
+    """The verification method that changes sampled output but not its distribution;
     None: it is the target's own."""
     speculative = config.speculative_config
     if params.is_greedy or not isinstance(speculative, MTPDecodingConfig):

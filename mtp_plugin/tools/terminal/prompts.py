@@ -1,4 +1,4 @@
-"""Where prompts come from: options, a file, standard input, or beside the checkpoint."""
+"""Read prompts from options, a file, standard input, or next to the checkpoint."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def read_prompts(
 
     Raises:
         RequestError: a file that cannot be read, an empty prompt, or no prompt anywhere.
-        CheckpointError: an empty prompt, and a tokenizer that cannot be asked about it.
+        CheckpointError: an empty prompt, and the tokenizer cannot encode it.
     """
     prompts = [*given, *([] if file is None else prompts_of_file(file))]
     if prompts:
@@ -59,7 +59,7 @@ def prompts_for_comparison(given: Sequence[str], file: Path | None, model: Path)
 
     Raises:
         RequestError: a file that cannot be read, or an empty prompt.
-        CheckpointError: an empty prompt, and a tokenizer that cannot be asked about it.
+        CheckpointError: an empty prompt, and the tokenizer cannot encode it.
     """
     prompts = [*given, *([] if file is None else prompts_of_file(file))]
     bundled = model.parent / BUNDLED
@@ -132,7 +132,7 @@ def _piped_text(report: Callable[[str], None]) -> str:
     except (OSError, ValueError):
         return ""
     if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
-        # a parent may hand down a pipe that nobody writes to or closes
+        # a parent process may pass a pipe that is never written or closed
         ready, _, _ = select.select([descriptor], [], [], STDIN_WAIT_SECONDS)
         if not ready:
             report(

@@ -9,10 +9,10 @@ from threading import Thread
 
 
 def read_ahead(checkpoint: str | Path) -> Thread | None:
-    """Have the system read a checkpoint's weights into its page cache, beside what follows.
+    """Start reading a checkpoint's weights into the page cache in the background.
 
     Returns:
-        The thread that asks, which nobody has to wait for; None: the system takes no such hints.
+        The thread, which need not be joined; None: the system has no such hints.
     """
     if not hasattr(os, "posix_fadvise"):
         return None
@@ -22,7 +22,7 @@ def read_ahead(checkpoint: str | Path) -> Thread | None:
 
 
 def _ask(checkpoint: Path) -> None:
-    # what is wrong with a file is told where it is loaded
+    # errors of a file are reported when it is loaded
     with suppress(OSError, ValueError):
         for file in sorted(checkpoint.glob("*.safetensors")):
             if not file.is_file():

@@ -36,7 +36,7 @@ class Report:
     prompts: list[str]
     run: BatchRun
     run_without_mtp: BatchRun | None
-    """The same executor without drafts; None where that was not asked for or is `run` itself."""
+    """The same executor without drafts; None if it was not requested or is `run` itself."""
     comparison: Comparison | None
     run_without_executor: PlainRun | None
     """None: that was not done."""
@@ -95,22 +95,22 @@ def headline(report: Report) -> str | None:
 
 
 def logprob_lines(results: Sequence[Decoded], tokenizer: Tokenizer | None) -> Iterator[str]:
-    """Log-probabilities of the first tokens, with ranks: of each and of the most likely ones beside
+    """Log-probabilities of the first tokens, with ranks: of each and of the most likely ones at
     it."""
     for number, result in enumerate(results, 1):
-        for whose, told in (("prompt", result.prompt_logprobs), ("text", result.logprobs)):
-            if told is None:
+        for whose, logprobs in (("prompt", result.prompt_logprobs), ("text", result.logprobs)):
+            if logprobs is None:
                 continue
             yield f"log-probabilities (ranks) of {whose} {number}"
-            for place, entries in enumerate(told[:SHOWN_LOGPROBS], 1):
+            for place, entries in enumerate(logprobs[:SHOWN_LOGPROBS], 1):
                 if entries is not None:
                     spelt = (
                         f"{spelled(token, tokenizer)} {one.logprob:.4f} ({one.rank})"
                         for token, one in entries.items()
                     )
                     yield f"  token {place}: {', '.join(spelt)}"
-            if len(told) > SHOWN_LOGPROBS:
-                yield f"  and {len(told) - SHOWN_LOGPROBS} further tokens"
+            if len(logprobs) > SHOWN_LOGPROBS:
+                yield f"  and {len(logprobs) - SHOWN_LOGPROBS} further tokens"
 
 
 def _table(report: Report, *, ascii_box: bool) -> Table:
@@ -154,7 +154,7 @@ def comparison_lines(report: Report) -> list[str]:
             f"{comparison.num_tokens} tokens agree up to the first difference of each prompt"
         ]
     if comparison.differences:
-        found = [_told(difference, report.tokenizer) for difference in comparison.differences]
+        found = [_describe(difference, report.tokenizer) for difference in comparison.differences]
         return [f"{title} NO", *found]
     ties = f", {comparison.num_ties} rounding ties" if comparison.num_ties else ""
     return [f"{title} yes ({comparison.num_tokens} tokens{ties})"]
@@ -171,14 +171,14 @@ def without_executor_lines(report: Report, plain: PlainRun) -> list[str]:
     differences = [] if found is None else found.differences
     return [
         without_executor_line(plain.results, same, [results]),
-        *(_told(difference, report.tokenizer) for difference in differences),
+        *(_describe(difference, report.tokenizer) for difference in differences),
     ]
 
 
 def without_executor_line(
     alike: Sequence[Decoded], same: str, runs: Iterable[Sequence[Decoded]]
 ) -> str:
-    """How the first prompts were decoded without the executor, beside its runs."""
+    """How the first prompts were decoded without the executor."""
     count = len(alike)
     lengths = [f"{merged(results[:count]).acceptance_length:.2f}" for results in (alike, *runs)]
     which = "prompt 1" if count == 1 else f"prompts 1-{count}"
@@ -198,7 +198,7 @@ def same_as_target_only(num_differences: int, num_ties: int) -> str:
 
 
 def same_texts(results: Sequence[Decoded], alike: Sequence[Decoded], dtype: str) -> str:
-    """How drawn texts compare that target-only decoding does not have."""
+    """How sampled outputs compare that non-speculative decoding does not produce."""
     others = len(alike) - _num_equal_texts(results, alike)
     if not others:
         return "the executor's text"
@@ -210,7 +210,7 @@ def _num_equal_texts(results: Sequence[Decoded], alike: Sequence[Decoded]) -> in
     return sum(a.token_ids == b.token_ids for a, b in zip(alike, results, strict=False))
 
 
-def _told(difference: Difference, tokenizer: Tokenizer | None) -> str:
+def _describe(difference: Difference, tokenizer: Tokenizer | None) -> str:
     ours = spelled(difference.token, tokenizer)
     theirs = spelled(difference.expected, tokenizer)
     return (
@@ -254,7 +254,7 @@ def report_document(report: Report) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Of the package and of what it stands on."""
+    """Versions of the package and its dependencies."""
     found = {"mtp_plugin": __version__, "python": platform.python_version()}
     return {**found, **{name: version(name) for name in ("torch", "transformers")}}
 
@@ -272,9 +272,9 @@ def _result_document(prompt: str, result: Decoded, max_draft_len: int) -> dict[s
     }
 
 
-def _logprobs_document(told: Sequence[TokenLogprobs | None] | None) -> list[Any] | None:
-    """Of every token itself, then of the most likely ones beside it."""
-    if told is None:
+def _logprobs_document(logprobs: Sequence[TokenLogprobs | None] | None) -> list[Any] | None:
+    """Of every token itself, then of the most likely tokens."""
+    if logprobs is None:
         return None
     return [
         entries
@@ -286,7 +286,7 @@ def _logprobs_document(told: Sequence[TokenLogprobs | None] | None) -> list[Any]
             }
             for token, one in entries.items()
         ]
-        for entries in told
+        for entries in logprobs
     ]
 
 
@@ -351,7 +351,7 @@ def _without_executor_document(report: Report) -> dict[str, Any] | None:
 def without_executor_document(
     results: Sequence[Decoded], alike: Sequence[Decoded]
 ) -> dict[str, Any]:
-    """The first results beside those of the same drafts without the executor, for JSON."""
+    """The first results and those of the same drafts without the executor, for JSON."""
     return {
         "num_prompts": len(alike),
         "num_equal_texts": _num_equal_texts(results, alike),

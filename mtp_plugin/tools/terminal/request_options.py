@@ -16,7 +16,7 @@ def sampling_params(
     *,
     presumed: Mapping[str, Any] | None = None,
 ) -> SamplingParams:
-    """What a request asks for.
+    """Build the options of a request.
 
     Args:
         flags: options with a flag of their own, by name.

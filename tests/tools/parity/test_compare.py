@@ -16,7 +16,7 @@ from mtp_plugin.tools.parity import (
     TieRule,
     compare_forced,
     compare_with_continuations,
-    judge_gap,
+    measure_gap,
     transformers_attention,
 )
 from tests.greedy import greedy_decode
@@ -26,18 +26,18 @@ PROMPT = [5, 6, 7]
 
 
 def plain(prefix: list[int]) -> list[int]:
-    """Decoding that counts on from whatever stands there."""
+    """Decoding that counts on from whatever is there."""
     following = TEXT[0] if not prefix else prefix[-1] + 1
     return prefix + list(range(following, following + len(TEXT) - len(prefix)))
 
 
 def tie_above(least: int):
-    """A judge to whom expected tokens from ``least`` on are ties."""
+    """A verify to whom expected tokens from ``least`` on are ties."""
 
-    def judge(position: int, token: int, expected: int) -> Divergence:
+    def verify(position: int, token: int, expected: int) -> Divergence:
         return Divergence(position, token, expected, 0.1 if expected >= least else 0.5, 0.2)
 
-    return judge
+    return verify
 
 
 def never(*_: int) -> Divergence:
@@ -53,12 +53,12 @@ def test_a_wrong_token_is_a_difference_with_its_gap() -> None:
     assert found == Comparison(2, [], Divergence(2, 99, 12, 0.5, 0.2))
 
 
-def test_behind_a_tie_decoding_goes_on_from_what_was_emitted() -> None:
+def test_after_a_tie_decoding_goes_on_from_what_was_emitted() -> None:
     found = compare_with_continuations([10, 31, 32, 33, 34, 35], plain, tie_above(11))
     assert found == Comparison(6, [Divergence(1, 31, 11, 0.1, 0.2)])
 
 
-def test_a_difference_behind_a_tie_is_found() -> None:
+def test_a_difference_after_a_tie_is_found() -> None:
     emitted = [10, 31, 32, 7, 8, 9]
     found = compare_with_continuations(emitted, plain, lambda p, t, e: Divergence(p, t, e, p, 2))
     assert found.ties == [Divergence(1, 31, 11, 1, 2)]
@@ -108,7 +108,7 @@ def compared(model: LoadedModel, emitted: list[int], rule: TieRule) -> Compariso
     return compare_with_continuations(
         emitted,
         lambda prefix: oracle.continuation(PROMPT, prefix, len(emitted)),
-        judge_gap(oracle, rule, SamplingRule(SamplingParams(), PROMPT), emitted),
+        measure_gap(oracle, rule, SamplingRule(SamplingParams(), PROMPT), emitted),
     )
 
 

@@ -32,14 +32,14 @@ def rule_of(**options) -> SamplingRule:
 
 @settings(max_examples=300, deadline=None)
 @given(OPTIONS, st.integers(0, 2**32), st.sampled_from([1e-3, 0.05, 0.4, 2.0]))
-def test_a_row_that_is_a_little_off_draws_what_is_that_near(options, dice, gap) -> None:
+def test_a_row_that_is_a_little_off_draws_what_is_that_near(options, rng, gap) -> None:
     """Two scores come a gap closer when each is off by half of it."""
-    rule, torch_dice = rule_of(**options), torch.Generator().manual_seed(dice)
-    row = torch.randn(VOCAB, generator=torch_dice)
-    off = (torch.rand(VOCAB, generator=torch_dice) - 0.5) * gap * options["temperature"]
+    rule, torch_rng = rule_of(**options), torch.Generator().manual_seed(rng)
+    row = torch.randn(VOCAB, generator=torch_rng)
+    off = (torch.rand(VOCAB, generator=torch_rng) - 0.5) * gap * options["temperature"]
     assert gap_of_draw(rule, row, [], rule.choose(row, [])) == 0.0
-    drawn = rule.choose(row + off, [])
-    assert gap_of_draw(rule, row, [], drawn) <= gap + 1e-5
+    sampled = rule.choose(row + off, [])
+    assert gap_of_draw(rule, row, [], sampled) <= gap + 1e-5
 
 
 def test_without_cuts_it_is_the_lead() -> None:
@@ -56,7 +56,7 @@ def test_without_cuts_it_is_the_lead() -> None:
         ({"top_k": 2}, 0.25),  # to the second score
         ({"min_p": math.exp(-1.0)}, 0.5),  # to the weight that is needed
         ({"top_p": 0.7}, 0.25),  # the second rank is kept
-        # the second rank is 0.67 of odds away, and 0.25 of scores
+        # the second rank is 0.67 of probability away, and 0.25 of scores
         ({"top_p": 0.5}, -math.log(math.exp(-1.25) + math.exp(-1.5))),
         ({"top_p": 0.7, "min_p": math.exp(-1.0)}, 0.5),
         ({"top_k": 2, "top_p": 0.8}, 0.25),
@@ -71,7 +71,7 @@ def test_outside_a_cut_it_is_the_way_to_it(options, distance) -> None:
 
 
 def test_what_a_cut_may_leave_out_is_in_the_way_by_its_distance_from_it() -> None:
-    """The second of two kept scores is drawn, the first has the lower noisy score."""
+    """The second of two kept scores is sampled, the first has the lower noisy score."""
     row = torch.tensor([0.0, -1.0, -1.125])
     rules = (rule_of(top_k=2, seed=seed) for seed in range(1000))
     noisy = ((rule, row + rule.noise([], 3)) for rule in rules)

@@ -56,11 +56,11 @@ def test_the_tolerance_is_a_number_of_ulps_and_none_in_float32() -> None:
 
 def test_noisy_scores_tie_by_the_temperature_and_by_the_rounding_of_noise() -> None:
     half, single = TieRule(torch.bfloat16), TieRule(torch.float32)
-    assert half.drawn_tolerance(10.0, 0.5) == 2 * half.tolerance(10.0)
-    assert single.drawn_tolerance(10.0, 0.01) == 4 * 2.0**-20 / 0.01
-    assert half.drawn_tolerance(1e-9, 1.0) == single.drawn_tolerance(10.0, 0.5) == 1e-5
+    assert half.sampled_tolerance(10.0, 0.5) == 2 * half.tolerance(10.0)
+    assert single.sampled_tolerance(10.0, 0.01) == 4 * 2.0**-20 / 0.01
+    assert half.sampled_tolerance(1e-9, 1.0) == single.sampled_tolerance(10.0, 0.5) == 1e-5
     for dtype in (torch.bfloat16, torch.float32):
-        assert TieRule(dtype, 0).drawn_tolerance(10.0, 1.0) == 0.0
+        assert TieRule(dtype, 0).sampled_tolerance(10.0, 1.0) == 0.0
 
 
 def test_a_negative_tolerance_is_named() -> None:

@@ -1,4 +1,4 @@
-"""The system is asked to read weights while Python imports."""
+"""The system is requested to read weights while Python imports."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from mtp_plugin.tools.terminal.read_ahead import read_ahead
 
 
 @pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="the system takes no such hints")
-def test_every_shard_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_shard_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("a.safetensors", "b.safetensors", "tokenizer.json"):
         (tmp_path / name).write_bytes(b"x")
     os.mkfifo(tmp_path / "c.safetensors")
-    asked = []
+    requested = []
     monkeypatch.setattr(
         os,
         "posix_fadvise",
-        lambda descriptor, *advice: asked.append(
+        lambda descriptor, *advice: requested.append(
             (os.readlink(f"/proc/self/fd/{descriptor}"), advice)
         ),
     )
@@ -27,10 +27,10 @@ def test_every_shard_is_asked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert thread is not None
     thread.join(10)
     whole = (0, 0, os.POSIX_FADV_WILLNEED)
-    assert asked == [(str(tmp_path / f"{name}.safetensors"), whole) for name in "ab"]
+    assert requested == [(str(tmp_path / f"{name}.safetensors"), whole) for name in "ab"]
 
 
-def test_a_folder_that_is_not_there_is_told_elsewhere(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_there_is_reported_elsewhere(tmp_path: Path) -> None:
     thread = read_ahead(tmp_path / "nowhere\0")
     if thread is not None:
         thread.join(10)

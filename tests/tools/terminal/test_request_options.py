@@ -15,7 +15,7 @@ FLAGS = {"max_new_tokens": 9, "temperature": None}
 
 
 @pytest.mark.parametrize(
-    ("text", "asked"),
+    ("text", "requested"),
     [
         ("stop_token_ids=[3, 4]", {"stop_token_ids": (3, 4)}),
         ("logit_bias={3: 1.5, 4: -2}", {"logit_bias": {3: 1.5, 4: -2}}),
@@ -27,8 +27,8 @@ FLAGS = {"max_new_tokens": 9, "temperature": None}
         ("logprobs=", {}),
     ],
 )
-def test_values_are_those_of_yaml(text: str, asked: dict[str, Any]) -> None:
-    assert sampling_params(FLAGS, [text]) == SamplingParams(max_new_tokens=9, **asked)
+def test_values_are_those_of_yaml(text: str, requested: dict[str, Any]) -> None:
+    assert sampling_params(FLAGS, [text]) == SamplingParams(max_new_tokens=9, **requested)
 
 
 def test_several() -> None:
@@ -47,7 +47,7 @@ def test_several() -> None:
         (7, ["max_tokens=7"], 7),
     ],
 )
-def test_a_flag_that_nobody_gives_yields_to_another_name(
+def test_a_flag_that_nothing_gives_yields_to_another_name(
     flag: int | None, texts: list[str], tokens: int | None
 ) -> None:
     presumed = {"max_new_tokens": 128}
