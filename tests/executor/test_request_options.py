@@ -182,7 +182,7 @@ def test_an_id_without_a_short_spelling(options: dict[str, Any]) -> None:
         ({"bad": [[3], [900]]}, f"bad: 900 {OUTSIDE}"),
         (
             {"bad": [[4]], "bad_token_ids": [5], "allowed_token_ids": [4, 5]},
-            "sampling parameters: allowed_token_ids: none is left beside bad and bad_token_ids",
+            "sampling parameters: allowed_token_ids: none is left without bad and bad_token_ids",
         ),
     ],
     ids=str,
