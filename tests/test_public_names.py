@@ -49,7 +49,7 @@ def test_reasons_are_read_as_text() -> None:
     assert {"stop", "stop_words", "length", "cancelled", "error"} == set(mtp_plugin.FinishReason)
 
 
-def test_a_name_that_nobody_has() -> None:
+def test_unknown_name() -> None:
     with pytest.raises(AttributeError, match=r"module 'mtp_plugin' has no attribute 'MTPWalker'"):
         mtp_plugin.MTPWalker  # noqa: B018
 

@@ -97,7 +97,7 @@ print(len(runs), gc.isenabled(), gc.get_freeze_count() > 100_000)
         (["generate", "--config", CONFIG, "--prompt-file", "nowhere.txt"], "nowhere.txt"),
     ],
 )
-def test_mistakes_are_told_before_torch_is_imported(arguments: list[str], message: str) -> None:
+def test_mistakes_are_reported_before_torch_is_imported(arguments: list[str], message: str) -> None:
     done = subprocess.run(
         [sys.executable, "-X", "importtime", "-m", "mtp_plugin", *arguments],
         capture_output=True,
@@ -106,16 +106,16 @@ def test_mistakes_are_told_before_torch_is_imported(arguments: list[str], messag
     assert done.returncode == 2
     lines = done.stderr.splitlines()
     imports = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
-    told = [line for line in lines if not line.startswith("import time:")]
-    assert message in "\n".join(told)
+    reported = [line for line in lines if not line.startswith("import time:")]
+    assert message in "\n".join(reported)
     assert "mtp_plugin.cli" in imports
     assert not imports & {"torch", "transformers", "triton"}
 
 
-def test_an_interrupt_while_something_is_imported_is_told_in_one_line() -> None:
+def test_an_interrupt_during_imports_is_one_line() -> None:
     interrupted = """
 import signal, sys
-# whoever runs tests in the background ignores it, and so would every child
+# a background job ignores the signal, and so would every child
 signal.signal(signal.SIGINT, signal.default_int_handler)
 sys.argv[1:] = ["generate", "--help"]
 class Finder:
