@@ -48,8 +48,8 @@ Output = Annotated[
     typer.Option(
         "--output",
         metavar="FILE",
-        help=f"JSON file; the plot is written next to it. Default: in {RESULTS}; nothing for "
-        "a run without a GPU or with --quick.",
+        help=f"JSON file; e2e writes a plot next to it. Default: in {RESULTS}; no file for a run "
+        "without a GPU or with --quick.",
     ),
 ]
 Cpu = Annotated[
