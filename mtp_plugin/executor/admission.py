@@ -372,7 +372,7 @@ class Admission:
         where = "" if masked == always else " after this prompt"
         allowed, bad = params.allowed_token_ids, f"{params.spelled('bad_words')} and bad_token_ids"
         if allowed is not None and masked.issuperset(allowed):
-            yield f"allowed_token_ids: none is left{where} with {bad}"
+            yield f"allowed_token_ids: none is left{where} without {bad}"
         elif allowed is None and masked and masked.issuperset(self._all_ids):
             yield f"{bad}: no id of the vocabulary of {self._facts.vocab_size} is left{where}"
 

@@ -135,13 +135,13 @@ REQUESTS = [
     Case(
         "a prompt of max_seq_len",
         [[1] * 16],
-        "request 0: the prompt has 16 tokens, max_seq_len is 16 and one token must fit behind it",
+        "request 0: the prompt has 16 tokens, max_seq_len is 16 and one token must fit after it",
         options={"max_seq_len": 16},
     ),
     Case(
         "a prompt past max_seq_len",
         [[1] * 40],
-        "request 0: the prompt has 40 tokens, max_seq_len is 16 and one token must fit behind it",
+        "request 0: the prompt has 40 tokens, max_seq_len is 16 and one token must fit after it",
         options={"max_seq_len": 16},
     ),
     Case(
@@ -262,8 +262,7 @@ REQUESTS = [
     Case(
         "a shorter one is tokenised",
         "a" * 2**16,
-        "request 0: the prompt has 65536 tokens, max_seq_len is 16 and one token must fit behind "
-        "it",
+        "request 0: the prompt has 65536 tokens, max_seq_len is 16 and one token must fit after it",
         options={"max_seq_len": 16},
         tokenizer=Odd(),
     ),
@@ -276,7 +275,7 @@ REQUESTS = [
     Case(
         "one too long among others",
         [[1], [1] * 16, [500]],
-        "prompt 2 of 3: the prompt has 16 tokens, max_seq_len is 16 and one token must fit behind "
+        "prompt 2 of 3: the prompt has 16 tokens, max_seq_len is 16 and one token must fit after "
         "it",
         options={"max_seq_len": 16},
     ),

@@ -159,7 +159,7 @@ class Story:
         while len(tokens) < len(prompt) + NUM_TOKENS:
             if len(tokens) - len(prompt) in {0, *preempted}:
                 tokens.append(self._rows(tokens, 1)[0].choice)
-                thinking = example.phase_behind(tokens, rule._replace(thinking=False))
+                thinking = example.phase_after_tokens(tokens, rule._replace(thinking=False))
                 rule = rule._replace(thinking=thinking)
                 continue
             drafts = self.oracle.fresh(tuple(tokens)).drafts

@@ -139,7 +139,7 @@ WRONG = [
     Wrong({"allowed_token_ids": [3, 90]}, f"allowed_token_ids: 90 {OUTSIDE}"),
     Wrong(
         {"allowed_token_ids": [3, 4], "bad_words": ["a"]},
-        "allowed_token_ids: none is left with bad_words and bad_token_ids",
+        "allowed_token_ids: none is left without bad_words and bad_token_ids",
     ),
     Wrong(
         {
@@ -216,8 +216,8 @@ def test_bad_words_that_leave_nothing_after_the_prompt() -> None:
     """What it ends with decides; but a budget of thinking may force a token there."""
     options = {"allowed_token_ids": [7, 8], "bad_words": [[4, 7], [3, 4, 8]]}
     message = (
-        "^request [0-9]+: not supported: allowed_token_ids: none is left after this prompt with "
-        "bad_words and bad_token_ids$"
+        "^request [0-9]+: not supported: allowed_token_ids: none is left after this prompt "
+        "without bad_words and bad_token_ids$"
     )
     admits = admission(tokenizer=Words())
     for make in (admits.make_request, admits.make_pending):

@@ -213,7 +213,7 @@ def test_a_budget_without_tags_is_refused_by_name(harness):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"mtp": {"thinking_end": [3]}}, r"thinking_end: \(3,\) is forced behind the token"),
+        ({"mtp": {"thinking_end": [3]}}, r"thinking_end: \(3,\) is forced after the token"),
         ({**TAGS, "mtp": {"thinking_end": [200]}}, r"expected ids below 128, .* got \[200\]"),
     ],
 )

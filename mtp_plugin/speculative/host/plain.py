@@ -82,7 +82,7 @@ class PlainRequest:
         if len(self.tokens) >= max_seq_len:
             raise RequestError(
                 f"request {self.request_id}: the prompt has {len(self.tokens)} tokens, max_seq_len "
-                f"is {max_seq_len} and one token must fit behind it"
+                f"is {max_seq_len} and one token must fit after it"
             )
         asked, lacking = params.requested_options(), LOOP_OPTIONS - self.loop_options
         named = [f"{name}={value!r}" for name, value in asked.items() if name in lacking]

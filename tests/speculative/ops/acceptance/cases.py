@@ -258,7 +258,7 @@ class Case:
             (row,) = self.rows_of(c)
             run = example.prompt(rows[row], finals is None or bool(finals[c]))
             if rule is not None:
-                run = run._replace(thinking=example.phase_behind(run.tokens, rule))
+                run = run._replace(thinking=example.phase_after_tokens(run.tokens, rule))
             runs.append(run)
         for g, drafts in enumerate(self.drafts.tolist()):
             present = drafts if lens is None else drafts[: int(lens[g])]

@@ -151,10 +151,10 @@ def verified(rows: list[Row], drafts: list[int], rule: Rule | None, count: int) 
     if count < 0:
         return strict(rows, drafts) if rule is None else relaxed(rows, drafts, rule)
     run = forced(rows, drafts, count)
-    return run if rule is None else run._replace(thinking=phase_behind(run.tokens, rule))
+    return run if rule is None else run._replace(thinking=phase_after_tokens(run.tokens, rule))
 
 
-def phase_behind(tokens: list[int], rule: Rule) -> bool:
+def phase_after_tokens(tokens: list[int], rule: Rule) -> bool:
     """Whether a request thinks after it emitted some tokens."""
     thinking = rule.thinking
     for token in tokens:
