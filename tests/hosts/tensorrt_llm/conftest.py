@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,18 +14,37 @@ from tests.hosts.tensorrt_llm.tiny_host import write_host
 
 
 @pytest.fixture
-def no_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No tensorrt_llm to import, also where one is installed."""
-    _forget_host(monkeypatch)
-    monkeypatch.setitem(sys.modules, "tensorrt_llm", None)
+def forget_host() -> Iterator[Callable[[], None]]:
+    """Remove the host's modules; afterwards those that were imported before are back."""
+
+    def names() -> list[str]:
+        return [name for name in sys.modules if name.split(".")[0] == "tensorrt_llm"]
+
+    def forget() -> None:
+        for name in names():
+            del sys.modules[name]
+
+    before = {name: sys.modules[name] for name in names()}
+    yield forget
+    forget()
+    sys.modules.update(before)
 
 
 @pytest.fixture
-def host(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+def no_host(forget_host: Callable[[], None]) -> None:
+    """No tensorrt_llm to import, also where one is installed."""
+    forget_host()
+    sys.modules["tensorrt_llm"] = None  # type: ignore[assignment]
+
+
+@pytest.fixture
+def host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, forget_host: Callable[[], None]
+) -> Callable[..., None]:
     """Put the host of a line on the path."""
 
     def put(line: str, **options: bool) -> None:
-        _forget_host(monkeypatch)
+        forget_host()
         monkeypatch.syspath_prepend(str(write_host(tmp_path / line, line, **options)))
 
     return put
@@ -39,9 +58,3 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(tensorrt_llm, "is_installed", lambda: bool(done))
     monkeypatch.setattr(ranks, "_ways", [])
     return done
-
-
-def _forget_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in list(sys.modules):
-        if name.split(".")[0] == "tensorrt_llm":
-            monkeypatch.delitem(sys.modules, name)

@@ -36,13 +36,13 @@ class Text:
 
 
 @pytest.fixture
-def format_value(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
+def log(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
     caplog.set_level("INFO", logger="mtp_plugin")
     return caplog
 
 
-def messages(told: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
-    return [(record.levelname, record.getMessage()[:20]) for record in told.records]
+def messages(log: pytest.LogCaptureFixture) -> list[tuple[str, str]]:
+    return [(record.levelname, record.getMessage()[:20]) for record in log.records]
 
 
 def steps(alarms: AcceptanceAlarms, count: int, emitted: int, drafted: int = K) -> None:
@@ -61,7 +61,7 @@ def emit(alarms: AcceptanceAlarms, request: Text, tokens: Sequence[int], run: in
 # --- collapse ---
 
 
-def test_a_collapse_is_told_once_the_window_is_full(told: pytest.LogCaptureFixture) -> None:
+def test_a_collapse_is_logged_once_the_window_is_full(log: pytest.LogCaptureFixture) -> None:
     alarms = AcceptanceAlarms()
     steps(alarms, COLLAPSE_STEPS - 1, 1)
     assert not alarms.collapsed
@@ -69,11 +69,11 @@ def test_a_collapse_is_told_once_the_window_is_full(told: pytest.LogCaptureFixtu
     assert alarms.collapsed
     assert alarms.num_collapses == 1
     assert alarms.acceptance_length == 1.0
-    assert messages(told) == [("WARNING", "acceptance collapsed")]
-    assert "1.000 tokens per step over the last 512 steps" in told.text
+    assert messages(log) == [("WARNING", "acceptance collapsed")]
+    assert "1.000 tokens per step over the last 512 steps" in log.text
 
 
-def test_it_ends_well_above_where_it_began(told: pytest.LogCaptureFixture) -> None:
+def test_it_ends_well_above_where_it_began(log: pytest.LogCaptureFixture) -> None:
     """26 accepted drafts in 512 steps keep it silent, 25 raise it, 77 end it."""
     alarms = AcceptanceAlarms()
     steps(alarms, 26, 2)
@@ -86,7 +86,7 @@ def test_it_ends_well_above_where_it_began(told: pytest.LogCaptureFixture) -> No
     assert alarms.collapsed  # 1.1484
     steps(alarms, 1, 2)
     assert not alarms.collapsed
-    assert messages(told) == [
+    assert messages(log) == [
         ("WARNING", "acceptance collapsed"),
         ("INFO", "acceptance recovered"),
     ]
@@ -101,13 +101,13 @@ def test_steps_without_drafts_are_no_collapse() -> None:
     assert alarms.acceptance_length == 0.0
 
 
-def test_ordinary_acceptance_says_nothing(told: pytest.LogCaptureFixture) -> None:
+def test_ordinary_acceptance_says_nothing(log: pytest.LogCaptureFixture) -> None:
     alarms = AcceptanceAlarms()
     for request_id in range(8):
         request = Text(request_id)
         for i in range(600):
             emit(alarms, request, list(range(1000 + 10 * i, 1000 + 10 * i + 1 + i % 4)))
-    assert not told.records
+    assert not log.records
     assert not alarms.looping
 
 
@@ -118,19 +118,19 @@ def loop(period: int, count: int = LOOP_SPAN) -> list[int]:
     return [i % period for i in range(count)]
 
 
-def test_a_loop_at_the_ceiling_is_told_with_its_request(told: pytest.LogCaptureFixture) -> None:
+def test_a_loop_at_the_ceiling_is_logged_with_its_request(log: pytest.LogCaptureFixture) -> None:
     alarms = AcceptanceAlarms()
     request = Text(17)
     emit(alarms, request, loop(5, LOOP_SPAN - 4))
     assert not alarms.looping
     emit(alarms, request, loop(5, 4))
     assert alarms.looping
-    assert "?" not in told.text
-    assert "a run without speculative_config shows" in told.text
+    assert "?" not in log.text
+    assert "a run without speculative_config shows" in log.text
     emit(alarms, request, loop(5, 5 * LOOP_SPAN))
     emit(alarms, Text(18), loop(7))
     assert alarms.num_looping_requests == 2
-    assert messages(told) == [("WARNING", "request 17 loops: ev")]
+    assert messages(log) == [("WARNING", "request 17 loops: ev")]
 
 
 @pytest.mark.parametrize(
@@ -157,7 +157,7 @@ def test_a_few_rejections_do_not_hide_a_loop() -> None:
     assert alarms.looping
 
 
-def test_the_alarm_comes_again_after_quiet_spans(told: pytest.LogCaptureFixture) -> None:
+def test_the_alarm_comes_again_after_quiet_spans(log: pytest.LogCaptureFixture) -> None:
     alarms = AcceptanceAlarms()
     emit(alarms, Text(), loop(3))
     for _ in range(QUIET_SPANS - 1):
@@ -169,7 +169,7 @@ def test_the_alarm_comes_again_after_quiet_spans(told: pytest.LogCaptureFixture)
         emit(alarms, request, list(range(LOOP_SPAN)))
     assert not alarms.looping
     emit(alarms, Text(), loop(3))
-    assert [level for level, _ in messages(told)] == ["WARNING", "INFO", "WARNING"]
+    assert [level for level, _ in messages(log)] == ["WARNING", "INFO", "WARNING"]
     assert alarms.num_looping_requests == 3
 
 
@@ -202,7 +202,7 @@ def test_texts_that_ended_are_not_undecided_though_somebody_holds_them() -> None
     assert not alarms.looping
 
 
-def test_one_that_loops_on_beside_many_others_keeps_it(told: pytest.LogCaptureFixture) -> None:
+def test_one_that_loops_on_beside_many_others_keeps_it(log: pytest.LogCaptureFixture) -> None:
     """Between two spans of it the others emit far more than what is quiet otherwise."""
     alarms = AcceptanceAlarms()
     request, others = Text(), [Text(i) for i in range(1, 301)]
@@ -217,10 +217,10 @@ def test_one_that_loops_on_beside_many_others_keeps_it(told: pytest.LogCaptureFi
         for other in others:
             emit(alarms, other, [len(other.tokens)] * 3)
     assert not alarms.looping
-    assert [level for level, _ in messages(told)] == ["WARNING", "INFO"]
+    assert [level for level, _ in messages(log)] == ["WARNING", "INFO"]
 
 
-def test_what_may_still_be_a_loop_is_not_quiet(told: pytest.LogCaptureFixture) -> None:
+def test_what_may_still_be_a_loop_is_not_quiet(log: pytest.LogCaptureFixture) -> None:
     """A batch that loops as one: its spans are undecided until each was emitted."""
     alarms = AcceptanceAlarms()
     emit(alarms, Text(), loop(3))
@@ -234,7 +234,7 @@ def test_what_may_still_be_a_loop_is_not_quiet(told: pytest.LogCaptureFixture) -
         emit(alarms, request, loop(4, K + 1))
     assert alarms.looping
     assert alarms.num_looping_requests == 101
-    assert [level for level, _ in messages(told)] == ["WARNING"]
+    assert [level for level, _ in messages(log)] == ["WARNING"]
 
 
 @pytest.mark.parametrize("run", [pytest.param(3, id="with-rejections"), K + 1])
