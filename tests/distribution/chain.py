@@ -19,7 +19,7 @@ from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
 from mtp_plugin.speculative.logit_rows import ThinkingRule
 from mtp_plugin.speculative.logits_processor_state import DraftMask, LogitsProcessorState
-from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy
+from mtp_plugin.speculative.ops.sampling import DraftedBy, VerifiedBy
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.state import SlotTable
 from mtp_plugin.speculative.state.edit_rows import EditRows
@@ -129,7 +129,7 @@ def texts(
         mine = slice(place * number, (place + 1) * number)
         facts = way.facts(place)
         values = {
-            "verification": JudgedBy[way.verification.upper()],
+            "verification": VerifiedBy[way.verification.upper()],
             "draft_sampling": DraftedBy[way.draft_sampling.upper()],
             "prompt_len": PROMPT_LEN,
             "min_tokens": way.min_tokens,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from mtp_plugin.requests.options import OPTIONS
-from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy
+from mtp_plugin.speculative.ops.sampling import DraftedBy, VerifiedBy
 from mtp_plugin.speculative.verification import BUILT
 from mtp_plugin.verifications import WAYS, codes
 
@@ -21,7 +21,7 @@ def test_every_name_has_a_mode() -> None:
 
 def test_requests_and_slots_know_the_names_of_the_table() -> None:
     assert OPTIONS["verification"].values.words == f"one of {', '.join(codes())}"
-    assert {way.name.lower(): int(way) for way in JudgedBy}.items() <= codes().items()
+    assert {way.name.lower(): int(way) for way in VerifiedBy}.items() <= codes().items()
     assert len(set(codes().values())) == len(codes())
 
 

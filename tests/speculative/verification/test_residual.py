@@ -14,7 +14,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.sampling import DraftedBy, JudgedBy, RejectionResult
+from mtp_plugin.speculative.ops.sampling import DraftedBy, RejectionResult, VerifiedBy
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.speculative.verification import (
     ResidualVerification,
@@ -39,43 +39,43 @@ def facts(prompt_len: int = 4, **options: Any) -> RequestFacts:
 @pytest.mark.parametrize(
     ("mtp", "asked", "judged_by", "drafted_by"),
     [
-        ({}, {}, JudgedBy.COUPLED, DraftedBy.COUPLED),
-        ({}, {"draft_sampling": "greedy"}, JudgedBy.COUPLED, DraftedBy.GREEDY),
-        ({"verification": "block"}, {}, JudgedBy.BLOCK, DraftedBy.PLAIN),
+        ({}, {}, VerifiedBy.COUPLED, DraftedBy.COUPLED),
+        ({}, {"draft_sampling": "greedy"}, VerifiedBy.COUPLED, DraftedBy.GREEDY),
+        ({"verification": "block"}, {}, VerifiedBy.BLOCK, DraftedBy.PLAIN),
         (
             {"verification": ["rejection", "coupled"]},
             {"verification": "coupled"},
-            JudgedBy.COUPLED,
+            VerifiedBy.COUPLED,
             DraftedBy.COUPLED,
         ),
         (
             {"verification": ["coupled", "rejection"], "draft_sampling": "greedy"},
             {"verification": "rejection"},
-            JudgedBy.REJECTION,
+            VerifiedBy.REJECTION,
             DraftedBy.GREEDY,
         ),
         (
             {"verification": ["coupled", "block"]},
             {"verification": "block"},
-            JudgedBy.BLOCK,
+            VerifiedBy.BLOCK,
             DraftedBy.PLAIN,
         ),
         (
             {"verification": ["coupled", "block"], "draft_sampling": "coupled"},
             {"verification": "block"},
-            JudgedBy.BLOCK,
+            VerifiedBy.BLOCK,
             DraftedBy.PLAIN,
         ),
         (
             {"verification": ["coupled", "rejection"], "draft_sampling": "plain"},
             {},
-            JudgedBy.COUPLED,
+            VerifiedBy.COUPLED,
             DraftedBy.COUPLED,
         ),
     ],
 )
 def test_what_slots_say(
-    mtp: dict[str, Any], asked: dict[str, Any], judged_by: JudgedBy, drafted_by: DraftedBy
+    mtp: dict[str, Any], asked: dict[str, Any], judged_by: VerifiedBy, drafted_by: DraftedBy
 ) -> None:
     modes = modes_of(**mtp)
     assert list(refusals(modes, asked)) == []

@@ -48,11 +48,11 @@ from mtp_plugin.speculative.ops.sampling.types import (
     STEP_COLUMN,
     TRUNCATION_SIZE,
     DraftedBy,
-    JudgedBy,
     ProposedDrafts,
     RejectionResult,
     Role,
     TargetSamples,
+    VerifiedBy,
 )
 
 __all__ = [
@@ -61,11 +61,11 @@ __all__ = [
     "STEP_COLUMN",
     "TRUNCATION_SIZE",
     "DraftedBy",
-    "JudgedBy",
     "ProposedDrafts",
     "RejectionResult",
     "Role",
     "TargetSamples",
+    "VerifiedBy",
     "keep_draft_probs",
     "processed_scores",
     "rejection_sample",

@@ -18,11 +18,11 @@ from mtp_plugin.speculative.ops.sampling.sample_reference import (
 from mtp_plugin.speculative.ops.sampling.types import (
     STEP_COLUMN,
     DraftedBy,
-    JudgedBy,
     ProposedDrafts,
     RejectionResult,
     Role,
     TargetSamples,
+    VerifiedBy,
 )
 from mtp_plugin.speculative.step import SlotRows
 
@@ -62,8 +62,8 @@ def rejection_sample_reference(
     generations = slice(rows.num_contexts, rows.num_requests)
     method = slots.read("verification", generations)
     is_sampled = slots.read("temperature", generations) >= GREEDY_BELOW
-    is_block = (method == JudgedBy.BLOCK) & by_block
-    is_verified = ((method == JudgedBy.REJECTION) | is_block) & is_sampled
+    is_block = (method == VerifiedBy.BLOCK) & by_block
+    is_verified = ((method == VerifiedBy.REJECTION) | is_block) & is_sampled
     case = _Case.of(logits, rows, slots, drafts, target)
     num_accepted = case.rejection_accepted()
     scale = torch.ones_like(num_accepted, dtype=torch.float32)

@@ -26,7 +26,7 @@ from mtp_plugin.speculative.logit_rows.rows_triton import (
     value_of,
 )
 from mtp_plugin.speculative.ops.sampling import types
-from mtp_plugin.speculative.ops.sampling.types import DraftedBy, JudgedBy, Role
+from mtp_plugin.speculative.ops.sampling.types import DraftedBy, Role, VerifiedBy
 
 TEMPERATURE = tl.constexpr(request_column("temperature"))
 TOP_K = tl.constexpr(request_column("top_k"))
@@ -40,8 +40,8 @@ HIGHEST = tl.constexpr(3.4028234663852886e38)
 BOUND_SLACK = tl.constexpr(1e-3)
 """More than the rounding error of a bound of a noisy score."""
 
-VERIFIED_BY_REJECTION = tl.constexpr(int(JudgedBy.REJECTION))
-VERIFIED_BY_BLOCK = tl.constexpr(int(JudgedBy.BLOCK))
+VERIFIED_BY_REJECTION = tl.constexpr(int(VerifiedBy.REJECTION))
+VERIFIED_BY_BLOCK = tl.constexpr(int(VerifiedBy.BLOCK))
 DRAFTED_PLAIN = tl.constexpr(int(DraftedBy.PLAIN))
 DRAFTED_GREEDY = tl.constexpr(int(DraftedBy.GREEDY))
 PLAIN_ROLE = tl.constexpr(int(Role.PLAIN_DRAFT))

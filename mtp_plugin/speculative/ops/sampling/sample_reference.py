@@ -9,8 +9,8 @@ from mtp_plugin.speculative.ops.sampling.types import (
     STEP_COLUMN,
     TRUNCATION_SIZE,
     DraftedBy,
-    JudgedBy,
     Role,
+    VerifiedBy,
 )
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows
@@ -66,7 +66,7 @@ def sample_tokens_reference(
 
 def noise_steps(slots: SlotRows, requests: slice) -> torch.Tensor:
     """The step that keys noise other than the target's, [N] int64; 0 without block verification."""
-    by_block = slots.read("verification", requests) == JudgedBy.BLOCK
+    by_block = slots.read("verification", requests) == VerifiedBy.BLOCK
     steps = torch.zeros_like(by_block, dtype=torch.int64)
     if STEP_COLUMN.name in slots.columns:
         steps = torch.where(by_block, slots.read(STEP_COLUMN.name, requests), steps)

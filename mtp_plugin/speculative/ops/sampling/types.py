@@ -24,7 +24,7 @@ class Role(IntEnum):
 _CODES = codes()
 
 
-class JudgedBy(IntEnum):
+class VerifiedBy(IntEnum):
     """Column ``verification``: verification method of a sampling request.
 
     Other methods have other codes, which the ops here ignore.
@@ -44,7 +44,7 @@ class DraftedBy(IntEnum):
 
 
 DRAFT_COLUMNS = (SlotColumn("verification", int), SlotColumn("draft_sampling", int))
-"""Hold `JudgedBy` and `DraftedBy`."""
+"""Hold `VerifiedBy` and `DraftedBy`."""
 STEP_COLUMN = SlotColumn("draft_step", int)
 """Number of steps of a request; part of the noise counter under block verification."""
 

@@ -17,10 +17,10 @@ from mtp_plugin.speculative.ops.sampling import (
     STEP_COLUMN,
     TRUNCATION_SIZE,
     DraftedBy,
-    JudgedBy,
     ProposedDrafts,
     RejectionResult,
     TargetSamples,
+    VerifiedBy,
     keep_draft_probs,
     rejection_sample,
     sample_tokens,
@@ -45,12 +45,12 @@ READ = (
 )
 COLUMNS = (*DRAFT_COLUMNS, STEP_COLUMN)
 WAYS = [
-    (JudgedBy.COUPLED, DraftedBy.COUPLED),
-    (JudgedBy.COUPLED, DraftedBy.GREEDY),
-    *[(JudgedBy.REJECTION, DraftedBy.PLAIN)] * 4,
-    (JudgedBy.REJECTION, DraftedBy.GREEDY),
-    *[(JudgedBy.BLOCK, DraftedBy.PLAIN)] * 6,
-    (JudgedBy.BLOCK, DraftedBy.GREEDY),
+    (VerifiedBy.COUPLED, DraftedBy.COUPLED),
+    (VerifiedBy.COUPLED, DraftedBy.GREEDY),
+    *[(VerifiedBy.REJECTION, DraftedBy.PLAIN)] * 4,
+    (VerifiedBy.REJECTION, DraftedBy.GREEDY),
+    *[(VerifiedBy.BLOCK, DraftedBy.PLAIN)] * 6,
+    (VerifiedBy.BLOCK, DraftedBy.GREEDY),
 ]
 NONE = dict.fromkeys(POOL_ROWS, NO_ROW)
 ROW_KINDS = (*["like"] * 12, *["smooth"] * 3, "flat", "flat", "infinite", "dead", "masked")
@@ -238,7 +238,7 @@ class Batch:
             judged_by, drafted_by, temperature, *truncation, seed, step = (
                 held(self.slots, request, name) for name in READ
             )
-            if judged_by == JudgedBy.COUPLED or temperature < GREEDY_BELOW:
+            if judged_by == VerifiedBy.COUPLED or temperature < GREEDY_BELOW:
                 expected.append(None)
                 continue
             mine = drafts[request].tolist()
@@ -250,7 +250,7 @@ class Batch:
             number = self.draft_len
             if self.draft_lens is not None:
                 number = int(self.draft_lens[generation])
-            by_block = judged_by == JudgedBy.BLOCK
+            by_block = judged_by == VerifiedBy.BLOCK
             noise = example.Noise(
                 seed=seed[0] % 2**32 | seed[1] % 2**32 << 32,
                 index=int(self.rows.positions[request]) + 1,
@@ -267,7 +267,7 @@ class Batch:
         """Whoever is judged by block is judged by rejection, and nobody may be otherwise."""
         slots = on_copy(self.slots)
         judged_by = column(slots, DRAFT_COLUMNS[0].name)
-        judged_by[judged_by == JudgedBy.BLOCK] = int(JudgedBy.REJECTION)
+        judged_by[judged_by == VerifiedBy.BLOCK] = int(VerifiedBy.REJECTION)
         return replace(self, slots=slots, by_block=False)
 
 

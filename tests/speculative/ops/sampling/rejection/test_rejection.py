@@ -20,9 +20,9 @@ from mtp_plugin.speculative.ops.sampling import (
     STEP_COLUMN,
     TRUNCATION_SIZE,
     DraftedBy,
-    JudgedBy,
     ProposedDrafts,
     TargetSamples,
+    VerifiedBy,
     keep_draft_probs,
     rejection_sample,
     sample_tokens,
@@ -114,7 +114,7 @@ def test_torch_frequencies_follow_the_example(by_block: bool, forced: list[int] 
                 "top_k": 0,
                 "top_p": 1.0,
                 "min_p": 0.0,
-                "verification": JudgedBy.BLOCK if by_block else JudgedBy.REJECTION,
+                "verification": VerifiedBy.BLOCK if by_block else VerifiedBy.REJECTION,
                 "draft_sampling": DraftedBy.PLAIN,
                 "draft_step": 4,
                 "seed": [0, 0],
@@ -303,10 +303,10 @@ def test_kernels_are_specialized_for_block_verification(
 
 
 @pytest.mark.parametrize("backend", Backend)
-@pytest.mark.parametrize("code", [max(JudgedBy) + 1, JudgedBy.BLOCK])
+@pytest.mark.parametrize("code", [max(VerifiedBy) + 1, VerifiedBy.BLOCK])
 def test_requests_with_other_methods_are_unchanged(backend: Backend, code: int) -> None:
     """For any other code, and for block verification where it is not enabled."""
-    batch = replace(Batch.of(4, 20, generations=24, contexts=0), by_block=code != JudgedBy.BLOCK)
+    batch = replace(Batch.of(4, 20, generations=24, contexts=0), by_block=code != VerifiedBy.BLOCK)
     drafts, pool = batch.drafted(Backend.TORCH)
     slots = on_copy(batch.slots)
     column(slots, "verification").fill_(int(code))
@@ -401,16 +401,16 @@ COLUMNS_OF_BATCH = Batch.of(40, 20, generations=5, contexts=2).slots.columns
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
-@pytest.mark.parametrize("mode", [JudgedBy.REJECTION, JudgedBy.BLOCK])
+@pytest.mark.parametrize("mode", [VerifiedBy.REJECTION, VerifiedBy.BLOCK])
 def test_rejection_sampling_takes_two_launches(
-    mode: JudgedBy, monkeypatch: pytest.MonkeyPatch
+    mode: VerifiedBy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No other launches fill or copy anything."""
     given = arguments()
     slots = SlotRows(given.pop("table"), given.pop("slot_ids"), COLUMNS_OF_BATCH)
     column(slots, "verification").fill_(int(mode))
     given["rows"] = LogitRows(2, 4, given.pop("positions"))
-    given["by_block"] = mode is JudgedBy.BLOCK
+    given["by_block"] = mode is VerifiedBy.BLOCK
     with Launches(monkeypatch) as launches:
         rejection_sample(slots=slots, **given, backend=Backend.TRITON)
     assert launches.counts == {"rejection_scan": 1, "rejection_finish": 1}
