@@ -13,10 +13,10 @@ from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError, MetadataError, expect, expect_int, format_value
 from mtp_plugin.requests.slots import slot_or_sentinel
 from mtp_plugin.speculative.host import (
-    asks_beyond_choice,
     expect_distinct_ids,
     is_eagle,
     is_vanilla,
+    needs_sampling,
     sampling_kind_of,
 )
 from mtp_plugin.speculative.step import SamplingKind
@@ -192,7 +192,7 @@ class MTPSpecMetadata:
         else:
             scanned = list(requests)
             if scanned != self._scanned:  # most steps have the requests of the step before
-                self._scanned_greedy = not any(map(asks_beyond_choice, scanned))
+                self._scanned_greedy = not any(map(needs_sampling, scanned))
                 self._scanned = scanned
             self.is_all_greedy_sample = self._scanned_greedy
 

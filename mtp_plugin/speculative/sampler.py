@@ -22,16 +22,16 @@ from mtp_plugin.speculative.host import (
     SamplerSizes,
     ScheduledBatch,
     SpecRequest,
+    append_logprobs,
     facts_of,
     num_listed_chunks,
     own_facts,
     read_reasons,
     refusal_of,
     refuse_unserved,
-    tell_logprobs,
-    tell_verified,
+    set_num_verified,
 )
-from mtp_plugin.speculative.metrics.acceptance import num_told
+from mtp_plugin.speculative.metrics.acceptance import num_decided_drafts
 from mtp_plugin.speculative.ops.sampler_store import ResultTensors, store_results
 from mtp_plugin.speculative.pending_row import BEAM, PendingRow, slots_of
 from mtp_plugin.speculative.result_store import (
@@ -305,7 +305,7 @@ class MTPSampler:
                 self._end(row.request, ending)
         for row, result in zip(rows, results, strict=True):
             if result.logprobs is not None:
-                tell_logprobs(row.request, result.logprobs, self.logprob_class)
+                append_logprobs(row.request, result.logprobs, self.logprob_class)
             self._count(row, result)
         return results
 
@@ -350,7 +350,7 @@ class MTPSampler:
         request.py_num_accepted_draft_tokens = num_matches
         request.py_rewind_len = 0 if is_context else draft_len - num_matches
         request.py_decoding_iter += 1
-        tell_verified(request, 0 if is_context else min(row.num_drafted, draft_len))
+        set_num_verified(request, 0 if is_context else min(row.num_drafted, draft_len))
         refused = row.refused
         if refused is None and facts.num_logprobs is not None and entries is None:
             refused = NO_LOGPROBS
@@ -387,7 +387,7 @@ class MTPSampler:
         num_emitted, num_drafted = len(result.token_ids), result.num_drafted
         if facts.stats is not None:
             ends = result.finish_reason is not None
-            facts.stats.record(num_emitted, num_told(num_emitted, num_drafted, ends=ends))
+            facts.stats.record(num_emitted, num_decided_drafts(num_emitted, num_drafted, ends=ends))
         if self.on_step is not None:
             self.on_step(row.request, num_emitted, num_drafted)
 

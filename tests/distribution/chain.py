@@ -214,7 +214,7 @@ class _Decoder:
             none = torch.full((requests, k + 1), -1, dtype=torch.int32, device=DEVICE)
             accepted = Accepted(none, nothing, nothing)
             positions = step.layout.drawn_positions("prompts")
-            update_token_history(accepted, step.drawn_slots(), positions, backend=self.backend)
+            update_token_history(accepted, step.sampling_slots(), positions, backend=self.backend)
         drafts = self._draft(step, nothing, last)
         stood = None
         while True:

@@ -42,7 +42,7 @@ class DecodingOptions:
         *,
         least_draft_len: int = 1,
         thinking_tokens: tuple[int, int] | None = None,
-        asks_later: bool = False,
+        defer_thinking_end: bool = False,
     ) -> Self:
         """Read a config.
 
@@ -51,7 +51,7 @@ class DecodingOptions:
 
         Args:
             thinking_tokens: (begin, end) ids that a host hands in; None: those of the config.
-            asks_later: leave ``thinking_end`` None, since a tokenizer may know what it needs.
+            defer_thinking_end: leave ``thinking_end`` None for the caller to resolve.
 
         Raises:
             ConfigError: no name holds a K of at least ``least_draft_len``, or an option of
@@ -62,7 +62,7 @@ class DecodingOptions:
             if thinking_tokens is None:
                 return config
             return replace(config, thinking_tokens=thinking_tokens)
-        thinking_end = None if asks_later else resolve_thinking_end(config, None)
+        thinking_end = None if defer_thinking_end else resolve_thinking_end(config, None)
         tokens = thinking_tokens or (
             read_thinking_token(config, "begin"),
             read_thinking_token(config, "end"),

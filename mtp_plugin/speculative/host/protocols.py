@@ -17,21 +17,28 @@ from mtp_plugin.speculative.step import StepResult
 class SpecRequest(Protocol):
     """A request as samplers and resource managers see it.
 
-    Its id is an integer. States go by their names: one called ``CONTEXT_INIT`` waits for its
-    prompt to be read (again), ``GENERATION_COMPLETE`` has ended; their results are dropped.
+    The id is an integer. States are compared by name: ``CONTEXT_INIT`` means that the prompt has to
+    be processed (again), ``GENERATION_COMPLETE`` that the request has finished; results for
+    requests in these states are dropped.
 
-    Optional attributes: ``facts`` (`RequestFacts`; without them they are read of the host's fields,
-    see `read_request`, and kept in ``py_mtp_facts``; whether it asks for more than first choices in
-    ``py_mtp_asks``, why it cannot be served in ``py_mtp_refused``), ``seq_slot`` (where there is no
-    ``py_seq_slot``), ``py_epoch`` (int, grows with every preemption), ``py_num_drafted`` (drafts of
-    the step at hand, else those of ``py_draft_tokens``, at most
-    ``py_draft_tokens_effective_len``), ``is_last_context_chunk`` (bool), and beside it
-    ``context_current_position``, ``context_chunk_size`` and ``get_token(beam, position)``,
-    ``py_disable_speculative_decoding`` (bool), ``is_finished`` (bool), ``take_back_tokens(count)``
-    (drops the last tokens, for a ``stop_callback`` that cuts inside a run) and, where the host lets
-    the plugin choose draft lengths, ``py_draft_state`` (a ``DraftState``, one per request). The
-    sampler writes ``py_error`` (str) into a request that it ends with an error, and the verified
-    drafts of a step into ``py_num_draft_tokens_verified`` where that is there.
+    Optional attributes:
+
+    - ``facts``: a `RequestFacts`. Without it the host's fields are read (`read_request`), and the
+      plugin caches on the request: the result as ``py_mtp_facts``, whether it needs more than
+      greedy decoding as ``py_mtp_needs_sampling``, why it cannot be served as ``py_mtp_refused``.
+    - ``seq_slot``: used if there is no ``py_seq_slot``.
+    - ``py_epoch``: int, increases with every preemption.
+    - ``py_num_drafted``: number of drafts in the current step; the default is the number of
+      ``py_draft_tokens``, at most ``py_draft_tokens_effective_len``.
+    - ``is_last_context_chunk`` (bool), ``context_current_position``, ``context_chunk_size`` and
+      ``get_token(beam, position)``: the scheduled prompt chunk.
+    - ``py_disable_speculative_decoding`` and ``is_finished``: bool.
+    - ``take_back_tokens(count)``: removes the last tokens; needed by a ``stop_callback`` that cuts
+      inside a run.
+    - ``py_draft_state``: a ``DraftState``, one per request, if the plugin chooses draft lengths.
+
+    The sampler writes ``py_error`` (str) on a request that it ends with an error, and the number of
+    verified drafts of a step to ``py_num_draft_tokens_verified`` if the request has it.
     """
 
     request_id: int

@@ -137,17 +137,17 @@ def facts_of(request: Any, max_seq_len: int, *, reads_prompt: bool) -> RequestFa
     return kept
 
 
-def asks_beyond_choice(request: Any) -> bool:
+def needs_sampling(request: Any) -> bool:
     """Whether a request asks for more than the first choice of the logits; kept in a request that
     brings no facts."""
-    told: bool | None = getattr(request, "py_mtp_asks", None)
+    told: bool | None = getattr(request, "py_mtp_needs_sampling", None)
     if told is not None:
         return told
     own = own_facts(request)
     if own is not None:
         return own.sampling_kind is not SamplingKind.GREEDY
     asked = host_values(request)
-    told = request.py_mtp_asks = any(OPTIONS[name].beyond_first_choice for name in asked)
+    told = request.py_mtp_needs_sampling = any(OPTIONS[name].beyond_first_choice for name in asked)
     return told
 
 
@@ -244,7 +244,7 @@ def ends_prompt(request: Any) -> bool | None:
     return told
 
 
-def token_behind_chunk(request: Any) -> int:
+def token_after_chunk(request: Any) -> int:
     """The prompt's token behind the scheduled chunk, which does not end it; 0 where the host does
     not say where the chunk ends."""
     begin = getattr(request, "context_current_position", None)
@@ -272,13 +272,13 @@ def num_drafted_of(request: Any) -> int:
     return count if effective is None else min(count, int(effective))
 
 
-def tell_verified(request: Any, count: int) -> None:
+def set_num_verified(request: Any, count: int) -> None:
     """Tell how many drafts of a request its step verified, where a host counts them."""
     if hasattr(request, "py_num_draft_tokens_verified"):
         request.py_num_draft_tokens_verified = count
 
 
-def tell_logprobs(
+def append_logprobs(
     request: Any, logprobs: Iterable[TokenLogprobs], logprob_class: Callable[..., Any] = Logprob
 ) -> None:
     """Append what is told of emitted tokens to TensorRT-LLM's ``py_result``, where a request has

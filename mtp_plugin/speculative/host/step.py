@@ -160,7 +160,7 @@ class HostStep:
             )
         return self.slots
 
-    def drawn_slots(self) -> SlotRows:
+    def sampling_slots(self) -> SlotRows:
         """As :meth:`expect_slots`, without pools where nobody has a row of one.
 
         Raises:

@@ -19,7 +19,7 @@ class Label:
         return f"{self.name} acceptance ({self.settings}): {self.note}"
 
 
-def num_told(num_emitted: int, num_drafted: int, *, ends: bool) -> int:
+def num_decided_drafts(num_emitted: int, num_drafted: int, *, ends: bool) -> int:
     """Of a step's drafts those that its emitted tokens tell of.
 
     Of a run that ends its request the drafts in front of the last token, which stood: whether a
@@ -33,7 +33,7 @@ class AcceptanceStats:
     """A histogram of emitted tokens per target step; every figure derives from it.
 
     A run that a stop or a limit cuts counts its cut, and of its drafts those that are told of
-    (:func:`num_told`). Context steps (one token each) do not count.
+    (:func:`num_decided_drafts`). Context steps (one token each) do not count.
     """
 
     max_draft_len: int

@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mtp_plugin.speculative.host import has_finished
-from mtp_plugin.speculative.metrics.acceptance import num_told
+from mtp_plugin.speculative.metrics.acceptance import num_decided_drafts
 
 _logger = logging.getLogger("mtp_plugin")
 
@@ -107,7 +107,7 @@ class AcceptanceAlarms:
         """
         if num_drafted == 0:
             return
-        if num_told(num_emitted, num_drafted, ends=has_finished(request)):
+        if num_decided_drafts(num_emitted, num_drafted, ends=has_finished(request)):
             self._watch_for_collapse(num_emitted)
         self._watch_for_loops(request, num_emitted, num_drafted)
 

@@ -46,7 +46,7 @@ class MTPPlugin:
         config = self._own(config).resolve(num_mtp_layers)
         resolve_draft_vocab(config.mtp.draft_vocab)
         k = config.draft_len
-        options = DecodingOptions.read(config, asks_later=True)
+        options = DecodingOptions.read(config, defer_thinking_end=True)
         check_modes(options)
         probs = most_draft_probs(options)
         if config.use_mtp_vanilla:
@@ -60,7 +60,7 @@ class MTPPlugin:
         if config.max_draft_len is None:
             config = config.model_copy(update={"max_draft_len": k})
         options = DecodingOptions.read(
-            config, thinking_tokens=self._thinking(config, host), asks_later=True
+            config, thinking_tokens=self._thinking(config, host), defer_thinking_end=True
         )
         options = replace(options, thinking_end=thinking_end_of(config, host))
         vocab = resolve_draft_vocab(config.mtp.draft_vocab, host.vocab_size)

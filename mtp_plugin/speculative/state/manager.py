@@ -26,7 +26,7 @@ from mtp_plugin.speculative.host import (
     read_request,
     refuse,
     refuse_unserved,
-    token_behind_chunk,
+    token_after_chunk,
 )
 from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS, EditRows
 from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
@@ -232,7 +232,7 @@ class SlotStateManager:
         if not unfinished:
             return None
         return [
-            token_behind_chunk(unfinished[number]) if number in unfinished else -1
+            token_after_chunk(unfinished[number]) if number in unfinished else -1
             for number in request_ids
         ]
 

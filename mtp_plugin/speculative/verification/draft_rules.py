@@ -54,7 +54,7 @@ class GreedyDrafts:
             propose(logits, place, backend=backend)
             return
         rows = draft_pass.rows
-        slots = step.drawn_slots()
+        slots = step.sampling_slots()
         behind, thinking = draft_pass.behind(rows), draft_pass.thinking
         propose_processed(logits, place, rows, slots, behind, thinking, backend=backend)
 
@@ -70,7 +70,7 @@ class SampledDrafts:
             propose(logits, place, backend=backend)
             return
         rows = draft_pass.rows
-        kept, pool = step.drawn_slots(), step.draft_probs
+        kept, pool = step.sampling_slots(), step.draft_probs
         slots = kept.as_drafts_read()
         cuts = None
         if pool is not None:

@@ -52,7 +52,7 @@ class ResidualVerification(VerificationMode):
         result = rejection_sample(
             inputs.logits,
             inputs.expect_rows(),
-            step.drawn_slots(),
+            step.sampling_slots(),
             ProposedDrafts(step.draft_tokens, step.draft_probs, step.draft_lens),
             TargetSamples(rules.choices, cuts, rules.forced_ids),
             by_block=self._by_block,

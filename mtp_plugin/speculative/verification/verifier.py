@@ -94,7 +94,7 @@ class Verifier:
         """
         if inputs.step.sampling_kind is SamplingKind.GREEDY:
             return self._judge(inputs, STRICT, last_tokens, backend)
-        step, slots = inputs.step, inputs.step.drawn_slots()
+        step, slots = inputs.step, inputs.step.sampling_slots()
         rows = LogitRows.of_target(step.layout, step.draft_tokens)
         inputs = replace(inputs, rows=rows)
         if step.sampling_kind is SamplingKind.SAMPLED:
@@ -111,7 +111,7 @@ class Verifier:
         self, inputs: VerificationInputs, last_tokens: torch.Tensor | None, backend: Backend
     ) -> Accepted:
         """What the modes accept, where the target's tokens are drawn."""
-        logits, slots = inputs.logits, inputs.step.drawn_slots()
+        logits, slots = inputs.logits, inputs.step.sampling_slots()
         if self.tells_scores or any(mode.reads_cuts for mode in self.modes):
             cuts = torch.empty(
                 len(logits), TRUNCATION_SIZE, dtype=torch.float32, device=logits.device

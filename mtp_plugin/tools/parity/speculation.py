@@ -55,7 +55,7 @@ class Drafting:
         if not isinstance(speculative, MTPDecodingConfig):
             return "no MTP layer drafts"
         label = label_of(
-            DecodingOptions.read(speculative, asks_later=True), params.requested_options()
+            DecodingOptions.read(speculative, defer_thinking_end=True), params.requested_options()
         )
         if label is not None:
             return f"{label.name} acceptance is not known without the executor"

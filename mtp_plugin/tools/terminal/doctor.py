@@ -248,7 +248,7 @@ def _add_costs(found: Diagnosis, config: LLMConfig, plan: DraftPlan, max_seq_len
         speculative = config.speculative_config
         if isinstance(speculative, MTPDecodingConfig):
             planned = speculative.model_copy(update={"max_draft_len": plan.max_draft_len})
-            label = label_of(DecodingOptions.read(planned, asks_later=True))
+            label = label_of(DecodingOptions.read(planned, defer_thinking_end=True))
             if label is not None:
                 found.add("acceptance", f"{label.name}, {label.settings}: {label.note}")
     else:

@@ -270,7 +270,9 @@ def expect_same_text(command: str, config: LLMConfig, params: SamplingParams) ->
     speculative = config.speculative_config
     if not isinstance(speculative, MTPDecodingConfig):
         return
-    label = label_of(DecodingOptions.read(speculative, asks_later=True), params.requested_options())
+    label = label_of(
+        DecodingOptions.read(speculative, defer_thinking_end=True), params.requested_options()
+    )
     if label is not None:
         raise ConfigError(
             f"{command}: {label.name} acceptance changes the text by design; expected a config or "

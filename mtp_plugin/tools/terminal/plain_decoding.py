@@ -16,7 +16,7 @@ from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.thinking import NO_TOKEN, resolve_thinking_end
 from mtp_plugin.requests.tokenizer import encode
-from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, num_told
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, num_decided_drafts
 from mtp_plugin.tools.parity import (
     TIE_ULPS,
     Drafting,
@@ -170,7 +170,7 @@ class PlainDecoding:
             for place, (emitted, drafted) in enumerate(steps):
                 if place:  # after the prefill
                     ends = place == len(steps) - 1
-                    stats.record(emitted, num_told(emitted, drafted, ends=ends))
+                    stats.record(emitted, num_decided_drafts(emitted, drafted, ends=ends))
             found.append(
                 replace(
                     result,

@@ -19,19 +19,19 @@ from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
 from mtp_plugin.speculative.host import (
     UNBOUNDED,
     RequestFacts,
-    asks_beyond_choice,
     ends_prompt,
     epoch_of,
     facts_of,
     has_finished,
     may_speculate,
+    needs_sampling,
     num_drafted_of,
     num_listed_chunks,
     phase_of,
     read_request,
+    set_num_verified,
     slot_of,
-    tell_verified,
-    token_behind_chunk,
+    token_after_chunk,
 )
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
@@ -314,18 +314,18 @@ def test_what_goes_beyond_first_choices() -> None:
         "prompt_ignore_length": [2],
     }
     for name, value in asked.items():
-        assert asks_beyond_choice(sampling(**{name: value})), name
-    assert asks_beyond_choice(request(py_return_log_probs=True))
+        assert needs_sampling(sampling(**{name: value})), name
+    assert needs_sampling(request(py_return_log_probs=True))
     for nothing in (request(), sampling(temperature=[0.0], top_k=[4]), sampling(min_length=[1])):
-        assert not asks_beyond_choice(nothing)
+        assert not needs_sampling(nothing)
     mine = own()
-    assert asks_beyond_choice(mine)
-    assert "py_mtp_asks" not in vars(mine)
+    assert needs_sampling(mine)
+    assert "py_mtp_needs_sampling" not in vars(mine)
     # asked once
     theirs = sampling(temperature=[0.5])
-    assert asks_beyond_choice(theirs)
+    assert needs_sampling(theirs)
     del theirs.sampling_config
-    assert asks_beyond_choice(theirs)
+    assert needs_sampling(theirs)
 
 
 def test_more_end_ids_than_can_be_held_back() -> None:
@@ -388,10 +388,10 @@ def test_what_is_read_at_every_step() -> None:
 
 def test_tokens_behind_chunks() -> None:
     where = {"context_current_position": 1, "context_chunk_size": 1}
-    assert token_behind_chunk(request(**where)) == 3
+    assert token_after_chunk(request(**where)) == 3
     told = request(**where, get_token=lambda beam, position: 10 * position + beam)
-    assert token_behind_chunk(told) == 20
-    assert token_behind_chunk(request()) == 0  # nobody says where it ends
+    assert token_after_chunk(told) == 20
+    assert token_after_chunk(request()) == 0  # nobody says where it ends
     batch = SimpleNamespace(context_requests_chunking=[1, 2])
     assert (num_listed_chunks(batch), num_listed_chunks(SimpleNamespace())) == (2, 0)
 
@@ -399,6 +399,6 @@ def test_tokens_behind_chunks() -> None:
 def test_verified_drafts_are_told_where_they_are_counted() -> None:
     counting, other = request(py_num_draft_tokens_verified=0), request()
     for each in (counting, other):
-        tell_verified(each, 2)
+        set_num_verified(each, 2)
     assert counting.py_num_draft_tokens_verified == 2
     assert not hasattr(other, "py_num_draft_tokens_verified")
