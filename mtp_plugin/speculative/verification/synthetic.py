@@ -1,4 +1,4 @@
-"""Synthetic verification: draws decide how many drafts stand, for benchmarks."""
+"""Synthetic verification: accept drafts at random at given rates, for benchmarks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from mtp_plugin.speculative.verification.contract import VerificationInputs, Ver
 
 
 class SyntheticVerification(VerificationMode):
-    """Accepts drafts by draws of ``synthetic_seed`` at the rates of ``synthetic_acceptance``."""
+    """Accept drafts at the rates of ``synthetic_acceptance``, by random numbers that depend on
+    ``synthetic_seed``, the request's number and the token's position; logits do not count."""
 
     name = "synthetic"
     verifications = ("synthetic",)
@@ -30,7 +31,7 @@ class SyntheticVerification(VerificationMode):
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
         shares = options.mtp.acceptance_shares(options.max_draft_len)
-        # captured graphs read the rates where they lie
+        # captured graphs read these buffers
         self.rule = synthetic_rule(shares, options.mtp.synthetic_seed, device)
 
     @override
@@ -63,7 +64,10 @@ class SyntheticVerification(VerificationMode):
     def verify(
         self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
-        if inputs.layout.draft_len == 0:
+        step = inputs.step
+        if step.layout.draft_len == 0:
             return rules
-        forced = synthetic_acceptance(inputs.layout, self.rule, inputs.step.slots, backend=backend)
+        if step.manager is not None:
+            step.expect_manager()  # without slot ids every request would have number 0
+        forced = synthetic_acceptance(step.layout, self.rule, step.slots, backend=backend)
         return replace(rules, forced_matches=forced)

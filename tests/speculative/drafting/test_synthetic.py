@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import ConfigError, TensorContractError
+from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.host import DecodingOptions
@@ -123,6 +124,17 @@ def test_a_stop_that_comes_too_early_is_not_forced(backend: Backend) -> None:
     assert result["new_tokens"].tolist() == [[20, 31, -1, -1], [20, 21, 22, 33]]
     assert torch.equal(step.logits, before)
     assert result["logits"] is step.logits
+
+
+def test_synthetic_with_manager_without_prepare_is_refused() -> None:
+    """Every request would have number 0; without a manager that is what they have."""
+    step = Step(K, [], [turn(9), turn(9)])
+    step.spec = dataclasses.replace(step.spec)
+    assert step.spec.prepared_ids is None
+    with pytest.raises(MetadataError, match=r"slot_ids: call prepare\(\) first"):
+        run(step, 0.5, MTPEagleWorker, Backend.TORCH)
+    step.spec.mtp_hidden_states_manager = None
+    assert run(step, 1.0, MTPEagleWorker, Backend.TORCH)["new_tokens_lens"].tolist() == [K + 1] * 2
 
 
 def test_positions_must_be_there() -> None:
