@@ -41,7 +41,7 @@ from mtp_plugin.speculative.result_store import (
     recorded_event,
 )
 from mtp_plugin.speculative.step import STATUS_OK, StepResult, to_device
-from mtp_plugin.speculative.stop_wishes import ask_callback
+from mtp_plugin.speculative.stop_decisions import apply_stop_callback
 
 OWN_OPTIONS = SERVED_OPTIONS | {
     "speculate",
@@ -299,7 +299,7 @@ class MTPSampler:
                 results.append(result)
                 endings.append(ending)
             if self.stop_callback is not None:
-                ask_callback(self.stop_callback, rows, results, endings)
+                apply_stop_callback(self.stop_callback, rows, results, endings)
         finally:  # who has ended does not go on, whatever was raised here
             for row, ending in zip(rows, endings, strict=False):
                 self._end(row.request, ending)

@@ -117,7 +117,7 @@ class StepLayout:
         if self.positions is not None:
             _expect_vector("positions", self.positions, self.num_tokens)
 
-    def drawn_positions(self, reader: str) -> torch.Tensor:
+    def first_logit_positions(self, reader: str) -> torch.Tensor:
         """Return the position of the first logits row of every request [R]: the last row of a
         chunk, the first row of a generation; for a ``reader`` as :meth:`expect_positions`.
 

@@ -213,7 +213,7 @@ class _Decoder:
         if self.bans is not None:  # what the prompt's last token leaves
             none = torch.full((requests, k + 1), -1, dtype=torch.int32, device=DEVICE)
             accepted = Accepted(none, nothing, nothing)
-            positions = step.layout.drawn_positions("prompts")
+            positions = step.layout.first_logit_positions("prompts")
             update_token_history(accepted, step.sampling_slots(), positions, backend=self.backend)
         drafts = self._draft(step, nothing, last)
         stood = None

@@ -62,11 +62,11 @@ def test_positions_are_asked_for_by_name() -> None:
 def test_logit_positions_are_computed_once_a_step() -> None:
     """Verification and every draft pass read them."""
     step = layout(positions=torch.tensor([5, 6, 7, 0, 9, 10, 11, 20, 21, 22]))
-    first = step.drawn_positions("sampling")
+    first = step.first_logit_positions("sampling")
     assert first.tolist() == [7, 0, 9, 20]
-    assert step.drawn_positions("sampling") is first
+    assert step.first_logit_positions("sampling") is first
     with pytest.raises(TensorContractError, match="sampling: needs the step's positions"):
-        layout().drawn_positions("sampling")
+        layout().first_logit_positions("sampling")
 
 
 @pytest.mark.parametrize("kind", [torch.tensor, np.array, list])

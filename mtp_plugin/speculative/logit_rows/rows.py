@@ -46,7 +46,7 @@ class LogitRows:
                     f"{draft_tokens.numel()}: {list(draft_tokens.shape)}"
                 )
             drafts = draft_tokens.reshape(-1).contiguous().view(generations, drafted)
-        positions = layout.drawn_positions("sampling")
+        positions = layout.first_logit_positions("sampling")
         return cls(layout.num_contexts, layout.step_rows, positions, drafts=drafts)
 
     @classmethod
@@ -63,7 +63,7 @@ class LogitRows:
         Raises:
             TensorContractError: a layout without positions.
         """
-        return cls(0, 1, layout.drawn_positions("sampling"), num_accepted, column, drafts)
+        return cls(0, 1, layout.first_logit_positions("sampling"), num_accepted, column, drafts)
 
     @property
     def num_requests(self) -> int:

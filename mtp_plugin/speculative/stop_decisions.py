@@ -14,7 +14,7 @@ from mtp_plugin.speculative.step import StepResult
 _logger = logging.getLogger("mtp_plugin")
 
 
-def ask_callback(
+def apply_stop_callback(
     callback: StopCallback,
     rows: list[PendingRow],
     results: list[StepResult],
