@@ -13,8 +13,8 @@ from integration.bench.shapes import REFERENCE, TINY, Shape
 from integration.bench.step_cases import DRAWS, KINDS, Kind, kind_cases, step_cases
 from integration.bench.timing import count_launches
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.verification.contract import VerificationMode
 from mtp_plugin.speculative.verification.draft_rules import GREEDY_DRAFTS
+from mtp_plugin.speculative.verification.mode import VerificationMode
 
 CPU = torch.device("cpu")
 THINKING = {"begin_thinking_phase_token": 5, "end_thinking_phase_token": 6}

@@ -21,8 +21,8 @@ from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.sampler import MTPSampler
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.step import SamplingKind
+from tests.speculative.drafting.example import VOCAB
 from tests.speculative.drafting.host import H, KVAttention, ScriptedLayer, int32, number_states
-from tests.speculative.drafting.story import VOCAB
 from tests.trtllm_request import (
     LINES,
     FinishReason,

@@ -194,7 +194,7 @@ class DraftLoop:
             self._host_kv_lens += 1
         self._changed("update_for_spec_dec", "on_update_kv_lens")
 
-    def tell_ranks(self, counts: Sequence[int] | None) -> None:
+    def set_rank_counts(self, counts: Sequence[int] | None) -> None:
         """Rows of every rank in the passes that follow, where several exchange rows and the
         metadata has a place for them."""
         several = counts is not None and len(counts) > 1

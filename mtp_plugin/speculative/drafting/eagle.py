@@ -56,7 +56,7 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
         if positions is None:
             raise MetadataError("eagle: the first pass gave no positions for the second")
         with draft_loop(step.attn_metadata) as loop:
-            loop.tell_ranks(step.host.ranks.counts)
+            loop.set_rank_counts(step.host.ranks.counts)
             # a step without drafts reads no state, and still brings the layer's KV up to date
             proposing = first.last_rows if draft_len else first.last_rows[:0]
             states = run_layer(
@@ -70,7 +70,7 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
                         step.host.final_context,
                         first.kv_lens,
                     )
-                    loop.tell_ranks(step.host.ranks.later_counts)
+                    loop.set_rank_counts(step.host.ranks.later_counts)
                 elif column > 1:
                     loop.advance(moved=True)
                 if column > 0:

@@ -70,7 +70,7 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
                 history_lens,
                 first.kv_lens,
             )
-            loop.tell_ranks(step.host.ranks.counts)
+            loop.set_rank_counts(step.host.ranks.counts)
             self._run_depths(step, accepted, first, drafts, next_tokens)
 
     def _num_depths(self, layout: StepLayout) -> int:

@@ -118,7 +118,7 @@ class SpecWorker(nn.Module, ABC):
         self.verifier = Verifier(
             make_modes(options, device),
             None if thinking is None else ThinkingRule.of(thinking, device),
-            tells_scores=options.mtp.logprobs_mode == "processed",
+            keeps_scores=options.mtp.logprobs_mode == "processed",
         )
         # captured graphs read the ids where they lie
         ids = place_draft_vocab(options.mtp.draft_vocab, draft_vocab_ids, device)
@@ -252,7 +252,7 @@ class SpecWorker(nn.Module, ABC):
     def served_options(self) -> frozenset[str]:
         """Options of a request that steps give."""
         served = self.verifier.served_options | LOGPROB_OPTIONS
-        return served | {LOGPROBS_MODE} if self.verifier.tells_scores else served
+        return served | {LOGPROBS_MODE} if self.verifier.keeps_scores else served
 
     def _logprobs(self, step: ForwardInputs, accepted: Accepted) -> torch.Tensor | None:
         """What requests are told of their tokens [R, K+1, ENTRY_WIDTH] int32; None: of a step that

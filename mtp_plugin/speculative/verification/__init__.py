@@ -1,7 +1,7 @@
 """Target logits -> accepted tokens: one file a mode, their registry, and a worker's set of them."""
 
-from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 from mtp_plugin.speculative.verification.draft_rules import DraftPass
+from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 from mtp_plugin.speculative.verification.registry import (
     BUILT,
     MODES,
@@ -12,8 +12,8 @@ from mtp_plugin.speculative.verification.registry import (
     most_draft_probs,
     refusals,
 )
+from mtp_plugin.speculative.verification.rejection import RejectionVerification
 from mtp_plugin.speculative.verification.relaxed import RelaxedVerification
-from mtp_plugin.speculative.verification.residual import ResidualVerification
 from mtp_plugin.speculative.verification.strict import StrictVerification
 from mtp_plugin.speculative.verification.verifier import Verifier
 
@@ -21,8 +21,8 @@ __all__ = [
     "BUILT",
     "MODES",
     "DraftPass",
+    "RejectionVerification",
     "RelaxedVerification",
-    "ResidualVerification",
     "StrictVerification",
     "VerificationInputs",
     "VerificationMode",

@@ -72,9 +72,9 @@ class SampledDrafts:
         rows = draft_pass.rows
         kept, pool = step.sampling_slots(), step.draft_probs
         slots = kept.as_drafts_read()
-        cuts = None
+        truncation = None
         if pool is not None:
-            cuts = torch.empty(
+            truncation = torch.empty(
                 len(logits), TRUNCATION_SIZE, dtype=torch.float32, device=logits.device
             )
         drafts = sample_tokens(
@@ -83,12 +83,12 @@ class SampledDrafts:
             slots,
             as_drafts="draft_sampling" in slots.columns,
             vocab_ids=place.vocab_ids,
-            truncation=cuts,
+            truncation=truncation,
             backend=backend,
         )
-        if pool is not None and cuts is not None:
+        if pool is not None and truncation is not None:
             keep_draft_probs(
-                logits, rows, slots, cuts, pool, vocab_ids=place.vocab_ids, backend=backend
+                logits, rows, slots, truncation, pool, vocab_ids=place.vocab_ids, backend=backend
             )
         is_processed = step.sampling_kind is SamplingKind.PROCESSED
         thinking = draft_pass.thinking if is_processed else None

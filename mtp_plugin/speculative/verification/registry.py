@@ -10,15 +10,15 @@ import torch
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.metrics.acceptance import Label
-from mtp_plugin.speculative.verification.contract import VerificationMode
+from mtp_plugin.speculative.verification.mode import VerificationMode
+from mtp_plugin.speculative.verification.rejection import RejectionVerification
 from mtp_plugin.speculative.verification.relaxed import RelaxedVerification
-from mtp_plugin.speculative.verification.residual import ResidualVerification
 from mtp_plugin.speculative.verification.strict import StrictVerification
 from mtp_plugin.speculative.verification.synthetic import SyntheticVerification
 
 MODES: tuple[type[VerificationMode], ...] = (
     StrictVerification,
-    ResidualVerification,
+    RejectionVerification,
     RelaxedVerification,
     SyntheticVerification,
 )

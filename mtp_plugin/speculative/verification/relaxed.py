@@ -19,7 +19,7 @@ from mtp_plugin.requests.thinking import NO_TOKEN, expect_thinking_tokens, think
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule
-from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
+from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 
 _logger = logging.getLogger("mtp_plugin")
 
@@ -53,7 +53,7 @@ class RelaxedVerification(VerificationMode):
             SlotColumn("relaxed_topk", int, self.topk),
             SlotColumn("relaxed_limit", float, self.delta),
         ]
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
 
     @classmethod
     @override
@@ -134,7 +134,7 @@ class RelaxedVerification(VerificationMode):
         if facts.stop.slot_ids is None:
             is_relaxed = False
             number = len({*facts.stop.device_ids, *facts.stop.ignored_ids})
-            self._tell_once(
+            self._warn_once(
                 "stop ids",
                 f"request {facts.request_id} has {number} stop ids, and relaxed acceptance knows "
                 f"{MAX_STOP_IDS} of a request: those with more are accepted strictly",
@@ -142,7 +142,7 @@ class RelaxedVerification(VerificationMode):
         elif facts.stop.ignored_ids and facts.stop.min_tokens > 0:
             # the slot has no place for ids that are not held back
             is_relaxed = False
-            self._tell_once(
+            self._warn_once(
                 "ignored ends",
                 f"request {facts.request_id} has ignore_eos beside min_tokens: such requests are "
                 f"accepted strictly",
@@ -160,8 +160,8 @@ class RelaxedVerification(VerificationMode):
             "relaxed_limit": limit,
         }
 
-    def _tell_once(self, reason: str, why: str) -> None:
+    def _warn_once(self, reason: str, why: str) -> None:
         """Log why a request is never relaxed, of the first one that has this reason."""
-        if reason not in self._told:
-            self._told.add(reason)
+        if reason not in self._warned:
+            self._warned.add(reason)
             _logger.warning(why)

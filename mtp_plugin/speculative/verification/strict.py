@@ -13,8 +13,8 @@ from mtp_plugin.requests.columns import Number
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.ops.sampling import DRAFT_COLUMNS, DraftedBy
-from mtp_plugin.speculative.verification.choice import ServedChoices
-from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
+from mtp_plugin.speculative.verification.method_choice import MethodChoice
+from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 from mtp_plugin.verifications import codes
 
 
@@ -33,7 +33,7 @@ class StrictVerification(VerificationMode):
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
-        self.choices = ServedChoices(options.mtp)
+        self.choices = MethodChoice(options.mtp)
         self.codes = codes()
 
     @classmethod

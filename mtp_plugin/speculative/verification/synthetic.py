@@ -18,7 +18,7 @@ from mtp_plugin.speculative.ops.synthetic_acceptance import (
     synthetic_acceptance,
     synthetic_rule,
 )
-from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
+from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 
 
 class SyntheticVerification(VerificationMode):

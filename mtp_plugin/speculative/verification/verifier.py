@@ -22,8 +22,8 @@ from mtp_plugin.speculative.ops.thinking_budget import force_thinking_end, updat
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import Accepted, SamplingKind
-from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
 from mtp_plugin.speculative.verification.draft_rules import DraftRule
+from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 
 
 class Verifier:
@@ -33,7 +33,7 @@ class Verifier:
 
     Args:
         thinking: what budgets of thinking go by; None: no request has one.
-        tells_scores: log-probabilities are of what tokens were chosen from, so that is kept.
+        keeps_scores: log-probabilities are of what tokens were chosen from, so that is kept.
 
     Raises:
         ConfigError: modes that want their drafts drawn in different ways, or none at all.
@@ -44,12 +44,12 @@ class Verifier:
         modes: Sequence[VerificationMode],
         thinking: ThinkingRule | None = None,
         *,
-        tells_scores: bool = False,
+        keeps_scores: bool = False,
     ) -> None:
         expect(len(modes) > 0, ConfigError, "verification: expected at least one mode, got none")
         self.modes = tuple(modes)
         self.thinking = thinking
-        self.tells_scores = tells_scores
+        self.keeps_scores = keeps_scores
         self.draft_rule: DraftRule = modes[0].draft_rule
         others = [mode.name for mode in modes if mode.draft_rule is not self.draft_rule]
         expect(
@@ -93,51 +93,56 @@ class Verifier:
             TensorContractError, MetadataError: an input that does not fit the others.
         """
         if inputs.step.sampling_kind is SamplingKind.GREEDY:
-            return self._judge(inputs, STRICT, last_tokens, backend)
+            return self._accept(inputs, STRICT, last_tokens, backend)
         step, slots = inputs.step, inputs.step.sampling_slots()
         rows = LogitRows.of_target(step.layout, step.draft_tokens)
         inputs = replace(inputs, rows=rows)
         if step.sampling_kind is SamplingKind.SAMPLED:
-            return self._judge_drawn(inputs, last_tokens, backend)
+            return self._accept_sampled(inputs, last_tokens, backend)
         with mask_disallowed_tokens(inputs.logits, rows, slots, backend=backend) as logits:
-            accepted = self._judge_drawn(replace(inputs, logits=logits), last_tokens, backend)
+            accepted = self._accept_sampled(replace(inputs, logits=logits), last_tokens, backend)
         drafted = rows.positions if step.layout.draft_len else None
         update_token_history(accepted, slots, positions=drafted, backend=backend)
         if self.thinking is not None:
             update_thinking_state(accepted, slots, self.thinking, backend=backend)
         return accepted
 
-    def _judge_drawn(
+    def _accept_sampled(
         self, inputs: VerificationInputs, last_tokens: torch.Tensor | None, backend: Backend
     ) -> Accepted:
         """What the modes accept, where the target's tokens are drawn."""
         logits, slots = inputs.logits, inputs.step.sampling_slots()
-        if self.tells_scores or any(mode.reads_cuts for mode in self.modes):
-            cuts = torch.empty(
+        if self.keeps_scores or any(mode.reads_truncation for mode in self.modes):
+            truncation = torch.empty(
                 len(logits), TRUNCATION_SIZE, dtype=torch.float32, device=logits.device
             )
-            inputs = replace(inputs, cuts=cuts)
+            inputs = replace(inputs, truncation=truncation)
         # what is edited in part is no raw row
         is_processed = inputs.step.sampling_kind is SamplingKind.PROCESSED
-        is_raw = not is_processed and not self.tells_scores
+        is_raw = not is_processed and not self.keeps_scores
         sums = RowSums.unwritten(logits) if is_raw else None
         choices = sample_tokens(
-            logits, inputs.expect_rows(), slots, truncation=inputs.cuts, sums=sums, backend=backend
+            logits,
+            inputs.expect_rows(),
+            slots,
+            truncation=inputs.truncation,
+            sums=sums,
+            backend=backend,
         )
         forced = None
         if self.thinking is not None and is_processed:
             where = inputs.layout, inputs.step.draft_tokens, slots
             forced = force_thinking_end(*where, self.thinking, choices, backend=backend)
         rules = AcceptanceRules(choices=choices, forced_ids=forced, edited_by=slots)
-        accepted = self._judge(inputs, rules, last_tokens, backend)
-        if not self.tells_scores or inputs.cuts is None:
+        accepted = self._accept(inputs, rules, last_tokens, backend)
+        if not self.keeps_scores or inputs.truncation is None:
             return replace(accepted, sums=sums)
         scores = processed_scores(
-            logits, inputs.expect_rows(), slots, inputs.cuts, forced, backend=backend
+            logits, inputs.expect_rows(), slots, inputs.truncation, forced, backend=backend
         )
         return replace(accepted, scores=scores)
 
-    def _judge(
+    def _accept(
         self,
         inputs: VerificationInputs,
         rules: AcceptanceRules,

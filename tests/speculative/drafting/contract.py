@@ -13,6 +13,7 @@ from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError, TensorContractError
 from mtp_plugin.speculative.drafting import SpecWorker
 from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK
+from tests.speculative.drafting.example import VOCAB, Pass
 from tests.speculative.drafting.host import (
     Attention,
     BrokenLayer,
@@ -27,7 +28,6 @@ from tests.speculative.drafting.host import (
     Step,
     Turn,
 )
-from tests.speculative.drafting.story import VOCAB, Pass
 from tests.speculative.ops.bits import same_bits
 
 Told = list[Pass | None]

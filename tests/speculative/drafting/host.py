@@ -13,8 +13,8 @@ from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
-from tests.speculative.drafting import story
-from tests.speculative.drafting.story import VOCAB
+from tests.speculative.drafting import example
+from tests.speculative.drafting.example import VOCAB
 
 H = 2
 HIGHEST = 200
@@ -172,7 +172,7 @@ class Turn:
 
     @property
     def run(self) -> list[int]:
-        return story.run_of(self.present, self.target)
+        return example.run_of(self.present, self.target)
 
     @property
     def text(self) -> list[int]:
@@ -189,7 +189,7 @@ class Turn:
 
 
 def states_of(tokens: list[int], positions: list[int]) -> torch.Tensor:
-    names = [story.target_state(t, p) for t, p in zip(tokens, positions, strict=True)]
+    names = [example.target_state(t, p) for t, p in zip(tokens, positions, strict=True)]
     return number_states(torch.tensor(names, dtype=torch.float32))
 
 

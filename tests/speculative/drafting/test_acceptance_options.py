@@ -17,9 +17,9 @@ from mtp_plugin.speculative.drafting import MTPEagleWorker
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, SamplingKind
 from mtp_plugin.speculative.verification import RelaxedVerification
+from tests.speculative.drafting.example import VOCAB
 from tests.speculative.drafting.host import Attention, H, Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.drafting.phases import fill_slots, phases, set_phases
-from tests.speculative.drafting.story import VOCAB
 
 EOS, SECOND = 50, 51
 

@@ -11,7 +11,7 @@ import torch
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.speculative.drafting import MTPEagleWorker
-from tests.speculative.drafting import story
+from tests.speculative.drafting import example
 from tests.speculative.drafting.contract import DraftingContract, Told, assert_seen
 from tests.speculative.drafting.host import HIGHEST, KVAttention, Prompt, ScriptedLayer, Step, Turn
 
@@ -34,13 +34,13 @@ class TestEagle(DraftingContract):
     def tell(self, step: Step, request: Prompt | Turn) -> Told:
         k = step.k
         if isinstance(request, Prompt):
-            passes = story.eagle_prompt(request.text, request.start, k, HIGHEST)
+            passes = example.eagle_prompt(request.text, request.start, k, HIGHEST)
             if not request.is_final:
                 # behind its chunk's rows it is a row of padding
                 return [passes[0]] + [None] * (k - 1)
             return list(passes)
         length, run = request.length, request.run
-        return list(story.eagle_generation(length, request.inputs, run, k, HIGHEST))
+        return list(example.eagle_generation(length, request.inputs, run, k, HIGHEST))
 
     def test_later_passes_are_generations_with_room_of_their_own(self, k: int) -> None:
         """No context is left then, and rows of a prompt that goes on are written nowhere."""
@@ -95,7 +95,7 @@ def test_a_run_of_three() -> None:
     assert [call.positions for call in layer.seen] == [[2, 3, 4, 5], [5], [6]]
     assert [call.kv_lens for call in layer.seen] == [[6], [6], [7]]
     assert layer.seen[0].states[:3] == [
-        story.target_state(*row) for row in ((t, 2), (u, 3), (v, 4))
+        example.target_state(*row) for row in ((t, 2), (u, 3), (v, 4))
     ]
 
 

@@ -16,9 +16,9 @@ from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, SamplingKind
 from mtp_plugin.speculative.verification import label_of
+from tests.speculative.drafting.example import VOCAB
 from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.drafting.phases import fill_slots
-from tests.speculative.drafting.story import VOCAB
 from tests.speculative.ops.synthetic_acceptance import example
 
 K, SEED = 3, 11

@@ -12,7 +12,7 @@ from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.speculative.drafting import MTPWorker
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
-from tests.speculative.drafting import story
+from tests.speculative.drafting import example
 from tests.speculative.drafting.contract import DraftingContract, Told, assert_seen
 from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn, int32
 from tests.speculative.ops.draft_inputs import example as history
@@ -43,7 +43,7 @@ class TestVanilla(DraftingContract):
         else:
             window = step.k + (1 if self.window_mode == "exact" else 0)
             first = len(request.text) - 1 - window
-        return story.vanilla(request.text, first, step.k, self.chain)
+        return example.vanilla(request.text, first, step.k, self.chain)
 
     @pytest.mark.parametrize("seed", range(10))
     def test_the_history_moves_on(self, k: int, seed: int) -> None:
@@ -51,14 +51,14 @@ class TestVanilla(DraftingContract):
         self.run(step)
         for slot, request in enumerate(step.requests):
             past = [Pair(0, 0)] * k + [
-                Pair(t, story.target_state(t, p)) for p, t in enumerate(request.past)
+                Pair(t, example.target_state(t, p)) for p, t in enumerate(request.past)
             ]
             start = len(request.past)
             if isinstance(request, Prompt):
                 rows = request.tokens[start : request.end]
             else:
                 rows = request.inputs
-            read = [Pair(t, story.target_state(t, start + i)) for i, t in enumerate(rows)]
+            read = [Pair(t, example.target_state(t, start + i)) for i, t in enumerate(rows)]
             if isinstance(request, Prompt):
                 kept = history.after_prompt(past[-k:], read)
             else:
@@ -104,11 +104,13 @@ def test_a_prompt_of_four() -> None:
     u, v, w = result["next_draft_tokens"][0].tolist()
     assert [call.ids for call in seen] == [[q, r, s, t], [r, s, t, u], [s, t, u, v]]
     assert [call.positions for call in seen] == [[0, 1, 2, 3]] * 3
-    first = [story.target_state(token, i) for i, token in enumerate((p, q, r, s))]
+    first = [example.target_state(token, i) for i, token in enumerate((p, q, r, s))]
     assert seen[0].states == first
-    second = [story.layer_state(0, *row) for row in zip((q, r, s, t), range(4), first, strict=True)]
+    second = [
+        example.layer_state(0, *row) for row in zip((q, r, s, t), range(4), first, strict=True)
+    ]
     assert seen[1].states == second
-    assert story.proposal(second[-1]) == u
+    assert example.proposal(second[-1]) == u
     assert result["next_new_tokens"].tolist() == [[t, u, v, w]]
 
 

@@ -109,10 +109,10 @@ def test_nobody_looks_for_edits_where_none_are_asked_for(backend: Backend) -> No
 
 
 @pytest.mark.parametrize("backend", Backend)
-@pytest.mark.parametrize("tells_scores", [False, True])
+@pytest.mark.parametrize("keeps_scores", [False, True])
 @pytest.mark.parametrize("only_draws", [False, True])
 def test_a_step_that_only_draws_leaves_sums(
-    only_draws: bool, tells_scores: bool, backend: Backend
+    only_draws: bool, keeps_scores: bool, backend: Backend
 ) -> None:
     """Of raw rows: where logits are edited, or others are told of, there are none."""
     asks = [{"temperature": 1.0, "top_p": 0.9, "logprobs": n} for n in (-1, 0, 2, -1)]
@@ -121,10 +121,10 @@ def test_a_step_that_only_draws_leaves_sums(
         slot_rows(values),
         sampling_kind=SamplingKind.SAMPLED if only_draws else SamplingKind.PROCESSED,
     )
-    verifier = Verifier([StrictVerification(*OPTIONS)], tells_scores=tells_scores)
+    verifier = Verifier([StrictVerification(*OPTIONS)], keeps_scores=keeps_scores)
     accepted = verifier.verify(inputs, backend=backend)
-    assert (accepted.sums is not None) == (only_draws and not tells_scores)
-    assert (accepted.scores is not None) == tells_scores
+    assert (accepted.sums is not None) == (only_draws and not keeps_scores)
+    assert (accepted.scores is not None) == keeps_scores
     if accepted.sums is not None:
         asked = torch.tensor([False, True, True, False]).repeat_interleave(K + 1).to(DEVICE)
         check_sums(accepted.sums, told_sums(inputs.logits), asked)

@@ -18,20 +18,20 @@ from mtp_plugin.speculative.ops.sampling import (
     TargetSamples,
     rejection_sample,
 )
-from mtp_plugin.speculative.verification.contract import VerificationInputs, VerificationMode
+from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 
 
-class ResidualVerification(VerificationMode):
+class RejectionVerification(VerificationMode):
     """Claims the generations whose requests draw and ask for ``rejection`` or ``block``.
 
     What they emit is distributed as the target's own draws are, whatever drafts; it is the same
     again for the same schedule and K only. Reads the manager's ``draft_probs``.
     """
 
-    name = "residual"
+    name = "rejection"
     verifications = ("rejection", "block")
     columns = (STEP_COLUMN,)
-    reads_cuts = True
+    reads_truncation = True
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
@@ -46,15 +46,15 @@ class ResidualVerification(VerificationMode):
     def verify(
         self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
-        step, cuts = inputs.step, inputs.cuts
-        if rules.choices is None or cuts is None:  # everybody is greedy
+        step, truncation = inputs.step, inputs.truncation
+        if rules.choices is None or truncation is None:  # everybody is greedy
             return rules
         result = rejection_sample(
             inputs.logits,
             inputs.expect_rows(),
             step.sampling_slots(),
             ProposedDrafts(step.draft_tokens, step.draft_probs, step.draft_lens),
-            TargetSamples(rules.choices, cuts, rules.forced_ids),
+            TargetSamples(rules.choices, truncation, rules.forced_ids),
             by_block=self._by_block,
             backend=backend,
         )

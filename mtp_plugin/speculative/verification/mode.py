@@ -32,7 +32,7 @@ class VerificationInputs:
     logits: torch.Tensor  # [C + G*(K+1), V] of the target, edited as the requests ask
     input_ids: torch.Tensor | None  # [T]; None: the caller has none
     rows: LogitRows | None = None  # of the target; None: nothing is drawn
-    cuts: torch.Tensor | None = None
+    truncation: torch.Tensor | None = None
     """[N, TRUNCATION_SIZE], as `sample_tokens` wrote it; None: no mode reads it."""
 
     @property
@@ -67,7 +67,7 @@ class VerificationMode(ABC):
     """Names in ``mtp_plugin.verifications`` that ask for it; none: another option does."""
     draft_rule: DraftRule = SAMPLED_DRAFTS
     """How drafts are drawn for this mode, and what is kept of them."""
-    reads_cuts: ClassVar[bool] = False
+    reads_truncation: ClassVar[bool] = False
     """Whether it asks what the draw left of the target's rows."""
     num_draft_probs: int = 0
     """See :meth:`count_draft_probs`."""

@@ -17,7 +17,7 @@ from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.ops.sampling import DraftedBy, RejectionResult, VerifiedBy
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.speculative.verification import (
-    ResidualVerification,
+    RejectionVerification,
     StrictVerification,
     make_modes,
     refusals,
@@ -98,7 +98,7 @@ def test_block_verification_is_made_where_it_is_listed(
         return RejectionResult(torch.zeros(1), torch.zeros(1))
 
     monkeypatch.setattr(residual, "rejection_sample", rejection_sample)
-    mode = next(one for one in modes_of(verification=listed) if type(one) is ResidualVerification)
+    mode = next(one for one in modes_of(verification=listed) if type(one) is RejectionVerification)
     rules = AcceptanceRules(choices=torch.zeros(1))
     mode.verify(MagicMock(), rules, backend=Backend.TORCH)
     assert told == [by_block]
@@ -107,7 +107,7 @@ def test_block_verification_is_made_where_it_is_listed(
 def test_steps_of_a_preempted_request_are_not_counted_again() -> None:
     """It took one per token at most, so noise of its block verification is never met twice."""
     _, mode = modes_of(verification="block")
-    assert type(mode) is ResidualVerification
+    assert type(mode) is RejectionVerification
     assert mode.slot_values(facts(4), [1, 2, 3, 4]) == {"draft_step": 0}
     assert mode.slot_values(facts(4), [1, 2, 3, 4, 5, 6]) == {"draft_step": 2}
 

@@ -11,7 +11,7 @@ from mtp_plugin.requests.options import DRAFTS_OF_VERIFICATION
 
 
 @dataclass(frozen=True)
-class ServedChoices:
+class MethodChoice:
     """What requests may choose of a config."""
 
     mtp: MTPPluginOptions
