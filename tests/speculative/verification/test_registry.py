@@ -52,13 +52,13 @@ CPU = torch.device("cpu")
         ),
         pytest.param(
             MTPDecodingConfig(max_draft_len=2, mtp={"verification": "rejection"}),
-            ["strict", "residual"],
+            ["strict", "rejection"],
             None,
             id="rejection",
         ),
         pytest.param(
             MTPDecodingConfig(max_draft_len=2, mtp={"verification": ["coupled", "block"]}),
-            ["strict", "residual"],
+            ["strict", "rejection"],
             None,
             id="block-too",
         ),

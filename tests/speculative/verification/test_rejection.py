@@ -21,7 +21,7 @@ from mtp_plugin.speculative.verification import (
     StrictVerification,
     make_modes,
     refusals,
-    residual,
+    rejection,
 )
 
 CPU = torch.device("cpu")
@@ -97,7 +97,7 @@ def test_block_verification_is_made_where_it_is_listed(
         told.append(by_block)
         return RejectionResult(torch.zeros(1), torch.zeros(1))
 
-    monkeypatch.setattr(residual, "rejection_sample", rejection_sample)
+    monkeypatch.setattr(rejection, "rejection_sample", rejection_sample)
     mode = next(one for one in modes_of(verification=listed) if type(one) is RejectionVerification)
     rules = AcceptanceRules(choices=torch.zeros(1))
     mode.verify(MagicMock(), rules, backend=Backend.TORCH)
