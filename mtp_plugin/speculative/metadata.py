@@ -65,18 +65,18 @@ class MTPSpecMetadata:
     draft_token_indices_cuda: torch.Tensor | None = None  # [mtp_num_modules] int64: 0, 1, ...
     subseq_all_rank_num_tokens: list[int] | None = None
     sampling_kind: SamplingKind | None = None
-    """What the step's requests need at most; None: as the manager's options of ``request_ids``."""
+    """What the step's requests need at most; None: read from the manager by ``request_ids``."""
     is_all_greedy_sample: bool = True
-    """First choices are all that the requests of :meth:`update_is_all_greedy_sample` ask for."""
-    group_all_greedy_sample: bool | None = None  # as ranks have agreed since; None: they did not
+    """Every request of :meth:`update_is_all_greedy_sample` needs only the argmax of its logits."""
+    group_all_greedy_sample: bool | None = None  # agreed on by all ranks; None: not agreed
     max_position: int | None = None  # highest legal position id; None: unbounded
-    draft_window: str = "exact"  # as the worker's: decides the draft tokens that prepare() counts
+    draft_window: str = "exact"  # the worker's; decides the draft tokens that prepare() counts
     device: torch.device | None = None
     _all_rank_num_seqs: list[int] | None = None
-    _force_non_greedy_for_capture: bool = False  # set while a host captures the other kind
-    _scanned: list[Any] = field(default_factory=list)  # requests that were asked last
+    _force_non_greedy_for_capture: bool = False  # set while a host captures the other graph
+    _scanned: list[Any] = field(default_factory=list)  # requests of the last scan
     _scanned_greedy: bool = True
-    _num_indices: int = 0  # so many of batch_indices_cuda are there
+    _num_indices: int = 0  # entries of batch_indices_cuda that are written
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_requests", 1), ("max_draft_len", 0), ("mtp_num_modules", 0)):
@@ -142,7 +142,7 @@ class MTPSpecMetadata:
             MetadataError,
             f"prepare(): {num_seqs} requests, but max_num_requests is {self.max_num_requests}",
         )
-        if num_seqs > self._num_indices:  # they never change
+        if num_seqs > self._num_indices:  # entries never change
             self._upload(self.batch_indices_cuda, list(range(num_seqs)), torch.int32)
             self._num_indices = num_seqs
         self.num_tokens = self.dp_num_tokens()
@@ -150,19 +150,19 @@ class MTPSpecMetadata:
             expect_distinct_ids(request_ids, self.mtp_hidden_states_manager)
             slots = [self.slot_of(request_id) for request_id in request_ids]
             self._upload(self.slot_ids, slots, torch.int64)
-            self._expect_what_is_captured()
+            self._expect_served_by_graph()
         self.prepared_ids = list(request_ids)
 
     def dp_num_tokens(self) -> int:
-        """Rows of the first draft pass, of the rows that the target has in ``num_tokens``.
+        """Return the number of rows of the first draft pass, from the target's ``num_tokens``.
 
-        Ranks may tell each other before :meth:`prepare`, which leaves it in ``num_tokens``.
+        Ranks may exchange it before :meth:`prepare`, which stores it in ``num_tokens``.
         """
         is_row_short = is_vanilla(self.spec_dec_mode) and self.draft_window == "trtllm"
         return self.num_tokens - (self.num_generations if is_row_short else 0)
 
     def create_cuda_graph_metadata(self, max_batch_size: int) -> MTPSpecMetadata:
-        """A view for graphs of up to ``max_batch_size`` rows with buffers of its own."""
+        """Return a copy with its own buffers for graphs of up to ``max_batch_size`` requests."""
         if self.is_cuda_graph:
             return self
         view = copy.copy(self)
@@ -172,18 +172,18 @@ class MTPSpecMetadata:
         return view
 
     def update_is_all_greedy_sample(self, requests: Iterable[Any]) -> None:
-        """Tell by ``is_all_greedy_sample`` whether first choices are all that a batch asks for.
+        """Set ``is_all_greedy_sample``: whether every request needs only the argmax of its logits.
 
-        Hosts call it before they choose a graph, so edits of the logits and log-probabilities count
-        as draws do. What ranks had agreed on was about the batch before.
+        Hosts call it before they choose a graph, so logits processing and log-probabilities count
+        like sampling. It clears the ranks' agreement, which was about the previous batch.
         """
         self.group_all_greedy_sample = None
         self.populate_sampling_params_for_one_model(requests)
 
     def populate_sampling_params_for_one_model(self, requests: Iterable[Any]) -> None:
-        """As :meth:`update_is_all_greedy_sample`, but what ranks have agreed on counts.
+        """Set ``is_all_greedy_sample``; an agreement of the ranks takes precedence.
 
-        How tokens are drawn stands in the slots, since their requests have them.
+        Sampling parameters are not copied here: the slots have them since admission.
         """
         if self.group_all_greedy_sample is not None:
             self.is_all_greedy_sample = self.group_all_greedy_sample
@@ -197,7 +197,7 @@ class MTPSpecMetadata:
             self.is_all_greedy_sample = self._scanned_greedy
 
     def is_layer_capture(self, layer_id: int) -> bool:  # noqa: ARG002
-        """False: MTP reads the target's last states alone."""
+        """Return False: MTP reads only the target's last hidden states."""
         return False
 
     def maybe_capture_hidden_states(
@@ -206,13 +206,13 @@ class MTPSpecMetadata:
         hidden_states: torch.Tensor,
         residual: torch.Tensor | None = None,
     ) -> None:
-        """Nothing: no layer is captured."""
+        """Do nothing: no layer is captured."""
 
     def slot_of(self, request_id: int) -> int:
-        """The request's row in the manager's pools; padding rows have the sentinel slot.
+        """Return the request's row in the manager's pools; padding rows have the sentinel slot.
 
         Raises:
-            MetadataError: the manager gave it none.
+            MetadataError: the request has no slot.
         """
         manager = self.mtp_hidden_states_manager
         slot = None
@@ -222,8 +222,8 @@ class MTPSpecMetadata:
             raise MetadataError(f"request {request_id} has no slot in the MTP manager")
         return int(slot)
 
-    def _expect_what_is_captured(self) -> None:
-        """Refuse to replay a step of first choices for a request that asks for more.
+    def _expect_served_by_graph(self) -> None:
+        """Refuse to replay a greedy graph for a request that samples or processes its logits.
 
         Raises:
             MetadataError: naming such a request.
@@ -234,10 +234,10 @@ class MTPSpecMetadata:
         manager, request_ids = self.mtp_hidden_states_manager, self.request_ids or ()
         if sampling_kind_of(manager, ()) or not sampling_kind_of(manager, request_ids):
             return  # every step serves every option, or all are greedy
-        asking = next(number for number in request_ids if sampling_kind_of(manager, (number,)))
+        request_id = next(number for number in request_ids if sampling_kind_of(manager, (number,)))
         raise MetadataError(
-            f"prepare(): request {asking} asks for more than the first choice of its logits, and "
-            "this graph was chosen with is_all_greedy_sample=True: call "
+            f"prepare(): request {request_id} needs more than the argmax of its logits, and this "
+            "graph was chosen with is_all_greedy_sample=True: call "
             "update_is_all_greedy_sample() first, or set the manager's always_edits before capture"
         )
 

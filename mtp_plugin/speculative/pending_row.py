@@ -1,4 +1,4 @@
-"""A request of a step whose result is on its way."""
+"""A request of a step whose result has not arrived yet."""
 
 from __future__ import annotations
 
@@ -21,24 +21,28 @@ from mtp_plugin.speculative.host import (
 )
 
 BEAM = 0
-"""The only one with speculation."""
+"""Index of the only beam: speculation has no beam search."""
 
 
 class PendingRow(NamedTuple):
-    """What a request was when its step was launched; later changes make the result late."""
+    """State of a request when its step was launched; later changes make the result late."""
 
     request: SpecRequest
     facts: RequestFacts
     epoch: int
-    seq_slot: int | None  # None: it has none any more, and its result is late
+    seq_slot: int | None  # None: freed, the result is late
     is_context: bool
     num_drafted: int
-    emits: bool | None  # False: a chunk that does not end the prompt; None: ask at update time
-    refused: str | None = None  # why the request gets none of the step's tokens
+    emits: bool | None  # False: a chunk that does not end the prompt; None: decided at update
+    refused: str | None = None  # reason for which the request gets none of the step's tokens
 
     @classmethod
     def of(cls, request: SpecRequest, *, is_context: bool, max_seq_len: int) -> Self:
-        """Of a request as it stands; ``max_seq_len``: tokens that any request can hold."""
+        """Capture the current state of a request.
+
+        Args:
+            max_seq_len: maximum number of tokens of any request.
+        """
         return cls(
             request,
             facts_of(request, max_seq_len, reads_prompt=is_context),
@@ -56,18 +60,22 @@ class PendingRow(NamedTuple):
         if epoch_of(request) != self.epoch:
             return True
         if not self.is_context and request.state is RequestState.GENERATION_IN_PROGRESS:
-            return False  # as nearly always; names take longer
+            return False  # the common case; phase_of is slower
         phase = phase_of(request)
         if phase == RequestState.GENERATION_COMPLETE.name:
             return True
         if self.is_context:
-            # paused since, the prompt is to be read again
+            # paused since: the prompt is computed again
             return self.emits is False or request.context_remaining_length != 0
         return phase == RequestState.CONTEXT_INIT.name
 
 
 def slots_of(rows: Sequence[PendingRow]) -> list[int]:
-    """Where the results of these rows lie in the store."""
+    """Return the sequence slots of these rows.
+
+    Raises:
+        ExecutorError: a row without a slot.
+    """
     slots = [row.seq_slot for row in rows if row.seq_slot is not None]
     if len(slots) < len(rows):
         missing = [row.request.request_id for row in rows if row.seq_slot is None]

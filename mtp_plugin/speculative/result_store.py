@@ -1,4 +1,4 @@
-"""Where the results of a step lie: a row per sequence slot, on the device and on the host."""
+"""Storage for the results of a step: a row per sequence slot, on the device and on the host."""
 
 from __future__ import annotations
 
@@ -15,24 +15,27 @@ from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK
 
 @dataclass
 class SampleStateTensorsMTP:
-    """One step's tensors. On the device ``new_tokens`` are the next inputs, on the host the emitted
-    tokens; both [K+1, S, 1] int32, addressed by sequence slot."""
+    """One step's tensors, indexed by sequence slot.
+
+    ``new_tokens`` [K+1, S, 1] int32 are the next inputs on the device and the output tokens on the
+    host.
+    """
 
     new_tokens: torch.Tensor
     new_tokens_lens: torch.Tensor | None = None  # [S] int32
     next_draft_tokens: torch.Tensor | None = None  # [S, K] int32
     status: torch.Tensor | None = None  # [S] int32
     log_probs: torch.Tensor | None = None
-    """[R, k+1, ENTRY_WIDTH] int32, see `requests.logprobs`: of the batch's requests in their order,
-    on the host; None: nobody asks."""
+    """[R, k+1, ENTRY_WIDTH] int32 on the host, see `requests.logprobs`: a row per request of the
+    batch; None: no request wants log-probabilities."""
 
     def values(self) -> ValuesView[torch.Tensor | None]:
-        """Every field, as older executors walk them."""
+        """Return every field; older executors iterate over them."""
         return vars(self).values()
 
 
 class ResultStore:
-    """Tensors addressed by sequence slot, all of them columns of one: they move in one copy.
+    """Views of one tensor with a row per sequence slot, so that one copy moves all of them.
 
     Args:
         rows: [S, 3K+4] int32.
@@ -44,7 +47,7 @@ class ResultStore:
         emitted, following, drafts, lens, status = rows.split(
             [draft_len + 1, draft_len + 1, draft_len, 1, 1], dim=1
         )
-        self.new_tokens = emitted.T.unsqueeze(-1)  # [K+1, S, 1], emitted
+        self.new_tokens = emitted.T.unsqueeze(-1)  # [K+1, S, 1], output tokens
         self.next_new_tokens = following.T.unsqueeze(-1)  # [K+1, S, 1], next inputs
         self.next_draft_tokens = drafts  # [S, K]
         self.new_tokens_lens = lens.squeeze(1)  # [S]
@@ -52,13 +55,13 @@ class ResultStore:
 
     @classmethod
     def zeros(cls, num_slots: int, draft_len: int, device: torch.device) -> ResultStore:
-        """A store on ``device``."""
+        """Allocate a store of zeros."""
         shape = (num_slots, 3 * draft_len + 4)
         return cls(torch.zeros(shape, dtype=torch.int32, device=device), draft_len)
 
     @classmethod
     def gathered(cls, host: SampleStateTensorsMTP) -> ResultStore:
-        """The columns of a state that a host built itself; K is that of its drafts.
+        """Build a store from the tensors of a host engine's own state; K is that of its drafts.
 
         Raises:
             ExecutorError: a tensor is missing.
@@ -67,7 +70,7 @@ class ResultStore:
         if lens is None or drafts is None:
             raise ExecutorError("update_requests: the sample state holds no lengths or no drafts")
         draft_len = int(drafts.shape[1])
-        emitted = host.new_tokens.squeeze(-1).T  # of a step that was shorter: fewer columns
+        emitted = host.new_tokens.squeeze(-1).T  # a step with fewer drafts has fewer columns
         emitted = pad(emitted, (0, draft_len + 1 - emitted.shape[1]), value=PAD_TOKEN)
         status = torch.full_like(lens, STATUS_OK) if host.status is None else host.status
         columns = [emitted, emitted, drafts, lens.unsqueeze(1), status.unsqueeze(1)]
@@ -79,19 +82,19 @@ class ResultStore:
         return int(self.next_draft_tokens.shape[1])
 
     def emitted(self) -> SampleStateTensorsMTP:
-        """What a step gave, as hosts read it."""
+        """Return the views that hosts read after a step."""
         return SampleStateTensorsMTP(
             self.new_tokens, self.new_tokens_lens, self.next_draft_tokens, self.status
         )
 
     def following(self) -> SampleStateTensorsMTP:
-        """What the next step reads."""
+        """Return the views that the next step reads."""
         return SampleStateTensorsMTP(
             self.next_new_tokens, self.new_tokens_lens, self.next_draft_tokens, self.status
         )
 
     def is_shown_by(self, host: SampleStateTensorsMTP) -> bool:
-        """Whether these are :meth:`emitted`, none of them replaced."""
+        """Whether ``host`` holds the tensors of :meth:`emitted`, none of them replaced."""
         return (
             host.new_tokens is self.new_tokens
             and host.new_tokens_lens is self.new_tokens_lens
@@ -100,14 +103,14 @@ class ResultStore:
         )
 
     def to_host(self) -> ResultStore:
-        """A copy on the host, which may still be on its way; see `recorded_event`."""
+        """Start a copy to the host; wait for it with `recorded_event`."""
         return ResultStore(host_copy(self.rows), self.draft_len)
 
     def at(self, slots: Sequence[int], draft_len: int) -> list[tuple[list[int], list[int], int]]:
-        """Of these slots the emitted tokens, the next drafts and the status, read on the host.
+        """Return output tokens, next drafts and status of each slot, read on the host.
 
         Args:
-            draft_len: of the step; a shorter one drafted fewer than the store holds.
+            draft_len: number of drafts of the step, at most K.
         """
         width = self.draft_len + 1
         first, last = 2 * width, 2 * width + min(draft_len, width - 1)
@@ -117,23 +120,23 @@ class ResultStore:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy on the host, which may still be on its way; see `recorded_event`."""
+    """Start a copy of ``tensor`` to the host; wait for it with `recorded_event`."""
     if tensor.device.type != "cuda":
-        return tensor.clone()  # the next step may write there
+        return tensor.clone()  # the next step may overwrite the tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
     return host
 
 
 class _HostEvent:
-    """Stands for a device event where the results are on the host already."""
+    """Replaces a device event where the results are on the host already."""
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
 
 
 def recorded_event(device: torch.device) -> Any:
-    """An event behind everything that was launched on ``device``, to ``synchronize`` with."""
+    """Record an event after everything launched on ``device``; the caller synchronizes with it."""
     if device.type != "cuda":
         return _HostEvent()
     event = torch.cuda.Event()

@@ -1,4 +1,4 @@
-"""Moves a step's tokens to its requests, one step behind the device."""
+"""Appends the tokens of a step to its requests while the device runs the next step."""
 
 from __future__ import annotations
 
@@ -60,15 +60,15 @@ _READ = (
 NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
 NO_TOKEN_IN_STEP = "the worker returned no token for the request: new_tokens_lens is 0"
 NARROWING_OPTIONS = ("allowed_token_ids", "bad_words", "bad_token_ids")
-"""Options of a request that may leave no id, where all logits are finite."""
-NO_LOGPROBS = "logprobs: the step told no log-probabilities"
+"""Options that may disallow every token of a row although all logits are finite."""
+NO_LOGPROBS = "logprobs: the step returned no log-probabilities"
 
 _logger = logging.getLogger("mtp_plugin")
 
 
 @dataclass
 class SampleStateMTP:
-    """Result of ``sample_async``; every field is optional, since hosts build it by keyword."""
+    """Result of ``sample_async``; every field is optional because hosts build it by keyword."""
 
     scheduled_requests: Any = None
     device: SampleStateTensorsMTP | None = None
@@ -77,7 +77,7 @@ class SampleStateMTP:
     requests: list[Any] = field(default_factory=list)
     rows: list[PendingRow] = field(default_factory=list)
     runtime_draft_len: int | None = None
-    results: ResultStore | None = None  # what ``host`` has, in one piece
+    results: ResultStore | None = None  # the tensors of ``host`` as one
     is_applied: bool = False  # update_requests has read it
 
 
@@ -88,36 +88,36 @@ class MTPSampler:
         args: any object with ``max_num_sequences`` (S) and ``max_seq_len``, as
             ``TorchSampler.Args``.
         nextn: K, 0 for decoding without drafts.
-        device: of the store; default CUDA where present.
-        kernels: what writes the store, see `kernels.backend.Backend`.
-        always_greedy: take requests that ask for a temperature and the like, and decode them
-            greedily, as TensorRT-LLM's own MTP sampler of line 1.2 does; servers may put a
-            temperature of 1 into every request. The manager's ``always_greedy`` goes with it.
-            False: draw as they ask, or refuse them where the worker cannot.
-        served_options: names of options of a request that the worker gives; the sampler knows its
-            own, and those of prompts and drafts, which change nothing for it. What a request asks
-            for reaches its steps by the manager, which host metadata must name.
-        refusals: options that a request asks for, by name -> why they cannot be served as they are.
-        finish_reasons: the host's enum of why a request ends, with TensorRT-LLM's names; without
-            ERROR among them a request that fails ends as CANCELLED. Why stands in its
-            ``py_error``, and in the log.
-        logprob_class: the host's own, called with ``logprob`` and ``rank`` for what goes into its
-            requests' ``py_result``.
-        on_step: called with request, emitted tokens and verified drafts of every generation's step
-            whose result counts, after the step's tokens were appended, in the batch's order.
-        stop_callback: a rule of stopping of the host's own, called once a step, after its tokens
-            were appended, with the ids of those of its requests that go on, or that a token of
-            theirs ends by itself. It answers with ids to end, by STOP_WORDS, behind the last token
-            there is; which that is depends on how many drafts were accepted, and so does the text.
-            Or with a mapping of ids to the tokens of the output to keep: those of the
-            step behind them are taken back, which the host's requests must be able to
-            (``take_back_tokens``), and the text depends on the rule alone. ``min_tokens`` does not
-            hold it back. A wrong answer for a request that goes on ends it with an error; what else
-            is wrong is told in the log.
+        device: device of the store; default CUDA where present.
+        kernels: backend that writes the store, see `kernels.backend.Backend`.
+        always_greedy: accept requests with a temperature and other sampling options, and decode
+            them greedily, as TensorRT-LLM's own MTP sampler of API version 1.2 does; servers may
+            put a temperature of 1 into every request. Set the manager's ``always_greedy`` too.
+            False: sample as requested, or refuse the request if the worker cannot.
+        served_options: names of request options that the worker applies, in addition to those of
+            the sampler itself and of prompts and drafts. The manager carries their values to the
+            step, so host metadata must name the manager.
+        refusals: maps the options of a request to the reasons for which they are not served.
+        finish_reasons: the host's enum of finish reasons, with TensorRT-LLM's names; without
+            ERROR among them a request that fails ends as CANCELLED. The error is in its
+            ``py_error`` and in the log.
+        logprob_class: the host's class of a log-probability, called with ``logprob`` and ``rank``
+            for the entries of a request's ``py_result``.
+        on_step: called with request, number of output tokens and number of verified drafts for
+            every generation step whose result counts, after the step's tokens were appended, in
+            batch order.
+        stop_callback: the host's own stop rule, called once per step after its tokens were
+            appended, with the ids of the requests that continue or that one of their tokens
+            finishes. It returns ids to finish with STOP_WORDS after their last token; where that
+            is depends on the number of accepted drafts. Or it returns a mapping of ids to the
+            number of output tokens to keep: later tokens of the step are removed, for which the
+            host's requests need ``take_back_tokens``, and the output depends on the rule alone.
+            It overrides ``min_tokens``. An invalid return value for a request that continues
+            finishes it with an error; other invalid values are logged.
 
     Raises:
-        ConfigError: sizes that cannot be, kernels that cannot run, or an argument of a host that
-            this version does not serve.
+        ConfigError: a size out of range, kernels that cannot run, or a host argument that this
+            version does not serve.
     """
 
     SampleState: ClassVar[Any] = SampleStateMTP
@@ -165,41 +165,40 @@ class MTPSampler:
         self._device_slots = torch.empty(0, dtype=torch.int64, device=self.device)
 
     def create_store(self) -> ResultStore:
-        """Fresh store tensors."""
         return ResultStore.zeros(self.max_num_sequences, self.draft_len, self.device)
 
     def device_tensors(self) -> SampleStateTensorsMTP:
-        """The store as the next step reads it; the tensors keep their addresses."""
+        """Return the store as the next step reads it; the tensors keep their addresses."""
         return self.store.following()
 
     def set_stop_callback(self, stop_callback: StopCallback) -> None:
-        """Have steps from now on ask ``stop_callback``."""
+        """Use ``stop_callback`` from the next `update_requests` on."""
         self.stop_callback = stop_callback
 
-    # ---- what executors call ----------------------------------------------------------------
+    # ---- called by executors ----------------------------------------------------------------
 
     def setup_sampler_step(self, scheduled_requests: Any) -> None:
-        """Nothing to prepare."""
+        """Do nothing: there is nothing to prepare."""
 
     def get_cache_indirection(self) -> None:
-        """No beams, no indirection."""
+        """Return None: there is no beam search."""
         return
 
     def is_generation_model(self) -> bool:
-        """True: the model generates tokens."""
+        """Return True."""
         return True
 
     @staticmethod
     def beam_width(_: Sequence[Any]) -> int:
-        """Speculation runs with one beam."""
+        """Return 1: there is no beam search."""
         return 1
 
     def should_provide_draft_probs(self, _: Any) -> bool:
-        """What drafts are drawn from stays with the manager: hosts get no probabilities."""
+        """Return False: the manager keeps the draft probabilities."""
         return False
 
     def validate_request(self, request: SpecRequest) -> None:
-        """Refuse at admission what this sampler does not give; see `unsupported_options`.
+        """Refuse a request at admission if an option is not served; see `unsupported_options`.
 
         Raises:
             ConfigError: naming every unsupported option.
@@ -216,17 +215,16 @@ class MTPSampler:
         outputs: dict[str, Any] | None = None,
         **__: Any,
     ) -> SampleStateMTP:
-        """Copy a step's outputs into the store and start their way to the host.
+        """Copy a step's outputs into the store and start their copy to the host.
 
-        A request that `validate_request` would have refused is found with its prompt's last row,
-        and ends in `update_requests`: hosts may never have asked.
+        A host may not call `validate_request`, so a request is validated with the last row of its
+        prompt too; if it is refused, `update_requests` finishes it with an error.
 
         Args:
             scheduled_requests: the batch; its contexts, then its generations, are the first rows.
-                Those contexts that a host lists as chunks of prompts which go on come first, and
-                get nothing.
-            model_outputs: a worker's mapping; further rows are padding and are left alone.
-            outputs: the same, as newer hosts call it.
+                Contexts that the host lists as unfinished chunks come first and get no token.
+            model_outputs: a worker's mapping; further rows are padding and are not read.
+            outputs: the same, under the name of newer hosts.
 
         Raises:
             ExecutorError: no mapping, more tokens per request than the store holds, or a request
@@ -241,7 +239,7 @@ class MTPSampler:
         requests = contexts + generations
         rows = [self._with_refusal(self._pending(request, is_context=True)) for request in contexts]
         rows += [self._pending(request, is_context=False) for request in generations]
-        model_outputs = _behind(given, num_skipped)
+        model_outputs = _without_first_rows(given, num_skipped)
         self._expect_width(model_outputs)
         self._write_store(rows, model_outputs)
         copy = self.store.to_host()
@@ -260,10 +258,10 @@ class MTPSampler:
         )
 
     def update_requests(self, state: SampleStateMTP, *_: Any, **__: Any) -> list[StepResult]:
-        """Append a step's tokens to its requests; results that came too late are dropped.
+        """Append a step's tokens to its requests; late results are dropped.
 
         Returns:
-            What each of the others got, in the batch's order.
+            The results of the other requests, in batch order.
 
         Raises:
             ExecutorError: the state was passed before, so its tokens would be appended twice, or it
@@ -280,27 +278,27 @@ class MTPSampler:
         if host is None:
             raise ExecutorError("update_requests: the sample state holds no host tensors")
         state.is_applied = True
-        # who ended or started over since may have no slot any more
+        # requests that finished or restarted since may have no slot any more
         all_rows = enumerate(state.rows or self._rows_of(state))
-        kept = [(place, row) for place, row in all_rows if not row.is_late]
+        kept = [(index, row) for index, row in all_rows if not row.is_late]
         store = state.results
         if store is None or not store.is_shown_by(host):
-            store = ResultStore.gathered(host)  # of a host's own making
+            store = ResultStore.gathered(host)  # built by the host
         draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
         given = store.at(slots_of([row for _, row in kept]), draft_len)
-        told = host.log_probs
+        log_probs = host.log_probs
         rows = [row for _, row in kept]
         results: list[StepResult] = []
         endings: list[Ending] = []
         try:
-            for (place, row), one in zip(kept, given, strict=True):
-                entries = None if told is None else told[place]
+            for (index, row), one in zip(kept, given, strict=True):
+                entries = None if log_probs is None else log_probs[index]
                 result, ending = self._apply(row, *one, draft_len, entries)
                 results.append(result)
                 endings.append(ending)
             if self.stop_callback is not None:
                 apply_stop_callback(self.stop_callback, rows, results, endings)
-        finally:  # who has ended does not go on, whatever was raised here
+        finally:  # finish these requests even if an error was raised
             for row, ending in zip(rows, endings, strict=False):
                 self._end(row.request, ending)
         for row, result in zip(rows, results, strict=True):
@@ -312,7 +310,7 @@ class MTPSampler:
     # ---- one request ------------------------------------------------------------------------
 
     def _refusal(self, request: SpecRequest) -> str | None:
-        """Why a request cannot be served; None: it can."""
+        """Return the reason for which a request cannot be served, or None."""
         own, served = own_facts(request), self.served_options
         why = None
         if own is None:
@@ -322,14 +320,14 @@ class MTPSampler:
             facts = facts_of(request, self.max_seq_len, reads_prompt=False)
             why = facts.refused or refusal_of(request)
         else:
-            asked = own.options
+            requested = own.options
             if self.always_greedy:
-                asked = {n: value for n, value in asked.items() if not OPTIONS[n].draws}
-            unsupported = [*unserved(asked, served), *self.refusals(asked)]
+                requested = {n: value for n, value in requested.items() if not OPTIONS[n].draws}
+            unsupported = [*unserved(requested, served), *self.refusals(requested)]
         return f"not supported with MTP: {', '.join(unsupported)}" if unsupported else why
 
     def _with_refusal(self, row: PendingRow) -> PendingRow:
-        """The row of a context; once per prompt, with its last row, its request is looked at."""
+        """Return a context's row; the last one of a prompt with the refusal of its request."""
         ends_prompt = row.emits is not False
         return row._replace(refused=self._refusal(row.request)) if ends_prompt else row
 
@@ -342,9 +340,9 @@ class MTPSampler:
         draft_len: int,
         entries: torch.Tensor | None,
     ) -> tuple[StepResult, Ending]:
-        """Append a run, as far as the request's own rule lets it; it is not ended yet."""
+        """Append accepted tokens up to the first stop; the request is not finished yet."""
         request, facts, is_context = row.request, row.facts, row.is_context
-        # the rewind counts the uncut run, the statistics what was emitted
+        # the rewind counts all accepted tokens, the statistics only output tokens
         has_bonus = status == STATUS_OK or is_context
         num_matches = max(len(run) - has_bonus, 0)
         request.py_num_accepted_draft_tokens = num_matches
@@ -358,7 +356,7 @@ class MTPSampler:
             request.py_draft_tokens = []
             ending = Ending(0, FinishReason.ERROR, refused)
             return StepResult(request.request_id, [], 0, len(run), ending.reason), ending
-        request.py_draft_tokens = drafts  # a stop among the tokens drops them
+        request.py_draft_tokens = drafts  # cleared if the request stops
         length, stop = request.get_num_tokens(BEAM), facts.stop
         before = request.get_tokens(BEAM) if stop.words else ()
         ending = stop.check(run, length, num_drafts=num_matches, tokens=before)
@@ -370,10 +368,10 @@ class MTPSampler:
         emitted = run[: ending.length]
         for token in emitted:
             request.add_new_token(token, BEAM)
-        logprobs = _logprobs_told(facts, entries, len(emitted))
+        logprobs = _logprobs_of_tokens(facts, entries, len(emitted))
         num_drafted = 0
         if not (is_context or facts.is_dummy):
-            # no token follows the one that fills the request, be it a draft or what follows one
+            # no token follows the one that reaches the maximum length
             num_drafted = min(row.num_drafted, max(facts.full_length - length - 1, 0))
         result = StepResult(
             request.request_id, emitted, num_drafted, len(run), ending.reason, logprobs
@@ -392,11 +390,10 @@ class MTPSampler:
             self.on_step(row.request, num_emitted, num_drafted)
 
     def _end(self, request: SpecRequest, ending: Ending) -> None:
-        """End a request; with an error alone, told where hosts look and in the log."""
+        """Finish a request; its error, if any, goes to ``py_error`` and the log."""
         if ending.error is not None:
-            why, cause = ending.error, ending.cause
-            _logger.error("request %s: %s", request.request_id, why, exc_info=cause)
-            request.py_error = why
+            _logger.error("request %s: %s", request.request_id, ending.error, exc_info=ending.cause)
+            request.py_error = ending.error
         if ending.reason is not None:
             request.finish_by(self._reasons[ending.reason], BEAM)
 
@@ -406,10 +403,10 @@ class MTPSampler:
         return PendingRow.of(request, is_context=is_context, max_seq_len=self.max_seq_len)
 
     def _rows_of(self, state: SampleStateMTP) -> list[PendingRow]:
-        """The rows of a state that a host built itself."""
+        """Return the rows of a state that the host built."""
         batch = state.scheduled_requests
         if batch is None:
-            # without a batch to ask: a request's first result is that of its prompt
+            # no batch: a request's first result is that of its prompt
             listed = [(request, request.py_decoding_iter == 0) for request in state.requests]
         else:
             contexts = list(batch.context_requests)[num_listed_chunks(batch) :]
@@ -421,7 +418,7 @@ class MTPSampler:
     # ---- tensors ----------------------------------------------------------------------------
 
     def _expect_width(self, outputs: dict[str, Any]) -> None:
-        """Refuse a step with more drafts than ``nextn``, whose tokens would be cut silently.
+        """Refuse a step with more drafts than ``nextn``, which the store cannot hold.
 
         Raises:
             ExecutorError: with both numbers.
@@ -453,14 +450,14 @@ class MTPSampler:
 
     @staticmethod
     def _logprobs_of(rows: list[PendingRow], outputs: dict[str, Any]) -> torch.Tensor | None:
-        """A step's log-probabilities on their way to the host, where one of its requests asks."""
+        """Start the copy of a step's log-probabilities to the host, if a request wants them."""
         entries: torch.Tensor | None = outputs.get("logprob_entries")
         if entries is None or all(row.facts.num_logprobs is None for row in rows):
             return None
         return host_copy(entries[: len(rows)])
 
     def _slots_on_device(self, slots: list[int]) -> torch.Tensor:
-        """[R] int64; most steps have the slots of the step before, which are there already."""
+        """Return the slots [R] int64; steps with the slots of the previous step copy nothing."""
         if slots != self._slots:
             last = self.max_num_sequences - 1
             expect(
@@ -474,25 +471,27 @@ class MTPSampler:
         return self._device_slots
 
 
-def _behind(outputs: dict[str, Any], num_skipped: int) -> dict[str, Any]:
-    """What is read of a worker's mapping, without its first rows."""
+def _without_first_rows(outputs: dict[str, Any], num_skipped: int) -> dict[str, Any]:
+    """Return the tensors of a worker's mapping that are read, without their first rows."""
     if num_skipped == 0:
         return outputs
-    told = {name: outputs.get(name) for name in _READ}
-    return {name: None if value is None else value[num_skipped:] for name, value in told.items()}
+    tensors = {name: outputs.get(name) for name in _READ}
+    return {name: None if value is None else value[num_skipped:] for name, value in tensors.items()}
 
 
 def _no_token(facts: RequestFacts) -> str:
-    """Why a row had none for a request."""
-    asked = [name for name in NARROWING_OPTIONS if name in facts.options]
-    return f"{NO_FINITE_LOGITS}, or {' and '.join(asked)} left none" if asked else NO_FINITE_LOGITS
+    """Return the error of a request whose logits left no token."""
+    narrowing = [name for name in NARROWING_OPTIONS if name in facts.options]
+    if not narrowing:
+        return NO_FINITE_LOGITS
+    return f"{NO_FINITE_LOGITS}, or {' and '.join(narrowing)} left none"
 
 
-def _logprobs_told(
+def _logprobs_of_tokens(
     facts: RequestFacts, entries: torch.Tensor | None, num_emitted: int
 ) -> Logprobs | None:
-    """What a request is told of its tokens; None: it does not ask."""
+    """Return the log-probabilities of a request's tokens, or None if it wants none."""
     if facts.num_logprobs is None or entries is None:
         return None
-    # the request keeps them, not the whole step's
+    # copied, so that the request does not keep the tensor of the whole step alive
     return Logprobs([LogprobEntries(entries[:num_emitted].clone(), facts.num_logprobs)])

@@ -1,9 +1,9 @@
-"""The tensor vocabulary of one step.
+"""Data classes of one step.
 
 Shape letters, used everywhere: R requests in the batch (contexts first, then generations); C
 context requests; G generation requests (R = C + G); K draft length; T flat tokens; H hidden size; V
-vocabulary; S slots; W numbers kept per slot. A context request contributes its prompt chunk to
-the flat tokens, a generation request K+1 rows.
+vocabulary size; S slots; W columns of the slot table. A context request contributes its prompt
+chunk to the flat tokens, a generation request K+1 rows.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PAD_TOKEN = -1
 """Fills the unused tail of returned token rows; never an input of a kernel or an embedding."""
 
 NO_INPUT = 0
-"""Stands among next inputs where a step drafted fewer than the store holds: a host whose next step
-is longer embeds it before anybody finds the draft missing."""
+"""Fills the next inputs of a step with fewer drafts than the store holds. It is a valid token id
+because a host whose next step has more drafts embeds it before it finds the draft missing."""
 
 STATUS_OK = 0
 STATUS_NO_FINITE_LOGIT = 1
-"""The run met a row of logits without any usable value; the request fails alone."""
+"""A row of the request's logits has no finite value; only this request fails."""
 
 
 class SamplingKind(IntEnum):
@@ -81,7 +81,7 @@ def expect_vocab(logits: torch.Tensor, vocab_ids: torch.Tensor) -> None:
 class StepLayout:
     """The shape of a step: contexts first, each with its chunk, then generations of K+1 rows.
 
-    What stands on the host decides shapes and grids, so in a captured step it never changes.
+    The fields on the host decide shapes and grids, so they never change in a captured step.
     """
 
     chunk_lens: tuple[int, ...]  # [C] on the host: prompt rows of each context
@@ -89,8 +89,8 @@ class StepLayout:
     draft_len: int  # K of this step
     context_lens: torch.Tensor  # [C] integer: chunk_lens on the device, any stride
     positions: torch.Tensor | None = None
-    """[T] integer, any stride, where a caller has them. The first of a generation is its true one;
-    later ones may be clamped."""
+    """[T] integer, any stride; None: unknown. The first position of a generation is exact, later
+    ones may be clamped."""
     num_contexts: int = field(init=False)  # C
     num_requests: int = field(init=False)  # R = C + G
     num_ctx_tokens: int = field(init=False)  # rows of all contexts together
@@ -106,7 +106,7 @@ class StepLayout:
                 f"K = {self.draft_len}"
             )
         generation_rows = generations * (self.draft_len + 1)
-        counts = vars(self)  # frozen against others
+        counts = vars(self)  # the class is frozen
         counts["num_contexts"] = contexts
         counts["num_requests"] = contexts + generations
         counts["num_ctx_tokens"] = sum(self.chunk_lens)
@@ -136,7 +136,7 @@ class StepLayout:
         return torch.cat([positions[ends], of_generations])
 
     def expect_positions(self, reader: str) -> torch.Tensor:
-        """The positions [T], for a ``reader`` that cannot do without.
+        """Return the positions [T]; ``reader`` names the caller that needs them.
 
         Raises:
             TensorContractError: the step has none.
@@ -152,19 +152,19 @@ def _expect_vector(name: str, tensor: torch.Tensor, size: int) -> None:
 
 @dataclass(frozen=True)
 class Accepted:
-    """What the target emitted for every request of a step."""
+    """Accepted tokens of every request of a step."""
 
-    tokens: torch.Tensor  # [R, K+1] int32, PAD_TOKEN behind the run
-    num_accepted: torch.Tensor  # [R] int32: emitted tokens, matching drafts plus the bonus
+    tokens: torch.Tensor  # [R, K+1] int32, PAD_TOKEN after the accepted tokens
+    num_accepted: torch.Tensor  # [R] int32: output tokens, accepted drafts plus the bonus
     status: torch.Tensor  # [R] int32: STATUS_OK or STATUS_NO_FINITE_LOGIT
     scores: torch.Tensor | None = None
-    """[C + G*(K+1), V] float32: what log-probabilities are told of; None: the target's logits."""
+    """[C + G*(K+1), V] float32: scores for log-probabilities; None: the target's logits."""
     sums: RowSums | None = None
-    """What a draw from the target's logits has left for their log-probabilities."""
+    """Log-sum-exp partials of the target's logits from sampling, reused for log-probabilities."""
 
     @classmethod
     def unwritten(cls, requests: int, max_draft_len: int, device: torch.device | str) -> Accepted:
-        """Tensors to write to, for R ``requests`` and K = ``max_draft_len``."""
+        """Allocate the tensors for R ``requests`` and K = ``max_draft_len``."""
         return cls(
             tokens=torch.empty(requests, max_draft_len + 1, dtype=torch.int32, device=device),
             num_accepted=torch.empty(requests, dtype=torch.int32, device=device),
@@ -172,14 +172,14 @@ class Accepted:
         )
 
     def last_tokens(self) -> torch.Tensor:
-        """The last emitted token of every request [R] int32; 0 where nothing was emitted."""
+        """Return the last output token of every request [R] int32; 0 where there is none."""
         column = (self.num_accepted - 1).clamp_min(0).to(torch.int64).unsqueeze(1)
         return self.tokens.gather(1, column).squeeze(1).clamp_min(0)
 
 
 @dataclass(frozen=True)
 class DraftInputs:
-    """The rows that a draft layer reads, flat, contexts first."""
+    """Input rows of a draft layer, flat, contexts first."""
 
     input_ids: torch.Tensor  # [T'] int32
     position_ids: torch.Tensor  # [T'] position of the row's state; 0 for dead rows
@@ -234,27 +234,26 @@ class DraftOutput:
 
 @dataclass(frozen=True)
 class SlotRows:
-    """What is kept of each request of a step in the slot table, read where it lies."""
+    """Per-request state of a step in the slot table, read in place."""
 
     table: torch.Tensor  # [S, W] int32, rows without gaps; floats bit for bit
     slot_ids: torch.Tensor  # [>= R] integer, any stride; the padding rows of a batch may share one
-    columns: TableColumns  # which are there
-    pools: LogitsProcessorState | None = None  # None: no request has a row of one
-    bans: DraftMask | None = None  # None: drafts are not kept from what must not come
+    columns: TableColumns  # of the table
+    pools: LogitsProcessorState | None = None  # None: no request has a row in a pool
+    bans: DraftMask | None = None  # None: drafts are not masked
 
     def as_drafts_read(self) -> SlotRows:
-        """The same with the allowed ids of drafts."""
+        """Return these rows with the allowed ids of drafts instead of those of the target."""
         if self.pools is None or self.bans is None:
             return self
         return replace(self, pools=replace(self.pools, allowed=self.bans.allowed))
 
     def of(self, requests: slice) -> torch.Tensor:
-        """The slots of some of the step's requests [N] int64."""
+        """Return the slots of some of the step's requests [N] int64."""
         return self.slot_ids[requests].to(torch.int64)
 
     def read(self, name: str, requests: slice) -> torch.Tensor:
-        """A column of some of the step's requests [N], or [N, width] of a wide one; gathered, the
-        way of references."""
+        """Gather a column for some of the step's requests: [N], or [N, width] for a wide column."""
         column, first = self.columns[name], self.columns.offset(name)
         rows = self.table[self.of(requests), first : first + column.width]
         rows = rows.view(torch.float32) if column.kind is float else rows
@@ -295,16 +294,16 @@ class StepOutput:
     next_new_tokens: torch.Tensor  # [R, K+1] int32: last accepted token, then the drafts
     status: torch.Tensor  # [R] int32
     logprob_entries: torch.Tensor | None = None
-    """[R, K+1, ENTRY_WIDTH] int32, see `requests.logprobs`; None: no request may ask."""
+    """[R, K+1, ENTRY_WIDTH] int32, see `requests.logprobs`; None: not computed in this step."""
 
     def as_dict(self) -> dict[str, torch.Tensor]:
-        """The result under TensorRT-LLM's keys, ``status``, and with log-probabilities
-        ``log_probs`` [R, K+1] float32 and ``logprob_entries``."""
-        told: dict[str, torch.Tensor] = {}
+        """Return the result under TensorRT-LLM's keys and ``status``; if log-probabilities were
+        computed, also ``log_probs`` [R, K+1] float32 and ``logprob_entries``."""
+        logprobs: dict[str, torch.Tensor] = {}
         if self.logprob_entries is not None:
             values = self.logprob_entries[..., VALUE_PLACE].view(torch.float32)
-            told = {"log_probs": values, "logprob_entries": self.logprob_entries}
-        return told | {
+            logprobs = {"log_probs": values, "logprob_entries": self.logprob_entries}
+        return logprobs | {
             "logits": self.logits,
             "new_tokens": self.new_tokens,
             "new_tokens_lens": self.new_tokens_lens,
@@ -315,11 +314,11 @@ class StepOutput:
 
 
 class StepResult(NamedTuple):
-    """What one step gave one request, as its host is told."""
+    """Result of one step for one request, returned to the host."""
 
     request_id: int
-    token_ids: list[int]  # that count: a run that a stop cuts is shorter
-    num_drafted: int  # drafts that were verified, where a token fits behind them
-    num_accepted: int  # tokens that the target emitted, those behind a stop too
-    finish_reason: FinishReason | None  # None: it goes on
-    logprobs: Logprobs | None = None  # of the tokens, where they were asked for
+    token_ids: list[int]  # output tokens, without those after a stop
+    num_drafted: int  # verified drafts that leave room for a token after them
+    num_accepted: int  # accepted tokens, including those after a stop
+    finish_reason: FinishReason | None  # None: the request continues
+    logprobs: Logprobs | None = None  # of the tokens, if requested

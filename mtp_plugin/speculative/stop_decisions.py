@@ -1,4 +1,4 @@
-"""Ends a step's runs as a user's own rule of stopping wishes."""
+"""Applies the decisions of a stop callback to the results of a step."""
 
 from __future__ import annotations
 
@@ -20,35 +20,37 @@ def apply_stop_callback(
     results: list[StepResult],
     endings: list[Ending],
 ) -> None:
-    """Change a step's results and endings as a host's own rule of stopping wishes."""
-    asked: dict[int, tuple[int, int]] = {}
+    """Call ``callback`` once for a step and update ``results`` and ``endings`` in place."""
+    output_lens: dict[int, tuple[int, int]] = {}  # before and after the step, by request id
     for row, result, ending in zip(rows, results, endings, strict=True):
         if not row.facts.is_dummy and (result.token_ids or ending.reason is None):
             now = row.request.get_num_tokens(BEAM) - row.facts.stop.prompt_len
-            asked[result.request_id] = (now - len(result.token_ids), now)
-    if not asked:
+            output_lens[result.request_id] = (now - len(result.token_ids), now)
+    if not output_lens:
         return
-    wishes = call_stop_callback(callback, asked)
-    for why in wishes.unknown:
+    decisions = call_stop_callback(callback, output_lens)
+    for why in decisions.unknown:
         _logger.error(why)
-    for place, (row, result) in enumerate(zip(rows, results, strict=True)):
-        if result.request_id in asked:
-            endings[place] = _wished(row, result, endings[place], wishes)
-            results[place] = _cut(result, endings[place])
+    for index, (row, result) in enumerate(zip(rows, results, strict=True)):
+        if result.request_id in output_lens:
+            endings[index] = _decided(row, result, endings[index], decisions)
+            results[index] = _truncated(result, endings[index])
 
 
-def _wished(row: PendingRow, result: StepResult, ending: Ending, wishes: StopDecisions) -> Ending:
-    """How the run of a request ends that a callback was asked about."""
+def _decided(
+    row: PendingRow, result: StepResult, ending: Ending, decisions: StopDecisions
+) -> Ending:
+    """Return the ending of a request's tokens after the callback's decision."""
     request, request_id = row.request, result.request_id
     number = len(result.token_ids)
     ends_itself = ending.reason is not None and not _has_no_token(ending)
-    why = wishes.wrong.get(request_id)
+    why = decisions.wrong.get(request_id)
     if why is not None and ends_itself:
         _logger.error("request %s, which has ended by itself: %s", request_id, why)
         return ending
     if why is not None:
         return Ending(number, FinishReason.ERROR, why)
-    kept = wishes.keep.get(request_id)
+    kept = decisions.keep.get(request_id)
     if kept is None:
         return ending
     surplus = request.get_num_tokens(BEAM) - row.facts.stop.prompt_len - kept
@@ -64,12 +66,12 @@ def _wished(row: PendingRow, result: StepResult, ending: Ending, wishes: StopDec
 
 
 def _has_no_token(ending: Ending) -> bool:
-    """Whether a run ends where no token follows, and not by its last one."""
+    """Whether the request fails because the step gave it no token."""
     return ending.reason is FinishReason.ERROR and ending.cause is None
 
 
-def _cut(result: StepResult, ending: Ending) -> StepResult:
-    """What is left of a result whose run ends so."""
+def _truncated(result: StepResult, ending: Ending) -> StepResult:
+    """Return ``result`` with only the tokens that ``ending`` keeps, and its finish reason."""
     logprobs = result.logprobs
     if logprobs is not None and ending.length < len(result.token_ids):
         logprobs = logprobs.first(ending.length)

@@ -349,9 +349,7 @@ def test_everything_without_pools_of_edits() -> None:
     assert text_of(host, LlmRequest(1, PROMPT)) == GREEDY
     asking = LlmRequest(7, PROMPT, sampling={"presence_penalty": 1.0})
     assert text_of(host, asking) == []
-    assert asking.py_error == (
-        "request 7: presence_penalty need a manager that was told vocab_size"
-    )
+    assert asking.py_error == ("request 7: presence_penalty need a manager with vocab_size")
 
 
 def test_a_manager_that_leaves_draws_out() -> None:
@@ -443,8 +441,8 @@ def test_a_captured_step_of_first_choices_is_not_replayed_for_more() -> None:
     asking = LlmRequest(7, PROMPT, sampling=DRAWS)
     host.manager.prepare_resources(make_batch("1.3b", [LlmRequest(8, PROMPT), asking], []))
     why = (
-        "prepare(): request 7 asks for more than the first choice of its logits, and this graph "
-        "was chosen with is_all_greedy_sample=True: call update_is_all_greedy_sample() first, or "
+        "prepare(): request 7 needs more than the argmax of its logits, and this graph was "
+        "chosen with is_all_greedy_sample=True: call update_is_all_greedy_sample() first, or "
         "set the manager's always_edits before capture"
     )
     with pytest.raises(MetadataError, match=f"^{re.escape(why)}$"):

@@ -1,4 +1,4 @@
-"""What is kept per request across steps: the slot table, and vanilla's past pairs."""
+"""Per-request state that persists across steps: the slot table and pools of past hidden states."""
 
 from mtp_plugin.speculative.state.manager import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.state.slot_table import SlotTable

@@ -1,4 +1,4 @@
-"""Who has which row of the pools, and what stands in it at first."""
+"""Allocator of per-request logits-processor state."""
 
 from __future__ import annotations
 
@@ -26,27 +26,29 @@ PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 POOLED_OPTIONS = frozenset(
     {*PENALTIES, "logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids"}
 )
-"""Options of a request that need a row."""
+"""Options of a request that need a row in the pools."""
 
 
 def bad_words_of(facts: RequestFacts) -> list[tuple[int, ...]]:
-    """Everything that a request must not write, as ids."""
+    """Return the token sequences that a request must not generate."""
     words: list[tuple[int, ...]] = [tuple(word) for word in facts.options.get("bad_words", ())]
     return words + [(token,) for token in facts.options.get("bad_token_ids", ())]
 
 
-def _holds_ends_back(facts: RequestFacts) -> bool:
-    """Whether an id would end the text too early."""
+def _masks_stop_ids(facts: RequestFacts) -> bool:
+    """Whether ``min_tokens`` disallows stop ids of the request."""
     return facts.options.get("min_tokens", 0) > 0 and bool(facts.stop.slot_ids)
 
 
 class EditRows:
-    """Pools as wide as the vocabulary, whose rows only those requests take that need one.
+    """Pools of per-token state; only requests that need a row take one.
 
-    A row is written behind what runs on the device, when it is taken.
+    A row is written when it is taken, ordered after the kernels launched before.
 
     Args:
-        num_rows: P: requests that may need one at a time. vocab_size: V. device: of the steps.
+        num_rows: P, the maximum number of requests that hold a row at the same time.
+        vocab_size: V.
+        device: device of the steps.
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
@@ -71,7 +73,7 @@ class EditRows:
 
     @staticmethod
     def bytes_per_row(vocab_size: int) -> int:
-        """Device bytes that a row takes in all pools."""
+        """Return the device bytes of a row in all pools."""
         bits = 3 * num_words(vocab_size) + 2
         words = MAX_BAD_WORDS * MAX_BAD_WORD_LEN
         return 6 * vocab_size + 4 * (bits + words + MAX_STOP_IDS + MAX_BAD_WORDS)
@@ -85,27 +87,27 @@ class EditRows:
     def take(
         self, request_id: int, facts: RequestFacts, tokens: Sequence[int]
     ) -> dict[str, Number]:
-        """Give a request the row that it needs, if any, and fill it.
+        """Allocate and fill the row that a request needs, if any.
 
         Args:
-            tokens: of the request, those emitted before a preemption too.
+            tokens: prompt and output, including output before a preemption.
 
         Returns:
-            The columns that name the row.
+            The slot-table columns that hold the row.
 
         Raises:
             NoFreeSlotsError: all rows are taken.
             MetadataError: an id outside the vocabulary; no row is taken.
         """
         options = facts.options
-        asked = {
+        needed = {
             "bias_row": options.get("logit_bias") is not None,
             "allowed_row": options.get("allowed_token_ids") is not None,
             "count_row": any(name in options for name in PENALTIES),
             "words_row": bool(bad_words_of(facts)),
         }
-        bans_drafts = asked["words_row"] or _holds_ends_back(facts)
-        if not any(asked.values()):
+        masks_drafts = needed["words_row"] or _masks_stop_ids(facts)
+        if not any(needed.values()):
             return {}
         if not self.has_room(request_id):
             raise NoFreeSlotsError(
@@ -115,71 +117,73 @@ class EditRows:
         row = self._rows.add_slot(request_id)
         self._for_drafts.pop(request_id, None)
         try:
-            if asked["bias_row"]:
+            if needed["bias_row"]:
                 self._fill_bias(row, options["logit_bias"])
-            if asked["allowed_row"]:
+            if needed["allowed_row"]:
                 self._fill_allowed(row, options["allowed_token_ids"])
-            if asked["count_row"]:
+            if needed["count_row"]:
                 ignored = min(options.get("prompt_ignore_length", 0), facts.stop.prompt_len)
                 self._fill_counts(row, tokens, ignored)
-            if asked["words_row"]:
+            if needed["words_row"]:
                 self._fill_words(row, bad_words_of(facts))
-            if bans_drafts or asked["allowed_row"]:
-                self._fill_bans(row, has_allowed=asked["allowed_row"])
-                asked["allowed_row"] = True
+            if masks_drafts or needed["allowed_row"]:
+                self._fill_draft_mask(row, has_allowed=needed["allowed_row"])
+                needed["allowed_row"] = True
         except BaseException:
             self.give_back(request_id)
             raise
-        return {name: row for name, is_asked in asked.items() if is_asked}
+        return {name: row for name, is_needed in needed.items() if is_needed}
 
     def take_for_drafts(self, facts: RequestFacts) -> dict[str, Number]:
-        """Give a request that needs no row one for its drafts, where an end would come too early
-        for some and a row is free; otherwise its drafts are made as if it might.
+        """Allocate a row to mask the stop ids of a request's drafts before ``min_tokens``.
+
+        Only a request that needs no other row takes it, and only if a row is free; without it the
+        drafter may propose stop ids that verification rejects.
 
         Returns:
-            The columns that name the row.
+            The slot-table columns that hold the row.
         """
         number = facts.request_id
         is_served = self._rows.get_slot(number) is not None
         may_take = number in self._for_drafts if is_served else bool(self._rows.free_slots)
-        if not may_take or not _holds_ends_back(facts):
+        if not may_take or not _masks_stop_ids(facts):
             return {}
         row = self._rows.add_slot(number)
         self._for_drafts[number] = None
-        self._fill_bans(row, has_allowed=False)
+        self._fill_draft_mask(row, has_allowed=False)
         return {"allowed_row": row}
 
     def has_room(self, request_id: int) -> bool:
-        """Whether the request has a row, or can take one."""
+        """Whether the request has a row or a row is free."""
         return bool(self._rows.free_slots) or self._rows.get_slot(request_id) is not None
 
     def take_from_drafts(self) -> int | None:
-        """Take a row back that a request has for its drafts alone.
+        """Free a row that a request holds only to mask its drafts.
 
         Returns:
-            Who had it, whose slot must not name a row any more; None: nobody has one.
+            The request, whose slot must not refer to the row any more; None: there is no such row.
         """
         if not self._for_drafts:
             return None
-        yielding = next(reversed(self._for_drafts))
-        self.give_back(yielding)
-        return yielding
+        request_id = next(reversed(self._for_drafts))
+        self.give_back(request_id)
+        return request_id
 
     def give_back(self, request_id: int) -> None:
-        """Take a request's row back; one that has none changes nothing."""
+        """Free a request's row; does nothing if it has none."""
         self._rows.remove_slot(request_id)
         self._for_drafts.pop(request_id, None)
 
     def shutdown(self) -> None:
-        """Take every row back."""
+        """Free every row."""
         self._rows.shutdown()
         self._for_drafts.clear()
 
-    # ---- first values -----------------------------------------------------------------------
+    # ---- initial values ---------------------------------------------------------------------
 
     def _fill_bias(self, row: int, bias: Any) -> None:
         pool = self.pools.bias[row]
-        if isinstance(bias, torch.Tensor):  # a host's, of the whole vocabulary
+        if isinstance(bias, torch.Tensor):  # from the host, one value per id
             expect(
                 bias.numel() == pool.numel(),
                 MetadataError,
@@ -198,15 +202,15 @@ class EditRows:
         pool[:-1] = packed_bits(self._ids("allowed_token_ids", listed), self.pools.vocab_size)
         pool[-1:].fill_(len(listed))
 
-    def _fill_bans(self, row: int, *, has_allowed: bool) -> None:
-        """Nothing is banned yet; without allowed ids of its own a request is allowed all."""
+    def _fill_draft_mask(self, row: int, *, has_allowed: bool) -> None:
+        """Reset the draft mask; without ``allowed_token_ids`` every id is allowed."""
         if not has_allowed:
             self.pools.allowed[row].copy_(self._everything)
         self.bans.allowed[row].copy_(self.pools.allowed[row])
         self.bans.hidden[row].fill_(-1)
 
     def _fill_counts(self, row: int, tokens: Sequence[int], ignored: int) -> None:
-        """Everything is seen; what stands behind the ignored prompt is counted."""
+        """Mark all tokens as seen; count those after the ignored part of the prompt."""
         ids = self._ids("prompt", tokens)
         counted = ids[ignored:]
         counts = torch.zeros(self.pools.vocab_size, dtype=torch.int32, device=ids.device)
@@ -227,10 +231,10 @@ class EditRows:
         self.pools.words[row] = to_device(placed, torch.int32, self.pools.words.device)
 
     def _ids(self, name: str, ids: Iterable[int]) -> torch.Tensor:
-        """Ids [N] int64 on the device.
+        """Return ids [N] int64 on the device.
 
         Raises:
-            MetadataError: one that the vocabulary does not have.
+            MetadataError: an id outside the vocabulary.
         """
         listed, vocab = list(ids), self.pools.vocab_size
         wrong = [token for token in listed if not 0 <= token < vocab]

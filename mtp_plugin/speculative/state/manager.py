@@ -1,4 +1,4 @@
-"""Resource managers: a slot per request, what is kept of it, and vanilla's past pairs."""
+"""Resource managers: the state slots of requests, and the pools of past hidden states."""
 
 from __future__ import annotations
 
@@ -35,37 +35,38 @@ from mtp_plugin.speculative.verification import VerificationMode, make_modes
 
 ATTENTION_DP_DUMMIES = 2
 BUDGET = "thinking_token_budget"
-DRAWN = frozenset(name for name, option in OPTIONS.items() if option.draws)
-"""Options that say how tokens are drawn."""
+_SAMPLING_OPTIONS = frozenset(name for name, option in OPTIONS.items() if option.draws)
+"""Options that control how tokens are sampled."""
 
 
 class SlotStateManager:
-    """Owns a slot per request, and a row of the slot table per slot.
+    """Owns the state slot of each request, and the slot table with a row per slot.
 
     S covers live and in-flight requests, warm-up and attention-DP dummies, and the sentinel slot,
     the last one, which takes every write of a graph-padding row. A row is written when its slot is
-    handed out, and what its modes keep is read from the whole prompt. Columns that hosts may write
-    are attributes too, views of the table that may be replaced and are read afresh at every use: of
-    :class:`~mtp_plugin.speculative.verification.relaxed.RelaxedVerification` the
-    ``mtp_relaxed_delta_pool`` [S] float32.
+    allocated; verification modes compute their columns from the whole prompt. Columns that hosts
+    may write are attributes too: views of the table that may be replaced and are read again at
+    every use, as ``mtp_relaxed_delta_pool`` [S] float32 of
+    :class:`~mtp_plugin.speculative.verification.relaxed.RelaxedVerification`.
 
-    ``draft_probs`` [S, K, V] float32 is what drafts were drawn from, where a mode reads it.
+    ``draft_probs`` [S, K, V] float32 holds the distributions that drafts were sampled from, if a
+    mode reads them.
 
-    Of a host's request without facts of its own, what cannot be kept is told in the request, which
-    the sampler then ends: it has a slot, and is decoded greedily until then.
+    If an option of a host's own request cannot be served, the request is marked as refused: it
+    keeps a slot and is decoded greedily until the sampler finishes it with the error.
 
     A host may set ``always_edits`` and ``always_greedy``.
 
     Args:
-        modes: of verification, whose columns the table has.
-        max_num_requests: requests that one batch holds.
+        modes: verification modes, whose columns are in the table.
+        max_num_requests: maximum number of requests of a batch.
         device: default CUDA where present, else CPU.
-        num_seq_slots: sequences that hold a slot at a time; default 2 * max_num_requests, since
+        num_seq_slots: maximum number of sequences with a slot; default 2 * max_num_requests, since
             under overlap a finishing request and its replacement both hold one.
-        vocab_size: of the logits; None: no request may ask for what needs a pool as wide, as
-            ``logit_bias`` or a penalty.
-        thinking_end: what budgets of thinking go by; None: no request may have one.
-        engine_seed: that requests without a seed draw with, the same on every rank.
+        vocab_size: columns of the logits; None: options with per-token state, as ``logit_bias``
+            and penalties, are refused.
+        thinking_end: end of the thinking phase for thinking budgets; None: budgets are refused.
+        engine_seed: seed of requests without a seed, the same on every rank.
 
     Raises:
         ConfigError: a size below 1.
@@ -104,13 +105,13 @@ class SlotStateManager:
             setattr(self, name, self.table.column(name))
         self.draft_probs = self._make_draft_probs(vocab_size)
         self.always_edits = False
-        """Every step is one in which requests ask for anything, unless its host says otherwise:
-        for hosts that choose captured steps without knowing what was captured. Steps of greedy
-        requests then cost what those of a penalty and log-probabilities do: the draws' reduction,
-        a pass over the rows' log-probabilities, the notes of what was emitted. Their greedy drafts
-        come of the kernel that sees edits of logits, in as many launches."""
+        """Run every step as if a request needed logits processing, unless the host says otherwise;
+        for hosts that choose a captured step without knowing what was captured. Greedy steps then
+        cost as much as steps with penalties and log-probabilities: the sampling reduction, a pass
+        over the rows for log-probabilities and the token history update. Greedy drafts come from
+        the kernel with logits processing, in as many launches."""
         self.always_greedy = False
-        """How requests want their tokens drawn is left out."""
+        """Ignore the sampling options of requests and decode greedily."""
         self._sampling_kinds: dict[int, SamplingKind] = {}
         self._row_owners: dict[int, SpecRequest] = {}
         self._contexts: Sequence[Any] = ()
@@ -119,12 +120,14 @@ class SlotStateManager:
 
     @staticmethod
     def bytes_per_request(vocab_size: int, pair_bytes: int = 0, num_draft_probs: int = 0) -> int:
-        """Device bytes that a request of a batch takes, columns of modes left out: a row of the
-        pools, and slots for itself, for who comes behind it, and for warm-up.
+        """Return the device bytes per request of a batch, without the columns of modes.
+
+        They cover a row of the pools and three slots: for the request, its replacement under
+        overlap, and warm-up.
 
         Args:
-            pair_bytes: of a slot's past pairs.
-            num_draft_probs: drafts of a slot whose probabilities are kept.
+            pair_bytes: bytes of a slot's past hidden states and tokens.
+            num_draft_probs: number of drafts per slot whose probabilities are kept.
         """
         slot = (
             4 * TableColumns(REQUEST_COLUMNS).width + pair_bytes + 4 * num_draft_probs * vocab_size
@@ -133,11 +136,11 @@ class SlotStateManager:
 
     @property
     def num_rows(self) -> int:
-        """S: slots, the sentinel's too."""
+        """S: number of slots including the sentinel."""
         return self.sentinel_slot + 1
 
     def prepare_resources(self, scheduled_batch: ScheduledBatch) -> None:
-        """Give every request on its first prompt chunk a slot with a row of its own values.
+        """Allocate and fill a slot for every request on its first prompt chunk.
 
         Raises:
             NoFreeSlotsError: more sequences than slots, or more requests with logits processing
@@ -153,17 +156,17 @@ class SlotStateManager:
                 if request.is_first_context_chunk:
                     slot, fresh[slot], admitted[slot] = self._admit(request)
             if self.edit_rows is not None:
-                # behind all who must have a row
+                # after all requests that need a row
                 for slot, facts in admitted.items():
                     fresh[slot] |= self.edit_rows.take_for_drafts(facts)
         finally:
             self._reset(fresh)
 
     def _admit(self, request: SpecRequest) -> tuple[int, dict[str, Any], RequestFacts]:
-        """A slot for a request, what stands in it, and what the request asks for."""
+        """Allocate a slot; return it with its values and the options of the request."""
         facts = read_request(request)
         if self.always_greedy:
-            facts = facts.without(DRAWN)
+            facts = facts.without(_SAMPLING_OPTIONS)
         values = self._values_of(request, facts)
         self._expect_unique_id(request, facts)
         slot = self.slot_manager.add_slot(request.request_id)
@@ -204,7 +207,7 @@ class SlotStateManager:
         )
 
     def sampling_kind_of(self, request_ids: Iterable[int]) -> SamplingKind:
-        """Return what these requests need at most."""
+        """Return the highest sampling kind of these requests."""
         if self.always_edits:
             return SamplingKind.PROCESSED
         kinds = self._sampling_kinds
@@ -222,8 +225,10 @@ class SlotStateManager:
         return request_id in self._dummies or is_graph_dummy_id(request_id)
 
     def successors_of(self, request_ids: Sequence[int]) -> list[int] | None:
-        """The prompt token behind the chunk of each of these contexts of the step at hand, -1 where
-        it ends the prompt or nobody knows it; None: of all."""
+        """Return the prompt token after the chunk of each of these contexts of the current step.
+
+        It is -1 where the chunk ends the prompt or the token is unknown; None: -1 for all.
+        """
         unfinished = {
             request.request_id: request
             for request in self._contexts
@@ -237,10 +242,10 @@ class SlotStateManager:
         ]
 
     def update_resources(self, scheduled_batch: ScheduledBatch) -> None:
-        """Nothing to do: what is kept moves on on the device."""
+        """Do nothing: the step updates the state on the device."""
 
     def free_resources(self, request: SpecRequest) -> None:
-        """Give the request's slot back; a request that never had one changes nothing."""
+        """Free the request's slot; does nothing if it has none."""
         self.slot_manager.remove_slot(request.request_id)
         self._sampling_kinds.pop(request.request_id, None)
         self._dummies.discard(request.request_id)
@@ -250,7 +255,10 @@ class SlotStateManager:
             self.edit_rows.give_back(request.request_id)
 
     def add_dummy_requests(self, request_ids: Sequence[int]) -> None:
-        """Slots for warm-up and attention-DP dummies; graph-padding ids share the sentinel slot."""
+        """Allocate slots for warm-up and attention-DP dummies.
+
+        Graph-padding ids share the sentinel slot.
+        """
         fresh: dict[int, SlotValues] = {}
         for request_id in request_ids:
             if is_graph_dummy_id(request_id):
@@ -261,7 +269,7 @@ class SlotStateManager:
         self._reset(fresh)
 
     def shutdown(self) -> None:
-        """Give every slot back."""
+        """Free every slot."""
         self.slot_manager.shutdown()
         self._sampling_kinds.clear()
         self._dummies.clear()
@@ -272,15 +280,15 @@ class SlotStateManager:
             self.edit_rows.shutdown()
 
     def get_max_resource_count(self) -> int:
-        """Requests that one batch may hold."""
+        """Return the maximum number of requests of a batch."""
         return self.max_num_requests
 
     def get_needed_resource_to_completion(self, request: SpecRequest) -> int:  # noqa: ARG002
-        """Always 0: a slot is never the reason to hold a request back."""
+        """Return 0: slots never limit the capacity of the scheduler."""
         return 0
 
     def slot_of(self, request_id: int) -> int:
-        """The request's row in table and pools; graph-padding ids have the sentinel's.
+        """Return the request's row in table and pools; graph-padding ids have the sentinel's.
 
         Raises:
             MetadataError: the request has no slot.
@@ -291,65 +299,63 @@ class SlotStateManager:
         return slot
 
     def slot_rows(self, slot_ids: torch.Tensor) -> SlotRows:
-        """What is kept of a step's requests, whose slots are [R] int64."""
+        """Return the state of a step's requests; ``slot_ids`` is [R] int64."""
         if self.edit_rows is None:
             return self.table.rows_of(slot_ids)
         return self.table.rows_of(slot_ids, self.edit_rows.pools, self.edit_rows.bans)
 
     def memory_report(self, name: str = "MTP state") -> str:
-        """What is kept takes of the device, in words, under a name."""
+        """Return one line with the device memory of each part, starting with ``name``."""
         slots, size = self.num_rows, self.bytes_per_slot()
-        told = f"{name} {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes)"
+        report = f"{name} {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes)"
         if self.edit_rows is not None:
-            told += f", logit edits {self.edit_rows.num_bytes / 2**20:.1f} MiB"
+            report += f", logit edits {self.edit_rows.num_bytes / 2**20:.1f} MiB"
         if self.draft_probs is not None:
-            told += f", draft probabilities {self.draft_probs.nbytes / 2**20:.1f} MiB"
-        return told
+            report += f", draft probabilities {self.draft_probs.nbytes / 2**20:.1f} MiB"
+        return report
 
     def bytes_per_slot(self) -> int:
-        """Device bytes that one slot takes."""
+        """Return the device bytes of one slot."""
         return 4 * self.table.columns.width
 
     def _values_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
         values = facts.columns(self.engine_seed)
         for mode in self.modes:
             if mode.columns:
-                # a host copies the tokens of a prompt for who asks
+                # get_tokens copies the tokens in some hosts
                 tokens = request.get_tokens(0) if mode.reads_tokens else ()
                 values.update(mode.slot_values(facts, tokens))
         if BUDGET in facts.options:
-            values.update(self._thought_of(request, facts))
+            values.update(self._thinking_values(request, facts))
         return values
 
-    def _thought_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
-        """How much of its budget a request has spent, and how much of the end it has begun.
+    def _thinking_values(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
+        """Return the thinking-token count and end-sequence progress of a request.
 
         Raises:
-            MetadataError: there is no end.
+            MetadataError: the manager has no ``thinking_end``.
         """
         budget = facts.options[BUDGET]
         if self.thinking_end is None:
             raise MetadataError(
-                f"request {request.request_id}: {BUDGET}={budget} needs a manager that was told "
-                "thinking_end"
+                f"request {request.request_id}: {BUDGET}={budget} needs a manager with thinking_end"
             )
         tokens = request.get_tokens(0)
         thought, place = self.thinking_end.progress_after(tokens, facts.stop.prompt_len, budget)
         return {"thought": thought, "end_place": place}
 
     def _rows_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
-        """The request's rows in the pools, and its last tokens for bad words.
+        """Allocate the request's row in the pools; return its columns and the last tokens.
 
         Raises:
-            MetadataError: it needs one, and there is none.
+            MetadataError: it needs a row, and the manager has no pools.
         """
         needed = [name for name in facts.options if name in POOLED_OPTIONS]
         if not needed:
             return {}
         if self.edit_rows is None:
             raise MetadataError(
-                f"request {request.request_id}: {', '.join(needed)} need a manager that was told "
-                "vocab_size"
+                f"request {request.request_id}: {', '.join(needed)} need a manager with vocab_size"
             )
         tokens = request.get_tokens(0)
         if not self.edit_rows.has_room(request.request_id):
@@ -362,10 +368,10 @@ class SlotStateManager:
         return {**rows, "recent": padding + recent}
 
     def _make_room(self, edit_rows: EditRows) -> None:
-        """Take rows back: of requests that have ended, which hosts may free a step later, or the
-        one that another request has for its drafts alone.
+        """Free the rows of finished requests, which hosts may free a step later, or else the row of
+        a request that only masks drafts with it.
 
-        What still runs for them stands before what is written now.
+        Kernels in flight read these rows before the writes of this call.
         """
         ended = [
             request_id
@@ -375,14 +381,14 @@ class SlotStateManager:
         for request_id in ended:
             del self._row_owners[request_id]
             edit_rows.give_back(request_id)
-        yielding = None if ended else edit_rows.take_from_drafts()
-        for request_id in ended if yielding is None else [yielding]:
+        from_drafts = None if ended else edit_rows.take_from_drafts()
+        for request_id in ended if from_drafts is None else [from_drafts]:
             slot = self.slot_of(request_id)
             for name in POOL_ROWS:
                 self.table.column(name)[slot : slot + 1].fill_(NO_ROW)
 
     def _make_draft_probs(self, vocab_size: int | None) -> torch.Tensor | None:
-        """[S, K, V] float32, nothing for ids that are never drafted; None: no mode reads it."""
+        """Allocate [S, K, V] float32, 0 for ids that are never drafted; None: no mode reads it."""
         per_slot = max((mode.num_draft_probs for mode in self.modes), default=0)
         if per_slot == 0:
             return None
@@ -390,7 +396,7 @@ class SlotStateManager:
             vocab_size is not None,
             ConfigError,
             f"{type(self).__name__}: vocab_size must be given with mtp.verification rejection or "
-            "block, which keep what drafts are drawn from, got None",
+            "block, which keep the distributions of the drafts, got None",
         )
         shape = (self.num_rows, per_slot, vocab_size or 0)
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
@@ -403,29 +409,30 @@ class SlotStateManager:
         )
 
     def _reset(self, slots: Mapping[int, SlotValues]) -> None:
-        """Write the rows of slots that are handed out."""
+        """Write the rows of newly allocated slots."""
         if slots:
             self._zero(self.table.write(slots))
 
     def _zero(self, slots: torch.Tensor) -> None:
-        """Begin anew with what is kept of ``slots`` [N] int64 beside the table."""
+        """Reset the state of ``slots`` [N] int64 outside the table."""
         for name in self._pools:
             pool, written = vars(self)[name], self.table.column(name)
-            if pool.data_ptr() != written.data_ptr():  # a host replaced it
+            if pool.data_ptr() != written.data_ptr():  # the host replaced it
                 pool.index_copy_(0, slots.to(pool.device), written[slots].to(pool))
 
 
 class MTPHiddenStatesManager(SlotStateManager):
-    """And the past pairs of every slot, that layers of their own depth read.
+    """Also owns the past hidden states and tokens of every slot, for MTP layers per depth.
 
-    Pools (plain attributes that a host may replace, read afresh at every use):
+    Pools (plain attributes that a host may replace, read again at every use):
     ``mtp_past_hidden_states_pool`` [S, K, H] dtype and ``mtp_past_tokens_pool`` [S, K] int32. A
-    slot's rows are zeroed when it is handed out.
+    slot's rows are zeroed when it is allocated.
 
     Args:
         config: any object with ``max_draft_len`` or ``num_nextn_predict_layers`` (K; the first
             counts where both are given), and optionally the relaxed-acceptance fields.
-        dtype: of the hidden states. hidden_size: H.
+        dtype: dtype of the hidden states.
+        hidden_size: H.
         max_num_requests, device, num_seq_slots, vocab_size: as `SlotStateManager`.
         thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
 
@@ -482,5 +489,5 @@ class MTPHiddenStatesManager(SlotStateManager):
             pool.index_fill_(0, slots.to(pool.device), 0)
 
 
-def _device(asked: torch.device | str | None) -> torch.device:
-    return torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+def _device(requested: torch.device | str | None) -> torch.device:
+    return torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))

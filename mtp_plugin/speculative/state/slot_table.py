@@ -1,4 +1,4 @@
-"""What is kept per slot on the device: one table, a column per option and per state of a mode."""
+"""The slot table: per-request options and verification state on the device, a row per slot."""
 
 from __future__ import annotations
 
@@ -11,16 +11,18 @@ from mtp_plugin.speculative.logits_processor_state import DraftMask, LogitsProce
 from mtp_plugin.speculative.step import SlotRows, to_device
 
 SlotValues = Mapping[str, Number | Sequence[Number]]
-"""Of one slot, by column; what is left out is empty."""
+"""Values of one slot by column; missing columns get their empty value."""
 
 
 class SlotTable:
-    """A row of int32 per slot; floats stand in it bit for bit.
+    """A tensor with a row of int32 per slot; floats are stored bit for bit.
 
-    The columns of `REQUEST_COLUMNS` come first, at the same places in every table.
+    The columns of `REQUEST_COLUMNS` come first, at the same offsets in every table.
 
     Args:
-        num_slots: S. columns: behind those that every table has. device: of the steps.
+        num_slots: S.
+        columns: columns after `REQUEST_COLUMNS`.
+        device: device of the steps.
     """
 
     def __init__(self, num_slots: int, columns: Sequence[SlotColumn], device: torch.device) -> None:
@@ -30,7 +32,7 @@ class SlotTable:
         """[S, W]."""
 
     def column(self, name: str) -> torch.Tensor:
-        """A view of one column [S], or [S, width] of a wide one."""
+        """Return a view of one column: [S], or [S, width] for a wide column."""
         column, first = self.columns[name], self.columns.offset(name)
         view = self.rows[:, first : first + column.width]
         view = view.view(torch.float32) if column.kind is float else view
@@ -42,17 +44,17 @@ class SlotTable:
         pools: LogitsProcessorState | None = None,
         bans: DraftMask | None = None,
     ) -> SlotRows:
-        """The rows of a step's requests, [R] int64."""
+        """Return the rows of a step's requests; ``slot_ids`` is [R] int64."""
         return SlotRows(self.rows, slot_ids, self.columns, pools, bans)
 
     def write(self, slots: Mapping[int, SlotValues]) -> torch.Tensor:
-        """Replace whole rows, in one copy for all of them; behind what runs on the device.
+        """Replace whole rows with one copy, ordered after the kernels launched before.
 
         Returns:
             The slots [N] int64, on the device.
         """
         written = [[slot, *self.columns.row(values)] for slot, values in slots.items()]
         moved = to_device(written, torch.int32, self.rows.device)
-        places = moved[:, 0].to(torch.int64)
-        self.rows.index_copy_(0, places, moved[:, 1:])
-        return places
+        indices = moved[:, 0].to(torch.int64)
+        self.rows.index_copy_(0, indices, moved[:, 1:])
+        return indices

@@ -503,7 +503,7 @@ def test_a_dense_bias_of_another_vocabulary(size: int) -> None:
 def test_a_manager_that_knows_no_vocabulary(options: dict[str, Any]) -> None:
     manager = managed(vocab_size=None)
     assert manager.edit_rows is None
-    message = f"request 2: {', '.join(options)} need a manager that was told vocab_size"
+    message = f"request 2: {', '.join(options)} need a manager with vocab_size"
     with pytest.raises(MetadataError, match=message):
         manager.prepare_resources(batch(request(1), request(2, **options)))
     assert manager.slot_manager.slot_mapping == {1: 0}
