@@ -22,7 +22,7 @@ from mtp_plugin.speculative.step import Accepted, DraftOutput, SlotRows
 from tests.op_arguments import check_strided_arguments
 from tests.speculative.ops.logit_mask.test_logit_mask import word_of
 from tests.speculative.ops.logits_processing import example
-from tests.speculative.ops.logits_processing.example import Asks, Place
+from tests.speculative.ops.logits_processing.example import LogitsOptions, Place
 from tests.speculative.ops.logits_processing.pools import bits_of, ids_in, pools_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
 from tests.speculative.ops.slots import column, on_copy, slot_rows
@@ -30,7 +30,7 @@ from tests.speculative.ops.slots import column, on_copy, slot_rows
 KEPT = MAX_STOP_IDS + MAX_BAD_WORDS
 
 
-def asks_of(rng: random.Random, vocab: int, few: list[int]) -> Asks:
+def asks_of(rng: random.Random, vocab: int, few: list[int]) -> LogitsOptions:
     """Of one request; some allow all ids, and some have no row."""
     recent = [rng.choice(few) for _ in range(rng.choice((0, 1, 5, 16)))]
     stops = [rng.choice((rng.randrange(vocab), vocab)) for _ in range(rng.randrange(6))]
@@ -42,7 +42,7 @@ def asks_of(rng: random.Random, vocab: int, few: list[int]) -> Asks:
     allowed = rng.choice((range(vocab), range(vocab), some, None))
     if allowed is not None:
         allowed = {token for token in allowed if token < vocab}
-    return Asks(
+    return LogitsOptions(
         allowed=allowed,
         words=words,
         recent=recent,
@@ -56,7 +56,7 @@ def asks_of(rng: random.Random, vocab: int, few: list[int]) -> Asks:
 class Batch:
     """Requests whose drafts have disallowed tokens."""
 
-    asks: list[Asks]
+    asks: list[LogitsOptions]
     slots: SlotRows
     positions: list[int]
 
@@ -88,12 +88,12 @@ class Batch:
         mine = DraftMask(bans.allowed.clone(), bans.hidden.clone())
         return replace(self, slots=replace(on_copy(self.slots), bans=mine))
 
-    def behind(self, runs: list[list[int]]) -> list[Asks]:
+    def behind(self, runs: list[list[int]]) -> list[LogitsOptions]:
         """The requests with what they emitted."""
         pairs = zip(self.asks, runs, strict=True)
         return [replace(ask, recent=[*ask.recent, *run][-MAX_BAD_WORD_LEN:]) for ask, run in pairs]
 
-    def check(self, asks: list[Asks], indices: list[int], before: list[list[int]]) -> int:
+    def check(self, asks: list[LogitsOptions], indices: list[int], before: list[list[int]]) -> int:
         """What every row of drafts' ids holds; how many ids are banned."""
         bans, pools = self.slots.bans, self.slots.pools
         assert bans is not None
@@ -177,12 +177,12 @@ def test_example_torch_and_triton_agree(backend: Backend) -> None:
 
 
 def one_request(**asks: object) -> Batch:
-    pools, columns = pools_of([Asks(**asks)], 40, random.Random(0))  # type: ignore[arg-type]
+    pools, columns = pools_of([LogitsOptions(**asks)], 40, random.Random(0))  # type: ignore[arg-type]
     hidden = torch.full((len(pools.allowed) + 1, KEPT), -1, dtype=torch.int32, device=DEVICE)
     values = {"prompt_len": 2, "min_tokens": 0, "stop_ids": (), "recent": [-1] * MAX_BAD_WORD_LEN}
     slots = slot_rows([{**values, **columns[0]}])
     return Batch(
-        [Asks(**asks)],  # type: ignore[arg-type]
+        [LogitsOptions(**asks)],  # type: ignore[arg-type]
         replace(slots, pools=pools, bans=DraftMask(pools.allowed.clone(), hidden)),
         [5],
     )

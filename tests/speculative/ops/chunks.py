@@ -7,7 +7,7 @@ import torch
 from mtp_plugin.speculative.row_sums import RowSums
 
 
-def told_sums(logits: torch.Tensor) -> RowSums:
+def reference_sums(logits: torch.Tensor) -> RowSums:
     """The highest values of chunks exactly, masses exact to double precision."""
     sums = RowSums.unwritten(logits)
     layout, (rows, vocab) = sums.layout, logits.shape
@@ -26,8 +26,8 @@ def told_sums(logits: torch.Tensor) -> RowSums:
     return sums
 
 
-def check_sums(got: RowSums, told: RowSums, rows: torch.Tensor) -> None:
+def check_sums(got: RowSums, expected: RowSums, rows: torch.Tensor) -> None:
     """Compare highest values exactly, masses up to rounding, in rows [N] bool."""
-    assert torch.equal(got.tops[rows], told.tops[rows])
-    rows = rows & (told.tops.amax(dim=1) < torch.inf)  # otherwise the mass is not read
-    torch.testing.assert_close(got.masses[rows], told.masses[rows], rtol=1e-5, atol=0)
+    assert torch.equal(got.tops[rows], expected.tops[rows])
+    rows = rows & (expected.tops.amax(dim=1) < torch.inf)  # otherwise the mass is not read
+    torch.testing.assert_close(got.masses[rows], expected.masses[rows], rtol=1e-5, atol=0)

@@ -24,7 +24,7 @@ from mtp_plugin.speculative.verification import (
 )
 from mtp_plugin.speculative.verification import verifier as verifier_module
 from mtp_plugin.speculative.verification.draft_rules import GreedyDrafts
-from tests.speculative.ops.chunks import check_sums, told_sums
+from tests.speculative.ops.chunks import check_sums, reference_sums
 from tests.speculative.ops.on_device import DEVICE
 from tests.speculative.ops.slots import slot_rows
 
@@ -127,7 +127,7 @@ def test_a_step_that_only_draws_leaves_sums(
     assert (accepted.scores is not None) == keeps_scores
     if accepted.sums is not None:
         asked = torch.tensor([False, True, True, False]).repeat_interleave(K + 1).to(DEVICE)
-        check_sums(accepted.sums, told_sums(inputs.logits), asked)
+        check_sums(accepted.sums, reference_sums(inputs.logits), asked)
 
 
 @pytest.mark.parametrize(

@@ -253,7 +253,7 @@ def test_few_rows_are_too_close_to_call() -> None:
     assert close == 0  # 0.1 % of them
 
 
-def test_thresholds_decide_as_told_but_for_a_few_close_rows() -> None:
+def test_thresholds_decide_as_expected_except_for_a_few_close_rows() -> None:
     """Many smooth rows: the share that is too close to call stays under 0.1 %, both ways occur."""
     requests, k = 2000, 3
     case = smooth_case(requests, k, 16, seed=11)

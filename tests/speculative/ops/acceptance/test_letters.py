@@ -38,8 +38,8 @@ class Letters(NamedTuple):
 
 
 CASES = [
-    Letters("all_stand", "uvw", "uvwx", "uvwx", "K drafts and the bonus of row K"),
-    Letters("none_stands", "uvw", "xyza", "x", "the bonus comes from row 0"),
+    Letters("all_accepted", "uvw", "uvwx", "uvwx", "K drafts and the bonus of row K"),
+    Letters("none_accepted", "uvw", "xyza", "x", "the bonus comes from row 0"),
     Letters("partly", "bc", "bxy", "bx", "the row of the first wrong draft gives the bonus"),
     Letters("later_match_is_void", "uvw", "uxwy", "ux", "a draft after a wrong one is rejected"),
     Letters("no_drafts", "", "q", "q", "K = 0 decodes plainly"),

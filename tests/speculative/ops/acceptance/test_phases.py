@@ -105,7 +105,7 @@ def test_a_request_without_a_delta_shows_its_phase_in_the_note(backend: Backend,
 
 
 @BACKENDS
-def test_equal_values_stand_without_a_distance(backend: Backend) -> None:
+def test_equal_values_are_accepted_without_a_distance(backend: Backend) -> None:
     """What a phase without a delta is good for: two best tokens."""
     rule = relaxed_rule([Thinker(flag, limit=0.0) for flag in (False, True)])
     rows = rows_of([PLAIN] * 4)
@@ -186,7 +186,7 @@ def test_slots_of_any_integers(backend: Backend, dtype: torch.dtype) -> None:
     k=st.integers(1, 4),
     pool=st.sampled_from(POOLS),
 )
-def test_padding_rows_that_share_a_slot_harm_nobody(
+def test_padding_rows_that_share_a_slot_change_no_request(
     seed: int, num_contexts: int, generations: int, padding: int, k: int, pool: str
 ) -> None:
     """Rows of a graph's padding all have the sentinel's slot, and write it in any order."""

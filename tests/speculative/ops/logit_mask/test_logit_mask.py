@@ -81,8 +81,10 @@ class Batch:
             [r.choice([*few, *few, vocab + 3, 2**31 - 1]) for _ in range(k)]
             for _ in range(generations)
         ]
-        expected = [[]] * contexts + (drafted if drafts else [[example.UNTOLD] * k] * generations)
-        asks = [asks_of(r, vocab, few, stops, before, pools) for before in expected]
+        expected = [[]] * contexts + (drafted if drafts else [[example.UNKNOWN] * k] * generations)
+        logits_options = [
+            random_logits_options(r, vocab, few, stops, before, pools) for before in expected
+        ]
         layout = StepLayout(
             tuple(lens),
             generations,
@@ -90,16 +92,16 @@ class Batch:
             vector(lens, torch.int32),
             strided_vector(positions, index_dtype, spare),
         )
-        placed, columns = pools_of(asks, vocab, r)
+        placed, columns = pools_of(logits_options, vocab, r)
         values = [
             {
-                "prompt_len": ask.prompt_len,
-                "min_tokens": ask.min_tokens,
-                "stop_ids": ask.stops,
-                "recent": [-1] * (MAX_BAD_WORD_LEN - len(ask.recent)) + list(ask.recent),
+                "prompt_len": one.prompt_len,
+                "min_tokens": one.min_tokens,
+                "stop_ids": one.stops,
+                "recent": [-1] * (MAX_BAD_WORD_LEN - len(one.recent)) + list(one.recent),
                 **(rows if pools else {}),
             }
-            for ask, rows in zip(asks, columns, strict=True)
+            for one, rows in zip(logits_options, columns, strict=True)
         ]
         held = slot_rows(values, [OF_METHOD], seed=seed, **slots)
         rows = sum(map(len, sampled))
@@ -111,8 +113,8 @@ class Batch:
                 layout, strided_vector(flat, index_dtype, spare) if drafts else None
             ),
             [
-                example.Place(ask, index, tuple(before[:i]))
-                for ask, indices, before in zip(asks, sampled, expected, strict=True)
+                example.Place(one, index, tuple(before[:i]))
+                for one, indices, before in zip(logits_options, sampled, expected, strict=True)
                 for i, index in enumerate(indices)
             ],
         )
@@ -129,9 +131,9 @@ class Batch:
         return torch.tensor(expected, dtype=torch.float64).reshape(shape).to(self.logits)
 
 
-def asks_of(
+def random_logits_options(
     rng: random.Random, vocab: int, few: list[int], stops: int, before: list[int], pools: bool
-) -> example.Asks:
+) -> example.LogitsOptions:
     """One request's options, with bad words that begin in its last tokens or drafts ``before``."""
     listed = [
         rng.choice([-1, vocab, rng.randrange(vocab), rng.randrange(vocab)]) for _ in range(stops)
@@ -148,7 +150,7 @@ def asks_of(
         some = [*listed, *(word[-1] for word in words or ()), rng.randrange(vocab)]
         kept = rng.choice((rng.sample(some, rng.randint(1, len(some))), range(vocab)))
         allowed = {token for token in kept if 0 <= token < vocab} or {0}
-    return example.Asks(
+    return example.LogitsOptions(
         allowed=allowed,
         words=words,
         recent=recent,
@@ -303,10 +305,14 @@ def text_of(
     recent: list[int], drafts: list[int], words: list[tuple[int, ...]], **options: Any
 ) -> Batch:
     """A request that has the tokens `recent`, and drafts; a vocabulary of 9 ids."""
-    asks = example.Asks(words=words, recent=recent, **options)
-    pools, columns = pools_of([asks], 9, random.Random(0))
+    logits_options = example.LogitsOptions(words=words, recent=recent, **options)
+    pools, columns = pools_of([logits_options], 9, random.Random(0))
     padded = [-1] * (MAX_BAD_WORD_LEN - len(recent)) + recent
-    values = {"prompt_len": asks.prompt_len, "min_tokens": asks.min_tokens, "stop_ids": asks.stops}
+    values = {
+        "prompt_len": logits_options.prompt_len,
+        "min_tokens": logits_options.min_tokens,
+        "stop_ids": logits_options.stops,
+    }
     slots = slot_rows([{"recent": padded, **values, **columns[0]}])
     k = len(drafts)
     positions = vector(range(8, 9 + k))
@@ -395,8 +401,11 @@ def test_unknown_drafts(backend: Backend) -> None:
 @pytest.mark.parametrize("backend", Backend)
 def test_request_without_words_next_to_one_with(backend: Backend) -> None:
     """Pool rows of other requests are poison."""
-    asks = [example.Asks(recent=[1]), example.Asks(words=[(1, 4)], recent=[1])]
-    pools, columns = pools_of(asks, 9, random.Random(3))
+    logits_options = [
+        example.LogitsOptions(recent=[1]),
+        example.LogitsOptions(words=[(1, 4)], recent=[1]),
+    ]
+    pools, columns = pools_of(logits_options, 9, random.Random(3))
     values = [
         {"prompt_len": 1, "min_tokens": 0, "stop_ids": (), "recent": [-1] * 15 + [1], **rows}
         for rows in columns

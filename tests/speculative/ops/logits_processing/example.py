@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 from tests.speculative.ops.sampling.example import rounded
 
-UNTOLD = -5
+UNKNOWN = -5
 """An unknown token, which no word contains."""
 MOST = 65535
 
 
 @dataclass(frozen=True)
-class Asks:
+class LogitsOptions:
     """The logits-processing options of a request; None: it has no row of that pool."""
 
     bias: Mapping[int, float] | None = None
@@ -37,7 +37,7 @@ class Asks:
 class Place:
     """The token that a row of logits samples."""
 
-    asks: Asks
+    options: LogitsOptions
     index: int
     """Index of the token."""
     before: Sequence[int] = field(default=())
@@ -47,17 +47,17 @@ class Place:
 def banned(place: Place) -> set[int]:
     """Ids that must not come next: the ends of bad words, and stop ids that come too early, unless
     nothing else is allowed."""
-    asks = place.asks
-    text = (*asks.recent, *place.before)
+    options = place.options
+    text = (*options.recent, *place.before)
     ends = {
         word[-1]
-        for word in asks.words or ()
+        for word in options.words or ()
         if len(word) == 1 or text[-(len(word) - 1) :] == word[:-1]
     }
     early = set()
-    if place.index < asks.prompt_len + asks.min_tokens:
-        early = set(asks.stops)
-    if asks.allowed is not None and not set(asks.allowed) - ends - early:
+    if place.index < options.prompt_len + options.min_tokens:
+        early = set(options.stops)
+    if options.allowed is not None and not set(options.allowed) - ends - early:
         early = set()
     return ends | early
 
@@ -75,21 +75,21 @@ def edited(row: Sequence[float], place: Place, ids: Sequence[int] | None = None)
 
 
 def _edited(value: float, token: int, place: Place) -> float:
-    asks, x = place.asks, _usable(value)
-    if asks.bias is not None:
-        x = _usable(rounded(x + rounded(asks.bias.get(token, 0.0))))
-    if asks.allowed is not None and token not in asks.allowed:
+    options, x = place.options, _usable(value)
+    if options.bias is not None:
+        x = _usable(rounded(x + rounded(options.bias.get(token, 0.0))))
+    if options.allowed is not None and token not in options.allowed:
         x = -math.inf
-    if asks.counts is None:
+    if options.counts is None:
         return x
     drafted = list(place.before).count(token)
-    number = min(asks.counts.get(token, 0) + drafted, MOST)
-    repetition = rounded(asks.repetition)
-    if token in asks.seen or number > 0:
+    number = min(options.counts.get(token, 0) + drafted, MOST)
+    repetition = rounded(options.repetition)
+    if token in options.seen or number > 0:
         x = rounded(x / repetition) if x > 0 else rounded(x * repetition)
     if number > 0:
-        x = rounded(x - rounded(asks.presence))
-        x = rounded(x - rounded(rounded(asks.frequency) * number))
+        x = rounded(x - rounded(options.presence))
+        x = rounded(x - rounded(rounded(options.frequency) * number))
     return _usable(x)
 
 

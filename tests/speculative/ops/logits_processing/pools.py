@@ -10,7 +10,7 @@ import torch
 from mtp_plugin.requests.columns import POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.speculative.logits_processor_state import LogitsProcessorState
-from tests.speculative.ops.logits_processing.example import Asks
+from tests.speculative.ops.logits_processing.example import LogitsOptions
 from tests.speculative.ops.on_device import DEVICE
 
 SOILED = 0x2B2B2B2B
@@ -18,13 +18,13 @@ SOILED = 0x2B2B2B2B
 
 
 def pools_of(
-    asks: Sequence[Asks], vocab: int, rng: random.Random
+    options: Sequence[LogitsOptions], vocab: int, rng: random.Random
 ) -> tuple[LogitsProcessorState, list[dict[str, int]]]:
     """Return the pools of requests, and the columns that hold their row numbers.
 
     A request has different rows in different pools; the ends of poisoned words are all ids.
     """
-    rows, words = len(asks) + 2, -(-vocab // 32)
+    rows, words = len(options) + 2, -(-vocab // 32)
     bias = torch.full((rows, vocab), torch.nan)
     allowed = torch.full((rows, words + 1), SOILED, dtype=torch.int32)
     counts = torch.full((rows, vocab), 0x2B2B, dtype=torch.int16)
@@ -32,29 +32,29 @@ def pools_of(
     listed = torch.full((rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, dtype=torch.int32)
     listed[:, :, -1] = torch.arange(MAX_BAD_WORDS) % vocab
     columns = []
-    places = {name: rng.sample(range(rows), len(asks)) for name in POOL_ROWS}
-    for request, ask in enumerate(asks):
+    places = {name: rng.sample(range(rows), len(options)) for name in POOL_ROWS}
+    for request, one in enumerate(options):
         given = {}
-        if ask.bias is not None:
+        if one.bias is not None:
             row = given["bias_row"] = places["bias_row"][request]
             bias[row] = 0
-            for token, value in ask.bias.items():
+            for token, value in one.bias.items():
                 bias[row, token] = value
-        if ask.allowed is not None:
+        if one.allowed is not None:
             row = given["allowed_row"] = places["allowed_row"][request]
-            allowed[row, :-1] = bits_of(ask.allowed, words)
-            allowed[row, -1] = len(set(ask.allowed))
-        if ask.counts is not None:
+            allowed[row, :-1] = bits_of(one.allowed, words)
+            allowed[row, -1] = len(set(one.allowed))
+        if one.counts is not None:
             row = given["count_row"] = places["count_row"][request]
             counts[row] = 0
-            for token, number in ask.counts.items():
+            for token, number in one.counts.items():
                 counts[row, token] = number - 2**16 if number >= 2**15 else number
-            seen[row] = bits_of({*ask.seen, *(t for t, n in ask.counts.items() if n)}, words)
-        if ask.words is not None:
+            seen[row] = bits_of({*one.seen, *(t for t, n in one.counts.items() if n)}, words)
+        if one.words is not None:
             row = given["words_row"] = places["words_row"][request]
             listed[row] = -1
             for place, word in zip(
-                rng.sample(range(MAX_BAD_WORDS), len(ask.words)), ask.words, strict=True
+                rng.sample(range(MAX_BAD_WORDS), len(one.words)), one.words, strict=True
             ):
                 listed[row, place, -len(word) :] = torch.tensor(word, dtype=torch.int32)
         columns.append({name: given.get(name, -1) for name in POOL_ROWS})

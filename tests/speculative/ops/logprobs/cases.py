@@ -15,7 +15,7 @@ from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 from tests.kernels.top_k.rows import odd_rows, strided
 from tests.op_arguments import poisoned_memory
-from tests.speculative.ops.chunks import told_sums
+from tests.speculative.ops.chunks import reference_sums
 from tests.speculative.ops.logprobs.example import Entry, entry_of
 from tests.speculative.ops.on_device import DEVICE, POISON, vector
 from tests.speculative.ops.slots import slot_rows
@@ -92,7 +92,7 @@ class Case:
 
     def sums(self) -> RowSums:
         """As sampling stores them; poison in rows without a requested entry."""
-        sums = told_sums(self.logits)
+        sums = reference_sums(self.logits)
         for request, number in enumerate(self.requested):
             first = self.row_of(request, 0)
             last = first + (1 if request < self.layout.num_contexts else self.layout.step_rows)

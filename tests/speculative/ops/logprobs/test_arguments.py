@@ -15,7 +15,7 @@ from mtp_plugin.speculative.ops.logprobs import logprobs
 from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows
 from tests.op_arguments import check_strided_arguments
-from tests.speculative.ops.chunks import told_sums
+from tests.speculative.ops.chunks import reference_sums
 from tests.speculative.ops.logprobs.cases import Case, layout_of
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.slots import slot_rows
@@ -39,7 +39,7 @@ def test_strided_arguments(with_sums: bool, backend: Backend) -> None:
     given = arguments()
     refused = {"logits": "row-contiguous", "table": "row-contiguous"}
     if with_sums:
-        given["sums"] = told_sums(given["logits"])
+        given["sums"] = reference_sums(given["logits"])
         refused |= {"sums.tops": "expected contiguous", "sums.masses": "expected contiguous"}
     layout, slots = given.pop("layout"), given.pop("requested")
 

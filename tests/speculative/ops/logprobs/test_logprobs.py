@@ -161,7 +161,7 @@ def test_sums_of_sampling_are_enough(backend: Backend) -> None:
     """Tokens that were sampled from the same rows, with options of every kind."""
     rng = random.Random(5)
     for dtype in DTYPES:
-        batch = Batch.of(9, 9001, contexts=2, generations=3, width=2, dtype=dtype, behind=1)
+        batch = Batch.of(9, 9001, contexts=2, generations=3, width=2, dtype=dtype, gap=1)
         requested = [-1, 3, 0, 20, 7]
         slots = batch.slots.slot_ids[: len(requested)]
         column(batch.slots, "logprobs")[slots] = vector(requested, torch.int32)

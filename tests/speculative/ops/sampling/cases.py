@@ -105,7 +105,7 @@ class Batch:
         width: int = 2,
         dtype: torch.dtype = torch.float32,
         index_dtype: torch.dtype = torch.int64,
-        behind: int = 0,
+        gap: int = 0,
         role: Role = Role.TARGET,
         ahead: bool = False,
         cut: bool = False,
@@ -119,14 +119,14 @@ class Batch:
         rows = LogitRows(
             contexts,
             width,
-            _apart(positions, index_dtype, behind),
-            _apart(counts, torch.int32, behind) if ahead else None,
+            _apart(positions, index_dtype, gap),
+            _apart(counts, torch.int32, gap) if ahead else None,
             rng.randrange(4),
         )
         return cls(
-            strided(rows_of(rng, rows.num_rows, vocab, dtype), behind),
+            strided(rows_of(rng, rows.num_rows, vocab, dtype), gap),
             rows,
-            slots_of(options, rng, gap=behind),
+            slots_of(options, rng, gap=gap),
             options,
             role,
             vector(ids, torch.int32) if cut else None,
@@ -151,7 +151,7 @@ class Batch:
                 backend=backend,
             )
 
-    def drawn(self) -> list[tuple[int, int]]:
+    def sampled_positions(self) -> list[tuple[int, int]]:
         """Per row: its request, and the absolute index of the token that it draws."""
         rows, expected = self.rows, []
         ahead = [0] * rows.num_requests if rows.ahead is None else rows.ahead.tolist()
@@ -169,13 +169,15 @@ class Batch:
         return [
             example.draw(row, rounded[request], index, self.role, ids)
             for row, (request, index) in zip(
-                self.logits.double().tolist(), self.drawn(), strict=True
+                self.logits.double().tolist(), self.sampled_positions(), strict=True
             )
         ]
 
     def undecided(self) -> torch.Tensor:
         """Rows [N] whose result hangs on rounding."""
-        owners, indices = zip(*self.drawn(), strict=True) if self.drawn() else ((), ())
+        owners, indices = (
+            zip(*self.sampled_positions(), strict=True) if self.sampled_positions() else ((), ())
+        )
         return undecided(
             self.logits, vector(owners), vector(indices), self.slots, self.role, self.vocab_ids
         )
@@ -187,7 +189,7 @@ class Batch:
 ROUNDED = ("temperature", "top_p", "min_p")
 
 
-def _apart(values: list[int], dtype: torch.dtype, behind: int) -> torch.Tensor:
-    wide = torch.full((len(values), 1 + behind), POISON, dtype=dtype, device=DEVICE)
+def _apart(values: list[int], dtype: torch.dtype, gap: int) -> torch.Tensor:
+    wide = torch.full((len(values), 1 + gap), POISON, dtype=dtype, device=DEVICE)
     wide[:, 0] = vector(values, dtype)
     return wide[:, 0]

@@ -21,7 +21,7 @@ RARE = 1e-3
 """Largest share of rows that may depend on rounding."""
 
 
-class Drawn(Protocol):
+class SampledRows(Protocol):
     """A batch of rows to sample from."""
 
     logits: torch.Tensor
@@ -29,16 +29,16 @@ class Drawn(Protocol):
 
     def undecided(self) -> torch.Tensor: ...
 
-    def drawn(self) -> list[tuple[int, int]]: ...
+    def sampled_positions(self) -> list[tuple[int, int]]: ...
 
 
-class Judge:
+class Comparison:
     """Counts rows with different tokens; each must depend on rounding, and they must be rare."""
 
     def __init__(self) -> None:
         self.rows: Counter[str] = Counter()
 
-    def compare(self, batch: Drawn, expected: list[int], tokens: torch.Tensor) -> None:
+    def compare(self, batch: SampledRows, expected: list[int], tokens: torch.Tensor) -> None:
         assert tokens.dtype == torch.int32
         assert tokens.shape == batch.logits.shape[:1]
         differs = [
@@ -48,7 +48,9 @@ class Judge:
         self.rows["differ"] += len(differs)
         if differs:
             hangs = batch.undecided().tolist()
-            result = [(i, expected[i], int(tokens[i]), batch.drawn()[i]) for i in differs]
+            result = [
+                (i, expected[i], int(tokens[i]), batch.sampled_positions()[i]) for i in differs
+            ]
             assert all(hangs[i] for i in differs), (result, batch.options)
 
     def check(self) -> None:

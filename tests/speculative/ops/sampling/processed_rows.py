@@ -25,7 +25,7 @@ from mtp_plugin.speculative.logit_rows.processing_triton import (
 from mtp_plugin.speculative.logit_rows.rows_triton import place_of
 from mtp_plugin.speculative.step import SlotRows
 from tests.speculative.ops.logits_processing import example as edits
-from tests.speculative.ops.logits_processing.example import Asks, Place
+from tests.speculative.ops.logits_processing.example import LogitsOptions, Place
 from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, POISON
 from tests.speculative.ops.sampling import example
@@ -63,8 +63,8 @@ class EditedBatch:
         width = batch.rows.column + batch.rows.width - 1 + rng.randrange(2)
         dtype = rng.choice((torch.int32, torch.int64))
         drafted = [[draft_of(rng, ids, dtype) for _ in range(width)] for _ in range(generations)]
-        asks = [
-            asks_of(rng, ids, whole) if rng.random() < 0.8 else Asks()
+        logits_options = [
+            random_logits_options(rng, ids, whole) if rng.random() < 0.8 else LogitsOptions()
             for _ in range(batch.rows.num_requests)
         ]
         rows = batch.rows
@@ -74,18 +74,22 @@ class EditedBatch:
         if greedy:
             options = [one._replace(temperature=0.0) for one in options]
             write(slots, [{"temperature": 0.0}] * len(options))
-        placed, columns = pools_of(asks, whole, rng)
+        placed, columns = pools_of(logits_options, whole, rng)
         if pools:
             write(
-                slots, [{**columns_of(ask), **row} for ask, row in zip(asks, columns, strict=True)]
+                slots,
+                [
+                    {**columns_of(one), **row}
+                    for one, row in zip(logits_options, columns, strict=True)
+                ],
             )
             slots = replace(slots, pools=placed)
         else:
-            write(slots, [dict.fromkeys(POOL_ROWS, POISON)] * len(asks))
-            asks = [Asks()] * len(asks)
+            write(slots, [dict.fromkeys(POOL_ROWS, POISON)] * len(logits_options))
+            logits_options = [LogitsOptions()] * len(logits_options)
         return cls(
             batch.replaced(rows=rows, slots=slots, options=options),
-            placed_rows(rows, batch, asks, drafted if drafts else None),
+            placed_rows(rows, batch, logits_options, drafted if drafts else None),
         )
 
     @property
@@ -99,18 +103,18 @@ class EditedBatch:
     def tokens(self, backend: Backend) -> torch.Tensor:
         return self.batch.tokens(backend)
 
-    def drawn(self) -> list[tuple[int, int]]:
-        return self.batch.drawn()
+    def sampled_positions(self) -> list[tuple[int, int]]:
+        return self.batch.sampled_positions()
 
     def edited(self) -> list[list[float]]:
-        """Rows as they are drawn from."""
+        """Rows after logits processing."""
         cut = self.batch.vocab_ids
         ids = None if cut is None else cut.tolist()
         rows = self.logits.double().tolist()
         return [edits.edited(row, place, ids) for row, place in zip(rows, self.places, strict=True)]
 
-    def as_drawn_from(self) -> Batch:
-        """The same without a wish, of rows that are changed already."""
+    def processed(self) -> Batch:
+        """The batch after logits processing, without pools."""
         shape = self.logits.shape
         values = torch.tensor(self.edited(), dtype=torch.float64, device=DEVICE).reshape(shape)
         slots = replace(self.batch.slots, pools=None)
@@ -125,11 +129,11 @@ class EditedBatch:
         ]
         return [
             example.draw(row, options[request], index, self.batch.role, ids)
-            for row, (request, index) in zip(self.edited(), self.drawn(), strict=True)
+            for row, (request, index) in zip(self.edited(), self.sampled_positions(), strict=True)
         ]
 
     def undecided(self) -> torch.Tensor:
-        return self.as_drawn_from().undecided()
+        return self.processed().undecided()
 
 
 def draft_of(rng: random.Random, ids: list[int], dtype: torch.dtype) -> int:
@@ -138,8 +142,8 @@ def draft_of(rng: random.Random, ids: list[int], dtype: torch.dtype) -> int:
     return rng.choice((ids[0], ids[0], ids[-1], ids[len(ids) // 2], rng.choice(beyond)))
 
 
-def asks_of(rng: random.Random, ids: list[int], whole: int) -> Asks:
-    """Of one request; ids that columns stand for are named as often as others."""
+def random_logits_options(rng: random.Random, ids: list[int], whole: int) -> LogitsOptions:
+    """Random options of one request; half of the ids are those of columns."""
 
     def some() -> list[int]:
         named = [rng.choice((rng.choice(ids), rng.randrange(whole))) for _ in range(8)]
@@ -157,7 +161,7 @@ def asks_of(rng: random.Random, ids: list[int], whole: int) -> Asks:
             allowed = set(range(whole)) - allowed
     if rng.random() < 0.7:
         counts = {token: rng.choice((0, 1, 1, 2, 3, 40000, 65534, 65535)) for token in some()}
-    return Asks(
+    return LogitsOptions(
         bias=bias,
         allowed=allowed,
         counts=counts,
@@ -168,25 +172,28 @@ def asks_of(rng: random.Random, ids: list[int], whole: int) -> Asks:
     )
 
 
-def columns_of(asks: Asks) -> dict[str, float]:
+def columns_of(logits_options: LogitsOptions) -> dict[str, float]:
     return {
-        "repetition_penalty": asks.repetition,
-        "presence_penalty": asks.presence,
-        "frequency_penalty": asks.frequency,
+        "repetition_penalty": logits_options.repetition,
+        "presence_penalty": logits_options.presence,
+        "frequency_penalty": logits_options.frequency,
     }
 
 
 def placed_rows(
-    rows: LogitRows, batch: Batch, asks: list[Asks], drafted: list[list[int]] | None
+    rows: LogitRows,
+    batch: Batch,
+    logits_options: list[LogitsOptions],
+    drafted: list[list[int]] | None,
 ) -> list[Place]:
-    """What stands in front of every row, and whose it is."""
+    """The request, token index and previous drafts of every row."""
     places: list[Place] = []
-    for row, (request, index) in enumerate(batch.drawn()):
+    for row, (request, index) in enumerate(batch.sampled_positions()):
         before: list[int] = []
         if drafted is not None and request >= rows.num_contexts:
             number = (row - rows.num_contexts) % rows.width
             before = drafted[request - rows.num_contexts][: rows.column + number]
-        places.append(Place(asks[request], index, before))
+        places.append(Place(logits_options[request], index, before))
     return places
 
 
@@ -261,8 +268,8 @@ def edited_kernel(
 
 
 def loaded(case: EditedBatch, *, by_piece: bool = False) -> torch.Tensor:
-    """Rows [N, V] float32 as kernels load them: in one, or by pieces of two words, of columns that
-    stand for themselves."""
+    """Rows [N, V] float32 as kernels load them: in one, or by pieces of two words, whose
+    columns are token ids."""
     rows, slots, logits = case.batch.rows, case.batch.slots, case.logits
     assert slots.pools is not None
     pools, vocab = slots.pools, logits.shape[1]

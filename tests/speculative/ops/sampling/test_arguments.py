@@ -18,7 +18,7 @@ from mtp_plugin.speculative.row_sums import RowSums
 from mtp_plugin.speculative.step import SlotRows, StepLayout
 from tests.kernels.top_k.launches import captured
 from tests.op_arguments import check_strided_arguments, poisoned_memory
-from tests.speculative.ops.logits_processing.example import Asks
+from tests.speculative.ops.logits_processing.example import LogitsOptions
 from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.sampling.cases import COLUMNS, Batch, slots_of
@@ -47,7 +47,7 @@ def arguments() -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments(backend: Backend) -> None:
-    def drawn(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
+    def sample(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
         return sample_tokens(slots=SlotRows(table, slot_ids, COLUMNS), **others)
 
     given = arguments()
@@ -58,12 +58,12 @@ def test_strided_arguments(backend: Backend) -> None:
         "table": "row-contiguous",
         "vocab_ids": "contiguous torch.int32",
     }
-    check_strided_arguments(drawn, given, refused=refused, backend=backend)
+    check_strided_arguments(sample, given, refused=refused, backend=backend)
 
 
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments_with_sums(backend: Backend) -> None:
-    def drawn(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
+    def sample(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
         return sample_tokens(slots=SlotRows(table, slot_ids, COLUMNS), **others)
 
     given = arguments()
@@ -78,7 +78,7 @@ def test_strided_arguments_with_sums(backend: Backend) -> None:
         "sums.tops": "expected contiguous",
         "sums.masses": "expected contiguous",
     }
-    check_strided_arguments(drawn, given, refused=refused, backend=backend)
+    check_strided_arguments(sample, given, refused=refused, backend=backend)
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -113,7 +113,7 @@ ROWS, SLOTS = arguments()["rows"], arguments()["slots"]
 SUMS = RowSums.unwritten(arguments()["logits"])
 OTHER_SUMS = RowSums.unwritten(arguments()["logits"].half())
 RAW = {"vocab_ids": None, "sums": SUMS}
-EDITED = replace(SLOTS, pools=pools_of([Asks()], 70, random.Random(1))[0])
+EDITED = replace(SLOTS, pools=pools_of([LogitsOptions()], 70, random.Random(1))[0])
 
 
 @pytest.mark.parametrize(
@@ -196,7 +196,7 @@ def test_row_samples_the_same_token_alone(backend: Backend, seed: int, vocab: in
     """Independent of other rows, of the row's position and of the width of its request."""
     batch = Batch.of(seed, vocab, contexts=2, generations=2, width=3, ahead=True, cut=seed == 1)
     tokens = batch.tokens(backend).tolist()
-    expected = list(enumerate(batch.drawn()))
+    expected = list(enumerate(batch.sampled_positions()))
     for row, (request, index) in expected[::2]:
         alone = replace(
             batch,

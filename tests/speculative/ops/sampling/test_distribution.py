@@ -20,7 +20,7 @@ DRAWS = 200_000
 ROW = [2.0, -1.0, 0.5, 0.5, 3.0, 1.25, -4.0, 2.5, 0.0, 1.0, -0.5, 1.75]
 
 
-def drawn(
+def sample(
     options: Options,
     number: int,
     backend: Backend,
@@ -83,15 +83,15 @@ OPTIONS = [
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_token_frequencies_follow_probabilities(options: Options) -> None:
     expected = probabilities(options)
-    check_shares(drawn(options, DRAWS, Backend.TORCH), expected)
+    check_shares(sample(options, DRAWS, Backend.TORCH), expected)
 
 
 def test_kernel_frequencies_follow_probabilities() -> None:
     """Fewer samples in the interpreter, which is slow; all of them on a GPU."""
     number = DRAWS if DEVICE.type == "cuda" else 60
     for options in OPTIONS:
-        tokens = drawn(options, number, Backend.TRITON)
-        assert torch.equal(tokens, drawn(options, number, Backend.TORCH))
+        tokens = sample(options, number, Backend.TRITON)
+        assert torch.equal(tokens, sample(options, number, Backend.TORCH))
         if number == DRAWS:
             check_shares(tokens, probabilities(options))
 
@@ -99,15 +99,15 @@ def test_kernel_frequencies_follow_probabilities() -> None:
 def test_samples_are_independent() -> None:
     """At neighbouring indices, of two seeds and of two roles, tokens agree by chance alone."""
     options = Options(temperature=1.0, seed=11)
-    base = drawn(options, DRAWS, Backend.TORCH)
+    base = sample(options, DRAWS, Backend.TORCH)
     chance = math.fsum(share**2 for share in probabilities(options))
     bound = 5 * math.sqrt(chance * (1 - chance) / DRAWS)
     for one, other in (
         (base[1:], base[:-1]),
         (base[4:], base[:-4]),
-        (base, drawn(options._replace(seed=12), DRAWS, Backend.TORCH)),
-        (base, drawn(options._replace(seed=11 + 2**32), DRAWS, Backend.TORCH)),
-        (base, drawn(options, DRAWS, Backend.TORCH, role=Role.PLAIN_DRAFT)),
+        (base, sample(options._replace(seed=12), DRAWS, Backend.TORCH)),
+        (base, sample(options._replace(seed=11 + 2**32), DRAWS, Backend.TORCH)),
+        (base, sample(options, DRAWS, Backend.TORCH, role=Role.PLAIN_DRAFT)),
     ):
         agree = float((one == other).double().mean())
         assert abs(agree - chance) < bound
@@ -115,5 +115,5 @@ def test_samples_are_independent() -> None:
 
 def test_sample_does_not_depend_on_the_batch_position() -> None:
     options = Options(temperature=1.0, seed=11)
-    base = drawn(options, 1000, Backend.TORCH)
-    assert torch.equal(base[300:], drawn(options, 700, Backend.TORCH, position=300))
+    base = sample(options, 1000, Backend.TORCH)
+    assert torch.equal(base[300:], sample(options, 700, Backend.TORCH, position=300))

@@ -14,12 +14,12 @@ from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.ops.sampling import sample_triton as launch
 from mtp_plugin.speculative.ops.sampling import truncation_triton
 from tests.kernels.top_k.rows import DTYPES, strided
-from tests.speculative.ops.logits_processing.example import Asks
+from tests.speculative.ops.logits_processing.example import LogitsOptions
 from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
 from tests.speculative.ops.sampling.example import Options
-from tests.speculative.ops.sampling.margins import Judge
+from tests.speculative.ops.sampling.margins import Comparison
 from tests.speculative.ops.sampling.processed_rows import columns_of, write
 
 VOCAB = 20_011
@@ -62,25 +62,25 @@ def normal(number: int, vocab: int = VOCAB) -> torch.Tensor:
 
 
 def check(batch: Batch) -> None:
-    judge = Judge()
-    judge.compare(batch, batch.tokens(Backend.TORCH).tolist(), batch.tokens(Backend.TRITON))
-    judge.check()
+    comparison = Comparison()
+    comparison.compare(batch, batch.tokens(Backend.TORCH).tolist(), batch.tokens(Backend.TRITON))
+    comparison.check()
 
 
 @pytest.mark.thinned(cases=2)
 @pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize(("dtype", "temperature"), [*zip(DTYPES, (0.7, 1.0, 3.0), strict=True)])
 def test_every_share_of_mass(temperature: float, dtype: torch.dtype, tried: list[int]) -> None:
-    asked = [Options(temperature, top_p=p, seed=seed) for p in TOP_PS for seed in range(2)]
-    check(batch_of(normal(len(asked)).to(dtype), asked))
-    assert len(tried) >= len(asked)
+    requests = [Options(temperature, top_p=p, seed=seed) for p in TOP_PS for seed in range(2)]
+    check(batch_of(normal(len(requests)).to(dtype), requests))
+    assert len(tried) >= len(requests)
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("min_p", [0.02, 0.3])
 def test_min_p_leaves_out_what_would_be_tried(min_p: float, tried: list[int]) -> None:
-    asked = [Options(1.5, top_p=p, min_p=min_p, seed=seed) for p in TOP_PS for seed in range(2)]
-    batch = batch_of(normal(len(asked)), asked)
+    requests = [Options(1.5, top_p=p, min_p=min_p, seed=seed) for p in TOP_PS for seed in range(2)]
+    batch = batch_of(normal(len(requests)), requests)
     check(batch)
     top = batch.logits.amax(dim=1)
     assert tried
@@ -108,8 +108,8 @@ def test_next_id_ahead_follows_a_removed_one(tried: list[int]) -> None:
 @pytest.mark.parametrize(("top_p", "most"), [(0.95, 1.2), (0.5, 2.2)])
 def test_few_are_tried(top_p: float, most: float, tried: list[int]) -> None:
     """About 1 - ln(top_p) each."""
-    asked = [Options(1.0, top_p=top_p, seed=seed) for seed in range(24)]
-    check(batch_of(normal(1).expand(24, -1), asked))
+    requests = [Options(1.0, top_p=top_p, seed=seed) for seed in range(24)]
+    check(batch_of(normal(1).expand(24, -1), requests))
     assert len(tried) <= most * 24
 
 
@@ -125,8 +125,8 @@ def test_row_is_read_until_the_result_is_certain(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(truncation_triton, "_weigh", count)
     vocab = 4096 * 2 * 10
-    asked = [Options(2.0, top_p=0.95, seed=seed) for seed in range(4)]
-    batch = batch_of(normal(1, vocab).expand(4, -1), asked)
+    requests = [Options(2.0, top_p=0.95, seed=seed) for seed in range(4)]
+    batch = batch_of(normal(1, vocab).expand(4, -1), requests)
     check(batch)
     # ten each, if all were read
     assert len(seen) < 25
@@ -136,8 +136,8 @@ def test_row_is_read_until_the_result_is_certain(monkeypatch: pytest.MonkeyPatch
 def test_ties_keep_the_lowest_columns(kept: int, is_tried: bool, tried: list[int]) -> None:
     """Equal ids are ordered by column; if few are kept, none is tried."""
     row = torch.full((1, VOCAB), -2.5)
-    asked = [Options(1.0, top_p=(kept - 0.5) / VOCAB, seed=seed) for seed in range(6)]
-    batch = batch_of(row.expand(6, -1), asked)
+    requests = [Options(1.0, top_p=(kept - 0.5) / VOCAB, seed=seed) for seed in range(6)]
+    batch = batch_of(row.expand(6, -1), requests)
     tokens = batch.tokens(Backend.TRITON)
     assert torch.equal(tokens, batch.tokens(Backend.TORCH))
     assert int(tokens.max()) < kept
@@ -148,8 +148,8 @@ def test_ties_keep_the_lowest_columns(kept: int, is_tried: bool, tried: list[int
 @pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize("kind", ["tails", "strided", "ids", "edited", "far", "depths of nothing"])
 def test_rows_of_every_form(kind: str, tried: list[int]) -> None:
-    asked = [Options(1.0, top_p=p, seed=seed) for seed, p in enumerate(TOP_PS)]
-    rows = normal(len(asked))
+    requests = [Options(1.0, top_p=p, seed=seed) for seed, p in enumerate(TOP_PS)]
+    rows = normal(len(requests))
     if kind == "tails":
         rows[:, :3000] = NAN
         rows[:, -5000:] = -INF
@@ -157,26 +157,30 @@ def test_rows_of_every_form(kind: str, tried: list[int]) -> None:
         rows = strided(rows, 5)
     if kind == "far":
         rows = rows * 1e30
-        asked = [one._replace(temperature=1e30) for one in asked]
+        requests = [one._replace(temperature=1e30) for one in requests]
     if kind == "depths of nothing":  # of many differences one depth
-        rows = -1e-20 * (torch.arange(VOCAB) % 2).float().expand(len(asked), -1)
-        asked = [one._replace(temperature=1e30) for one in asked]
-    batch = batch_of(rows, asked)
+        rows = -1e-20 * (torch.arange(VOCAB) % 2).float().expand(len(requests), -1)
+        requests = [one._replace(temperature=1e30) for one in requests]
+    batch = batch_of(rows, requests)
     if kind == "ids":
         ids = torch.arange(VOCAB, dtype=torch.int32, device=DEVICE) * 3 + 1
         batch = batch.replaced(vocab_ids=ids)
     if kind == "edited":
         near = dict.fromkeys(range(0, VOCAB, 40), 2.0)
-        asks = [Asks(bias=near if row % 2 else {7: -1.0}) for row in range(len(asked))]
-        pools, columns = pools_of(asks, VOCAB, random.Random(3))
-        expected = [{**columns_of(ask), **row} for ask, row in zip(asks, columns, strict=True)]
+        logits_options = [
+            LogitsOptions(bias=near if row % 2 else {7: -1.0}) for row in range(len(requests))
+        ]
+        pools, columns = pools_of(logits_options, VOCAB, random.Random(3))
+        expected = [
+            {**columns_of(one), **row} for one, row in zip(logits_options, columns, strict=True)
+        ]
         write(batch.slots, expected)
         batch = batch.replaced(slots=replace(batch.slots, pools=pools))
         # rounding decides none of these
         assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
     else:
         check(batch)
-    assert len(tried) >= len(asked)
+    assert len(tried) >= len(requests)
 
 
 def test_flat_nucleus_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,12 @@ from tests.kernels.top_k.rows import DTYPES
 from tests.op_arguments import check_strided_arguments, storage
 from tests.speculative.ops.bits import same_bits
 from tests.speculative.ops.logits_processing import example
-from tests.speculative.ops.logits_processing.example import Asks, Place
+from tests.speculative.ops.logits_processing.example import LogitsOptions, Place
 from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
 from tests.speculative.ops.sampling.cases import COLUMNS, slots_of
 from tests.speculative.ops.sampling.example import Options
-from tests.speculative.ops.sampling.margins import Judge
+from tests.speculative.ops.sampling.margins import Comparison
 from tests.speculative.ops.sampling.processed_rows import EditedBatch, columns_of, loaded, write
 
 batches = {
@@ -38,7 +38,7 @@ batches = {
     "width": st.integers(1, 3),
     "dtype": st.sampled_from(DTYPES),
     "index_dtype": st.sampled_from(INDEX_DTYPES),
-    "behind": st.integers(0, 2),
+    "gap": st.integers(0, 2),
     "role": st.sampled_from(Role),
     "ahead": st.booleans(),
     "cut": st.booleans(),
@@ -49,12 +49,12 @@ batches = {
 @settings(max_examples=80)
 @given(
     vocab=st.sampled_from((1, 2, 7, 31, 32, 33, 127)),
-    **{**batches, "width": st.integers(1, 7)},  # more drafts than are asked for at once
+    **{**batches, "width": st.integers(1, 7)},  # more drafts than are loaded at once
 )
 def test_values_equal_the_example(vocab: int, **shape: Any) -> None:
     """Bit for bit, except for the sign of zero."""
     case = EditedBatch.of(vocab=vocab, greedy=True, **shape)
-    expected = case.as_drawn_from().logits
+    expected = case.processed().logits
     rows, slots = case.batch.rows, case.batch.slots
     kept = [storage(tensor) for tensor in (slots.table, case.logits, *vars(slots.pools).values())]
     values = reference.process_logits(case.logits, rows, slots, vocab_ids=case.batch.vocab_ids)
@@ -72,7 +72,7 @@ def test_values_equal_the_example(vocab: int, **shape: Any) -> None:
 
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 def test_example_torch_and_triton_agree(greedy: bool) -> None:
-    judge = Judge()
+    comparison = Comparison()
 
     @settings(max_examples=40)
     @given(
@@ -87,11 +87,11 @@ def test_example_torch_and_triton_agree(greedy: bool) -> None:
             tokens = case.tokens(backend)
             if greedy:
                 assert tokens.tolist() == expected
-            judge.compare(case, expected, tokens)
+            comparison.compare(case, expected, tokens)
 
     agree()
-    assert judge.rows["all"] > 150
-    judge.check()
+    assert comparison.rows["all"] > 150
+    comparison.check()
 
 
 @pytest.mark.thinned
@@ -101,25 +101,25 @@ def test_torch_and_triton_agree_over_many_chunks(
 ) -> None:
     """A program reads one piece or more, as it does of many rows."""
     monkeypatch.setattr(launch, "PARTS_OF_EDITED", ((0, parts),))
-    judge = Judge()
+    comparison = Comparison()
 
-    @settings(max_examples=8)
+    @settings(max_examples=12)
     @given(vocab=st.sampled_from((1023, 4096, 4099, 9001)), greedy=st.booleans(), **batches)
     def agree(vocab: int, **shape: Any) -> None:
         case = EditedBatch.of(vocab=vocab, **shape)
         expected = case.tokens(Backend.TORCH).tolist()
-        judge.compare(case, expected, case.tokens(Backend.TRITON))
+        comparison.compare(case, expected, case.tokens(Backend.TRITON))
 
     agree()
-    assert judge.rows["all"] > 15
-    judge.check()
+    assert comparison.rows["all"] > 15
+    comparison.check()
 
 
-# --- told one by one ---
+# --- single rows ---
 
 
 def one(
-    asks: Asks,
+    logits_options: LogitsOptions,
     row: list[float],
     backend: Backend,
     *,
@@ -127,16 +127,16 @@ def one(
     column: int = 0,
 ) -> list[int]:
     """The ids that a greedy request's rows draw; as many rows as drafts in front, and one."""
-    pools, columns = pools_of([asks], len(row), random.Random(0))
+    pools, columns = pools_of([logits_options], len(row), random.Random(0))
     slots = slots_of([Options(temperature=0.0)], random.Random(0))
-    write(slots, [{**columns_of(asks), **columns[0]}])
+    write(slots, [{**columns_of(logits_options), **columns[0]}])
     width = 1 if drafts is None else drafts.shape[1] + 1 - column
     rows = LogitRows(0, width, vector([5]), None, column, drafts)
     logits = torch.tensor([row] * width, device=DEVICE)
     tokens = sample_tokens(logits, rows, replace(slots, pools=pools), backend=backend)
     before = [[]] if drafts is None else [drafts[0, : column + i].tolist() for i in range(width)]
     for i, token in enumerate(tokens.tolist()):
-        expected = example.edited(row, Place(asks, 0, before[i]))
+        expected = example.edited(row, Place(logits_options, 0, before[i]))
         assert expected.index(max(expected)) == token or (
             token == -1 and max(expected) == -math.inf
         )
@@ -151,8 +151,8 @@ BOTH = pytest.mark.parametrize("backend", Backend)
 def test_every_draft_before_a_row_counts(backend: Backend, penalty: dict[str, float]) -> None:
     row = [float(100 - token) for token in range(70)]
     drafts = vector([0, 1, 2, 3, 4, 5]).view(1, 6)
-    asks = Asks(counts={}, **penalty)
-    assert one(asks, row, backend, drafts=drafts) == [0, 1, 2, 3, 4, 5, 6]
+    logits_options = LogitsOptions(counts={}, **penalty)
+    assert one(logits_options, row, backend, drafts=drafts) == [0, 1, 2, 3, 4, 5, 6]
 
 
 @BOTH
@@ -164,13 +164,14 @@ def test_drafts_count_in_every_piece_of_a_program(
     row = [0.0] * 4096
     row[place], row[3000] = 9.0, 8.0
     drafts = vector([place]).view(1, 1)
-    assert one(Asks(counts={}, presence=5.0), row, backend, drafts=drafts) == [place, 3000]
+    assert one(LogitsOptions(counts={}, presence=5.0), row, backend, drafts=drafts) == [place, 3000]
 
 
 @BOTH
 def test_bias(backend: Backend) -> None:
-    assert one(Asks(bias={2: 1.5}), [1.0, 2.0, 1.0], backend) == [2]
-    assert one(Asks(bias={1: -1.0}), [1.0, 2.0, 1.0], backend) == [0]  # the first of equals
+    assert one(LogitsOptions(bias={2: 1.5}), [1.0, 2.0, 1.0], backend) == [2]
+    # the first of equals
+    assert one(LogitsOptions(bias={1: -1.0}), [1.0, 2.0, 1.0], backend) == [0]
 
 
 @BOTH
@@ -178,52 +179,54 @@ def test_masked_values_stay_masked(backend: Backend) -> None:
     """No bias or penalty changes them."""
     inf = math.inf
     masked = [-inf, 0.0, math.nan]
-    assert one(Asks(bias={0: 3e38, 2: 3e38}), masked, backend) == [1]
-    assert one(Asks(bias={0: inf, 1: -9.0, 2: inf}), masked, backend) == [1]
-    assert one(Asks(bias={0: math.nan, 1: -9.0}), [5.0, 0.0, -inf], backend) == [1]
+    assert one(LogitsOptions(bias={0: 3e38, 2: 3e38}), masked, backend) == [1]
+    assert one(LogitsOptions(bias={0: inf, 1: -9.0, 2: inf}), masked, backend) == [1]
+    assert one(LogitsOptions(bias={0: math.nan, 1: -9.0}), [5.0, 0.0, -inf], backend) == [1]
     counted = {0: 65535, 1: 1, 2: 65535}
-    wish = Asks(counts=counted, frequency=-3e38, presence=-3e38, repetition=1e-30)
-    assert one(wish, [-inf, 0.0, math.nan], backend) == [1]
-    assert one(replace(wish, allowed={1}), [9.0, -9.0, 9.0], backend) == [1]
-    assert one(Asks(allowed={1}, bias={0: inf, 2: 9.0}), [9.0, -9.0, 9.0], backend) == [1]
+    penalties = LogitsOptions(counts=counted, frequency=-3e38, presence=-3e38, repetition=1e-30)
+    assert one(penalties, [-inf, 0.0, math.nan], backend) == [1]
+    assert one(replace(penalties, allowed={1}), [9.0, -9.0, 9.0], backend) == [1]
+    assert one(LogitsOptions(allowed={1}, bias={0: inf, 2: 9.0}), [9.0, -9.0, 9.0], backend) == [1]
     # a penalty that float32 holds as 0
-    assert one(Asks(counts=counted, repetition=1e-60), [-inf, 0.0, -inf], backend) == [1]
+    assert one(LogitsOptions(counts=counted, repetition=1e-60), [-inf, 0.0, -inf], backend) == [1]
 
 
 @BOTH
 def test_rows_with_all_tokens_masked(backend: Backend) -> None:
     inf = math.inf
-    assert one(Asks(allowed={1}), [1.0, -inf, 1.0], backend) == [-1]
-    assert one(Asks(allowed=()), [1.0, 2.0], backend) == [-1]
-    assert one(Asks(bias={0: -inf, 1: -inf}), [1.0, 2.0], backend) == [-1]
+    assert one(LogitsOptions(allowed={1}), [1.0, -inf, 1.0], backend) == [-1]
+    assert one(LogitsOptions(allowed=()), [1.0, 2.0], backend) == [-1]
+    assert one(LogitsOptions(bias={0: -inf, 1: -inf}), [1.0, 2.0], backend) == [-1]
 
 
 @BOTH
 def test_infinity(backend: Backend) -> None:
     inf = math.inf
-    assert one(Asks(counts={1: 3}, presence=9.0, repetition=2.0), [1e9, inf, inf], backend) == [1]
-    assert one(Asks(allowed={0, 2}), [9.0, inf, 1.0], backend) == [0]
+    assert one(
+        LogitsOptions(counts={1: 3}, presence=9.0, repetition=2.0), [1e9, inf, inf], backend
+    ) == [1]
+    assert one(LogitsOptions(allowed={0, 2}), [9.0, inf, 1.0], backend) == [0]
     # of quotients that no float holds
-    assert one(Asks(counts={1: 1}, repetition=1e-38), [5.0, 4.0, 1.0], backend) == [1]
-    assert one(Asks(counts={1: 1}, repetition=0.5), [3.2e38, 3e38, 1.0], backend) == [1]
+    assert one(LogitsOptions(counts={1: 1}, repetition=1e-38), [5.0, 4.0, 1.0], backend) == [1]
+    assert one(LogitsOptions(counts={1: 1}, repetition=0.5), [3.2e38, 3e38, 1.0], backend) == [1]
 
 
 @BOTH
 def test_allowed_ids(backend: Backend) -> None:
     row = [float(v) for v in range(70)]
-    assert one(Asks(allowed={31, 3}), row, backend) == [31]
-    assert one(Asks(allowed={63, 32}), row, backend) == [63]
-    assert one(Asks(allowed=range(70)), row, backend) == [69]
+    assert one(LogitsOptions(allowed={31, 3}), row, backend) == [31]
+    assert one(LogitsOptions(allowed={63, 32}), row, backend) == [63]
+    assert one(LogitsOptions(allowed=range(70)), row, backend) == [69]
 
 
 @BOTH
 def test_penalties(backend: Backend) -> None:
     """Repetition applies to seen tokens, the other penalties to counted ones."""
-    seen = Asks(counts={}, seen={1}, repetition=2.0, presence=50.0, frequency=50.0)
+    seen = LogitsOptions(counts={}, seen={1}, repetition=2.0, presence=50.0, frequency=50.0)
     assert one(seen, [3.0, 5.0, -9.0], backend) == [0]
     assert one(seen, [2.0, 5.0, -9.0], backend) == [1]  # 2.5, of which nothing is taken off
     assert one(seen, [-7.0, -4.0, -9.0], backend) == [0]  # -8
-    counted = Asks(counts={1: 3}, presence=1.0, frequency=0.5)
+    counted = LogitsOptions(counts={1: 3}, presence=1.0, frequency=0.5)
     assert one(counted, [2.0, 5.0, 2.6], backend) == [2]  # 2.5
     assert one(counted, [2.0, 5.0, 2.4], backend) == [1]
 
@@ -231,31 +234,31 @@ def test_penalties(backend: Backend) -> None:
 @BOTH
 def test_counts_saturate_at_16_bits(backend: Backend) -> None:
     """Further drafts before a row change nothing."""
-    asks = Asks(counts={1: 65534}, frequency=1.0)
+    logits_options = LogitsOptions(counts={1: 65534}, frequency=1.0)
     drafts = vector([1, 1, 1], torch.int32).unsqueeze(0)
     row = [-65534.5, 0.0, -65535.5]
-    assert one(asks, row, backend, drafts=drafts) == [1, 0, 0, 0]
-    assert one(asks, [-65535.5, 0.0], backend, drafts=drafts) == [1, 1, 1, 1]
-    assert one(replace(asks, counts={1: 32768}), [-32768.5, 0.0], backend) == [1]
+    assert one(logits_options, row, backend, drafts=drafts) == [1, 0, 0, 0]
+    assert one(logits_options, [-65535.5, 0.0], backend, drafts=drafts) == [1, 1, 1, 1]
+    assert one(replace(logits_options, counts={1: 32768}), [-32768.5, 0.0], backend) == [1]
 
 
 @BOTH
 def test_drafts_before_a_row_count(backend: Backend) -> None:
     """Each row counts the drafts before it, each as often as it occurs."""
     drafts = vector([1, 0, 1, 2**32 + 1]).unsqueeze(0)
-    asks = Asks(counts={}, frequency=1.0)
-    assert one(asks, [0.0, 1.5, 0.2], backend, drafts=drafts) == [1, 1, 1, 2, 2]
-    assert one(asks, [0.0, 1.5, 0.2], backend, drafts=drafts, column=3) == [2, 2]
-    # nobody asked: they are not even seen
-    assert one(Asks(bias={}), [0.0, 1.5, 0.2], backend, drafts=drafts) == [1] * 5
+    logits_options = LogitsOptions(counts={}, frequency=1.0)
+    assert one(logits_options, [0.0, 1.5, 0.2], backend, drafts=drafts) == [1, 1, 1, 2, 2]
+    assert one(logits_options, [0.0, 1.5, 0.2], backend, drafts=drafts, column=3) == [2, 2]
+    # without counts drafts are not even read
+    assert one(LogitsOptions(bias={}), [0.0, 1.5, 0.2], backend, drafts=drafts) == [1] * 5
 
 
 @BOTH
 def test_reduced_vocabulary_uses_target_ids(backend: Backend) -> None:
-    asks = Asks(bias={40: 5.0}, allowed={40, 7}, counts={7: 1}, frequency=1.0)
-    pools, columns = pools_of([asks], 50, random.Random(0))
+    logits_options = LogitsOptions(bias={40: 5.0}, allowed={40, 7}, counts={7: 1}, frequency=1.0)
+    pools, columns = pools_of([logits_options], 50, random.Random(0))
     slots = slots_of([Options(temperature=0.0)], random.Random(0))
-    write(slots, [{**columns_of(asks), **columns[0]}])
+    write(slots, [{**columns_of(logits_options), **columns[0]}])
     slots = replace(slots, pools=pools)
     logits = torch.tensor([[9.0, 4.0, 1.0]], device=DEVICE)
     rows = LogitRows(0, 1, vector([5]))
@@ -269,10 +272,10 @@ def test_reduced_vocabulary_uses_target_ids(backend: Backend) -> None:
 @BOTH
 def test_rows_of_drafts(backend: Backend) -> None:
     """They count the drafts before them, for contexts too."""
-    asks = [Asks(counts={}, frequency=2.0), Asks()]
-    pools, columns = pools_of(asks, 4, random.Random(0))
+    logits_options = [LogitsOptions(counts={}, frequency=2.0), LogitsOptions()]
+    pools, columns = pools_of(logits_options, 4, random.Random(0))
     slots = slots_of([Options(temperature=0.0)] * 2, random.Random(1))
-    write(slots, [{**columns_of(a), **c} for a, c in zip(asks, columns, strict=True)])
+    write(slots, [{**columns_of(a), **c} for a, c in zip(logits_options, columns, strict=True)])
     layout = StepLayout((2,), 1, 1, vector([2]), vector([0, 1, 5, 6]))
     drafts = vector([3, 2, 1, 3, 2, 1]).reshape(2, 3)
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]] * 2, device=DEVICE)
@@ -285,17 +288,17 @@ def test_rows_of_drafts(backend: Backend) -> None:
 @BOTH
 def test_contexts_have_no_draft_before_them(backend: Backend) -> None:
     """Also in batches without generations."""
-    asks = Asks(counts={}, frequency=2.0)
-    pools, columns = pools_of([asks], 4, random.Random(0))
+    logits_options = LogitsOptions(counts={}, frequency=2.0)
+    pools, columns = pools_of([logits_options], 4, random.Random(0))
     slots = slots_of([Options(temperature=0.0)], random.Random(1))
-    write(slots, [{**columns_of(asks), **columns[0]}])
+    write(slots, [{**columns_of(logits_options), **columns[0]}])
     drafts = torch.full((1, 3), 3, device=DEVICE)[:0]
     rows = LogitRows(1, 1, vector([4]), None, 3, drafts)
     logits = torch.tensor([[0.0, 1.0, 2.0, 3.0]], device=DEVICE)
     assert sample_tokens(logits, rows, replace(slots, pools=pools), backend=backend).tolist() == [3]
 
 
-# --- the door ---
+# --- arguments ---
 
 
 @BOTH
@@ -342,7 +345,7 @@ def test_columns_that_ask_are_there() -> None:
 @pytest.mark.parametrize("greedy", [True, False], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_real_vocabularies(vocab: int, greedy: bool, cut: bool) -> None:
-    judge = Judge()
+    comparison = Comparison()
     for seed in range(6):
         case = EditedBatch.of(
             seed, vocab, greedy=greedy, cut=cut, generations=5, width=4, dtype=DTYPES[seed % 3]
@@ -352,5 +355,5 @@ def test_real_vocabularies(vocab: int, greedy: bool, cut: bool) -> None:
             assert torch.equal(loaded(case), result)
             assert torch.equal(loaded(case, by_piece=True), result)
         expected = case.tokens(Backend.TORCH).tolist()
-        judge.compare(case, expected, case.tokens(Backend.TRITON))
-    judge.check()
+        comparison.compare(case, expected, case.tokens(Backend.TRITON))
+    comparison.check()

@@ -20,7 +20,7 @@ from mtp_plugin.speculative.ops.sampling import processed_triton as launch
 from mtp_plugin.speculative.step import SlotRows
 from tests.kernels.top_k.rows import DTYPES
 from tests.op_arguments import check_strided_arguments, poisoned_memory
-from tests.speculative.ops.logits_processing.example import Asks, Place
+from tests.speculative.ops.logits_processing.example import LogitsOptions, Place
 from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, forbid_launches, vector
 from tests.speculative.ops.sampling import example
@@ -31,7 +31,7 @@ from tests.speculative.ops.sampling.processed_rows import EditedBatch, write
 BOTH = pytest.mark.parametrize("backend", Backend)
 
 
-def told_of(row: list[float], options: Options, forced: int) -> list[float]:
+def reference_probs(row: list[float], options: Options, forced: int) -> list[float]:
     """Probabilities of a row of processed values, by the example."""
     ids = range(len(row))
     values = [-math.inf if math.isnan(value) else value for value in row]
@@ -81,7 +81,7 @@ def test_processed_scores_equal_the_example(backend: Backend) -> None:
         generations=st.integers(0, 2),
         width=st.integers(1, 3),
         dtype=st.sampled_from(DTYPES),
-        behind=st.integers(0, 2),
+        gap=st.integers(0, 2),
         drafts=st.booleans(),
         pools=st.sampled_from([True, True, False]),
         forces=st.booleans(),
@@ -95,17 +95,17 @@ def test_processed_scores_equal_the_example(backend: Backend) -> None:
         rng, count = random.Random(seed), len(case.logits)
         forced = forced_of(rng, count, vocab) if forces else [-1] * count
         slots = case.batch.slots
-        asked = [rng.choice((-1, 0, 5)) for _ in case.options]
-        write(slots, [{"logprobs": number} for number in asked])
+        requested = [rng.choice((-1, 0, 5)) for _ in case.options]
+        write(slots, [{"logprobs": number} for number in requested])
         given_ids = vector(forced, torch.int32) if forces else None
         got = shares_of(scores_of(case, given_ids, slots, backend)).tolist()
         rows = case.edited() if slots.pools is not None else case.logits.double().tolist()
-        for row, (request, _) in enumerate(case.drawn()):
-            if asked[request] < 0:
+        for row, (request, _) in enumerate(case.sampled_positions()):
+            if requested[request] < 0:
                 continue
             options = case.options[request]
             options = options._replace(**{n: example.rounded(getattr(options, n)) for n in ROUNDED})
-            expected = told_of(rows[row], options, forced[row])
+            expected = reference_probs(rows[row], options, forced[row])
             every += 1
             odd += got[row] != pytest.approx(expected, rel=1e-4, abs=1e-6)
 
@@ -117,7 +117,7 @@ def test_processed_scores_equal_the_example(backend: Backend) -> None:
 def without_column(case: EditedBatch) -> list[Place]:
     """Draft tokens before each row."""
     rows, expected = case.batch.rows, []
-    for row, (request, index) in enumerate(case.drawn()):
+    for row, (request, index) in enumerate(case.sampled_positions()):
         before: list[int] = []
         if rows.drafts is not None and request >= rows.num_contexts:
             number = (row - rows.num_contexts) % rows.width
@@ -129,10 +129,10 @@ def without_column(case: EditedBatch) -> list[Place]:
 @BOTH
 def test_drafts_before_a_row_are_counted(backend: Backend) -> None:
     """Greedy rows after no draft, ``3``, and ``3 3``; the first costs 2, a further one 1."""
-    pools, columns = pools_of([Asks(counts={})], 7, random.Random(0))
+    pools, columns = pools_of([LogitsOptions(counts={})], 7, random.Random(0))
     slots = slots_of([Options(temperature=0.0)], random.Random(0))
-    asks = {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.0}
-    write(slots, [{**asks, **columns[0], "logprobs": 0}])
+    logits_options = {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.0}
+    write(slots, [{**logits_options, **columns[0], "logprobs": 0}])
     slots = replace(slots, pools=pools)
     rows = LogitRows(0, 3, vector([5]), drafts=vector([3, 3], torch.int32).unsqueeze(0))
     logits, truncation = (
@@ -240,9 +240,11 @@ def test_requests_without_logprobs_are_skipped(monkeypatch: pytest.MonkeyPatch) 
     torch.testing.assert_close(got[7:], expected[7:], rtol=1e-6, atol=1e-6)
     assert bool(got[:7].isnan().all())
     forbid_launches(monkeypatch, launch)
-    nobody = LogitRows(0, 2, vector([]))
+    no_rows = LogitRows(0, 2, vector([]))
     none = {"logits": given_["logits"][:0], "truncation": given_["truncation"][:0], "forced": None}
-    assert processed_scores(**{**given_, **none, "rows": nobody}, backend=Backend.TRITON).shape == (
+    assert processed_scores(
+        **{**given_, **none, "rows": no_rows}, backend=Backend.TRITON
+    ).shape == (
         0,
         70,
     )

@@ -18,7 +18,7 @@ from tests.kernels.top_k.rows import DTYPES
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
 from tests.speculative.ops.sampling.example import Options
-from tests.speculative.ops.sampling.margins import Judge
+from tests.speculative.ops.sampling.margins import Comparison
 
 batches = {
     "seed": st.integers(0, 2**31),
@@ -27,7 +27,7 @@ batches = {
     "width": st.integers(1, 3),
     "dtype": st.sampled_from(DTYPES),
     "index_dtype": st.sampled_from(INDEX_DTYPES),
-    "behind": st.integers(0, 2),
+    "gap": st.integers(0, 2),
     "role": st.sampled_from(Role),
     "ahead": st.booleans(),
     "cut": st.booleans(),
@@ -35,7 +35,7 @@ batches = {
 
 
 def test_example_torch_and_triton_agree() -> None:
-    judge = Judge()
+    comparison = Comparison()
 
     @settings(max_examples=80)
     @given(vocab=st.sampled_from((1, 2, 7, 31, 127, 300)), **batches)
@@ -43,39 +43,39 @@ def test_example_torch_and_triton_agree() -> None:
         batch = Batch.of(vocab=vocab, **shape)
         expected = batch.example()
         for backend in Backend:
-            judge.compare(batch, expected, batch.tokens(backend))
+            comparison.compare(batch, expected, batch.tokens(backend))
 
     agree()
-    assert judge.rows["all"] > 300
-    judge.check()
+    assert comparison.rows["all"] > 300
+    comparison.check()
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize(
-    ("parts", "most_behind", "few_rows"), [(1, 65535, 33), (2, 1, 33), (1, 1, 0), (4, 65535, 0)]
+    ("parts", "max_grid_y", "few_rows"), [(1, 65535, 33), (2, 1, 33), (1, 1, 0), (4, 65535, 0)]
 )
 def test_torch_and_triton_agree_over_many_chunks(
-    parts: int, most_behind: int, few_rows: int, monkeypatch: pytest.MonkeyPatch
+    parts: int, max_grid_y: int, few_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rows with chunks left out, and with more candidates than are ranked; a program reads
-    one piece or more, small or large, as it does of many rows, and rows may stand along either side
+    one piece or more, small or large, as it does of many rows, and rows may lie along either side
     of the grid."""
     monkeypatch.setattr(launch, "PARTS", ((0, parts),))
     monkeypatch.setattr(launch, "PARTS_OF_FEW", ((0, parts),))
     monkeypatch.setattr(row_sums, "FEW_ROWS", few_rows)
-    monkeypatch.setattr(launch, "MAX_GRID_Y", most_behind)
-    judge = Judge()
+    monkeypatch.setattr(launch, "MAX_GRID_Y", max_grid_y)
+    comparison = Comparison()
 
     @settings(max_examples=20)
     @given(vocab=st.sampled_from((1023, 1025, 4096, 4099, 9001, 20011)), **batches)
     def agree(vocab: int, **shape: object) -> None:
         batch = Batch.of(vocab=vocab, **shape)
         expected = batch.tokens(Backend.TORCH).tolist()
-        judge.compare(batch, expected, batch.tokens(Backend.TRITON))
+        comparison.compare(batch, expected, batch.tokens(Backend.TRITON))
 
     agree()
-    assert judge.rows["all"] > 30
-    judge.check()
+    assert comparison.rows["all"] > 30
+    comparison.check()
 
 
 def rows_of_noise(kind: str, shape: tuple[int, int]) -> torch.Tensor:
@@ -107,6 +107,6 @@ def test_rounding_leaves_no_chunk_out(kind: str, temperature: float) -> None:
     rows = LogitRows(number, 1, vector([3] * number))
     logits = rows_of_noise(kind, (number, vocab)).to(DEVICE)
     batch = Batch(logits, rows, slots_of(options, rng), options)
-    judge = Judge()
-    judge.compare(batch, batch.tokens(Backend.TORCH).tolist(), batch.tokens(Backend.TRITON))
-    judge.check()
+    comparison = Comparison()
+    comparison.compare(batch, batch.tokens(Backend.TORCH).tolist(), batch.tokens(Backend.TRITON))
+    comparison.check()

@@ -17,7 +17,7 @@ from mtp_plugin.speculative.ops.sampling import truncation_search_triton as sear
 from mtp_plugin.speculative.row_sums import ChunkLayout
 from tests.kernels.top_k.rows import DTYPES, strided
 from tests.op_arguments import poisoned_memory
-from tests.speculative.ops.logits_processing.example import Asks
+from tests.speculative.ops.logits_processing.example import LogitsOptions
 from tests.speculative.ops.logits_processing.pools import pools_of
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
@@ -81,7 +81,7 @@ def batch_of(rows: torch.Tensor, options: list[Options]) -> Batch:
     return Batch(rows.to(DEVICE), requests, slots_of(options, random.Random(1)), options)
 
 
-def drawn(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+def sample(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and truncation of a launch over poisoned memory."""
     truncation = torch.full((batch.rows.num_rows, TRUNCATION_SIZE), NAN, device=DEVICE)
     with poisoned_memory():
@@ -98,14 +98,14 @@ def drawn(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 def check(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows sample the reference's tokens, with and without truncation as output."""
-    tokens, truncation = drawn(batch)
-    only_drawn = batch.tokens(Backend.TRITON)
+    tokens, truncation = sample(batch)
+    tokens_alone = batch.tokens(Backend.TRITON)
     assert not bool(truncation.isnan().any())
     monkeypatch.setattr(launch, "SHARES", 1)
-    alone, cuts_alone = drawn(batch)
+    alone, cuts_alone = sample(batch)
     hangs = batch.undecided()
     of_one = batch.tokens(Backend.TRITON)
-    for others in (only_drawn, alone, of_one, batch.tokens(Backend.TORCH)):
+    for others in (tokens_alone, alone, of_one, batch.tokens(Backend.TORCH)):
         assert not bool(((tokens != others) & ~hangs).any())
     # two orders of summation may cut at neighbours
     torch.testing.assert_close(truncation[:, :2], cuts_alone[:, :2], rtol=1e-4, atol=1e-6)
@@ -119,15 +119,15 @@ def test_shared_rows_sample_the_same_tokens(
     kind: str, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "SHARES", shares)
-    asked = [
+    requests = [
         Options(1.0, top_p=0.95, seed=1),
         Options(2.0, top_p=0.4, min_p=0.3, seed=2),
     ]
-    check(batch_of(row_of(kind, shares).expand(len(asked), -1), asked), monkeypatch)
+    check(batch_of(row_of(kind, shares).expand(len(requests), -1), requests), monkeypatch)
 
 
 def test_all_kinds_of_rows_together_with_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = [
+    requests = [
         Options(0.0, top_p=0.9),
         Options(1.0),
         Options(1.0, top_p=0.95),
@@ -138,11 +138,11 @@ def test_all_kinds_of_rows_together_with_shared_ones(monkeypatch: pytest.MonkeyP
         Options(3.0, min_p=0.1),
         Options(1.0, top_k=40, top_p=0.9),
     ]
-    rows = torch.stack([row_of("normal", 4)] * len(asked))
+    rows = torch.stack([row_of("normal", 4)] * len(requests))
     infinite = torch.stack([rows[0], torch.full((VOCAB,), -INF), rows[0], rows[0]])
     infinite[0, 77] = INF
-    wanted = [Options(1.0, top_p=0.95), Options(1.0, top_p=0.95), *asked[2:4]]
-    check(batch_of(torch.cat([rows, infinite]), [*asked, *wanted]), monkeypatch)
+    wanted = [Options(1.0, top_p=0.95), Options(1.0, top_p=0.95), *requests[2:4]]
+    check(batch_of(torch.cat([rows, infinite]), [*requests, *wanted]), monkeypatch)
 
 
 @pytest.mark.thinned("dtype")
@@ -151,26 +151,26 @@ def test_all_kinds_of_rows_together_with_shared_ones(monkeypatch: pytest.MonkeyP
 def test_shared_rows_of_every_form(
     dtype: torch.dtype, shape: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [Options(1.0, top_p=0.95, seed=5), Options(1.5, top_p=0.7, min_p=0.01, seed=6)]
+    requests = [Options(1.0, top_p=0.95, seed=5), Options(1.5, top_p=0.7, min_p=0.01, seed=6)]
     rows = torch.stack([row_of("normal", 4), row_of("tails", 4)]).to(dtype)
     if shape == "strided":
         rows = strided(rows, 5)
-    batch = batch_of(rows, asked)
+    batch = batch_of(rows, requests)
     if shape == "ids":
         ids = torch.arange(VOCAB, dtype=torch.int32, device=DEVICE) * 3 + 1
         batch = batch.replaced(vocab_ids=ids)
     if shape == "edited":
-        asks = [Asks(bias={7: 4.0, 16_000: -2.0}), Asks()]
-        pools, columns = pools_of(asks, VOCAB, random.Random(3))
+        logits_options = [LogitsOptions(bias={7: 4.0, 16_000: -2.0}), LogitsOptions()]
+        pools, columns = pools_of(logits_options, VOCAB, random.Random(3))
         write(
             batch.slots,
-            [{**columns_of(ask), **row} for ask, row in zip(asks, columns, strict=True)],
+            [{**columns_of(one), **row} for one, row in zip(logits_options, columns, strict=True)],
         )
         batch = batch.replaced(slots=replace(batch.slots, pools=pools))
         expected = batch.tokens(Backend.TORCH)
         for shares in (launch.SHARES, 1):
             monkeypatch.setattr(launch, "SHARES", shares)
-            assert torch.equal(drawn(batch)[0], expected)
+            assert torch.equal(sample(batch)[0], expected)
             assert torch.equal(batch.tokens(Backend.TRITON), expected)
         return
     check(batch, monkeypatch)
@@ -215,7 +215,7 @@ def test_last_program_continues_after_a_wrong_guess(
     monkeypatch.setattr(search_kernel, "guess_bounds", guess)
     options = Options(1.0, top_p=0.9, min_p=1e-4, seed=9)
     batch = batch_of(row_of("normal", shares)[None], [options])
-    tokens, _ = drawn(batch)
+    tokens, _ = sample(batch)
     assert len(guesses) == shares + (3 if wrong.startswith("always") else 1)
     assert torch.equal(tokens, batch.tokens(Backend.TORCH))
 
@@ -229,14 +229,14 @@ def test_any_program_may_be_the_last(
     """Programs come in another order every time."""
     noise = torch.Generator().manual_seed(number)
     rows = torch.randn(number, vocab, generator=noise) * 2
-    asked = [Options(0.8, top_p=0.9 + 0.09 * (row % 7) / 7, seed=row) for row in range(number)]
-    batch = batch_of(rows, asked)
+    requests = [Options(0.8, top_p=0.9 + 0.09 * (row % 7) / 7, seed=row) for row in range(number)]
+    batch = batch_of(rows, requests)
     assert launch._shares(number, vocab // 128) == launch.SHARES
-    tokens, truncation = drawn(batch)
-    only_drawn = batch.tokens(Backend.TRITON)
+    tokens, truncation = sample(batch)
+    tokens_alone = batch.tokens(Backend.TRITON)
     for _ in range(50):
-        again, cuts_again = drawn(batch)
+        again, cuts_again = sample(batch)
         assert torch.equal(again, tokens)
         assert torch.equal(cuts_again, truncation)
-        assert torch.equal(batch.tokens(Backend.TRITON), only_drawn)
+        assert torch.equal(batch.tokens(Backend.TRITON), tokens_alone)
     check(batch, monkeypatch)

@@ -19,7 +19,7 @@ from mtp_plugin.speculative.row_sums import FEW_ROWS, RowSums
 from tests.kernels.top_k.launches import captured
 from tests.kernels.top_k.rows import DTYPES
 from tests.op_arguments import poisoned_memory
-from tests.speculative.ops.chunks import check_sums, told_sums
+from tests.speculative.ops.chunks import check_sums, reference_sums
 from tests.speculative.ops.on_device import DEVICE, vector
 from tests.speculative.ops.sampling.cases import Batch, slots_of
 from tests.speculative.ops.sampling.example import Options
@@ -32,7 +32,7 @@ shapes = {
     "generations": st.integers(0, 2),
     "width": st.integers(1, 3),
     "dtype": st.sampled_from(DTYPES),
-    "behind": st.integers(0, 2),
+    "gap": st.integers(0, 2),
     "ahead": st.booleans(),
 }
 
@@ -41,10 +41,10 @@ def ask(batch: Batch, numbers: list[int]) -> torch.Tensor:
     """Set the requests' number of logprobs; returns which rows have some [N] bool."""
     slots = batch.slots.slot_ids[: len(numbers)]
     column(batch.slots, "logprobs")[slots] = vector(numbers, torch.int32)
-    return vector([numbers[request] >= 0 for request, _ in batch.drawn()], torch.bool)
+    return vector([numbers[request] >= 0 for request, _ in batch.sampled_positions()], torch.bool)
 
 
-def drawn(batch: Batch, backend: Backend, *, with_truncation: bool) -> tuple[torch.Tensor, ...]:
+def sample(batch: Batch, backend: Backend, *, with_truncation: bool) -> tuple[torch.Tensor, ...]:
     """Tokens, truncation and sums."""
     with poisoned_memory():
         sums = RowSums.unwritten(batch.logits)
@@ -60,8 +60,8 @@ def drawn(batch: Batch, backend: Backend, *, with_truncation: bool) -> tuple[tor
 def check(
     batch: Batch, rows: torch.Tensor, backend: Backend, *, with_truncation: bool = False
 ) -> None:
-    tokens, truncation, sums = drawn(batch, backend, with_truncation=with_truncation)
-    check_sums(sums, told_sums(batch.logits), rows)
+    tokens, truncation, sums = sample(batch, backend, with_truncation=with_truncation)
+    check_sums(sums, reference_sums(batch.logits), rows)
     assert torch.equal(tokens, batch.tokens(backend))
     if with_truncation:
         alone = torch.full_like(truncation, NAN)
@@ -153,7 +153,7 @@ def test_rows_without_values_and_with_infinities(backend: Backend, vocab: int) -
         rows = ask(batch, [0] * len(EVERY))
         check(batch, rows, backend)
         if not bool((row > -INF).any()):
-            assert drawn(batch, backend, with_truncation=False)[2].masses.tolist() == [0.0] * len(
+            assert sample(batch, backend, with_truncation=False)[2].masses.tolist() == [0.0] * len(
                 EVERY
             )
 
@@ -188,4 +188,4 @@ def test_sums_of_a_captured_graph_follow_its_inputs(generations: int, dtype: tor
     for seed in range(3):
         batch.logits.copy_(Batch.of(seed, 129280, **shape).logits)
         graph.replay()
-        check_sums(sums, told_sums(batch.logits), rows)
+        check_sums(sums, reference_sums(batch.logits), rows)

@@ -35,7 +35,7 @@ def normal(number: int, spread: float, dtype: torch.dtype = torch.float32) -> to
     return (torch.randn(number, VOCAB, generator=noise) * spread).to(dtype)
 
 
-def drawn(batch: Batch) -> list[torch.Tensor]:
+def sample(batch: Batch) -> list[torch.Tensor]:
     """Tokens without and with the truncation as output."""
     truncation = torch.zeros(batch.rows.num_rows, TRUNCATION_SIZE, device=DEVICE)
     return [batch.tokens(Backend.TRITON, truncation=given) for given in (None, truncation)]
@@ -80,10 +80,10 @@ def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 )
 def test_tokens_equal_reference_on_every_path(options: Options, spread: float) -> None:
     dtype = DTYPES[options.top_k % 3]
-    asked = [options._replace(seed=seed) for seed in range(MANY)]
-    batch = batch_of(normal(len(asked), spread, dtype), *asked)
+    requests = [options._replace(seed=seed) for seed in range(MANY)]
+    batch = batch_of(normal(len(requests), spread, dtype), *requests)
     expected = batch.tokens(Backend.TORCH)
-    for tokens in drawn(batch):
+    for tokens in sample(batch):
         differs = tokens != expected
         assert not bool((differs & ~batch.undecided()).any())
         assert int(differs.sum()) <= 1
@@ -97,21 +97,21 @@ def test_wrong_depth_guess_gives_the_same_tokens(
     key: int, is_always: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Depths 0, 0.13, 1 and none: too few ids, or more than are listed."""
-    guessed, asked = search_kernel.guess_bounds, []
+    guessed, keys = search_kernel.guess_bounds, []
 
     def guess(need: Any, by_mass: Any, bounds: Any, *others: Any) -> Any:
-        asked.append(key)
-        if len(asked) > 1 and not is_always:
+        keys.append(key)
+        if len(keys) > 1 and not is_always:
             return guessed(need, by_mass, bounds, *others)
         far = tl.full([], key, tl.int32)
         return bounds.low, tl.minimum(tl.maximum(far, bounds.low + 1), bounds.high)
 
     monkeypatch.setattr(search_kernel, "guess_bounds", guess)
     for options in (Options(1.0, top_k=1000, top_p=0.9, seed=1), Options(0.9, top_k=600, seed=2)):
-        asked.clear()
+        keys.clear()
         batch = batch_of(normal(1, 2), options)
         tokens = batch.tokens(Backend.TRITON)
-        assert len(asked) >= 1
+        assert len(keys) >= 1
         assert torch.equal(tokens, batch.tokens(Backend.TORCH))
 
 
@@ -145,14 +145,14 @@ def test_ties_keep_the_lowest_ids(kept: int, backend: Backend) -> None:
     weight = 2.718281828**0.25
     share = (kept - 0.5) / VOCAB
     raised_share = (3 * weight + kept - 0.5) / (3 * weight + VOCAB - 3)
-    asked = [
+    requests = [
         (flat, Options(1.0, top_k=kept), range(kept)),
         (flat, Options(1.0, top_p=share), range(kept)),
         (raised, Options(1.0, top_k=kept + 3), {*range(kept + 1), 3, 5000, 19_000}),
         (raised, Options(1.0, top_p=raised_share), {*range(kept + 1), 3, 5000, 19_000}),
         (raised, Options(1.0, top_k=kept + 3, min_p=0.9), {3, 5000, 19_000}),
     ]
-    for row, options, among in asked:
+    for row, options, among in requests:
         many = [options._replace(seed=seed) for seed in range(MANY)]
         batch = batch_of(row.expand(MANY, -1), *many)
         truncation = torch.zeros(MANY, TRUNCATION_SIZE, device=DEVICE)
@@ -207,14 +207,14 @@ def test_rows_without_values_and_with_infinities(
 def test_most_likely_token_is_always_kept(backend: Backend) -> None:
     row = torch.zeros(300)
     row[[40, 200]] = 2.0
-    asked = [
+    requests = [
         Options(1.0, top_p=0.0),
         Options(1.0, top_p=1e-38),
         Options(1.0, top_k=1),
         Options(1e-4, top_k=2, top_p=0.5),
     ]
-    batch = batch_of(row.expand(len(asked), -1), *asked)
-    assert batch.tokens(backend).tolist() == [40] * len(asked)
+    batch = batch_of(row.expand(len(requests), -1), *requests)
+    assert batch.tokens(backend).tolist() == [40] * len(requests)
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -222,8 +222,8 @@ def test_low_temperature_returns_argmax(backend: Backend) -> None:
     """Also for logits so large that noise does not change their differences."""
     rows = normal(6, 3)[:, :5000] * torch.tensor([[1.0], [100.0], [1e6], [1e20], [1e30], [1e37]])
     for temperature in (1e-4, 1e-3):
-        asked = [Options(temperature, top_p=top_p, seed=2) for top_p in (1.0, 0.9) * 3]
-        batch = batch_of(rows, *asked)
+        requests = [Options(temperature, top_p=top_p, seed=2) for top_p in (1.0, 0.9) * 3]
+        batch = batch_of(rows, *requests)
         assert torch.equal(batch.tokens(backend).long(), rows.to(DEVICE).argmax(dim=1))
 
 
@@ -231,8 +231,8 @@ def test_low_temperature_returns_argmax(backend: Backend) -> None:
 def test_many_chunks_within_the_depth(vocab: int) -> None:
     """As many as their counts have room for in a word, and more."""
     rows = torch.linspace(3, 4, vocab).expand(2, -1)
-    asked = [Options(1.0, top_k=1000, seed=1), Options(0.01, top_k=60, seed=2)]
-    batch = batch_of(rows, *asked)
+    requests = [Options(1.0, top_k=1000, seed=1), Options(0.01, top_k=60, seed=2)]
+    batch = batch_of(rows, *requests)
     assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
 
 
@@ -270,7 +270,7 @@ def odd_row(kind: str) -> torch.Tensor:
 def test_more_candidates_than_the_list_holds(kind: str, options: Options) -> None:
     batch = batch_of(odd_row(kind)[None], options)
     expected = batch.tokens(Backend.TORCH)
-    for tokens in drawn(batch):
+    for tokens in sample(batch):
         assert not bool(((tokens != expected) & ~batch.undecided()).any())
 
 
@@ -288,11 +288,11 @@ def test_depths_that_round_to_zero_are_equal(options: Options, step: float) -> N
     """Many differences round to one depth, or to 0: the lowest ids are kept."""
     batch = batch_of(-step * (torch.arange(VOCAB) % 2)[None].float(), options)
     truncation = [torch.zeros(1, TRUNCATION_SIZE, device=DEVICE) for _ in Backend]
-    drawn = [
+    tokens = [
         batch.tokens(backend, truncation=of)
         for backend, of in zip(Backend, truncation, strict=True)
     ]
-    assert torch.equal(*drawn)
+    assert torch.equal(*tokens)
     torch.testing.assert_close(truncation[0][:, 3], truncation[1][:, 3])
 
 

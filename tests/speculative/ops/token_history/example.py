@@ -1,4 +1,4 @@
-"""What is kept of a request's text, told token by token."""
+"""Token history of a request, updated token by token."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Kept:
 
     recent: list[int]
     counts: dict[int, int] | None = None
-    """None: nobody counts."""
+    """None: tokens are not counted."""
     seen: set[int] | None = None
 
     def emit(self, tokens: Sequence[int]) -> None:

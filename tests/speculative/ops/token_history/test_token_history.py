@@ -1,4 +1,4 @@
-"""What follows from emitted tokens: the story equals torch equals Triton; others keep theirs."""
+"""Token history updates: the reference equals torch equals Triton; other rows are unchanged."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from mtp_plugin.speculative.step import Accepted, SlotRows
 from tests.kernels.top_k.launches import captured
 from tests.op_arguments import check_strided_arguments, storage
 from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.logits_processing.example import Asks
+from tests.speculative.ops.logits_processing.example import LogitsOptions
 from tests.speculative.ops.logits_processing.pools import bits_of, pools_of
 from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, POISON, forbid_launches, vector
 from tests.speculative.ops.slots import on_copy, slot_rows
 from tests.speculative.ops.token_history.example import Kept
 
-BEHIND = SlotColumn("of_a_mode", int, 0, 3)
+OTHER_COLUMN = SlotColumn("of_a_mode", int, 0, 3)
 HIGH = (0, 1, 32767, 32768, 65530, 65534, 65535)
 
 
@@ -43,29 +43,29 @@ class Batch:
 
     @classmethod
     def of(cls, seed: int, requests: int, k: int, vocab: int, **slots: Any) -> Batch:
-        dice = random.Random(seed)
-        few = [dice.randrange(vocab) for _ in range(3)]
+        rng = random.Random(seed)
+        few = [rng.randrange(vocab) for _ in range(3)]
         runs = [
-            [dice.choice((*few, dice.randrange(vocab))) for _ in range(dice.randint(0, k + 1))]
+            [rng.choice((*few, rng.randrange(vocab))) for _ in range(rng.randint(0, k + 1))]
             for _ in range(requests)
         ]
-        kept, asks = [], []
+        kept, logits_options = [], []
         for _ in range(requests):
-            recent = [dice.choice((-1, *few)) for _ in range(MAX_BAD_WORD_LEN)]
-            if dice.random() < 0.3:
+            recent = [rng.choice((-1, *few)) for _ in range(MAX_BAD_WORD_LEN)]
+            if rng.random() < 0.3:
                 kept.append(Kept(recent))
-                asks.append(Asks())
+                logits_options.append(LogitsOptions())
                 continue
-            counts = {t: dice.choice(HIGH) for t in (*few, dice.randrange(vocab))}
-            seen = {dice.randrange(vocab), *(t for t, n in counts.items() if n)}
+            counts = {t: rng.choice(HIGH) for t in (*few, rng.randrange(vocab))}
+            seen = {rng.randrange(vocab), *(t for t, n in counts.items() if n)}
             kept.append(Kept(recent, counts, seen))
-            asks.append(Asks(counts=counts, seen=seen))
-        pools, columns = pools_of(asks, vocab, dice)
+            logits_options.append(LogitsOptions(counts=counts, seen=seen))
+        pools, columns = pools_of(logits_options, vocab, rng)
         values = [{"recent": one.recent, **rows} for one, rows in zip(kept, columns, strict=True)]
-        held = slot_rows(values, [BEHIND], seed=seed, **slots)
-        # what stands behind a run is nobody's, whatever it is
+        held = slot_rows(values, [OTHER_COLUMN], seed=seed, **slots)
+        # values after a run are not read
         tokens = [
-            [*run, *(dice.choice((-1, few[0], POISON)) for _ in range(k + 1 - len(run)))]
+            [*run, *(rng.choice((-1, few[0], POISON)) for _ in range(k + 1 - len(run)))]
             for run in runs
         ]
         accepted = Accepted(
@@ -75,8 +75,8 @@ class Batch:
         )
         return cls(accepted, replace(held, pools=pools), runs, kept)
 
-    def story(self) -> list[torch.Tensor]:
-        """Table, counts and seen bits as they stand behind; all that is not moved on as before."""
+    def reference(self) -> list[torch.Tensor]:
+        """Table, counts and seen bits after the update; all else is unchanged."""
         slots, pools = self.slots, self.slots.pools
         assert pools is not None
         table, counts, seen = (t.cpu().clone() for t in (slots.table, pools.counts, pools.seen))
@@ -114,22 +114,22 @@ class Batch:
     id_stride=st.integers(1, 3),
     id_dtype=st.sampled_from(INDEX_DTYPES),
 )
-def test_story_torch_and_triton_agree(seed, requests, k, vocab, **slots) -> None:
+def test_reference_torch_and_triton_agree(seed, requests, k, vocab, **slots) -> None:
     batch = Batch.of(seed, requests, k, vocab, **slots)
-    told = batch.story()
+    expected = batch.reference()
     given_pools = batch.slots.pools
     assert given_pools is not None
     for backend in Backend:
         noted = batch.noted(backend)
         pools = noted.slots.pools
         assert pools is not None
-        for tensor, expected in zip(
-            (noted.slots.table, pools.counts, pools.seen), told, strict=True
+        for tensor, reference in zip(
+            (noted.slots.table, pools.counts, pools.seen), expected, strict=True
         ):
-            assert torch.equal(tensor, expected)
+            assert torch.equal(tensor, reference)
         for name in ("bias", "allowed", "words"):
             assert same_bits(vars(pools)[name], vars(given_pools)[name])
-        # what lies between the rows of the table is nobody's
+        # what lies between the rows of the table is unused
         own, before = storage(noted.slots.table), storage(batch.slots.table)
         for whole in (own, before):
             table = noted.slots.table
@@ -139,8 +139,8 @@ def test_story_torch_and_triton_agree(seed, requests, k, vocab, **slots) -> None
 
 def one(run: list[int], counts: dict[int, int], vocab: int = 70) -> Batch:
     """A request that emits a run of at most 8 tokens."""
-    asks = Asks(counts=counts)
-    pools, columns = pools_of([asks], vocab, random.Random(0))
+    logits_options = LogitsOptions(counts=counts)
+    pools, columns = pools_of([logits_options], vocab, random.Random(0))
     slots = slot_rows([{"recent": [-1] * MAX_BAD_WORD_LEN, **columns[0]}])
     tokens = torch.tensor([run + [-1] * (8 - len(run))], dtype=torch.int32, device=DEVICE)
     accepted = Accepted(tokens, vector([len(run)], torch.int32), vector([0], torch.int32))
@@ -156,13 +156,13 @@ def counted(batch: Batch) -> dict[int, int]:
     numbers = (pools.counts[row].int() & 0xFFFF).tolist()
     bits = pools.seen[row].tolist()
     seen = {token for token in range(len(numbers)) if bits[token // 32] >> token % 32 & 1}
-    told = {token: number for token, number in enumerate(numbers) if number}
-    assert set(told) == seen
-    return told
+    expected = {token: number for token, number in enumerate(numbers) if number}
+    assert set(expected) == seen
+    return expected
 
 
 COUNTS = {
-    "an id that stands thrice": ([5, 5, 3, 5], {}, {5: 3, 3: 1}),
+    "an id that occurs three times": ([5, 5, 3, 5], {}, {5: 3, 3: 1}),
     "ids of one word of bits": ([32, 63, 40, 31], {33: 2}, {31: 1, 32: 1, 33: 2, 40: 1, 63: 1}),
     "the last id": ([69], {}, {69: 1}),
     "nothing": ([], {4: 2}, {4: 2}),
@@ -175,8 +175,8 @@ COUNTS = {
 @pytest.mark.parametrize("name", COUNTS)
 @pytest.mark.parametrize("backend", Backend)
 def test_counts(backend: Backend, name: str) -> None:
-    run, before, told = COUNTS[name]
-    assert counted(one(run, before).noted(backend)) == told
+    run, before, expected = COUNTS[name]
+    assert counted(one(run, before).noted(backend)) == expected
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -203,9 +203,9 @@ def test_step_by_step_or_at_once(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", Backend)
 def test_rows_of_padding_share_a_slot(backend: Backend) -> None:
-    """Whatever they leave there, the requests beside them have theirs."""
+    """Whatever they write there, the other requests have their own values."""
     batch = Batch.of(5, 3, 3, 40, slots=[1, 2, 6])
-    told = batch.story()
+    expected = batch.reference()
     ids = vector([1, 2, 6, 6, 6])
     tokens = torch.cat([batch.accepted.tokens, batch.accepted.tokens[:2]])
     numbers = torch.cat([batch.accepted.num_accepted, batch.accepted.num_accepted[:2]])
@@ -217,12 +217,12 @@ def test_rows_of_padding_share_a_slot(backend: Backend) -> None:
         slots=replace(batch.slots, slot_ids=ids),
     )
     noted = padded.noted(backend)
-    others = [slot for slot in range(len(told[0])) if slot != 6]
-    assert torch.equal(noted.slots.table[others], told[0][others])
+    others = [slot for slot in range(len(expected[0])) if slot != 6]
+    assert torch.equal(noted.slots.table[others], expected[0][others])
     for request, one_of in enumerate(batch.kept[:2]):
         if one_of.counts is not None:
             row = int(noted.slots.table[request + 1, first])
-            assert torch.equal(noted.slots.pools.counts[row], told[1][row])
+            assert torch.equal(noted.slots.pools.counts[row], expected[1][row])
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -280,7 +280,7 @@ def test_strided_arguments(backend: Backend) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize(("requests", "k"), [(1, 0), (3, 3), (64, 7), (256, 16)])
 def test_real_shapes_in_a_cuda_graph(requests: int, k: int) -> None:
-    """Captured once, replayed over other runs; the host is never asked."""
+    """Captured once, replayed over other runs; without synchronization."""
     vocab = 151936
     mine = Batch.of(1, requests, k, vocab)
     graph, _ = captured(
@@ -288,10 +288,10 @@ def test_real_shapes_in_a_cuda_graph(requests: int, k: int) -> None:
     )
     for seed in (2, 3):
         other = Batch.of(seed, requests, k, vocab)
-        told = other.noted(Backend.TORCH).slots
+        expected = other.noted(Backend.TORCH).slots
         assert mine.slots.pools is not None
         assert other.slots.pools is not None
-        assert told.pools is not None
+        assert expected.pools is not None
         mine.slots.table.copy_(other.slots.table)
         mine.slots.slot_ids.copy_(other.slots.slot_ids)
         for name, pool in vars(mine.slots.pools).items():
@@ -300,6 +300,6 @@ def test_real_shapes_in_a_cuda_graph(requests: int, k: int) -> None:
         mine.accepted.num_accepted.copy_(other.accepted.num_accepted)
         graph.replay()
         torch.cuda.synchronize()
-        assert torch.equal(mine.slots.table, told.table)
-        assert torch.equal(mine.slots.pools.counts, told.pools.counts)
-        assert torch.equal(mine.slots.pools.seen, told.pools.seen)
+        assert torch.equal(mine.slots.table, expected.table)
+        assert torch.equal(mine.slots.pools.counts, expected.pools.counts)
+        assert torch.equal(mine.slots.pools.seen, expected.pools.seen)

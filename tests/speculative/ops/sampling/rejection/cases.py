@@ -67,7 +67,7 @@ class Batch:
     draft_lens: torch.Tensor | None
     vocab_ids: torch.Tensor | None
     forced: bool = False  # some rows force an id, of some drafts the draft's
-    by_block: bool = True  # some may be judged so
+    by_block: bool = True  # enables block verification
 
     @classmethod
     def of(
@@ -79,7 +79,7 @@ class Batch:
         generations: int = 5,
         draft_len: int = 3,
         dtype: torch.dtype = torch.float32,
-        behind: int = 0,
+        gap: int = 0,
         cut: bool = False,
         lens: bool = True,
         edits: bool = False,
@@ -92,8 +92,8 @@ class Batch:
             [_values(rng, vocab) for _ in range(requests)],
             COLUMNS,
             slots=rng.sample(range(requests + 3), requests),
-            num_slots=requests + 4,  # the last is nobody's
-            gap=behind,
+            num_slots=requests + 4,  # the last one is unused
+            gap=gap,
         )
         if edits:
             slots = replace(slots, pools=_pools(rng, requests, vocab))
@@ -129,7 +129,7 @@ class Batch:
             for _ in range(generations)
         ]
         return cls(
-            strided(logits.to(dtype), behind),
+            strided(logits.to(dtype), gap),
             of_drafts.to(dtype).to(DEVICE),
             LogitRows(contexts, draft_len + 1, vector(positions)),
             slots,
@@ -147,7 +147,7 @@ class Batch:
         return self.logits.shape[1]
 
     def drafted(self, backend: Backend) -> tuple[torch.Tensor, torch.Tensor]:
-        """The drafts of every request [R, K] and what they were drawn from [S, K, V]."""
+        """The drafts of every request [R, K] and their probabilities [S, K, V]."""
         requests = self.rows.num_requests
         pool = torch.zeros(len(self.slots.table), self.draft_len, self.vocab, device=DEVICE)
         drafts = torch.zeros(requests, self.draft_len, dtype=torch.int32, device=DEVICE)
@@ -177,10 +177,10 @@ class Batch:
             drafts[:, place] = expected.clamp_min(0)
         return drafts, pool
 
-    def judged(
+    def verify(
         self, drafts: torch.Tensor, pool: torch.Tensor | None, backend: Backend
     ) -> tuple[RejectionResult, torch.Tensor]:
-        """What is made of these drafts, and the steps of the slots behind it."""
+        """Verify drafts; returns the result and the steps of all slots after it."""
         slots = on_copy(self.slots)
         mine = drafts[self.rows.num_contexts :]
         rows = replace(self.rows, drafts=mine)
@@ -192,7 +192,7 @@ class Batch:
             )
             if forced_ids is not None:
                 choices = torch.where(forced_ids >= 0, forced_ids, choices)
-            judgement = rejection_sample(
+            verdict = rejection_sample(
                 self.logits,
                 rows,
                 slots,
@@ -201,7 +201,7 @@ class Batch:
                 by_block=self.by_block,
                 backend=backend,
             )
-        return judgement, slots.table[:, slots.columns.offset(STEP_COLUMN.name)]
+        return verdict, slots.table[:, slots.columns.offset(STEP_COLUMN.name)]
 
     def forced_ids(self, drafts: torch.Tensor) -> torch.Tensor:
         """Of every row the only id that it allows, -1: any [N] int32; drafts [G, K]."""
@@ -215,8 +215,8 @@ class Batch:
                 expected.append(rng.choice((-1, -1, draft, draft, other)))
         return vector(expected, torch.int32)
 
-    def drawn(self, drafts: torch.Tensor, backend: Backend) -> torch.Tensor:
-        """What rows draw [N] before anything is judged."""
+    def target_tokens(self, drafts: torch.Tensor, backend: Backend) -> torch.Tensor:
+        """Target tokens [N], before verification."""
         mine = drafts[self.rows.num_contexts :]
         rows = replace(self.rows, drafts=mine)
         choices = sample_tokens(self.logits, rows, on_copy(self.slots), backend=backend)
@@ -225,20 +225,20 @@ class Batch:
         forced_ids = self.forced_ids(mine)
         return torch.where(forced_ids >= 0, forced_ids, choices)
 
-    def example(self, drafts: torch.Tensor, pool: torch.Tensor) -> list[example.Judged | None]:
-        """What is made of the drafts of every generation; None: they are judged otherwise."""
+    def example(self, drafts: torch.Tensor, pool: torch.Tensor) -> list[example.Verdict | None]:
+        """Expected verdict per generation; None: another verification method."""
         contexts, width = self.rows.num_contexts, self.rows.width
         logits = self.logits[contexts:].double().view(-1, width, self.vocab).tolist()
         forced = [[-1] * width for _ in logits]
         if self.forced:
             forced = self.forced_ids(drafts[contexts:])[contexts:].view(-1, width).tolist()
-        expected: list[example.Judged | None] = []
+        expected: list[example.Verdict | None] = []
         for generation, rows in enumerate(logits):
             request = contexts + generation
-            judged_by, drafted_by, temperature, *truncation, seed, step = (
+            method, drafted_by, temperature, *truncation, seed, step = (
                 held(self.slots, request, name) for name in READ
             )
-            if judged_by == VerifiedBy.COUPLED or temperature < GREEDY_BELOW:
+            if method == VerifiedBy.COUPLED or temperature < GREEDY_BELOW:
                 expected.append(None)
                 continue
             mine = drafts[request].tolist()
@@ -250,32 +250,32 @@ class Batch:
             number = self.draft_len
             if self.draft_lens is not None:
                 number = int(self.draft_lens[generation])
-            by_block = judged_by == VerifiedBy.BLOCK
+            by_block = method == VerifiedBy.BLOCK
             noise = example.Noise(
                 seed=seed[0] % 2**32 | seed[1] % 2**32 << 32,
                 index=int(self.rows.positions[request]) + 1,
                 step=step if by_block else 0,
             )
             there = example.those_there(q, mine, number)
-            expected.append(example.judged(p, q, there, noise, by_block=by_block))
+            expected.append(example.verify(p, q, there, noise, by_block=by_block))
         return expected
 
     def without_lens(self) -> Batch:
         return replace(self, draft_lens=None)
 
     def without_block(self) -> Batch:
-        """Whoever is judged by block is judged by rejection, and nobody may be otherwise."""
+        """The batch with rejection in place of block verification, which is not enabled."""
         slots = on_copy(self.slots)
-        judged_by = column(slots, DRAFT_COLUMNS[0].name)
-        judged_by[judged_by == VerifiedBy.BLOCK] = int(VerifiedBy.REJECTION)
+        method = column(slots, DRAFT_COLUMNS[0].name)
+        method[method == VerifiedBy.BLOCK] = int(VerifiedBy.REJECTION)
         return replace(self, slots=slots, by_block=False)
 
 
 def _values(rng: random.Random, vocab: int) -> dict[str, object]:
-    judged_by, drafted_by = rng.choice(WAYS)
+    method, drafted_by = rng.choice(WAYS)
     return {
         **NONE,
-        "verification": judged_by,
+        "verification": method,
         "draft_sampling": drafted_by,
         "draft_step": rng.randrange(50),
         "temperature": rng.choice((0.0, 0.6, 0.9, 0.9, 1.0, 1.0, 1.3, 5.0)),

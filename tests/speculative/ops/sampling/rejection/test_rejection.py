@@ -58,8 +58,7 @@ def all_on(token: int) -> list[float]:
 def test_example_has_the_target_distribution(
     seed: int, by_block: bool, forces: bool, number: int
 ) -> None:
-    """Over all drafts, of which so many are there, what stands, what follows, and what the target
-    then says on its own."""
+    """Sum over all drafts, accepted prefixes, next tokens, and continuations by the target."""
     rng = random.Random(seed)
     texts = [text for n in range(K + 1) for text in itertools.product(range(VOCAB), repeat=n)]
     p = {text: random_shares(rng, VOCAB) for text in texts}
@@ -70,8 +69,8 @@ def test_example_has_the_target_distribution(
     result = {text: p[text] if only < 0 else all_on(only) for text, only in forced.items()}
     emitted: dict[tuple[int, ...], float] = defaultdict(float)
     for drafts in itertools.product(range(VOCAB), repeat=K):
-        drawn = math.prod(q[drafts[:i]][drafts[i]] for i in range(K))
-        if drawn == 0:
+        weight = math.prod(q[drafts[:i]][drafts[i]] for i in range(K))
+        if weight == 0:
             continue
         rows, of_drafts = example.forced_shares(
             [p[drafts[:i]] for i in range(K + 1)],
@@ -82,13 +81,13 @@ def test_example_has_the_target_distribution(
         there = drafts[:number]
         chances = example.chances(rows, of_drafts, there, by_block=by_block)
         for matches, chance in enumerate(chances):
-            behind = example.shares_behind(rows, of_drafts, there, matches, by_block=by_block)
-            for token, share in enumerate(behind):
+            following = example.shares_after(rows, of_drafts, there, matches, by_block=by_block)
+            for token, share in enumerate(following):
                 start = (*there[:matches], token)
                 for more in itertools.product(range(VOCAB), repeat=K + 1 - len(start)):
                     text = (*start, *more)
                     rest = math.prod(result[text[:i]][text[i]] for i in range(len(start), K + 1))
-                    emitted[text] += drawn * chance * share * rest
+                    emitted[text] += weight * chance * share * rest
     for text in itertools.product(range(VOCAB), repeat=K + 1):
         expected = math.prod(result[text[:i]][text[i]] for i in range(K + 1))
         assert emitted[text] == pytest.approx(expected, abs=1e-12)
@@ -99,8 +98,8 @@ def test_example_has_the_target_distribution(
 )
 @pytest.mark.parametrize("by_block", [False, True])
 def test_torch_frequencies_follow_the_example(by_block: bool, forced: list[int] | None) -> None:
-    """One set of drafts judged by thousands of seeds: each number of matches, and each token behind
-    it, is as often as expected."""
+    """Verify one set of drafts with thousands of seeds: each number of matches, and each token
+    after it, is as often as expected."""
     rng = random.Random(8)
     number, vocab, drafts = 30_000, 4, [2, 0]
     p = [random_shares(rng, vocab) for _ in range(3)]
@@ -133,7 +132,7 @@ def test_torch_frequencies_follow_the_example(by_block: bool, forced: list[int] 
     logits = torch.tensor(p, device=DEVICE).log().repeat(number, 1)
     truncation = torch.empty(len(logits), TRUNCATION_SIZE, device=DEVICE)
     choices = sample_tokens(logits, rows, slots, truncation=truncation, backend=Backend.TORCH)
-    judgement = rejection_sample(
+    verdict = rejection_sample(
         logits,
         rows,
         slots,
@@ -150,12 +149,12 @@ def test_torch_frequencies_follow_the_example(by_block: bool, forced: list[int] 
     )
     if forced is not None:
         p, q = example.forced_shares(p, q, drafts, forced)
-    tokens = judgement.tokens.view(number, 3).gather(1, judgement.num_accepted.long().unsqueeze(1))
+    tokens = verdict.tokens.view(number, 3).gather(1, verdict.num_accepted.long().unsqueeze(1))
     for matches, chance in enumerate(example.chances(p, q, drafts, by_block=by_block)):
-        mine = judgement.num_accepted == matches
+        mine = verdict.num_accepted == matches
         assert float(mine.double().mean()) == pytest.approx(chance, abs=0.012)
-        behind = example.shares_behind(p, q, drafts, matches, by_block=by_block)
-        for token, share in enumerate(behind):
+        following = example.shares_after(p, q, drafts, matches, by_block=by_block)
+        for token, share in enumerate(following):
             seen = float((tokens[mine] == token).double().mean()) if mine.any() else share
             assert seen == pytest.approx(share, abs=4 * (share / max(int(mine.sum()), 1)) ** 0.5)
 
@@ -168,27 +167,27 @@ class Followed:
         self.generations: Counter[str] = Counter()
 
     def compare(self, batch: Batch, backend: Backend) -> None:
-        """Everything that is made of a batch's drafts; what is not judged stays as it was drawn."""
+        """Compare all results of a batch; rows that are not verified keep their target tokens."""
         drafts, pool = batch.drafted(Backend.TORCH)
-        judgement, _ = batch.judged(drafts, pool, backend)
-        expected = batch.drawn(drafts, backend)
+        verdict, _ = batch.verify(drafts, pool, backend)
+        expected = batch.target_tokens(drafts, backend)
         for generation, result in enumerate(batch.example(drafts, pool)):
-            matches = int(judgement.num_accepted[generation])
+            matches = int(verdict.num_accepted[generation])
             if result is None:
                 assert matches == -1
                 continue
             self.generations["all"] += 1
             place = batch.rows.num_contexts + generation * batch.rows.width + matches
-            token = int(judgement.tokens[place])
+            token = int(verdict.tokens[place])
             expected[place] = token
             if (matches, token) != (result.matches, result.token):
                 assert result.margin < CLOSE, (generation, matches, token, result)
                 self.generations["differ"] += 1
-        assert torch.equal(judgement.tokens, expected)
+        assert torch.equal(verdict.tokens, expected)
 
     def check(self, least: int) -> None:
         near_ties.count(
-            "drafts judged by odds", self.generations["differ"], self.generations["all"]
+            "drafts verified by rejection", self.generations["differ"], self.generations["all"]
         )
         assert self.generations["all"] >= least
         assert self.generations["differ"] <= max(1, RARE * self.generations["all"])
@@ -235,7 +234,7 @@ BATCHES = [
         [
             {"vocab": 5, "generations": 6},
             {"vocab": 5, "draft_len": 1, "contexts": 0, "cut": True},
-            {"vocab": 33, "generations": 4, "behind": 3},
+            {"vocab": 33, "generations": 4, "gap": 3},
             {"vocab": 33, "contexts": 3, "draft_len": 4, "generations": 3, "cut": True},
             {"vocab": 20, "generations": 24, "contexts": 0, "lens": False},
             {"vocab": 6, "generations": 24, "contexts": 0, "edits": True},
@@ -244,7 +243,7 @@ BATCHES = [
             {"vocab": 2500, "generations": 3, "contexts": 0, "draft_len": 2},
             {"vocab": 7, "generations": 24, "contexts": 2, "forced": True},
             {"vocab": 40, "generations": 6, "edits": True, "draft_len": 4, "forced": True},
-            {"vocab": 2500, "generations": 3, "behind": 2, "lens": False, "forced": True},
+            {"vocab": 2500, "generations": 3, "gap": 2, "lens": False, "forced": True},
         ]
     )
 ]
@@ -255,13 +254,13 @@ def test_kernels_follow_torch(batch: Batch) -> None:
     drafts, pool = batch.drafted(Backend.TORCH)
     result, kept = batch.drafted(Backend.TRITON)
     assert torch.equal(result, drafts)
-    assert not kept[-1].any()  # torch leaves there what nobody reads
+    assert not kept[-1].any()  # torch writes there, and it is not read
     torch.testing.assert_close(kept[:-1], pool[:-1], rtol=1e-5, atol=1e-7)
     for probs in (pool,) if batch.vocab > 5 else (pool, None):
-        expected, steps = batch.judged(drafts, probs, Backend.TORCH)
-        judgement, after = batch.judged(drafts, probs, Backend.TRITON)
-        assert torch.equal(judgement.num_accepted, expected.num_accepted)
-        assert torch.equal(judgement.tokens, expected.tokens)
+        expected, steps = batch.verify(drafts, probs, Backend.TORCH)
+        verdict, after = batch.verify(drafts, probs, Backend.TRITON)
+        assert torch.equal(verdict.num_accepted, expected.num_accepted)
+        assert torch.equal(verdict.tokens, expected.tokens)
         assert torch.equal(after, steps)
 
 
@@ -270,8 +269,8 @@ def test_kernels_follow_torch(batch: Batch) -> None:
 def test_without_block_verification_results_are_the_same(batch: Batch, backend: Backend) -> None:
     drafts, pool = batch.drafted(Backend.TORCH)
     alone = batch.without_block()
-    result, steps = alone.judged(drafts, pool, backend)
-    expected, after = replace(alone, by_block=True).judged(drafts, pool, Backend.TORCH)
+    result, steps = alone.verify(drafts, pool, backend)
+    expected, after = replace(alone, by_block=True).verify(drafts, pool, Backend.TORCH)
     assert torch.equal(result.num_accepted, expected.num_accepted)
     assert torch.equal(result.tokens, expected.tokens)
     assert torch.equal(steps, after)
@@ -281,13 +280,13 @@ def test_without_block_verification_results_are_the_same(batch: Batch, backend: 
 def test_kernels_are_specialized_for_block_verification(
     by_block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = []
+    launched = []
 
     def recorded(kernel: Any) -> Any:
         class Launched:
             def __getitem__(self, grid: tuple[int, ...]) -> Any:
                 def run(*arguments: Any, **constants: Any) -> None:
-                    asked.append(constants["HAS_BLOCK"])
+                    launched.append(constants["HAS_BLOCK"])
                     kernel[grid](*arguments, **constants)
 
                 return run
@@ -298,8 +297,8 @@ def test_kernels_are_specialized_for_block_verification(
     drafts, pool = batch.drafted(Backend.TORCH)
     for name in ("rejection_scan_kernel", "rejection_finish_kernel"):
         monkeypatch.setattr(launch, name, recorded(getattr(launch, name)))
-    replace(batch, by_block=by_block).judged(drafts, pool, Backend.TRITON)
-    assert asked == [by_block] * 2
+    replace(batch, by_block=by_block).verify(drafts, pool, Backend.TRITON)
+    assert launched == [by_block] * 2
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -310,9 +309,9 @@ def test_requests_with_other_methods_are_unchanged(backend: Backend, code: int) 
     drafts, pool = batch.drafted(Backend.TORCH)
     slots = on_copy(batch.slots)
     column(slots, "verification").fill_(int(code))
-    judgement, _ = replace(batch, slots=slots).judged(drafts, pool, backend)
-    assert (judgement.num_accepted == -1).all()
-    assert torch.equal(judgement.tokens, batch.drawn(drafts, Backend.TORCH))
+    verdict, _ = replace(batch, slots=slots).verify(drafts, pool, backend)
+    assert (verdict.num_accepted == -1).all()
+    assert torch.equal(verdict.tokens, batch.target_tokens(drafts, Backend.TORCH))
 
 
 def check_kept(kept: torch.Tensor, expected: torch.Tensor) -> None:
@@ -373,10 +372,10 @@ def test_kernels_follow_torch_with_real_vocabularies(seed: int) -> None:
     drafts, pool = batch.drafted(Backend.TORCH)
     _, kept = batch.drafted(Backend.TRITON)
     check_kept(kept[:-1], pool[:-1])
-    expected, _ = batch.judged(drafts, pool, Backend.TORCH)
-    judgement, _ = batch.judged(drafts, pool, Backend.TRITON)
-    assert (judgement.num_accepted != expected.num_accepted).sum() <= 1
-    assert (judgement.tokens != expected.tokens).sum() <= 1
+    expected, _ = batch.verify(drafts, pool, Backend.TORCH)
+    verdict, _ = batch.verify(drafts, pool, Backend.TRITON)
+    assert (verdict.num_accepted != expected.num_accepted).sum() <= 1
+    assert (verdict.tokens != expected.tokens).sum() <= 1
 
 
 def arguments() -> dict[str, Any]:
@@ -418,7 +417,7 @@ def test_rejection_sampling_takes_two_launches(
 
 @pytest.mark.parametrize("backend", Backend)
 def test_strided_arguments(backend: Backend) -> None:
-    def judged(
+    def verify(
         positions: torch.Tensor, table: torch.Tensor, slot_ids: torch.Tensor, **others: Any
     ) -> list[torch.Tensor]:
         slots = SlotRows(table, slot_ids, COLUMNS_OF_BATCH)
@@ -431,7 +430,7 @@ def test_strided_arguments(backend: Backend) -> None:
         "drafts.probs": "expected contiguous",
         "target.truncation": "expected contiguous",
     }
-    check_strided_arguments(judged, arguments(), refused=refused, backend=backend)
+    check_strided_arguments(verify, arguments(), refused=refused, backend=backend)
 
 
 @pytest.mark.parametrize("backend", Backend)
