@@ -1,4 +1,4 @@
-"""Greedy target-only decoding, told by its tokens alone."""
+"""Greedy decoding without drafts, which returns only tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values that nobody means, for every door that takes values."""
+"""Invalid values, for every function that validates its input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows that rounding decided: tests count them, the run's summary tells them."""
+"""Rows that rounding decided: tests count them, the run's summary reports them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Compiles launches for a GPU that is not there.
 
-Triton specializes and compiles by itself, as for a launch on that GPU; only its driver is a
-stand-in, and where it would launch nothing happens.
+Triton specializes and compiles by itself, as for a launch on that GPU; only its driver is
+replaced, and launches do nothing.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Ampere."""
 OVERLAPPING = 90
 """Capability from which on launches overlap."""
 ERROR_LINES = 5
-"""Of an error: behind most of a kernel's source comes what is wrong with its last line."""
+"""Of an error message, which first quotes the kernel's source; the reason comes last."""
 
 
 class AbsentDriver:
-    """What compiling asks of a driver."""
+    """The driver functions that compiling needs."""
 
     def __init__(self, capability: int) -> None:
         self.target = GPUTarget("cuda", capability, 32)
@@ -52,7 +52,7 @@ class AbsentDriver:
 
 
 class AbsentBinary:
-    """Stands for what did not compile."""
+    """Replaces a kernel that did not compile."""
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         return lambda *_: None
@@ -77,7 +77,7 @@ class Compilations:
 
         def run(kernel: Any, *arguments: Any, **options: Any) -> Any:
             name = full_name(kernel)
-            # where the compiler takes the whole process down, this tells at which kernel
+            # shows the kernel at which the compiler takes the whole process down
             sys.stderr.write(f"compiling {name}\n")
             sys.stderr.flush()
             try:
@@ -101,7 +101,7 @@ class Compilations:
 
         driver.set_active(AbsentDriver(self.capability))
         with ExitStack() as patches:
-            for target, name, stand_in in (
+            for target, name, replacement in (
                 (triton.JITFunction, "run", run),
                 # as a profiler or vLLM's JIT monitor sets it: constants are then written as JSON
                 (triton.knobs.runtime, "jit_cache_hook", hook),
@@ -111,7 +111,7 @@ class Compilations:
                 (programmatic_launch, "_supports_pdl", lambda _: self.capability >= OVERLAPPING),
                 (attention, "_widens", lambda _: False),
             ):
-                patches.enter_context(patch.object(target, name, stand_in))
+                patches.enter_context(patch.object(target, name, replacement))
             yield
 
     def _fail(self, name: str, error: BaseException, given: dict[str, Any]) -> None:
@@ -121,12 +121,12 @@ class Compilations:
             first, *source = f"{type(cause).__name__}: {cause}".splitlines()
             lines = [first, *source[-ERROR_LINES:], *lines]
             cause = cause.__cause__
-        told = [
+        values = [
             f"{key}={getattr(value, 'dtype', value)}"
             for key, value in given.items()
             if key not in ("grid", "warmup")
         ]
-        self.errors[name].append("\n".join([*lines, f"given {', '.join(told)}"]))
+        self.errors[name].append("\n".join([*lines, f"given {', '.join(values)}"]))
 
 
 def full_name(kernel: Any) -> str:

@@ -243,7 +243,7 @@ def compile_processed() -> None:
 
 
 def compile_logprobs() -> None:
-    for contexts, generations, k, vocab, dtype, asked in (
+    for contexts, generations, k, vocab, dtype, num_logprobs in (
         (0, 8, 3, VOCAB, F32, None),
         (2, 8, 3, VOCAB, BF16, None),
         (0, 1, 0, 202048, F16, None),
@@ -252,13 +252,13 @@ def compile_logprobs() -> None:
         layout = StepLayout((5,) * contexts, generations, k, ints(contexts))
         requests = layout.num_requests
         logits = floats(layout.num_logit_rows, vocab, dtype=dtype)
-        for sums in (None, RowSums.unwritten(logits)) if asked is None else (None,):
+        for sums in (None, RowSums.unwritten(logits)) if num_logprobs is None else (None,):
             logprobs(
                 layout,
                 logits,
-                ints(requests, k + 1, dtype=I32 if asked is None else I64),
+                ints(requests, k + 1, dtype=I32 if num_logprobs is None else I64),
                 ints(requests),
-                slot_rows(requests) if asked is None else asked,
+                slot_rows(requests) if num_logprobs is None else num_logprobs,
                 sums=sums,
                 backend=Backend.TRITON,
             )

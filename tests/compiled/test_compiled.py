@@ -42,7 +42,7 @@ class Report:
     kernels: list[str]
     seconds: dict[str, float]
 
-    def told(self, names: list[str]) -> str:
+    def describe_errors(self, names: list[str]) -> str:
         """The first error of each."""
         return "\n\n".join(
             f"{name} (launches that failed: {len(errors)}; the first:)\n{errors[0]}"
@@ -103,7 +103,9 @@ def report(compile_for: Callable[[int], Ended]) -> Report:
 def test_every_launch_compiles(report: Report) -> None:
     failed = [name for name in report.errors if not name.startswith(BAD)]
     if failed:
-        pytest.fail(f"{len(failed)} kernels failed\n\n{report.told(failed)}", pytrace=False)
+        pytest.fail(
+            f"{len(failed)} kernels failed\n\n{report.describe_errors(failed)}", pytrace=False
+        )
 
 
 @pytest.mark.full
@@ -113,9 +115,11 @@ def test_smaller_gpus_can_hold_every_program(compile_for: Callable[[int], Ended]
     wide = "executor.attention.kernels_triton.paged_ragged_kernel"
     failed = [name for name in report.errors if name != wide]
     if failed:
-        pytest.fail(f"{len(failed)} kernels failed\n\n{report.told(failed)}", pytrace=False)
-    (told,) = report.errors[wide]
-    assert int(told.split(" bytes")[0]) <= WIDE_HEAD_BYTES
+        pytest.fail(
+            f"{len(failed)} kernels failed\n\n{report.describe_errors(failed)}", pytrace=False
+        )
+    (error,) = report.errors[wide]
+    assert int(error.split(" bytes")[0]) <= WIDE_HEAD_BYTES
 
 
 def test_the_triton_is_that_of_this_process(report: Report) -> None:
@@ -153,7 +157,7 @@ def test_every_kernel_is_launched(report: Report) -> None:
 def test_what_only_the_interpreter_takes_is_refused(
     report: Report, kernel: str, reason: str
 ) -> None:
-    assert reason in report.told([BAD + kernel])
+    assert reason in report.describe_errors([BAD + kernel])
 
 
 def test_launches_are_specialized_as_triton_does(report: Report) -> None:

@@ -39,14 +39,14 @@ PROMPT_LEN = len(IN_FRONT) + 1
 
 @dataclass(frozen=True)
 class Language:
-    """Logits behind every token, of the target and of drafts."""
+    """Logits of the target and of the drafter after every token."""
 
     target: torch.Tensor  # [V, V]
     drafter: torch.Tensor  # [V, V]
     first: int = 0
     """The token that every prompt ends with."""
     drafts_at: Mapping[int, torch.Tensor] = field(default_factory=dict)
-    """[V]: by column, logits of drafts there whatever stands in front."""
+    """[V]: by column, logits of drafts there after any token."""
 
     @classmethod
     def of(cls, seed: int, vocab: int, *, likeness: float = 0.7, spread: float = 1.5) -> Language:
@@ -59,7 +59,7 @@ class Language:
 
 @dataclass(frozen=True)
 class Ways:
-    """How drafts of some requests are judged and drawn."""
+    """Verification method, draft sampling and options of some requests."""
 
     verification: str
     draft_sampling: str
@@ -67,7 +67,7 @@ class Ways:
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     bad_words: tuple[tuple[int, ...], ...] = ()
     stop_ids: tuple[int, ...] = ()
-    """None of them is emitted before ``min_tokens``; behind, the text goes on."""
+    """None of them is emitted before ``min_tokens``; none ends the text."""
     min_tokens: int = 0
     thinking_token_budget: int | None = None
 
@@ -109,10 +109,10 @@ def texts(
     Args:
         vocab_ids: [V'] int32, ascending: ids that are drafted.
         thinking_end: what budgets of thinking go by; None: there are none.
-        absent: of a step's drafts so many are there as a die says, from none to all.
+        absent: of a step's drafts a random number is present, from none to all.
 
     Returns:
-        [requests, length] tokens, and [requests] how many drafts stood in the first step.
+        [requests, length] tokens, and [requests] number of drafts accepted in the first step.
     """
     config = MTPDecodingConfig(
         max_draft_len=draft_len, mtp={"verification": ["coupled", "rejection", "block"]}
@@ -124,7 +124,7 @@ def texts(
     table = SlotTable(requests + 1, columns, DEVICE)
     prompt = (*IN_FRONT, language.first)
     rows = EditRows(len(ways), vocab, DEVICE)
-    asks = False
+    needs_rows = False
     for place, way in enumerate(ways):
         mine = slice(place * number, (place + 1) * number)
         facts = way.facts(place)
@@ -148,7 +148,7 @@ def texts(
         table.column("recent")[mine, -PROMPT_LEN:] = torch.tensor(prompt, dtype=torch.int32)
         # a row of each pool for every request, that of the first one of its way
         for name in rows.take(place, facts, prompt) or rows.take_for_drafts(facts):
-            asks = True
+            needs_rows = True
             table.column(name)[mine] = torch.arange(number, dtype=torch.int32) + mine.start
     noise = torch.Generator().manual_seed(seed)
     seeds = torch.randint(-(2**31), 2**31, (requests, 2), generator=noise)
@@ -157,7 +157,7 @@ def texts(
         draft_probs=torch.zeros(requests + 1, draft_len, vocab, device=DEVICE)
     )
     slot_ids = torch.arange(requests, device=DEVICE)
-    pools, bans = _of_all(rows, number) if asks else (None, None)
+    pools, bans = _of_all(rows, number) if needs_rows else (None, None)
     if not any(way.bad_words or way.min_tokens for way in ways):
         bans = None
     decoder = _Decoder(
@@ -177,7 +177,7 @@ def texts(
 
 
 def _of_all(rows: EditRows, number: int) -> tuple[LogitsProcessorState, DraftMask]:
-    """Pools in which every row stands so many times."""
+    """Pools in which every row is repeated ``number`` times."""
     pools = LogitsProcessorState(
         **{k: v.repeat_interleave(number, 0) for k, v in vars(rows.pools).items()}
     )
@@ -200,7 +200,7 @@ class _Decoder:
     backend: Backend
     vocab_ids: torch.Tensor | None
     lens: torch.Generator | None
-    """The die; None: every draft is there."""
+    """Generator of draft lengths; None: every draft is present."""
 
     def run(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         requests, k = len(self.slot_ids), self.draft_len
@@ -216,7 +216,7 @@ class _Decoder:
             positions = step.layout.first_logit_positions("prompts")
             update_token_history(accepted, step.sampling_slots(), positions, backend=self.backend)
         drafts = self._draft(step, nothing, last)
-        stood = None
+        num_accepted = None
         while True:
             step = self._step(live, last, written, drafts)
             rows = torch.cat([last.unsqueeze(1), drafts], dim=1)
@@ -225,7 +225,7 @@ class _Decoder:
                 VerificationInputs(step, logits, None), backend=self.backend
             )
             counts = accepted.num_accepted.long()
-            stood = counts - 1 if stood is None else stood
+            num_accepted = counts - 1 if num_accepted is None else num_accepted
             places = written.unsqueeze(1) + torch.arange(k + 1, device=DEVICE)
             is_new = accepted.tokens >= 0
             places = torch.where(is_new, places.clamp_max(text.shape[1] - 1), text.shape[1] - 1)
@@ -234,7 +234,7 @@ class _Decoder:
             written = written + counts
             goes_on = written < length
             if not goes_on.any():
-                return text[:, :length].cpu(), stood.cpu()
+                return text[:, :length].cpu(), num_accepted.cpu()
             last = accepted.last_tokens().long()
             drafts = self._draft(step, accepted.num_accepted, last)
             # what is long enough leaves the batch
@@ -260,8 +260,8 @@ class _Decoder:
         draft_lens = None
         if self.lens is not None:
             everyone = (len(self.slot_ids),)
-            told = torch.randint(0, k + 1, everyone, generator=self.lens, dtype=torch.int32)
-            draft_lens = told.to(DEVICE)[live]
+            lens = torch.randint(0, k + 1, everyone, generator=self.lens, dtype=torch.int32)
+            draft_lens = lens.to(DEVICE)[live]
         return HostStep(
             StepLayout((), requests, k, none, positions),
             drafts.reshape(-1),

@@ -1,4 +1,4 @@
-"""How likely counts are, and probabilities told a second time, in plain numbers."""
+"""Likelihood of counts, and a second implementation of probabilities, in plain Python."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def tail(counts: list[int], expected: list[float]) -> float:
 def probabilities(
     row: list[float], temperature: float, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0
 ) -> list[float]:
-    """Of every id of a row, behind temperature, top-k, top-p of the rest and min-p."""
+    """Probability of every id of a row after temperature, top-k, top-p and min-p, in that order."""
     highest = max(row)
     weights = [math.exp((x - highest) / temperature) for x in row]
     order = sorted(range(len(row)), key=lambda token: (-weights[token], token))

@@ -11,7 +11,7 @@ import torch
 
 from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
-from mtp_plugin.speculative.ops.sampling import rejection_reference as odds
+from mtp_plugin.speculative.ops.sampling import rejection_reference as rejection
 from mtp_plugin.speculative.ops.sampling import sample_reference as draws
 from mtp_plugin.speculative.step import Accepted, SlotRows
 from mtp_plugin.speculative.verification import VerificationInputs, Verifier, draft_rules, verifier
@@ -31,18 +31,18 @@ Plant = Callable[[pytest.MonkeyPatch], None]
 
 
 def residual_of_the_row_before(patch: pytest.MonkeyPatch) -> None:
-    right = odds._Case.next_tokens
+    right = rejection._Case.next_tokens
 
-    def wrong(case: Any, *behind: torch.Tensor) -> torch.Tensor:
+    def wrong(case: Any, *others: torch.Tensor) -> torch.Tensor:
         moved = replace(case, q=case.q.roll(1, dims=1))
-        return right(moved, *behind)
+        return right(moved, *others)
 
-    patch.setattr(odds._Case, "next_tokens", wrong)
+    patch.setattr(rejection._Case, "next_tokens", wrong)
 
 
 def cuts_without_renormalisation(patch: pytest.MonkeyPatch) -> None:
     """Of the target alone: what the cuts leave keeps the share that it had."""
-    right = odds._Case.of.__func__
+    right = rejection._Case.of.__func__
 
     def wrong(cls: Any, logits: torch.Tensor, rows: Any, slots: Any, *others: Any) -> Any:
         case = right(cls, logits, rows, slots, *others)
@@ -50,47 +50,47 @@ def cuts_without_renormalisation(patch: pytest.MonkeyPatch) -> None:
         mass = scores.exp().sum(dim=1).view(case.p.shape[:2])
         return replace(case, p=torch.where(case.p > 0, case.scores.exp() / mass.unsqueeze(2), 0))
 
-    patch.setattr(odds._Case, "of", classmethod(wrong))
+    patch.setattr(rejection._Case, "of", classmethod(wrong))
 
 
 def one_uniform_for_all_tests(patch: pytest.MonkeyPatch) -> None:
-    right = odds._Case.of.__func__
+    right = rejection._Case.of.__func__
 
     def wrong(cls: Any, *inputs: Any) -> Any:
         case = right(cls, *inputs)
         return replace(case, tests=case.tests[:, :1].expand_as(case.tests))
 
-    patch.setattr(odds._Case, "of", classmethod(wrong))
+    patch.setattr(rejection._Case, "of", classmethod(wrong))
 
 
 def coupled_noise_under_rejection(patch: pytest.MonkeyPatch) -> None:
-    """What follows a rejected draft is drawn by the noise that drew the draft."""
-    patch.setattr(odds, "gumbel", lambda *a: draws.gumbel(*a[:3], Role.PLAIN_DRAFT, *a[4:]))
+    """The token after a rejected draft is sampled with the noise of the draft."""
+    patch.setattr(rejection, "gumbel", lambda *a: draws.gumbel(*a[:3], Role.PLAIN_DRAFT, *a[4:]))
 
 
 def rejection_draws_of_the_target(patch: pytest.MonkeyPatch) -> None:
     """What follows a rejected draft is of p, as if nothing had been tested."""
-    right = odds._Case.next_tokens
+    right = rejection._Case.next_tokens
 
-    def wrong(case: Any, *behind: torch.Tensor) -> torch.Tensor:
-        return right(replace(case, is_present=torch.zeros_like(case.is_present)), *behind)
+    def wrong(case: Any, *others: torch.Tensor) -> torch.Tensor:
+        return right(replace(case, is_present=torch.zeros_like(case.is_present)), *others)
 
-    patch.setattr(odds._Case, "next_tokens", wrong)
+    patch.setattr(rejection._Case, "next_tokens", wrong)
 
 
-def residual_behind_an_absent_draft(patch: pytest.MonkeyPatch) -> None:
-    """What follows the last draft that is there is drawn as if the next had been rejected."""
-    right = odds._Case.next_tokens
+def residual_after_an_absent_draft(patch: pytest.MonkeyPatch) -> None:
+    """The token after the last present draft is sampled as if the next had been rejected."""
+    right = rejection._Case.next_tokens
 
-    def wrong(case: Any, *behind: torch.Tensor) -> torch.Tensor:
-        return right(replace(case, is_present=torch.ones_like(case.is_present)), *behind)
+    def wrong(case: Any, *others: torch.Tensor) -> torch.Tensor:
+        return right(replace(case, is_present=torch.ones_like(case.is_present)), *others)
 
-    patch.setattr(odds._Case, "next_tokens", wrong)
+    patch.setattr(rejection._Case, "next_tokens", wrong)
 
 
 def block_without_a_step(patch: pytest.MonkeyPatch) -> None:
-    """Whether drafts behind stand was decided by noise that is met again."""
-    for module in (odds, draws):
+    """The noise that decided on later drafts is used again."""
+    for module in (rejection, draws):
         patch.setattr(
             module, "noise_steps", lambda slots, requests: torch.zeros_like(slots.of(requests))
         )
@@ -103,7 +103,7 @@ PLANTED: list[tuple[Plant, tuple[str, ...]]] = [
     (one_uniform_for_all_tests, BOTH),
     (coupled_noise_under_rejection, BOTH),
     (rejection_draws_of_the_target, BOTH),
-    (residual_behind_an_absent_draft, BOTH),
+    (residual_after_an_absent_draft, BOTH),
     (block_without_a_step, ("block",)),
 ]
 
@@ -118,7 +118,7 @@ def test_defects_are_seen_r28(
     number, options = 16_000, {"temperature": 1.0, "top_k": 4}
     language = Language.of(11, VOCAB, likeness=0.3)
     ways = [Ways(mode, "plain", options) for mode in modes]
-    absent = plant is residual_behind_an_absent_draft
+    absent = plant is residual_after_an_absent_draft
     text, _ = texts(language, ways, number=number, draft_len=3, length=4, absent=absent)
     tails = [least_tail(mine, language, options) for mine in text.split(number)]
     assert max(tails) < LEAST_TAIL / 50
@@ -140,9 +140,9 @@ def test_a_penalty_that_counts_rejected_drafts_is_seen_r28(
         assert pools is not None
         rows = slots.read("count_row", slice(0, len(accepted.tokens))).long()
         drafts = drafts.view(len(rows), -1).long()
-        stand = accepted.num_accepted.unsqueeze(1) - 1
+        matches = accepted.num_accepted - 1
         for column in range(drafts.shape[1]):
-            rejected = (column >= stand.squeeze(1)).to(torch.int16)
+            rejected = (column >= matches).to(torch.int16)
             pools.counts[rows, drafts[:, column]] += rejected
 
     monkeypatch.setattr(Verifier, "verify", verify)
@@ -156,7 +156,7 @@ RESIDUAL = [("rejection", "plain"), ("block", "plain")]
 
 
 def test_bans_that_look_at_a_rejected_draft_are_seen_r28(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It, not what was drawn in its place, is the last token that is known of a text."""
+    """The rejected draft, not its replacement, is the last token of the history."""
     right_verify, right_note = Verifier.verify, verifier.update_token_history
     drafts: list[torch.Tensor] = []
 
@@ -179,8 +179,8 @@ def test_bans_that_look_at_a_rejected_draft_are_seen_r28(monkeypatch: pytest.Mon
         assert max(tails) < LEAST_TAIL / 50
 
 
-def test_odds_of_drafts_without_their_bans_are_seen_r28(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is kept of a draft is what it would have been drawn from, were nothing banned."""
+def test_draft_probs_without_masks_are_seen_r28(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kept draft probabilities are those without masked tokens."""
     right = draft_rules.keep_draft_probs
 
     def wrong(
@@ -204,11 +204,10 @@ def test_odds_of_drafts_without_their_bans_are_seen_r28(monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("pools", [("bias",), ("counts", "seen")], ids=" and ".join)
 @pytest.mark.parametrize("pair", RESIDUAL, ids="-".join)
-def test_odds_of_drafts_without_their_edits_are_seen_r28(
+def test_draft_probs_without_logits_processing_are_seen_r28(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str], pools: tuple[str, ...]
 ) -> None:
-    """What is kept of a draft is what it would have been drawn from without a bias, or as if
-    nothing had been emitted."""
+    """The kept draft probabilities are those without a bias, or without token counts."""
     right = draft_rules.keep_draft_probs
 
     def wrong(logits: torch.Tensor, rows: Any, slots: SlotRows, *others: Any, **more: Any) -> None:
@@ -223,7 +222,7 @@ def test_odds_of_drafts_without_their_edits_are_seen_r28(
 def test_drafts_without_their_bias_are_seen_r28(
     monkeypatch: pytest.MonkeyPatch, pair: tuple[str, str]
 ) -> None:
-    """In what they are drawn from and what is kept of it: fewer of them stand."""
+    """Neither drafts nor their kept probabilities see the bias: fewer drafts are accepted."""
     for name in ("sample_tokens", "keep_draft_probs"):
         right = getattr(draft_rules, name)
 
@@ -243,9 +242,9 @@ def without(slots: SlotRows, pools: tuple[str, ...]) -> SlotRows:
     return replace(slots, pools=replace(slots.pools, **empty))
 
 
-def test_odds_of_drafts_that_were_forced_are_seen_r28(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A forced draft counts as drawn: behind it all drafts together seem too likely."""
-    right = odds._Case.of.__func__
+def test_probs_of_forced_drafts_are_seen_r28(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A forced draft counts as sampled: drafts after it are accepted too often."""
+    right = rejection._Case.of.__func__
 
     def wrong(cls: Any, *inputs: Any) -> Any:
         case, free = (
@@ -254,6 +253,6 @@ def test_odds_of_drafts_that_were_forced_are_seen_r28(monkeypatch: pytest.Monkey
         )
         return replace(case, q=free.q)
 
-    monkeypatch.setattr(odds._Case, "of", classmethod(wrong))
+    monkeypatch.setattr(rejection._Case, "of", classmethod(wrong))
     tails = budget_tails([("block", "plain")], draft_len=4, number=8000)
     assert max(tails) < LEAST_TAIL / 50

@@ -1,4 +1,4 @@
-"""R28: whatever judges and draws the drafts, what is emitted is distributed as the target says."""
+"""R28: output follows the target distribution under every verification and draft method."""
 
 from __future__ import annotations
 
@@ -37,28 +37,28 @@ PAIRS = [
     ("block", "plain"),
     ("block", "greedy"),
 ]
-DRAWN = [place for place, pair in enumerate(PAIRS) if pair[1] != "greedy"]
-"""Pairs whose drafts are draws."""
+SAMPLED = [place for place, pair in enumerate(PAIRS) if pair[1] != "greedy"]
+"""Pairs whose drafts are sampled."""
 RESIDUAL = [pair for pair in PAIRS if pair[0] != "coupled"]
 
 
 def least_tail(text: torch.Tensor, language: Language, options: Mapping[str, float]) -> float:
-    """The least likely of: the first three tokens together, and every token behind every other, at
-    each place and at all; times how many these are."""
-    behind = [probabilities(row, **options) for row in language.target.tolist()]
-    vocab, number = len(behind), len(text)
+    """The smallest likelihood of: the first three tokens together, and every pair of tokens, at
+    each position and at all; times the number of these tests."""
+    following = [probabilities(row, **options) for row in language.target.tolist()]
+    vocab, number = len(following), len(text)
     triples = itertools.product(range(vocab), repeat=3)
     joint = [
-        number * math.prod(behind[a][b] for a, b in itertools.pairwise((language.first, *three)))
+        number * math.prod(following[a][b] for a, b in itertools.pairwise((language.first, *three)))
         for three in triples
     ]
     places = (text[:, 0] * vocab + text[:, 1]) * vocab + text[:, 2]
     tails = [tail(torch.bincount(places, minlength=vocab**3).tolist(), joint)]
     before = torch.cat([torch.full((number, 1), language.first), text[:, :-1]], dim=1)
     pairs = [(before, text), *zip(before.T, text.T, strict=True)]
-    for (source, drawn), token in itertools.product(pairs, range(vocab)):
-        seen = torch.bincount(drawn[source == token], minlength=vocab).tolist()
-        tails.append(tail(seen, [sum(seen) * share for share in behind[token]]))
+    for (source, sampled), token in itertools.product(pairs, range(vocab)):
+        seen = torch.bincount(sampled[source == token], minlength=vocab).tolist()
+        tails.append(tail(seen, [sum(seen) * share for share in following[token]]))
     return min(tails) * len(tails)
 
 
@@ -72,8 +72,8 @@ def check(
     vocab_ids: torch.Tensor | None = None,
     absent: bool = False,
 ) -> torch.Tensor:
-    """Decode and compare; what stood in the first step, [ways, number]."""
-    text, stood = texts(
+    """Decode and compare; returns the accepted drafts of the first step, [ways, number]."""
+    text, num_accepted = texts(
         language,
         ways,
         number=number,
@@ -86,7 +86,7 @@ def check(
     )
     for way, mine in zip(ways, text.split(number), strict=True):
         assert least_tail(mine, language, way.options) > LEAST_TAIL, way
-    return stood.view(len(ways), number)
+    return num_accepted.view(len(ways), number)
 
 
 @pytest.mark.thinned(cases=2)
@@ -96,9 +96,9 @@ def test_every_mode_r28(draft_len: int) -> None:
     ways = [
         Ways(*pair, OPTIONS[(place + draft_len) % len(OPTIONS)]) for place, pair in enumerate(PAIRS)
     ]
-    stood = check(Language.of(draft_len, VOCAB), ways, draft_len=draft_len)
-    for place in DRAWN:  # many of them stand, not all
-        assert 0.3 < (stood[place] > 0).double().mean() < 0.97
+    num_accepted = check(Language.of(draft_len, VOCAB), ways, draft_len=draft_len)
+    for place in SAMPLED:  # many of them are accepted, not all
+        assert 0.3 < (num_accepted[place] > 0).double().mean() < 0.97
 
 
 def check_many(
@@ -117,7 +117,7 @@ def check_many(
 @pytest.mark.parametrize("draft_len", [1, 2, 3, 4])
 def test_many_draws_of_every_mode_r28(draft_len: int) -> None:
     # what a batch computes with stays in the processor's caches
-    check_many([PAIRS[place] for place in DRAWN], draft_len=draft_len, number=2_000)
+    check_many([PAIRS[place] for place in SAMPLED], draft_len=draft_len, number=2_000)
 
 
 def check_rejection(draft_len: int, column: int, **options: Any) -> None:
@@ -129,9 +129,9 @@ def check_rejection(draft_len: int, column: int, **options: Any) -> None:
     never[VOCAB - 1] = 0.0
     language = Language(target, target, drafts_at={column: never})
     ways = [Ways(*pair) for pair in PAIRS]
-    stood = check(language, ways, draft_len=draft_len, **options)
-    assert stood.max() == column
-    assert (stood[DRAWN] == column).all()
+    num_accepted = check(language, ways, draft_len=draft_len, **options)
+    assert num_accepted.max() == column
+    assert (num_accepted[SAMPLED] == column).all()
 
 
 PLACES = [(k, column) for k in (1, 2, 3, 4) for column in range(k)]
@@ -145,12 +145,12 @@ def test_rejection_at_every_place_r28(draft_len: int, column: int) -> None:
 
 
 def check_absent(draft_len: int, **options: Any) -> None:
-    """Behind the last draft that is there nothing was tested: what follows is the target's own."""
+    """The token after the last present draft is a sample of the target."""
     ways = [Ways(*pair) for pair in PAIRS]
     language = Language.of(11, VOCAB, likeness=0.3)
-    stood = check(language, ways, draft_len=draft_len, absent=True, **options)
+    num_accepted = check(language, ways, draft_len=draft_len, absent=True, **options)
     for number in range(draft_len + 1):
-        assert (stood[DRAWN] == number).any(dim=1).all()
+        assert (num_accepted[SAMPLED] == number).any(dim=1).all()
 
 
 @pytest.mark.thinned
@@ -162,40 +162,40 @@ def test_absent_drafts_r28(draft_len: int) -> None:
 def test_drafts_of_a_cut_vocabulary_r28() -> None:
     ids = torch.tensor([0, 2, 3, 5], dtype=torch.int32)
     ways = [Ways(*pair) for pair in RESIDUAL]
-    stood = check(Language.of(5, VOCAB), ways, draft_len=3, number=3000, vocab_ids=ids)
-    assert (stood[0] > 0).double().mean() > 0.3
+    num_accepted = check(Language.of(5, VOCAB), ways, draft_len=3, number=3000, vocab_ids=ids)
+    assert (num_accepted[0] > 0).double().mean() > 0.3
 
 
 def edited_tail(
     pair: tuple[str, str], *, number: int, backend: Backend = Backend.TORCH
 ) -> tuple[float, float]:
     """Of the first three tokens together, of requests that penalise what they emitted and add a
-    bias; and the share of drafts that stood in the first step."""
+    bias; and the share of drafts accepted in the first step."""
     options = {"temperature": 0.8, "frequency_penalty": 1.5, "presence_penalty": 0.7}
     bias = {1: 1.8, 3: -2.5}
     language = Language.of(3, 5, spread=1.0)
     ways = [Ways(*pair, options, logit_bias=bias)]
     run = {"number": number, "draft_len": 3, "length": 3}
-    text, stood = texts(language, ways, backend=backend, **run)
+    text, num_accepted = texts(language, ways, backend=backend, **run)
     expected = []
     for three in itertools.product(range(5), repeat=3):
         chance = 1.0
         for place, token in enumerate(three):
             before = three[:place]
-            behind = language.target[(language.first, *three)[place]].tolist()
+            logits = language.target[(language.first, *three)[place]].tolist()
             row = [
                 x + bias.get(other, 0.0) - 1.5 * before.count(other) - 0.7 * (other in before)
-                for other, x in enumerate(behind)
+                for other, x in enumerate(logits)
             ]
             chance *= probabilities(row, 0.8)[token]
         expected.append(number * chance)
     places = (text[:, 0] * 5 + text[:, 1]) * 5 + text[:, 2]
     seen = torch.bincount(places, minlength=125).tolist()
-    return tail(seen, expected), float(stood.double().mean()) / 3
+    return tail(seen, expected), float(num_accepted.double().mean()) / 3
 
 
 EDITED = {("coupled", "coupled"): 0.76, ("rejection", "plain"): 0.77, ("block", "plain"): 0.79}
-"""Pairs whose drafts are draws, and the share of drafts that stand at least."""
+"""Pairs whose drafts are sampled, and the smallest share of accepted drafts."""
 
 
 @pytest.mark.parametrize("pair", EDITED, ids="-".join)
@@ -206,39 +206,39 @@ def test_bias_and_what_was_emitted_count_r28(pair: tuple[str, str]) -> None:
     assert share > EDITED[pair]
 
 
-def told_row(
+def expected_row(
     language: Language, way: Ways, text: tuple[int, ...], end: ThinkingEnd | None = None
 ) -> list[float]:
-    """What the target says behind a prompt and ``text``, bans and a forced end of thinking seen."""
-    behind = (*IN_FRONT, language.first, *text)
-    row = language.target[behind[-1]].tolist()
+    """Target distribution after a prompt and ``text``, with masks and a forced end of thinking."""
+    history = (*IN_FRONT, language.first, *text)
+    row = language.target[history[-1]].tolist()
     if end is not None and way.thinking_token_budget is not None:
-        thought, place = end.progress_after(behind, PROMPT_LEN, way.thinking_token_budget)
+        thought, place = end.progress_after(history, PROMPT_LEN, way.thinking_token_budget)
         if thought >= way.thinking_token_budget:
             return [float(token == end.end[place]) for token in range(len(row))]
-    banned = {word[-1] for word in way.bad_words if behind[1 - len(word) :] == word[:-1]}
+    banned = {word[-1] for word in way.bad_words if history[1 - len(word) :] == word[:-1]}
     banned.update(way.stop_ids if len(text) < way.min_tokens else ())
     row = [-math.inf if token in banned else x for token, x in enumerate(row)]
     return probabilities(row, **way.options)
 
 
-def told_tail(
-    drawn: torch.Tensor, language: Language, way: Ways, end: ThinkingEnd | None = None
+def expected_tail(
+    sampled: torch.Tensor, language: Language, way: Ways, end: ThinkingEnd | None = None
 ) -> float:
-    """The least likely of: all that was drawn [number, length] together, and every two places of
-    it; times how many these are."""
-    number, length = drawn.shape
+    """The smallest likelihood of: all samples [number, length] together, and every two positions;
+    times the number of these tests."""
+    number, length = sampled.shape
     vocab = len(language.target)
     shares = {(): 1.0}
     for _ in range(length):
         shares = {
-            (*text, token): share * behind
+            (*text, token): share * following
             for text, share in shares.items()
-            for token, behind in enumerate(told_row(language, way, text, end))
+            for token, following in enumerate(expected_row(language, way, text, end))
         }
     expected = torch.tensor(list(shares.values())).view([vocab] * length) * number
     which = torch.zeros(number, dtype=torch.int64)
-    for column in drawn.T:
+    for column in sampled.T:
         which = which * vocab + column
     seen = torch.bincount(which, minlength=vocab**length).view([vocab] * length)
     tails = [tail(seen.flatten().tolist(), expected.flatten().tolist())]
@@ -264,22 +264,24 @@ def ban_tails(
     number: int = 1500,
     backend: Backend = Backend.TORCH,
 ) -> tuple[list[float], torch.Tensor]:
-    """How likely is what requests with bans emit, and what stood in the first step."""
+    """Likelihood of the output of requests with masked tokens, and their first accepted drafts."""
     language = Language.of(21, 5)
     ways = [Ways(*pair, {"temperature": 1.1}, **BANS) for pair in pairs]
     run = {"number": number, "draft_len": draft_len, "length": 4}
-    text, stood = texts(language, ways, backend=backend, **run)
+    text, num_accepted = texts(language, ways, backend=backend, **run)
     parts = zip(text.split(number), ways, strict=True)
-    return [told_tail(mine, language, way) for mine, way in parts], stood.view(len(ways), -1)
+    return [expected_tail(mine, language, way) for mine, way in parts], num_accepted.view(
+        len(ways), -1
+    )
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("draft_len", [1, 2, 3])
 def test_bans_that_drafts_see_r28(draft_len: int) -> None:
     """Bad words begin in the prompt and in drafts, and a stop id is held back within the run."""
-    tails, stood = ban_tails(PAIRS, draft_len=draft_len)
+    tails, num_accepted = ban_tails(PAIRS, draft_len=draft_len)
     assert min(tails) > LEAST_TAIL, tails
-    assert (stood[DRAWN] > 0).double().mean() > 0.5
+    assert (num_accepted[SAMPLED] > 0).double().mean() > 0.5
 
 
 END = ThinkingEnd(begin=0, end=(2, 3))
@@ -301,20 +303,20 @@ def budget_tails(
     run = {"number": number, "draft_len": draft_len, "length": 5}
     text, _ = texts(language, ways, thinking_end=END, backend=backend, **run)
     parts = zip(text.split(number), ways, strict=True)
-    return [told_tail(mine, language, way, END) for mine, way in parts]
+    return [expected_tail(mine, language, way, END) for mine, way in parts]
 
 
 @pytest.mark.thinned
 @pytest.mark.parametrize("draft_len", [1, 2, 3])
 def test_ends_that_are_forced_r28(draft_len: int) -> None:
-    """Of thinking, within the run: what stands before and behind them is judged as ever."""
+    """Ends of thinking within a run: tokens before and after them are verified as usual."""
     tails = budget_tails([*PAIRS, *RESIDUAL[::-1]], draft_len=draft_len, number=2500)
     assert min(tails) > LEAST_TAIL, tails
 
 
 def test_rows_of_a_model_r28() -> None:
-    """Total variation between what is emitted and the rows that predict it, which a model leaves
-    behind three prompts; drafts are drawn from the rows of two of them, mixed."""
+    """Total variation between what is emitted and the rows that predict it, which a model computes
+    for three prompts; drafts are sampled from the rows of two of them, mixed."""
     checkpoint = Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint"
     oracle = Oracle(load_model(str(checkpoint), num_mtp_layers=1), 1, vanilla=False)
     prompts = [[11, 42, 7, 300, 5, 90], [11, 42, 8, 300, 5, 91], [60, 9, 250, 31]]
@@ -328,23 +330,23 @@ def test_rows_of_a_model_r28() -> None:
     likely = rows.log_softmax(dim=1).amax(dim=0).topk(40).indices.sort().values
     rows = rows[:, likely]
     vocab, number = len(likely), 3000
-    row_behind = torch.empty(vocab, dtype=torch.int64)
-    # likely ids are followed by other rows, so that each is drawn from often
-    row_behind[rows[0].argsort(descending=True)] = (torch.arange(vocab) + 1) % len(rows)
+    next_row = torch.empty(vocab, dtype=torch.int64)
+    # likely ids are followed by other rows, so that each is sampled often
+    next_row[rows[0].argsort(descending=True)] = (torch.arange(vocab) + 1) % len(rows)
     mixed = 0.6 * rows + 0.4 * rows.roll(1, dims=0)
-    language = Language(rows[row_behind], mixed[row_behind])
+    language = Language(rows[next_row], mixed[next_row])
     options = {"temperature": 0.9, "top_p": 0.95}
     ways = [Ways(*pair, options) for pair in PAIRS]
-    text, stood = texts(language, ways, number=number, draft_len=2, length=4)
-    some = (stood > 0).view(len(ways), number).double().mean(dim=1)[DRAWN]
+    text, num_accepted = texts(language, ways, number=number, draft_len=2, length=4)
+    some = (num_accepted > 0).view(len(ways), number).double().mean(dim=1)[SAMPLED]
     assert ((some > 0.3) & (some < 0.97)).all()
     for way, mine in zip(ways, text.split(number), strict=True):
         before = torch.cat([torch.full((number, 1), language.first), mine[:, :-1]], dim=1)
         for place, row in enumerate(rows.tolist()):
-            drawn = mine[row_behind[before] == place]
+            sampled = mine[next_row[before] == place]
             expected = torch.tensor(probabilities(row, **options))
-            noise = (expected * (1 - expected) / len(drawn)).sqrt().sum()
-            seen = torch.bincount(drawn, minlength=vocab) / len(drawn)
+            noise = (expected * (1 - expected) / len(sampled)).sqrt().sum()
+            seen = torch.bincount(sampled, minlength=vocab) / len(sampled)
             # chance gives 0.4 of it
             assert (seen - expected).abs().sum() / 2 < noise * 0.6, (way, place)
 
@@ -391,9 +393,9 @@ def test_bias_and_what_was_emitted_count_in_kernels_r28(pair: tuple[str, str]) -
 @pytest.mark.gpu
 @pytest.mark.parametrize("draft_len", [1, 3])
 def test_bans_that_drafts_of_the_kernels_see_r28(draft_len: int) -> None:
-    tails, stood = ban_tails(PAIRS, draft_len=draft_len, number=5000, backend=Backend.TRITON)
+    tails, num_accepted = ban_tails(PAIRS, draft_len=draft_len, number=5000, backend=Backend.TRITON)
     assert min(tails) > LEAST_TAIL, tails
-    assert (stood[DRAWN] > 0).double().mean() > 0.5
+    assert (num_accepted[SAMPLED] > 0).double().mean() > 0.5
 
 
 @pytest.mark.thinned(cases=2)
@@ -407,16 +409,16 @@ def test_ends_that_kernels_force_r28(draft_len: int) -> None:
 @pytest.mark.thinned(cases=2)
 @pytest.mark.parametrize("pair", RESIDUAL, ids="-".join)
 def test_draft_rows_without_any_value(pair: tuple[str, str]) -> None:
-    """The token that stands in place of such a draft was never drawn: no odds may let it stand."""
+    """The placeholder token of such a draft was not sampled and is never accepted."""
     full = Language.of(5, VOCAB)
     dead = Language(full.target, full.drafter, drafts_at={0: torch.full((VOCAB,), float("-inf"))})
     run = {"draft_len": 1, "length": 2}
-    text, stood = texts(dead, [Ways(*pair)], number=4 * NUMBER, **run)
-    behind = torch.softmax(full.target[full.first], 0)
+    text, num_accepted = texts(dead, [Ways(*pair)], number=4 * NUMBER, **run)
+    probs = torch.softmax(full.target[full.first], 0)
     seen = torch.bincount(text[:, 0], minlength=VOCAB).tolist()
-    assert tail(seen, [len(text) * share for share in behind.tolist()]) > LEAST_TAIL
+    assert tail(seen, [len(text) * share for share in probs.tolist()]) > LEAST_TAIL
     if pair[1] == "plain":
-        assert not stood.any()
+        assert not num_accepted.any()
     mine, _ = texts(dead, [Ways(*pair)], number=40, backend=Backend.TRITON, **run)
     same, _ = texts(dead, [Ways(*pair)], number=40, **run)
     assert torch.equal(mine, same)

@@ -1,10 +1,10 @@
 """Triton's interpreter as it is, in a fraction of the time.
 
 It computes with numpy, and spends its time on the bookkeeping around it: at every call of a jit
-function it sorts all members of ``triton.language`` to find those that it stands in for, also
+function it sorts all members of ``triton.language`` to find those that it replaces, also
 where they are in place; every value gets its type, shape and number of elements made anew; operands
 are promoted and spread in many steps though numpy does it by itself; and every sum of integers is
-computed once more to see whether it overflows, of which nobody is told outside debug mode.
+computed once more to see whether it overflows, which is only reported in debug mode.
 
 `remembered` holds what is found out once, `arithmetic` what numpy does at once.
 """
@@ -26,8 +26,8 @@ def speed_up() -> None:
     remembered.remember_numpy_types()
     remembered.remember_shapes()
     remembered.know_by_identity()
-    if hasattr(interpreter, "_LangPatchScope"):  # before Triton 3.6 stand-ins are made otherwise
+    if hasattr(interpreter, "_LangPatchScope"):  # before Triton 3.6 replacements are made otherwise
         remembered.remember_constants(semantic)
         remembered.pass_equal_operands(semantic)
         arithmetic.compute_at_once(semantic)
-        remembered.remember_stand_ins(arithmetic.operators(semantic))
+        remembered.remember_replacements(arithmetic.operators(semantic))

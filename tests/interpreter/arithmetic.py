@@ -29,7 +29,7 @@ RANGES = {
     "uint64": (0, 2**64),
     "fp32": (-(2**31), 2**31),
 }
-"""Of whole numbers that stay of the type of the value beside them."""
+"""Integers in this range take the type of the other operand."""
 COMMON = {
     ("int32", "int64"): core.int64,
     ("int64", "int32"): core.int64,
@@ -73,8 +73,8 @@ def compute_at_once(semantic: Any) -> None:
 
         @functools.wraps(step_by_step)
         def computed(lhs: Any, rhs: Any, *flags: Any, **named: Any) -> Any:
-            told = _result(compute, takes, of, lhs, rhs)
-            return step_by_step(lhs, rhs, *flags, **named) if told is None else told
+            result = _result(compute, takes, of, lhs, rhs)
+            return step_by_step(lhs, rhs, *flags, **named) if result is None else result
 
         setattr(semantic, name, computed)
 
@@ -91,8 +91,8 @@ def compute_at_once(semantic: Any) -> None:
 
     @functools.wraps(choose)
     def where(condition: Any, x: Any, y: Any) -> Any:
-        told = _chosen(condition, x, y)
-        return choose(condition, x, y) if told is None else told
+        result = _chosen(condition, x, y)
+        return choose(condition, x, y) if result is None else result
 
     semantic.where = where
 
@@ -120,8 +120,8 @@ def _operator(
     def left(self: Any, other: Any) -> Any:
         if type(other) is core.constexpr:
             other = other.value
-        told = None if quick is None else quick(self, other)
-        return step(self, other, *flags) if told is None else told
+        result = None if quick is None else quick(self, other)
+        return step(self, other, *flags) if result is None else result
 
     def right(self: Any, other: Any) -> Any:
         return step(other.value if type(other) is core.constexpr else other, self, *flags)
@@ -135,8 +135,8 @@ def _comparison(semantic: Any, step: str, compute: Operation) -> Operation:
     def compared(self: Any, other: Any) -> Any:
         if type(other) is core.constexpr:
             other = other.value
-        told = _result(compute, NUMBERS, core.int1, self, other)
-        return compare(self, semantic.to_tensor(other)) if told is None else told
+        result = _result(compute, NUMBERS, core.int1, self, other)
+        return compare(self, semantic.to_tensor(other)) if result is None else result
 
     return compared
 
@@ -222,22 +222,22 @@ def _operands(lhs: Any, rhs: Any) -> Operands | None:
 
 
 def _number(name: str, number: Any) -> Any | None:
-    """As it is beside values of a type."""
+    """The number as an operand of a type."""
     kind = type(number)
     if kind is not int and (kind is not float or name != "fp32"):
         return None
     if not number and name in UNSIGNED:
         return None  # the interpreter makes it a signed one
     key = name, kind, number
-    told = _numbers.get(key)
-    if told is None:
+    result = _numbers.get(key)
+    if result is None:
         lowest, end = RANGES.get(name, (0, 0))
         if not lowest <= number < end if kind is int else _is_double(number):
             return None
         if len(_numbers) > MOST_KEPT:
             _numbers.clear()
-        told = _numbers[key] = NUMPY[name](number or 0)  # a zero has no sign
-    return told
+        result = _numbers[key] = NUMPY[name](number or 0)  # a zero has no sign
+    return result
 
 
 def _is_double(number: float) -> bool:

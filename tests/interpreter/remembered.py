@@ -16,17 +16,17 @@ def remember_numpy_types() -> None:
     numpy_type = interpreter._get_np_dtype
     of_scalar = functools.cache(numpy_type)
 
-    def get_np_dtype(told: Any) -> Any:
-        scalar = told.scalar
-        return numpy_type(told) if scalar.is_ptr() else of_scalar(scalar)
+    def get_np_dtype(dtype: Any) -> Any:
+        scalar = dtype.scalar
+        return numpy_type(dtype) if scalar.is_ptr() else of_scalar(scalar)
 
     interpreter._get_np_dtype = get_np_dtype
 
 
-def remember_stand_ins(operators: dict[str, Any]) -> None:
-    """Look for the members to stand in for once, and put them in place once a launch.
+def remember_replacements(operators: dict[str, Any]) -> None:
+    """Look for the members to replace once, and replace them once per launch.
 
-    ``operators`` stand in for those of values.
+    ``operators`` replace those of values.
     """
     packages = language, core, language.math, core.tensor, core.tensor_descriptor_base
     builtins = {
@@ -38,21 +38,21 @@ def remember_stand_ins(operators: dict[str, Any]) -> None:
     semantic = interpreter.interpreter_semantic
 
     @functools.cache
-    def stand_in_of(member: Any) -> Any:
-        told = member.__wrapped__ if member.__code__ is checks_the_call else member
+    def replacement_of(member: Any) -> Any:
+        function = member.__wrapped__ if member.__code__ is checks_the_call else member
 
-        def stand_in(*args: Any, **named: Any) -> Any:
+        def replacement(*args: Any, **named: Any) -> Any:
             named["_semantic"] = semantic
-            return told(*args, **named)
+            return function(*args, **named)
 
-        return stand_in
+        return replacement
 
     def patch_builtin(package: Any, _: Any, scope: Any) -> None:
         for name in builtins[package]:
             member = getattr(package, name)
-            if core.is_builtin(member):  # not where the stand-in is in place
+            if core.is_builtin(member):  # not where the replacement is in place
                 of_value = operators.get(name) if package is core.tensor else None
-                scope.set_attr(package, name, of_value or stand_in_of(member))
+                scope.set_attr(package, name, of_value or replacement_of(member))
 
     patch, nothing = interpreter._patch_lang, interpreter._LangPatchScope()
     in_place: set[str] = set()
@@ -64,11 +64,11 @@ def remember_stand_ins(operators: dict[str, Any]) -> None:
 
     @functools.cache
     def seen_by(function: Any) -> frozenset[str]:
-        told = function.__globals__.values()
+        values = function.__globals__.values()
         return frozenset(
             package.__name__
             for package in (language, core)
-            if any(value is package for value in told)
+            if any(value is package for value in values)
         )
 
     def patch_lang(function: Any) -> Any:
@@ -85,7 +85,7 @@ def remember_stand_ins(operators: dict[str, Any]) -> None:
 
 
 def remember_shapes() -> None:
-    """Types of blocks, and values, of one shape share all that the shape tells of them."""
+    """Types of blocks, and values, of one shape share all that follows from the shape."""
     make_type = core.block_type.__init__
     sequences = list, core.tuple
     of_types: dict[tuple[int, ...], tuple[Any, int, str]] = {}
@@ -130,12 +130,12 @@ def remember_constants(semantic: Any) -> None:
         kind = type(value)
         if dtype is None or (kind is not int and kind is not float):
             return make(value, dtype)
-        asked = kind, value, dtype.name
-        constant = kept.get(asked)
+        key = kind, value, dtype.name
+        constant = kept.get(key)
         if constant is None:
             if len(kept) > 10_000:
                 kept.clear()
-            constant = kept[asked] = make(value, dtype)
+            constant = kept[key] = make(value, dtype)
         return constant
 
     semantic.scalar_constant = scalar_constant
@@ -147,7 +147,7 @@ def pass_equal_operands(semantic: Any) -> None:
     integers = "int32", "int64"
 
     def takes(dtype: str, number: Any) -> bool:
-        """Whether a number becomes one of that type beside a value of it."""
+        """Whether a number takes that type as the other operand."""
         kind = type(number)
         if kind is float:
             return dtype == "fp32"

@@ -53,7 +53,7 @@ def value_of(data: np.ndarray, dtype: tl.dtype, shape: tuple[int, ...]) -> tl.te
     return tl.tensor(handle, tl.block_type(dtype, list(shape)) if shape else dtype)
 
 
-def told_of(value: tl.tensor) -> tuple[object, ...]:
+def describe_value(value: tl.tensor) -> tuple[object, ...]:
     return (
         *(str(value.type), str(value.shape), value.numel.value),
         *(value.dtype.name, value.handle.dtype.name, value.handle.data.dtype.str),
@@ -67,7 +67,7 @@ def format_value(operation: Callable[..., object], *operands: object, **flags: o
         values = operation(*operands, **flags)
     except Exception as error:
         return type(error), str(error)
-    return [told_of(value) for value in (values if isinstance(values, tuple) else (values,))]
+    return [describe_value(value) for value in (values if isinstance(values, tuple) else (values,))]
 
 
 def pairs() -> Iterator[tuple[object, object]]:
@@ -159,7 +159,7 @@ def test_numbers_of_a_type(both: Both) -> None:
         assert quick == plain, (dtype, number)
 
 
-def test_what_a_shape_tells() -> None:
+def test_shapes_of_values_and_types() -> None:
     for sizes in (SHAPES * 2)[1:]:
         value = a_value(tl.float32, sizes)
         assert [size.value for size in value.shape] == list(sizes)
@@ -183,16 +183,16 @@ def _doubled(value):
 @triton.jit
 def _kernel(out, fail: tl.constexpr):
     rows = tl.arange(0, 4)
-    tl.static_assert(not fail, "asked to")
+    tl.static_assert(not fail, "requested failure")
     tl.store(out + rows, _doubled(_doubled(rows)))
 
 
-def test_stand_ins_leave_with_the_launch() -> None:
+def test_replacements_are_removed_after_the_launch() -> None:
     members = tl.load, tl.core.load, tl.tensor.__add__, tl.range, tl.reduce, tl.dtype.to_ir
     for fail in (False, True, False):
         out = torch.zeros(4, dtype=torch.int32)
         if fail:
-            with pytest.raises(interpreter.InterpreterError, match="asked to"):
+            with pytest.raises(interpreter.InterpreterError, match="requested failure"):
                 _kernel[(1,)](out, fail=True)
         else:
             _kernel[(2,)](out, fail=False)
