@@ -1,7 +1,7 @@
-"""The border to a host: what only some hosts have is read here, with a default.
+"""Typed views of a host engine's objects; fields that only some engines have get defaults here.
 
-The options of a config are read once, a request when it gets its slot, metadata once a step. Behind
-the border everything is typed.
+A host engine is the serving engine that runs the plugin. Its config is read once, a request when it
+is assigned a slot, and metadata once per step; the rest of the plugin uses only the typed results.
 """
 
 from mtp_plugin.speculative.host.config import (
@@ -10,6 +10,14 @@ from mtp_plugin.speculative.host.config import (
     num_ranks,
     read_reasons,
     refuse_unserved,
+)
+from mtp_plugin.speculative.host.draft_model import (
+    is_eagle,
+    is_vanilla,
+    own_vocabulary,
+    part_of,
+    taken_by,
+    takes_output_rows,
 )
 from mtp_plugin.speculative.host.plain import (
     LOOP_OPTIONS,
@@ -53,17 +61,11 @@ from mtp_plugin.speculative.host.step import (
     HostStep,
     cached_tokens,
     expect_distinct_ids,
-    is_eagle,
-    is_vanilla,
-    own_vocabulary,
-    part_of,
     read_layout,
     read_num_seqs,
     read_positions,
     read_step_draft_len,
     sampling_kind_of,
-    taken_by,
-    takes_output_rows,
 )
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What is read of a host's config, and of the arguments that it builds pieces with."""
+"""Read a host engine's decoding config and the arguments that it builds components with."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from mtp_plugin.requests.thinking import (
 
 @dataclass(frozen=True)
 class DecodingOptions:
-    """What the pieces read of a decoding config, the project's own or a host's."""
+    """The options that components read from a decoding config, ours or a host engine's."""
 
     max_draft_len: int
-    """K: the most drafts that a step may have."""
+    """K: maximum number of draft tokens per step."""
     mtp: MTPPluginOptions = field(default_factory=MTPPluginOptions)
     use_relaxed_acceptance_for_thinking: bool = False
     relaxed_topk: int = 1
@@ -33,7 +33,7 @@ class DecodingOptions:
     thinking_tokens: tuple[int, int] = (NO_TOKEN, NO_TOKEN)
     """(begin, end) ids."""
     thinking_end: ThinkingEnd | None = None
-    """What budgets of thinking go by; None: no request may have one."""
+    """The end sequence that thinking budgets force; None: no request may have a budget."""
 
     @classmethod
     def read(
@@ -46,16 +46,16 @@ class DecodingOptions:
     ) -> Self:
         """Read a config.
 
-        K is ``max_draft_len`` where it is given, else ``num_nextn_predict_layers``: a host may keep
-        the checkpoint's number of MTP layers under the older name, beside a K of its own.
+        K is ``max_draft_len`` if it is set, else ``num_nextn_predict_layers``: a host engine may
+        keep the checkpoint's number of MTP layers under the older name, in addition to K.
 
         Args:
-            thinking_tokens: (begin, end) ids that a host hands in; None: those of the config.
+            thinking_tokens: (begin, end) ids from the host engine; None: those of the config.
             defer_thinking_end: leave ``thinking_end`` None for the caller to resolve.
 
         Raises:
-            ConfigError: no name holds a K of at least ``least_draft_len``, or an option of
-                ``config.mtp`` that cannot be.
+            ConfigError: there is no K of at least ``least_draft_len``, or an option of
+                ``config.mtp`` is invalid.
         """
         max_draft_len = _read_max_draft_len(config, least_draft_len)
         if isinstance(config, cls):
@@ -109,17 +109,17 @@ def _read_plugin_options(config: Any) -> MTPPluginOptions:
 
 @dataclass(frozen=True)
 class SamplerSizes:
-    """What a sampler reads of ``TorchSampler.Args``."""
+    """The fields of ``TorchSampler.Args`` that a sampler reads."""
 
     max_num_sequences: int  # S
     max_seq_len: int
 
     @classmethod
     def read(cls, args: Any) -> Self:
-        """Read them of any object that has them.
+        """Read the fields of any object that has them.
 
         Raises:
-            ConfigError: more beams than one.
+            ConfigError: there is more than one beam.
         """
         beams = getattr(args, "max_beam_width", None)
         if beams not in (None, 1):
@@ -128,7 +128,7 @@ class SamplerSizes:
 
 
 def read_reasons(reasons: Any) -> dict[FinishReason, Any]:
-    """A host's enum of why requests end, by ours; one without ERROR has CANCELLED for it."""
+    """Map our finish reasons to a host engine's enum; ERROR falls back to CANCELLED."""
     found = {ours: getattr(reasons, ours.name, None) for ours in FinishReason}
     if found[FinishReason.ERROR] is None:
         found[FinishReason.ERROR] = found[FinishReason.CANCELLED]
@@ -138,39 +138,39 @@ def read_reasons(reasons: Any) -> dict[FinishReason, Any]:
 def refuse_unserved(
     piece: str, arguments: Mapping[str, Any], reasons: Mapping[str, str | None] | None = None
 ) -> None:
-    """Refuse what a host hands to a constructor and this version does not serve.
+    """Refuse constructor arguments of a host engine that this version does not support.
 
-    Hosts of several versions pass arguments of their own. None, False, 0 and what is empty ask for
-    nothing, and so does a ``mapping`` of one rank.
+    Versions of a host engine pass different arguments. None, False, 0, empty values and a
+    ``mapping`` of one rank request nothing and are accepted.
 
     Args:
-        reasons: why an argument is not served, by its name; None: it is.
+        reasons: why an argument is not supported, by its name; None: it is supported.
 
     Raises:
-        ConfigError: naming every other argument and its value.
+        ConfigError: there is any other argument; the message has its name and value.
     """
     reasons = reasons or {}
-    asked = []
+    refused = []
     for name, value in arguments.items():
         if _is_nothing(value) or (name == "mapping" and num_ranks(value) == 1):
             continue
         if name not in reasons:
-            asked.append(f"{name}={value!r}")
+            refused.append(f"{name}={value!r}")
         elif (reason := reasons[name]) is not None:
-            asked.append(f"{name}={value!r} ({reason})")
-    if asked:
-        raise ConfigError(f"{piece}: not served in this version: {', '.join(asked)}")
+            refused.append(f"{name}={value!r} ({reason})")
+    if refused:
+        raise ConfigError(f"{piece}: not served in this version: {', '.join(refused)}")
 
 
 def num_ranks(mapping: Any) -> int | None:
-    """Ranks of a host's mapping: its ``world_size``, else the product of its parallel sizes; None
-    where it tells neither."""
+    """Return the number of ranks of a host engine's mapping: ``world_size``, else the product of
+    its parallel sizes; None if it has neither."""
     world = getattr(mapping, "world_size", None)
     if world is not None:
         return int(world)
     sizes = [getattr(mapping, name, None) for name in ("tp_size", "pp_size", "cp_size")]
-    told = [size for size in sizes if size is not None]
-    return math.prod(told) if told else None
+    given = [size for size in sizes if size is not None]
+    return math.prod(given) if given else None
 
 
 def _is_nothing(value: Any) -> bool:

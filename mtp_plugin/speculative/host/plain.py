@@ -1,4 +1,4 @@
-"""Parcels for hosts without classes of their own: a request, a batch, the lengths of a step."""
+"""Request, batch and attention metadata for host engines without classes of their own."""
 
 from __future__ import annotations
 
@@ -17,25 +17,29 @@ from mtp_plugin.speculative.host.request import RequestFacts, StepStats
 from mtp_plugin.speculative.step import to_device
 
 LOOP_OPTIONS = frozenset({"max_draft_len", "prompt_logprobs", "speculate"})
-"""Options that a host's loop gives, and none of the pieces."""
+"""Options that the host engine's loop implements, not a component of the plugin."""
 
 
 class PlainRequest:
     """A request with every field that manager and sampler read or write.
 
     Args:
-        request_id: 0 or more, of no other request that runs.
-        prompt_token_ids: at least one.
-        params: what it asks for. max_seq_len: tokens that any request can hold.
-        end_ids: of the model. watch: finds stop strings. stats: takes the counts of its steps.
+        request_id: 0 or more, unique among running requests.
+        prompt_token_ids: at least one token.
+        params: the request options.
+        max_seq_len: maximum number of tokens of any request.
+        end_ids: EOS token ids of the model.
+        watch: finds stop strings.
+        stats: records the number of tokens per step.
 
     Raises:
-        RequestError: a prompt that is empty or fills ``max_seq_len``, ``stop`` without a watch, bad
-            words that are no ids, or an option of a loop that the class does not list.
+        RequestError: the prompt is empty or fills ``max_seq_len``, ``stop`` is set without a watch,
+            bad words are not token ids, or an option is in `LOOP_OPTIONS` but not in
+            ``loop_options``.
     """
 
     loop_options: ClassVar[frozenset[str]] = frozenset()
-    """Those of `LOOP_OPTIONS` that the loop of this class gives."""
+    """The `LOOP_OPTIONS` that the loop using this class implements."""
 
     def __init__(
         self,
@@ -72,7 +76,7 @@ class PlainRequest:
         self.context_length = len(self.tokens)
         self.context_current_position = 0
         self.context_chunk_size = len(self.tokens)
-        """Prompt tokens of the step at hand: a host that cuts prompts sets it."""
+        """Prompt tokens of the current step; a loop with chunked prefill sets it."""
 
     def _refuse(self, params: SamplingParams, watch: TextWatch | None, max_seq_len: int) -> None:
         if not self.tokens:
@@ -84,11 +88,11 @@ class PlainRequest:
                 f"request {self.request_id}: the prompt has {len(self.tokens)} tokens, max_seq_len "
                 f"is {max_seq_len} and one token must fit after it"
             )
-        asked, lacking = params.requested_options(), LOOP_OPTIONS - self.loop_options
-        named = [f"{name}={value!r}" for name, value in asked.items() if name in lacking]
+        requested, lacking = params.requested_options(), LOOP_OPTIONS - self.loop_options
+        named = [f"{name}={value!r}" for name, value in requested.items() if name in lacking]
         if named:
             raise RequestError(
-                f"request {self.request_id}: the loop of {type(self).__name__} does not give "
+                f"request {self.request_id}: the loop of {type(self).__name__} does not support "
                 f"{', '.join(named)}"
             )
         words = [word for word in params.bad_words if isinstance(word, str)]
@@ -97,28 +101,28 @@ class PlainRequest:
                 f"request {self.request_id}: {params.spelled('bad_words')}="
                 f"{format_value(words[0])}: expected its token ids"
             )
-        if "stop" in asked and watch is None:
+        if "stop" in requested and watch is None:
             raise RequestError(
-                f"request {self.request_id}: stop={asked['stop']!r} needs a watch, got None"
+                f"request {self.request_id}: stop={requested['stop']!r} needs a watch, got None"
             )
 
     # ---- tokens -----------------------------------------------------------------------------
 
     def get_tokens(self, beam: int = 0) -> list[int]:  # noqa: ARG002
-        """Prompt and output so far."""
+        """Return the prompt and output tokens."""
         return self.tokens
 
     def get_num_tokens(self, beam: int = 0) -> int:  # noqa: ARG002
-        """Prompt and output tokens so far."""
+        """Return the number of prompt and output tokens."""
         return len(self.tokens)
 
     @property
     def output_token_ids(self) -> list[int]:
-        """The tokens emitted so far."""
+        """The output tokens."""
         return self.tokens[self.py_orig_prompt_len :]
 
     def add_new_token(self, token: int, beam: int = 0) -> None:  # noqa: ARG002
-        """Append an emitted token.
+        """Append an output token.
 
         Raises:
             ExecutorError: the request has finished.
@@ -131,7 +135,7 @@ class PlainRequest:
 
     @property
     def step_positions(self) -> range:
-        """Of the tokens that its next step reads."""
+        """Positions of the tokens that the next step reads."""
         if self.context_remaining_length == 0:
             start = len(self.tokens) - 1
             return range(start, start + 1 + len(self.py_draft_tokens))
@@ -140,19 +144,19 @@ class PlainRequest:
 
     @property
     def step_tokens(self) -> list[int]:
-        """Those: of a prompt, or the newest and its drafts."""
-        places = self.step_positions
-        return [*self.tokens, *self.py_draft_tokens][places.start : places.stop]
+        """The tokens that the next step reads: a prompt chunk, or the last token and its drafts."""
+        positions = self.step_positions
+        return [*self.tokens, *self.py_draft_tokens][positions.start : positions.stop]
 
-    # ---- life -------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------
 
     @property
     def is_finished(self) -> bool:
-        """Whether no further token will come."""
+        """Whether the request has finished."""
         return self.state is RequestState.GENERATION_COMPLETE
 
     def finish_by(self, reason: FinishReason, beam: int = 0) -> None:  # noqa: ARG002
-        """End the request; the first reason stays."""
+        """Finish the request; later calls keep the first reason."""
         if self.is_finished:
             return
         self.state = RequestState.GENERATION_COMPLETE
@@ -163,7 +167,7 @@ class PlainRequest:
 
     @property
     def context_remaining_length(self) -> int:
-        """Prompt tokens not yet read."""
+        """Number of prompt tokens not yet processed."""
         return self.context_length - self.context_current_position
 
     @property
@@ -177,7 +181,7 @@ class PlainRequest:
         return self.context_chunk_size == self.context_remaining_length
 
     def move_to_next_context_chunk(self) -> None:
-        """Count the scheduled chunk as read; the last one starts generation."""
+        """Count the scheduled chunk as processed; after the last one generation starts."""
         self.context_current_position += self.context_chunk_size
         self.context_chunk_size = 0
         if self.context_remaining_length == 0 and not self.is_finished:
@@ -186,15 +190,14 @@ class PlainRequest:
 
 @dataclass(frozen=True)
 class PlainBatch:
-    """The requests of one step, and the rows that they feed: contexts first, then generations.
+    """The requests of one step and their query rows: contexts first, then generations.
 
     Raises:
-        MetadataError: a context whose chunk is not of what is left of its prompt, or a generation
-            with some of it left.
+        MetadataError: the chunk of a context is empty or longer than the rest of its prompt, or the
+            prompt of a generation is not finished.
     """
 
     context_requests: Sequence[PlainRequest]
-    """Whose prompts are read."""
     generation_requests: Sequence[PlainRequest]
 
     def __post_init__(self) -> None:
@@ -213,36 +216,36 @@ class PlainBatch:
                 )
 
     def all_requests(self) -> list[PlainRequest]:
-        """In the order of every row of the step."""
+        """Return all requests in batch order."""
         return [*self.context_requests, *self.generation_requests]
 
     @property
     def request_ids(self) -> list[int]:
-        """R of them."""
+        """Ids of all requests [R], in batch order."""
         return [request.request_id for request in self.all_requests()]
 
     @property
     def seq_lens(self) -> list[int]:
-        """Rows of each request: T together."""
+        """Query rows of each request; they sum to T."""
         return [len(request.step_positions) for request in self.all_requests()]
 
     def input_ids(self, device: torch.device | str) -> torch.Tensor:
-        """[T] int32."""
+        """Return the input token ids [T] int32."""
         return _flat((request.step_tokens for request in self.all_requests()), torch.int32, device)
 
     def position_ids(self, device: torch.device | str) -> torch.Tensor:
-        """[1, T] int64."""
-        places = (request.step_positions for request in self.all_requests())
-        return _flat(places, torch.int64, device).unsqueeze(0)
+        """Return the position ids [1, T] int64."""
+        positions = (request.step_positions for request in self.all_requests())
+        return _flat(positions, torch.int64, device).unsqueeze(0)
 
     def draft_tokens(self, device: torch.device | str) -> torch.Tensor:
-        """[G*K] int32."""
+        """Return the draft tokens of the generations [G*K] int32."""
         drafts = (request.py_draft_tokens for request in self.generation_requests)
         return _flat(drafts, torch.int32, device)
 
     def logit_rows(self, device: torch.device | str) -> torch.Tensor:
-        """Which of the T rows the worker wants logits of: the last of each context, and all of
-        generations [C + G*(K+1)] int64."""
+        """Return the rows whose logits the worker needs [C + G*(K+1)] int64: the last row of each
+        context and all rows of generations."""
         lens = self.seq_lens
         ends = list(accumulate(lens))
         num_contexts = len(self.context_requests)
@@ -257,14 +260,16 @@ def _flat(
 
 
 class PlainAttentionMetadata:
-    """The lengths of a step, under the names that workers change them by and put them back.
+    """Query and KV lengths of a step, with the fields that workers change and restore.
 
-    Of the pass at hand, be it the target's or a draft layer's: the rows that each request feeds,
-    and the tokens that its cache holds with them. What the cache held from ``kv_len - seq_len`` on
-    is overwritten. Rows of a window that begins before the text count too, and nobody reads them.
+    The lengths are those of the current pass, target or draft layer: the query rows of each
+    request, and its KV length including them. The pass overwrites the cache from
+    ``kv_len - seq_len`` on. Rows of a draft window that starts before the first token are counted,
+    but never read.
 
     Args:
-        batch: of the step. device: where it runs.
+        batch: the requests of the step.
+        device: the device of the step.
     """
 
     is_cuda_graph = False
@@ -280,28 +285,28 @@ class PlainAttentionMetadata:
 
     @property
     def seq_lens(self) -> torch.Tensor:
-        """[R] int32 on the host: rows of each request."""
+        """Query rows of each request [R] int32, on the CPU."""
         return self._seq_lens
 
     @property
     def seq_lens_cuda(self) -> torch.Tensor:
-        """[R] int32 on the device."""
+        """Query rows of each request [R] int32, on the device."""
         return self._seq_lens_cuda
 
     @property
     def num_seqs(self) -> int:
-        """R."""
+        """R: number of requests."""
         return len(self._seq_lens)
 
     @property
     def num_generations(self) -> int:
-        """G."""
+        """G: number of generation requests."""
         return self.num_seqs - self.num_contexts
 
     @property
     def num_ctx_tokens(self) -> int:
-        """Rows of all contexts together."""
+        """Total number of query rows of contexts."""
         return int(self._seq_lens[: self.num_contexts].sum())
 
     def on_update(self) -> None:
-        """Nothing is kept that follows of the lengths."""
+        """Do nothing: no field is derived from the lengths."""

@@ -1,7 +1,7 @@
-"""What the plugin asks of a host's objects; names follow TensorRT-LLM's PyTorch executor.
+"""Protocols of a host engine's objects; names follow TensorRT-LLM's PyTorch executor.
 
-Attributes that only some hosts have are optional: they are listed in the docstrings, and read with
-a default in the files beside this one.
+Attributes that only some host engines have are optional: the docstrings list them, and the other
+modules of this package read them with a default.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mtp_plugin.speculative.step import StepResult
 
 
 class SpecRequest(Protocol):
-    """A request as samplers and resource managers see it.
+    """A request as samplers and resource managers use it.
 
     The id is an integer. States are compared by name: ``CONTEXT_INIT`` means that the prompt has to
     be processed (again), ``GENERATION_COMPLETE`` that the request has finished; results for
@@ -68,8 +68,8 @@ class SpecRequest(Protocol):
 class ScheduledBatch(Protocol):
     """The requests of one step, contexts before generations.
 
-    Optional: ``context_requests_chunking``, the first of the contexts, whose chunks do not end
-    their prompts.
+    Optional: ``context_requests_chunking``, the leading contexts whose chunks do not end their
+    prompts.
     """
 
     @property
@@ -82,27 +82,31 @@ class ScheduledBatch(Protocol):
 
 
 class AttentionMetadata(Protocol):
-    """The fields of a host's attention metadata that a worker reads or changes.
+    """The attention-metadata fields that a worker reads or changes.
 
-    Optional, used where present: ``kv_lens_cuda`` [R] int32,
-    ``kv_cache_params.num_cached_tokens_per_seq`` (prompts of vanilla MTP need it, or wait for the
-    device to tell ``kv_lens_cuda``), ``host_request_types`` [R], ``prompt_lens_cpu``
-    and ``prompt_lens_cuda`` [R] (query rows of contexts), of these tensors the views of the step's
-    rows, under the same names with ``_runtime`` behind; ``use_spec_decoding`` (kernels of K+1 query
-    rows per generation); ``enable_flash_mla`` with ``block_ids_per_seq`` (tables of generations)
-    and ``kv_block_ids_per_seq`` (of all requests in the batch's order); ``update_for_spec_dec()``,
-    called after every change of lengths for passes of one row per request, and
-    ``on_update_kv_lens()``, called after every other one; ``all_rank_num_tokens`` (rows of the
-    target per rank). ``reads_cached_token_counts`` says whether the backend reads the host list in
-    every pass, so that the draft loop must change it; without it, a host without ``kv_lens_cuda``
-    does. ``request_ids`` are compared with those of the speculative metadata. ``derived_fields``
-    names attributes that the check of a draft loop's traces leaves out. Three more are the embedded
-    executor's: ``supports_dead_rows`` (rows at negative positions
-    are legal; elsewhere KV lengths are clamped to the query rows), ``kv_write_limit`` [R] int32
-    (rows at or past it write to the sentinel block), ``kv_capacity`` [R] int32 (rows that the
-    request has reserved). ``after_acceptance(num_accepted)`` [R] int32 is called between
-    verification and the first draft pass: states that cannot be cut back, as those of recurrent
-    layers, move on there, in place.
+    Optional, used if present:
+
+    - ``kv_lens_cuda`` [R] int32.
+    - ``kv_cache_params.num_cached_tokens_per_seq``: prompts of vanilla MTP need it; without it the
+      lengths are read back from ``kv_lens_cuda``.
+    - ``host_request_types`` [R], ``prompt_lens_cpu`` and ``prompt_lens_cuda`` [R] (query rows of
+      contexts), and the same names with the suffix ``_runtime`` for views of the step's rows.
+    - ``use_spec_decoding``: kernels with K+1 query rows per generation.
+    - ``enable_flash_mla`` with ``block_ids_per_seq`` (block tables of generations) and
+      ``kv_block_ids_per_seq`` (of all requests, in batch order).
+    - ``update_for_spec_dec()``: called after every change of lengths for passes with one row per
+      request; ``on_update_kv_lens()``: called after every other change.
+    - ``all_rank_num_tokens``: rows of the target per rank.
+    - ``reads_cached_token_counts``: whether the backend reads the host list in every pass, so that
+      the draft loop must change it; the default is True without ``kv_lens_cuda``.
+    - ``request_ids``: compared with those of the speculative metadata.
+    - ``derived_fields``: attributes that the restore check of the draft loop ignores.
+    - ``supports_dead_rows``: rows at negative positions are allowed; otherwise KV lengths are
+      clamped to the query rows.
+    - ``kv_write_limit`` [R] int32: rows at or past it write to the sentinel block.
+    - ``kv_capacity`` [R] int32: rows that the request has reserved.
+    - ``after_acceptance(num_accepted)``, [R] int32: called between verification and the first draft
+      pass; recurrent layers, whose states cannot be truncated, advance them there in place.
     """
 
     _seq_lens: torch.Tensor
@@ -129,10 +133,10 @@ class DraftLayer(Protocol):
     """One MTP layer of a checkpoint.
 
     A layer with a true attribute ``takes_output_rows`` may be called with ``output_rows`` [N]
-    integers: the flat rows whose states are read. It then returns [N, H], and of the other rows
-    only keys and values need to be computed. No other layer sees that argument, and none does
-    where ranks exchange rows (``all_rank_num_tokens``). A layer that takes ``spec_metadata`` is
-    given the host's; one that takes ``all_rank_num_tokens`` gets None where ranks exchange none.
+    integers: the flat rows whose states are read. It then returns [N, H], and needs to compute only
+    keys and values for the other rows. The argument is not passed to other layers, nor if ranks
+    exchange rows (``all_rank_num_tokens``). A layer that accepts ``spec_metadata`` gets the host
+    engine's; one that accepts ``all_rank_num_tokens`` gets None if ranks exchange no rows.
     """
 
     def __call__(
@@ -169,12 +173,13 @@ class ResourceManager(Protocol):
 
 
 class Sampler(Protocol):
-    """What an executor asks of a sampler; ``SampleState`` is the class of what ``sample_async``
-    returns.
+    """The sampler interface of an executor.
 
-    A step is launched, ``sample_async`` takes its outputs, prompt chunks count as read
-    (``context_remaining_length`` falls), and at once or a step later ``update_requests`` fills the
-    requests. What it returns is in the batch's order, without results that came too late.
+    The executor launches a step, calls ``sample_async`` with its outputs, counts prompt chunks as
+    processed (``context_remaining_length`` decreases), and calls ``update_requests``, at once or a
+    step later, to append the tokens. ``update_requests`` returns results in batch order, without
+    those of requests that were freed meanwhile. ``SampleState`` is the class that ``sample_async``
+    returns.
     """
 
     SampleState: ClassVar[Any]

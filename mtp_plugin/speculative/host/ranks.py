@@ -1,4 +1,4 @@
-"""The ranks that share a model, and what they tell each other of a step."""
+"""Ranks of a parallel model, and the row counts that they exchange in a step."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from mtp_plugin.speculative.host.config import num_ranks
 
 @dataclass(frozen=True)
 class Ranks:
-    """A rank's place among those of a host's mapping."""
+    """This rank within a host engine's parallel mapping."""
 
-    tensor_parallel: int = 1  # ranks that share every layer, or the requests
-    rank: int = 0  # among them
+    tensor_parallel: int = 1  # ranks that split every layer, or the requests
+    rank: int = 0  # index among them
     attention_dp: bool = False
-    """They share the requests: every rank has a head of its own, and layers exchange rows."""
+    """The ranks split the requests: each has a full head, and layers exchange rows."""
     is_last_stage: bool = True
-    """It has the last stage of the pipeline; another one has neither logits nor draft layers."""
+    """This rank has the last pipeline stage; other stages have no logits and no draft layers."""
 
     @classmethod
     def read(cls, mapping: Any) -> Self:
-        """Read a host's mapping; None, or one of a single rank: this rank is alone."""
+        """Read a host engine's mapping; None or a mapping of one rank is a single rank."""
         if mapping is None or num_ranks(mapping) in (None, 1):
             return cls()
         stages = int(getattr(mapping, "pp_size", None) or 1)
@@ -38,12 +38,12 @@ class Ranks:
 
     @property
     def splits_vocabulary(self) -> bool:
-        """Whether a head gives a rank's part of the columns."""
+        """Whether a head returns only this rank's columns of the vocabulary."""
         return self.tensor_parallel > 1 and not self.attention_dp
 
 
 def unserved_ranks(mapping: Any, *, gathers_logits: bool) -> str | None:
-    """Why a worker cannot serve the ranks of a host's mapping; None: it can.
+    """Return why a worker does not support a host engine's mapping; None if it does.
 
     Args:
         gathers_logits: the worker was given ``gather_logits``.
@@ -54,7 +54,7 @@ def unserved_ranks(mapping: Any, *, gathers_logits: bool) -> str | None:
     if count == 1:
         return None
     if count is None:
-        return "it tells neither world_size nor parallel sizes"
+        return "it has neither world_size nor parallel sizes"
     sizes = {
         name: int(getattr(mapping, name, None) or 1) for name in ("tp_size", "pp_size", "cp_size")
     }
@@ -74,17 +74,17 @@ def unserved_ranks(mapping: Any, *, gathers_logits: bool) -> str | None:
 
 @dataclass(frozen=True)
 class RankRows:
-    """Rows per rank under attention data parallelism; None: this rank is alone."""
+    """Query rows per rank under attention data parallelism; None without it."""
 
-    counts: Sequence[int] | None = None  # of a first pass
-    later_counts: Sequence[int] | None = None  # of passes of one row per request
+    counts: Sequence[int] | None = None  # first draft pass
+    later_counts: Sequence[int] | None = None  # draft passes with one row per request
     largest: int | None = None
-    target_counts: Sequence[int] | None = None  # of the target's pass
-    generations: Sequence[int] | None = None  # requests of K+1 rows in the target's pass
+    target_counts: Sequence[int] | None = None  # target pass
+    generations: Sequence[int] | None = None  # requests with K+1 rows in the target pass
 
     @classmethod
     def read(cls, attn_metadata: Any, spec_metadata: Any) -> Self:
-        """What a host gathered for this step."""
+        """Read the counts that the host engine gathered for this step."""
         sequences = getattr(spec_metadata, "all_rank_num_seqs", None)
         later = getattr(spec_metadata, "subseq_all_rank_num_tokens", None)
         return cls(
@@ -96,7 +96,7 @@ class RankRows:
         )
 
     def arguments(self, *, single_rows: bool) -> dict[str, Any]:
-        """What a draft layer is told of them."""
+        """Return the keyword arguments of a draft layer."""
         counts, largest = self.counts, self.largest
         if single_rows:
             counts = self.later_counts
@@ -105,16 +105,17 @@ class RankRows:
         return {name: value for name, value in given.items() if value is not None}
 
     def of_first_pass(self, ranks: Ranks, rows: int, further_rows: int) -> Self:
-        """The rows that draft layers see on every rank, whatever the host counted.
+        """Return the counts of the first draft pass on every rank.
 
-        Hosts count a generation's rows as their own workers feed them, one fewer than the target
-        where there is a layer per depth.
+        Host engines count the rows of a generation as their own workers do: one fewer than in the
+        target pass if every draft token has its own layer.
 
         Args:
-            rows: of this rank. further_rows: that a generation has beyond those of the target.
+            rows: query rows of this rank.
+            further_rows: query rows of a generation in addition to those of the target pass.
 
         Raises:
-            MetadataError: they do not follow from what the host gathered.
+            MetadataError: the gathered counts do not give ``rows`` for this rank.
         """
         if self.counts is None:
             return self
@@ -123,7 +124,7 @@ class RankRows:
             raise MetadataError(
                 f"all_rank_num_tokens: rank {ranks.rank} drafts from {rows} rows, which does not "
                 f"follow from {list(self.counts)} of the speculative metadata and "
-                f"{self._told(self.target_counts)} of the attention metadata"
+                f"{_shown(self.target_counts)} of the attention metadata"
             )
         largest = None if self.largest is None else max(counts)
         return replace(self, counts=counts, largest=largest)
@@ -139,9 +140,9 @@ class RankRows:
             whole + further_rows * count for whole, count in zip(target, generations, strict=False)
         ]
 
-    @staticmethod
-    def _told(counts: Sequence[int] | None) -> str:
-        return "None" if counts is None else str(list(counts))
+
+def _shown(counts: Sequence[int] | None) -> str:
+    return "None" if counts is None else str(list(counts))
 
 
 ALONE = RankRows()

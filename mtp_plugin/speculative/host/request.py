@@ -1,4 +1,4 @@
-"""What is read of a host's request: its facts when it gets its slot, its state at every step."""
+"""Read a host engine's request: its options once, its state in every step."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ from mtp_plugin.speculative.step import SamplingKind
 
 _NO_ATTRIBUTE: Any = object()
 UNBOUNDED = sys.maxsize
-"""A length that no request reaches."""
+"""Maximum length of a request without a limit."""
 
 
 class StepStats(Protocol):
-    """Counts what steps gave a request."""
+    """Counters of a request's generation steps."""
 
     def record(self, num_emitted: int, num_drafted: int) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class RequestFacts:
-    """What does not change about a request while it has its slot."""
+    """The properties of a request that do not change while it has a slot."""
 
     request_id: int
     stop: StopRule
     full_length: int = UNBOUNDED
-    """Tokens behind which its drafts are absent."""
+    """Sequence length from which on the request has no drafts."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """What it asks for, by the names of `OPTIONS`; the others change nothing."""
+    """Requested options by their names in `OPTIONS`; missing ones have their defaults."""
     stats: StepStats | None = None
-    """Takes the counts of its steps."""
+    """Records every generation step."""
     is_dummy: bool = False
-    """Nobody reads what it emits."""
+    """A dummy request, whose output is discarded."""
     refused: str | None = None
-    """Why it gets no token: options that do not go together."""
+    """Why the request cannot run: incompatible options; None: it can."""
 
     @classmethod
     def of(
@@ -59,10 +59,10 @@ class RequestFacts:
         watch: TextWatch | None = None,
         stats: StepStats | None = None,
     ) -> Self:
-        """The facts of a request with these options; arguments as `StopRule.of`.
+        """Build from request options; arguments as for `StopRule.of`.
 
         Raises:
-            RequestError: options that do not go together.
+            RequestError: the options are incompatible.
         """
         stop = StopRule.of(
             params, prompt_len=prompt_len, max_seq_len=max_seq_len, end_ids=end_ids, watch=watch
@@ -71,7 +71,7 @@ class RequestFacts:
 
     @property
     def sampling_kind(self) -> SamplingKind:
-        """What steps with this request need at least."""
+        """The sampling kind that a step needs to serve this request."""
         if any(OPTIONS[name].edits_logits for name in self.options):
             return SamplingKind.PROCESSED
         if any(OPTIONS[name].beyond_first_choice for name in self.options):
@@ -80,26 +80,26 @@ class RequestFacts:
 
     @property
     def num_logprobs(self) -> int | None:
-        """Most likely tokens to tell beside each that is emitted; None: nothing is told."""
-        asked = self.options.get("logprobs")
-        return None if asked is None else int(asked)
+        """Number of top-k logprobs per output token; None: logprobs are not requested."""
+        count = self.options.get("logprobs")
+        return None if count is None else int(count)
 
     def without(self, names: Iterable[str]) -> Self:
-        """The facts of a request that does not ask for these options."""
+        """Return a copy without these options."""
         left_out = frozenset(names)
         kept = {name: value for name, value in self.options.items() if name not in left_out}
         return self if len(kept) == len(self.options) else replace(self, options=kept)
 
     @property
     def number(self) -> int:
-        """Tells it from other requests: 31 bits, in the order of handing in."""
+        """31-bit request number, in submission order; determines the seed if none is set."""
         return self.request_id & 0x7FFFFFFF
 
     def columns(self, engine_seed: int = ENGINE_SEED) -> dict[str, Number | Sequence[Number]]:
-        """What `REQUEST_COLUMNS` have of it.
+        """Return the values of this request's `REQUEST_COLUMNS`.
 
         Args:
-            engine_seed: that requests without a seed draw with.
+            engine_seed: seed of requests without one.
         """
         values: dict[str, Number | Sequence[Number]] = {
             name: value for name, value in self.options.items() if OPTIONS[name].column is not None
@@ -116,49 +116,50 @@ class RequestFacts:
 
 
 def own_facts(request: Any) -> RequestFacts | None:
-    """The facts that a request brings along; None: TensorRT-LLM's fields say them."""
+    """Return the request's own ``facts``; None if TensorRT-LLM's fields have to be read."""
     own = getattr(request, "facts", None)
     return own if isinstance(own, RequestFacts) else None
 
 
 def facts_of(request: Any, max_seq_len: int, *, reads_prompt: bool) -> RequestFacts:
-    """The facts of a request, which keeps them once they were read.
+    """Return the facts of a request, cached on it.
 
     Args:
-        max_seq_len: as `read_request`. reads_prompt: its prompt is read, maybe again: so are they.
+        max_seq_len: as for `read_request`.
+        reads_prompt: the prompt is being processed, so read the fields (again).
     """
     own = own_facts(request)
     if own is not None:
         return own
     kept: RequestFacts | None = getattr(request, "py_mtp_facts", None)
-    # hosts copy the attributes of a request for its further samples
+    # host engines copy all attributes of a request for its further samples
     if kept is None or reads_prompt or kept.request_id != request.request_id:
         kept = request.py_mtp_facts = read_request(request, max_seq_len)
     return kept
 
 
 def needs_sampling(request: Any) -> bool:
-    """Whether a request asks for more than the first choice of the logits; kept in a request that
-    brings no facts."""
-    told: bool | None = getattr(request, "py_mtp_needs_sampling", None)
-    if told is not None:
-        return told
+    """Return whether a request needs more than the argmax of its logits; cached on the request
+    unless it has ``facts``."""
+    cached: bool | None = getattr(request, "py_mtp_needs_sampling", None)
+    if cached is not None:
+        return cached
     own = own_facts(request)
     if own is not None:
         return own.sampling_kind is not SamplingKind.GREEDY
-    asked = host_values(request)
-    told = request.py_mtp_needs_sampling = any(OPTIONS[name].beyond_first_choice for name in asked)
-    return told
+    is_needed = any(OPTIONS[name].beyond_first_choice for name in host_values(request))
+    request.py_mtp_needs_sampling = is_needed
+    return is_needed
 
 
 def read_request(request: Any, max_seq_len: int = UNBOUNDED) -> RequestFacts:
-    """The facts of a request: its own ``facts``, or what TensorRT-LLM's fields say.
+    """Return the facts of a request: its own ``facts``, else read from TensorRT-LLM's fields.
 
-    End ids are ``py_end_id``, ``end_id`` and ``py_stop_ids``, those below 0 left out. The prompt
-    has ``py_orig_prompt_len`` tokens, else as many as the request has now.
+    EOS ids are ``py_end_id``, ``end_id`` and ``py_stop_ids``; negative ones are ignored. The prompt
+    length is ``py_orig_prompt_len``, else the current number of tokens.
 
     Args:
-        max_seq_len: tokens that any request can hold.
+        max_seq_len: maximum number of tokens of any request.
     """
     own = own_facts(request)
     if own is not None:
@@ -183,7 +184,7 @@ def read_request(request: Any, max_seq_len: int = UNBOUNDED) -> RequestFacts:
     try:
         stop = rule(min_tokens=options.get("min_tokens", 0))
     except RequestError as error:
-        # whoever runs the batch has no way to refuse one of its requests
+        # reported later: the caller cannot refuse a single request of its batch
         stop, refused = rule(), str(error)
         options.pop("min_tokens")
     return RequestFacts(
@@ -200,10 +201,10 @@ def read_request(request: Any, max_seq_len: int = UNBOUNDED) -> RequestFacts:
 
 
 def _stop_words_of(request: Any) -> list[list[int]]:
-    """The stop words of a request, as ids.
+    """Return the stop words of a request as token ids.
 
-    A host whose requests have them as a tensor too, ``stop_words_list``, has the pair there; where
-    that is None the list is one of words.
+    If the request has ``stop_words_list``, that is TensorRT-LLM's pair of lists; if that is None,
+    ``py_stop_words_list`` is a plain list of words.
     """
     listed = getattr(request, "py_stop_words_list", None)
     pair = getattr(request, "stop_words_list", listed)
@@ -211,24 +212,24 @@ def _stop_words_of(request: Any) -> list[list[int]]:
 
 
 def refuse(request: Any, why: str) -> None:
-    """Have the sampler end a request with this error, when its prompt has been read."""
+    """Mark a request to be finished by the sampler with this error, after its prompt."""
     request.py_mtp_refused = why
 
 
 def refusal_of(request: Any) -> str | None:
-    """Why the sampler is to end a request; None: it is not."""
-    told: str | None = getattr(request, "py_mtp_refused", None)
-    return told
+    """Return the error set by `refuse`; None if the request was not refused."""
+    reason: str | None = getattr(request, "py_mtp_refused", None)
+    return reason
 
 
 def slot_of(request: Any) -> int | None:
-    """The request's sequence slot, ``py_seq_slot`` or the older ``seq_slot``; None: it has none."""
+    """Return the sequence slot, ``py_seq_slot`` or the older ``seq_slot``; None without one."""
     slot: int | None = getattr(request, "py_seq_slot", _NO_ATTRIBUTE)
     return getattr(request, "seq_slot", None) if slot is _NO_ATTRIBUTE else slot
 
 
 def epoch_of(request: Any) -> int:
-    """Grows with every preemption, where the host counts them."""
+    """Return the number of preemptions, 0 if the host engine does not count them."""
     return int(getattr(request, "py_epoch", 0))
 
 
@@ -239,41 +240,42 @@ def phase_of(request: Any) -> str:
 
 
 def ends_prompt(request: Any) -> bool | None:
-    """Whether the scheduled chunk ends the prompt; None: the host does not say."""
-    told: bool | None = getattr(request, "is_last_context_chunk", None)
-    return told
+    """Return whether the scheduled chunk ends the prompt; None if unknown."""
+    is_last: bool | None = getattr(request, "is_last_context_chunk", None)
+    return is_last
 
 
 def token_after_chunk(request: Any) -> int:
-    """The prompt's token behind the scheduled chunk, which does not end it; 0 where the host does
-    not say where the chunk ends."""
+    """Return the prompt token after the scheduled chunk, which must not be the last; 0 if the end
+    of the chunk is unknown."""
     begin = getattr(request, "context_current_position", None)
     size = getattr(request, "context_chunk_size", None)
     if begin is None or size is None:
         return 0
-    tell = getattr(request, "get_token", None)  # a list of all of them is a copy
-    return int(request.get_tokens(0)[begin + size] if tell is None else tell(0, begin + size))
+    get_token = getattr(request, "get_token", None)  # get_tokens copies the list
+    end = begin + size
+    return int(request.get_tokens(0)[end] if get_token is None else get_token(0, end))
 
 
 def num_listed_chunks(batch: Any) -> int:
-    """Contexts of a batch, first among them, whose chunks do not end their prompts, where the host
-    lists them by themselves."""
+    """Return the number of leading contexts whose chunks do not end their prompts, if the host
+    engine lists them separately."""
     return len(getattr(batch, "context_requests_chunking", None) or ())
 
 
 def num_drafted_of(request: Any) -> int:
-    """Drafts that the step at hand verifies for a request."""
-    told = getattr(request, "py_num_drafted", None)
-    if told is not None:
-        return int(told)
+    """Return the number of drafts that the current step verifies for a request."""
+    given = getattr(request, "py_num_drafted", None)
+    if given is not None:
+        return int(given)
     count = len(request.py_draft_tokens or ())
-    # drafts that only fill a graph's rows are not among those
+    # the effective length excludes drafts that only pad the rows of a graph
     effective = getattr(request, "py_draft_tokens_effective_len", None)
     return count if effective is None else min(count, int(effective))
 
 
 def set_num_verified(request: Any, count: int) -> None:
-    """Tell how many drafts of a request its step verified, where a host counts them."""
+    """Write the number of verified drafts of a step to the request, if it has the field."""
     if hasattr(request, "py_num_draft_tokens_verified"):
         request.py_num_draft_tokens_verified = count
 
@@ -281,42 +283,42 @@ def set_num_verified(request: Any, count: int) -> None:
 def append_logprobs(
     request: Any, logprobs: Iterable[TokenLogprobs], logprob_class: Callable[..., Any] = Logprob
 ) -> None:
-    """Append what is told of emitted tokens to TensorRT-LLM's ``py_result``, where a request has
-    one that takes it: a number a token where it asks for the ``py_logprobs_simple_format`` and for
-    no others beside it.
+    """Append logprobs of output tokens to TensorRT-LLM's ``py_result``, if the request has one.
+
+    With ``py_logprobs_simple_format`` and no top-k logprobs, one number per token is appended.
 
     Args:
-        logprob_class: the host's own, of ``logprob`` and ``rank``.
+        logprob_class: the host engine's class, with ``logprob`` and ``rank``.
     """
     append = getattr(getattr(request, "py_result", None), "append_log_probs", None)
     if append is None:
         return
     is_simple = getattr(request, "py_logprobs_simple_format", False)
     is_simple = is_simple and not getattr(request, "py_num_logprobs", None)
-    for told in logprobs:
-        theirs: Any = told
+    for of_token in logprobs:
+        theirs: Any = of_token
         if is_simple:
-            theirs = next(iter(told.values())).logprob
+            theirs = next(iter(of_token.values())).logprob
         elif logprob_class is not Logprob:
             theirs = {
                 token: logprob_class(logprob=one.logprob, rank=one.rank)
-                for token, one in told.items()
+                for token, one in of_token.items()
             }
         append([[theirs]])
 
 
 def has_finished(request: Any) -> bool:
-    """Whether no further token will come, as far as the host says."""
+    """Return whether the host engine has marked the request as finished."""
     return bool(getattr(request, "is_finished", False))
 
 
 def may_speculate(request: Any) -> bool:
-    """Whether a request's drafts count at all."""
+    """Return whether drafts of the request are used."""
     return not getattr(request, "py_disable_speculative_decoding", False)
 
 
 def take_back_tokens(request: Any, count: int) -> bool:
-    """Take the last tokens of a request back; False: the host's requests cannot."""
+    """Remove the last tokens of a request; return False if the host engine cannot."""
     take_back = getattr(request, "take_back_tokens", None)
     if take_back is None:
         return False

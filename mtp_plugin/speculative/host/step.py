@@ -1,12 +1,10 @@
-"""What is read of a host's metadata, once a step."""
+"""Read the metadata of a host engine's step, once per step."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
-from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -24,30 +22,30 @@ _NOT_RECORDED: Any = object()
 
 @dataclass(frozen=True)
 class HostStep:
-    """What a host's metadata says of one step."""
+    """One step as the host engine's metadata describes it."""
 
     layout: StepLayout
     draft_tokens: torch.Tensor  # [G*K] integer
     draft_lens: torch.Tensor | None = None  # [G] integer; None: K everywhere
     next_prompt_tokens: torch.Tensor | None = None
-    """[C] integer: the token behind each chunk, -1 where it ends its prompt; None: the host tells
-    nothing of prompts beyond a chunk."""
+    """[C] integer: the prompt token after each chunk, -1 if the chunk ends its prompt; None: not
+    given by the host engine."""
     known_successors: torch.Tensor | None = None
-    """[C] integer: as ``next_prompt_tokens``, of a host that tells nothing of them, by what its
-    manager knows; None: all chunks end their prompts, as far as one can tell."""
+    """[C] integer: ``next_prompt_tokens``, or what the manager knows of them; None: every chunk is
+    taken to end its prompt."""
     final_context: torch.Tensor | None = None
-    """[C] bool: the chunk ends its prompt; None: all do."""
+    """[C] bool: whether the chunk ends its prompt; None: all do."""
     manager: Any = None
-    """The host's MTP manager, whose pools are read afresh; None: it has none."""
+    """The MTP manager, whose pools are read in every step; None: there is none."""
     slot_ids: torch.Tensor | None = None  # [R] int64: rows of the pools and of the slot table
     slots: SlotRows | None = None
-    """What is kept of the step's requests; None: there is no manager."""
+    """Slot-table and pool rows of the step's requests; None: there is no manager."""
     sampling_kind: SamplingKind = SamplingKind.GREEDY
-    """What the requests need at most; their options are in their slots."""
+    """The most general kind among the requests; their options are in their slots."""
     max_position: int | None = None  # None: unbounded
     kv_lens: torch.Tensor | None = None  # [>= R] int32; None: the backend has none
     after_acceptance: Callable[[torch.Tensor], Any] | None = None
-    """Told how many tokens were accepted [R] int32, before drafts are made."""
+    """Called with the number of accepted tokens [R] int32 before the draft loop."""
     ranks: RankRows = ALONE
 
     @classmethod
@@ -60,15 +58,16 @@ class HostStep:
         *,
         draft_len: int | None = None,
     ) -> Self:
-        """Read a host's metadata.
+        """Read the metadata of a host engine.
 
         Args:
-            max_draft_len: K where the host chooses none. positions: [T], where the caller has them.
-            draft_len: K of the step, whatever the host's metadata says; None: as they say.
+            max_draft_len: K if the metadata has no ``runtime_draft_len``.
+            positions: [T], if the caller has them.
+            draft_len: K of the step, overriding the metadata.
 
         Raises:
-            MetadataError: a draft length that cannot be.
-            TensorContractError: counts and tensors that do not fit each other.
+            MetadataError: the draft length is out of range, or the request ids do not fit.
+            TensorContractError: counts and tensors do not fit each other.
         """
         if draft_len is None:
             draft_len = read_step_draft_len(spec_metadata, max_draft_len)
@@ -132,7 +131,7 @@ class HostStep:
         return self.next_context_tokens(last_tokens) if self.layout.num_contexts else None
 
     def next_context_tokens(self, last_tokens: torch.Tensor) -> torch.Tensor:
-        """As :meth:`context_successors`, of a step with contexts."""
+        """Return :meth:`context_successors` for a step that has contexts."""
         sampled = last_tokens[: self.layout.num_contexts]
         if self.known_successors is None:
             return sampled
@@ -141,16 +140,16 @@ class HostStep:
 
     @property
     def draft_probs(self) -> torch.Tensor | None:
-        """[S, K, V] float32: what the drafts of every slot were drawn from, where the manager keeps
-        it."""
+        """Distributions that the drafts of every slot were sampled from [S, K, V] float32; None if
+        the manager does not store them."""
         pool: torch.Tensor | None = getattr(self.manager, "draft_probs", None)
         return pool
 
     def expect_slots(self) -> SlotRows:
-        """What is kept of the step's requests.
+        """Return `slots`.
 
         Raises:
-            MetadataError: the host gave no manager, or no slots.
+            MetadataError: there is no manager, or it has no slot table.
         """
         self.expect_manager()
         if self.slots is None:
@@ -161,20 +160,20 @@ class HostStep:
         return self.slots
 
     def sampling_slots(self) -> SlotRows:
-        """As :meth:`expect_slots`, without pools where nobody has a row of one.
+        """Return `slots`, without the logits-processing pools if no request uses them.
 
         Raises:
-            MetadataError: the host gave no manager, or no slots.
+            MetadataError: there is no manager, or it has no slot table.
         """
         slots = self.expect_slots()
         is_sampled = self.sampling_kind is SamplingKind.SAMPLED
         return replace(slots, pools=None, bans=None) if is_sampled else slots
 
     def expect_manager(self) -> tuple[Any, torch.Tensor]:
-        """The host's MTP manager, and the requests' rows in its pools [R] int64.
+        """Return the MTP manager and the pool rows of the requests [R] int64.
 
         Raises:
-            MetadataError: the host gave one of them not.
+            MetadataError: one of them is missing.
         """
         if self.manager is None:
             raise MetadataError("this step needs spec_metadata.mtp_hidden_states_manager, got None")
@@ -186,7 +185,7 @@ class HostStep:
 def read_sampling_kind(
     spec_metadata: Any, manager: Any, request_ids: Sequence[int] | None
 ) -> SamplingKind:
-    """Return what the requests of a step need at most.
+    """Return the most general sampling kind among the requests of a step.
 
     ``sampling_kind`` of the metadata decides; where it is None or missing, the manager's options of
     ``request_ids`` do. A host engine that chooses graphs by ``is_all_greedy_sample`` captures with
@@ -216,7 +215,7 @@ def read_sampling_kind(
 
 
 def sampling_kind_of(manager: Any, request_ids: Iterable[int]) -> SamplingKind:
-    """Return what these requests need at most; greedy, of a manager that does not know."""
+    """Return the most general sampling kind among these requests, greedy if it is unknown."""
     of_requests = getattr(manager, "sampling_kind_of", None)
     if of_requests is None:
         return SamplingKind.GREEDY
@@ -287,13 +286,13 @@ def expect_distinct_ids(request_ids: Sequence[int], manager: Any) -> None:
 
 
 def known_successors(manager: Any, request_ids: Sequence[int]) -> list[int] | None:
-    """The prompt token behind the chunk of each of these contexts, -1 where it ends the prompt;
-    None: all do, as far as the manager knows."""
+    """Return the prompt token after the chunk of each context, -1 if the chunk ends its prompt;
+    None if every chunk does, or the manager does not know."""
     successors_of = getattr(manager, "successors_of", None)
     if successors_of is None:
         return None
-    told: list[int] | None = successors_of(request_ids)
-    return told
+    successors: list[int] | None = successors_of(request_ids)
+    return successors
 
 
 def read_num_seqs(attn_metadata: Any) -> int:
@@ -312,10 +311,10 @@ def read_num_seqs(attn_metadata: Any) -> int:
 
 
 def read_step_draft_len(spec_metadata: Any, max_draft_len: int) -> int:
-    """K of this step: ``runtime_draft_len`` of the host's metadata, or ``max_draft_len``.
+    """Return K of this step: the metadata's ``runtime_draft_len``, or ``max_draft_len``.
 
     Raises:
-        MetadataError: more than the pieces were built for, or less than none.
+        MetadataError: it is negative or above ``max_draft_len``.
     """
     chosen = getattr(spec_metadata, "runtime_draft_len", None)
     if chosen is None:
@@ -333,25 +332,26 @@ def _draft_lens(
     device: torch.device,
     attn_metadata: AttentionMetadata,
 ) -> torch.Tensor | None:
-    """Drafts that each generation has [G] integer on ``device``; None: K everywhere.
+    """Return the number of drafts per generation [G] on ``device``; None if all have K.
 
-    A host's list is read on the host, so that a step of K everywhere costs nothing.
+    A Python list is compared on the CPU, so that the common case launches nothing.
     """
     if lens is None or isinstance(lens, torch.Tensor):
         return None if lens is None else lens[: layout.num_generations]
-    told = list(lens[: layout.num_generations])
-    if len(told) != layout.num_generations:
+    listed = list(lens[: layout.num_generations])
+    if len(listed) != layout.num_generations:
         raise MetadataError(
-            f"draft_lens: expected one of each of {layout.num_generations} generations, got {told}"
+            f"draft_lens: expected one value for each of {layout.num_generations} generations, "
+            f"got {listed}"
         )
-    if all(length == layout.draft_len for length in told):
+    if all(length == layout.draft_len for length in listed):
         return None
     if attn_metadata.is_cuda_graph:
         raise MetadataError(
-            f"draft_lens: a graph would keep the list {told} for every replay; expected K = "
+            f"draft_lens: a graph would keep the list {listed} for every replay; expected K = "
             f"{layout.draft_len} everywhere, or a tensor"
         )
-    return to_device(told, torch.int32, device)
+    return to_device(listed, torch.int32, device)
 
 
 def read_layout(
@@ -360,14 +360,15 @@ def read_layout(
     draft_len: int,
     positions: torch.Tensor | None = None,
 ) -> StepLayout:
-    """The shape of a step, from a host's metadata.
+    """Return the layout of a step, from the metadata of a host engine.
 
     Args:
-        draft_len: K of the step. positions: [T], where the caller has them.
+        draft_len: K of the step.
+        positions: [T], if the caller has them.
 
     Raises:
-        MetadataError: positions of another number of rows.
-        TensorContractError: counts and tensors that do not fit each other.
+        MetadataError: positions have another number of rows.
+        TensorContractError: counts and tensors do not fit each other.
     """
     contexts = int(attn_metadata.num_contexts)
     chunk_lens = tuple(attn_metadata._seq_lens[:contexts].tolist()) if contexts else ()
@@ -375,11 +376,11 @@ def read_layout(
     if positions is not None:
         expected = sum(chunk_lens) + generations * (draft_len + 1)
         if positions.shape[0] != expected:
-            asked = getattr(spec_metadata, "runtime_draft_len", None)
+            runtime_len = getattr(spec_metadata, "runtime_draft_len", None)
             raise MetadataError(
                 f"step: expected T = {expected} rows, {sum(chunk_lens)} of prompts and K+1 = "
                 f"{draft_len + 1} for each of {generations} generations (runtime_draft_len: "
-                f"{asked}), got {positions.shape[0]}"
+                f"{runtime_len}), got {positions.shape[0]}"
             )
     return StepLayout(
         chunk_lens=chunk_lens,
@@ -412,12 +413,12 @@ def read_positions(attn_metadata: Any, layout: StepLayout) -> torch.Tensor:
 
 
 def cached_tokens(attn_metadata: Any, num_contexts: int) -> list[int]:
-    """Tokens of each context that are in the cache before the step.
+    """Return the number of tokens per context that the KV cache holds before the step.
 
-    Without the host's list they are read from the device.
+    Without ``num_cached_tokens_per_seq`` they are read from the device.
 
     Raises:
-        MetadataError: there are contexts, and neither the list nor ``kv_lens_cuda``.
+        MetadataError: there are contexts, but neither that list nor ``kv_lens_cuda``.
     """
     if num_contexts == 0:
         return []
@@ -433,52 +434,3 @@ def cached_tokens(attn_metadata: Any, num_contexts: int) -> list[int]:
         )
     lens = kv_lens[:num_contexts].cpu() - attn_metadata._seq_lens[:num_contexts].cpu()
     return [int(count) for count in lens]
-
-
-def takes_output_rows(layer: Any) -> bool:
-    """Whether a draft layer may be told which rows are read, see `DraftLayer`."""
-    return bool(getattr(layer, "takes_output_rows", False))
-
-
-def taken_by(layer: Any, names: tuple[str, ...]) -> frozenset[str]:
-    """Which of these keyword arguments a draft layer's call takes; one with ``**kwargs`` takes
-    all."""
-    kind: Any = type(layer)
-    return _taken_by(kind, names)
-
-
-@cache
-def _taken_by(kind: Any, names: tuple[str, ...]) -> frozenset[str]:
-    called = getattr(kind, "forward", None) or kind.__call__
-    try:
-        parameters = signature(called).parameters
-    except (TypeError, ValueError):  # nothing is known of a builtin
-        return frozenset()
-    if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return frozenset(names)
-    by_place = Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL
-    return frozenset(n for n in names if n in parameters and parameters[n].kind not in by_place)
-
-
-def part_of(draft_model: Any, name: str) -> Any:
-    """A part of the model that a host hands in as one; None: it has no such part."""
-    return getattr(draft_model, name, None)
-
-
-def own_vocabulary(draft_model: Any) -> Any:
-    """What maps the ids of a draft model that has a vocabulary of its own; None: it has the
-    target's."""
-    return getattr(getattr(draft_model, "model", None), "d2t", None)
-
-
-def is_eagle(mode: Any) -> bool:
-    """Whether one layer drafts all tokens; hosts' modes may call the one-model way by a name of its
-    own."""
-    names = ("is_mtp_eagle", "is_mtp_eagle_one_model")
-    return any(getattr(mode, name)() for name in names if hasattr(mode, name))
-
-
-def is_vanilla(mode: Any) -> bool:
-    """Whether there is a layer per depth; older modes ask by value."""
-    asked = getattr(mode, "is_mtp_vanilla", None)
-    return bool(asked()) if asked is not None else getattr(mode, "name", None) == "MTP"

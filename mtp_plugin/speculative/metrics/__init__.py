@@ -1,1 +1,1 @@
-"""What is counted of a run, and the alarms that follow from it."""
+"""Acceptance statistics and alarms."""

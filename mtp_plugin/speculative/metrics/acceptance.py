@@ -1,4 +1,4 @@
-"""Acceptance figures, counted from tokens that were really emitted."""
+"""Acceptance statistics, counted from the tokens that were really output."""
 
 from __future__ import annotations
 
@@ -7,40 +7,46 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Label:
-    """What reports must say of a verification mode whose texts are not the target's own."""
+    """Note for reports about a verification method whose output differs from the target's own."""
 
-    name: str  # of the mode
-    settings: str  # its options, in short
-    note: str  # what a reader has to know
+    name: str  # verification method
+    settings: str  # its options, abbreviated
+    note: str  # what readers of a report must know
     is_drawn: bool = False
-    """Draws accept the drafts: figures are those asked for, and tell nothing of drafts or text."""
+    """Drafts are accepted at random with configured rates, so that statistics do not measure the
+    drafter and the output is not meaningful."""
 
     def __str__(self) -> str:
         return f"{self.name} acceptance ({self.settings}): {self.note}"
 
 
 def num_decided_drafts(num_emitted: int, num_drafted: int, *, ends: bool) -> int:
-    """Of a step's drafts those that its emitted tokens tell of.
+    """Return the number of drafts of a step whose acceptance is known from its output tokens.
 
-    Of a run that ends its request the drafts in front of the last token, which stood: whether a
-    draft was that token or what follows a rejected one, none behind it could have counted.
+    Usually all. If the step ends its request, only the drafts before the last output token count:
+    they were accepted, and later drafts had no chance.
+
+    Args:
+        num_emitted: output tokens of the step.
+        num_drafted: drafts that the step verified.
+        ends: whether the step ended its request.
     """
     return min(num_drafted, max(num_emitted - 1, 0)) if ends else num_drafted
 
 
 @dataclass
 class AcceptanceStats:
-    """A histogram of emitted tokens per target step; every figure derives from it.
+    """Histogram of output tokens per target step, from which all statistics are computed.
 
-    A run that a stop or a limit cuts counts its cut, and of its drafts those that are told of
-    (:func:`num_decided_drafts`). Context steps (one token each) do not count.
+    A step that a stop condition truncates counts with its remaining tokens and the drafts of
+    :func:`num_decided_drafts`. Context steps (one token each) are not counted.
     """
 
     max_draft_len: int
-    histogram: list[int] = field(default_factory=list)  # index: emitted tokens of a step, 0..K+1
+    histogram: list[int] = field(default_factory=list)  # index: output tokens of a step, 0..K+1
     num_drafted: int = 0
     label: Label | None = None
-    """Of the verification that the figures come from; None: the text is the target's own."""
+    """Label of the verification method; None: the output is the target's own."""
 
     def __post_init__(self) -> None:
         if not self.histogram:
@@ -61,17 +67,17 @@ class AcceptanceStats:
 
     @property
     def steps(self) -> int:
-        """Target steps counted."""
+        """Number of target steps."""
         return sum(self.histogram)
 
     @property
     def emitted(self) -> int:
-        """Tokens emitted in those steps."""
+        """Number of output tokens of these steps."""
         return sum(count * emitted for emitted, count in enumerate(self.histogram))
 
     @property
     def acceptance_length(self) -> float:
-        """Emitted tokens per step; 0.0 before the first step."""
+        """Output tokens per step; 0.0 before the first step."""
         return self.emitted / self.steps if self.steps else 0.0
 
     @property
@@ -83,7 +89,6 @@ class AcceptanceStats:
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts over drafts verified, without those that an end left no room for; 0.0
-        before the first draft."""
+        """Accepted drafts divided by those of :func:`num_decided_drafts`; 0.0 without drafts."""
         accepted = sum(count * max(emitted - 1, 0) for emitted, count in enumerate(self.histogram))
         return accepted / self.num_drafted if self.num_drafted else 0.0

@@ -1,8 +1,8 @@
-"""Alarms on acceptance: figures that no accuracy test shows.
+"""Alarms on acceptance, for problems that accuracy tests do not detect.
 
-Two conditions, each told once through the logger ``mtp_plugin`` and again only after it was over:
-**collapse**, hardly a draft is accepted (the text stays right, and drafting only costs), and
-**looping**, everything is accepted because the text repeats itself.
+Two conditions are logged through the logger ``mtp_plugin``, each once until it ends: **collapse**
+(almost no draft is accepted; the output stays correct, but drafting only costs time) and
+**looping** (everything is accepted because the output repeats itself).
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from mtp_plugin.speculative.metrics.acceptance import num_decided_drafts
 _logger = logging.getLogger("mtp_plugin")
 
 COLLAPSE_STEPS = 512
-"""Request-steps with drafts over which a collapse is judged."""
+"""Number of request-steps with drafts in the window of the collapse alarm."""
 COLLAPSED_BELOW = 1.05
-"""Emitted tokens per step: under this is a collapse."""
+"""Output tokens per step below which acceptance has collapsed."""
 RECOVERED_AT = 1.15
-"""Emitted tokens per step: from here on it is over."""
+"""Output tokens per step from which on the collapse is over."""
 
 LOOP_SPAN = 128
-"""Emitted tokens of a request over which looping is judged, span after span."""
+"""Output tokens of a request per span; every span is checked for looping."""
 LOOP_CEILING = 0.95
-"""Share of what the steps of a span could have emitted, from which acceptance is at its ceiling."""
+"""Output tokens of a span divided by the maximum of its steps, from which on acceptance is at its
+ceiling."""
 LOOP_NGRAM = 8
 LOOP_REPEATED = 0.5
-"""Share of a span's n-grams that stood before in it: from here on it loops."""
+"""Share of a span's n-grams that occur earlier in it, from which on the request loops."""
 QUIET_SPANS = 64
-"""So many spans' tokens, of any requests, without a loop: looping is over."""
+"""Number of spans, of any requests, without a loop after which looping is over."""
 
 
 def repeated_share(tokens: Sequence[int], n: int) -> float:
-    """Share of the n-grams of ``tokens`` that stood before in it; 0.0 where it has none.
+    """Return the share of the n-grams of ``tokens`` that occur earlier in it; 0.0 without n-grams.
 
     ``abcabcabc`` with n = 3: 7 n-grams, 3 different ones, a share of 4/7.
     """
@@ -50,36 +51,35 @@ def repeated_share(tokens: Sequence[int], n: int) -> float:
 
 @dataclass
 class _Span:
-    """The newest steps of a request, until they emitted a span's tokens."""
+    """The latest steps of a request, up to one span of output tokens."""
 
     emitted: int = 0
     possible: int = 0
-    loops: bool = False  # the span before it did
-    counted: bool = False  # the request is one of those that looped
+    loops: bool = False  # the previous span looped
+    counted: bool = False  # the request is in num_looping_requests
 
     @property
     def at_ceiling(self) -> bool:
-        """Whether acceptance is at its ceiling, or will be if nothing more is rejected."""
+        """Whether acceptance is at its ceiling, or will be unless another draft is rejected."""
         whole = max(self.emitted, LOOP_SPAN)
         return whole >= LOOP_CEILING * (whole + self.possible - self.emitted)
 
 
 class AcceptanceAlarms:
-    """Watches every request-step that verified drafts; host integers alone, no device read-back.
+    """Monitor every request-step that verified drafts, from host integers without device reads.
 
-    Where results are recorded call `record`; the samplers of the plugin do (`MTPSampler`). A step
-    costs a few additions, a request's n-grams are counted once per span, and only where acceptance
-    is at its ceiling.
+    The caller calls `record` for every result; `MTPSampler` does. A step costs a few additions; the
+    n-grams of a request are counted once per span, and only if acceptance is at its ceiling.
 
-    Looping is over when requests emitted `QUIET_SPANS` spans' tokens since one of them looped. One
-    that looped and still emits at the ceiling loops on. Tokens of an unfinished span that may yet
-    be a loop count once the request has ended or is gone; they are summed up only when enough
-    others were emitted, and then at most once per span's tokens.
+    Looping is over when `QUIET_SPANS` spans of tokens were output since a request last looped. A
+    request that looped and is still at the ceiling continues to loop. Tokens of an unfinished span
+    that may turn out to be a loop count once the request has finished or is gone; they are summed
+    up only when enough other tokens were output, and then at most once per span.
 
     Attributes:
         collapsed, looping: whether the condition holds now.
-        num_collapses: times that acceptance collapsed.
-        num_looping_requests: requests that were seen looping.
+        num_collapses: number of times that acceptance collapsed.
+        num_looping_requests: number of requests that looped.
     """
 
     def __init__(self) -> None:
@@ -90,20 +90,21 @@ class AcceptanceAlarms:
         self._emitted: deque[int] = deque(maxlen=COLLAPSE_STEPS)
         self._total = 0
         self._spans: WeakKeyDictionary[Any, _Span] = WeakKeyDictionary()
-        self._since_loop = 0  # emitted tokens
-        self._next_look = 0  # how many they are when it may be over
+        self._since_loop = 0  # output tokens
+        self._next_look = 0  # value of _since_loop at the next check
 
     @property
     def acceptance_length(self) -> float:
-        """Emitted tokens per step over the newest steps with drafts; 0.0 before the first."""
+        """Output tokens per step over the latest steps with drafts; 0.0 before the first."""
         return self._total / len(self._emitted) if self._emitted else 0.0
 
     def record(self, request: Any, num_emitted: int, num_drafted: int) -> None:
-        """Count one request-step; the request holds its emitted tokens already.
+        """Count one request-step; its output tokens are already appended to the request.
 
         Args:
-            request: with ``request_id`` and ``get_tokens(beam)``.
-            num_emitted: tokens really emitted. num_drafted: drafts really verified.
+            request: has ``request_id`` and ``get_tokens(beam)``.
+            num_emitted: output tokens of the step.
+            num_drafted: drafts that the step verified.
         """
         if num_drafted == 0:
             return
@@ -139,11 +140,11 @@ class AcceptanceAlarms:
         span.emitted += num_emitted
         span.possible += num_drafted + 1
         if span.emitted >= LOOP_SPAN:
-            self._judge(request, span)
+            self._check_span(request, span)
         if self.looping:
             self._watch_for_quiet(span, num_emitted)
 
-    def _judge(self, request: Any, span: _Span) -> None:
+    def _check_span(self, request: Any, span: _Span) -> None:
         share = 0.0
         if span.at_ceiling:
             share = repeated_share(request.get_tokens(0)[-LOOP_SPAN:], LOOP_NGRAM)
@@ -180,8 +181,8 @@ class AcceptanceAlarms:
         self.looping = True
         _logger.warning(
             "request %s loops: every draft is accepted, and %.0f %% of the last %d tokens' "
-            "%d-grams repeat. Acceptance figures are flattered by it; a run without "
-            "speculative_config shows whether the text loops without MTP too",
+            "%d-grams repeat. Acceptance statistics are too high because of it; a run without "
+            "speculative_config shows whether the output loops without MTP too",
             request.request_id,
             100 * share,
             LOOP_SPAN,

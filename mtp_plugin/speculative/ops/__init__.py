@@ -1,1 +1,1 @@
-"""Pure tensor steps of multi-token prediction, one folder each."""
+"""Tensor operations of speculative decoding, each with a torch reference and Triton kernels."""

@@ -1,4 +1,4 @@
-"""Plugins: one interface for every way to speculate."""
+"""The interface of speculative-decoding plugins, its implementations, and their registry."""
 
 from mtp_plugin.speculative.plugin.contract import (
     DraftPlan,

@@ -1,8 +1,8 @@
-"""What a way to speculate gives an executor, and what it may know of it.
+"""The interface between an executor and a speculative-decoding plugin.
 
-An executor asks the registry for the plugin of its ``decoding_type``, calls
-:meth:`~SpeculativePlugin.plan` before any weight is loaded, and :meth:`~SpeculativePlugin.build`
-once the model is there. It then runs the pieces without knowing what they do.
+An executor looks up the plugin of its ``decoding_type`` in the registry, calls
+:meth:`~SpeculativePlugin.plan` before it loads weights, and :meth:`~SpeculativePlugin.build` after
+it has loaded the model. It then runs the components without knowledge of the method.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class HostFacts:
     vocab_size: int
     dtype: torch.dtype
     device: torch.device
-    max_batch_size: int  # requests of one batch
-    max_num_sequences: int  # sequences that hold a slot at a time
+    max_batch_size: int  # requests per batch
+    max_num_sequences: int  # sequences that have a slot at the same time
     max_seq_len: int
-    chain: str = "output"  # how the checkpoint's MTP depths hand states on
-    encode: Callable[[str], list[int]] | None = None  # text -> ids, where a tokenizer is loaded
-    reads_states: bool = True  # a step's hidden states are read again behind the worker
+    chain: str = "output"  # which hidden states the next MTP depth reads
+    encode: Callable[[str], list[int]] | None = None  # text -> ids, if a tokenizer is loaded
+    reads_states: bool = True  # hidden states of a step are read after the worker ran
 
     def __post_init__(self) -> None:
         for name in _HOST_SIZES:
@@ -70,17 +70,18 @@ class HostFacts:
 
     @property
     def sampler_args(self) -> SimpleNamespace:
-        """What samplers ask of a host, as ``TorchSampler.Args``."""
+        """The arguments of samplers, as ``TorchSampler.Args``."""
         return SimpleNamespace(
             max_num_sequences=self.max_num_sequences, max_seq_len=self.max_seq_len, max_beam_width=1
         )
 
 
 def thinking_end_of(config: Any, host: HostFacts) -> ThinkingEnd | None:
-    """What budgets of thinking go by, of a config and a host's tokenizer; None: nothing says it.
+    """Return the end sequence that thinking budgets force, from a config and the tokenizer of the
+    host engine; None if neither defines one.
 
     Raises:
-        ConfigError: an id outside the vocabulary, or as `resolve_thinking_end`.
+        ConfigError: an id is outside the vocabulary, or as `resolve_thinking_end`.
     """
     end = resolve_thinking_end(config, host.encode)
     wrong = [] if end is None else [t for t in (end.begin, *end.end) if t >= host.vocab_size]
@@ -92,23 +93,23 @@ def thinking_end_of(config: Any, host: HostFacts) -> ThinkingEnd | None:
         f"thinking tokens: expected ids below {host.vocab_size}, the size of the vocabulary, got "
         f"{wrong}",
     )
-    return None  # the tokenizer knows more words than the model
+    return None  # the tokenizer has more tokens than the model
 
 
 @dataclass(frozen=True)
 class DraftPlan:
-    """What speculation costs a host engine per step, in KV rows and tokens of its budget.
+    """The cost of speculation per step, in KV rows and scheduled tokens.
 
     Raises:
         ConfigError: a field that is not an integer of at least 0.
     """
 
     max_draft_len: int  # K
-    num_draft_layers: int = 0  # MTP layers to load, each with a KV pool of its own
-    loop_rows: int = 0  # KV rows that the draft loop writes behind the step's own rows
-    history_rows: int = 0  # rows that a continued prompt chunk feeds to the draft layers again
-    past_pairs: int = 0  # states and tokens that a slot keeps
-    num_draft_probs: int = 0  # drafts of which a slot keeps what they were drawn from
+    num_draft_layers: int = 0  # MTP layers to load, each with its own KV pool
+    loop_rows: int = 0  # KV rows that the draft loop writes after the step's own rows
+    history_rows: int = 0  # rows that draft layers process again for a later prompt chunk
+    past_pairs: int = 0  # past hidden states and tokens stored per slot
+    num_draft_probs: int = 0  # drafts per slot whose distribution is stored
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -116,62 +117,60 @@ class DraftPlan:
 
     @property
     def step_rows(self) -> int:
-        """Target rows of a generation: K+1."""
+        """Query rows of a generation in the target pass: K+1."""
         return self.max_draft_len + 1
 
     def bytes_per_request(self, vocab_size: int, hidden_size: int, dtype: torch.dtype) -> int:
-        """Device bytes that manager and sampler keep for each request of a batch, told before any
-        is allocated; at least, and of a `SlotStateManager`.
+        """Return a lower bound of the device bytes per request of manager and sampler.
+
+        It is known before anything is allocated, and holds for a `SlotStateManager`.
 
         Args:
-            dtype: of the states.
+            dtype: dtype of the hidden states.
         """
         pairs = self.past_pairs * (hidden_size * dtype.itemsize + 4)
         store = 2 * 4 * (3 * self.max_draft_len + 4)
         return store + SlotStateManager.bytes_per_request(vocab_size, pairs, self.num_draft_probs)
 
     def rows_to_reserve(self, length: int, *, in_flight: bool) -> int:
-        """KV rows that a generation may touch in its next step.
+        """Return the KV rows that a generation may write in its next step.
 
         Args:
-            length: committed tokens as the host knows them.
-            in_flight: a step whose result the host has not seen is running.
+            length: number of committed tokens, as known to the executor.
+            in_flight: a step is running whose result the executor has not read.
         """
         pending = self.step_rows if in_flight else 0
         return length + pending + self.step_rows + self.loop_rows
 
     def prompt_rows_to_reserve(self, end: int) -> int:
-        """KV rows that a prompt chunk ending at ``end`` may touch."""
+        """Return the KV rows that a prompt chunk ending at ``end`` may write."""
         return end + self.loop_rows
 
     def chunk_tokens(self, start: int, chunk: int) -> int:
-        """Token budget that a prompt chunk takes, history rows counted."""
+        """Return the tokens that a prompt chunk takes from the token budget, with history rows."""
         return chunk + min(self.history_rows, start)
 
 
 class ReplayCheck(Protocol):
-    """What a capture cannot check, and each replay of it can."""
+    """A check that cannot run during graph capture, only after each replay."""
 
     def verify(self) -> None:
-        """Check what the last replay left; may wait for the device.
+        """Check the state after the last replay; may wait for the device.
 
         Raises:
-            MTPPluginError: something is not as it was.
+            MTPPluginError: something was not restored.
         """
 
 
 def no_replay_checks() -> AbstractContextManager[Sequence[ReplayCheck]]:
-    """None at all."""
     return nullcontext(())
 
 
-def no_refusals(asked: Mapping[str, Any]) -> Iterable[str]:  # noqa: ARG001
-    """None at all."""
+def no_refusals(options: Mapping[str, Any]) -> Iterable[str]:  # noqa: ARG001
     return ()
 
 
-def any_text(asked: Mapping[str, Any]) -> bool:  # noqa: ARG001
-    """Every request's."""
+def any_text(options: Mapping[str, Any]) -> bool:  # noqa: ARG001
     return True
 
 
@@ -184,49 +183,48 @@ _METHODS = {
 
 @dataclass(frozen=True)
 class SpeculativePieces:
-    """The components that an executor plugs into its loop.
+    """The components that an executor runs in its loop.
 
-    What the executor calls on one of them by another name is a property: ``slot_of`` of the
-    manager; ``served_options``, ``refusals``, ``device_store`` and ``set_stop_callback`` of the
-    sampler.
+    Properties forward to them: ``slot_of`` to the manager; ``served_options``, ``refusals``,
+    ``device_store`` and ``set_stop_callback`` to the sampler.
 
     Raises:
-        PluginError: a component without the methods that an executor calls, or of another type.
+        PluginError: a component has another type, or lacks methods that an executor calls.
     """
 
     manager: ResourceManager
-    """Assigns every request a slot, and stores the request's options there. ``slot_of(request_id)``
-    returns the row of the slot table and pools, that of padding rows too."""
+    """Assigns every request a slot and stores its options there. ``slot_of(request_id)`` returns
+    the row in the slot table and the pools, also for padding rows."""
     worker: torch.nn.Module
     sampler: Sampler
-    """May have ``served_options`` and ``refusals(options)``, ``device_tensors()`` (the last step's
-    tensors, at fixed addresses, without which no step is captured) and ``set_stop_callback``."""
+    """May have ``served_options``, ``refusals(options)``, ``device_tensors()`` (the last step's
+    tensors at fixed addresses; steps are captured only with it) and ``set_stop_callback``."""
     make_metadata: Callable[[], Any]
     plan: DraftPlan
     draft_lengths: DraftLengthController | None = None
-    """Chooses every step's draft length; None: K in every step."""
+    """Chooses the draft length of every step; None: always K."""
     alarms: AcceptanceAlarms | None = None
-    """Gets every request-step from the sampler; None: nobody does."""
+    """Alarms, called for every request-step; None: no alarms."""
     label: Label | None = None
-    """What reports of acceptance and text must say; None: the text is the target's own."""
+    """Note for reports of acceptance and output; None: the output is the target's own."""
     changes_text: Callable[[Mapping[str, Any]], bool] = any_text
-    """Options that a request asks for, by name -> whether the label is true of its text."""
+    """Requested options by name -> whether the label applies to the request's output."""
     shorter_steps: bool = False
-    """The worker obeys the metadata's ``runtime_draft_len``; False: every step has K, of which
-    ``draft_lengths`` lets requests verify fewer."""
+    """The worker supports the metadata's ``runtime_draft_len``; False: every step has K drafts, and
+    ``draft_lengths`` only limits how many a request verifies."""
     draft_vocab_ids: torch.Tensor | None = None
-    """[V'] int32, ascending: the host hands the worker a head over these rows; None: the target's
-    head."""
+    """[V'] int32, ascending: the executor gives the worker a head with these rows; None: the
+    target's head."""
     backend: Backend = Backend.TORCH
-    """What the pieces' ops run on; those of the host that belong to a step follow it."""
+    """Backend of the components' ops; the executor uses it for its own ops of a step."""
     checks_metadata: bool = False
-    """Debug: the host rebuilds its attention metadata at every use and compares."""
+    """Debug: the executor rebuilds its attention metadata before every use and compares."""
     replay_checks: Callable[[], AbstractContextManager[Sequence[ReplayCheck]]] = no_replay_checks
-    """Entered around a capture: the checks to make behind each of its replays."""
+    """Context of a graph capture; returns the checks to run after each replay."""
     make_graph_metadata: Callable[[Any, int], Any] | None = None
-    """Metadata, rows of a batch -> metadata of a step that is captured; None: none can be."""
+    """(metadata, batch size) -> metadata of a captured step; None: steps cannot be captured."""
     memory_report: Callable[[], str] | None = None
-    """A few words on the device memory of the pieces, for people; None: there is nothing to say."""
+    """Describes the device memory of the components for logs; None: no description."""
 
     def __post_init__(self) -> None:
         for name, methods in _METHODS.items():
@@ -254,46 +252,45 @@ class SpeculativePieces:
 
     @property
     def slot_of(self) -> Callable[[int], int]:
-        """Request id -> its row of the slot table and pools."""
+        """Request id -> its row in the slot table and the pools."""
         manager: Any = self.manager
         slot_of: Callable[[int], int] = manager.slot_of
         return slot_of
 
     @property
     def served_options(self) -> Set[str]:
-        """Options of a request, by name, that sampler and verification serve."""
+        """Names of the request options that sampler and verification support."""
         options: Set[str] = getattr(self.sampler, "served_options", frozenset())
         return options
 
     @property
     def refusals(self) -> Callable[[Mapping[str, Any]], Iterable[str]]:
-        """Requested options, by name -> why they cannot be served as they are."""
+        """Requested options by name -> why they are not supported together."""
         refusals: Callable[[Mapping[str, Any]], Iterable[str]]
         refusals = getattr(self.sampler, "refusals", no_refusals)
         return refusals
 
     @property
     def device_store(self) -> Callable[[], Any] | None:
-        """The last step's tensors on the device, at fixed addresses; None: no step is captured."""
+        """Returns the last step's device tensors, at fixed addresses; None: no graph capture."""
         return getattr(self.sampler, "device_tensors", None)
 
     @property
     def set_stop_callback(self) -> Callable[[StopCallback], None] | None:
-        """Sets a user's stop callback; None: the sampler takes none."""
+        """Sets the user's stop callback; None: the sampler does not support one."""
         return getattr(self.sampler, "set_stop_callback", None)
 
     def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:
-        """The draft lengths that may be chosen, of all batch sizes or of these."""
+        """Return the draft lengths that may be chosen for these batch sizes (default all)."""
         if self.draft_lengths is None or not self.shorter_steps:
             return (self.plan.max_draft_len,)
         return tuple(self.draft_lengths.draft_lens(batch_sizes))
 
     def choose_draft_len(self, batch: Any) -> int:
-        """The draft length that a scheduled batch runs with; call once per launched step.
+        """Return the draft length of a scheduled batch; call once per launched step.
 
-        A host that never does drafts K in every step, whatever schedule and gate say.
-
-        Afterwards the ``py_draft_state.limit`` of the batch's requests holds for this step.
+        It also sets ``py_draft_state.limit`` of the batch's requests for this step. An executor
+        that never calls it drafts K tokens in every step.
         """
         if self.draft_lengths is None:
             return self.plan.max_draft_len
@@ -302,20 +299,20 @@ class SpeculativePieces:
 
 
 class SpeculativePlugin(Protocol):
-    """One way to speculate, under one ``decoding_type``."""
+    """A speculative-decoding method with its ``decoding_type``."""
 
     decoding_type: str
 
     def plan(self, config: Any, num_mtp_layers: int) -> DraftPlan:
-        """What the pieces will cost, from the config and the checkpoint's MTP layer count alone.
+        """Return the cost of speculation, from the config and the number of MTP layers alone.
 
         Raises:
-            ConfigError: an option or a draft length that cannot be.
+            ConfigError: an option or the draft length is invalid.
         """
 
     def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:
-        """The pieces for a host.
+        """Build the components for a host engine.
 
         Raises:
-            ConfigError: an option that this host cannot serve.
+            ConfigError: the host engine does not support an option.
         """

@@ -1,4 +1,4 @@
-"""Multi-token prediction: what it costs, and its pieces."""
+"""The multi-token prediction plugin: its plan and its components."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class MTPPlugin:
     decoding_type = "MTP"
 
     def plan(self, config: Any, num_mtp_layers: int) -> DraftPlan:
-        """Eagle reuses one layer and writes K-1 rows in its loop; vanilla takes K layers."""
+        """Plan one layer that writes K-1 KV rows in its loop (eagle), or K layers (vanilla)."""
         config = self._own(config).resolve(num_mtp_layers)
         resolve_draft_vocab(config.mtp.draft_vocab)
         k = config.draft_len
@@ -54,7 +54,7 @@ class MTPPlugin:
         return DraftPlan(k, 1, loop_rows=k - 1, num_draft_probs=probs)
 
     def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:
-        """Manager, worker and sampler for the planned draft length."""
+        """Build manager, worker and sampler for the planned draft length."""
         k = plan.max_draft_len
         config = self._own(config)
         if config.max_draft_len is None:
@@ -95,7 +95,7 @@ class MTPPlugin:
 
         lengths = DraftLengthController(config, max_batch_size=host.max_batch_size)
         label = label_of(options)
-        # acceptance by draw says nothing about the drafts
+        # synthetic acceptance does not measure the drafts
         alarms = None if label is not None and label.is_drawn else AcceptanceAlarms()
 
         def on_step(request: Any, num_emitted: int, num_drafted: int) -> None:
@@ -134,7 +134,7 @@ class MTPPlugin:
 
     @staticmethod
     def _manager(options: DecodingOptions, worker: SpecWorker, host: HostFacts) -> SlotStateManager:
-        """With past pairs where layers of their own depth read them."""
+        """Build the manager, with past hidden states and tokens if the worker is vanilla."""
         if isinstance(worker, MTPWorker):
             return MTPHiddenStatesManager(
                 options,
@@ -157,7 +157,7 @@ class MTPPlugin:
 
     @staticmethod
     def _thinking(config: MTPDecodingConfig, host: HostFacts) -> tuple[int, int] | None:
-        """The ids of the thinking phase, where acceptance is relaxed by it."""
+        """Return the (begin, end) thinking ids if relaxed acceptance needs them."""
         if not config.use_relaxed_acceptance_for_thinking:
             return None
         begin, end = resolve_thinking_tokens(config, host.encode)

@@ -1,4 +1,4 @@
-"""Decoding without speculation, as a plugin like any other."""
+"""The plugin for decoding without speculation."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ class NoSpeculationPlugin:
     decoding_type = NO_SPECULATION
 
     def plan(self, config: Any, num_mtp_layers: int) -> DraftPlan:  # noqa: ARG002
-        """One token per step, nothing drafted.
+        """Plan one token per step without drafts.
 
         Raises:
-            ConfigError: options beside the decoding type, which nothing would read.
+            ConfigError: there are options in addition to the decoding type.
         """
         options = config.options if isinstance(config, OtherDecodingConfig) else {}
         if options:
@@ -43,7 +43,7 @@ class NoSpeculationPlugin:
         return DraftPlan(max_draft_len=0)
 
     def build(self, config: Any, plan: DraftPlan, host: HostFacts) -> SpeculativePieces:  # noqa: ARG002
-        """A worker that only emits, and the sampler with an empty draft store."""
+        """Build a worker that samples one token per request, without drafts."""
 
         def make_metadata() -> MTPSpecMetadata:
             return MTPSpecMetadata(

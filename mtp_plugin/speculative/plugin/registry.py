@@ -1,4 +1,4 @@
-"""Plugins by ``decoding_type``: built in, registered, or from an entry point."""
+"""Plugin registry by ``decoding_type``: built in, registered, or from an entry point."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def register_plugin(plugin: SpeculativePlugin) -> None:
     """Register ``plugin`` under its decoding type.
 
     Raises:
-        PluginError: the object is no plugin, or the decoding type has another one.
+        PluginError: the object is not a plugin, or the decoding type is already registered.
     """
     _expect_plugin(plugin, "register_plugin")
     key = plugin.decoding_type.lower()
@@ -41,7 +41,7 @@ def register_plugin(plugin: SpeculativePlugin) -> None:
 
 
 def unregister_plugin(decoding_type: str) -> None:
-    """Forget a registered plugin; the built-in ones stay.
+    """Remove a registered plugin; built-in plugins cannot be removed.
 
     Raises:
         PluginError: the decoding type is built in or has no plugin.
@@ -53,10 +53,10 @@ def unregister_plugin(decoding_type: str) -> None:
 
 
 def find_plugin(decoding_type: str | None) -> SpeculativePlugin:
-    """The plugin of a decoding type: built in, registered, or from the entry-point group.
+    """Return the plugin of a decoding type: built in, registered, or from an entry point.
 
     Args:
-        decoding_type: the config's name, in any case; None decodes without speculation.
+        decoding_type: name in any case; None: decoding without speculation.
 
     Raises:
         PluginError: no plugin has this name (the message lists those that exist), or its entry
@@ -78,7 +78,7 @@ def make_plan(plugin: SpeculativePlugin, config: Any, num_mtp_layers: int) -> Dr
     """Call ``plugin.plan`` and check what it returns.
 
     Raises:
-        PluginError: it returned something else than a `DraftPlan`.
+        PluginError: it did not return a `DraftPlan`.
         ConfigError: as :meth:`SpeculativePlugin.plan`.
     """
     plan: object = plugin.plan(config, num_mtp_layers)
@@ -95,7 +95,7 @@ def build_pieces(
     """Call ``plugin.build`` and check what it returns.
 
     Raises:
-        PluginError: it returned something else than `SpeculativePieces`.
+        PluginError: it did not return `SpeculativePieces`.
         ConfigError: as :meth:`SpeculativePlugin.build`.
     """
     pieces: object = plugin.build(config, plan, host)
@@ -107,10 +107,10 @@ def build_pieces(
 
 
 def _load(point: EntryPoint) -> SpeculativePlugin:
-    """Import a plugin of an installed package.
+    """Import the plugin of an entry point.
 
     Raises:
-        PluginError: naming the entry point and what is wrong with it.
+        PluginError: it cannot be imported, or is not a plugin.
     """
     source = f"entry point {point.name!r} of {ENTRY_POINT_GROUP} ({point.value})"
     try:
@@ -119,7 +119,7 @@ def _load(point: EntryPoint) -> SpeculativePlugin:
         _expect_plugin(plugin, source)
     except PluginError:
         raise
-    except (Exception, SystemExit) as error:  # an import may end the process of its caller
+    except (Exception, SystemExit) as error:  # an import may call sys.exit
         raise PluginError(f"{source} cannot be loaded: {describe_error(error)}") from error
     expect(
         plugin.decoding_type.lower() == point.name.lower(),
@@ -130,10 +130,10 @@ def _load(point: EntryPoint) -> SpeculativePlugin:
 
 
 def _expect_plugin(plugin: object, source: str) -> None:
-    """Check that an object has what `SpeculativePlugin` needs.
+    """Check that an object implements `SpeculativePlugin`.
 
     Raises:
-        PluginError: naming what is missing.
+        PluginError: something is missing.
     """
     name = getattr(plugin, "decoding_type", None)
     if isinstance(plugin, type):

@@ -42,7 +42,7 @@ def test_the_projects_own_config() -> None:
     assert options == DecodingOptions(**{**vars(READ), "mtp": MTPPluginOptions(**plugin)})
 
 
-def test_a_config_that_asks_for_nothing() -> None:
+def test_a_config_without_options() -> None:
     options = DecodingOptions.read(host())
     assert options == DecodingOptions(max_draft_len=3)
     assert options.thinking_tokens == (-1, -1)
@@ -54,8 +54,8 @@ def test_a_config_that_asks_for_nothing() -> None:
 def test_thinking_tokens_in_either_case(spelling: Any) -> None:
     names = {name: RELAXED[name] for name in RELAXED if name.endswith("_token")}
     others = {name: RELAXED[name] for name in RELAXED if name not in names}
-    told = {spelling(name): value for name, value in names.items()}
-    assert DecodingOptions.read(host(**others, **told)) == READ
+    given = {spelling(name): value for name, value in names.items()}
+    assert DecodingOptions.read(host(**others, **given)) == READ
 
 
 def test_thinking_tokens_that_a_host_hands_in() -> None:
@@ -82,17 +82,17 @@ def test_options_of_the_plugin_that_a_host_names() -> None:
     mtp = SimpleNamespace(
         draft_window="trtllm", kernels="reference", draft_vocab=None, of_the_host=object()
     )
-    told = DecodingOptions.read(host(mtp=mtp)).mtp
-    assert told == MTPPluginOptions(draft_window="trtllm", kernels="reference")
+    options = DecodingOptions.read(host(mtp=mtp)).mtp
+    assert options == MTPPluginOptions(draft_window="trtllm", kernels="reference")
     for nothing in (None, SimpleNamespace(), {}):
         assert DecodingOptions.read(host(mtp=nothing)).mtp == MTPPluginOptions()
 
 
 def test_synthetic_acceptance_of_a_host() -> None:
     mtp = SimpleNamespace(verification="synthetic", synthetic_acceptance=0.5, synthetic_seed=3)
-    told = DecodingOptions.read(host(mtp=mtp)).mtp
-    assert told.acceptance_shares(3) == (0.5, 0.25, 0.125)
-    assert (told.is_synthetic, told.synthetic_seed) == (True, 3)
+    options = DecodingOptions.read(host(mtp=mtp)).mtp
+    assert options.acceptance_shares(3) == (0.5, 0.25, 0.125)
+    assert (options.is_synthetic, options.synthetic_seed) == (True, 3)
 
 
 def test_values_that_a_host_left_unset() -> None:

@@ -1,4 +1,4 @@
-"""Parcels for hosts without classes of their own."""
+"""Request, batch and metadata classes for host engines without their own."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def test_a_request_ends_once() -> None:
         (
             [3],
             {"speculate": False, "max_draft_len": 1},
-            "request 7: the loop of PlainRequest does not give speculate=False, max_draft_len=1",
+            "request 7: the loop of PlainRequest does not support speculate=False, max_draft_len=1",
         ),
         (
             [3],
             {"prompt_logprobs": 1},
-            "request 7: the loop of PlainRequest does not give prompt_logprobs=1",
+            "request 7: the loop of PlainRequest does not support prompt_logprobs=1",
         ),
     ],
 )
@@ -129,8 +129,8 @@ def test_a_chunk_that_is_none_of_its_prompt_is_refused(chunk: int) -> None:
     request.context_chunk_size = 2
     request.move_to_next_context_chunk()
     request.context_chunk_size = chunk
-    told = f"request 3: expected a context_chunk_size from 1 to the 3 tokens .*, got {chunk}"
-    with pytest.raises(MetadataError, match=told):
+    message = f"request 3: expected a context_chunk_size from 1 to the 3 tokens .*, got {chunk}"
+    with pytest.raises(MetadataError, match=message):
         PlainBatch([request], [])
     with pytest.raises(MetadataError, match="request 3: 3 tokens of its prompt are left, so it is"):
         PlainBatch([], [request])

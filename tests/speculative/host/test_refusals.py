@@ -1,4 +1,4 @@
-"""Options that a host's own request carries and its executor never asked about."""
+"""Unsupported options of a host engine's request that its executor did not check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ K = 2
 
 
 def foreign(request_id: int = 4, **sampling: Any) -> LlmRequest:
-    """A request whose options stand where TensorRT-LLM has them."""
+    """A request whose options are in the fields of TensorRT-LLM."""
     request = LlmRequest(request_id, [1, 2, 3], SamplingParams(), max_draft_len=K, max_seq_len=30)
     request.sampling_config = SimpleNamespace(**sampling)
     request.py_seq_slot = 0
@@ -41,20 +41,20 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("sampling", "told"), REFUSED)
+@pytest.mark.parametrize(("sampling", "message"), REFUSED)
 @pytest.mark.parametrize("always_greedy", [False, True])
 def test_what_needs_edited_logits_is_refused(
-    sampling: dict[str, Any], told: str, always_greedy: bool
+    sampling: dict[str, Any], message: str, always_greedy: bool
 ) -> None:
-    """By a sampler that was not told of a worker which does that."""
+    """By a sampler without a worker that serves these options."""
     piece = sampler(always_greedy=always_greedy)
     assert "min_tokens" not in piece.served_options
-    with pytest.raises(ConfigError, match=f"request 4: not supported with MTP: .*{told}"):
+    with pytest.raises(ConfigError, match=f"request 4: not supported with MTP: .*{message}"):
         piece.validate_request(foreign(**sampling))
 
 
-@pytest.mark.parametrize(("sampling", "told"), REFUSED)
-def test_a_request_that_was_never_validated_ends(sampling: dict[str, Any], told: str) -> None:
+@pytest.mark.parametrize(("sampling", "message"), REFUSED)
+def test_a_request_that_was_never_validated_ends(sampling: dict[str, Any], message: str) -> None:
     piece, request = sampler(), foreign(**sampling)
     batch = SimpleNamespace(context_requests=[request], generation_requests=[])
     row = {"dtype": torch.int32}
@@ -70,7 +70,7 @@ def test_a_request_that_was_never_validated_ends(sampling: dict[str, Any], told:
     request.move_to_next_context_chunk()
     (result,) = piece.update_requests(state)
     assert (result.token_ids, result.finish_reason) == ([], FinishReason.ERROR)
-    assert told in request.py_error
+    assert message in request.py_error
     assert request.output_token_ids == []
 
 

@@ -37,7 +37,7 @@ from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
 
 def request(**fields: Any) -> SimpleNamespace:
-    """As TensorRT-LLM has it: three tokens of a prompt, nothing asked for."""
+    """A request with TensorRT-LLM's fields: a prompt of three tokens and no options."""
     given = {"request_id": 7, "get_tokens": lambda beam: [1, 2, 3][beam:], **fields}
     return SimpleNamespace(**given)
 
@@ -95,14 +95,14 @@ def test_both_forms_of_stop_words(listed: Any, words: tuple[tuple[int, ...], ...
 
 
 def test_the_length_of_the_prompt() -> None:
-    """Given, or that of the tokens where the host does not tell."""
+    """Given by the host engine, or the number of tokens."""
     assert read_request(request(py_orig_prompt_len=2)).stop.prompt_len == 2
     assert read_request(request(py_orig_prompt_len=0)).stop.prompt_len == 0
     assert read_request(request(py_orig_prompt_len=None)).stop.prompt_len == 3
-    # it is not asked for its tokens in vain
-    told = request(py_orig_prompt_len=2)
-    del told.get_tokens
-    assert read_request(told).stop.prompt_len == 2
+    # the tokens are not read needlessly
+    with_length = request(py_orig_prompt_len=2)
+    del with_length.get_tokens
+    assert read_request(with_length).stop.prompt_len == 2
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ def test_the_length_of_the_prompt() -> None:
 def test_the_longest_text(options: dict[str, Any], seq_len: int, length: int) -> None:
     facts = read_request(request(**options), seq_len)
     assert facts.stop.max_length == length
-    # drafts are absent behind the length that the host has reserved, not behind this one
+    # drafts end at the length that the host engine has reserved, not at this one
     assert facts.full_length == seq_len
 
 
@@ -152,7 +152,7 @@ def test_dummies(name: str) -> None:
         ({"top_k": [9], "random_seed": [5]}, {"top_k": 9, "seed": 5}),
         ({"top_k": 9, "random_seed": 2**64 - 1}, {"top_k": 9, "seed": 2**64 - 1}),
         ({"top_p": [0.5], "random_seed": [-5]}, {"top_p": 0.5, "seed": -5}),
-        # greedy: nothing is said of how a token is drawn
+        # greedy: no sampling options
         ({"random_seed": [5]}, {}),
         ({"temperature": [0.0], "top_k": [9], "random_seed": [5]}, {}),
         ({"temperature": [0.9], "top_k": [1], "top_p": [0.5]}, {}),
@@ -166,21 +166,21 @@ def test_dummies(name: str) -> None:
         ({"prompt_ignore_length": [0]}, {}),
         ({"num_return_sequences": 1, "length_penalty": [0.0], "no_repeat_ngram_size": [0]}, {}),
         ({"top_p_decay": [1.0], "top_p_min": [1e-6], "top_p_reset_ids": [-1]}, {}),
-        # what cannot be is left out here, and told when the request is refused
+        # invalid values are left out here and reported when the request is refused
         ({"repetition_penalty": [0.0], "presence_penalty": [math.nan]}, {}),
         ({"beam_width": 2}, {}),  # of no name among ours
     ],
     ids=str,
 )
-def test_what_a_sampling_config_asks_for(config: dict[str, Any], options: dict[str, Any]) -> None:
+def test_options_of_a_sampling_config(config: dict[str, Any], options: dict[str, Any]) -> None:
     assert read_request(sampling(**config)).options == options
 
 
 @pytest.mark.parametrize(
-    ("told", "options"), [(False, {"relaxed_acceptance": False}), (True, {}), (None, {})]
+    ("relaxed", "options"), [(False, {"relaxed_acceptance": False}), (True, {}), (None, {})]
 )
-def test_what_a_request_asks_for(told: bool | None, options: dict[str, Any]) -> None:
-    assert read_request(request(py_relaxed_acceptance=told)).options == options
+def test_options_of_a_request(relaxed: bool | None, options: dict[str, Any]) -> None:
+    assert read_request(request(py_relaxed_acceptance=relaxed)).options == options
 
 
 WORDS = ((5,), (6, 7), (8,))
@@ -216,11 +216,11 @@ def test_a_dense_bias(name: str) -> None:
 
 def test_the_engines_seed() -> None:
     """Of requests without one; the columns of the others stay."""
-    asks, has_none = sampling(temperature=[0.5], random_seed=[7]), sampling(temperature=[0.5])
+    seeded, has_none = sampling(temperature=[0.5], random_seed=[7]), sampling(temperature=[0.5])
     for engine_seed in (0, 1, 2**32, 2**64 - 1):
         columns = read_request(has_none).columns(engine_seed)
         assert columns["seed"] == seed_words(None, 7, engine_seed=engine_seed)
-        assert read_request(asks).columns(engine_seed)["seed"] == (7, 0)
+        assert read_request(seeded).columns(engine_seed)["seed"] == (7, 0)
     assert read_request(has_none).columns() == read_request(has_none).columns(0)
     assert len({read_request(has_none).columns(n)["seed"] for n in (0, 1, 2**32)}) == 3
 
@@ -234,11 +234,11 @@ def test_every_column_of_a_request_is_given_or_empty() -> None:
     draws = {"temperature": [0.7], "top_k": [5], "top_p": [0.9], "min_p": [0.1]}
     edits = {"repetition_penalty": [1.5], "presence_penalty": [-1], "frequency_penalty": [0.5]}
     given = {**draws, **edits}
-    asked = read_request(sampling(min_length=[8], **given)).columns()
-    assert {name: asked[name] for name in given} == {n: v[0] for n, v in given.items()}
-    assert asked["min_tokens"] == 8
+    columns = read_request(sampling(min_length=[8], **given)).columns()
+    assert {name: columns[name] for name in given} == {n: v[0] for n, v in given.items()}
+    assert columns["min_tokens"] == 8
     others = {"number", "prompt_len", "seed", "stop_ids", "min_tokens"}
-    assert set(asked) == others | set(given) <= set(names)
+    assert set(columns) == others | set(given) <= set(names)
 
 
 def test_columns_of_a_request() -> None:
@@ -307,13 +307,13 @@ def test_facts_of_a_copied_request_are_read_anew() -> None:
 
 
 def test_what_goes_beyond_first_choices() -> None:
-    asked = {
+    options = {
         "min_length": [4],
         "temperature": [0.5],
         "repetition_penalty": [2.0],
         "prompt_ignore_length": [2],
     }
-    for name, value in asked.items():
+    for name, value in options.items():
         assert needs_sampling(sampling(**{name: value})), name
     assert needs_sampling(request(py_return_log_probs=True))
     for nothing in (request(), sampling(temperature=[0.0], top_k=[4]), sampling(min_length=[1])):
@@ -321,7 +321,7 @@ def test_what_goes_beyond_first_choices() -> None:
     mine = own()
     assert needs_sampling(mine)
     assert "py_mtp_needs_sampling" not in vars(mine)
-    # asked once
+    # read once
     theirs = sampling(temperature=[0.5])
     assert needs_sampling(theirs)
     del theirs.sampling_config
@@ -329,7 +329,7 @@ def test_what_goes_beyond_first_choices() -> None:
 
 
 def test_more_end_ids_than_can_be_held_back() -> None:
-    """The request is told why, and nothing is held back until it ends."""
+    """The request is refused with the reason, and no id is masked until it ends."""
     ids = tuple(range(MAX_STOP_IDS + 1))
     facts = read_request(
         request(py_stop_ids=ids, sampling_config=SimpleNamespace(min_length=[5]), py_end_id=0)
@@ -375,9 +375,9 @@ def test_what_is_read_at_every_step() -> None:
     assert num_drafted_of(request(py_draft_tokens=[4, 5])) == 2
     assert num_drafted_of(request(py_draft_tokens=[4, 5], py_num_drafted=None)) == 2
     assert num_drafted_of(request(py_draft_tokens=[4, 5], py_num_drafted=0)) == 0
-    for effective, told in ((None, 2), (1, 1), (5, 2)):
+    for effective, expected in ((None, 2), (1, 1), (5, 2)):
         drafted = request(py_draft_tokens=[4, 5], py_draft_tokens_effective_len=effective)
-        assert num_drafted_of(drafted) == told
+        assert num_drafted_of(drafted) == expected
     assert slot_of(request(py_seq_slot=3, seq_slot=4)) == 3
     assert slot_of(request(py_seq_slot=None, seq_slot=4)) is None  # taken back
     assert (slot_of(request(seq_slot=4)), slot_of(request())) == (4, None)
@@ -386,17 +386,17 @@ def test_what_is_read_at_every_step() -> None:
     assert not may_speculate(request(py_disable_speculative_decoding=True))
 
 
-def test_tokens_behind_chunks() -> None:
+def test_token_after_a_chunk() -> None:
     where = {"context_current_position": 1, "context_chunk_size": 1}
     assert token_after_chunk(request(**where)) == 3
-    told = request(**where, get_token=lambda beam, position: 10 * position + beam)
-    assert token_after_chunk(told) == 20
-    assert token_after_chunk(request()) == 0  # nobody says where it ends
+    with_get_token = request(**where, get_token=lambda beam, position: 10 * position + beam)
+    assert token_after_chunk(with_get_token) == 20
+    assert token_after_chunk(request()) == 0  # the end of the chunk is unknown
     batch = SimpleNamespace(context_requests_chunking=[1, 2])
     assert (num_listed_chunks(batch), num_listed_chunks(SimpleNamespace())) == (2, 0)
 
 
-def test_verified_drafts_are_told_where_they_are_counted() -> None:
+def test_verified_drafts_are_set_only_if_the_request_has_the_field() -> None:
     counting, other = request(py_num_draft_tokens_verified=0), request()
     for each in (counting, other):
         set_num_verified(each, 2)

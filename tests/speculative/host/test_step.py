@@ -71,17 +71,17 @@ def mixed(**options: Any) -> Step:
 
 
 class Counted:
-    """Another object's attributes, and how often each is asked for."""
+    """A proxy that counts how often each attribute of an object is read."""
 
     def __init__(self, shown: Any) -> None:
         object.__setattr__(self, "_shown", shown)
-        object.__setattr__(self, "_asked", Counter())
+        object.__setattr__(self, "_reads", Counter())
 
     def __getattribute__(self, name: str) -> Any:
         own = object.__getattribute__
-        if name in {"_shown", "_asked", "__class__"}:
+        if name in {"_shown", "_reads", "__class__"}:
             return own(self, name)
-        own(self, "_asked")[name] += 1
+        own(self, "_reads")[name] += 1
         return getattr(own(self, "_shown"), name)
 
 
@@ -98,7 +98,7 @@ def test_a_forward_reads_every_field_once(
     counted = Counted(step.spec)
     layers = [ScriptedLayer(depth) for depth in range(K)]
     kind(config, device="cpu")(**step.inputs() | {"spec_metadata": counted}, mtp_layers=layers)
-    assert counted._asked == dict.fromkeys(FIELDS, 1)
+    assert counted._reads == dict.fromkeys(FIELDS, 1)
 
 
 def test_decoding_without_drafts_reads_every_field_once() -> None:
@@ -107,7 +107,7 @@ def test_decoding_without_drafts_reads_every_field_once() -> None:
     worker = NoDraftsWorker(SimpleNamespace(max_draft_len=0), device="cpu")
     worker(**step.inputs() | {"spec_metadata": counted})
     of_a_manager = {"request_ids", "prepared_ids", "is_cuda_graph", "is_all_greedy_sample"}
-    assert counted._asked == dict.fromkeys(FIELDS - of_a_manager, 1)
+    assert counted._reads == dict.fromkeys(FIELDS - of_a_manager, 1)
 
 
 @pytest.mark.parametrize(
@@ -320,7 +320,7 @@ def test_a_host_with_the_least_that_there_is() -> None:
 
 
 class Operations(TorchDispatchMode):
-    """Notes what a device would be asked to do; views ask it nothing."""
+    """Records the operations that would launch on a device; views launch nothing."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ class Operations(TorchDispatchMode):
 
 
 def test_reading_generations_launches_nothing() -> None:
-    """And prompts the one comparison by which chunks are told apart."""
+    """Prompts need one comparison, which finds the chunks that end their prompts."""
     alone = Step(K, turns=[Turn([1, 2], [5, 6], [5, 6, 7], draft_len=1)], padding=1)
     for step, expected in ((alone, []), (mixed(), ["aten.lt.Scalar"])):
         with Operations() as operations:
@@ -348,10 +348,10 @@ def test_generations_alone_end_no_prompt() -> None:
     assert read.final_context is None
 
 
-@pytest.mark.parametrize("told", [-1, K + 1])
-def test_draft_lengths_that_cannot_be(told: int) -> None:
-    spec = SimpleNamespace(runtime_draft_len=told)
-    with pytest.raises(MetadataError, match=rf"expected 0 to max_draft_len \({K}\), got {told}"):
+@pytest.mark.parametrize("length", [-1, K + 1])
+def test_draft_lengths_that_cannot_be(length: int) -> None:
+    spec = SimpleNamespace(runtime_draft_len=length)
+    with pytest.raises(MetadataError, match=rf"expected 0 to max_draft_len \({K}\), got {length}"):
         HostStep.read(Attention([3], 0), spec, K)
 
 
@@ -447,7 +447,7 @@ def strict_modes() -> list[StrictVerification]:
     return [StrictVerification(DecodingOptions(max_draft_len=K), torch.device("cpu"))]
 
 
-def test_slots_alone_carry_a_request_that_asks() -> None:
+def test_slots_alone_serve_a_request_with_options() -> None:
     """A manager without pools of past pairs, as every plugin may have: the end id is masked."""
     step = Step(K, turns=[Turn([1, 2], [5, 6], [5, 9, 7])], mode=SpeculativeDecodingMode.NONE)
     manager = SlotStateManager(strict_modes(), 3, device="cpu")
@@ -465,7 +465,7 @@ def test_slots_alone_carry_a_request_that_asks() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "single_rows", "told"),
+    ("ranks", "single_rows", "expected"),
     [
         (RankRows(), False, {}),
         (RankRows(), True, {}),
@@ -484,10 +484,10 @@ def test_slots_alone_carry_a_request_that_asks() -> None:
         (RankRows([3, 4], None, 4), True, {"all_rank_max_num_tokens": 4}),
     ],
 )
-def test_what_layers_are_told_of_ranks(
-    ranks: RankRows, single_rows: bool, told: dict[str, Any]
+def test_rank_arguments_of_draft_layers(
+    ranks: RankRows, single_rows: bool, expected: dict[str, Any]
 ) -> None:
-    assert ranks.arguments(single_rows=single_rows) == told
+    assert ranks.arguments(single_rows=single_rows) == expected
 
 
 def test_cached_tokens_come_from_the_list_or_from_the_device() -> None:

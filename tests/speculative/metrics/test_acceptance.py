@@ -22,7 +22,7 @@ def test_nothing_recorded() -> None:
 
 
 def test_figures() -> None:
-    """Steps of 4, 2, 1 and 1 tokens with 3, 3, 3 and 0 drafts: 4 of 9 drafts stood."""
+    """Steps of 4, 2, 1 and 1 tokens with 3, 3, 3 and 0 drafts: 4 of 9 drafts were accepted."""
     stats = recorded((4, 3), (2, 3), (1, 3), (1, 0))
     assert stats.histogram == [0, 2, 1, 0, 1]
     assert (stats.steps, stats.emitted) == (4, 8)
@@ -46,12 +46,12 @@ def test_merging_is_recording_both() -> None:
 
 
 def test_a_whole_has_the_label_of_its_parts() -> None:
-    total, part = AcceptanceStats(1), AcceptanceStats(1, label=Label("drawn", "", ""))
+    total, part = AcceptanceStats(1), AcceptanceStats(1, label=Label("part", "", ""))
     assert total.label is None
     total.merge(part)
-    assert total.label.name == "drawn"
+    assert total.label.name == "part"
     total.merge(AcceptanceStats(1))
-    assert total.label.name == "drawn"
+    assert total.label.name == "part"
     relaxed = AcceptanceStats(1, label=Label("relaxed", "", ""))
     relaxed.merge(AcceptanceStats(1, label=Label("synthetic", "", "", is_drawn=True)))
     assert relaxed.label.is_drawn

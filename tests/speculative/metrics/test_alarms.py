@@ -202,7 +202,7 @@ def test_texts_that_ended_are_not_undecided_though_somebody_holds_them() -> None
     assert not alarms.looping
 
 
-def test_one_that_loops_on_beside_many_others_keeps_it(log: pytest.LogCaptureFixture) -> None:
+def test_a_looping_request_keeps_the_alarm_among_many_others(log: pytest.LogCaptureFixture) -> None:
     """Between two spans of it the others emit far more than what is quiet otherwise."""
     alarms = AcceptanceAlarms()
     request, others = Text(), [Text(i) for i in range(1, 301)]
@@ -269,7 +269,7 @@ def test_repeated_share_of_a_small_text() -> None:
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, LOOP_NGRAM))
-def test_repeated_share_counts_what_stood_before(tokens: list[int], n: int) -> None:
+def test_repeated_share_counts_earlier_ngrams(tokens: list[int], n: int) -> None:
     grams = [tokens[i : i + n] for i in range(max(0, len(tokens) - n + 1))]
     repeated = sum(gram in grams[:i] for i, gram in enumerate(grams))
     assert repeated_share(tokens, n) == pytest.approx(repeated / len(grams) if grams else 0.0)
