@@ -1,4 +1,78 @@
-"""Target logits -> accepted tokens: one file a mode, their registry, and a worker's set of them."""
+"""Verification: from the target model's logits to the accepted tokens of a step.
+
+Words used in this package:
+
+- *generation*: a request that generates; it has K+1 rows of logits, for its K drafts and the token
+  after them. A *context* is a request with a prompt chunk; it has one row, that of its last token.
+- *draft tokens* were proposed by the MTP layers in the step before. Their *kind*, option
+  ``draft_sampling``, is *greedy* (the argmax of the draft's logits), *coupled* (sampled with the
+  target's noise) or *plain* (sampled independently).
+- *draft probability* q(d): probability with which a plain draft d was sampled, after temperature
+  and truncation (top-k, top-p, min-p); 1 for a greedy draft. The manager keeps the distributions
+  of plain drafts in ``draft_probs``.
+- *target token* of a row: the argmax for greedy requests; else it is sampled from the row.
+  *Target probability* p(d): that of a draft in its row, after temperature and truncation.
+- *accepted drafts*: the leading drafts that the verification method accepts. No draft after a
+  rejected one counts.
+- *bonus token*: the target's token after the accepted drafts, also after a rejected one, where
+  vLLM calls it the recovered token. The output of a step is the accepted drafts and the bonus
+  token, 1 to K+1 tokens.
+- *recovered distribution* (residual distribution): max(p - q, 0), normalized. Rejection sampling
+  samples the token after a rejected draft from it.
+- *lossless*: sampled output equals that of non-speculative decoding with the same seed, or, for
+  rejection sampling, has the same distribution.
+- *ragged rows*: as many rows per generation as it has drafts, and one more, as in vLLM. Modes do
+  not see them: a step has K+1 rows per generation, and ``draft_lens`` says how many drafts count.
+  `ops.acceptance` takes ragged rows too.
+- `SamplingKind`: what the requests of a step need at most. GREEDY: all are greedy; SAMPLED: some
+  sample; PROCESSED: some change their logits (penalties, bias, masks, thinking budgets).
+
+A *mode* (:class:`VerificationMode`) implements one or more verification methods. A config enables
+modes; if it enables several of the methods ``coupled``, ``rejection`` and ``block``, a request
+selects one with its option ``verification``:
+
+- ``coupled`` (:class:`StrictVerification`): a draft is accepted if it is the target token.
+  Lossless. With coupled drafts target and draft use the same noise, so equal distributions give
+  equal tokens.
+- ``rejection``, ``block`` (:class:`RejectionVerification`): for requests that sample. Accepts
+  drafts with probability min(1, p / q), one by one or as a block. Lossless in distribution.
+- relaxed acceptance (:class:`RelaxedVerification`): enabled by
+  ``use_relaxed_acceptance_for_thinking``. While a greedy request thinks, a draft among the
+  ``relaxed_topk`` most probable tokens of its row is accepted if its probability is at least
+  the highest one - ``relaxed_delta``. Not lossless.
+- ``synthetic`` (`SyntheticVerification`): accepts drafts at random at given rates, for benchmarks.
+  Not lossless.
+
+:meth:`Verifier.verify` does this to the [C + G*(K+1), V] rows of logits of a step:
+
+1. GREEDY: the target token of a row is its argmax; continue with step 7 and end with step 8.
+2. PROCESSED: mask the tokens that would complete a bad word, and stop ids before ``min_tokens``.
+   The logits get their old values back after step 9.
+3. Determine the target token of every row (`ops.sampling`): process the logits (bias, allowed
+   tokens, penalties); greedy requests take the argmax; for the others apply temperature and
+   truncation, add Gumbel noise and take the argmax. Processed values are not stored.
+4. PROCESSED: where a thinking budget is spent, the next token of the end-of-thinking sequence
+   becomes the target token.
+5. Make the `AcceptanceRules`: a draft is accepted if it is the target token of its row.
+6. ``rejection`` and ``block``: test the drafts of requests that select them. The rules get the
+   number of accepted drafts, and as target token after them one from the recovered distribution,
+   or from p if all were accepted.
+7. Other enabled modes extend the rules: relaxed acceptance by its limits, synthetic verification
+   by numbers of accepted drafts.
+8. `ops.acceptance.accept` counts the accepted drafts by the rules in one launch, appends the bonus
+   token, and updates the thinking phase of relaxed acceptance. A context outputs its target token,
+   or nothing while its prompt has more chunks.
+9. ``logprobs_mode: processed``: compute the scores that target tokens were sampled from, for
+   log-probabilities.
+10. PROCESSED: update the token history (penalties, bad words) and the thinking state (budgets) by
+    the output tokens.
+
+``draft_rules`` has the choice of the drafts for the next step.
+
+Modules: ``mode`` is the base class, ``registry`` lists the modes, ``verifier`` runs those of a
+worker. One file per mode: ``strict``, ``rejection``, ``relaxed``, ``synthetic``. ``method_choice``
+resolves the options of requests.
+"""
 
 from mtp_plugin.speculative.verification.draft_rules import DraftPass
 from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode

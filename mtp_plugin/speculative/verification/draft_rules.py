@@ -1,4 +1,4 @@
-"""How drafts are drawn from a draft layer's logits."""
+"""How drafts are chosen from a draft layer's logits."""
 
 from __future__ import annotations
 
@@ -17,57 +17,54 @@ from mtp_plugin.speculative.step import DraftOutput, SamplingKind
 
 @dataclass(frozen=True)
 class DraftPass:
-    """One pass of the draft loop, a row of logits per request."""
+    """One pass of the draft loop, with one row of logits per request."""
 
     step: HostStep
-    num_accepted: torch.Tensor  # [R] int32: tokens that the target emitted
-    place: DraftOutput  # where the drafts go
-    thinking: ThinkingRule | None = None  # what budgets of thinking go by
+    num_accepted: torch.Tensor  # [R] int32: output tokens of the step
+    output: DraftOutput  # where the drafts are written
+    thinking: ThinkingRule | None = None  # None: no request has a thinking budget
 
     @property
     def rows(self) -> LogitRows:
-        """Those of the logits."""
-        place = self.place
-        layout = self.step.layout
-        return LogitRows.of_drafts(layout, self.num_accepted, place.column, place.drafts)
+        """Return the rows of this pass."""
+        output, layout = self.output, self.step.layout
+        return LogitRows.of_drafts(layout, self.num_accepted, output.column, output.drafts)
 
-    def behind(self, rows: LogitRows) -> LogitRows | None:
-        """Those of the drafts behind these; None: none follow."""
-        column = self.place.column + 1
+    def next_rows(self, rows: LogitRows) -> LogitRows | None:
+        """Return the rows of the next pass; None after the last."""
+        column = self.output.column + 1
         return replace(rows, column=column) if column < self.step.layout.draft_len else None
 
 
 class DraftRule(Protocol):
-    """How one pass of the draft loop draws its drafts, and what is kept of them."""
+    """Chooses the drafts of one pass of the draft loop."""
 
     def propose(self, logits: torch.Tensor, draft_pass: DraftPass, *, backend: Backend) -> None:
-        """Put the drafts of ``logits`` [R, V] where the pass says."""
+        """Write the drafts of ``logits`` [R, V] to ``draft_pass.output``."""
 
 
 class GreedyDrafts:
-    """The id of the highest value behind what requests have done to their logits; nothing else of
-    the draft is kept."""
+    """Drafts are the argmax of the processed logits; no draft probabilities are kept."""
 
     def propose(self, logits: torch.Tensor, draft_pass: DraftPass, *, backend: Backend) -> None:
-        step, place = draft_pass.step, draft_pass.place
+        step, output = draft_pass.step, draft_pass.output
         if step.sampling_kind is not SamplingKind.PROCESSED:
-            propose(logits, place, backend=backend)
+            propose(logits, output, backend=backend)
             return
         rows = draft_pass.rows
         slots = step.sampling_slots()
-        behind, thinking = draft_pass.behind(rows), draft_pass.thinking
-        propose_processed(logits, place, rows, slots, behind, thinking, backend=backend)
+        following, thinking = draft_pass.next_rows(rows), draft_pass.thinking
+        propose_processed(logits, output, rows, slots, following, thinking, backend=backend)
 
 
 class SampledDrafts:
-    """As every request's slot says: what the target would draw of these logits with the same noise,
-    a draw of its own whose distribution is kept, or the highest value's id; this last in greedy
-    steps."""
+    """Drafts are coupled, plain or greedy, as the slot of each request says; greedy in steps whose
+    requests are all greedy. Draft probabilities of plain drafts are kept in ``draft_probs``."""
 
     def propose(self, logits: torch.Tensor, draft_pass: DraftPass, *, backend: Backend) -> None:
-        step, place = draft_pass.step, draft_pass.place
+        step, output = draft_pass.step, draft_pass.output
         if step.sampling_kind is SamplingKind.GREEDY:
-            propose(logits, place, backend=backend)
+            propose(logits, output, backend=backend)
             return
         rows = draft_pass.rows
         kept, pool = step.sampling_slots(), step.draft_probs
@@ -82,17 +79,17 @@ class SampledDrafts:
             rows,
             slots,
             as_drafts="draft_sampling" in slots.columns,
-            vocab_ids=place.vocab_ids,
+            vocab_ids=output.vocab_ids,
             truncation=truncation,
             backend=backend,
         )
         if pool is not None and truncation is not None:
             keep_draft_probs(
-                logits, rows, slots, truncation, pool, vocab_ids=place.vocab_ids, backend=backend
+                logits, rows, slots, truncation, pool, vocab_ids=output.vocab_ids, backend=backend
             )
         is_processed = step.sampling_kind is SamplingKind.PROCESSED
         thinking = draft_pass.thinking if is_processed else None
-        write_drafts(drafts, place, draft_pass.behind(rows), kept, thinking, backend=backend)
+        write_drafts(drafts, output, draft_pass.next_rows(rows), kept, thinking, backend=backend)
 
 
 GREEDY_DRAFTS = GreedyDrafts()

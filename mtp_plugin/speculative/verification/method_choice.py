@@ -1,4 +1,4 @@
-"""Which of the listed ways a request's drafts are judged by, and how they are drawn."""
+"""The verification method and the kind of drafts of a request."""
 
 from __future__ import annotations
 
@@ -12,24 +12,20 @@ from mtp_plugin.requests.options import DRAFTS_OF_VERIFICATION
 
 @dataclass(frozen=True)
 class MethodChoice:
-    """What requests may choose of a config."""
+    """Resolves ``verification`` and ``draft_sampling`` of requests among those a config enables."""
 
     mtp: MTPPluginOptions
 
-    @property
-    def drafts_greedily(self) -> bool:
-        """Whether no draft is ever drawn."""
-        return self.mtp.draft_sampling == "greedy"
+    def resolve(self, requested: Mapping[str, Any]) -> tuple[str, str]:
+        """Return ``verification`` and ``draft_sampling`` of a request with these options; where it
+        sets none, the defaults of the config."""
+        verification = requested.get("verification") or self.mtp.verifications[0]
+        drafts = requested.get("draft_sampling") or self.mtp.drafts_of(verification)
+        return verification, drafts
 
-    def of(self, asked: Mapping[str, Any]) -> tuple[str, str]:
-        """``verification`` and ``draft_sampling`` of a request with these options, which none of
-        `refusals` are of."""
-        verification = asked.get("verification") or self.mtp.verifications[0]
-        return verification, asked.get("draft_sampling") or self.mtp.drafts_of(verification)
-
-    def refusals(self, asked: Mapping[str, Any]) -> Iterator[str]:
-        """Why a request with these options cannot be served."""
-        verification, drafts = self.of(asked)
+    def refusals(self, requested: Mapping[str, Any]) -> Iterator[str]:
+        """Yield why a request with these options cannot be served."""
+        verification, drafts = self.resolve(requested)
         listed = self.mtp.verifications
         if verification not in listed:
             yield (
@@ -43,7 +39,7 @@ class MethodChoice:
                 f"draft_sampling={drafts!r} cannot be verified by {verification!r}, expected one "
                 f"of {', '.join(allowed)}"
             )
-        elif self.drafts_greedily and drafts != "greedy":
+        elif self.mtp.draft_sampling == "greedy" and drafts != "greedy":
             yield (
                 f"draft_sampling={drafts!r} is not enabled; "
                 f"speculative_config.mtp.draft_sampling is greedy for all requests, remove it"

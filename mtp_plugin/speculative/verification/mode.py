@@ -1,4 +1,4 @@
-"""What a verification mode is, and what it reads of a step."""
+"""The base class of verification modes, and their inputs."""
 
 from __future__ import annotations
 
@@ -26,59 +26,61 @@ from mtp_plugin.speculative.verification.draft_rules import (
 
 @dataclass(frozen=True)
 class VerificationInputs:
-    """What modes read of a step."""
+    """Inputs of the modes in one step."""
 
     step: HostStep
-    logits: torch.Tensor  # [C + G*(K+1), V] of the target, edited as the requests ask
-    input_ids: torch.Tensor | None  # [T]; None: the caller has none
-    rows: LogitRows | None = None  # of the target; None: nothing is drawn
+    logits: torch.Tensor  # [C + G*(K+1), V] of the target, masked
+    input_ids: torch.Tensor | None  # [T]; None: not given
+    rows: LogitRows | None = None  # of the target; None: all requests are greedy
     truncation: torch.Tensor | None = None
-    """[N, TRUNCATION_SIZE], as `sample_tokens` wrote it; None: no mode reads it."""
+    """[N, TRUNCATION_SIZE] float32, as `sample_tokens` wrote it; None: no mode reads it."""
 
     @property
     def layout(self) -> StepLayout:
-        """The step's shape."""
+        """Return the step's layout."""
         return self.step.layout
 
     def expect_rows(self) -> LogitRows:
-        """The rows of the target, of a step in which tokens are drawn.
+        """Return the rows of the target.
 
         Raises:
-            MetadataError: they are not.
+            MetadataError: all requests of the step are greedy.
         """
         if self.rows is None:
-            raise MetadataError("verification: expected the rows of a step that draws, got None")
+            raise MetadataError("verification: expected rows of a step that samples, got None")
         return self.rows
 
 
 class VerificationMode(ABC):
-    """One way to judge drafts: one file, a line in the registry, and the name that asks for it, or
-    config keys.
+    """Base class of verification modes.
+
+    A mode is enabled by its name in ``mtp_plugin.verifications`` or by other config keys; it is
+    listed in `registry`.
 
     Args:
-        options: of the config. device: that steps run on.
+        options: of the config. device: on which steps run.
 
     Raises:
-        ConfigError: options that cannot be.
+        ConfigError: invalid options.
     """
 
     name: ClassVar[str]
     verifications: ClassVar[tuple[str, ...]] = ()
-    """Names in ``mtp_plugin.verifications`` that ask for it; none: another option does."""
+    """Methods of ``mtp_plugin.verifications`` that it implements; empty: other keys enable it."""
     draft_rule: DraftRule = SAMPLED_DRAFTS
-    """How drafts are drawn for this mode, and what is kept of them."""
+    """How drafts are chosen for this mode; equal for all modes of a worker."""
     reads_truncation: ClassVar[bool] = False
-    """Whether it asks what the draw left of the target's rows."""
+    """Whether it reads ``truncation`` of `VerificationInputs`."""
     num_draft_probs: int = 0
     """See :meth:`count_draft_probs`."""
     columns: Sequence[SlotColumn] = ()
-    """What it keeps per slot, behind what every slot has."""
+    """Slot columns of this mode, in addition to those that every slot has."""
     reads_tokens: ClassVar[bool] = True
-    """Whether what it keeps depends on a request's tokens; False: it is given none."""
+    """Whether :meth:`slot_values` reads ``tokens``; False: it gets none."""
     served_options: ClassVar[frozenset[str]] = frozenset()
-    """Options of a request that it gives."""
+    """Request options that this mode serves."""
     refused_options: ClassVar[frozenset[str]] = frozenset()
-    """Options that are given without it, and not beside it."""
+    """Request options that cannot be served while this mode is enabled."""
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:  # noqa: ARG002 - modes may
         if options.mtp.draft_sampling == "greedy":
@@ -86,52 +88,54 @@ class VerificationMode(ABC):
         self.num_draft_probs = self.count_draft_probs(options)
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:  # noqa: B027 - as above
-        """Replace the mode's own tensors, as ``nn.Module.to`` does those of a module."""
+        """Apply ``to`` to the mode's own tensors, as ``nn.Module._apply`` does."""
 
     @classmethod
     def is_enabled(cls, options: DecodingOptions) -> bool:
-        """Whether a config asks for this mode."""
+        """Return whether a config enables this mode."""
         return not set(options.mtp.verifications).isdisjoint(cls.verifications)
 
     @classmethod  # noqa: B027 - most have nothing to check
     def check(cls, options: DecodingOptions) -> None:
-        """Check the mode's options before anything is built.
+        """Check the mode's options before components are built.
 
         Raises:
-            ConfigError: naming the option.
+            ConfigError: an invalid option, by name.
         """
 
     @classmethod
     def count_draft_probs(cls, options: DecodingOptions) -> int:  # noqa: ARG003
-        """Drafts per slot of which it reads what they were drawn from, in ``draft_probs`` of the
-        manager."""
+        """Return for how many drafts per slot the mode reads ``draft_probs`` of the manager."""
         return 0
 
     @classmethod
     def label(cls, options: DecodingOptions) -> Label | None:  # noqa: ARG003
-        """What reports say of texts and figures; None: the text is the target's own."""
+        """Return the label for outputs and acceptance rates in reports; None: lossless."""
         return None
 
     @classmethod
-    def changes_text(cls, options: DecodingOptions, asked: Mapping[str, Any]) -> bool:  # noqa: ARG003
-        """Whether drafts may change the text of a request that asks for these options, by name;
-        asked of modes whose :meth:`label` says how."""
+    def changes_text(cls, options: DecodingOptions, requested: Mapping[str, Any]) -> bool:  # noqa: ARG003
+        """Return whether drafts may change the output of a request with these options.
+
+        Called only if the mode has a :meth:`label`.
+        """
         return True
 
-    def refusals(self, asked: Mapping[str, Any]) -> Iterable[str]:  # noqa: ARG002
-        """Why a request that asks for these options, by name, cannot be served here."""
+    def refusals(self, requested: Mapping[str, Any]) -> Iterable[str]:  # noqa: ARG002
+        """Return why a request with these options cannot be served."""
         return ()
 
     @abstractmethod
     def verify(
         self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
-        """``rules``, and how this mode judges the rows that are its own."""
+        """Return `rules` extended with this mode's decisions for the rows it owns."""
 
     def slot_values(self, facts: RequestFacts, tokens: Sequence[int]) -> Mapping[str, Number]:  # noqa: ARG002
-        """The columns of a request that gets a slot, by name; what is left out is empty.
+        """Return the mode's columns of a request that gets a slot, by name; missing ones have
+        their default.
 
         Args:
-            tokens: of the request, those emitted before a preemption too.
+            tokens: prompt and the output so far, which a preempted request has.
         """
         return {}

@@ -1,4 +1,4 @@
-"""The verification modes that exist; a new one is a file beside this one and a line here."""
+"""The registry of verification modes; a new mode is a file in this folder and an entry here."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ MODES: tuple[type[VerificationMode], ...] = (
     SyntheticVerification,
 )
 
-BUILT = tuple(asked for mode in MODES for asked in mode.verifications)
-"""Values of ``mtp.verification`` that this version has a mode for."""
+BUILT = tuple(name for mode in MODES for name in mode.verifications)
+"""Values of ``mtp.verification`` that a mode implements."""
 
 
 def check_modes(options: DecodingOptions) -> None:
     """Check the options of every mode that a config enables.
 
     Raises:
-        ConfigError: options that cannot be, or a verification that this version does not have.
+        ConfigError: invalid options, or a verification method that no mode implements.
     """
     for mode in _enabled(options):
         mode.check(options)
 
 
 def make_modes(options: DecodingOptions, device: torch.device) -> tuple[VerificationMode, ...]:
-    """The modes that a config enables.
+    """Create the modes that a config enables.
 
     Raises:
         ConfigError: as :func:`check_modes`.
@@ -48,46 +48,46 @@ def make_modes(options: DecodingOptions, device: torch.device) -> tuple[Verifica
 
 
 def most_draft_probs(options: DecodingOptions) -> int:
-    """Drafts per slot of which a mode that a config enables reads what they were drawn from."""
+    """Return for how many drafts per slot the manager keeps ``draft_probs``, 0 for none."""
     return max((mode.count_draft_probs(options) for mode in _enabled(options)), default=0)
 
 
-def label_of(options: DecodingOptions, asked: Mapping[str, Any] | None = None) -> Label | None:
-    """What reports must say of texts under a config; None: nothing.
+def label_of(options: DecodingOptions, requested: Mapping[str, Any] | None = None) -> Label | None:
+    """Return the label of outputs that drafts may change under a config; None: lossless.
 
     Args:
-        asked: options that a request asks for, by name: what is said of its text. None: of any.
+        requested: options of a request, by name, whose output is meant; None: any request's.
     """
-    if asked is not None and not _drafts(asked):
+    if requested is not None and not _has_drafts(requested):
         return None
     for mode in _enabled(options):
         label = mode.label(options)
-        if label is not None and (asked is None or mode.changes_text(options, asked)):
+        if label is not None and (requested is None or mode.changes_text(options, requested)):
             return label
     return None
 
 
-def changes_text(options: DecodingOptions, asked: Mapping[str, Any]) -> bool:
-    """Whether drafts may change the text of a request that asks for these options, by name."""
-    return label_of(options, asked) is not None
+def changes_text(options: DecodingOptions, requested: Mapping[str, Any]) -> bool:
+    """Return whether drafts may change the output of a request with these options."""
+    return label_of(options, requested) is not None
 
 
-def refusals(modes: Iterable[VerificationMode], asked: Mapping[str, Any]) -> Iterator[str]:
-    """Why a request that asks for these options, by name, cannot be served by these modes."""
+def refusals(modes: Iterable[VerificationMode], requested: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a request with these options cannot be served by these modes."""
     for mode in modes:
-        yield from mode.refusals(asked)
+        yield from mode.refusals(requested)
 
 
-def _drafts(asked: Mapping[str, Any]) -> bool:
-    return asked.get("speculate", True) and asked.get("max_draft_len") != 0
+def _has_drafts(requested: Mapping[str, Any]) -> bool:
+    return requested.get("speculate", True) and requested.get("max_draft_len") != 0
 
 
 def _enabled(options: DecodingOptions) -> list[type[VerificationMode]]:
-    for asked in options.mtp.verifications:
+    for name in options.mtp.verifications:
         expect(
-            asked in BUILT,
+            name in BUILT,
             ConfigError,
-            f"mtp.verification: expected one of {', '.join(BUILT)}, got {asked!r}, which is not "
+            f"mtp.verification: expected one of {', '.join(BUILT)}, got {name!r}, which is not "
             "built in this version",
         )
     return [mode for mode in MODES if mode.is_enabled(options)]

@@ -1,4 +1,4 @@
-"""Rejection and block verification: drafts stand by the odds of their draw."""
+"""Rejection sampling: accept drafts by the ratio of target and draft probability."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from mtp_plugin.speculative.verification.mode import VerificationInputs, Verific
 
 
 class RejectionVerification(VerificationMode):
-    """Claims the generations whose requests draw and ask for ``rejection`` or ``block``.
+    """Rejection sampling of drafts, one by one (``rejection``) or as a block (``block``).
 
-    What they emit is distributed as the target's own draws are, whatever drafts; it is the same
-    again for the same schedule and K only. Reads the manager's ``draft_probs``.
+    Owns the generations that sample and select one of these methods. Their output has the
+    distribution of non-speculative decoding; it depends on the schedule and on K, so equal seeds
+    give equal output only if these are equal too. Reads ``draft_probs`` of the manager.
     """
 
     name = "rejection"
@@ -47,7 +48,7 @@ class RejectionVerification(VerificationMode):
         self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
         step, truncation = inputs.step, inputs.truncation
-        if rules.choices is None or truncation is None:  # everybody is greedy
+        if rules.choices is None or truncation is None:  # all requests are greedy
             return rules
         result = rejection_sample(
             inputs.logits,
@@ -62,5 +63,5 @@ class RejectionVerification(VerificationMode):
 
     @override
     def slot_values(self, facts: RequestFacts, tokens: Sequence[int]) -> Mapping[str, Number]:
-        # a preempted request has taken no more steps than it emitted tokens: noise is not met again
+        # a request has taken no more steps than it has output tokens: no noise is used twice
         return {STEP_COLUMN.name: max(len(tokens) - facts.stop.prompt_len, 0)}

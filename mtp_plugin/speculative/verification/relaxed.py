@@ -1,4 +1,4 @@
-"""Relaxed verification: while a request thinks, a draft may be as good as the first choice."""
+"""Relaxed verification: while a request thinks, drafts close to the argmax are accepted too."""
 
 from __future__ import annotations
 
@@ -27,15 +27,17 @@ DELTA_POOL = "mtp_relaxed_delta_pool"
 
 
 class RelaxedVerification(VerificationMode):
-    """Takes drafts among the ``relaxed_topk`` best, within ``relaxed_delta`` of the best one.
+    """Accept drafts among the ``relaxed_topk`` most probable tokens of a row, if their probability
+    is at most ``relaxed_delta`` below the highest.
 
-    It claims the rows of thinking requests that are greedy; what is drawn or forced is never
-    relaxed. Its columns: ``mtp_relaxed_delta_pool`` (the delta in force: 0 outside the thinking
-    phase; a host that writes another is obeyed), ``thinking`` (follows it), ``relaxed_topk`` and
-    ``relaxed_limit`` (the request's own, or the config's).
-    Ids that end a request, or are ignored, are accepted only as first choice; a request with more
-    of them than a slot has room for is never relaxed, which is logged, nor is one that ignores
-    some beside ``min_tokens``.
+    Applies to greedy requests in their thinking phase; sampled and forced tokens are never relaxed.
+    Stop ids, also ignored ones, are accepted only as the argmax. A request with more of them than
+    fit a slot, or with ``ignore_eos`` and ``min_tokens``, is verified strictly, which is logged
+    once.
+
+    Columns: ``mtp_relaxed_delta_pool`` (the delta in force, 0 outside the thinking phase; a host
+    engine may write it), ``thinking`` (follows it), ``relaxed_topk`` and ``relaxed_limit`` (options
+    of the request, or of the config).
     """
 
     name = "relaxed"
@@ -67,7 +69,7 @@ class RelaxedVerification(VerificationMode):
         return Label(
             name=cls.name,
             settings=settings,
-            note="while a request thinks, drafts near the first choice stand too; texts may differ",
+            note="drafts close to the argmax are accepted while a request thinks; not lossless",
         )
 
     @classmethod
@@ -78,18 +80,18 @@ class RelaxedVerification(VerificationMode):
             return
         raise ConfigError(
             f"mtp.thinking_end: expected the token that ends thinking, {end.end_token}, among its "
-            f"ids beside use_relaxed_acceptance_for_thinking, got {list(end.end)}: what follows "
-            f"would stay relaxed"
+            f"ids with use_relaxed_acceptance_for_thinking, got {list(end.end)}; later tokens "
+            f"would be relaxed too"
         )
 
     @classmethod
     @override
-    def changes_text(cls, options: DecodingOptions, asked: Mapping[str, Any]) -> bool:
-        topk = asked.get("relaxed_topk", options.relaxed_topk)
-        if not asked.get("relaxed_acceptance", True) or topk == 1:
+    def changes_text(cls, options: DecodingOptions, requested: Mapping[str, Any]) -> bool:
+        topk = requested.get("relaxed_topk", options.relaxed_topk)
+        if not requested.get("relaxed_acceptance", True) or topk == 1:
             return False
-        is_strict = asked.get("ignore_eos", False) and asked.get("min_tokens", 0) > 0
-        return is_greedy(asked) and not is_strict
+        is_strict = requested.get("ignore_eos", False) and requested.get("min_tokens", 0) > 0
+        return is_greedy(requested) and not is_strict
 
     @override
     def verify(
@@ -103,15 +105,16 @@ class RelaxedVerification(VerificationMode):
             begin_token=begin,
             end_token=end,
         )
-        tells_nothing = inputs.step.next_prompt_tokens is None
-        if tells_nothing and inputs.input_ids is not None and inputs.layout.num_contexts:
+        # with next_prompt_tokens the whole prompt was scanned when the request got its slot
+        is_unscanned = inputs.step.next_prompt_tokens is None and inputs.layout.num_contexts > 0
+        if is_unscanned and inputs.input_ids is not None:
             self._scan_prompts(inputs, inputs.input_ids, rule)
         return replace(rules, relaxed=rule)
 
     def _scan_prompts(
         self, inputs: VerificationInputs, input_ids: torch.Tensor, rule: RelaxedRule
     ) -> None:
-        """Put each context in the phase behind its prompt rows: the last thinking token counts."""
+        """Set the phase of each context by the last thinking token of its prompt rows, if any."""
         layout = inputs.layout
         num_contexts, num_rows = layout.num_contexts, layout.num_ctx_tokens
         rows = torch.arange(num_rows, device=input_ids.device)
@@ -136,22 +139,22 @@ class RelaxedVerification(VerificationMode):
             number = len({*facts.stop.device_ids, *facts.stop.ignored_ids})
             self._warn_once(
                 "stop ids",
-                f"request {facts.request_id} has {number} stop ids, and relaxed acceptance knows "
-                f"{MAX_STOP_IDS} of a request: those with more are accepted strictly",
+                f"request {facts.request_id} has {number} stop ids, and relaxed acceptance serves "
+                f"at most {MAX_STOP_IDS}; requests with more are verified strictly",
             )
         elif facts.stop.ignored_ids and facts.stop.min_tokens > 0:
-            # the slot has no place for ids that are not held back
+            # a slot holds only stop ids that min_tokens masks
             is_relaxed = False
             self._warn_once(
-                "ignored ends",
-                f"request {facts.request_id} has ignore_eos beside min_tokens: such requests are "
-                f"accepted strictly",
+                "ignored stop ids",
+                f"request {facts.request_id} has ignore_eos and min_tokens; such requests are "
+                f"verified strictly",
             )
         topk, limit = 1, 0.0
         if is_relaxed:
             topk = facts.options.get("relaxed_topk", self.topk)
             limit = facts.options.get("relaxed_delta", self.delta)
-        # a preempted request starts over with its emitted tokens as part of the prompt
+        # a preempted request starts over with its output as part of the prompt
         thinking = thinking_after(tokens, *self.thinking_tokens)
         return {
             DELTA_POOL: limit if thinking else 0.0,
@@ -160,8 +163,8 @@ class RelaxedVerification(VerificationMode):
             "relaxed_limit": limit,
         }
 
-    def _warn_once(self, reason: str, why: str) -> None:
-        """Log why a request is never relaxed, of the first one that has this reason."""
+    def _warn_once(self, reason: str, message: str) -> None:
+        """Log why a request is verified strictly, for the first request with this reason."""
         if reason not in self._warned:
             self._warned.add(reason)
-            _logger.warning(why)
+            _logger.warning(message)

@@ -1,4 +1,4 @@
-"""Strict verification: a draft stands while it is the target's own choice."""
+"""Strict verification: a draft is accepted if it is the target token."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from mtp_plugin.verifications import codes
 
 
 class StrictVerification(VerificationMode):
-    """What judges every row that no other mode claims: of greedy requests all, of others
-    ``coupled`` ones.
+    """Exact match with the target token, for greedy requests and those that select ``coupled``.
 
-    Its columns say how each request wants its drafts judged and drawn.
+    These are the rows that no other mode owns. The columns hold every request's verification
+    method and kind of drafts.
     """
 
     name = "strict"
@@ -33,7 +33,7 @@ class StrictVerification(VerificationMode):
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
-        self.choices = MethodChoice(options.mtp)
+        self.method_choice = MethodChoice(options.mtp)
         self.codes = codes()
 
     @classmethod
@@ -48,13 +48,13 @@ class StrictVerification(VerificationMode):
         return rules
 
     @override
-    def refusals(self, asked: Mapping[str, Any]) -> Iterable[str]:
-        return self.choices.refusals(asked)
+    def refusals(self, requested: Mapping[str, Any]) -> Iterable[str]:
+        return self.method_choice.refusals(requested)
 
     @override
     def slot_values(self, facts: RequestFacts, tokens: Sequence[int]) -> Mapping[str, Number]:
-        judged_by, drafted_by = self.choices.of(facts.options)
+        verified_by, drafted_by = self.method_choice.resolve(facts.options)
         return {
-            "verification": self.codes[judged_by],
+            "verification": self.codes[verified_by],
             "draft_sampling": DraftedBy[drafted_by.upper()],
         }

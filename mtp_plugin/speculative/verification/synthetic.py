@@ -56,7 +56,7 @@ class SyntheticVerification(VerificationMode):
         return Label(
             name=cls.name,
             settings=" / ".join(f"{share:.0%}" for share in shares),
-            note="for benchmarks: drafts are accepted by draw, the text is not the model's",
+            note="for benchmarks: drafts are accepted at random, the output is not the model's",
             is_drawn=True,
         )
 

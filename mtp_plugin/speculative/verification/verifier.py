@@ -1,4 +1,4 @@
-"""The set of verification modes that a worker holds."""
+"""The verification of a step by all modes of a worker."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ from mtp_plugin.speculative.verification.mode import VerificationInputs, Verific
 
 
 class Verifier:
-    """Target logits -> accepted tokens, by every mode of a set.
+    """Samples the target tokens of a step and accepts its drafts.
 
-    Each mode decides its own rows; one reduction of the logits serves them all.
+    Each mode decides the rows it owns; one launch accepts for all modes.
 
     Args:
-        thinking: what budgets of thinking go by; None: no request has one.
-        keeps_scores: log-probabilities are of what tokens were chosen from, so that is kept.
+        thinking: the rule of thinking budgets; None: they are not served.
+        keeps_scores: return the processed scores, for ``logprobs_mode: processed``.
 
     Raises:
-        ConfigError: modes that want their drafts drawn in different ways, or none at all.
+        ConfigError: no modes, or modes with different draft rules.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Verifier:
         expect(
             not others,
             ConfigError,
-            f"verification: expected modes whose drafts are drawn as those of {modes[0].name} are, "
-            f"got {', '.join(others)} beside it",
+            f"verification: expected modes with the draft rule of {modes[0].name}, got "
+            f"{', '.join(others)} with another one",
         )
 
     @property
     def served_options(self) -> frozenset[str]:
-        """Options of a request that draws, edits of the logits or some mode give, and no mode
-        refuses."""
+        """Return the request options that sampling, logits processing or a mode serves, without
+        those that a mode refuses."""
         served = (LOGITS_PROCESSING_OPTIONS | SAMPLING_OPTIONS).union(
             *(m.served_options for m in self.modes)
         )
@@ -71,7 +71,7 @@ class Verifier:
         return served.difference(*(mode.refused_options for mode in self.modes))
 
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
-        """Replace the tensors of modes and budgets, as ``nn.Module.to`` does those of a module."""
+        """Apply ``to`` to all tensors, as ``nn.Module._apply`` does."""
         for mode in self.modes:
             mode.move(to)
         if self.thinking is not None:
@@ -84,13 +84,13 @@ class Verifier:
         last_tokens: torch.Tensor | None = None,
         backend: Backend,
     ) -> Accepted:
-        """Accept a step's drafts, and move what modes keep per slot on by what was emitted.
+        """Accept the drafts of a step, and update the slots by the output tokens.
 
         Args:
-            last_tokens: [R] int32, any stride: takes each request's last emitted token.
+            last_tokens: [R] int32, any stride: set to each request's last output token.
 
         Raises:
-            TensorContractError, MetadataError: an input that does not fit the others.
+            TensorContractError, MetadataError: inputs that do not fit each other.
         """
         if inputs.step.sampling_kind is SamplingKind.GREEDY:
             return self._accept(inputs, STRICT, last_tokens, backend)
@@ -110,18 +110,18 @@ class Verifier:
     def _accept_sampled(
         self, inputs: VerificationInputs, last_tokens: torch.Tensor | None, backend: Backend
     ) -> Accepted:
-        """What the modes accept, where the target's tokens are drawn."""
+        """Sample the target tokens, and accept drafts by them and by the modes."""
         logits, slots = inputs.logits, inputs.step.sampling_slots()
         if self.keeps_scores or any(mode.reads_truncation for mode in self.modes):
             truncation = torch.empty(
                 len(logits), TRUNCATION_SIZE, dtype=torch.float32, device=logits.device
             )
             inputs = replace(inputs, truncation=truncation)
-        # what is edited in part is no raw row
+        # a PROCESSED step reads processed values, so it cannot write partial sums of raw rows
         is_processed = inputs.step.sampling_kind is SamplingKind.PROCESSED
         is_raw = not is_processed and not self.keeps_scores
         sums = RowSums.unwritten(logits) if is_raw else None
-        choices = sample_tokens(
+        target_tokens = sample_tokens(
             logits,
             inputs.expect_rows(),
             slots,
@@ -131,9 +131,15 @@ class Verifier:
         )
         forced = None
         if self.thinking is not None and is_processed:
-            where = inputs.layout, inputs.step.draft_tokens, slots
-            forced = force_thinking_end(*where, self.thinking, choices, backend=backend)
-        rules = AcceptanceRules(choices=choices, forced_ids=forced, edited_by=slots)
+            forced = force_thinking_end(
+                inputs.layout,
+                inputs.step.draft_tokens,
+                slots,
+                self.thinking,
+                target_tokens,
+                backend=backend,
+            )
+        rules = AcceptanceRules(choices=target_tokens, forced_ids=forced, edited_by=slots)
         accepted = self._accept(inputs, rules, last_tokens, backend)
         if not self.keeps_scores or inputs.truncation is None:
             return replace(accepted, sums=sums)
@@ -149,7 +155,7 @@ class Verifier:
         last_tokens: torch.Tensor | None,
         backend: Backend,
     ) -> Accepted:
-        """What the modes accept, each of its own rows."""
+        """Accept drafts by ``rules``, extended by every mode."""
         step = inputs.step
         for mode in self.modes:
             rules = mode.verify(inputs, rules, backend=backend)
