@@ -146,8 +146,8 @@ def test_synthetic_acceptance_is_marked_wherever_it_shows(
     assert result.code == 0
     assert "── output (synthetic, not the model's)" in result.out
     assert (
-        "synthetic acceptance (90% / 80% / 70%): for benchmarks: drafts are accepted by draw, the "
-        "text is not the model's"
+        "synthetic acceptance (90% / 80% / 70%): for benchmarks: drafts are accepted at random, "
+        "the output is not the model's"
     ) in result.out
     assert re.search(r"^\d+\.\dx tokens per second, synthetic acceptance$", result.out, re.M)
     assert "tokens per decode step, synthetic acceptance" in result.out
@@ -172,8 +172,8 @@ def test_doctor_reports_synthetic_rates(run: Run, config: Callable[..., str]) ->
     result = run("doctor", "-c", config(SYNTHETIC))
     assert result.code == 0
     assert re.search(
-        r"^acceptance +synthetic, 90% / 80% / 70%: for benchmarks: drafts are accepted by draw, "
-        r"the text is not the model's$",
+        r"^acceptance +synthetic, 90% / 80% / 70%: for benchmarks: drafts are accepted at random, "
+        r"the output is not the model's$",
         result.out,
         re.MULTILINE,
     )

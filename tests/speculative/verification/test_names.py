@@ -1,4 +1,4 @@
-"""The table of ways to judge drafts: what a row of it is enough for."""
+"""The table of verification methods: a new method needs an entry and a mode."""
 
 from __future__ import annotations
 
@@ -25,36 +25,36 @@ def test_requests_and_slots_know_the_names_of_the_table() -> None:
     assert len(set(codes().values())) == len(codes())
 
 
-def test_drafts_can_be_drawn_as_the_table_says() -> None:
-    drawn = {way.name.lower() for way in DraftedBy}
-    assert all(set(way.drafts) <= drawn and way.drafts for way in WAYS.values())
+def test_kinds_of_drafts_of_the_table_exist() -> None:
+    kinds = {way.name.lower() for way in DraftedBy}
+    assert all(set(way.drafts) <= kinds and way.drafts for way in WAYS.values())
 
 
-def test_a_row_is_enough_for_config_admission_and_slots() -> None:
-    """In a process of its own, in which the row stands before anybody reads the table."""
+def test_entry_and_mode_are_enough_for_config_admission_and_slots() -> None:
+    """In a process of its own, whose table has the entry before other modules read it."""
     program = [sys.executable, "-m", "tests.speculative.verification.toy_mode"]
     done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    output = json.loads(done.stdout)
     slot = {"verification": 3, "draft_sampling": DraftedBy.GREEDY}
     of_drafts = (
-        "draft_sampling='coupled' cannot be verified by 'dice', expected one of greedy, plain"
+        "draft_sampling='coupled' cannot be verified by 'toy', expected one of greedy, plain"
     )
     for name in ("one", "listed"):
-        assert told[name] == {
-            "modes": ["strict", "dice"],
+        assert output[name] == {
+            "modes": ["strict", "toy"],
             "drafts": "greedy",
             "refusals": [],
             "of drafts": [of_drafts],
             "slot": slot,
         }
-    assert told["asked"].items() >= {"verification": "dice", "draft_sampling": "plain"}.items()
-    assert told["name"] == (
+    assert output["requested"].items() >= {"verification": "toy", "draft_sampling": "plain"}.items()
+    assert output["name"] == (
         "MTPPluginOptions: verification.1: "
-        "expected one of 'coupled', 'rejection', 'block', 'dice', got 'bones'"
+        "expected one of 'coupled', 'rejection', 'block', 'toy', got 'unknown'"
     )
-    assert told["drafts"] == (
-        "MTPPluginOptions: draft_sampling: 'coupled' cannot be verified by 'dice' verification; "
+    assert output["drafts"] == (
+        "MTPPluginOptions: draft_sampling: 'coupled' cannot be verified by 'toy' verification; "
         "expected one of greedy, plain"
     )
-    assert "output of a seed; dice: by dice; a list" in told["description"]
+    assert "output of a seed; toy: leaves the rules; a list" in output["description"]

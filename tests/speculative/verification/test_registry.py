@@ -39,15 +39,15 @@ CPU = torch.device("cpu")
         pytest.param(
             MTPDecodingConfig(max_draft_len=2, **RELAXED),
             ["strict", "relaxed"],
-            "relaxed acceptance (top 4, delta 0.5): while a request thinks, drafts near the first "
-            "choice stand too; texts may differ",
+            "relaxed acceptance (top 4, delta 0.5): drafts close to the argmax are accepted while "
+            "a request thinks; not lossless",
             id="relaxed",
         ),
         pytest.param(
             MTPDecodingConfig(max_draft_len=2, **SYNTHETIC),
             ["synthetic"],
-            "synthetic acceptance (50% / 25%): for benchmarks: drafts are accepted by draw, the "
-            "text is not the model's",
+            "synthetic acceptance (50% / 25%): for benchmarks: drafts are accepted at random, "
+            "the output is not the model's",
             id="synthetic",
         ),
         pytest.param(
@@ -75,16 +75,16 @@ def test_enabled_modes(config: Any, names: list[str], label: str | None) -> None
     options = DecodingOptions.read(config)
     check_modes(options)
     assert [mode.name for mode in make_modes(options, CPU)] == names
-    told = label_of(options)
-    assert (None if told is None else str(told)) == label
+    reported = label_of(options)
+    assert (None if reported is None else str(reported)) == label
 
 
-def test_names_tell_modes_apart() -> None:
+def test_names_of_modes_are_unique() -> None:
     assert len({mode.name for mode in MODES}) == len(MODES)
     assert len(set(BUILT)) == len(BUILT)
 
 
-STRICT_ASKS = [
+STRICT_REQUESTS = [
     {"speculate": False},
     {"max_draft_len": 0},
     {"relaxed_acceptance": False},
@@ -94,17 +94,17 @@ STRICT_ASKS = [
 ]
 
 
-@pytest.mark.parametrize("asked", [{}, {"max_draft_len": 1}, {"ignore_eos": True}], ids=str)
-def test_a_text_that_drafts_may_change(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("requested", [{}, {"max_draft_len": 1}, {"ignore_eos": True}], ids=str)
+def test_output_that_drafts_may_change(requested: dict[str, Any]) -> None:
     for more in (RELAXED, SYNTHETIC):
         options = DecodingOptions.read(MTPDecodingConfig(max_draft_len=2, **more))
-        assert label_of(options, asked) == label_of(options)
-        assert changes_text(options, asked)
-    assert not changes_text(DecodingOptions(2), asked)
+        assert label_of(options, requested) == label_of(options)
+        assert changes_text(options, requested)
+    assert not changes_text(DecodingOptions(2), requested)
 
 
-@pytest.mark.parametrize("asked", STRICT_ASKS, ids=str)
-def test_a_text_that_drafts_cannot_change_beside_relaxed_ones(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("requested", STRICT_REQUESTS, ids=str)
+def test_output_that_drafts_cannot_change_in_relaxed_mode(requested: dict[str, Any]) -> None:
     options = DecodingOptions.read(MTPDecodingConfig(max_draft_len=2, **RELAXED))
-    assert label_of(options, asked) is None
-    assert not changes_text(options, asked)
+    assert label_of(options, requested) is None
+    assert not changes_text(options, requested)

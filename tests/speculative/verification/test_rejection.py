@@ -1,4 +1,4 @@
-"""What a request may choose of a config, and what its slot then says."""
+"""Verification method and kind of drafts of a request, and its slot columns."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def facts(prompt_len: int = 4, **options: Any) -> RequestFacts:
 
 
 @pytest.mark.parametrize(
-    ("mtp", "asked", "judged_by", "drafted_by"),
+    ("mtp", "requested", "verified_by", "drafted_by"),
     [
         ({}, {}, VerifiedBy.COUPLED, DraftedBy.COUPLED),
         ({}, {"draft_sampling": "greedy"}, VerifiedBy.COUPLED, DraftedBy.GREEDY),
@@ -74,34 +74,34 @@ def facts(prompt_len: int = 4, **options: Any) -> RequestFacts:
         ),
     ],
 )
-def test_what_slots_say(
-    mtp: dict[str, Any], asked: dict[str, Any], judged_by: VerifiedBy, drafted_by: DraftedBy
+def test_slot_columns(
+    mtp: dict[str, Any], requested: dict[str, Any], verified_by: VerifiedBy, drafted_by: DraftedBy
 ) -> None:
     modes = modes_of(**mtp)
-    assert list(refusals(modes, asked)) == []
+    assert list(refusals(modes, requested)) == []
     assert type(modes[0]) is StrictVerification
-    told = modes[0].slot_values(facts(**asked), ())
-    assert told == {"verification": judged_by, "draft_sampling": drafted_by}
+    values = modes[0].slot_values(facts(**requested), ())
+    assert values == {"verification": verified_by, "draft_sampling": drafted_by}
 
 
 @pytest.mark.parametrize(
     ("listed", "by_block"),
     [("rejection", False), (["coupled", "rejection"], False), (["rejection", "block"], True)],
 )
-def test_block_verification_is_made_where_it_is_listed(
+def test_block_verification_is_computed_only_if_enabled(
     listed: str | list[str], by_block: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = []
+    calls = []
 
     def rejection_sample(*_: Any, by_block: bool, **__: Any) -> RejectionResult:
-        told.append(by_block)
+        calls.append(by_block)
         return RejectionResult(torch.zeros(1), torch.zeros(1))
 
     monkeypatch.setattr(rejection, "rejection_sample", rejection_sample)
     mode = next(one for one in modes_of(verification=listed) if type(one) is RejectionVerification)
     rules = AcceptanceRules(choices=torch.zeros(1))
     mode.verify(MagicMock(), rules, backend=Backend.TORCH)
-    assert told == [by_block]
+    assert calls == [by_block]
 
 
 def test_steps_of_a_preempted_request_are_not_counted_again() -> None:
@@ -120,7 +120,7 @@ def test_steps_of_a_preempted_request_are_not_counted_again() -> None:
         ({"verification": ["coupled", "block"]}, (3, 50)),
     ],
 )
-def test_the_manager_keeps_what_drafts_are_drawn_from(
+def test_manager_keeps_draft_probs_of_plain_drafts(
     mtp: dict[str, Any], shape: tuple[int, int] | None
 ) -> None:
     config = MTPDecodingConfig(max_draft_len=3, mtp=mtp)
@@ -131,8 +131,8 @@ def test_the_manager_keeps_what_drafts_are_drawn_from(
         return
     assert manager.draft_probs.shape == (manager.num_rows, *shape)
     assert not manager.draft_probs.any()
-    told = f"draft probabilities {manager.draft_probs.nbytes / 2**20:.1f} MiB"
-    assert told in manager.memory_report()
+    line = f"draft probabilities {manager.draft_probs.nbytes / 2**20:.1f} MiB"
+    assert line in manager.memory_report()
 
 
 def test_a_manager_has_to_know_the_vocabulary() -> None:

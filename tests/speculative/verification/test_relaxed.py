@@ -42,8 +42,8 @@ def facts(request_id: int = 5, stops: int = 2, **options: Any) -> RequestFacts:
 # --- a request that gets its slot ---
 
 
-def values(mode: RelaxedVerification, told: RequestFacts, tokens: list[int]) -> tuple[Any, ...]:
-    given = mode.slot_values(told, tokens)
+def values(mode: RelaxedVerification, request: RequestFacts, tokens: list[int]) -> tuple[Any, ...]:
+    given = mode.slot_values(request, tokens)
     assert set(given) == {column.name for column in mode.columns}
     names = (POOL, "thinking", "relaxed_topk", "relaxed_limit")
     return tuple(given[name] for name in names)
@@ -56,7 +56,7 @@ def test_a_request_has_what_the_config_says() -> None:
     assert values(mode, facts(), [BEGIN, END, 2]) == (0.0, 0, TOPK, DELTA)
 
 
-def test_a_request_that_asks_for_it_is_strict() -> None:
+def test_request_without_relaxed_acceptance_is_strict() -> None:
     """Its phase is kept all the same, where no delta shows it."""
     mode = RelaxedVerification(OPTIONS, DEVICE)
     strict = facts(relaxed_acceptance=False)
@@ -88,11 +88,11 @@ def test_more_stop_ids_than_a_slot_has_room_for(caplog: pytest.LogCaptureFixture
             many = facts(request_id, stops=MAX_STOP_IDS + 1)
             assert values(mode, many, [1, BEGIN]) == (0.0, 1, 1, 0.0)
     (record,) = caplog.records  # said once
-    assert record.getMessage().startswith("request 7 has 33 stop ids, and relaxed acceptance knows")
+    assert record.getMessage().startswith("request 7 has 33 stop ids, and relaxed")
 
 
-def test_ignored_ends_beside_least_tokens(caplog: pytest.LogCaptureFixture) -> None:
-    """A slot has no place for ends that are not held back: such a request is strict, and told."""
+def test_ignore_eos_with_min_tokens_is_strict(caplog: pytest.LogCaptureFixture) -> None:
+    """A slot holds only stop ids that min_tokens masks: such a request is strict, and logged."""
     mode = RelaxedVerification(OPTIONS, DEVICE)
     ignored = StopRule(max_length=100, ignored_ids=(2,))
     with caplog.at_level(logging.WARNING, "mtp_plugin"):
@@ -104,8 +104,8 @@ def test_ignored_ends_beside_least_tokens(caplog: pytest.LogCaptureFixture) -> N
         full = StopRule(max_length=100, end_ids=tuple(range(MAX_STOP_IDS)), ignored_ids=(99,))
         assert values(mode, replace(facts(), stop=full), [1, BEGIN]) == (0.0, 1, 1, 0.0)
         assert values(mode, replace(held, request_id=6), [1, BEGIN]) == (0.0, 1, 1, 0.0)
-    told, of_full = (record.getMessage() for record in caplog.records)  # each reason once
-    assert told.startswith("request 5 has ignore_eos beside min_tokens: such")
+    of_ignored, of_full = (record.getMessage() for record in caplog.records)  # each reason once
+    assert of_ignored.startswith("request 5 has ignore_eos and min_tokens; such")
     assert of_full.startswith("request 5 has 33 stop ids")
     assert full.slot_ids is None
 
@@ -129,7 +129,7 @@ def test_thinking_tokens_that_cannot_be(tokens: tuple[int, int]) -> None:
 
 
 class Prompts:
-    """Pieces of prompts, whose requests do or do not think before them; one generation behind."""
+    """Chunks of prompts, whose requests think before them or not; then one generation."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Prompts:
             slots=self.manager.slot_rows(slot_ids),
             **options,
         )
-        # rows of generations have thinking tokens that nobody may take for a prompt's
+        # rows of generations have thinking tokens that are not those of a prompt
         ids = [token for piece in self.pieces for token in piece] + [BEGIN, END, BEGIN]
         logits = torch.zeros(len(lens) + 3, 50, device=DEVICE)
         return VerificationInputs(step, logits, vector(ids, torch.int32))
@@ -178,7 +178,7 @@ PIECES = [
 
 @pytest.mark.parametrize("own_pool", [False, True], ids=["column", "own-pool"])
 @pytest.mark.parametrize("before", [False, True])
-def test_prompts_of_a_host_that_tells_nothing_are_read(before: bool, own_pool: bool) -> None:
+def test_prompts_are_scanned_without_next_prompt_tokens(before: bool, own_pool: bool) -> None:
     """The last thinking token of a piece counts; one without any leaves the phase as it is."""
     prompts = Prompts(PIECES, before, own_pool)
     manager, inputs = prompts.manager, prompts.step()
@@ -199,12 +199,12 @@ def test_prompts_of_a_host_that_tells_nothing_are_read(before: bool, own_pool: b
     assert same_bits(manager.mtp_relaxed_delta_pool, untouched[1])
 
 
-@pytest.mark.parametrize("why", ["told", "no ids", "no prompts"])
-def test_prompts_are_not_read(why: str) -> None:
-    """A host that tells of prompts had the whole of them read when they got their slots."""
+@pytest.mark.parametrize("why", ["next tokens", "no ids", "no prompts"])
+def test_prompts_are_not_scanned(why: str) -> None:
+    """With next_prompt_tokens whole prompts were scanned when the requests got their slots."""
     prompts = Prompts([] if why == "no prompts" else PIECES)
     inputs = prompts.step(
-        next_prompt_tokens=vector([-1] * len(PIECES)) if why == "told" else None,
+        next_prompt_tokens=vector([-1] * len(PIECES)) if why == "next tokens" else None,
     )
     if why == "no ids":
         inputs = VerificationInputs(inputs.step, inputs.logits, None)

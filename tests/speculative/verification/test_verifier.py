@@ -33,7 +33,7 @@ OPTIONS = DecodingOptions(K), DEVICE
 
 
 class EveryOther(VerificationMode):
-    """Accepts all drafts of every other request; notes what it is asked."""
+    """Accepts all drafts of every other request; records its calls."""
 
     name = "every-other"
     served_options = frozenset({"n"})
@@ -100,8 +100,8 @@ def test_modes_read_logits_without_early_stops(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_nobody_looks_for_edits_where_none_are_asked_for(backend: Backend) -> None:
-    """What stands in the slots decides nothing then: the strict path reads none of them."""
+def test_greedy_step_reads_no_logits_processing(backend: Backend) -> None:
+    """A greedy step reads no slots."""
     inputs, mode = step(slot_rows([HELD_BACK] * 4)), EveryOther()
     accepted = Verifier([mode]).verify(inputs, backend=backend)
     assert mode.calls == [(backend, False)]
@@ -110,24 +110,26 @@ def test_nobody_looks_for_edits_where_none_are_asked_for(backend: Backend) -> No
 
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("keeps_scores", [False, True])
-@pytest.mark.parametrize("only_draws", [False, True])
-def test_a_step_that_only_draws_leaves_sums(
-    only_draws: bool, keeps_scores: bool, backend: Backend
+@pytest.mark.parametrize("only_samples", [False, True])
+def test_step_that_only_samples_returns_sums(
+    only_samples: bool, keeps_scores: bool, backend: Backend
 ) -> None:
-    """Of raw rows: where logits are edited, or others are told of, there are none."""
-    asks = [{"temperature": 1.0, "top_p": 0.9, "logprobs": n} for n in (-1, 0, 2, -1)]
-    values = [{**ask, "top_k": 0, "min_p": 0.0, "seed": (n, 1)} for n, ask in enumerate(asks)]
+    """Of raw rows: not with logits processing, or with processed log-probabilities."""
+    requests = [{"temperature": 1.0, "top_p": 0.9, "logprobs": n} for n in (-1, 0, 2, -1)]
+    values = [
+        {**request, "top_k": 0, "min_p": 0.0, "seed": (n, 1)} for n, request in enumerate(requests)
+    ]
     inputs = step(
         slot_rows(values),
-        sampling_kind=SamplingKind.SAMPLED if only_draws else SamplingKind.PROCESSED,
+        sampling_kind=SamplingKind.SAMPLED if only_samples else SamplingKind.PROCESSED,
     )
     verifier = Verifier([StrictVerification(*OPTIONS)], keeps_scores=keeps_scores)
     accepted = verifier.verify(inputs, backend=backend)
-    assert (accepted.sums is not None) == (only_draws and not keeps_scores)
+    assert (accepted.sums is not None) == (only_samples and not keeps_scores)
     assert (accepted.scores is not None) == keeps_scores
     if accepted.sums is not None:
-        asked = torch.tensor([False, True, True, False]).repeat_interleave(K + 1).to(DEVICE)
-        check_sums(accepted.sums, reference_sums(inputs.logits), asked)
+        is_needed = torch.tensor([False, True, True, False]).repeat_interleave(K + 1).to(DEVICE)
+        check_sums(accepted.sums, reference_sums(inputs.logits), is_needed)
 
 
 @pytest.mark.parametrize(
@@ -148,13 +150,13 @@ def test_edits_need_slots(options: dict[str, Any], message: str) -> None:
         )
 
 
-def test_modes_of_a_set_draw_their_drafts_alike() -> None:
+def test_modes_with_different_draft_rules_are_refused() -> None:
     mode = EveryOther()
     mode.draft_rule = GreedyDrafts()
-    with pytest.raises(ConfigError, match="drafts are drawn as those of strict are, got every-oth"):
+    with pytest.raises(ConfigError, match="the draft rule of strict, got every-other with"):
         Verifier([StrictVerification(*OPTIONS), mode])
 
 
-def test_a_set_holds_something() -> None:
+def test_verifier_without_modes_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected at least one mode, got none"):
         Verifier([])

@@ -1,9 +1,9 @@
-"""A program with a mode of its own: a row of the table, a class, and the registry's line for it.
+"""A program with a mode of its own: an entry in the table, a class, and an entry in the registry.
 
-Prints as JSON what config, admission and slots make of its name.
+Prints as JSON how config, admission and slots handle its name.
 """
 
-# ruff: noqa: E402 (the row stands in the table before anybody reads it)
+# ruff: noqa: E402 (the table has the entry before other modules read it)
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from mtp_plugin import verifications
 
-verifications.WAYS["dice"] = verifications.Way("by dice", ("greedy", "plain"), code=3)
+verifications.WAYS["toy"] = verifications.Way("leaves the rules", ("greedy", "plain"), code=3)
 
 from mtp_plugin.config import MTPDecodingConfig, MTPPluginOptions
 from mtp_plugin.errors import MTPPluginError
@@ -35,11 +35,11 @@ from mtp_plugin.speculative.verification import (
 )
 
 
-class Dice(VerificationMode):
-    """Whatever stands, stands."""
+class ToyMode(VerificationMode):
+    """Leaves the rules as they are."""
 
-    name = "dice"
-    verifications = ("dice",)
+    name = "toy"
+    verifications = ("toy",)
 
     @override
     def verify(
@@ -48,12 +48,12 @@ class Dice(VerificationMode):
         return rules
 
 
-registry.MODES = (*registry.MODES, Dice)
-registry.BUILT = (*registry.BUILT, *Dice.verifications)
+registry.MODES = (*registry.MODES, ToyMode)
+registry.BUILT = (*registry.BUILT, *ToyMode.verifications)
 
 
 def refused(**mtp: Any) -> str:
-    """What is said of a config that cannot be."""
+    """Return the error of an invalid config."""
     try:
         MTPPluginOptions(**mtp)
     except MTPPluginError as error:
@@ -61,17 +61,17 @@ def refused(**mtp: Any) -> str:
     return "nothing"
 
 
-def format_value(verification: Any) -> Mapping[str, Any]:
-    """What is made of a config, and of requests that ask for the mode."""
+def describe(verification: Any) -> Mapping[str, Any]:
+    """Describe the modes of a config, and a request that selects the mode."""
     config = MTPDecodingConfig(max_draft_len=2, mtp={"verification": verification})
     modes = make_modes(DecodingOptions.read(config), torch.device("cpu"))
-    asked = {"verification": "dice"}
-    facts = RequestFacts(1, StopRule(max_length=9), options=asked)
+    requested = {"verification": "toy"}
+    facts = RequestFacts(1, StopRule(max_length=9), options=requested)
     return {
         "modes": [mode.name for mode in modes],
-        "drafts": config.mtp.drafts_of("dice"),
-        "refusals": list(refusals(modes, asked)),
-        "of drafts": list(refusals(modes, {**asked, "draft_sampling": "coupled"})),
+        "drafts": config.mtp.drafts_of("toy"),
+        "refusals": list(refusals(modes, requested)),
+        "of drafts": list(refusals(modes, {**requested, "draft_sampling": "coupled"})),
         "slot": modes[0].slot_values(facts, ()),
     }
 
@@ -79,11 +79,11 @@ def format_value(verification: Any) -> Mapping[str, Any]:
 if __name__ == "__main__":
     schema = MTPPluginOptions.model_json_schema()["properties"]["verification"]
     everything = {
-        "one": format_value("dice"),
-        "listed": format_value(["coupled", "dice"]),
-        "asked": SamplingParams(verification="dice", draft_sampling="plain").requested_options(),
-        "name": refused(verification=["coupled", "bones"]),
-        "drafts": refused(verification="dice", draft_sampling="coupled"),
+        "one": describe("toy"),
+        "listed": describe(["coupled", "toy"]),
+        "requested": SamplingParams(verification="toy", draft_sampling="plain").requested_options(),
+        "name": refused(verification=["coupled", "unknown"]),
+        "drafts": refused(verification="toy", draft_sampling="coupled"),
         "description": schema["description"],
     }
     sys.stdout.write(json.dumps(everything))
