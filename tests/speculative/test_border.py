@@ -1,4 +1,4 @@
-"""What a host may leave out is read at the border alone, and what is asked of it is used."""
+"""Optional host attributes are read only in some files, and every required one is used."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def annotations(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def annotated(tree: ast.AST) -> set[str]:
-    """Names that stand in annotations, in quotes too."""
+    """Names in annotations, in quotes too."""
     names = set()
     for annotation in annotations(tree):
         for node in ast.walk(annotation) if annotation is not None else ():
@@ -86,7 +86,7 @@ PROTOCOLS = [(path, name) for path in FILES for name in protocols(parsed(path))]
 
 
 @pytest.mark.parametrize("path", sorted(PLUGIN.rglob("*.py")), ids=lambda p: str(p.name))
-def test_only_the_border_asks_for_attributes_by_name(path: Path) -> None:
+def test_only_the_border_reads_attributes_by_name(path: Path) -> None:
     if path.relative_to(PLUGIN).as_posix().startswith(BORDER):
         return
     assert [ast.unparse(call) for call in by_name(parsed(path))] == []
@@ -102,22 +102,22 @@ def test_the_border_does() -> None:
 @pytest.mark.parametrize(
     ("path", "name"), PROTOCOLS, ids=lambda value: getattr(value, "stem", value)
 )
-def test_a_protocol_is_asked_of_something_or_kept_by_a_class(path: Path, name: str) -> None:
+def test_a_protocol_is_an_annotation_or_a_base_class(path: Path, name: str) -> None:
     """In an annotation or as a base; one with a leading underscore in its own file."""
     files = [path] if name.startswith("_") else FILES
     assert any(name in annotated(parsed(file)) | bases(parsed(file)) for file in files)
 
 
 @pytest.mark.parametrize("path", sorted((PLUGIN / "host").glob("*.py")), ids=lambda p: p.stem)
-def test_what_is_asked_of_a_host_stands_in_an_annotation(path: Path) -> None:
+def test_host_protocols_are_used_in_annotations(path: Path) -> None:
     every = set().union(*map(annotated, map(parsed, FILES)))
     assert set(protocols(parsed(path))) <= every
 
 
-def test_what_counts_as_asking_by_name() -> None:
-    asks = "getattr(a, 'b', 0), hasattr(a, 'b'), builtins.getattr(a, 'b')"
+def test_what_counts_as_reading_by_name() -> None:
+    reads = "getattr(a, 'b', 0), hasattr(a, 'b'), builtins.getattr(a, 'b')"
     others = "a.b, setattr(a, 'b', 1), vars(a)['b'], 'getattr'"
-    assert len(list(by_name(ast.parse(asks)))) == 3
+    assert len(list(by_name(ast.parse(reads)))) == 3
     assert list(by_name(ast.parse(others))) == []
 
 

@@ -92,14 +92,14 @@ def test_prepare_copies_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(MTPSpecMetadata, "_upload", staticmethod(note))
     spec = make_spec(make_manager(70, 71, 72))
-    told = []
+    uploads = []
     for ids in ([70, 71], [71, 70], [72], [70, 71, 72], [72]):
         spec.request_ids = ids
         spec.prepare()
-        told.append(copied.count(torch.int32))
+        uploads.append(copied.count(torch.int32))
         assert spec.batch_indices_cuda[: len(ids)].tolist() == list(range(len(ids)))
         assert spec.slot_ids[: len(ids)].tolist() == [request - 70 for request in ids]
-    assert told == [1, 1, 1, 2, 2]
+    assert uploads == [1, 1, 1, 2, 2]
     assert copied.count(torch.int64) == 5
 
 
@@ -148,12 +148,12 @@ def test_draft_tokens_of_a_step(mode: SpeculativeDecodingMode, window: str, expe
     """Three generations: K rows each instead of K+1 where the window is one row short."""
     spec = make_spec(spec_dec_mode=mode, draft_window=window)
     spec.num_tokens, spec.num_generations, spec.request_ids = 20, 3, [1, 2, 3]
-    assert spec.dp_num_tokens() == expected  # what ranks tell each other beforehand
+    assert spec.dp_num_tokens() == expected  # what ranks exchange beforehand
     spec.prepare()
     assert spec.num_tokens == expected
 
 
-def test_the_window_is_the_workers_unless_told() -> None:
+def test_the_window_is_the_workers_by_default() -> None:
     """With both defaults a layer is fed as many rows as `prepare` counts."""
     step = Step(2, [Prompt([1, 2, 3])], [Turn([1, 2], [5, 6], [5, 7, 8]) for _ in range(3)])
     step.spec = MTPSpecMetadata(
@@ -228,7 +228,7 @@ class NewerMode:
 
 
 class OlderMode(Enum):
-    """A host's mode that asks nothing of the kind."""
+    """A host's mode without these methods."""
 
     MTP = 1
     MTP_EAGLE = 2
@@ -245,7 +245,7 @@ def test_modes_of_hosts() -> None:
         assert older.num_tokens == counted
 
 
-def test_hosts_that_ask_how_tokens_are_drawn() -> None:
+def test_hosts_that_update_sampling_parameters() -> None:
     spec = make_spec()
     spec.populate_sampling_params_for_one_model([])
     spec.update_is_all_greedy_sample([])
@@ -358,7 +358,7 @@ def test_windows(make: Any) -> None:
 
 @EVERY_HOST
 def test_single_rows(make: Any) -> None:
-    """Right behind the last accepted position, then one further each."""
+    """Right after the last accepted position, then one further each."""
     attn = make()
     with draft_loop(attn) as loop:
         loop.feed_single_rows(N, 3)
@@ -528,7 +528,7 @@ def test_cached_counts_never_fall_below_nothing() -> None:
 
 
 @pytest.mark.parametrize("reason", ["graph", "undeclared"])
-def test_cached_counts_stay_in_a_graph_and_where_nobody_reads_them(reason: str) -> None:
+def test_cached_counts_stay_in_a_graph_and_where_they_are_not_read(reason: str) -> None:
     attn = Counting([4], 0, [13]) if reason == "graph" else KVAttention([4], 0, [13])
     attn.is_cuda_graph = reason == "graph"
     original = attn.kv_cache_params.num_cached_tokens_per_seq

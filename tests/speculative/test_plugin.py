@@ -292,7 +292,7 @@ def test_plans(config: dict[str, Any], num_layers: int, plan: DraftPlan) -> None
 
 
 def test_rows_of_a_plan() -> None:
-    """Eagle, K = 3: four rows a step, twice with a step in flight, and two behind the loop."""
+    """Eagle, K = 3: four rows a step, twice with a step in flight, and two after the loop."""
     eagle = DraftPlan(3, num_draft_layers=1, loop_rows=2)
     assert eagle.step_rows == 4
     assert eagle.rows_to_reserve(10, in_flight=False) == 16
@@ -525,7 +525,7 @@ def test_strict_decoding_needs_no_thinking_tokens() -> None:
     assert mode.name == "strict"
 
 
-# --- what a host asks of the pieces ---
+# --- what a host calls of the components ---
 
 
 def test_pieces_answer_for_themselves() -> None:
@@ -569,17 +569,17 @@ def test_every_plugin_keeps_what_requests_ask_for(make: Any) -> None:
     assert pieces.served_options >= {"min_tokens", "stop_token_ids", "speculate"}
     assert pieces.served_options >= {"temperature", "top_k", "top_p", "min_p", "seed"}
     assert "n" not in pieces.served_options
-    asked = LlmRequest(
+    request = LlmRequest(
         5, [1, 2], SamplingParams(min_tokens=3, stop_token_ids=(9,)), max_draft_len=2, max_seq_len=9
     )
-    asked.context_chunk_size = 2
-    pieces.manager.prepare_resources(SimpleNamespace(context_requests=[asked]))
+    request.context_chunk_size = 2
+    pieces.manager.prepare_resources(SimpleNamespace(context_requests=[request]))
     metadata = pieces.make_metadata()
     metadata.request_ids = [5]
     metadata.prepare()
     rows = pieces.manager.slot_rows(metadata.slot_ids)
-    told = {name: rows.read(name, slice(0, 1)).tolist() for name in ("prompt_len", "min_tokens")}
-    assert told == {"prompt_len": [2], "min_tokens": [3]}
+    values = {name: rows.read(name, slice(0, 1)).tolist() for name in ("prompt_len", "min_tokens")}
+    assert values == {"prompt_len": [2], "min_tokens": [3]}
     assert rows.read("stop_ids", slice(0, 1))[0, :2].tolist() == [9, -1]
 
 
@@ -616,7 +616,7 @@ def test_past_pairs_are_kept_where_layers_of_their_own_depth_read_them() -> None
 @pytest.mark.parametrize(
     ("make", "size"),
     [
-        # 70 numbers: 20, the 16 last tokens, 32 stop ids, how drafts are judged and drawn
+        # 70 numbers: 20, the 16 last tokens, 32 stop ids, how drafts are verified and sampled
         (target_only, 4 * 70),
         (eagle, 4 * 70),
         # two pairs of eight numbers of two bytes and a token
@@ -633,8 +633,8 @@ def test_memory_reports(make: Any, size: int) -> None:
     pieces = make()
     assert (pieces.manager.num_rows, pieces.manager.bytes_per_slot()) == (15, size)
     name = "MTP state" if pieces.plan.max_draft_len else "request state"
-    told = f"{name} 0.0 MiB (15 slots of {size} bytes), logit edits 0.0 MiB"
-    assert pieces.memory_report() == told
+    report = f"{name} 0.0 MiB (15 slots of {size} bytes), logit edits 0.0 MiB"
+    assert pieces.memory_report() == report
 
 
 @PLUGINS

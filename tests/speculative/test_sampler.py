@@ -28,7 +28,7 @@ POISON = -777
 
 
 class Request:
-    """A request as hosts have it: prompt of three tokens, generating unless told otherwise."""
+    """A request as hosts have it: prompt of three tokens, generating by default."""
 
     def __init__(self, slot: int, **options: Any) -> None:
         self.request_id = 100 + slot
@@ -116,10 +116,10 @@ def test_the_store() -> None:
     assert {tensor.dtype for tensor in vars(store).values()} == {torch.int32}
 
 
-def test_what_executors_ask() -> None:
+def test_methods_that_executors_call() -> None:
     sampler = make()
-    as_asked: Sampler = sampler
-    assert as_asked.SampleState is SampleStateMTP
+    typed: Sampler = sampler
+    assert typed.SampleState is SampleStateMTP
     assert sampler.beam_width([]) == 1
     assert sampler.is_generation_model()
     assert not sampler.should_provide_draft_probs(Request(0))
@@ -147,7 +147,7 @@ def test_beams_are_refused() -> None:
 def test_unsupported_outputs_are_refused_at_admission() -> None:
     sampler = make()
     sampler.validate_request(Request(0, py_return_log_probs=False))
-    asked = Request(
+    request = Request(
         0,
         py_return_log_probs=True,
         py_return_context_logits=True,
@@ -158,7 +158,7 @@ def test_unsupported_outputs_are_refused_at_admission() -> None:
         match=r"request 100: not supported with MTP: py_return_context_logits \(of prompt_logprobs "
         r"too\), py_return_log_probs, temperature=0\.7",
     ):
-        sampler.validate_request(asked)
+        sampler.validate_request(request)
 
 
 class NoError(Enum):
@@ -172,11 +172,11 @@ class NoError(Enum):
 def test_what_no_host_validated_ends_with_its_prompt(
     reasons: Any, by_host: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Asked once, on the prompt's last row; who asks for nothing special goes on."""
-    asked: list[int] = []
+    """Validated once, on the prompt's last row; a request without options continues."""
+    validated: list[int] = []
 
     def unsupported(request: Any, **options: Any) -> list[str]:
-        asked.append(request.request_id)
+        validated.append(request.request_id)
         return unsupported_options(request, **options)
 
     monkeypatch.setattr(sampler_module, "unsupported_options", unsupported)
@@ -196,7 +196,7 @@ def test_what_no_host_validated_ends_with_its_prompt(
         request.state, request.is_last_context_chunk = RequestState.CONTEXT_INIT, False
         request.context_remaining_length = 1
     sampler.update_requests(launch([warm, greedy], [], [9], [9]))
-    assert asked == []
+    assert validated == []
     for request in (warm, greedy):
         request.is_last_context_chunk, request.context_remaining_length = True, 0
     prompts = launch([warm, greedy], [], [10], [11])
@@ -207,9 +207,9 @@ def test_what_no_host_validated_ends_with_its_prompt(
         if request.finish_reason is None:
             request.state = RequestState.GENERATION_IN_PROGRESS
     sampler.update_requests(following)
-    assert set(asked) == {100, 101}
+    assert set(validated) == {100, 101}
     if not by_host:
-        assert asked == [100, 101]
+        assert validated == [100, 101]
     assert (warm.output, greedy.output) == ([], [11, 22, 23])
     assert warm.finish_reason is getattr(reasons, "ERROR", reasons.CANCELLED)
     assert warm.py_error == "not supported with MTP: temperature=0.7"
@@ -270,7 +270,7 @@ def test_tokens_go_through_sequence_slots(kernels: str) -> None:
 
 
 def test_slots_change_and_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Slots that stay are copied once; a copy that failed leaves nothing behind."""
+    """Slots that stay are copied once; a copy that failed leaves no trace."""
     sampler = make()
     copied: list[list[int]] = []
     honest = sampler_module.to_device
@@ -325,7 +325,7 @@ def test_the_event_comes_before_the_tokens() -> None:
     assert request.output == [5]
 
 
-def test_padding_rows_are_nobody() -> None:
+def test_padding_rows_are_skipped() -> None:
     """Five live rows padded to eight: five updates, five counts, no other slot written."""
     sampler = make()
     requests = [Request(slot) for slot in (0, 1, 3, 4, 5)]
@@ -344,8 +344,8 @@ def test_padding_rows_are_nobody() -> None:
 def test_slots_that_cannot_be_are_refused(slots: list[int]) -> None:
     sampler = make()
     before = sampler.store.rows.clone()
-    told = re.escape(f"expected a sequence slot of 0..{S - 1} for each request, got {slots}")
-    with pytest.raises(ExecutorError, match=told):
+    message = re.escape(f"expected a sequence slot of 0..{S - 1} for each request, got {slots}")
+    with pytest.raises(ExecutorError, match=message):
         sampler.sample_async(batch([], [Request(s) for s in slots]), outputs(*[[5]] * len(slots)))
     assert torch.equal(sampler.store.rows, before)
 
@@ -418,23 +418,23 @@ def test_without_drafts() -> None:
 
 @pytest.mark.parametrize("kind", ["is_dummy", "is_attention_dp_dummy"])
 def test_dummies_are_not_counted(kind: str) -> None:
-    told: list[int] = []
+    counted: list[int] = []
     arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
     sampler = MTPSampler(
         arguments,
         nextn=K,
         device="cpu",
-        on_step=lambda request, *_: told.append(request.request_id),
+        on_step=lambda request, *_: counted.append(request.request_id),
     )
     dummy, request = Request(0, **{kind: True}), Request(1)
     state = sampler.sample_async(batch([], [dummy, request]), outputs([5], [6, 7]))
     sampler.update_requests(state)
-    assert told == [request.request_id]
+    assert counted == [request.request_id]
     assert (dummy.py_acceptance.steps, request.py_acceptance.steps) == (0, 1)
     assert (dummy.output, dummy.py_rewind_len) == ([5], K)
 
 
-# --- what is told ---
+# --- results ---
 
 
 def test_results_come_in_the_batchs_order() -> None:
@@ -465,7 +465,7 @@ def test_what_a_stop_cuts_was_accepted() -> None:
     ]
 
 
-def test_drafts_behind_the_full_length_were_absent() -> None:
+def test_drafts_after_the_full_length_are_not_counted() -> None:
     """Its own, or the longest sequence."""
     for options, seq_len in (({"max_length": 5}, 64), ({}, 5)):
         request = Request(0, py_draft_tokens=[8, 9, 9], **options)
@@ -474,7 +474,7 @@ def test_drafts_behind_the_full_length_were_absent() -> None:
         assert request.py_acceptance.num_drafted == 1
 
 
-def test_a_refused_request_is_told_without_tokens() -> None:
+def test_a_refused_request_has_a_result_without_tokens() -> None:
     sampler = make()
     warm = Request(0, sampling_config=SimpleNamespace(temperature=[0.7]))
     state = sampler.sample_async(batch([warm, Request(1)], []), outputs([5], [6]))
@@ -519,7 +519,7 @@ def test_request_without_a_token_ends_with_an_error(is_context: bool, lens: int)
 
 
 @pytest.mark.parametrize("run", [[], [10, 11]])
-def test_a_dead_row_is_told(run: list[int]) -> None:
+def test_a_row_without_finite_logits_has_a_result(run: list[int]) -> None:
     request = Request(0, py_draft_tokens=[10, 11, 12])
     (result,) = step(make(), request, run, status=[STATUS_NO_FINITE_LOGIT])
     assert result == StepResult(100, run, 3, len(run), FinishReason.ERROR)
@@ -533,7 +533,7 @@ def test_the_dead_row_of_a_prompt_has_no_matches() -> None:
     assert (request.py_num_accepted_draft_tokens, request.py_rewind_len) == (0, 0)
 
 
-def test_reasons_are_told_by_our_names() -> None:
+def test_results_have_our_finish_reasons() -> None:
     arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
     sampler = MTPSampler(arguments, nextn=K, device="cpu", finish_reasons=HostReason)
     request = Request(0, py_end_id=9)
@@ -542,7 +542,7 @@ def test_reasons_are_told_by_our_names() -> None:
     assert request.finish_reason is HostReason.END_ID
 
 
-def test_a_dummy_is_told_without_drafts() -> None:
+def test_a_dummy_has_a_result_without_drafts() -> None:
     request = Request(0, is_dummy=True, py_draft_tokens=[8, 9, 9])
     assert step(make(), request, [8, 9]) == [StepResult(100, [8, 9], 0, 2, None)]
 
@@ -579,7 +579,7 @@ def test_facts_are_read_once_and_again_with_the_prompt(monkeypatch: pytest.Monke
     assert new.output == [5]
 
 
-def test_own_facts_are_asked_at_every_step() -> None:
+def test_own_facts_are_read_at_every_step() -> None:
     """As the embedded executor's requests have them: nothing else of the request is read."""
     sampler, request = make(), Request(0, py_end_id=5)
     request.facts = RequestFacts(100, StopRule(max_length=64, end_ids=(6,)))
@@ -590,7 +590,7 @@ def test_own_facts_are_asked_at_every_step() -> None:
     assert request.py_acceptance.steps == 0  # the facts name no statistics
 
 
-@pytest.mark.parametrize("end", ["stop", "cancel before", "cancel behind", "pause", "goes on"])
+@pytest.mark.parametrize("end", ["stop", "cancel before", "cancel after", "pause", "goes on"])
 def test_no_request_is_kept_alive(end: str) -> None:
     sampler, request = make(), Request(0, py_end_id=9)
     gone = weakref.ref(request)
@@ -601,7 +601,7 @@ def test_no_request_is_kept_alive(end: str) -> None:
     if end == "pause":
         request.state = RequestState.CONTEXT_INIT
     sampler.update_requests(state)
-    if end == "cancel behind":
+    if end == "cancel after":
         request.finish_by(FinishReason.CANCELLED, 0)
     del request, state
     assert gone() is None
@@ -618,7 +618,7 @@ def test_a_host_without_statistics() -> None:
 
 
 def test_a_stop_inside_a_run() -> None:
-    """Five drafts stand, the third is the end: three tokens, counted as three, rewound as six."""
+    """Of five accepted drafts the third is the end: three tokens count, six are rewound."""
     end = 9
     sampler = make(nextn=5)
     request = Request(0, py_end_id=end, py_draft_tokens=[1, 2, end, 4, 5])
@@ -694,7 +694,7 @@ def test_stop_words(words: list[list[int]], output: list[int], reason: FinishRea
     ids=["first", "second", "neither"],
 )
 def test_stop_words_as_flat_tokens_and_ends(output: list[int], stopped: list[int]) -> None:
-    """TensorRT-LLM's form: all words in one list, and where each ends; -1 behind the last end."""
+    """TensorRT-LLM's form: all words in one list, and where each ends; -1 after the last end."""
     request = Request(0, py_stop_words_list=[[11, 12, 13], [1, 3, -1]])
     step(make(), request, output)
     assert request.output == stopped
@@ -708,11 +708,11 @@ def test_stop_words_over_two_runs() -> None:
 
 
 def test_the_text_of_a_hosts_own_facts() -> None:
-    """It is told every token that counts, and which of them were drafts."""
-    told: list[tuple[int, bool]] = []
+    """It receives every token that counts, and which of them were drafts."""
+    received: list[tuple[int, bool]] = []
 
     def watch(token: int, *, from_draft: bool) -> bool:
-        told.append((token, from_draft))
+        received.append((token, from_draft))
         return token == 11
 
     request = Request(0, py_end_id=10)
@@ -722,7 +722,7 @@ def test_the_text_of_a_hosts_own_facts() -> None:
     step(sampler, request, [8, 11, 12])
     assert request.output == [9, 10, 8, 11]
     assert request.finish_reason == FinishReason.STOP_WORDS
-    assert told == [(9, True), (10, False), (8, True), (11, True)]
+    assert received == [(9, True), (10, False), (8, True), (11, True)]
 
 
 @pytest.mark.parametrize("run", [[], [10, 11]], ids=["at_once", "inside_a_run"])
@@ -799,7 +799,7 @@ def test_a_paused_request_takes_nothing() -> None:
 
 @pytest.mark.parametrize("is_context", [False, True])
 def test_a_request_that_started_over_takes_nothing(is_context: bool) -> None:
-    """It generates again by the time the old result arrives; the epoch tells."""
+    """It generates again by the time the old result arrives; the epoch differs."""
     sampler = make()
     request = Request(0, py_epoch=0, is_last_context_chunk=True)
     rows = ([request], []) if is_context else ([], [request])
@@ -884,7 +884,7 @@ def test_two_words_of_different_lengths_are_words() -> None:
     assert request.output == [5, 7, 1]
 
 
-def test_a_prompt_that_is_paused_behind_its_last_chunk_takes_nothing() -> None:
+def test_a_prompt_that_is_paused_after_its_last_chunk_takes_nothing() -> None:
     """A host without epochs: the prompt is read again, and its token comes again with that."""
     sampler, request = make(), Request(0, is_last_context_chunk=True)
     state = sampler.sample_async(batch([request], []), outputs([5]))
@@ -934,10 +934,10 @@ def test_who_is_there_must_have_a_slot() -> None:
     lost = [Request(1), Request(2), request]
     for other in lost[:2]:
         other.py_seq_slot = None
-    told = "no sequence slot: requests 101, 102"
-    with pytest.raises(ExecutorError, match=told):
+    message = "no sequence slot: requests 101, 102"
+    with pytest.raises(ExecutorError, match=message):
         sampler.sample_async(batch(lost[:1], lost[1:]), outputs([5], [6], [7]))
-    with pytest.raises(ExecutorError, match=told):
+    with pytest.raises(ExecutorError, match=message):
         sampler.update_requests(SampleStateMTP(requests=lost, host=state.host))
     assert request.output == []
 
@@ -1005,8 +1005,8 @@ def test_a_state_without_a_tensor_is_named(missing: str) -> None:
     assert request.output == []
 
 
-def test_facts_of_a_host_are_judged_as_they_are() -> None:
-    """Whoever brings facts along says everything there, and what verification gives is served."""
+def test_facts_of_a_host_are_validated_as_they_are() -> None:
+    """They are complete, and options that verification applies are served."""
     params = SamplingParams(min_tokens=2, repetition_penalty=1.5)
     facts = RequestFacts.of(7, params, prompt_len=1, max_seq_len=64)
     request = Request(0, facts=facts)
@@ -1018,7 +1018,7 @@ def test_facts_of_a_host_are_judged_as_they_are() -> None:
         sampler.validate_request(request)
 
 
-def test_what_is_served_is_so_whoever_asks_for_it() -> None:
+def test_served_options_are_those_of_every_request() -> None:
     args = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
     served = {"min_tokens", "temperature"}
     sampler = MTPSampler(args, nextn=K, device="cpu", served_options=served)
@@ -1057,15 +1057,15 @@ class Cutting(Request):
 
 
 class Rule:
-    """Answers as it was told, and keeps what it was asked, with the outputs of that time."""
+    """A stop callback that returns ``answers`` and records its calls with the outputs then."""
 
     def __init__(self, *requests: Request) -> None:
         self.requests = {request.request_id: request for request in requests}
         self.answers: list[Any] = []
-        self.asked: list[dict[int, list[int]]] = []
+        self.calls: list[dict[int, list[int]]] = []
 
     def __call__(self, ids: Any) -> Any:
-        self.asked.append({n: list(self.requests[n].output) for n in ids})
+        self.calls.append({n: list(self.requests[n].output) for n in ids})
         return self.answers.pop(0)
 
 
@@ -1075,25 +1075,25 @@ def asking(*requests: Request, **options: Any) -> tuple[MTPSampler, Rule]:
     return MTPSampler(arguments, nextn=K, device="cpu", stop_callback=rule, **options), rule
 
 
-def test_a_rule_is_asked_behind_the_tokens_of_those_that_go_on() -> None:
+def test_a_rule_is_called_after_the_tokens_of_those_that_go_on() -> None:
     ended, goes_on, prompt = Request(0, py_end_id=6), Request(1), Request(2)
     sampler, rule = asking(ended, goes_on, prompt)
     rule.answers = [None, {}, [101], [103]]
     runs = [[9], [5, 6, 7], [4, 5]]
     state = sampler.sample_async(batch([prompt], [ended, goes_on]), outputs(*runs))
     first = sampler.update_requests(state)
-    assert rule.asked == [{102: [9], 100: [5, 6], 101: [4, 5]}]
+    assert rule.calls == [{102: [9], 100: [5, 6], 101: [4, 5]}]
     assert [result.finish_reason for result in first] == [None, FinishReason.END_ID, None]
     assert step(sampler, goes_on, [7])[0].finish_reason is None
     (last,) = step(sampler, goes_on, [8, 9])
-    assert rule.asked[1:] == [{101: [4, 5, 7]}, {101: [4, 5, 7, 8, 9]}]
+    assert rule.calls[1:] == [{101: [4, 5, 7]}, {101: [4, 5, 7, 8, 9]}]
     assert (last.token_ids, last.finish_reason) == ([8, 9], FinishReason.STOP_WORDS)
     assert goes_on.finish_reason is FinishReason.STOP_WORDS
     assert prompt.finish_reason is None
     # who ends by itself with its only token might be cut in front of it
     alone = rule.requests[103] = Request(3, py_end_id=6)
     assert step(sampler, alone, [6])[0].finish_reason is FinishReason.END_ID
-    assert rule.asked[3:] == [{103: [6]}]
+    assert rule.calls[3:] == [{103: [6]}]
 
 
 @pytest.mark.parametrize("kept", [2, 3, 4, 5])
@@ -1106,7 +1106,7 @@ def test_a_rule_cuts_inside_the_run(kept: int) -> None:
     sampler.on_step = lambda _, emitted, drafted: counted.append((emitted, drafted))
     request.py_draft_tokens = [4, 5, 6]
     (result,) = step(sampler, request, [4, 5, 6])
-    assert rule.asked == [{100: [7, 8, 4, 5, 6]}]
+    assert rule.calls == [{100: [7, 8, 4, 5, 6]}]
     assert request.output == [7, 8, 4, 5, 6][:kept]
     assert result == StepResult(100, [4, 5, 6][: kept - 2], 3, 3, FinishReason.STOP_WORDS)
     assert request.finish_reason is FinishReason.STOP_WORDS
@@ -1136,7 +1136,7 @@ def test_a_wrong_answer_ends_its_request_alone(kept: Any, caplog: pytest.LogCapt
     assert step(sampler, right, [6])[0].finish_reason is None
 
 
-def test_a_rule_that_fails_ends_those_that_it_was_asked_about() -> None:
+def test_a_rule_that_fails_ends_those_that_it_was_called_for() -> None:
     first, ended, dummy = Request(0), Request(1, py_end_id=5), Request(2, is_dummy=True)
     sampler, _ = asking()
     results = sampler.update_requests(

@@ -1,4 +1,4 @@
-"""Log-probabilities on their way through the sampler: who asks, what counts, what is missing."""
+"""Log-probabilities in the sampler: which requests want them, what counts, what is missing."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def make(**options: Any) -> MTPSampler:
     return MTPSampler(sizes, nextn=K, device="cpu", **{"served_options": {"logprobs"}, **options})
 
 
-def format_value(*runs: list[int]) -> dict[str, Any]:
+def outputs_with_logprobs(*runs: list[int]) -> dict[str, Any]:
     """What a worker returns: tokens 7 to 9, of which 7 is the most likely."""
     entries = torch.zeros(len(runs), K + 1, ENTRY_WIDTH, dtype=torch.int32)
     entries[..., TOP_IDS_PLACE:TOP_VALUES_PLACE] = -1
@@ -63,7 +63,7 @@ def format_value(*runs: list[int]) -> dict[str, Any]:
 def test_tokens_and_the_most_likely_ones() -> None:
     requests = [asking(0, 2), asking(1, 0), asking(2, None)]
     piece = make()
-    given = format_value([9, 7], [8], [7, 7, 7])
+    given = outputs_with_logprobs([9, 7], [8], [7, 7, 7])
     state = piece.sample_async(batch([], requests), given)
     given["logprob_entries"].fill_(-777)  # the next step writes there
     results = piece.update_requests(state)
@@ -76,31 +76,33 @@ def test_tokens_and_the_most_likely_ones() -> None:
     assert results[2].logprobs is None
 
 
-def test_a_stop_drops_what_stands_behind_it() -> None:
+def test_a_stop_drops_what_follows_it() -> None:
     request = asking(0, 1, stop_token_ids=(8,))
     piece = make()
     (result,) = piece.update_requests(
-        piece.sample_async(batch([], [request]), format_value([7, 8, 9, 9]))
+        piece.sample_async(batch([], [request]), outputs_with_logprobs([7, 8, 9, 9]))
     )
     assert result.token_ids == [7, 8]
     assert [list(one) for one in result.logprobs] == [[7], [8, 7]]
 
 
-def test_each_request_has_its_own_whoever_has_ended() -> None:
+def test_each_request_has_its_own_after_another_finished() -> None:
     requests = [asking(0, 0), asking(1, 0), asking(2, 0)]
     piece = make()
-    state = piece.sample_async(batch([], requests), format_value([7], [8], [9]))
+    state = piece.sample_async(batch([], requests), outputs_with_logprobs([7], [8], [9]))
     requests[0].finish_by(FinishReason.CANCELLED, 0)
     results = piece.update_requests(state)
     assert [list(result.logprobs[0]) for result in results] == [[8], [9]]
 
 
 def test_what_a_request_keeps_is_its_own_memory() -> None:
-    """Whatever else the step told: texts of thousands of tokens are kept."""
+    """Whatever else the step returned: outputs of thousands of tokens are kept."""
     runs = [[9, 7], [8], [7, 7, 7]]
     piece = make()
     requests = [asking(slot, 0) for slot in range(3)]
-    results = piece.update_requests(piece.sample_async(batch([], requests), format_value(*runs)))
+    results = piece.update_requests(
+        piece.sample_async(batch([], requests), outputs_with_logprobs(*runs))
+    )
     for result, run in zip(results, runs, strict=True):
         (part,) = result.logprobs._parts
         assert part._entries.untyped_storage().nbytes() == len(run) * ENTRY_WIDTH * 4
@@ -109,7 +111,7 @@ def test_what_a_request_keeps_is_its_own_memory() -> None:
 def test_a_host_that_made_the_state_itself() -> None:
     request = asking(0, 0)
     piece = make()
-    state = piece.sample_async(batch([], [request]), format_value([7, 9]))
+    state = piece.sample_async(batch([], [request]), outputs_with_logprobs([7, 9]))
     own = SampleStateMTP(scheduled_requests=batch([], [request]), host=state.host)
     (result,) = piece.update_requests(own)
     assert [list(one) for one in result.logprobs] == [[7], [9]]
@@ -118,25 +120,25 @@ def test_a_host_that_made_the_state_itself() -> None:
 def test_where_a_host_keeps_them() -> None:
     class Result:
         def __init__(self) -> None:
-            self.told: list[Any] = []
+            self.log_probs: list[Any] = []
 
         def append_log_probs(self, log_probs: list[Any]) -> None:
-            self.told.append(log_probs)
+            self.log_probs.append(log_probs)
 
     request = asking(0, 0)
     request.py_result = Result()
     piece = make()
-    piece.update_requests(piece.sample_async(batch([], [request]), format_value([7, 8])))
-    assert request.py_result.told == [[[{7: Logprob(-0.5, 1)}]], [[{8: Logprob(-1.5, 2)}]]]
+    piece.update_requests(piece.sample_async(batch([], [request]), outputs_with_logprobs([7, 8])))
+    assert request.py_result.log_probs == [[[{7: Logprob(-0.5, 1)}]], [[{8: Logprob(-1.5, 2)}]]]
 
 
-def test_nothing_travels_where_nobody_asks() -> None:
+def test_nothing_is_copied_without_a_request_for_it() -> None:
     piece = make()
-    state = piece.sample_async(batch([], [asking(0, None)]), format_value([7]))
+    state = piece.sample_async(batch([], [asking(0, None)]), outputs_with_logprobs([7]))
     assert state.host.log_probs is None
 
 
-def test_a_step_that_tells_nothing_ends_who_asks_alone() -> None:
+def test_a_step_without_logprobs_fails_only_requests_that_want_them() -> None:
     requests = [asking(0, 1), asking(1, None)]
     piece = make()
     results = piece.update_requests(piece.sample_async(batch([], requests), outputs([7], [8])))
@@ -145,22 +147,22 @@ def test_a_step_that_tells_nothing_ends_who_asks_alone() -> None:
     assert "logprobs" in requests[0].py_error
 
 
-def test_r31_who_is_not_given_them_is_told_so() -> None:
+def test_r31_unserved_options_are_refused_by_name() -> None:
     """R31: a plugin whose worker gives none, and all that it does not; of the prompt the host gives
     them."""
     piece = make(served_options=())
     with pytest.raises(ConfigError, match="request 100: not supported with MTP: logprobs=2"):
         piece.validate_request(asking(0, 2, prompt_logprobs=1))
-    drawn = {"temperature": 1.0, "min_p": 0.2, "bad_words": [[3, 4]]}
+    options = {"temperature": 1.0, "min_p": 0.2, "bad_words": [[3, 4]]}
     with pytest.raises(ConfigError, match="request 100: not supported with MTP: ") as refused:
-        piece.validate_request(asking(0, 2, prompt_logprobs=1, **drawn))
-    told = str(refused.value)
-    assert all(f"{name}=" in told for name in ("logprobs", *drawn))
-    assert "prompt_logprobs" not in told
+        piece.validate_request(asking(0, 2, prompt_logprobs=1, **options))
+    message = str(refused.value)
+    assert all(f"{name}=" in message for name in ("logprobs", *options))
+    assert "prompt_logprobs" not in message
 
 
 @pytest.mark.parametrize(("mode", "served"), [("raw", {"logprobs_mode"}), ("processed", set())])
-def test_r31_who_names_the_mode_that_the_config_does_not_have_is_told_so(mode, served) -> None:
+def test_r31_another_logprobs_mode_than_the_configs_is_refused(mode, served) -> None:
     """Also without an admission in front, as in a loop of one's own."""
     given = make(served_options={"logprobs"} | ({"logprobs_mode"} - served))
     given.validate_request(asking(0, 2, logprobs_mode=mode))

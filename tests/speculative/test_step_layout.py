@@ -35,7 +35,7 @@ def test_generations_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"num_generations": -1}, "got G = -1"),
         ({"draft_len": -1}, "K = -1"),
@@ -47,12 +47,12 @@ def test_generations_alone() -> None:
         ),
     ],
 )
-def test_what_does_not_fit(changed: dict[str, object], told: str) -> None:
-    with pytest.raises(TensorContractError, match=told):
+def test_what_does_not_fit(changed: dict[str, object], message: str) -> None:
+    with pytest.raises(TensorContractError, match=message):
         layout(**changed)
 
 
-def test_positions_are_asked_for_by_name() -> None:
+def test_missing_positions_are_refused_by_name() -> None:
     with pytest.raises(TensorContractError, match="draws: needs the step's positions, got None"):
         layout().expect_positions("draws")
     positions = torch.arange(10)

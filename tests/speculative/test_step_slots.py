@@ -73,7 +73,7 @@ def test_requests_may_share_a_slot() -> None:
 def test_tables_and_slots_that_do_not_fit() -> None:
     good = some_rows(3)
     table, width = good.table, good.columns.width
-    told = rf"slot table: expected row-contiguous torch.int32 tensor \[S, {width}\]"
+    message = rf"slot table: expected row-contiguous torch.int32 tensor \[S, {width}\]"
     for wrong in (
         table.long(),
         table.float(),
@@ -83,9 +83,9 @@ def test_tables_and_slots_that_do_not_fit() -> None:
         torch.zeros(width, 7, dtype=torch.int32, device=DEVICE).t(),
         table.to("meta"),
     ):
-        with pytest.raises(TensorContractError, match=told):
+        with pytest.raises(TensorContractError, match=message):
             check_slots(replace(good, table=wrong), 3, DEVICE)
-    told = r"slot_ids: expected integer tensor \[>= 3\]"
+    message = r"slot_ids: expected integer tensor \[>= 3\]"
     for wrong in (
         good.slot_ids[:2],
         good.slot_ids.float(),
@@ -93,7 +93,7 @@ def test_tables_and_slots_that_do_not_fit() -> None:
         good.slot_ids.unsqueeze(0),
         good.slot_ids.to("meta"),
     ):
-        with pytest.raises(TensorContractError, match=told):
+        with pytest.raises(TensorContractError, match=message):
             check_slots(replace(good, slot_ids=wrong), 3, DEVICE)
 
 

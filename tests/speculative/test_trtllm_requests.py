@@ -118,7 +118,7 @@ class Host:
         self.accepted = 0
 
     def serve(self, *requests: Any) -> list[list[int]]:
-        """The texts of requests that come at once, none of them asked about before."""
+        """The texts of requests that come at once, none of them validated before."""
         live = list(requests)
         while live:
             live = self.step(live)
@@ -129,7 +129,7 @@ class Host:
         generations = [r for r in live if r.state == LlmRequestState.GENERATION_IN_PROGRESS]
         batch = make_batch(self.line, contexts, generations)
         self.manager.prepare_resources(batch)
-        for request in live:  # behind the manager, as there
+        for request in live:  # after the manager, as there
             if request.py_seq_slot is None:
                 taken = {r.py_seq_slot for r in live}
                 request.py_seq_slot = max({*range(SLOTS)} - taken)
@@ -193,7 +193,7 @@ class Host:
 
 
 def with_facts(number: int, **params: Any) -> LlmRequest:
-    """The same request, which says in our way what it asks for."""
+    """The same request with its options under our names."""
     request = LlmRequest(number, PROMPT)
     request.facts = RequestFacts.of(
         number,
@@ -213,7 +213,7 @@ GREEDY = text_of(Host(), LlmRequest(1, PROMPT))
 DRAWS = {"temperature": 0.9, "random_seed": 11}
 OURS = {"temperature": 0.9, "seed": 11}
 BIAS = torch.zeros(VOCAB).index_fill_(0, torch.tensor(GREEDY[:3]), -50.0)
-ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "seed": ({"sampling": DRAWS}, OURS),
     "negative seed": (
         {"sampling": {"temperature": 0.9, "random_seed": -3}},
@@ -230,7 +230,7 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"sampling": {"repetition_penalty": 1.8, "frequency_penalty": 2.5}},
         {"repetition_penalty": 1.8, "frequency_penalty": 2.5},
     ),
-    "drawn penalties": (
+    "sampled penalties": (
         {"sampling": {**DRAWS, "presence_penalty": 3.0, "prompt_ignore_length": 2}},
         {**OURS, "presence_penalty": 3.0, "prompt_ignore_length": 2},
     ),
@@ -248,16 +248,16 @@ ASKED: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 
 @cache
 def text_of_facts(name: str) -> list[int]:
-    return text_of(Host(), with_facts(7, **ASKED[name][1]))
+    return text_of(Host(), with_facts(7, **OPTIONS[name][1]))
 
 
 @pytest.mark.parametrize(
     ("line", "theirs"), [("1.2", True), ("1.3a", False), ("1.3b", True), ("1.3b", False)]
 )
-@pytest.mark.parametrize("name", ASKED)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_a_text_is_that_of_the_same_facts(name: str, line: str, theirs: bool) -> None:
     """Of a batch whose other request is greedy, and stays so."""
-    fields, _ = ASKED[name]
+    fields, _ = OPTIONS[name]
     host = Host(line, theirs=theirs)
     asking, plain = LlmRequest(7, PROMPT, line=line, **fields), LlmRequest(8, PROMPT, line=line)
     host.sampler.validate_request(asking)
@@ -284,7 +284,7 @@ def test_a_text_is_that_of_the_same_facts(name: str, line: str, theirs: bool) ->
     ids=str,
 )
 def test_greedy_as_the_host_has_it(sampling: dict[str, Any]) -> None:
-    """And the step is told so: it reads first choices."""
+    """And the step is greedy."""
     host = Host()
     assert text_of(host, LlmRequest(7, PROMPT, sampling=sampling)) == GREEDY
     assert {step.sampling_kind for step in host.steps} == {SamplingKind.GREEDY}
@@ -307,13 +307,13 @@ def test_samples_of_one_prompt_are_requests_of_the_host() -> None:
 # --- steps ---
 
 
-def test_steps_are_told_what_they_give() -> None:
-    """Draws alone, everything, and first choices again when those who asked have gone."""
+def test_steps_have_the_sampling_kind_of_their_requests() -> None:
+    """Sampled, processed, and greedy again when these requests have finished."""
     host = Host()
-    drawn = LlmRequest(1, PROMPT, sampling=DRAWS, max_new_tokens=2)
+    sampled = LlmRequest(1, PROMPT, sampling=DRAWS, max_new_tokens=2)
     edited = LlmRequest(2, PROMPT, sampling={"frequency_penalty": 1.0}, max_new_tokens=5)
     plain = LlmRequest(3, PROMPT, max_new_tokens=12)
-    live = host.step([drawn, plain])
+    live = host.step([sampled, plain])
     assert host.steps[-1].sampling_kind is SamplingKind.SAMPLED
     assert not host.spec.is_all_greedy_sample
     live = host.step([*live, edited])
@@ -332,12 +332,12 @@ def test_a_manager_that_always_gives_everything() -> None:
 
 
 @pytest.mark.parametrize("line", ["1.2", "1.3b"])
-def test_drafts_that_are_judged_by_their_odds(line: str) -> None:
-    """Steps of greedy requests beside it draw nothing, and keep their text."""
+def test_drafts_that_rejection_sampling_verifies(line: str) -> None:
+    """Greedy requests of the same steps keep their output."""
     config = {"verification": "rejection", "draft_sampling": "plain"}
     host = Host(line, theirs=line == "1.2", **config)
-    drawn = LlmRequest(7, PROMPT, line=line, sampling=DRAWS)
-    text, other = host.serve(drawn, LlmRequest(8, PROMPT, line=line))
+    sampled = LlmRequest(7, PROMPT, line=line, sampling=DRAWS)
+    text, other = host.serve(sampled, LlmRequest(8, PROMPT, line=line))
     assert other == GREEDY
     assert text == text_of(Host(**config), with_facts(7, **OURS))
     assert text not in (GREEDY, text_of_facts("seed"))
@@ -381,7 +381,7 @@ def test_graphs_are_chosen_by_what_requests_ask_for() -> None:
     assert spec.is_all_greedy_sample
     spec.update_is_all_greedy_sample([LlmRequest(8, PROMPT), asking])
     assert not spec.is_all_greedy_sample
-    # a dummy of the host's stands for such a request at capture: the manager knows nothing of it
+    # at capture a dummy of the host's replaces such a request: the manager knows nothing of it
     host.manager.add_dummy_requests([3])
     dummy = LlmRequest(3, [1], sampling={"temperature": 0.7, "top_k": 50})
     spec.update_is_all_greedy_sample([dummy])
@@ -400,16 +400,16 @@ def test_graphs_are_chosen_by_what_requests_ask_for() -> None:
     assert HostStep.read(attention, view, K).sampling_kind is SamplingKind.SAMPLED
 
 
-def test_requests_are_asked_when_the_batch_changes() -> None:
+def test_requests_are_scanned_when_the_batch_changes() -> None:
     spec = Host().spec
-    drawn, plain = LlmRequest(1, PROMPT, sampling=DRAWS), LlmRequest(2, PROMPT)
+    sampled, plain = LlmRequest(1, PROMPT, sampling=DRAWS), LlmRequest(2, PROMPT)
     for requests, greedy in (
         ([plain], True),
-        ([plain, drawn], False),
-        ([plain, drawn], False),
+        ([plain, sampled], False),
+        ([plain, sampled], False),
         ([plain], True),
         ([], True),
-        ([drawn], False),
+        ([sampled], False),
     ):
         spec.update_is_all_greedy_sample(requests)
         assert spec.is_all_greedy_sample is greedy
@@ -420,7 +420,7 @@ def test_requests_are_asked_when_the_batch_changes() -> None:
 
 def test_what_ranks_agreed_on_counts_until_the_next_batch() -> None:
     spec = Host().spec
-    plain, drawn = LlmRequest(1, PROMPT), LlmRequest(2, PROMPT, sampling=DRAWS)
+    plain, sampled = LlmRequest(1, PROMPT), LlmRequest(2, PROMPT, sampling=DRAWS)
     spec.update_is_all_greedy_sample([plain])
     spec.group_all_greedy_sample = False
     spec.populate_sampling_params_for_one_model([plain])
@@ -432,7 +432,7 @@ def test_what_ranks_agreed_on_counts_until_the_next_batch() -> None:
     spec.update_is_all_greedy_sample([plain])
     assert not spec.is_all_greedy_sample
     spec._force_non_greedy_for_capture = False
-    spec.populate_sampling_params_for_one_model([drawn])
+    spec.populate_sampling_params_for_one_model([sampled])
     assert not spec.is_all_greedy_sample
 
 
@@ -493,12 +493,12 @@ def test_public_acceptance_samples_like_forward(vanilla: bool, has_kv_lens: bool
 
 @pytest.mark.parametrize("line", LINES)
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
-@pytest.mark.parametrize("sampling", [{}, {"frequency_penalty": 9.0}], ids=["", "asks"])
+@pytest.mark.parametrize("sampling", [{}, {"frequency_penalty": 9.0}], ids=["", "penalty"])
 def test_chunks_give_nothing_and_note_nothing(
     line: str, sampling: dict[str, Any], vanilla: bool
 ) -> None:
-    """Beside generations: rows of chunks are nobody's, whatever the target says there: behind every
-    chunk what the text begins with."""
+    """With generations in the batch: rows of unfinished chunks are ignored, although the target's
+    argmax after every chunk is the first token of the output."""
     prompt = PROMPT[-1:] * 3
     whole = LlmRequest(7, prompt, line=line, sampling=sampling)
     expected = text_of(Host(line), whole)
@@ -523,11 +523,11 @@ def test_chunks_give_nothing_and_note_nothing(
 def test_chunks_that_the_host_lists_are_skipped_in_every_tensor() -> None:
     host = Host()
     asking = LlmRequest(7, PROMPT, chunk=2)
-    telling = LlmRequest(8, PROMPT, return_log_probs=True, num_logprobs=0)
-    host.step([asking, telling])
-    assert len(telling.output) == 1
-    assert telling.py_result.log_probs[0][0].keys() == {GREEDY[0]}
-    assert list(telling.py_result.log_probs[0][0]) == telling.output
+    logging = LlmRequest(8, PROMPT, return_log_probs=True, num_logprobs=0)
+    host.step([asking, logging])
+    assert len(logging.output) == 1
+    assert logging.py_result.log_probs[0][0].keys() == {GREEDY[0]}
+    assert list(logging.py_result.log_probs[0][0]) == logging.output
 
 
 # --- results ---
@@ -540,9 +540,9 @@ def test_log_probabilities_come_back_in_the_hosts_class(number: int) -> None:
     )
     host = Host()
     text = text_of(host, request)
-    (told,) = request.py_result.log_probs
-    assert len(told) == len(text) == 9
-    for before, token, one in zip([PROMPT[-1], *text], text, told, strict=False):
+    (reported,) = request.py_result.log_probs
+    assert len(reported) == len(text) == 9
+    for before, token, one in zip([PROMPT[-1], *text], text, reported, strict=False):
         values = TABLE[before].log_softmax(-1)
         assert next(iter(one)) == token
         best = values.topk(number).indices.tolist() if number else []
@@ -551,20 +551,20 @@ def test_log_probabilities_come_back_in_the_hosts_class(number: int) -> None:
             assert type(logprob) is Logprob
             assert logprob.logprob == pytest.approx(values[number_of].item(), abs=1e-5)
             assert logprob.rank == 1 + int((values > values[number_of]).sum())
-    spent = sum(next(iter(one.values())).logprob for one in told)
+    spent = sum(next(iter(one.values())).logprob for one in reported)
     assert request.py_result.cum_log_probs == pytest.approx(spent)
 
 
 def test_the_simple_format_of_log_probabilities() -> None:
-    """Numbers alone, unless others are told beside the token."""
+    """Numbers alone, unless others are returned with the token."""
     whole, simple, wide = (
         LlmRequest(n, PROMPT, return_log_probs=True, num_logprobs=count, max_new_tokens=4)
         for n, count in ((1, 0), (2, 0), (3, 2))
     )
     simple.py_logprobs_simple_format = wide.py_logprobs_simple_format = True
     Host().serve(whole, simple, wide)
-    (told,), (numbers,) = whole.py_result.log_probs, simple.py_result.log_probs
-    assert numbers == [one[token].logprob for token, one in zip(GREEDY, told, strict=False)]
+    (reported,), (numbers,) = whole.py_result.log_probs, simple.py_result.log_probs
+    assert numbers == [one[token].logprob for token, one in zip(GREEDY, reported, strict=False)]
     assert type(wide.py_result.log_probs[0][0][GREEDY[0]]) is Logprob
 
 
@@ -676,7 +676,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_refusals(name: str) -> None:
-    """At admission, or with the prompt where nobody asked: alone, and told in the request."""
+    """At admission, or without validation with the prompt: alone, with the error in the request."""
     fields, why = REFUSED[name]
     host = Host()
     request, plain = LlmRequest(7, PROMPT, **fields), LlmRequest(8, PROMPT)
@@ -688,17 +688,17 @@ def test_refusals(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("attribute", "value", "told"),
+    ("attribute", "value", "refused"),
     [
         ("py_logits_post_processors", [print], "py_logits_post_processors"),
         ("guided_decoding_params", object(), "guided_decoding_params"),
         ("py_additional_outputs", ["x"], "py_additional_outputs"),
     ],
 )
-def test_refusals_of_other_fields(attribute: str, value: Any, told: str) -> None:
+def test_refusals_of_other_fields(attribute: str, value: Any, refused: str) -> None:
     request = LlmRequest(7, PROMPT)
     setattr(request, attribute, value)
-    with pytest.raises(ConfigError, match=f"^request 7: not supported with MTP: {told}$"):
+    with pytest.raises(ConfigError, match=f"^request 7: not supported with MTP: {refused}$"):
         Host().sampler.validate_request(request)
 
 
@@ -711,8 +711,8 @@ def test_log_probabilities_of_another_distribution() -> None:
     Host().sampler.validate_request(request)
 
 
-def test_log_probabilities_of_what_tokens_are_drawn_from() -> None:
-    """Of one id that is left of the cuts all is told; of the model's own distribution less."""
+def test_log_probabilities_of_the_processed_distribution() -> None:
+    """The only token that truncation keeps has probability 1; in the model's distribution less."""
     values = {}
     for mode in ("raw", "processed"):
         host = Host(logprobs_mode=mode)
@@ -721,8 +721,8 @@ def test_log_probabilities_of_what_tokens_are_drawn_from() -> None:
         request.py_logprobs_mode = LogprobMode(mode)
         host.sampler.validate_request(request)
         assert text_of(host, request) == GREEDY
-        (told,) = request.py_result.log_probs
-        values[mode] = [one[t].logprob for one, t in zip(told, request.output, strict=True)]
+        (reported,) = request.py_result.log_probs
+        values[mode] = [one[t].logprob for one, t in zip(reported, request.output, strict=True)]
     assert set(values["processed"]) == {0.0}
     assert max(values["raw"]) < -0.01
     request.py_logprobs_mode = "processed_logits"
@@ -740,8 +740,8 @@ def test_an_id_without_a_short_spelling_ends_its_request_alone() -> None:
     )
 
 
-def test_what_only_the_manager_can_tell_ends_its_request_alone() -> None:
-    """A bias of another vocabulary; nobody looked before the step."""
+def test_what_only_the_manager_can_check_ends_its_request_alone() -> None:
+    """A bias of another vocabulary, which is not checked before the step."""
     host = Host()
     wrong = LlmRequest(7, PROMPT, embedding_bias=torch.zeros(VOCAB - 1))
     right = LlmRequest(8, PROMPT, embedding_bias=BIAS)

@@ -30,7 +30,7 @@ from tests.speculative.ops.slots import column, on_copy, slot_rows
 KEPT = MAX_STOP_IDS + MAX_BAD_WORDS
 
 
-def asks_of(rng: random.Random, vocab: int, few: list[int]) -> LogitsOptions:
+def random_options(rng: random.Random, vocab: int, few: list[int]) -> LogitsOptions:
     """Of one request; some allow all ids, and some have no row."""
     recent = [rng.choice(few) for _ in range(rng.choice((0, 1, 5, 16)))]
     stops = [rng.choice((rng.randrange(vocab), vocab)) for _ in range(rng.randrange(6))]
@@ -56,7 +56,7 @@ def asks_of(rng: random.Random, vocab: int, few: list[int]) -> LogitsOptions:
 class Batch:
     """Requests whose drafts have disallowed tokens."""
 
-    asks: list[LogitsOptions]
+    options: list[LogitsOptions]
     slots: SlotRows
     positions: list[int]
 
@@ -64,22 +64,22 @@ class Batch:
     def of(cls, seed: int, requests: int, vocab: int) -> Batch:
         rng = random.Random(seed)
         few = [rng.randrange(vocab) for _ in range(3)]
-        asks = [asks_of(rng, vocab, few) for _ in range(requests)]
-        pools, columns = pools_of(asks, vocab, rng)
+        options = [random_options(rng, vocab, few) for _ in range(requests)]
+        pools, columns = pools_of(options, vocab, rng)
         hidden = torch.full((len(pools.allowed) + 1, KEPT), -1, dtype=torch.int32)
         values = [
             {
-                "prompt_len": ask.prompt_len,
-                "min_tokens": ask.min_tokens,
-                "stop_ids": ask.stops,
-                "recent": [-1] * (MAX_BAD_WORD_LEN - len(ask.recent)) + list(ask.recent),
+                "prompt_len": option.prompt_len,
+                "min_tokens": option.min_tokens,
+                "stop_ids": option.stops,
+                "recent": [-1] * (MAX_BAD_WORD_LEN - len(option.recent)) + list(option.recent),
                 **rows,
             }
-            for ask, rows in zip(asks, columns, strict=True)
+            for option, rows in zip(options, columns, strict=True)
         ]
         bans = DraftMask(pools.allowed.clone(), hidden.to(DEVICE))
         slots = replace(slot_rows(values, seed=seed, gap=2), pools=pools, bans=bans)
-        return cls(asks, slots, [rng.randrange(14) for _ in range(requests)])
+        return cls(options, slots, [rng.randrange(14) for _ in range(requests)])
 
     def copy(self) -> Batch:
         """With a table, and bans, of its own."""
@@ -88,26 +88,33 @@ class Batch:
         mine = DraftMask(bans.allowed.clone(), bans.hidden.clone())
         return replace(self, slots=replace(on_copy(self.slots), bans=mine))
 
-    def behind(self, runs: list[list[int]]) -> list[LogitsOptions]:
+    def after(self, runs: list[list[int]]) -> list[LogitsOptions]:
         """The requests with what they emitted."""
-        pairs = zip(self.asks, runs, strict=True)
-        return [replace(ask, recent=[*ask.recent, *run][-MAX_BAD_WORD_LEN:]) for ask, run in pairs]
+        pairs = zip(self.options, runs, strict=True)
+        return [
+            replace(option, recent=[*option.recent, *run][-MAX_BAD_WORD_LEN:])
+            for option, run in pairs
+        ]
 
-    def check(self, asks: list[LogitsOptions], indices: list[int], before: list[list[int]]) -> int:
+    def check(
+        self, options: list[LogitsOptions], indices: list[int], before: list[list[int]]
+    ) -> int:
         """What every row of drafts' ids holds; how many ids are banned."""
         bans, pools = self.slots.bans, self.slots.pools
         assert bans is not None
         assert pools is not None
         number = 0
-        for request, (ask, index, drafts) in enumerate(zip(asks, indices, before, strict=True)):
-            if ask.allowed is None:
+        for request, (option, index, drafts) in enumerate(
+            zip(options, indices, before, strict=True)
+        ):
+            if option.allowed is None:
                 continue
             row = int(column(self.slots, "allowed_row")[int(self.slots.slot_ids[request])])
-            banned = example.banned(Place(ask, index, tuple(drafts))) & set(ask.allowed)
-            assert ids_in(bans.allowed[row, :-1]) == set(ask.allowed) - banned
+            banned = example.banned(Place(option, index, tuple(drafts))) & set(option.allowed)
+            assert ids_in(bans.allowed[row, :-1]) == set(option.allowed) - banned
             hidden = [token for token in bans.hidden[row].tolist() if token >= 0]
             assert sorted(hidden) == sorted(banned)
-            assert int(bans.allowed[row, -1]) == len(set(ask.allowed))
+            assert int(bans.allowed[row, -1]) == len(set(option.allowed))
             number += len(banned)
         return number
 
@@ -140,22 +147,22 @@ def test_example_torch_and_triton_agree(backend: Backend) -> None:
         assert pools is not None
         assert before is not None
         outside = before.allowed.clone()
-        asks, positions = batch.asks, batch.positions
+        options, positions = batch.options, batch.positions
         for _ in range(steps):
-            ids = [*(asks[0].recent or [0]), rng.randrange(vocab)]
-            runs = [[rng.choice(ids) for _ in range(rng.randrange(k + 2))] for _ in asks]
-            asks = replace(batch, asks=asks).behind(runs)
+            ids = [*(options[0].recent or [0]), rng.randrange(vocab)]
+            runs = [[rng.choice(ids) for _ in range(rng.randrange(k + 2))] for _ in options]
+            options = replace(batch, options=options).after(runs)
             accepted = accepted_of(runs, k + 1)
             given_positions = vector(positions, index_dtype)
             update_token_history(accepted, batch.slots, given_positions, backend=backend)
             first = [at + len(run) + 1 for at, run in zip(positions, runs, strict=True)]
-            drafts: list[list[int]] = [[] for _ in asks]
-            banned += batch.check(asks, first, drafts)
+            drafts: list[list[int]] = [[] for _ in options]
+            banned += batch.check(options, first, drafts)
             held = torch.full((requests, k), -7, dtype=torch.int32, device=DEVICE)
             following = torch.zeros(requests, k + 1, dtype=torch.int32, device=DEVICE)
             rows = LogitRows(0, 1, given_positions, accepted.num_accepted, 0, held)
             for number in range(k):
-                sampled = [rng.choice(ids) for _ in asks]
+                sampled = [rng.choice(ids) for _ in options]
                 place = DraftOutput(held, following, number)
                 next_rows = replace(rows, column=number + 1) if number + 1 < k else None
                 write_drafts(
@@ -165,7 +172,7 @@ def test_example_torch_and_triton_agree(backend: Backend) -> None:
                     break
                 drafts = [[*some, one] for some, one in zip(drafts, sampled, strict=True)]
                 indices = [index + number + 1 for index in first]
-                banned += batch.check(asks, indices, drafts)
+                banned += batch.check(options, indices, drafts)
             positions = [index - 1 for index in first]
         assert torch.equal(pools.allowed, outside)
         mine = column(batch.slots, "allowed_row")[batch.slots.slot_ids[:requests]].tolist()
@@ -176,13 +183,13 @@ def test_example_torch_and_triton_agree(backend: Backend) -> None:
     assert banned > 100
 
 
-def one_request(**asks: object) -> Batch:
-    pools, columns = pools_of([LogitsOptions(**asks)], 40, random.Random(0))  # type: ignore[arg-type]
+def one_request(**options: object) -> Batch:
+    pools, columns = pools_of([LogitsOptions(**options)], 40, random.Random(0))  # type: ignore[arg-type]
     hidden = torch.full((len(pools.allowed) + 1, KEPT), -1, dtype=torch.int32, device=DEVICE)
     values = {"prompt_len": 2, "min_tokens": 0, "stop_ids": (), "recent": [-1] * MAX_BAD_WORD_LEN}
     slots = slot_rows([{**values, **columns[0]}])
     return Batch(
-        [LogitsOptions(**asks)],  # type: ignore[arg-type]
+        [LogitsOptions(**options)],  # type: ignore[arg-type]
         replace(slots, pools=pools, bans=DraftMask(pools.allowed.clone(), hidden)),
         [5],
     )
@@ -218,9 +225,9 @@ def test_strided_arguments(backend: Backend) -> None:
     }
     check_strided_arguments(update_token_history, arguments, refused=refused, backend=backend)
 
-    def placed(drafts: torch.Tensor, held: torch.Tensor, behind: LogitRows, slots: SlotRows):
+    def placed(drafts: torch.Tensor, held: torch.Tensor, next_rows: LogitRows, slots: SlotRows):
         following = torch.zeros(4, 4, dtype=torch.int32, device=DEVICE)
-        rows = replace(behind, drafts=held)
+        rows = replace(next_rows, drafts=held)
         write_drafts(drafts, DraftOutput(held, following, 1), rows, slots, backend=backend)
         return following
 
@@ -229,10 +236,10 @@ def test_strided_arguments(backend: Backend) -> None:
     arguments = {
         "drafts": vector([4, 5, 6, 7], torch.int32),
         "held": torch.arange(12, dtype=torch.int32, device=DEVICE).reshape(4, 3),
-        "behind": LogitRows(0, 1, vector(given_batch.positions), vector([1, 0, 2, 1]), 2),
+        "next_rows": LogitRows(0, 1, vector(given_batch.positions), vector([1, 0, 2, 1]), 2),
         "slots": slots,
     }
-    # `held` is given beside the rows, which have none of their own
+    # `held` is passed separately: the rows have no drafts of their own
     check_strided_arguments(placed, arguments, refused=refused)
 
 
@@ -272,15 +279,15 @@ def test_greedy_drafts_have_the_same_mask(backend: Backend) -> None:
         for number in range(k):
             place = DraftOutput(drafts, following, number)
             rows = LogitRows(0, 1, positions, None, number, drafts)
-            behind = replace(rows, column=number + 1) if number + 1 < k else None
+            next_rows = replace(rows, column=number + 1) if number + 1 < k else None
             logits = torch.randn(requests, vocab, generator=noise).to(DEVICE)
-            propose_processed(logits, place, rows, mine.slots, behind, backend=backend)
-            write_drafts(drafts[:, number].clone(), place, behind, result.slots, backend=backend)
+            propose_processed(logits, place, rows, mine.slots, next_rows, backend=backend)
+            write_drafts(drafts[:, number].clone(), place, next_rows, result.slots, backend=backend)
             for name in ("allowed", "hidden"):
                 found, expected = (vars(each.slots.bans)[name] for each in (mine, result))
                 rows_of_requests = slice(0, len(found) - (name == "hidden"))
                 assert torch.equal(found[rows_of_requests], expected[rows_of_requests])
-            if behind is None:
+            if next_rows is None:
                 bans = mine.slots.bans
                 assert bans is not None
                 for slot, draft in zip(mine.slots.slot_ids, drafts[:, number], strict=False):
@@ -290,5 +297,5 @@ def test_greedy_drafts_have_the_same_mask(backend: Backend) -> None:
                 continue
             indices = [position + number + 2 for position in mine.positions]
             before = [row[: number + 1] for row in drafts.tolist()]
-            checked += mine.check(mine.asks, indices, before)
+            checked += mine.check(mine.options, indices, before)
     assert checked > 20

@@ -49,9 +49,9 @@ def test_example_torch_and_triton_agree(backend: Backend) -> None:
             if each.thought is not None and rng.random() < 0.4:
                 each.written = rng.randrange(len(tags.end))
         slots, rule = slots_of(thinkers, seed=seed, **layout), rule_of(tags)
-        drawn = [some_tokens(rng, tags, k) for _ in thinkers]
+        sampled = [some_tokens(rng, tags, k) for _ in thinkers]
         expected = []
-        for each, tokens in zip(thinkers, drawn, strict=True):
+        for each, tokens in zip(thinkers, sampled, strict=True):
             each, mine = copy_of(each), []
             for token in tokens:
                 only = each.must_give(tags)
@@ -62,7 +62,7 @@ def test_example_torch_and_triton_agree(backend: Backend) -> None:
         drafts = torch.full((requests, k), -7, dtype=torch.int32, device=DEVICE)
         following = torch.full((requests, k + 1), -7, dtype=torch.int32, device=DEVICE)
         for column in range(k):
-            tokens = vector((mine[column] for mine in drawn), torch.int32)
+            tokens = vector((mine[column] for mine in sampled), torch.int32)
             place = DraftOutput(drafts, following, column)
             write_drafts(tokens, place, None, slots, rule, backend=backend)
         assert drafts.tolist() == expected

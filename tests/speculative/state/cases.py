@@ -22,7 +22,7 @@ RELAXED = MTPDecodingConfig(
 
 
 class Request(SimpleNamespace):
-    """A request on its first chunk unless told otherwise."""
+    """A request, by default on its first chunk."""
 
     def __init__(self, request_id: int, tokens: list[int] | None = None, **options: Any) -> None:
         super().__init__(
@@ -44,7 +44,7 @@ def make(config: Any = None, max_num_requests: int = 2, **options: Any) -> MTPHi
 
 
 def soil(manager: MTPHiddenStatesManager) -> None:
-    """Fill table and pools with what nobody may ever read."""
+    """Fill table and pools with values that must never be read."""
     manager.mtp_past_hidden_states_pool.fill_(torch.nan)
     manager.mtp_past_tokens_pool.fill_(-777)
     manager.table.rows.fill_(777)

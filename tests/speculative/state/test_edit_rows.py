@@ -1,4 +1,4 @@
-"""Rows of the pools: who has one, what stands in it, and who gets it back."""
+"""Rows of the pools: which requests have one, its values, and when it is freed."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def rows(manager: SlotStateManager, request_id: int) -> dict[str, int]:
 
 def taken(manager: SlotStateManager) -> dict[int, int]:
     """Which request has which row, all columns of it naming the same."""
-    told = {}
+    owners = {}
     for request_id in manager.slot_manager.slot_mapping:
         named = set(rows(manager, request_id).values()) - {-1}
         if named:
-            (told[request_id],) = named
-    return told
+            (owners[request_id],) = named
+    return owners
 
 
 def counts(manager: SlotStateManager, request_id: int) -> dict[int, int]:
@@ -88,13 +88,13 @@ def unwritten(manager: SlotStateManager, row: int) -> bool:
     return all(bool((pool[row] == SOILED).all()) for pool in vars(pools(manager)).values())
 
 
-# --- what stands in a row ---
+# --- values of a row ---
 
 
 @pytest.mark.gpu
 def test_no_row_waits_for_the_device() -> None:
     """A host's bias of the whole vocabulary among them; all rows say what they say on the CPU."""
-    asked = {
+    options = {
         "logit_bias": {3: 1.5, 69: -0.1},
         "allowed_token_ids": (3, 5, 69),
         "repetition_penalty": 1.1,
@@ -102,7 +102,7 @@ def test_no_row_waits_for_the_device() -> None:
         "bad_words": [[4], [5, 6]],
         "min_tokens": 2,
     }
-    first, second = (request(i, [1, 2, 2, 5], **asked).facts for i in (1, 2))
+    first, second = (request(i, [1, 2, 2, 5], **options).facts for i in (1, 2))
     whole = torch.linspace(-1, 1, VOCAB, dtype=torch.float64)
     second = replace(second, options={**second.options, "logit_bias": whole})
     third = request(3, min_tokens=2).facts
@@ -116,24 +116,24 @@ def test_no_row_waits_for_the_device() -> None:
         return edit_rows
 
     on_cpu, on_gpu = fill("cpu"), fill("cuda")
-    for told in ("pools", "bans"):
-        for name, pool in vars(getattr(on_cpu, told)).items():
-            assert torch.equal(pool, getattr(getattr(on_gpu, told), name).cpu()), name
+    for group in ("pools", "bans"):
+        for name, pool in vars(getattr(on_cpu, group)).items():
+            assert torch.equal(pool, getattr(getattr(on_gpu, group), name).cpu()), name
 
 
 @pytest.mark.gpu
 def test_a_bias_that_is_pinned_may_be_written_over_at_once() -> None:
     bias = torch.linspace(-1, 1, VOCAB).pin_memory()
-    told = bias.clone()
+    expected = bias.clone()
     facts = request(1).facts
     edit_rows = EditRows(1, VOCAB, torch.device("cuda"))
     torch.cuda._sleep(100_000_000)
     row = edit_rows.take(1, replace(facts, options={"logit_bias": bias}), [1])["bias_row"]
     bias.fill_(7)
-    assert torch.equal(edit_rows.pools.bias[row].cpu(), told)
+    assert torch.equal(edit_rows.pools.bias[row].cpu(), expected)
 
 
-def test_who_asks_for_nothing_has_no_row() -> None:
+def test_a_request_without_options_has_no_row() -> None:
     manager = managed()
     manager.prepare_resources(batch(request(1), request(2, temperature=0.7), request(3)))
     for request_id in (1, 2, 3):
@@ -155,14 +155,14 @@ def test_options_of_freed_requests_are_forgotten() -> None:
 
 def test_bias() -> None:
     manager = managed()
-    asked = {3: 1.5, 69: -0.1, 0: 1e300, 1: -1e300}
-    manager.prepare_resources(batch(request(1, logit_bias=asked)))
+    bias = {3: 1.5, 69: -0.1, 0: 1e300, 1: -1e300}
+    manager.prepare_resources(batch(request(1, logit_bias=bias)))
     assert rows(manager, 1) == {"bias_row": 0, "allowed_row": -1, "count_row": -1, "words_row": -1}
-    told = torch.zeros(VOCAB)
-    told[3], told[69] = 1.5, -0.1
-    most = torch.finfo(torch.float32).max  # finite, as all that is asked for
-    told[0], told[1] = most, -most
-    assert torch.equal(pools(manager).bias[0], told)
+    expected = torch.zeros(VOCAB)
+    expected[3], expected[69] = 1.5, -0.1
+    most = torch.finfo(torch.float32).max  # finite, as all requested values
+    expected[0], expected[1] = most, -most
+    assert torch.equal(pools(manager).bias[0], expected)
     assert unwritten(manager, 1)
 
 
@@ -189,7 +189,7 @@ def banned_rows(manager: SlotStateManager, request_id: int) -> tuple[set[int], i
 
 
 @pytest.mark.parametrize(
-    ("asked", "allowed"),
+    ("options", "allowed"),
     [
         ({"min_tokens": 3}, range(VOCAB)),
         ({"bad_token_ids": [5]}, range(VOCAB)),
@@ -198,20 +198,20 @@ def banned_rows(manager: SlotStateManager, request_id: int) -> tuple[set[int], i
         ({"allowed_token_ids": [3, 69], "min_tokens": 1, "bad_token_ids": [3]}, [3, 69]),
     ],
 )
-def test_ids_that_drafts_may_be(asked: dict[str, Any], allowed: Sequence[int]) -> None:
+def test_ids_that_drafts_may_be(options: dict[str, Any], allowed: Sequence[int]) -> None:
     """At first all that may be written; a row that somebody else had is cleaned."""
     manager = managed()
     assert manager.edit_rows is not None
     manager.edit_rows.bans.allowed.fill_(SOILED)
     manager.edit_rows.bans.hidden.fill_(7)
-    manager.prepare_resources(batch(request(1, **asked)))
+    manager.prepare_resources(batch(request(1, **options)))
     assert banned_rows(manager, 1) == (set(allowed), len(allowed), [])
 
 
-@pytest.mark.parametrize("asked", [{"min_tokens": 3, "ignore_eos": True}, {"logprobs": 3}])
-def test_drafts_that_may_be_anything_have_no_row(asked: dict[str, Any]) -> None:
+@pytest.mark.parametrize("options", [{"min_tokens": 3, "ignore_eos": True}, {"logprobs": 3}])
+def test_drafts_that_may_be_anything_have_no_row(options: dict[str, Any]) -> None:
     manager = managed()
-    manager.prepare_resources(batch(request(1, **asked)))
+    manager.prepare_resources(batch(request(1, **options)))
     assert taken(manager) == {}
 
 
@@ -234,16 +234,16 @@ def test_drafts_make_do_without_a_row() -> None:
 
 def test_allowed_ids() -> None:
     manager = managed()
-    asked = (69, 0, 31, 32, 63, 64, 31, 31)
-    manager.prepare_resources(batch(request(1, allowed_token_ids=asked)))
+    allowed = (69, 0, 31, 32, 63, 64, 31, 31)
+    manager.prepare_resources(batch(request(1, allowed_token_ids=allowed)))
     row = pools(manager).allowed[rows(manager, 1)["allowed_row"]]
-    assert ids_in(row[:-1]) == set(asked)
+    assert ids_in(row[:-1]) == set(allowed)
     assert row[-1] == 6
 
 
 @pytest.mark.parametrize("name", ["repetition_penalty", "presence_penalty", "frequency_penalty"])
 def test_counts_of_a_prompt(name: str) -> None:
-    """Everything is seen; what stands behind the ignored part is counted."""
+    """Everything is seen; tokens after the ignored part are counted."""
     manager = managed(4)
     prompt = [5, 5, 63, 31, 5, 32, 69]
     manager.prepare_resources(
@@ -263,9 +263,9 @@ def test_counts_of_a_prompt(name: str) -> None:
 def test_counts_beyond_16_bits() -> None:
     manager = managed()
     prompt = [7] * 70000 + [8] * 40000
-    asked = SamplingParams(frequency_penalty=0.1)
+    params = SamplingParams(frequency_penalty=0.1)
     manager.prepare_resources(
-        batch(LlmRequest(1, prompt, asked, end_ids=(2,), max_draft_len=2, max_seq_len=200000))
+        batch(LlmRequest(1, prompt, params, end_ids=(2,), max_draft_len=2, max_seq_len=200000))
     )
     assert counts(manager, 1) == {7: 65535, 8: 40000}
 
@@ -275,14 +275,14 @@ def test_bad_words() -> None:
     words = ((3, 4), (5,), tuple(range(16)))
     manager.prepare_resources(batch(request(1, bad_words=words, bad_token_ids=(9, 8))))
     listed = pools(manager).words[rows(manager, 1)["words_row"]].tolist()
-    told = [*words, (9,), (8,)]
-    told += [()] * (MAX_BAD_WORDS - len(told))
-    assert listed == [[-1] * (MAX_BAD_WORD_LEN - len(word)) + list(word) for word in told]
+    expected = [*words, (9,), (8,)]
+    expected += [()] * (MAX_BAD_WORDS - len(expected))
+    assert listed == [[-1] * (MAX_BAD_WORD_LEN - len(word)) + list(word) for word in expected]
 
 
 @pytest.mark.parametrize("length", [1, 15, 16, 17, 40])
 def test_recent_tokens(length: int) -> None:
-    """The last 16 of the prompt, of whoever has a row."""
+    """The last 16 of the prompt, of requests with a row."""
     manager = managed()
     prompt = [token % VOCAB for token in range(length)]
     manager.prepare_resources(batch(request(1, prompt, bad_words=((3, 4),)), request(2, prompt)))
@@ -291,30 +291,30 @@ def test_recent_tokens(length: int) -> None:
     assert recent[manager.slot_of(2)].tolist() == [-1] * 16
 
 
-def test_all_of_a_request_stands_in_one_row() -> None:
+def test_a_request_has_one_row_in_all_pools() -> None:
     manager = managed()
     manager.prepare_resources(batch(request(1, bad_token_ids=(1,))))
-    wishes = {"logit_bias": {1: 1.0}, "allowed_token_ids": (4,), "bad_token_ids": (1,)}
-    manager.prepare_resources(batch(request(2, presence_penalty=1.0, **wishes)))
+    options = {"logit_bias": {1: 1.0}, "allowed_token_ids": (4,), "bad_token_ids": (1,)}
+    manager.prepare_resources(batch(request(2, presence_penalty=1.0, **options)))
     assert rows(manager, 2) == dict.fromkeys(POOL_ROWS, 1)
 
 
 def test_a_preempted_request_counts_what_it_emitted() -> None:
     """With the length of the prompt that it came with."""
     manager = managed()
-    asked = request(
+    preempted = request(
         1, [5, 6, 6], frequency_penalty=1.0, prompt_ignore_length=9, bad_words=((6, 7),)
     )
-    manager.prepare_resources(batch(asked))
+    manager.prepare_resources(batch(preempted))
     assert (counts(manager, 1), seen(manager, 1)) == ({}, {5, 6})
     before = rows(manager, 1)
-    manager.free_resources(asked)
+    manager.free_resources(preempted)
     for token in (7, 7, 5):
-        asked.add_new_token(token)
-    asked.pause()
+        preempted.add_new_token(token)
+    preempted.pause()
     other = request(2, [1], logit_bias={1: 1.0})
     manager.prepare_resources(batch(other))  # takes the row meanwhile
-    manager.prepare_resources(batch(asked))
+    manager.prepare_resources(batch(preempted))
     assert rows(manager, 1) != before
     # of the 9 ignored tokens 3 are the prompt's
     assert (counts(manager, 1), seen(manager, 1)) == ({7: 2, 5: 1}, {5, 6, 7})
@@ -327,7 +327,7 @@ def test_a_preempted_request_counts_what_it_emitted() -> None:
 
 
 def test_a_row_that_comes_back_holds_nothing_of_the_request_before() -> None:
-    wishes: dict[str, Any] = {
+    options: dict[str, Any] = {
         "logit_bias": {3: 1.0},
         "allowed_token_ids": (5, 6),
         "presence_penalty": 1.0,
@@ -340,7 +340,7 @@ def test_a_row_that_comes_back_holds_nothing_of_the_request_before() -> None:
         "bad_words": ((9,),),
     }
     manager, fresh = managed(), managed()
-    manager.prepare_resources(batch(request(1, [8, 9], **wishes)))
+    manager.prepare_resources(batch(request(1, [8, 9], **options)))
     manager.free_resources(request(1))
     for each in (manager, fresh):
         each.prepare_resources(batch(request(2, [4], **others)))
@@ -352,15 +352,15 @@ def test_a_row_that_comes_back_holds_nothing_of_the_request_before() -> None:
 @settings(max_examples=20)
 @given(seed=st.integers(0, 2**31))
 def test_no_two_have_the_same_row(seed: int) -> None:
-    """Whoever comes, is preempted and goes."""
-    dice, manager, here = random.Random(seed), managed(4), set()
+    """With random admissions, preemptions and finishes."""
+    rng, manager, here = random.Random(seed), managed(4), set()
     for request_id in range(20):
-        for gone in [i for i in here if dice.random() < 0.3]:
+        for gone in [i for i in here if rng.random() < 0.3]:
             manager.free_resources(request(gone))
             here.remove(gone)
         if len(here) < 4:
-            asks = dice.random() < 0.7
-            options = {"logit_bias": {request_id: 1.0}} if asks else {}
+            has_bias = rng.random() < 0.7
+            options = {"logit_bias": {request_id: 1.0}} if has_bias else {}
             manager.prepare_resources(batch(request(request_id, **options)))
             here.add(request_id)
         held = taken(manager)
@@ -396,15 +396,15 @@ def test_dummies_have_no_row() -> None:
 def test_who_has_ended_makes_room() -> None:
     """A host may free it later; then the row stays its new owner's."""
     manager = managed(2)
-    asked = [request(i, logit_bias={i: 1.0}) for i in range(1, 5)]
-    manager.prepare_resources(batch(*asked[:3]))
-    asked[1].finish_by(FinishReason.END_ID)
-    manager.prepare_resources(batch(asked[3]))
+    requests = [request(i, logit_bias={i: 1.0}) for i in range(1, 5)]
+    manager.prepare_resources(batch(*requests[:3]))
+    requests[1].finish_by(FinishReason.END_ID)
+    manager.prepare_resources(batch(requests[3]))
     assert taken(manager) == {1: 0, 3: 2, 4: 1}
-    manager.free_resources(asked[1])
+    manager.free_resources(requests[1])
     assert taken(manager) == {1: 0, 3: 2, 4: 1}
     assert pools(manager).bias[1].nonzero().flatten().tolist() == [4]
-    for one in asked:
+    for one in requests:
         manager.free_resources(one)
     assert taken(manager) == {}
 
@@ -413,16 +413,16 @@ def test_more_requests_than_rows() -> None:
     """Who comes too late has neither slot nor row, the others theirs; a row that is given back is
     the next one's."""
     manager = managed(2)
-    asked = [request(i, logit_bias={i: 1.0}) for i in range(1, 5)]
-    manager.prepare_resources(batch(*asked[:2]))
+    requests = [request(i, logit_bias={i: 1.0}) for i in range(1, 5)]
+    manager.prepare_resources(batch(*requests[:2]))
     with pytest.raises(NoFreeSlotsError, match="all 3 rows of their pools are taken, request 4"):
-        manager.prepare_resources(batch(asked[2], asked[3]))
+        manager.prepare_resources(batch(requests[2], requests[3]))
     assert manager.slot_manager.get_slot(4) is None
     assert taken(manager) == {1: 0, 2: 1, 3: 2}
     # one that edits nothing has room
     manager.prepare_resources(batch(request(5)))
-    manager.free_resources(asked[1])
-    manager.prepare_resources(batch(asked[3]))
+    manager.free_resources(requests[1])
+    manager.prepare_resources(batch(requests[3]))
     assert taken(manager) == {1: 0, 3: 2, 4: 1}
     assert pools(manager).bias[1].nonzero().flatten().tolist() == [4]
 
@@ -452,7 +452,7 @@ CANNOT_BE: dict[str, tuple[dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("name", CANNOT_BE)
 def test_ids_outside_the_vocabulary(name: str) -> None:
-    """Nobody keeps a slot or a row that holds another request's."""
+    """No request keeps a slot or a row with values of another."""
     options, message = CANNOT_BE[name]
     manager = managed()
     with pytest.raises(MetadataError, match=message):
@@ -468,7 +468,7 @@ def test_a_prompt_outside_the_vocabulary() -> None:
     with pytest.raises(MetadataError, match=r"prompt: expected ids below 70.*got \[70, -1\]"):
         manager.prepare_resources(batch(request(1, [1, 70, -1], frequency_penalty=0.5)))
     assert manager.slot_manager.slot_mapping == {}
-    # of which nobody counts, nobody asks
+    # without penalties the prompt is not checked
     manager.prepare_resources(batch(request(1, [1, 70], logit_bias={1: 1.0})))
 
 
@@ -476,10 +476,10 @@ def test_a_prompt_outside_the_vocabulary() -> None:
 def test_a_dense_bias_of_another_vocabulary(size: int) -> None:
     """The host's own requests are refused one by one, and the batch goes on."""
     manager = managed()
-    asked = Request(1, embedding_bias=torch.zeros(size), py_orig_prompt_len=1)
+    refused = Request(1, embedding_bias=torch.zeros(size), py_orig_prompt_len=1)
     other = Request(2, embedding_bias=torch.ones(VOCAB), py_orig_prompt_len=1)
-    manager.prepare_resources(batch(asked, other))
-    assert asked.py_mtp_refused == (f"logit_bias: expected 70 values, one per id, got {size}")
+    manager.prepare_resources(batch(refused, other))
+    assert refused.py_mtp_refused == (f"logit_bias: expected 70 values, one per id, got {size}")
     assert manager.slot_manager.slot_mapping == {1: 0, 2: 1}
     assert taken(manager) == {2: 0}
     assert manager.table.column("bias_row").tolist()[:2] == [NO_ROW, 0]
@@ -520,18 +520,18 @@ def test_a_vocabulary_that_cannot_be(vocab_size: Any) -> None:
 # --- what it takes ---
 
 
-def test_the_report_tells_of_the_pools() -> None:
+def test_the_report_lists_the_pools() -> None:
     manager, without = managed(7, 2**17), managed(7, None)
     # bias 4, count 2, bits and their number
     words = 2**17 // 32
     per_row = 2**17 * 6 + 4 * (2 * words + 1) + 4 * MAX_BAD_WORDS * MAX_BAD_WORD_LEN
     assert manager.edit_rows is not None
-    # of drafts the bits again, and the ids that are banned, those of nobody too
+    # for drafts the bits again, and the masked ids with those of the spare row
     hidden = 4 * (MAX_STOP_IDS + MAX_BAD_WORDS)
     size = 8 * (per_row + 4 * (words + 1)) + 9 * hidden
     assert manager.edit_rows.num_bytes == size
-    told = f", logit edits {size / 2**20:.1f} MiB"
-    assert manager.memory_report() == without.memory_report() + told
+    edits = f", logit edits {size / 2**20:.1f} MiB"
+    assert manager.memory_report() == without.memory_report() + edits
     assert "logit edits" not in without.memory_report()
     assert manager.bytes_per_slot() == without.bytes_per_slot()
 
@@ -550,7 +550,7 @@ def test_a_step_reads_the_pools_where_they_lie() -> None:
 @pytest.mark.parametrize("at_once", [False, True], ids=["one by one", "in one batch"])
 @pytest.mark.parametrize("num_needed", [1, 3, 4])
 def test_rows_for_the_sake_of_drafts_yield(at_once: bool, num_needed: int) -> None:
-    """To requests that must have one; whoever yields drafts as if it asked for nothing."""
+    """To requests that need one; a request without its row drafts without a mask."""
     manager = managed()  # four rows
     assert manager.edit_rows is not None
     holders = [request(n, min_tokens=9, stop_token_ids=[7]) for n in range(4)]

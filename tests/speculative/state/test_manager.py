@@ -22,8 +22,8 @@ from tests.speculative.state.cases import RELAXED, Request, batch, make, soil
 
 def test_arguments_that_are_not_served() -> None:
     config = MTPDecodingConfig(num_nextn_predict_layers=3)
-    told = "MTPHiddenStatesManager: not served in this version: sa_manager='suffixes'"
-    with pytest.raises(ConfigError, match=told):
+    message = "MTPHiddenStatesManager: not served in this version: sa_manager='suffixes'"
+    with pytest.raises(ConfigError, match=message):
         MTPHiddenStatesManager(config, torch.float32, 8, 4, device="cpu", sa_manager="suffixes")
 
 

@@ -1,4 +1,4 @@
-"""What stands in a slot: whose values, in which columns, and at what cost."""
+"""The values of a slot: whose they are, in which columns, and at what cost."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Copies:
 
 
 class Operations(TorchDispatchMode):
-    """Counts what a device would be asked to do."""
+    """Counts the operations that a device would run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -225,15 +225,15 @@ def test_a_batch_without_a_new_request_costs_nothing(make_manager: Any, copies: 
     assert (operations.count, copies.count - before) == (0, 0)
 
 
-def test_tokens_are_asked_for_where_a_mode_reads_them() -> None:
+def test_tokens_are_read_only_where_a_mode_needs_them() -> None:
     """A host's request copies its whole prompt to answer."""
 
     class Silent(Request):
         def get_tokens(self, _: int) -> list[int]:
-            raise AssertionError("nobody reads them")
+            raise AssertionError("they are not read")
 
     strict().prepare_resources(batch(Silent(1, py_orig_prompt_len=9)))
-    with pytest.raises(AssertionError, match="nobody reads them"):
+    with pytest.raises(AssertionError, match="they are not read"):
         make(RELAXED).prepare_resources(batch(Silent(1, py_orig_prompt_len=9)))
 
 
@@ -290,9 +290,9 @@ def test_requests_before_the_one_without_a_slot_have_their_rows(make_manager: An
     for request_id in range(spare - 2):
         manager.slot_manager.add_slot(1000 + request_id)
     manager.table.rows.fill_(SOILED)
-    asked = [Request(i, py_end_id=i) for i in (1, 2, 3)]
+    requests = [Request(i, py_end_id=i) for i in (1, 2, 3)]
     with pytest.raises(NoFreeSlotsError):
-        manager.prepare_resources(batch(*asked))
+        manager.prepare_resources(batch(*requests))
     assert manager.slot_manager.get_slot(3) is None
     for request_id in (1, 2):
         row = shown(manager, manager.slot_of(request_id))
@@ -318,10 +318,10 @@ def request(params: SamplingParams, prompt: list[int], request_id: int = 7) -> L
     return LlmRequest(request_id, prompt, params, end_ids=(2,), max_draft_len=2, max_seq_len=64)
 
 
-def test_options_stand_in_their_columns() -> None:
+def test_options_are_in_their_columns() -> None:
     manager = strict()
-    asked = SamplingParams(max_new_tokens=30, min_tokens=9, stop_token_ids=(5, 6))
-    manager.prepare_resources(batch(request(asked, [1, 2, 3])))
+    params = SamplingParams(max_new_tokens=30, min_tokens=9, stop_token_ids=(5, 6))
+    manager.prepare_resources(batch(request(params, [1, 2, 3])))
     assert shown(manager, 0) == {
         "number": 7,
         "prompt_len": 3,
@@ -350,15 +350,15 @@ def test_options_stand_in_their_columns() -> None:
 
 def test_a_preempted_request_keeps_the_length_of_its_prompt() -> None:
     """It reads prompt and output again; tokens are counted from where its output began."""
-    manager, asked = strict(), request(SamplingParams(min_tokens=4), [1, 2, 3])
-    manager.prepare_resources(batch(asked))
+    manager, preempted = strict(), request(SamplingParams(min_tokens=4), [1, 2, 3])
+    manager.prepare_resources(batch(preempted))
     before = shown(manager, 0)
-    manager.free_resources(asked)
+    manager.free_resources(preempted)
     for token in (4, 5):
-        asked.add_new_token(token)
-    asked.pause()
+        preempted.add_new_token(token)
+    preempted.pause()
     manager.table.rows.fill_(SOILED)
-    manager.prepare_resources(batch(asked))
+    manager.prepare_resources(batch(preempted))
     assert shown(manager, 0) == before
 
 
@@ -382,16 +382,16 @@ def test_stop_ids_under_the_names_of_hosts(
     make_manager: Any, options: dict[str, Any], stops: list[int]
 ) -> None:
     """Words of one token too: stop ids of TensorRT-LLM's requests come as such."""
-    asked = Request(1, **options)
-    assert list(read_request(asked).stop.device_ids) == stops
+    one = Request(1, **options)
+    assert list(read_request(one).stop.device_ids) == stops
     manager = make_manager()
     manager.table.rows.fill_(SOILED)
-    manager.prepare_resources(batch(asked))
+    manager.prepare_resources(batch(one))
     assert shown(manager, 0)["stop_ids"] == padded(*stops)
 
 
 def test_lengths_and_numbers_of_a_host() -> None:
-    """Where it does not tell the prompt's length, the tokens do."""
+    """Without the prompt's length, the number of tokens counts."""
     manager = strict(max_num_requests=3)
     number = 2**40 + 5
     manager.prepare_resources(
@@ -455,16 +455,16 @@ def test_a_request_may_decline() -> None:
 def test_a_preempted_request_thinks_on() -> None:
     """Its emitted tokens come back as part of the prompt."""
     manager = make(RELAXED)
-    asked = Request(1, [1, 2])
-    manager.prepare_resources(batch(asked))
-    manager.free_resources(asked)
-    asked.tokens += [BEGIN, 4]
-    manager.prepare_resources(batch(asked))
+    one = Request(1, [1, 2])
+    manager.prepare_resources(batch(one))
+    manager.free_resources(one)
+    one.tokens += [BEGIN, 4]
+    manager.prepare_resources(batch(one))
     assert shown(manager, 0)["thinking"] == 1
 
 
 def test_more_stop_ids_than_fit(caplog: pytest.LogCaptureFixture) -> None:
-    """Not one of them may be lost: such a request is never relaxed, which is told once."""
+    """Not one of them may be lost: such a request is never relaxed, which is logged once."""
     manager = make(RELAXED)
     fits = tuple(range(MAX_STOP_IDS))
     manager.prepare_resources(batch(Request(1, [BEGIN], py_stop_ids=fits)))
