@@ -14,7 +14,12 @@ from mtp_plugin.infer.language_model import LanguageModel, TransformersLanguageM
 from mtp_plugin.infer.logprobs import Logprobs
 from mtp_plugin.infer.mtp_head import MTPDrafter, MTPModel, MTPTarget
 from mtp_plugin.infer.noise import Role
-from mtp_plugin.infer.sample_strategy import RequestSampleStrategy, SampleStrategy
+from mtp_plugin.infer.sample_strategy import (
+    GreedySampleStrategy,
+    RandomSampleStrategy,
+    RequestSampleStrategy,
+    SampleStrategy,
+)
 from mtp_plugin.infer.sampling_rule import SamplingRule
 from mtp_plugin.infer.speculation import (
     Draft,
@@ -35,6 +40,7 @@ __all__ = [
     "Draft",
     "Drafter",
     "DynamicKVCache",
+    "GreedySampleStrategy",
     "Inferencer",
     "KVCache",
     "KVState",
@@ -44,6 +50,7 @@ __all__ = [
     "MTPModel",
     "MTPTarget",
     "PrefillOutput",
+    "RandomSampleStrategy",
     "RequestSampleStrategy",
     "Role",
     "SampleStrategy",

@@ -49,9 +49,9 @@ class Inferencer(Protocol):
     ) -> DecodeOutput:
         """Feed a token [B, 1], choose the next, feed it, and so on.
 
-        Ends after `max_new_tokens` (N <= `max_new_tokens`) or when every row has met an end token,
-        which is part of the output; a row that ended sooner repeats its end token. The last token
-        is not fed, so the cache grows by N.
+        Ends after `max_new_tokens` (N <= `max_new_tokens`) or when every row has reached an end
+        token, which is part of the output; a row that ended earlier repeats its end token and the
+        logits of it. The last token is not fed, so the cache grows by N.
         """
         ...
 
@@ -115,6 +115,8 @@ class BasicInferencer(Inferencer):
         last = query_token_ids.squeeze(1)
         while len(tokens) < max_new_tokens and not bool(ended.all()):
             logits = self.language_model.forward(last.unsqueeze(1), kv_cache)[:, -1]
+            if rows:
+                logits = torch.where(ended.unsqueeze(1), rows[-1], logits)
             last = torch.where(ended, last, sample_strategy.sample(logits))
             ended |= torch.isin(last, ends)
             tokens.append(last)

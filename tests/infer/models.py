@@ -46,13 +46,6 @@ class TableModel:
         return self.rows[before, tokens][-query_token_ids.shape[1] :].unsqueeze(0)
 
 
-class FirstChoices:
-    """A `SampleStrategy` of any number of rows: the highest logit of each."""
-
-    def sample(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits.argmax(dim=-1)
-
-
 class LanguageModelDrafter:
     """A `Drafter` that uses another language model.
 

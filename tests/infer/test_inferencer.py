@@ -10,17 +10,17 @@ from mtp_plugin.errors import CheckpointError, ConfigError, TensorContractError
 from mtp_plugin.infer import (
     BasicInferencer,
     DynamicKVCache,
+    GreedySampleStrategy,
     Inferencer,
     KVCache,
     KVState,
     LanguageModel,
     TransformersLanguageModel,
 )
-from tests.infer.models import FirstChoices
 
 Target = Callable[[str], PreTrainedModel]
 PROMPT = torch.tensor([[3, 9, 27, 81, 243], [5, 6, 7, 8, 9]])
-GREEDY = FirstChoices()
+GREEDY = GreedySampleStrategy()
 
 
 class CountingModel:
@@ -118,6 +118,13 @@ class InferencerContract:
             torch.tensor([[5], [2]]), DynamicKVCache(), 100, GREEDY
         )
         assert output.token_ids.tolist() == [[6, 7, 7, 7, 7], [3, 4, 5, 6, 7]]
+
+    def test_logits_of_ended_rows_match_their_tokens(self) -> None:
+        output = self.make_inferencer(CountingModel(7)).decode(
+            torch.tensor([[5], [2], [6]]), DynamicKVCache(), 100, GREEDY
+        )
+        assert output.token_ids.tolist() == [[6, 7, 7, 7, 7], [3, 4, 5, 6, 7], [7, 7, 7, 7, 7]]
+        assert torch.equal(output.token_logits.argmax(dim=-1), output.token_ids)
 
     def test_given_end_tokens_go_before_the_models(self) -> None:
         inferencer = self.make_inferencer(CountingModel(4), eos_token_ids=[8, 6])
