@@ -65,54 +65,27 @@ class _Span:
         return whole >= LOOP_CEILING * (whole + self.possible - self.emitted)
 
 
-class AcceptanceAlarms:
-    """Monitor every request-step that verified drafts, from host integers without device reads.
-
-    The caller calls `record` for every result; `MTPSampler` does. A step costs a few additions; the
-    n-grams of a request are counted once per span, and only if acceptance is at its ceiling.
-
-    Looping is over when `QUIET_SPANS` spans of tokens were output since a request last looped. A
-    request that looped and is still at the ceiling continues to loop. Tokens of an unfinished span
-    that may turn out to be a loop count once the request has finished or is gone; they are summed
-    up only when enough other tokens were output, and then at most once per span.
+class CollapseAlarm:
+    """Logs once when almost no draft is accepted any more, and once when that is over.
 
     Attributes:
-        collapsed, looping: whether the condition holds now.
-        num_collapses: number of times that acceptance collapsed.
-        num_looping_requests: number of requests that looped.
+        collapsed: whether acceptance is collapsed now.
+        num_collapses: number of times that it collapsed.
     """
 
     def __init__(self) -> None:
         self.collapsed = False
-        self.looping = False
         self.num_collapses = 0
-        self.num_looping_requests = 0
         self._emitted: deque[int] = deque(maxlen=COLLAPSE_STEPS)
         self._total = 0
-        self._spans: WeakKeyDictionary[Any, _Span] = WeakKeyDictionary()
-        self._since_loop = 0  # output tokens
-        self._next_look = 0  # value of _since_loop at the next check
 
     @property
     def acceptance_length(self) -> float:
         """Output tokens per step over the latest steps with drafts; 0.0 before the first."""
         return self._total / len(self._emitted) if self._emitted else 0.0
 
-    def record(self, request: Any, num_emitted: int, num_drafted: int) -> None:
-        """Count one request-step; its output tokens are already appended to the request.
-
-        Args:
-            request: has ``request_id`` and ``get_tokens(beam)``.
-            num_emitted: output tokens of the step.
-            num_drafted: drafts that the step verified.
-        """
-        if num_drafted == 0:
-            return
-        if num_decided_drafts(num_emitted, num_drafted, ends=has_finished(request)):
-            self._watch_for_collapse(num_emitted)
-        self._watch_for_loops(request, num_emitted, num_drafted)
-
-    def _watch_for_collapse(self, num_emitted: int) -> None:
+    def record_step(self, num_emitted: int) -> None:
+        """Count the output tokens of a request's step that verified drafts."""
         if len(self._emitted) == COLLAPSE_STEPS:
             self._total -= self._emitted[0]
         self._emitted.append(num_emitted)
@@ -132,6 +105,45 @@ class AcceptanceAlarms:
         elif self.collapsed and mean >= RECOVERED_AT:
             self.collapsed = False
             _logger.info("acceptance recovered: %.3f tokens per step", mean)
+
+
+class AcceptanceAlarms(CollapseAlarm):
+    """Monitor every request-step that verified drafts, from host integers without device reads.
+
+    The caller calls `record` for every result; `MTPSampler` does. A step costs a few additions; the
+    n-grams of a request are counted once per span, and only if acceptance is at its ceiling.
+
+    Looping is over when `QUIET_SPANS` spans of tokens were output since a request last looped. A
+    request that looped and is still at the ceiling continues to loop. Tokens of an unfinished span
+    that may turn out to be a loop count once the request has finished or is gone; they are summed
+    up only when enough other tokens were output, and then at most once per span.
+
+    Attributes:
+        looping: whether a request loops now.
+        num_looping_requests: number of requests that looped.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looping = False
+        self.num_looping_requests = 0
+        self._spans: WeakKeyDictionary[Any, _Span] = WeakKeyDictionary()
+        self._since_loop = 0  # output tokens
+        self._next_look = 0  # value of _since_loop at the next check
+
+    def record(self, request: Any, num_emitted: int, num_drafted: int) -> None:
+        """Count one request-step; its output tokens are already appended to the request.
+
+        Args:
+            request: has ``request_id`` and ``get_tokens(beam)``.
+            num_emitted: output tokens of the step.
+            num_drafted: drafts that the step verified.
+        """
+        if num_drafted == 0:
+            return
+        if num_decided_drafts(num_emitted, num_drafted, ends=has_finished(request)):
+            self.record_step(num_emitted)
+        self._watch_for_loops(request, num_emitted, num_drafted)
 
     def _watch_for_loops(self, request: Any, num_emitted: int, num_drafted: int) -> None:
         span = self._spans.get(request)

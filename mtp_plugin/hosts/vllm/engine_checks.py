@@ -1,0 +1,105 @@
+"""Which vLLM configurations the plugin serves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.hosts.vllm.options import VllmOptions, read_options
+from mtp_plugin.hosts.vllm.versions import TESTED, is_tested, release
+
+PIPELINE_SINCE = (0, 32)
+"""Earlier versions send no draft tokens to earlier pipeline stages."""
+
+
+def checked_options(vllm_config: Any) -> VllmOptions | None:
+    """Return the options of an engine; None if the plugin is off.
+
+    Raises:
+        ConfigError: an unknown option, or a configuration that the plugin cannot serve; lists
+            every problem and what to change.
+    """
+    options = read_options(vllm_config)
+    if options is None:
+        return None
+    problems = problems_of(vllm_config, options)
+    if problems:
+        raise ConfigError(
+            "additional_config.mtp_plugin is on, but "
+            + "; ".join(problems)
+            + ". Change this, or turn the plugin off by leaving out additional_config.mtp_plugin."
+        )
+    return options
+
+
+def problems_of(vllm_config: Any, options: VllmOptions) -> list[str]:
+    """Return one line for every reason why the plugin cannot serve an engine."""
+    problems = []
+    version = release()
+    if not options.allow_untested and not is_tested():
+        problems.append(
+            f"vLLM {version[0]}.{version[1]} was not tested (tested: {', '.join(TESTED)}): set "
+            "allow_untested to true to try it"
+        )
+    if not vllm_config.use_v2_model_runner:
+        problems.append(
+            "the engine uses the V1 model runner: set the environment variable "
+            "VLLM_USE_V2_MODEL_RUNNER=1"
+        )
+    problems += _model_problems(vllm_config)
+    spec = vllm_config.speculative_config
+    if spec is not None:
+        problems += _speculative_problems(vllm_config, spec, version)
+    return problems
+
+
+def _model_problems(vllm_config: Any) -> list[str]:
+    problems = []
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    if getattr(model, "runner_type", "generate") != "generate":
+        problems.append(f"the model does not generate text (runner {model.runner_type!r})")
+    if getattr(model, "is_diffusion", False):
+        problems.append("the model is a diffusion model, which samples its own way")
+    if getattr(model, "return_sampling_mask", False):
+        problems.append("return_sampling_mask is not supported: leave it out")
+    if getattr(model, "enable_trace_replay", False):
+        problems.append("enable_trace_replay is not supported: leave it out")
+    if getattr(vllm_config, "watermark_config", None) is not None:
+        problems.append("watermarking is not supported: leave out watermark_config")
+    if getattr(parallel, "enable_batch_sharded_sampling", False):
+        problems.append("enable_batch_sharded_sampling is not supported: set it to false")
+    return problems
+
+
+def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int]) -> list[str]:
+    problems = []
+    if spec.method != "mtp":
+        problems.append(
+            f"the speculative method is {spec.method!r}: set speculative_config.method to 'mtp', "
+            "or leave out speculative_config"
+        )
+    if getattr(spec, "draft_sample_method", "greedy") != "greedy":
+        problems.append(
+            f"speculative_config.draft_sample_method is {spec.draft_sample_method!r}: leave it "
+            "out, the plugin samples drafts itself"
+        )
+    if getattr(spec, "rejection_sample_method", "standard") not in ("standard", "synthetic"):
+        problems.append(
+            f"speculative_config.rejection_sample_method is {spec.rejection_sample_method!r}: "
+            "leave it out, the plugin verifies drafts itself"
+        )
+    for name in (
+        "use_local_argmax_reduction",
+        "enable_adaptive_verification",
+        "use_heterogeneous_vocab",
+        "parallel_drafting",
+    ):
+        if getattr(spec, name, False):
+            problems.append(f"speculative_config.{name} is not supported: leave it out")
+    stages = vllm_config.parallel_config.pipeline_parallel_size
+    if stages > 1 and version < PIPELINE_SINCE:
+        problems.append(
+            f"pipeline_parallel_size is {stages}: drafts with pipeline parallelism need vLLM "
+            f"{PIPELINE_SINCE[0]}.{PIPELINE_SINCE[1]} or newer"
+        )
+    return problems

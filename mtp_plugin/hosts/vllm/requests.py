@@ -1,0 +1,25 @@
+"""Admission of requests to an engine with the plugin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+PREFIX = "mtp_"
+
+
+def check_request(params: Any) -> None:
+    """Refuse options of ours that do not exist.
+
+    Args:
+        params: vLLM's ``SamplingParams`` or ``PoolingParams``.
+
+    Raises:
+        ValueError: a key of ``extra_args`` begins with ``mtp_``; vLLM answers with HTTP 400.
+    """
+    extra = getattr(params, "extra_args", None) or {}
+    unknown = sorted(key for key in extra if str(key).startswith(PREFIX))
+    if unknown:
+        raise ValueError(
+            f"extra_args: mtp_plugin has no request options, got {', '.join(unknown)}: leave "
+            "them out"
+        )

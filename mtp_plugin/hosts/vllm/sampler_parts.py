@@ -1,0 +1,112 @@
+"""What our samplers of all vLLM versions share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from typing_extensions import Self
+
+from mtp_plugin.hosts.vllm.engine import RowOps
+
+PROCESSED = ("processed_logprobs", "processed_logits")
+"""Values of ``logprobs_mode`` that need the logits after all sampling options."""
+
+
+class SamplerParts:
+    """To be mixed into a subclass of vLLM's ``Sampler``.
+
+    vLLM's logits processors (penalties, bias, allowed ids, bad words, min_tokens, thinking budget,
+    custom ones) run as before, for batches in which a request needs them. Temperature, top-k,
+    top-p, min-p and the random numbers are those of `sample_tokens`.
+    """
+
+    ops: RowOps
+    sampling_states: Any
+    logprobs_mode: str
+
+    @classmethod
+    def replacing(cls, sampler: Any, ops: RowOps) -> Self:
+        """Return a sampler with the states of vLLM's ``sampler``, which is not used any more."""
+        made = cls.__new__(cls)
+        vars(made).update(vars(sampler))
+        made.ops = ops
+        made._take_over(made.sampling_states)
+        return made
+
+    def _take_over(self, states: Any) -> None:
+        """Let ``apply_sampling_params`` run the logits processors alone.
+
+        It ends with temperature and min-p, which our op applies; 0.32 also skips the processors
+        of batches without any option, among which it counts temperature, top-k, top-p and min-p.
+        """
+        self._apply_temperature = states.apply_temperature
+        self._apply_min_p = states.apply_min_p
+        add = states.add_request
+
+        def add_request(*args: Any) -> bool:
+            add(*args)
+            return False
+
+        states.add_request = add_request
+        states.apply_temperature = states.apply_min_p = _do_nothing
+
+    def add_request(self, req_idx: int, *args: Any) -> None:
+        """Stage the row of a request; the last argument is its ``SamplingParams``."""
+        super().add_request(req_idx, *args)  # type: ignore[misc]
+        params = args[-1]
+        options = {
+            "temperature": params.temperature,
+            "top_k": max(params.top_k, 0),
+            "top_p": params.top_p,
+            "min_p": params.min_p,
+        }
+        # vLLM draws a seed for requests without one, alike on all ranks
+        self.ops.slots.stage(req_idx, options, int(self.sampling_states.seeds.np[req_idx]))
+
+    def apply_staged_writes(self) -> None:
+        """Write what `add_request` staged."""
+        super().apply_staged_writes()  # type: ignore[misc]
+        self.ops.slots.apply()
+
+    def edits_logits(self, indices: Any) -> bool:
+        """Whether a request of the batch has a logits processor; ``indices`` [R] numpy."""
+        raise NotImplementedError
+
+    def processed(self, logits: torch.Tensor, *rows: Any) -> torch.Tensor:
+        """Return logits [N, V] after the logits processors; ``logits`` itself without any."""
+        if not self.edits_logits(self.host_indices(rows)):
+            return logits
+        # a copy, since some versions edit in place what raw log-probabilities are read from
+        copy = logits.to(torch.float32, copy=True)
+        edited: torch.Tensor = self.apply_sampling_params(copy, *rows, skip_top_k_top_p=True)  # type: ignore[attr-defined]
+        return edited
+
+    def scored(self, logits: torch.Tensor, processed: torch.Tensor, *rows: Any) -> torch.Tensor:
+        """Return the logits [N, V] from which log-probabilities are taken."""
+        if self.logprobs_mode not in PROCESSED:
+            return logits
+        indices, host_indices = rows[0], self.host_indices(rows)
+        values = processed.to(torch.float32, copy=True)
+        self._apply_temperature(values, indices, host_indices)
+        self._apply_min_p(values, indices, host_indices)
+        cut: torch.Tensor = self.sampling_states.apply_top_k_top_p(values, indices, host_indices)
+        return cut
+
+    def sample_rows(
+        self, logits: torch.Tensor, positions: torch.Tensor, return_logprobs: bool, *rows: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sample rows of target logits [N, V]; returns tokens [N] int64 and what scores them."""
+        from mtp_plugin.hosts.vllm.engine import valid_ids
+
+        processed = self.processed(logits, *rows)
+        tokens = valid_ids(self.ops.sample(processed, rows[0], positions))
+        return tokens, self.scored(logits, processed, *rows) if return_logprobs else logits
+
+    def host_indices(self, rows: tuple[Any, ...]) -> Any:
+        """Return the argument ``idx_mapping_np`` of a call."""
+        raise NotImplementedError
+
+
+def _do_nothing(*_args: Any) -> None:
+    return None

@@ -1,0 +1,111 @@
+"""vLLM 0.24 to 0.26."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
+
+from mtp_plugin.hosts.vllm.engine import valid_ids
+from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts
+
+
+class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
+    """Samples rows without drafts."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping_np: Any,
+        pos: torch.Tensor,
+        input_ids: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        return_logprobs: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SamplerParts.sample_rows`."""
+        rows = (expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos)
+        return self.sample_rows(logits, pos, return_logprobs, *rows)
+
+    def host_indices(self, rows: tuple[Any, ...]) -> Any:
+        """See `SamplerParts.host_indices`."""
+        return rows[1]
+
+    def edits_logits(self, indices: Any) -> bool:
+        """See `SamplerParts.edits_logits`."""
+        return bool(
+            self.penalties_state.use_penalty[indices].any()
+            or self.logit_bias_state.use_logit_bias[indices].any()
+            or (self.bad_words_state.num_bad_words.np[indices] > 0).any()
+        )
+
+
+class PluginVerifier(RejectionSampler):  # type: ignore[misc]
+    """Verifies drafts; called for batches with any draft, prompts included."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: Any,
+        draft_logits: torch.Tensor | None = None,  # noqa: ARG002 (of vLLM's rejection sampling)
+    ) -> SamplerOutput:
+        """Return the accepted tokens of every request.
+
+        Args:
+            logits: [N, V] raw logits of the target.
+        """
+        batch, sampler = input_batch, self.sampler
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        drafts = batch.input_ids[batch.logits_indices]
+        positions = batch.positions[batch.logits_indices]
+        rows = (
+            batch.expanded_idx_mapping,
+            batch.idx_mapping_np,
+            positions,
+            drafts,
+            batch.expanded_local_pos,
+        )
+        processed = sampler.processed(logits, *rows)
+        choices = sampler.ops.sample(processed, batch.expanded_idx_mapping, positions)
+        accepted = sampler.ops.verify(
+            processed, drafts, choices, batch.cu_num_logits, batch.idx_mapping, positions
+        )
+        tokens, num_sampled = valid_ids(accepted.tokens), accepted.num_accepted
+        logprobs = None
+        if sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np) != NO_LOGPROBS:
+            scored = sampler.scored(logits, processed, *rows)
+            logprobs = self._get_logprobs_tensors(batch, tokens, num_sampled, scored)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_sampled,
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            sampler.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(
+            sampled_token_ids=tokens,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+
+def draft_logits(
+    speculator: Any,
+    hidden_states: torch.Tensor,
+    positions: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    *_unused: Any,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Read a call of ``sample_draft``: logits, request state indices, positions and column.
+
+    ``positions`` are one before the token that the draft follows.
+    """
+    return speculator.model.compute_logits(hidden_states), idx_mapping, positions, 1

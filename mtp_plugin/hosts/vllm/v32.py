@@ -1,0 +1,141 @@
+"""vLLM 0.32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    gather_draft_sampled,
+)
+
+from mtp_plugin.hosts.vllm.engine import valid_ids
+from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts
+
+
+class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
+    """Samples rows without drafts."""
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        expanded_idx_mapping: torch.Tensor,
+        idx_mapping: torch.Tensor,
+        idx_mapping_np: Any,
+        pos: torch.Tensor,
+        input_ids: torch.Tensor,
+        expanded_local_pos: torch.Tensor,
+        seq_lens_upper_bound_np: Any,
+        return_logprobs: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `SamplerParts.sample_rows`."""
+        rows = (
+            expanded_idx_mapping,
+            idx_mapping,
+            idx_mapping_np,
+            pos,
+            input_ids,
+            expanded_local_pos,
+            seq_lens_upper_bound_np,
+        )
+        return self.sample_rows(logits, pos, return_logprobs, *rows)
+
+    def host_indices(self, rows: tuple[Any, ...]) -> Any:
+        """See `SamplerParts.host_indices`."""
+        return rows[2]
+
+    def edits_logits(self, indices: Any) -> bool:
+        """See `SamplerParts.edits_logits`."""
+        return bool(self.needs_logits_processing[indices].any())
+
+
+class PluginVerifier(RejectionSampler):  # type: ignore[misc]
+    """Verifies drafts; called for batches with any draft, prompts included."""
+
+    def __call__(
+        self,
+        logits: torch.Tensor,
+        input_batch: Any,
+        draft_logits: torch.Tensor | None = None,  # noqa: ARG002 (of vLLM's rejection sampling)
+        invalid_drafts: torch.Tensor | None = None,
+    ) -> SamplerOutput:
+        """Return the accepted tokens of every request.
+
+        Args:
+            logits: [N, V] raw logits of the target.
+            invalid_drafts: [N] bool: drafts that a grammar forbids.
+        """
+        batch, sampler = input_batch, self.sampler
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        drafts, positions = gather_draft_sampled(
+            batch.input_ids,
+            batch.positions,
+            batch.logits_indices,
+            batch.expanded_idx_mapping,
+            batch.expanded_local_pos,
+            sampler.req_states.prefill_len.gpu,
+        )
+        rows = (
+            batch.expanded_idx_mapping,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            positions,
+            drafts,
+            batch.expanded_local_pos,
+            batch.seq_lens_cpu_upper_bound.numpy(),
+        )
+        processed = sampler.processed(logits, *rows)
+        choices = sampler.ops.sample(processed, batch.expanded_idx_mapping, positions)
+        if invalid_drafts is not None:
+            drafts = drafts.masked_fill(invalid_drafts, -1)
+        accepted = sampler.ops.verify(
+            processed, drafts, choices, batch.cu_num_logits, batch.idx_mapping, positions
+        )
+        tokens, num_sampled = valid_ids(accepted.tokens), accepted.num_accepted
+        max_num_logprobs = sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
+        logprobs = None
+        if max_num_logprobs != NO_LOGPROBS:
+            logprobs = self._get_logprobs_tensors(
+                tokens,
+                num_sampled,
+                sampler.scored(logits, processed, *rows),
+                batch.cu_num_logits,
+                batch.cu_num_logits_np,
+                max_num_logprobs,
+            )
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_sampled,
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            sampler.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(
+            sampled_token_ids=tokens,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+
+def draft_logits(
+    speculator: Any,
+    hidden_states: torch.Tensor,
+    sample_src_positions: torch.Tensor,
+    idx_mapping: torch.Tensor,
+    temperature: torch.Tensor,  # noqa: ARG001
+    seeds: torch.Tensor,  # noqa: ARG001
+    draft_step: torch.Tensor,  # noqa: ARG001
+    draft_logits: torch.Tensor | None,  # noqa: ARG001
+    spec_step_idx: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """Read a call of ``sample_draft``: logits, request state indices, positions and column."""
+    logits = speculator.compute_draft_logits(hidden_states, spec_step_idx)
+    return logits, idx_mapping, sample_src_positions, 0

@@ -1,0 +1,144 @@
+"""The methods of vLLM that the plugin wraps.
+
+Every wrapper returns the original's result for an engine without ``additional_config.mtp_plugin``.
+`START` is wrapped in every process; `WORKER` only when a worker of an engine with the plugin
+starts, so that front ends and engines without it never import our ops.
+
+Imports the standard library alone: vLLM only logs a plugin that fails to import.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+Method = Callable[..., Any]
+
+_logger = logging.getLogger("vllm.mtp_plugin")
+_ORIGINAL = "_mtp_plugin_original"
+_ENGINE = "_mtp_plugin_engine"
+_ALARM = "_mtp_plugin_alarm"
+_ADMISSION = "_mtp_plugin_admission"
+
+
+def wrap_start() -> None:
+    """Wrap the methods of `START`; a repeated call changes nothing."""
+    _wrap_all(START)
+
+
+def wrap_worker() -> None:
+    """Wrap the methods of `WORKER`; a repeated call changes nothing."""
+    _wrap_all(WORKER)
+
+
+def _worker_init(original: Method) -> Method:
+    def wrapper(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        if _options(vllm_config) is not None:
+            from mtp_plugin.hosts.vllm.versions import fitting_module
+
+            fitting_module()
+            wrap_worker()
+        return original(self, vllm_config, *args, **kwargs)
+
+    return wrapper
+
+
+def _input_processor_init(original: Method) -> Method:
+    def wrapper(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        setattr(self, _ADMISSION, _options(vllm_config))
+        return original(self, vllm_config, *args, **kwargs)
+
+    return wrapper
+
+
+def _validate_params(original: Method) -> Method:
+    def wrapper(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(self, _ADMISSION, None) is not None:
+            from mtp_plugin.hosts.vllm.requests import check_request
+
+            check_request(params)
+        return original(self, params, *args, **kwargs)
+
+    return wrapper
+
+
+def _make_spec_decoding_stats(original: Method) -> Method:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        alarm = self.__dict__.get(_ALARM, self)
+        if alarm is self:  # the first call of this scheduler
+            from mtp_plugin.hosts.vllm.metrics import alarm_of
+
+            alarm = self.__dict__[_ALARM] = alarm_of(self.vllm_config)
+        if alarm is not None:
+            alarm(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
+        return original(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _custom_sampler(original: Method) -> Method:
+    def wrapper(self: Any, sampler: Any) -> Any:
+        given = original(self, sampler)
+        options = _options(self.vllm_config)
+        if given is not None or options is None:
+            return given
+        from mtp_plugin.hosts.vllm.engine import Engine
+
+        engine = Engine(self.vllm_config, options, sampler, self.device)
+        setattr(self, _ENGINE, engine)
+        return engine.sampler, engine.verifier
+
+    return wrapper
+
+
+def _sample_draft(original: Method) -> Method:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
+        if engine is None:
+            return original(self, *args, **kwargs)
+        return engine.sample_draft(self, *args, **kwargs)
+
+    return wrapper
+
+
+START: Mapping[str, Callable[[Method], Method]] = {
+    "vllm.v1.worker.worker_base:WorkerBase.__init__": _worker_init,
+    "vllm.v1.engine.input_processor:InputProcessor.__init__": _input_processor_init,
+    "vllm.v1.engine.input_processor:InputProcessor._validate_params": _validate_params,
+    "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": _make_spec_decoding_stats,
+}
+WORKER: Mapping[str, Callable[[Method], Method]] = {
+    "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler": _custom_sampler,
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft": _sample_draft,
+}
+
+
+def _options(vllm_config: Any) -> Any:
+    extra = getattr(vllm_config, "additional_config", None)
+    given = extra.get("mtp_plugin") if isinstance(extra, dict) else None
+    if given is None or given is False:
+        return None
+    from mtp_plugin.hosts.vllm.engine_checks import checked_options
+
+    return checked_options(vllm_config)
+
+
+def _wrap_all(table: Mapping[str, Callable[[Method], Method]]) -> None:
+    for target, make in table.items():
+        module, _, path = target.partition(":")
+        owner_name, _, name = path.partition(".")
+        try:
+            owner = getattr(import_module(module), owner_name)
+            original = owner.__dict__[name]
+        except (ImportError, AttributeError, KeyError) as error:
+            # an engine without the plugin must not notice; one with it fails where it starts
+            _logger.warning("mtp_plugin cannot be used with this vLLM: %s (%r)", target, error)
+            continue
+        if hasattr(original, _ORIGINAL):
+            continue
+        wrapper = functools.wraps(original)(make(original))
+        setattr(wrapper, _ORIGINAL, original)
+        setattr(owner, name, wrapper)
