@@ -7,6 +7,7 @@ that a request's output depends on neither K nor its batch.
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
@@ -24,6 +25,8 @@ from mtp_plugin.speculative.ops.synthetic_acceptance import (
     synthetic_rule,
 )
 from mtp_plugin.speculative.step import Accepted, StepLayout
+
+_logger = logging.getLogger("vllm.mtp_plugin")
 
 
 class RowOps:
@@ -151,12 +154,19 @@ class Engine:
         rates = None
         if spec is not None and spec.rejection_sample_method == "synthetic":
             rates = list(spec.synthetic_acceptance_rates)
-        self.ops = RowOps(slots, num_drafts, Backend.of(options.kernels, device), rates)
+        backend = Backend.of(options.kernels, device)
+        self.ops = RowOps(slots, num_drafts, backend, rates)
         self.sampler = version.PluginSampler.replacing(sampler, self.ops)
         self.verifier = None
         if spec is not None:
             self.verifier = version.PluginVerifier(self.sampler, spec, device)
         self._draft_logits = version.draft_logits
+        _logger.info(
+            "mtp_plugin on: verification %s, %d drafts per step, %s kernels",
+            options.verification,
+            num_drafts,
+            backend.value,
+        )
 
     def sample_draft(self, speculator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Sample the drafts of one pass, in place of ``DraftModelSpeculator.sample_draft``."""
