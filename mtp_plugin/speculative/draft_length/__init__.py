@@ -1,1 +1,1 @@
-"""How many drafts a step makes."""
+"""The choice of the draft length of a step."""

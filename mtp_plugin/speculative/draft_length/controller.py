@@ -1,47 +1,48 @@
-"""How many drafts a step makes: the schedule by batch size, the acceptance gate, cold requests.
+"""The draft length of a step, by the schedule, the acceptance gate and cold requests.
 
-A step launched with the draft length K' verifies at most K' drafts per request and makes K' for the
-next step. It is decided on the host before the launch, from the batch and from results up to the
-step before last (under overlap), so nothing of it waits for the device. The controller counts steps
-and adds integers: ranks that run the same requests decide alike. Ranks with requests of their own
-(attention DP) take the smallest of their choices before any collective.
+A step launched with draft length K' verifies at most K' drafts per request and makes K' for the
+next step. The length is decided on the host before the launch, from the batch and from results up
+to the step before last (with overlap), so it never waits for the device. The controller counts
+steps and adds integers: ranks that run the same requests decide alike. Ranks with requests of their
+own (attention DP) agree on the smallest of their choices before any collective.
 
-What an executor does with K' (captured graphs are keyed by padded batch and K'):
+What an executor does with K' (captured graphs are keyed by padded batch size and K'):
 
-**Every step.** `DraftLengthController.plan` once, after scheduling and before the launch. A
-generation has K'+1 rows, of which ``py_draft_state.limit`` + 1 count; the drafts behind are absent.
-Drafts of the step before that the limit leaves out are dropped. When the length was raised, the
-first step verifies only what the shorter step before it drafted.
+**Every step.** `DraftLengthController.plan` is called once, after scheduling and before the launch.
+A generation has K'+1 rows, of which ``py_draft_state.limit`` + 1 count; later drafts are absent.
+Drafts of the previous step beyond the limit are dropped. After the length was raised, the first
+step verifies only what the shorter step before it drafted.
 
-**keep_warm: true, K' < K.** The draft side stays as if every step drafted K.
+**keep_warm: true, K' < K.** The draft KV is kept as if every step drafted K tokens.
 
-- Reused layer (eagle): the first pass runs over the accepted rows, also at K' = 0; K'-1 single-row
-  passes follow. Heads are only needed for the K' drafts.
-- One layer per depth (vanilla): the history advances, and all K depths run over the whole window,
-  K' of them with their heads. Where a depth's last tokens were not drafted their ids are 0; later
-  windows rewrite these rows before they count, since no step accepts more than was drafted for it.
+- Reused layer (eagle): the first pass runs over the accepted rows, also with K' = 0; K'-1 passes of
+  single rows follow. Heads run only for the K' drafts.
+- One layer per depth (vanilla): the history is updated, and all K depths run over the whole window,
+  K' of them with their heads. Tokens of a depth that were not drafted have id 0; later windows
+  overwrite these rows before they are used, since no step accepts more tokens than were drafted.
 - Prompt chunks run through every draft layer.
 
-**keep_warm: false, K' < K.** Nothing runs that the K' drafts do not need. A request of such a step,
-be it a prompt, loses what was not written; ``py_draft_state.warm`` is how many drafts it still has
-complete draft KV for.
+**keep_warm: false, K' < K.** Only what the K' drafts need runs. A request of such a step, also one
+with a prompt chunk, lacks the rest; ``py_draft_state.warm`` is for how many drafts its draft KV is
+complete.
 
-- K' = 0: no draft layer and no history. The request is cold, warm = 0.
-- 0 < K' < K: a reused layer loses nothing. With one layer per depth the depths from K' on were
-  skipped, so warm falls to K'.
-- warm is K again only when the whole prompt is read again: a new request, or a preempted one.
-  Further prompt chunks of a cold request cannot warm it.
-- A batch whose requests can all use less than was chosen runs with that less: a cold batch drafts
-  nothing, until a request joins it.
-- Beside warm requests a cold one takes part in every pass; what comes out for it may be anything,
-  and is never verified.
+- K' = 0: no draft layer runs and no history is updated. The request is cold, warm = 0.
+- 0 < K' < K: a reused layer lacks nothing. With one layer per depth, depths from K' on are skipped,
+  so warm is reduced to K'.
+- warm is K again only when the whole prompt is computed again: for a new request, or a preempted
+  one. Further prompt chunks of a cold request cannot warm it.
+- A batch whose requests can all use fewer drafts than were chosen runs with fewer: a cold batch
+  drafts nothing, until a warm request joins it.
+- A cold request in a batch with warm ones takes part in every pass; its drafts are arbitrary and
+  never verified.
 
-**In flight.** Coldness follows from launches, not from results: once a step is launched, the state
-of its requests is fixed, whatever they turn out to emit. A preempted request starts anew with its
-first prompt chunk; the late result of its old life is dropped with its epoch, and no gate sees it.
+**In flight.** Whether a request is cold follows from launches, not from results: once a step is
+launched, the state of its requests is fixed, whatever their output. A preempted request starts
+again with its first prompt chunk; late results from before the preemption are dropped by their
+epoch, and the gate does not count them.
 
-The embedded executor hands K' to the worker as ``runtime_draft_len``, in eager steps as in captured
-ones.
+The embedded executor passes K' to the worker as ``runtime_draft_len``, in eager steps and in
+captured ones.
 """
 
 from __future__ import annotations
@@ -56,24 +57,25 @@ from mtp_plugin.speculative.host import may_speculate
 
 
 class DraftLengthController:
-    """Chooses the draft length of every step, and what each request may draft in it.
+    """Chooses the draft length of every step, and how many drafts each request may use.
 
-    The lengths are K, those of the schedule, and with a gate 0. The schedule gives the most for a
-    batch size; the gate goes down from there to the largest length that pays. Drafts must pay in
-    proportion: where K of them must reach ``acceptance_length_threshold`` tokens per step, k of
-    them must reach 1 + (threshold - 1) * k / K, and ``mtp.gate_margin`` * k / K more to be taken up
-    again. So the gate falls through the lengths that the schedule names, and ends at 0. Every
-    length is judged by the request-steps that verified exactly so many drafts (`LengthGate`).
+    The possible lengths are K, those of the schedule, and 0 with a gate. The schedule limits the
+    length by batch size; the gate chooses the largest length up to this limit that is worth its
+    cost. Thresholds are proportional: if K drafts must reach ``acceptance_length_threshold`` tokens
+    per step, k drafts must reach 1 + (threshold - 1) * k / K, and ``mtp.gate_margin`` * k / K more
+    after the gate closed. So the gate closes one length of the schedule after the other, down to 0.
+    Each length has a `LengthGate`, which counts the request-steps that verified exactly so many
+    drafts.
 
-    TensorRT-LLM's gate averages finished requests, does not count the bonus, and never opens again:
-    its threshold t is t + 1 here.
+    TensorRT-LLM's gate averages finished requests, does not count the bonus token, and never opens
+    again: its threshold t is t + 1 here.
 
     Args:
-        config: with K known (`MTPDecodingConfig.resolve`).
-        max_batch_size: requests of one batch.
+        config: with K resolved (`MTPDecodingConfig.resolve`).
+        max_batch_size: maximum number of requests of a batch.
 
     Raises:
-        ConfigError: K is not known.
+        ConfigError: K is not resolved.
     """
 
     def __init__(self, config: MTPDecodingConfig, *, max_batch_size: int) -> None:
@@ -90,13 +92,13 @@ class DraftLengthController:
         self._step = 0
 
     def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:
-        """Every draft length that a batch of these sizes may run with, ascending.
+        """Return every draft length that batches of these sizes may use, ascending.
 
         Args:
             batch_sizes: default: all up to ``max_batch_size``.
 
         Raises:
-            ExecutorError: a size that no batch has.
+            ExecutorError: a size out of range.
         """
         most = self._schedule.lengths(batch_sizes)
         if self.gates or not self.keep_warm:
@@ -104,10 +106,10 @@ class DraftLengthController:
         return tuple(sorted(most))
 
     def choose(self, batch_size: int) -> int:
-        """The draft length for the next step; call once per step.
+        """Return the draft length for the next step; call once per step.
 
         Raises:
-            ExecutorError: a size that no batch has.
+            ExecutorError: a size out of range.
         """
         scheduled = self._schedule.length(batch_size)
         self._step += 1
@@ -122,24 +124,25 @@ class DraftLengthController:
         """Count one request-step.
 
         Args:
-            num_emitted: tokens really emitted, a stop's cut counted.
-            num_drafted: drafts really verified; steps without drafts say nothing and do not count.
+            num_emitted: output tokens, without those after a stop.
+            num_drafted: verified drafts; steps without drafts do not count.
         """
         gate = self.gates.get(num_drafted)
         if gate is not None:
             gate.record(num_emitted, self._step)
 
     def plan(self, batch: Any) -> int:
-        """Choose a scheduled batch's draft length, and move its requests' ``py_draft_state`` on.
+        """Choose the draft length of a scheduled batch, and update ``py_draft_state`` of its
+        requests.
 
-        Call once per launched step. Afterwards ``limit`` holds for the step at hand.
+        Call once per launched step. Afterwards ``limit`` applies to this step.
 
         Args:
             batch: a scheduled batch whose requests have a `DraftState` in ``py_draft_state``, and
                 optionally ``py_disable_speculative_decoding``.
 
         Raises:
-            ExecutorError: an empty batch, or one that is too large.
+            ExecutorError: an empty batch, or a batch that is too large.
         """
         requests = batch.all_requests()
         for request in batch.context_requests:
@@ -152,7 +155,7 @@ class DraftLengthController:
         return length
 
     def _needed(self, requests: Sequence[Any], length: int) -> int:
-        """``length``, or what is left of it where no request can use it and less was captured."""
+        """Return ``length``, or less if no request can use more and that length is possible."""
         usable = max(
             request.py_draft_state.usable if may_speculate(request) else 0 for request in requests
         )
@@ -162,7 +165,7 @@ class DraftLengthController:
     def _stays_warm(self, length: int) -> int:
         if self.keep_warm:
             return self.max_draft_len
-        # a reused layer's first pass writes every row that counts
+        # the first pass of a reused layer writes all draft KV that later steps read
         return length if self._layer_per_depth or length == 0 else self.max_draft_len
 
     def _make_gates(self, config: MTPDecodingConfig) -> dict[int, LengthGate]:

@@ -1,4 +1,4 @@
-"""What a request can draft."""
+"""The draft state of a request."""
 
 from __future__ import annotations
 
@@ -8,34 +8,34 @@ from dataclasses import dataclass
 
 @dataclass
 class DraftState:
-    """What a request can draft, as the steps launched so far left it."""
+    """How many drafts a request can use, after the steps launched so far."""
 
     limit: int
-    """Most drafts that the step at hand verifies for the request."""
+    """Maximum number of drafts that the current step verifies for the request."""
     warm: int
-    """Drafts for which its draft KV and history are complete; 0: cold."""
+    """Number of drafts for which its draft KV and history are complete; 0: cold."""
     proposed: int = 0
-    """Drafts that its newest launched step makes for the one after it."""
+    """Number of drafts that its last launched step makes for the next one."""
     most: int = sys.maxsize
-    """Drafts that the request itself wants at most."""
+    """Maximum number of drafts that the request allows (``max_draft_len``)."""
 
     @classmethod
     def fresh(cls, draft_len: int, most: int = sys.maxsize) -> DraftState:
-        """A request that nothing but its own ``most`` turns down: K everywhere."""
+        """Return the state of a warm request with K drafts, limited only by ``most``."""
         limit = min(draft_len, most)
         return cls(limit=limit, warm=draft_len, proposed=draft_len, most=most)
 
     @property
     def usable(self) -> int:
-        """Drafts that it can verify, whatever a step makes."""
+        """Return how many drafts it can verify, whatever a step makes."""
         return min(self.warm, self.most)
 
     def restart(self, draft_len: int) -> None:
-        """The whole prompt is read (again): warm, and nothing proposed."""
+        """Reset for a step that computes the prompt from its start: warm, without drafts."""
         self.warm, self.proposed = draft_len, 0
 
     def launch(self, draft_len: int, stays_warm: int) -> None:
-        """Take part in a step of ``draft_len`` that keeps draft KV for ``stays_warm`` drafts."""
+        """Update for a step of ``draft_len`` that keeps draft KV for ``stays_warm`` drafts."""
         self.limit = min(draft_len, self.proposed, self.usable)
         self.proposed = draft_len
         self.warm = min(self.warm, stays_warm)

@@ -1,4 +1,4 @@
-"""Whether drafting one length pays."""
+"""The acceptance gate of one draft length."""
 
 from __future__ import annotations
 
@@ -10,27 +10,24 @@ _logger = logging.getLogger("mtp_plugin")
 
 
 class GateState(Enum):
-    """Where a gate stands."""
-
     OPEN = "open"
     CLOSED = "closed"
     PROBING = "probing"
 
 
 class LengthGate:
-    """Whether drafting one length pays, by the request-steps that verified so many drafts.
+    """Decides whether one draft length is used, by the request-steps that verified so many drafts.
 
-    Open, it closes as soon as the mean of the last ``window`` request-steps is under
-    ``close_below``. ``interval`` steps later it opens for one window, the probe; a mean of at least
-    ``open_at`` leaves it open, anything less closes it for twice as long, up to
-    ``max_interval``. No decision rests on fewer than ``window`` request-steps, and a mean between
-    the two bars leaves open what is open and closed what is closed.
+    An open gate closes as soon as the mean of the last ``window`` request-steps is below
+    ``close_below``. After ``interval`` steps it probes: it is open for one window. If the mean of
+    the probe is at least ``open_at``, the gate stays open; else it closes for twice as long, up to
+    ``max_interval``. Every decision needs ``window`` request-steps.
 
     Args:
-        length: drafts.
-        window: request-steps of a decision.
-        close_below, open_at: acceptance lengths (emitted tokens per step, the bonus counts).
-        interval, max_interval: steps.
+        length: number of drafts.
+        window: number of request-steps of a decision.
+        close_below, open_at: acceptance lengths (output tokens per step, with the bonus token).
+        interval, max_interval: in steps.
     """
 
     def __init__(
@@ -59,18 +56,18 @@ class LengthGate:
 
     @property
     def acceptance_length(self) -> float:
-        """Emitted tokens per request-step in the window; 0.0 while it is empty."""
+        """Return the output tokens per request-step in the window, 0.0 if it is empty."""
         return self._total / len(self._emitted) if self._emitted else 0.0
 
     def admits(self, step: int) -> bool:
-        """Whether this length may be drafted in ``step``; starts the probe that is due."""
+        """Return whether ``step`` may use this length; starts the probe if it is due."""
         if self.state is GateState.CLOSED and step >= self._due:
             self.state = GateState.PROBING
             self.num_probes += 1
         return self.state is not GateState.CLOSED
 
     def record(self, num_emitted: int, step: int) -> None:
-        """Count a request-step that verified ``length`` drafts; its result is known in ``step``."""
+        """Count a request-step that verified ``length`` drafts; its result arrives in ``step``."""
         if self.state is GateState.CLOSED:
             return  # launched before the gate closed
         if len(self._emitted) == self.window:
@@ -88,8 +85,8 @@ class LengthGate:
 
     def _close(self, step: int, interval: int) -> None:
         _logger.info(
-            "acceptance gate: %d drafts do not pay, %.3f tokens per step over %d request-steps "
-            "(bar %.3f)",
+            "acceptance gate: draft length %d is off, %.3f tokens per step over %d request-steps "
+            "(threshold %.3f)",
             self.length,
             self.acceptance_length,
             self.window,
@@ -104,7 +101,8 @@ class LengthGate:
 
     def _open(self) -> None:
         _logger.info(
-            "acceptance gate: %d drafts pay again, %.3f tokens per step over %d request-steps",
+            "acceptance gate: draft length %d is on again, %.3f tokens per step over %d "
+            "request-steps",
             self.length,
             self.acceptance_length,
             self.window,

@@ -1,4 +1,4 @@
-"""The most drafts that a batch of each size makes."""
+"""The maximum draft length by batch size."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from mtp_plugin.errors import ExecutorError, expect
 
 
 class DraftLengthSchedule:
-    """``draft_len_schedule`` and ``max_concurrency`` of a config, looked up once.
+    """Maximum draft lengths by ``draft_len_schedule`` and ``max_concurrency`` of a config.
 
     Args:
-        config: with K known. max_batch_size: requests of one batch.
+        config: with K resolved. max_batch_size: maximum number of requests of a batch.
     """
 
     def __init__(self, config: MTPDecodingConfig, max_batch_size: int) -> None:
         self._by_size = [config.draft_len_for(size) for size in range(1, max_batch_size + 1)]
 
     def length(self, batch_size: int) -> int:
-        """The draft length of a batch.
+        """Return the maximum draft length of a batch.
 
         Raises:
-            ExecutorError: a size that no batch has.
+            ExecutorError: a size out of range.
         """
         expect(
             1 <= batch_size <= len(self._by_size),
@@ -33,10 +33,10 @@ class DraftLengthSchedule:
         return self._by_size[batch_size - 1]
 
     def lengths(self, batch_sizes: Iterable[int] | None = None) -> set[int]:
-        """The draft lengths of these batch sizes; None: of all.
+        """Return the maximum draft lengths of these batch sizes; None: of all.
 
         Raises:
-            ExecutorError: a size that no batch has.
+            ExecutorError: a size out of range.
         """
         if batch_sizes is None:
             return set(self._by_size)

@@ -1,4 +1,4 @@
-"""One step on the device: accept, advance history, draft."""
+"""The workers: one step on the device, which verifies drafts and makes the next ones."""
 
 from mtp_plugin.speculative.drafting.eagle import MTPEagleWorker
 from mtp_plugin.speculative.drafting.no_drafts import NoDraftsWorker

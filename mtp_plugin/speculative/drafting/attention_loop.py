@@ -1,8 +1,7 @@
-"""The changes that the draft loop makes to a host's attention metadata, and their way back.
+"""Changes of the attention metadata in the draft loop.
 
-Nothing else changes it. Every field that the loop touches is rebound to a tensor of the loop's own;
-the originals are put back on exit, also when the body raises, so that no trace is left on host or
-device.
+Nothing else changes the metadata. Every field that the loop changes is bound to a tensor of the
+loop; on exit, exceptions included, the originals are restored, on host and device.
 """
 
 from __future__ import annotations
@@ -18,16 +17,16 @@ from mtp_plugin.speculative.step import to_device
 
 
 def kv_floor(attn_metadata: Any, rows: int) -> int | None:
-    """The least KV length of a generation that feeds ``rows`` rows: as many, except where the host
-    takes rows at negative positions; None then."""
+    """Return the minimum KV length of a generation that feeds ``rows`` rows: ``rows``, or None if
+    the attention backend accepts rows at negative positions (``supports_dead_rows``)."""
     return None if getattr(attn_metadata, "supports_dead_rows", False) else rows
 
 
 def _reads_counts(attn_metadata: Any) -> bool:
-    """Whether a backend reads ``num_cached_tokens_per_seq`` between draft passes.
+    """Return whether the attention backend reads ``num_cached_tokens_per_seq`` between passes.
 
-    What the host declares; else where it has no KV lengths on the device, so that nothing else
-    tells them. To follow acceptance on the host waits for the device.
+    The metadata's ``reads_cached_token_counts`` decides; without it, the list is read if there are
+    no KV lengths on the device. Updating the list by accepted tokens waits for the device.
     """
     params = getattr(attn_metadata, "kv_cache_params", None)
     if params is None:
@@ -42,7 +41,7 @@ def _reads_counts(attn_metadata: Any) -> bool:
 
 @contextmanager
 def draft_loop(attn_metadata: Any) -> Iterator[DraftLoop]:
-    """Change attention metadata for the draft loop; every field is put back on exit.
+    """Context manager: a :class:`DraftLoop` over the metadata, whose fields are restored on exit.
 
     Raises:
         MetadataError: a draft loop over this metadata is already open.
@@ -56,10 +55,10 @@ def draft_loop(attn_metadata: Any) -> Iterator[DraftLoop]:
 
 
 class DraftLoop:
-    """The changes that the draft loop makes: fields are rebound to tensors of its own, not edited.
+    """Changes attention metadata for the passes of a draft loop.
 
-    KV lengths may be handed in ready made, by kernels that computed them on the way; otherwise they
-    are computed here.
+    Fields are bound to new tensors; the original tensors are not written. KV lengths are computed
+    here, unless a kernel has computed them before.
     """
 
     _ones: ClassVar[dict[tuple[torch.device, torch.dtype], list[torch.Tensor]]] = {}
@@ -72,7 +71,7 @@ class DraftLoop:
         self._host_kv_lens: torch.Tensor | None = None  # for backends that read counts on the host
 
     def open(self) -> None:
-        """Start changing; nothing is copied before it changes."""
+        """Begin. Fields are copied only when they change."""
         metadata = self._metadata
         expect(
             not getattr(metadata, "_draft_loop_open", False),
@@ -94,7 +93,7 @@ class DraftLoop:
         metadata._draft_loop_open = True
 
     def close(self) -> None:
-        """Put the originals back."""
+        """Restore the original fields."""
         metadata = self._metadata
         for name, original in self._originals.items():
             setattr(metadata, name, original)
@@ -107,8 +106,8 @@ class DraftLoop:
 
     @property
     def kv_lens(self) -> torch.Tensor | None:
-        """The loop's own KV lengths on the device, free to be moved on in place; None where the
-        host has none."""
+        """Return the KV lengths of the loop on the device, which may be increased in place; None if
+        the metadata has none."""
         lens: torch.Tensor | None = getattr(self._metadata, "kv_lens_cuda", None)
         return lens if "kv_lens_cuda" in self._originals else None
 
@@ -120,14 +119,15 @@ class DraftLoop:
         history_lens: list[int] | None = None,
         kv_lens: torch.Tensor | None = None,
     ) -> None:
-        """Vanilla: a generation feeds ``window`` rows that end at its last accepted position.
+        """Vanilla: every generation feeds ``window`` rows that end at its last accepted position.
 
-        ``seq_lens`` of generations fall by K+1 - window and ``kv_lens`` by K+1 - n; those of
-        contexts count the history rows in front of their chunk.
+        ``seq_lens`` of generations decrease by K+1 - window and ``kv_lens`` by K+1 - n, where n is
+        the number of accepted tokens; ``seq_lens`` of contexts include the history rows before
+        their chunk.
 
         Args:
             num_accepted: [R] int32. step_rows: K+1. history_lens: per context, on the host.
-            kv_lens: [>= R] the lengths that result, where they are known; the loop owns them now.
+            kv_lens: [>= R] the resulting lengths, if they are known; the loop may write to them.
         """
         metadata = self._metadata
         has_history = history_lens is not None and any(history_lens)
@@ -150,11 +150,11 @@ class DraftLoop:
         real_contexts: torch.Tensor | None = None,
         kv_lens: torch.Tensor | None = None,
     ) -> None:
-        """Eagle, before pass 2: one row per request, right behind its last accepted position.
+        """Eagle, before pass 2: every request feeds one row, after its last accepted position.
 
         Args:
             num_accepted: [R] int32. max_draft_len: K.
-            real_contexts: [C] bool; the others are padding rows from here on. None: all are real.
+            real_contexts: [C] bool; the others are padding rows from here on. None: all.
             kv_lens: as :meth:`feed_window`.
         """
         metadata = self._metadata
@@ -174,7 +174,7 @@ class DraftLoop:
                 limit[:num_contexts] *= real_contexts.to(limit.dtype)
             self._rebind("kv_write_limit", limit)
         if num_contexts > 0 and getattr(metadata, "enable_flash_mla", False):
-            # a table whose first row is the first generation's: that is request 0 from here on
+            # its first row is that of the first generation, which now is request 0
             self._rebind("block_ids_per_seq", metadata.kv_block_ids_per_seq)
         if getattr(metadata, "use_spec_decoding", False):
             # kernels for K+1 query rows per generation
@@ -183,10 +183,10 @@ class DraftLoop:
         self._changed("update_for_spec_dec", "on_update_kv_lens")
 
     def advance(self, *, moved: bool = False) -> None:
-        """Eagle, between later passes: every request one row further.
+        """Eagle, between later passes: every request feeds its next row.
 
         Args:
-            moved: :attr:`kv_lens` were moved on already.
+            moved: :attr:`kv_lens` were increased already.
         """
         if not moved and self.kv_lens is not None:
             self.kv_lens[: self._metadata.num_seqs] += 1
@@ -195,20 +195,20 @@ class DraftLoop:
         self._changed("update_for_spec_dec", "on_update_kv_lens")
 
     def set_rank_counts(self, counts: Sequence[int] | None) -> None:
-        """Rows of every rank in the passes that follow, where several exchange rows and the
-        metadata has a place for them."""
+        """Set ``all_rank_num_tokens`` for the next passes, if several ranks exchange rows and the
+        metadata has this field."""
         several = counts is not None and len(counts) > 1
         if several and hasattr(self._metadata, "all_rank_num_tokens"):
             self._rebind("all_rank_num_tokens", counts)
 
     def _lengthen(self, rows: list[int], host: torch.Tensor, device: torch.Tensor) -> None:
-        """Add a number of rows to each context, in lengths on the host and on the device."""
+        """Add ``rows`` to the lengths of contexts, on host and device."""
         contexts = slice(0, self._metadata.num_contexts)
         host[contexts] += torch.tensor(rows, dtype=host.dtype)
         device[contexts] += to_device(rows, device.dtype, device.device)
 
     def _lengthen_prompts(self, rows: list[int]) -> None:
-        """The same for ``prompt_lens``, which kernels read as the query rows of contexts."""
+        """Add ``rows`` to ``prompt_lens``, which kernels read as the query rows of contexts."""
         host = getattr(self._metadata, "prompt_lens_cpu", None)
         device = getattr(self._metadata, "prompt_lens_cuda", None)
         if isinstance(host, torch.Tensor) and isinstance(device, torch.Tensor):
@@ -221,7 +221,7 @@ class DraftLoop:
         metadata = self._metadata
         self._originals.setdefault(name, getattr(metadata, name))
         setattr(metadata, name, value)
-        # TensorRT-LLM's kernels read a view of the step's rows, bound when the step was prepared
+        # TensorRT-LLM's kernels read this view, which prepare() made of the field
         view = getattr(metadata, f"{name}_runtime", None)
         if isinstance(view, torch.Tensor):
             self._originals.setdefault(f"{name}_runtime", view)
@@ -230,7 +230,7 @@ class DraftLoop:
     def _rebind_seq_lens(self, host: torch.Tensor, device: torch.Tensor) -> None:
         for name, value in (("seq_lens", host), ("seq_lens_cuda", device)):
             self._rebind(f"_{name}", value)
-            # a property on most hosts; a plain attribute would keep showing the original
+            # a property in most host engines; a plain attribute would keep the original
             if name in getattr(self._metadata, "__dict__", {}):
                 self._rebind(name, value)
 
@@ -255,7 +255,7 @@ class DraftLoop:
                 continue
             if context_rows:
                 lens[contexts] += context_rows
-            # only backends that read the host list pay for this read-back
+            # only for the host list this waits for the device
             lens[generations] -= (step_rows - num_accepted[generations]).to(lens)
             floor = kv_floor(metadata, fed_rows)
             if floor is not None:
@@ -265,14 +265,14 @@ class DraftLoop:
 
     @classmethod
     def _ones_like(cls, lens: torch.Tensor) -> torch.Tensor:
-        """Ones that nobody writes to; kept, so that a captured loop launches nothing for them.
+        """Return cached, read-only ones, so that a captured loop launches no kernel for them.
 
-        Those that became too short are kept too: a graph may read them.
+        Shorter ones stay cached, because a graph may read them.
         """
         kept = cls._ones.setdefault((lens.device, lens.dtype), [])
         size = lens.shape[0]
         if not kept or kept[-1].shape[0] < size:
-            # in powers of two, so that few are kept
+            # in powers of two, so that few are cached
             ones = lens.new_ones(1 << max(size - 1, 0).bit_length())
             if lens.is_cuda and torch.cuda.is_current_stream_capturing():
                 return ones[:size]
@@ -280,7 +280,7 @@ class DraftLoop:
         return kept[-1][:size]
 
     def _changed(self, *hooks: str) -> None:
-        """Refresh what follows of the lengths: on the host, and by the first hook that is there."""
+        """Update what depends on the lengths: the host list, and by the first hook that exists."""
         metadata = self._metadata
         if self._num_cached_tokens is not None and self._host_kv_lens is not None:
             cached = self._host_kv_lens - metadata._seq_lens

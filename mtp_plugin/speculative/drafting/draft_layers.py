@@ -1,4 +1,4 @@
-"""One call of a draft layer."""
+"""Calls of draft layers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,17 @@ def run_layer(
     single_rows: bool = False,
     output_rows: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """States [T', H]; with ``output_rows`` [N], of flat rows, those rows alone [N, H].
+    """Run a draft layer; return its hidden states [T', H], or only ``output_rows`` of them [N, H].
 
     Args:
         input_ids, positions: [T']. hidden_states: [T', H]. single_rows: one row per request.
+        output_rows: [N] flat rows that are read; None: all.
 
     Raises:
-        TensorContractError: a layer that was told which rows are read gave others.
+        TensorContractError: a layer with ``takes_output_rows`` returned another number of rows.
     """
     extra = step.host.ranks.arguments(single_rows=single_rows)
-    # ranks that exchange rows count all of them
+    # with attention data parallelism ranks exchange all rows
     alone = COUNTS not in extra
     offered = {COUNTS: None, "spec_metadata": step.spec_metadata}
     extra = {name: offered[name] for name in taken_by(layer, tuple(offered))} | extra
@@ -53,6 +54,6 @@ def run_layer(
         states.shape[0] == output_rows.shape[0],
         TensorContractError,
         f"a layer with takes_output_rows returned {states.shape[0]} rows where "
-        f"{output_rows.shape[0]} were asked for",
+        f"{output_rows.shape[0]} were requested",
     )
     return states

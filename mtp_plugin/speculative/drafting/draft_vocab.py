@@ -1,4 +1,4 @@
-"""The draft heads' vocabulary: which ids may be drafted, where it is cut."""
+"""The draft vocabulary: which token ids may be drafted."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from mtp_plugin.errors import ConfigError, expect
 
 KEY = "mtp.draft_vocab"
 SHOWN = 5
-"""Ids that a message names before it counts the rest."""
+"""Number of ids that a message lists."""
 
 
 def resolve_draft_vocab(
     option: int | str | None, vocab_size: int | None = None
 ) -> Sequence[int] | None:
-    """The ids that may be drafted, ascending; None: all.
+    """Return the ids that may be drafted, ascending; None: all.
 
     Args:
         option: ``mtp.draft_vocab``: how many of the lowest ids, or the path of a JSON list of ids.
-        vocab_size: V; None where it is not known yet, so that nothing is compared with it.
+        vocab_size: V; None if it is not known yet and ids cannot be checked against it.
 
     Raises:
         ConfigError: a file that is not such a list, an id twice or outside the vocabulary, or more
@@ -49,28 +49,27 @@ def resolve_draft_vocab(
 
 
 def place_draft_vocab(
-    asked: int | str | None, ids: torch.Tensor | None, device: torch.device | str
+    option: int | str | None, ids: torch.Tensor | None, device: torch.device | str
 ) -> torch.Tensor | None:
-    """The ids that a worker drafts from, [V'] int32 on ``device``; None: all.
+    """Return the ids that a worker drafts from, [V'] int32 on ``device``; None: all.
 
     Args:
-        asked: ``mtp.draft_vocab`` of the worker's config. ids: that it was built with.
+        option: ``mtp.draft_vocab`` of the worker's config. ids: ``draft_vocab_ids`` of the worker.
 
     Raises:
-        ConfigError: a config that cuts the vocabulary without ids beside it, or ids that are no
-            vector of torch.int32.
+        ConfigError: ``option`` without ids, or ids that are no vector of torch.int32.
     """
     if ids is None:
         expect(
-            asked is None,
+            option is None,
             ConfigError,
-            f"{KEY}: {asked!r} would be ignored; expected draft_vocab_ids beside it",
+            f"{KEY}: {option!r} would be ignored; expected draft_vocab_ids with it",
         )
         return None
     expect(
         ids.dim() == 1 and ids.shape[0] > 0 and ids.dtype == torch.int32,
         ConfigError,
-        "draft_vocab_ids: expected a vector of torch.int32, of one id at least, got "
+        "draft_vocab_ids: expected a vector of torch.int32, one id or more, got "
         f"{ids.dtype} {list(ids.shape)}",
     )
     return ids.to(device=device).contiguous()
@@ -88,7 +87,7 @@ def _read_json(path: str, where: str) -> Any:
 
 
 def _token_ids(data: Any, where: str) -> list[int]:
-    """The ids of a file, ascending."""
+    """Return the ids of a file, ascending."""
     if not isinstance(data, list):
         raise ConfigError(f"{where}: expected a list of token ids, got {type(data).__name__}")
     if not data:

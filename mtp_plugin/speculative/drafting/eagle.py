@@ -18,12 +18,13 @@ from mtp_plugin.speculative.step import Accepted, DraftOutput
 
 
 class MTPEagleWorker(EaglePublicSteps, SpecWorker):
-    """Drafts with one layer K times, each pass reading its own last state and draft.
+    """Drafts with one layer in K passes; each reads the draft and the hidden state of the last one.
 
-    Story, K = 3: the target read ``t u v w`` and emitted ``u v x`` (n = 3). Pass 1 reads tokens
-    ``u v x x`` with the target's states of ``t u v w``; its row of ``x`` proposes ``y``. Pass 2
-    reads ``y`` with pass 1's state at that row, one position on, and proposes ``z``; pass 3 reads
-    ``z``. Rows written from guessed states are rewritten by the next step's first pass.
+    Example with K = 3: the target read ``t u v w`` and its output is ``u v x`` (n = 3). Pass 1
+    reads the tokens ``u v x x`` with the target's states of ``t u v w``; its row of ``x`` proposes
+    ``y``. Pass 2 reads ``y`` with pass 1's state of that row, at the next position, and proposes
+    ``z``; pass 3 reads ``z``. The first pass of the next step, which reads the target's states,
+    overwrites the draft KV that passes 2 to K wrote.
     """
 
     @override
@@ -54,10 +55,12 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
         )
         positions = first.next_positions
         if positions is None:
-            raise MetadataError("eagle: the first pass gave no positions for the second")
+            raise MetadataError(
+                "eagle: the inputs of the first pass have no positions for the second"
+            )
         with draft_loop(step.attn_metadata) as loop:
             loop.set_rank_counts(step.host.ranks.counts)
-            # a step without drafts reads no state, and still brings the layer's KV up to date
+            # a step without drafts reads no state, but it still updates the draft KV
             proposing = first.last_rows if draft_len else first.last_rows[:0]
             states = run_layer(
                 layer, step, first.ids, first.positions, first.states, output_rows=proposing
@@ -78,13 +81,13 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
                         layer, step, drafts[:, column - 1], positions, states, single_rows=True
                     )
                 logits = layer.shared_head(states, step.lm_head, step.attn_metadata, True)
-                place = DraftOutput(drafts, next_tokens, column)
+                output = DraftOutput(drafts, next_tokens, column)
                 if 0 < column < draft_len - 1:
-                    # the next pass is one row further
-                    place = replace(
-                        place,
+                    # the op also increases positions and KV lengths for the next pass
+                    output = replace(
+                        output,
                         positions=positions,
                         kv_lens=loop.kv_lens,
                         max_position=max_position,
                     )
-                self._propose(step, accepted, logits, place)
+                self._propose(step, accepted, logits, output)

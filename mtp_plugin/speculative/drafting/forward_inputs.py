@@ -1,4 +1,4 @@
-"""The arguments of a worker's step, checked, and with the step's layout."""
+"""Reading and checking the arguments of a worker's step."""
 
 from __future__ import annotations
 
@@ -73,14 +73,14 @@ class ForwardInputs:
 
     @property
     def layout(self) -> StepLayout:
-        """The step's shape."""
+        """Return the step's layout."""
         return self.host.layout
 
     @classmethod
     def read(
         cls, max_draft_len: int, given: WorkerArguments, *, draft_len: int | None = None
     ) -> Self:
-        """Check the arguments, and take those that are missing from ``draft_model``.
+        """Check the arguments; missing ones are taken from ``draft_model``.
 
         Args:
             draft_len: K of the step; None: as the host engine's metadata says.
@@ -112,23 +112,24 @@ class ForwardInputs:
         )
 
     def with_ranks(self, ranks: Ranks, further_rows: int) -> ForwardInputs:
-        """The same, with what draft layers are told of other ranks in a first pass.
+        """Return a copy with the row counts of all ranks for the first pass.
 
         Args:
-            further_rows: that a generation feeds beyond those of the target.
+            further_rows: rows that a generation feeds in addition to those of the target.
 
         Raises:
-            MetadataError: the host counted other rows.
+            MetadataError: the host engine counted other rows.
         """
         if not ranks.attention_dp:
             return self
         layout = self.layout
         rows = layout.num_tokens + layout.num_generations * further_rows
-        told = self.host.ranks.of_first_pass(ranks, rows, further_rows)
-        return replace(self, host=replace(self.host, ranks=told))
+        counts = self.host.ranks.of_first_pass(ranks, rows, further_rows)
+        return replace(self, host=replace(self.host, ranks=counts))
 
     def kv(self, fed_rows: int) -> DraftKVLengths | None:
-        """The host's KV lengths, for generations that feed ``fed_rows`` rows; None: it has none."""
+        """Return the KV lengths of the metadata, for generations that feed ``fed_rows`` rows;
+        None if there are none."""
         lens = self.host.kv_lens
         return (
             None if lens is None else DraftKVLengths(lens, kv_floor(self.attn_metadata, fed_rows))
@@ -136,10 +137,10 @@ class ForwardInputs:
 
 
 def read_history(step: HostStep, max_draft_len: int) -> History:
-    """The pools of the host's manager, which keep K pairs per slot.
+    """Return the history pools of the manager, with K pairs per slot.
 
     Raises:
-        MetadataError: the host gave no manager, or no slots.
+        MetadataError: the step has no manager or no slot ids.
         ConfigError: the pools keep another number of pairs.
     """
     manager, slots = step.expect_manager()
@@ -154,5 +155,5 @@ def read_history(step: HostStep, max_draft_len: int) -> History:
 
 
 def as_rows(logits: torch.Tensor) -> torch.Tensor:
-    """[V] of one row -> [1, V]."""
+    """Return logits [V] of a single row as [1, V]."""
     return logits.unsqueeze(0) if logits.dim() == 1 else logits

@@ -1,4 +1,4 @@
-"""Decoding without drafts, through the same interface."""
+"""A worker without drafts, for decoding with K = 0."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from mtp_plugin.speculative.step import Accepted
 
 
 class NoDraftsWorker(PublicSteps, SpecWorker):
-    """Emits the target's next token and proposes nothing.
+    """Returns the target's next token, and no drafts.
 
     Raises:
-        ConfigError: a config of another K than 0.
+        ConfigError: the config has a K other than 0.
     """
 
     min_draft_len = 0
@@ -39,4 +39,4 @@ class NoDraftsWorker(PublicSteps, SpecWorker):
         drafts: torch.Tensor,
         next_tokens: torch.Tensor,
     ) -> None:
-        """Nothing to draft."""
+        pass

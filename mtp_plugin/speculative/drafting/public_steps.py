@@ -1,4 +1,4 @@
-"""TensorRT-LLM's steps of a worker one by one, for hosts and tests that call them so."""
+"""The single steps of a worker, with TensorRT-LLM's names and signatures."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from mtp_plugin.speculative.verification import VerificationInputs, Verifier
 
 
 class PublicSteps:
-    """The steps that both workers have, with TensorRT-LLM's signatures; mixed into them."""
+    """Mixin: the single steps that all workers have."""
 
     max_draft_len: int
     backend: Backend
@@ -71,7 +71,7 @@ class PublicSteps:
         spec_metadata: Any,
         attn_metadata: Any,
     ) -> None:
-        """Advance the slot pools in place by this step's inputs and states."""
+        """Update the history pools in place by this step's tokens and hidden states."""
         step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len)
         advance_history(
             step.layout,
@@ -82,7 +82,7 @@ class PublicSteps:
         )
 
     def change_attn_metadata(self, num_accepted_tokens: torch.Tensor, attn_metadata: Any) -> None:
-        """Generations: ``seq_lens`` - 1 and ``kv_lens`` - (K+1-n), until
+        """Subtract 1 from ``seq_lens`` and K+1-n from ``kv_lens`` of generations, until
         ``restore_attn_metadata``."""
         expect(
             self._public_loop is None,
@@ -112,8 +112,8 @@ class PublicSteps:
         self._public_loop = None
 
     def draft_sampler(self, logits: torch.Tensor) -> torch.Tensor:
-        """Greedy drafts of logits [N, V] -> [N] int32; of [N, V'] with ``draft_vocab_ids``, of this
-        rank's columns with ``gather_logits``."""
+        """Return the greedy drafts [N] int32 of logits [N, V]; [N, V'] with ``draft_vocab_ids``,
+        this rank's columns with ``gather_logits``."""
         if self.gather_logits is not None:
             logits = self.gather_logits(logits)
         drafts = draft_argmax(logits, backend=self.backend)
@@ -124,7 +124,7 @@ class PublicSteps:
 
 
 class VanillaPublicSteps(PublicSteps):
-    """The steps of a layer per depth."""
+    """Mixin: the single steps of vanilla MTP."""
 
     def prepare_drafter_inputs(
         self,
@@ -136,7 +136,7 @@ class VanillaPublicSteps(PublicSteps):
         spec_metadata: Any,
         attn_metadata: Any,
     ) -> dict[str, Any]:
-        """TensorRT-LLM's inputs of depth 1: shifted prompts, K rows per generation from the pools.
+        """Return the inputs of depth 1: shifted prompts, K rows per generation from the pools.
 
         Call it after ``update_mtp_hidden_states``: the pools then end before the bonus token.
         """
@@ -147,7 +147,7 @@ class VanillaPublicSteps(PublicSteps):
         k, contexts, chunks = layout.draft_len, layout.num_contexts, layout.num_ctx_tokens
         num_accepted = num_accepted_tokens.to(torch.int64)
         last = accepted_tokens.gather(1, (num_accepted - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
-        last = last.clamp_min(0)  # a run without a token has none
+        last = last.clamp_min(0)  # -1 without output tokens
         parts: list[DraftInputs] = []
         if contexts > 0:
             parts.append(
@@ -175,7 +175,7 @@ class VanillaPublicSteps(PublicSteps):
 
 
 class EaglePublicSteps(PublicSteps):
-    """The steps of a reused layer."""
+    """Mixin: the single steps of eagle MTP."""
 
     def prepare_drafter_inputs(
         self,
@@ -187,11 +187,11 @@ class EaglePublicSteps(PublicSteps):
         attn_metadata: Any,
         spec_metadata: Any,
     ) -> dict[str, Any]:
-        """TensorRT-LLM's inputs of pass 1: shifted prompts, all accepted columns of generations.
+        """Return the inputs of pass 1: shifted prompts, all accepted columns of generations.
 
         Args:
             last_tokens_idx: [R] last flat row of each sequence (read for contexts).
-            accepted_tokens: [R, K+1], negative behind the run.
+            accepted_tokens: [R, K+1], negative after the accepted ones.
         """
         contexts, chunks = attn_metadata.num_contexts, attn_metadata.num_ctx_tokens
         positions = position_ids.reshape(-1)
@@ -199,7 +199,7 @@ class EaglePublicSteps(PublicSteps):
         if contexts > 0:
             ends = last_tokens_idx[:contexts].to(torch.int64)
             step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len)
-            sampled = accepted_tokens[:, 0].clamp_min(0)  # a run without a token has none
+            sampled = accepted_tokens[:, 0].clamp_min(0)  # -1 without output tokens
             parts.append(
                 context_rows(
                     input_ids.reshape(-1)[:chunks],
@@ -221,7 +221,7 @@ class EaglePublicSteps(PublicSteps):
 def _as_given(
     parts: list[DraftInputs], position_ids: torch.Tensor, attn_metadata: Any
 ) -> dict[str, Any]:
-    """The rows under TensorRT-LLM's names; positions as they came, [T] or [1, T]."""
+    """Return the rows by TensorRT-LLM's names, positions with the given shape [T] or [1, T]."""
     inputs = parts[0] if len(parts) == 1 else concatenate(*parts)
     like = (*position_ids.shape[:-1], -1)
     return {

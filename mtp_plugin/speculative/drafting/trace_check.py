@@ -1,4 +1,4 @@
-"""The debug mode that proves a draft loop left no trace."""
+"""The check that a draft loop restores the attention metadata (``mtp.check_metadata``)."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from mtp_plugin.errors import MetadataError
 
 @dataclass(frozen=True)
 class DeferredCheck:
-    """A field before and after a draft loop that runs in a CUDA graph; every replay writes both."""
+    """Values of a field before and after a captured draft loop; every replay writes both."""
 
     name: str
     before: torch.Tensor
     after: torch.Tensor
 
     def verify(self) -> None:
-        """Compare what the last replay left; waits for the device.
+        """Compare the values of the last replay; waits for the device.
 
         Raises:
             MetadataError: the field changed.
@@ -36,7 +36,7 @@ _deferred: ContextVar[list[DeferredCheck] | None] = ContextVar("deferred checks"
 
 @contextmanager
 def deferred_checks() -> Iterator[list[DeferredCheck]]:
-    """Collect the checks that a capture cannot make, to verify them after each replay."""
+    """Context manager: collect the checks of a capture, to verify them after each replay."""
     checks: list[DeferredCheck] = []
     token = _deferred.set(checks)
     try:
@@ -46,14 +46,11 @@ def deferred_checks() -> Iterator[list[DeferredCheck]]:
 
 
 class MetadataFingerprint:
-    """Values and identities of the fields of an attention metadata object.
-
-    Fields that it names in ``derived_fields`` are left out.
-    """
+    """Values and identities of the fields of attention metadata, without its ``derived_fields``."""
 
     def __init__(self, fields: dict[str, Any], originals: dict[str, Any]) -> None:
         self._fields = fields
-        self._originals = originals  # held, so that no other object takes the place of one
+        self._originals = originals  # referenced, so that no new object gets the id of one
 
     @classmethod
     def take(cls, attn_metadata: Any) -> MetadataFingerprint:
@@ -72,12 +69,12 @@ class MetadataFingerprint:
         return cls(fields, originals)
 
     def compare(self, attn_metadata: Any) -> None:
-        """Check that every field is what it was.
+        """Check that no field has changed.
 
-        Device values that a capture cannot read are left to :func:`deferred_checks`.
+        While capturing, device values are checked by :func:`deferred_checks`.
 
         Raises:
-            MetadataError: naming each field that changed.
+            MetadataError: fields that changed, by name.
         """
         now = dict(self._walk(attn_metadata))
         changed = [name for name in self._fields if not self._same(name, now.get(name))]

@@ -20,13 +20,14 @@ from mtp_plugin.speculative.step import Accepted, DrafterInputs, DraftOutput, St
 
 
 class MTPWorker(VanillaPublicSteps, SpecWorker):
-    """Drafts with K layers, the d-th proposing the token d+1 places on.
+    """Drafts with K layers; the layer of depth d proposes the token d+1 positions later.
 
-    Story, K = 3 and ``chain: output``: prompt ``p q r s``, emitted ``t``. Depth 1 reads tokens
-    ``q r s t`` with the target's states of ``p q r s`` and proposes ``u``; depth 2 reads ``r s t
-    u`` with depth 1's four outputs and proposes ``v``; depth 3 reads ``s t u v`` and proposes
-    ``w``. The target then reads ``t u v w``. A generation feeds the K+1 pairs that end at its last
-    accepted position, so every draft-KV row is rewritten from verified inputs before it counts.
+    Example with K = 3 and ``chain: output``: the prompt is ``p q r s`` and the output ``t``. Depth
+    1 reads the tokens ``q r s t`` with the target's states of ``p q r s`` and proposes ``u``; depth
+    2 reads ``r s t u`` with the four outputs of depth 1 and proposes ``v``; depth 3 reads ``s t u
+    v`` and proposes ``w``. The target then reads ``t u v w``. A generation feeds the K+1 pairs that
+    end at its last accepted position, so draft KV that was written from unverified drafts is
+    overwritten from verified inputs.
     """
 
     @override
@@ -74,7 +75,7 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
             self._run_depths(step, accepted, first, drafts, next_tokens)
 
     def _num_depths(self, layout: StepLayout) -> int:
-        """Layers that a step runs: all of them where requests stay warm for more drafts."""
+        """Return how many layers a step runs: all of them with ``keep_warm``."""
         return self.max_draft_len if self.keeps_warm else layout.draft_len
 
     @property
@@ -82,8 +83,11 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
         return self.max_draft_len + (1 if self.draft_window == "exact" else 0)
 
     def _history_lens(self, step: ForwardInputs) -> list[int]:
-        """History rows per context: K, cut at the prompt's start; none for hosts without
-        look-ahead, and none where other ranks count this one's rows without knowing of them."""
+        """Return the number of history rows before each context's chunk.
+
+        K, or fewer near the start of the prompt; 0 without ``next_prompt_tokens``, and with
+        attention data parallelism, where other ranks count the rows of this one without history.
+        """
         contexts = step.layout.num_contexts
         if contexts == 0 or step.host.next_prompt_tokens is None or self.ranks.attention_dp:
             return [0] * contexts
@@ -109,18 +113,18 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
             drafts_here = depth < draft_len
             proposing = None
             if (is_last or self.chain == "none") and takes_output_rows(layer):
-                # no depth behind reads what the others become
+                # later depths read no other row
                 proposing = first.last_rows if drafts_here else first.last_rows[:0]
             outputs = run_layer(layer, step, ids, first.positions, states, output_rows=proposing)
             if drafts_here:
                 alone = proposing is not None
                 logits = layer.shared_head(outputs, step.lm_head, step.attn_metadata, alone)
-                place = DraftOutput(drafts, next_tokens, depth)
+                output = DraftOutput(drafts, next_tokens, depth)
                 if not is_last:
-                    place = replace(place, shifted_ids=first.ids, last_rows=first.last_rows)
-                self._propose(step, accepted, logits, place)
+                    output = replace(output, shifted_ids=first.ids, last_rows=first.last_rows)
+                self._propose(step, accepted, logits, output)
             elif not is_last:
-                # nothing was drafted; later windows rewrite what comes of it
+                # no draft; later steps overwrite the draft KV of this id
                 first.ids.index_fill_(0, first.last_rows + (depth + 1), 0)
             if is_last:
                 return

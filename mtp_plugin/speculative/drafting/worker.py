@@ -1,4 +1,4 @@
-"""What both workers share: verify, draft, and leave no trace."""
+"""The base class of the workers."""
 
 from __future__ import annotations
 
@@ -39,33 +39,31 @@ from mtp_plugin.speculative.verification import (
 
 
 class SpecWorker(nn.Module, ABC):
-    """One MTP step on the device: verify, advance history, draft, leave no trace.
+    """One MTP step on the device: verify drafts, update the history, make the next drafts.
 
-    A step verifies and makes ``spec_metadata.runtime_draft_len`` drafts, K where that is None; the
-    same worker serves every draft length up to K. What
-    :mod:`mtp_plugin.speculative.draft_length.controller` asks of shorter steps holds.
+    A step verifies and makes ``spec_metadata.runtime_draft_len`` drafts, K if that is None; one
+    worker serves every draft length up to K. See
+    :mod:`mtp_plugin.speculative.draft_length.controller` for steps of fewer drafts.
 
     Args:
-        spec_config: the project's ``MTPDecodingConfig`` or a host's object with the same fields.
-        model_config: a host's; its ``mapping`` is read as that below.
-        use_separate_draft_kv_cache: must be False: drafts share the target's block table.
-        mapping: a host's ranks: one, those of tensor parallelism (with ``gather_logits``, or each
-            with requests of its own: ``enable_attention_dp``), or a stage of a pipeline that is not
-            the last, for :meth:`skip_forward`.
-        chain: how depths hand states on, ``output``, ``target_shift`` or ``none``; default: what
-            the config says, else ``output``.
+        spec_config: ``MTPDecodingConfig`` or an object with the same fields.
+        model_config: read for its ``mapping`` if ``mapping`` is not given.
+        use_separate_draft_kv_cache: must be False: drafts use the target's block table.
+        mapping: the ranks: a single one; tensor parallelism, with ``gather_logits`` or with
+            ``enable_attention_dp``; or a pipeline stage other than the last, which only calls
+            :meth:`skip_forward`.
+        chain: which hidden states a depth reads, ``output``, ``target_shift`` or ``none``; default:
+            that of the config, else ``output``.
         thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
-        device: that the step runs on; decides what ``kernels: auto`` means. Default: CUDA where
-            present.
-        draft_vocab_ids: [V'] int32, ascending: ids that may be drafted; the ``lm_head`` of a step
-            is then one over these rows. Needed where the config has a ``draft_vocab``.
-        gather_logits: columns of a draft head that is split over the vocabulary, [R, V/ranks] of
-            this rank, -> [R, V] of all, in the order of ranks; columns past V are padding. Every
-            rank then draws the same drafts.
+        device: on which steps run; resolves ``kernels: auto``. Default: CUDA if available.
+        draft_vocab_ids: [V'] int32, ascending: ids that may be drafted, whose rows the ``lm_head``
+            of a step then has. Required if the config has a ``draft_vocab``.
+        gather_logits: gathers the columns of a draft head that is split over the vocabulary: from
+            [R, V/ranks] of this rank to [R, V] of all, in the order of ranks; columns past V are
+            padding. All ranks then sample the same drafts.
 
     Raises:
-        ConfigError: an option of the config that cannot be, or an argument of a host, named here or
-            not, that this version does not serve.
+        ConfigError: an invalid option of the config, or an argument that is not served.
     """
 
     min_draft_len = 1
@@ -107,12 +105,12 @@ class SpecWorker(nn.Module, ABC):
         self.draft_window = options.mtp.draft_window
         self.check_metadata = options.mtp.check_metadata
         self.may_overwrite_states = False
-        """Set by a host that does not read a step's ``hidden_states`` after :meth:`forward`: prompt
-        rows then need no copy beside generations."""
+        """Set to True if the host engine does not read ``hidden_states`` after :meth:`forward`;
+        prompt rows of a batch with generations are then not copied."""
         self.draft_cache: Callable[[Any], AbstractContextManager[Any]] | None = None
-        """Set by a host whose draft layers have a KV cache of their own: entered with the target's
-        attention metadata around the draft loop, it gives that of the draft layers, or None where
-        it is the same object."""
+        """Set if draft layers have a KV cache of their own: called with the target's attention
+        metadata, it returns a context manager around the draft loop, whose value is the metadata of
+        the draft layers, or None if that is the same object."""
         self.backend = Backend.of(options.mtp.kernels, device)
         thinking = options.thinking_end
         self.verifier = Verifier(
@@ -120,7 +118,7 @@ class SpecWorker(nn.Module, ABC):
             None if thinking is None else ThinkingRule.of(thinking, device),
             keeps_scores=options.mtp.logprobs_mode == "processed",
         )
-        # captured graphs read the ids where they lie
+        # captured graphs read this buffer
         ids = place_draft_vocab(options.mtp.draft_vocab, draft_vocab_ids, device)
         self.register_buffer("draft_vocab_ids", ids, persistent=False)
 
@@ -139,22 +137,22 @@ class SpecWorker(nn.Module, ABC):
         draft_model: Any = None,
         **others: Any,
     ) -> dict[str, torch.Tensor]:
-        """Accept this step's drafts and draft the next ones.
+        """Verify the drafts of this step and make the next ones.
 
         Args:
             input_ids: [T] contexts first, K+1 rows per generation. position_ids: [1, T] or [T].
             hidden_states: [T, H] the target's states. logits: [C + G*(K+1), V], or [V] for one row.
-            lm_head, embed_tokens, mtp_layers: the head of drafts (the target's, or its rows of
-                ``draft_vocab_ids``), the target's embedding, the draft layers; or ``draft_model``
-                with these as attributes.
+            lm_head, embed_tokens, mtp_layers: the target's head, or its rows of
+                ``draft_vocab_ids``; the target's embedding; the draft layers. Those that are None
+                are attributes of ``draft_model``.
             attn_metadata, spec_metadata: of the target's forward; unchanged on return.
 
         Returns:
             The mapping of :class:`~mtp_plugin.speculative.step.StepOutput`, K of this step.
 
         Raises:
-            TensorContractError, MetadataError: an input that does not fit the others.
-            ConfigError: a stage of a pipeline that is not the last, or an unknown keyword.
+            TensorContractError, MetadataError: inputs that do not fit each other.
+            ConfigError: a pipeline stage other than the last, or an unknown keyword.
         """
         given = self._arguments(
             "forward",
@@ -184,16 +182,17 @@ class SpecWorker(nn.Module, ABC):
         draft_model: Any = None,
         **others: Any,
     ) -> dict[str, torch.Tensor]:
-        """One token per request and no draft: :meth:`forward` of a step with K = 0, whatever
-        ``spec_metadata.runtime_draft_len`` says.
+        """Run :meth:`forward` with K = 0: one token per request and no drafts.
+
+        ``spec_metadata.runtime_draft_len`` is ignored.
 
         Args:
             logits: [C + G, V], one row per request.
             others: ``lm_head``, ``embed_tokens``, ``mtp_layers``, as :meth:`forward`.
 
         Raises:
-            TensorContractError, MetadataError: an input that does not fit the others.
-            ConfigError: a stage of a pipeline that is not the last, or an unknown keyword.
+            TensorContractError, MetadataError: inputs that do not fit each other.
+            ConfigError: a pipeline stage other than the last, or an unknown keyword.
         """
         given = self._arguments(
             "skip_drafting",
@@ -212,12 +211,12 @@ class SpecWorker(nn.Module, ABC):
         return WorkerArguments.read(f"{type(self).__name__}.{method}", *args, **named)
 
     def _run(self, step: ForwardInputs, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """A step; ``logits`` as the host gave them."""
+        """Run a step; ``logits`` are returned as they were given."""
         expect(
             self.ranks.is_last_stage,
             ConfigError,
-            f"{type(self).__name__}: this stage of the pipeline is not the last, where no step "
-            f"runs; expected skip_forward",
+            f"{type(self).__name__}: a pipeline stage other than the last runs no step; call "
+            f"skip_forward",
         )
         layout = step.layout
         int32: dict[str, Any] = {"dtype": torch.int32, "device": step.logits.device}
@@ -250,13 +249,13 @@ class SpecWorker(nn.Module, ABC):
 
     @property
     def served_options(self) -> frozenset[str]:
-        """Options of a request that steps give."""
+        """Return the request options that steps serve."""
         served = self.verifier.served_options | LOGPROB_OPTIONS
         return served | {LOGPROBS_MODE} if self.verifier.keeps_scores else served
 
     def _logprobs(self, step: ForwardInputs, accepted: Accepted) -> torch.Tensor | None:
-        """What requests are told of their tokens [R, K+1, ENTRY_WIDTH] int32; None: of a step that
-        gives first choices alone."""
+        """Return the log-probabilities [R, K+1, ENTRY_WIDTH] int32; None for a greedy step, in
+        which no request has requested them."""
         if step.host.sampling_kind is SamplingKind.GREEDY:
             return None
         return logprobs(
@@ -277,11 +276,14 @@ class SpecWorker(nn.Module, ABC):
         drafts: torch.Tensor,
         next_tokens: torch.Tensor,
     ) -> None:
-        """Fill ``drafts`` [R, K] and columns 1.. of ``next_tokens`` [R, K+1]; column 0 is there."""
+        """Write ``drafts`` [R, K] and columns 1 to K of ``next_tokens`` [R, K+1].
+
+        Column 0 has the last output token of each request.
+        """
 
     def skip_forward(self, *args: Any, **named: Any) -> dict[str, torch.Tensor]:
-        """Return the keys and shapes of :meth:`forward` with valid ids, for ranks without the last
-        stage; arguments as there.
+        """Return the keys and shapes of :meth:`forward` with valid ids, on pipeline stages other
+        than the last. The arguments are those of :meth:`forward`.
 
         Raises:
             MetadataError: no attention metadata.
@@ -305,43 +307,40 @@ class SpecWorker(nn.Module, ABC):
         ).as_dict()
 
     def set_guided_decoder(self, guided_decoder: Any) -> bool:  # noqa: ARG002
-        """False: grammars are not served, so that the host refuses requests that have one."""
+        """Return False: grammars are not served, so the host engine refuses requests with one."""
         return False
 
     def set_draft_model(self, draft_model: Any) -> None:
-        """Take note of the host's draft model, whose layers come with every step.
+        """Check the draft model of the host engine; its layers are arguments of every step.
 
         Raises:
-            ConfigError: one with a vocabulary of its own.
+            ConfigError: the draft model has its own vocabulary.
         """
         ids = own_vocabulary(draft_model)
         expect(
             ids is None,
             ConfigError,
             f"{type(self).__name__}: expected a draft model with the target's vocabulary, got one "
-            f"with a map of its own, d2t",
+            f"with a map d2t",
         )
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
-        """``nn.Module.to``, for the tensors of modes too."""
+        """Apply ``fn`` to the tensors of verification modes too."""
         self.verifier.move(fn)
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
 
     def _propose(
-        self, step: ForwardInputs, accepted: Accepted, logits: torch.Tensor, place: DraftOutput
+        self, step: ForwardInputs, accepted: Accepted, logits: torch.Tensor, output: DraftOutput
     ) -> None:
-        """Draft from ``logits`` [R, V], or this rank's columns, into every place that reads it."""
+        """Choose drafts from ``logits`` [R, V], or this rank's columns, and write them."""
         logits = self._whole_vocabulary(logits, step.logits.shape[1])
         if self.draft_vocab_ids is not None:
-            place = replace(place, vocab_ids=self.draft_vocab_ids)
-        draft_pass = DraftPass(step.host, accepted.num_accepted, place, self.verifier.thinking)
+            output = replace(output, vocab_ids=self.draft_vocab_ids)
+        draft_pass = DraftPass(step.host, accepted.num_accepted, output, self.verifier.thinking)
         self.verifier.draft_rule.propose(logits, draft_pass, backend=self.backend)
 
     def _whole_vocabulary(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
-        """Columns of every rank [R, V].
-
-        Args:
-            vocab_size: V of the target; that of a cut draft vocabulary is known.
+        """Return the logits of all ranks [R, V], or [R, V'] with a draft vocabulary.
 
         Raises:
             TensorContractError: the ranks have fewer columns together.
@@ -351,7 +350,7 @@ class SpecWorker(nn.Module, ABC):
         if self.draft_vocab_ids is not None:
             vocab_size = self.draft_vocab_ids.shape[0]
         if logits.shape[-1] == vocab_size:
-            return logits  # the head gathered them
+            return logits  # the head has gathered them
         whole = self.gather_logits(logits)
         expect(
             whole.dim() == 2 and len(whole) == len(logits) and whole.shape[1] >= vocab_size,

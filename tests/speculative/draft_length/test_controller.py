@@ -208,9 +208,9 @@ def test_the_gate_says_what_it_does(caplog: pytest.LogCaptureFixture) -> None:
     run(of, 4 + 7, {3: 1})
     run(of, 4, {3: 4})
     assert [record.getMessage() for record in caplog.records] == [
-        "acceptance gate: 3 drafts do not pay, 1.000 tokens per step over 4 request-steps "
-        "(bar 2.000)",
-        "acceptance gate: 3 drafts pay again, 4.000 tokens per step over 4 request-steps",
+        "acceptance gate: draft length 3 is off, 1.000 tokens per step over 4 request-steps "
+        "(threshold 2.000)",
+        "acceptance gate: draft length 3 is on again, 4.000 tokens per step over 4 request-steps",
     ]
     assert {record.levelname for record in caplog.records} == {"INFO"}
 

@@ -141,7 +141,7 @@ def test_a_host_that_hands_the_whole_head_is_told(vanilla: bool, backend: Backen
 def test_what_a_worker_is_made_with(kind: type) -> None:
     options = MTPDecodingConfig(max_draft_len=2, mtp={"draft_vocab": 9})
     with pytest.raises(
-        ConfigError, match="draft_vocab: 9 would be ignored; expected draft_vocab_ids beside it"
+        ConfigError, match="draft_vocab: 9 would be ignored; expected draft_vocab_ids with it"
     ):
         kind(options)
     for ids in (torch.arange(3), torch.zeros(1, 3, dtype=torch.int32), vector([], torch.int32)):
