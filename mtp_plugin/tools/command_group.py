@@ -11,20 +11,20 @@ WHOLE_SENTENCE = 1000
 
 
 class CommandGroup(typer.core.TyperGroup):
-    """A group that knows without a conversion that ``--help`` was not given.
+    """A group with a fast default of ``--help`` and unshortened help texts.
 
-    Typer converts what is None through pydantic, which takes half the time of a command's help.
+    Typer converts a default of None through pydantic, which takes half the time of ``--help``.
     """
 
     def get_help_option(self, ctx: Any) -> Any:
-        """The option, False where it is not given; None: the group has none."""
+        """Return the ``--help`` option with the default False; None if the group has none."""
         option: Any = super().get_help_option(ctx)
         if option is not None:
             option.default = False
         return option
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
-        """Write the commands with their whole first sentence, which click shortens."""
+        """Write the commands with their whole first sentences, which click would shorten."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
         rows = [
             (name, command.get_short_help_str(WHOLE_SENTENCE))

@@ -562,7 +562,7 @@ def test_drafts_compare_by_themselves(
     ("mtp", "why"),
     [
         ({"verification": "block"}, "block verification is not known without the executor"),
-        ({"verification": "rejection"}, r"preempted \d+ times, after which rejection redraws"),
+        ({"verification": "rejection"}, r"preempted \d+ times, after which rejection samples anew"),
     ],
     ids=["block", "preempted"],
 )

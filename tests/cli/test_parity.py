@@ -338,7 +338,7 @@ def test_another_log_probability_is_a_difference(
 
     honest = parity.run_batch
     monkeypatch.setattr(parity, "run_batch", run_batch)
-    monkeypatch.setattr(parity_report, "SHOWN_MISTOLD", 2)
+    monkeypatch.setattr(parity_report, "SHOWN_MISMATCHES", 2)
     requested = ("-m", checkpoint, "--num-prompts", "2", *LOGPROBS)
     result = run(*requested, "--json")
     assert result.code == 1
@@ -394,7 +394,7 @@ def test_a_request_may_not_name_what_draws_texts_of_its_own(
     file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
     result = run("-c", str(file), "--temperature", "1", "--option", "verification=block")
     assert result.code == 2
-    assert "parity: block verification draws texts of its own by design" in result.err
+    assert "parity: block verification samples other outputs by design" in result.err
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -651,7 +651,7 @@ def test_sampled_texts_of_their_own_are_refused(verification: str) -> None:
     config = LLMConfig(
         model="nowhere", speculative_config=MTPDecodingConfig.model_validate({"mtp": mtp})
     )
-    with pytest.raises(ConfigError, match=f"{verification} verification draws texts of its own"):
+    with pytest.raises(ConfigError, match=f"{verification} verification samples other outputs"):
         parity.run_parity(
             [(parity.Variant("eagle", 1, 8), config)],
             [],

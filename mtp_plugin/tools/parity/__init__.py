@@ -1,4 +1,4 @@
-"""Whether emitted tokens are those of target-only decoding, what half precision excuses."""
+"""Compare the executor's output with non-speculative decoding, except for rounding ties."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from mtp_plugin.tools.parity.compare import (
     first_difference,
     measure_gap,
 )
-from mtp_plugin.tools.parity.draws import gap_of_draw
 from mtp_plugin.tools.parity.logprobs import LogprobComparison, LogprobMismatch, compare_logprobs
 from mtp_plugin.tools.parity.oracle import Oracle, transformers_attention
+from mtp_plugin.tools.parity.sampled_gap import gap_of_sampled_token
 from mtp_plugin.tools.parity.speculation import Drafting, speculate
 from mtp_plugin.tools.parity.ties import TIE_ULPS, TieRule, ulp
 
@@ -29,7 +29,7 @@ __all__ = [
     "compare_logprobs",
     "compare_with_continuations",
     "first_difference",
-    "gap_of_draw",
+    "gap_of_sampled_token",
     "measure_gap",
     "speculate",
     "transformers_attention",

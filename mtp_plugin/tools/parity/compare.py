@@ -8,30 +8,30 @@ from dataclasses import dataclass, field
 import torch
 
 from mtp_plugin.infer import SamplingRule
-from mtp_plugin.tools.parity.draws import gap_of_draw
 from mtp_plugin.tools.parity.oracle import Oracle
+from mtp_plugin.tools.parity.sampled_gap import gap_of_sampled_token
 from mtp_plugin.tools.parity.ties import TieRule
 
 
 @dataclass(frozen=True)
 class Divergence:
-    """A token that target-only decoding did not choose."""
+    """An output token that differs from non-speculative decoding."""
 
     position: int
-    """Of the emitted token, counted from 0."""
+    """Position in the output, counted from 0."""
     token: int | None
-    """What was emitted; None: the output had ended."""
+    """The output token; None: the output had ended."""
     expected: int | None
-    """What target-only decoding chose; None: it had ended."""
+    """The token of non-speculative decoding; None: it had ended."""
     gap: float | None = None
-    """Logit of the expected token minus that of the emitted one, both given the same prefix; where
-    tokens are sampled, see `gap_of_draw`. None where there are no two tokens."""
+    """Logit of the expected token minus that of the output token, given the same prefix; see
+    `gap_of_sampled_token` for sampled tokens. None unless there are two tokens."""
     tolerance: float = 0.0
-    """The largest gap that is a tie."""
+    """Largest gap that counts as a tie."""
 
     @property
     def is_tie(self) -> bool:
-        """Whether rounding alone may have chosen."""
+        """Whether rounding explains the difference."""
         return self.gap is not None and self.tolerance > 0 and abs(self.gap) <= self.tolerance
 
 
@@ -40,10 +40,10 @@ class Comparison:
     """Comparison of one output with non-speculative decoding."""
 
     num_equal: int
-    """Tokens before the first difference that is no tie, ties among them."""
+    """Number of tokens before the first difference that is not a tie, including ties."""
     ties: list[Divergence] = field(default_factory=list)
     difference: Divergence | None = None
-    """The first that is not a tie; later tokens were not compared."""
+    """The first difference that is not a tie; later tokens were not compared."""
 
 
 def compare_with_continuations(
@@ -51,11 +51,11 @@ def compare_with_continuations(
     continue_from: Callable[[list[int]], list[int]],
     measure: Callable[[int, int, int], Divergence],
 ) -> Comparison:
-    """Compare with target-only decoding; after a tie it goes on from the emitted prefix.
+    """Compare with non-speculative decoding, which continues from the output prefix after a tie.
 
     Args:
-        emitted: tokens of one request.
-        continue_from: a prefix of them -> the prefix and what target-only decoding adds.
+        emitted: output tokens of one request.
+        continue_from: prefix of them -> the prefix continued by non-speculative decoding.
         measure: (position, output token, expected token) -> the divergence with its gap.
     """
     tokens = list(emitted)
@@ -95,7 +95,7 @@ def measure_gap(
         highest = max(higher, lower)
         if sampling.is_greedy:
             return Divergence(position, token, expected, higher - lower, rule.tolerance(highest))
-        gap = gap_of_draw(sampling, row, output, token)
+        gap = gap_of_sampled_token(sampling, row, output, token)
         tolerance = rule.sampled_tolerance(highest, sampling.temperature)
         return Divergence(position, token, expected, gap, tolerance)
 

@@ -31,7 +31,7 @@ class LogprobMismatch:
     """None: missing, although the token is among the most likely."""
     expected: Logprob
     tolerance: float
-    """Of log-probabilities, and of ranks of tokens within it."""
+    """Tolerance of log-probabilities, and of the ranks of tokens within it."""
 
 
 @dataclass
@@ -46,7 +46,7 @@ class LogprobComparison:
     def add(
         self, position: int, reported: TokenLogprobs, row: TargetRow, *, in_prompt: bool
     ) -> None:
-        """Compare the entry of one token."""
+        """Compare the reported entry of one position with the target's row."""
         for token, one in reported.items():
             self.num_values += 1
             expected = float(row.values[token])
@@ -128,8 +128,8 @@ def compare_logprobs(
     """Compare the log-probabilities of a prompt and its output, each in one forward pass.
 
     Args:
-        sampling: of the request, with its prompt.
-        emitted: its tokens.
+        sampling: sampling rule of the request, with its prompt.
+        emitted: its output tokens.
         logprobs: of the output, raw or processed by ``mode``; None: not requested.
         prompt_logprobs: of the prompt; None: not requested.
     """
@@ -177,5 +177,4 @@ def _at(reported: ReportedLogprobs, place: int) -> TokenLogprobs:
 
 
 def _largest(values: torch.Tensor) -> float:
-    """The largest finite magnitude."""
     return float(values.abs().nan_to_num(posinf=0.0).max())

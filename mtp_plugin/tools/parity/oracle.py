@@ -1,4 +1,4 @@
-"""Target-only decoding of a loaded model, one request at a time, through none of the executor."""
+"""Non-speculative decoding of a loaded model, one request at a time, without the executor."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.seeds import ENGINE_SEED
 
 WITHOUT_END = SamplingParams(max_new_tokens=sys.maxsize, ignore_eos=True)
-"""Greedy, and as long as there is room."""
+"""Greedy decoding up to the maximum length."""
 
 TRANSFORMERS_ATTENTION = "sdpa"
-"""An attention of transformers' own."""
+"""The attention implementation of transformers that the reference uses."""
 
 
 @contextmanager
 def transformers_attention(model: LoadedModel) -> Iterator[None]:
-    """Run the model with an attention of transformers' own, then with its former one again."""
+    """Run the model with `TRANSFORMERS_ATTENTION`, and restore its own attention on exit."""
     former: Any = model.target.config._attn_implementation
     model.set_attn_implementation(TRANSFORMERS_ATTENTION)
     try:
@@ -34,7 +34,7 @@ def transformers_attention(model: LoadedModel) -> Iterator[None]:
 
 
 class Oracle:
-    """What the target alone says; the model must run under :func:`transformers_attention`."""
+    """The target model as the reference; it must run under :func:`transformers_attention`."""
 
     def __init__(self, model: LoadedModel) -> None:
         self._model = model
@@ -42,12 +42,11 @@ class Oracle:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights, hence of the logits."""
+        """The dtype of the weights and logits."""
         return next(self._model.lm_head.parameters()).dtype
 
     @property
     def end_ids(self) -> tuple[int, ...]:
-        """Ids that end the model's texts."""
         return self._model.facts.eos_token_ids
 
     def continuation(
@@ -62,15 +61,15 @@ class Oracle:
         tokenizer: Tokenizer | None = None,
         thinking: Thinking | None = None,
     ) -> list[int]:
-        """``emitted`` and what target-only decoding adds to it.
+        """Return ``emitted`` continued by non-speculative decoding.
 
         Args:
-            limit: tokens at most, emitted ones included.
-            params: options of the request; unset: greedy, and nothing but the limit ends it.
-            number: of the request.
-            engine_seed: of requests without a seed.
-            tokenizer: decodes the text that stop strings end.
-            thinking: its ids, which a budget goes by.
+            limit: maximum number of output tokens, including ``emitted``.
+            params: request options; default: greedy, up to the limit.
+            number: request number; determines the seed if ``params`` has none.
+            engine_seed: seed for requests without one.
+            tokenizer: decodes the output; required for stop strings.
+            thinking: the thinking tags; required for a thinking budget.
         """
         return decode(
             self._model.target,
@@ -87,11 +86,11 @@ class Oracle:
 
     @torch.inference_mode()
     def logits(self, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
-        """Logits [num_rows, V] float32 after the last ``num_rows`` of the given tokens."""
+        """Return the logits [num_rows, V] float32 of the last ``num_rows`` tokens."""
         ids = torch.tensor([list(token_ids)], device=self.device)
         decoder: Any = self._model.target.get_decoder()
         states = decoder(input_ids=ids, use_cache=False).last_hidden_state[0, -num_rows:]
-        # the target's own, as in decoding: the model may run a fused one in its place
+        # the unfused head, as in decoding
         head: Any = self._model.target.get_output_embeddings()
         logits: torch.Tensor = head(states)
         return logits.float()

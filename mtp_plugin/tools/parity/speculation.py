@@ -1,4 +1,4 @@
-"""Speculative decoding of a loaded model at its plainest, through none of the executor."""
+"""Minimal speculative decoding of a loaded model, without the executor."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ROLES = {"coupled": Role.TARGET, "plain": Role.DRAFT, "greedy": None}
 
 @dataclass(frozen=True)
 class Drafting:
-    """How a text is drafted and verified where nothing but the text decides it."""
+    """Draft and verification settings that depend on nothing but the request."""
 
     num_drafts: int
     is_vanilla: bool
@@ -40,16 +40,16 @@ class Drafting:
     vocab_ids: Sequence[int] | None
 
     @property
-    def redraws(self) -> bool:
-        """Whether texts are not those of target-only decoding."""
+    def changes_output(self) -> bool:
+        """Whether sampled output differs from non-speculative decoding."""
         return self.verify is not coupled
 
     @classmethod
     def of(cls, config: LLMConfig, model: LoadedModel, params: SamplingParams) -> Drafting | str:
-        """As the executor drafts under a resolved config; a text says why nothing here does so.
+        """Return the executor's settings for a resolved config, or why they cannot be reproduced.
 
         Raises:
-            ConfigError: a draft vocabulary that does not fit the model.
+            ConfigError: the draft vocabulary does not fit the model.
         """
         speculative = config.speculative_config
         if not isinstance(speculative, MTPDecodingConfig):
@@ -84,9 +84,9 @@ class Drafting:
 
 
 def speculate(model: LoadedModel, text: Continuation, drafting: Drafting) -> Speculated:
-    """Continue a text with drafts of the model's MTP layers.
+    """Decode a request with drafts of the model's MTP layers.
 
-    The model must run with an attention of transformers' own.
+    The model must run under :func:`transformers_attention`.
     """
     target = MTPTarget(model)
     drafter = MTPDrafter(

@@ -1,4 +1,4 @@
-"""When two tokens are equally good but for the rounding of half precision."""
+"""Rounding ties: when two tokens are equally likely up to half-precision rounding."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ import torch
 from mtp_plugin.errors import ConfigError, expect
 
 TIE_ULPS = 4.0
-"""Each of two logits may come out two units in the last place off in another order of additions:
-half of one by its own rounding, the rest by that of the states it is computed from."""
+"""Another order of additions may change each of two logits by two units in the last place: half a
+unit by its own rounding, the rest by the rounding of the hidden states."""
 
 SAMPLED_GAP = 1e-5
-"""Noisy scores so close are a tie in float32 too: logarithms of the noise differ by device."""
+"""Gap of noisy scores that is a tie in float32 too: logarithms of the noise differ by device."""
 
 LOGPROB_GAP = 1e-4
-"""Log-probabilities so close are the same in float32 too: sums are taken in another order."""
+"""Gap of log-probabilities that is a tie in float32 too: the order of additions differs."""
 
 
 def ulp(value: float, dtype: torch.dtype) -> float:
-    """The distance between neighbouring numbers of a dtype at a magnitude; 0.0 at infinities."""
+    """Return the distance between adjacent numbers of a dtype at a magnitude; 0.0 at infinity."""
     if not math.isfinite(value):
         return 0.0
     facts = torch.finfo(dtype)
@@ -31,15 +31,14 @@ def ulp(value: float, dtype: torch.dtype) -> float:
 
 @dataclass(frozen=True)
 class TieRule:
-    """How far apart the logits of two tokens may be where either may be chosen.
+    """How far apart the logits of two tokens may be to count as a tie.
 
     Args:
-        dtype: of the model; in float32 no difference of logits counts as a tie, where none is
-            divided by a temperature.
-        ulps: of the dtype at the magnitude of the higher logit.
+        dtype: dtype of the model; in float32 greedy decoding has no ties.
+        ulps: units in the last place of the dtype, at the magnitude of the higher logit.
 
     Raises:
-        ConfigError: a negative number of ulps.
+        ConfigError: the number of ulps is negative.
     """
 
     dtype: torch.dtype
@@ -53,22 +52,23 @@ class TieRule:
         )
 
     def sampled_tolerance(self, logit: float, temperature: float) -> float:
-        """The largest excusable gap of noisy scores, which are logits over the temperature; those
-        of float32 have their units in the last place too, which a low temperature makes large."""
+        """Return the largest gap of noisy scores (logits divided by the temperature) that is a tie.
+
+        A low temperature also enlarges the rounding of float32 logits."""
         if self.ulps == 0:
             return 0.0
         return max(self.ulps * ulp(logit, self.dtype) / temperature, SAMPLED_GAP)
 
     def logprob_tolerance(self, logit: float, temperature: float) -> float:
-        """The largest excusable gap of log-probabilities, which are of logits over the temperature.
+        """Return the largest gap of log-probabilities that is a tie.
 
         Args:
-            logit: the largest of the row, by magnitude.
+            logit: the logit with the largest magnitude in the row.
         """
         return max(self.ulps * ulp(logit, self.dtype) / temperature, LOGPROB_GAP)
 
     def tolerance(self, logit: float) -> float:
-        """The largest excusable gap below a logit."""
+        """Return the largest gap below a logit that is a tie."""
         if self.dtype is torch.float32:
             return 0.0
         return self.ulps * ulp(logit, self.dtype)

@@ -1,4 +1,4 @@
-"""What the command line shows: prompts in, live text, tables, JSON and the doctor's findings."""
+"""Input and output of the commands: prompts, streamed output, tables, JSON and `doctor`."""
 
 from mtp_plugin.extras import DISPLAY_PACKAGES, require
 

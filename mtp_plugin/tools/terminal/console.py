@@ -19,9 +19,9 @@ from mtp_plugin.errors import MTPPluginError
 
 OK = 0
 DIFFERENT = 1
-"""The text is not that of target-only decoding, or the doctor found a problem."""
+"""The output differs from non-speculative decoding, or ``doctor`` found a problem."""
 REFUSED = 2
-"""A named error: config, checkpoint or request."""
+"""A config, checkpoint or request was refused."""
 UNWRITABLE = 1
 """The output cannot be written, as on a full disk."""
 INTERRUPTED = 130
@@ -32,8 +32,8 @@ del _VISIBLE[ord("\n")], _VISIBLE[ord("\t")]
 
 
 class OutputConsole(Console):
-    """A console that ends the process when its output fails: quietly if the reader has closed it,
-    with a line if it cannot be written."""
+    """A console that exits if it cannot write: silently if the reader closed the pipe, else with an
+    error line."""
 
     @override
     def on_broken_pipe(self) -> None:
@@ -52,42 +52,40 @@ class OutputConsole(Console):
             raise SystemExit(UNWRITABLE) from None
 
     def _give_up(self) -> None:
-        """Write nothing more, nor what Python still holds when it ends."""
+        """Discard all further output, including what Python flushes at exit."""
         self.quiet = True
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, self.file.fileno())
 
     @property
     def has_colors(self) -> bool:
-        """Whether styles can distinguish texts."""
+        """Whether the console shows colors."""
         return self.color_system is not None and not self.no_color
 
     def write(self, text: str, style: str | None = None) -> None:
-        """Write text as it is, unwrapped; a terminal gets control characters spelled out."""
+        """Write text without wrapping; a terminal gets control characters as escapes."""
         if self.is_terminal:
             text = text.translate(_VISIBLE)
-        # a segment, since rich would turn the tabs of a string into spaces
+        # rich replaces tabs of a plain string by spaces
         segment = Segment(text, Style.parse(style) if style else None)
         self.print(Segments([segment]), end="", crop=False)
 
     def write_line(self, text: str, style: str | None = None) -> None:
-        """Write one line."""
         self.write(f"{text}\n", style)
 
 
 def output() -> OutputConsole:
-    """Standard output: results."""
+    """Return the console of standard output, for results."""
     return OutputConsole(highlight=False, soft_wrap=True)
 
 
 def messages() -> OutputConsole:
-    """Standard error: progress, warnings and errors."""
+    """Return the console of standard error, for progress, warnings and errors."""
     return OutputConsole(stderr=True, highlight=False, soft_wrap=True)
 
 
 def run_to_the_end(command: Callable[[], None]) -> None:
-    """Run a command line; named errors become one line each and exit code 2, as a full disk does
-    with exit code 1."""
+    """Run a command; print the package's errors and exit with 2, or with 1 if the disk is full."""
     require_output()
     tolerate_odd_characters()
     try:
@@ -99,20 +97,20 @@ def run_to_the_end(command: Callable[[], None]) -> None:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO):
             raise
         show_error(OSError(f"the output cannot be written: {error.strerror}"))
-        # nothing more may be written when Python ends
+        # keep Python from flushing at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(UNWRITABLE)
 
 
 def require_output() -> None:
-    """End the process where standard output is closed: what it has to say would be lost."""
+    """Exit with an error if standard output is closed."""
     if sys.stdout is None:
         show_error(OSError("standard output is closed; redirect it to /dev/null to discard it"))
         raise SystemExit(UNWRITABLE)
 
 
 def tolerate_odd_characters() -> None:
-    """Let output that a terminal's encoding lacks appear spelled out instead of failing."""
+    """Write characters that the terminal cannot encode as escapes."""
     for stream in (sys.stdout, sys.stderr):
         reconfigure = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
@@ -120,7 +118,7 @@ def tolerate_odd_characters() -> None:
 
 
 def show_error(error: Exception) -> None:
-    """One ``error:`` line per line of the message."""
+    """Print one ``error:`` line per line of the message."""
     console = messages()
     for line in str(error).splitlines() or [type(error).__name__]:
         console.write("error: ", "bold red")
@@ -128,7 +126,7 @@ def show_error(error: Exception) -> None:
 
 
 def can_show(characters: str, stream: IO[str]) -> bool:
-    """Whether the stream's encoding has these characters."""
+    """Return whether the stream can encode these characters."""
     try:
         characters.encode(getattr(stream, "encoding", None) or "ascii")
     except (LookupError, UnicodeEncodeError):
@@ -138,7 +136,7 @@ def can_show(characters: str, stream: IO[str]) -> bool:
 
 @contextmanager
 def progress(console: OutputConsole) -> Iterator[Callable[[str], None]]:
-    """A function to call with what goes on: a spinner in a terminal, else a line each."""
+    """Yield a function that shows progress messages: a spinner in a terminal, else lines."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield console.write_line
         return

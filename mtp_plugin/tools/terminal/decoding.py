@@ -1,4 +1,4 @@
-"""Runs a batch on an executor, step by step."""
+"""Run a batch on an executor, step by step."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OnStep = Callable[[list[tuple[int, StepEvent]]], None]
 
 @dataclass(frozen=True)
 class Decoded:
-    """One prompt's result."""
+    """Result of one prompt."""
 
     prompt_token_ids: list[int]
     token_ids: list[int]
@@ -29,7 +29,7 @@ class Decoded:
     finish_reason: FinishReason
     acceptance: AcceptanceStats
     number: int = 0
-    """Of the request; decides its draws where it has no seed."""
+    """Request number; determines the seed if the request has none."""
     logprobs: list[TokenLogprobs] | None = None
     """Of every output token; None: not requested."""
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -38,41 +38,41 @@ class Decoded:
 
 @dataclass(frozen=True)
 class BatchRun:
-    """A batch that ran to its end."""
+    """Results of a finished batch."""
 
     results: list[Decoded]
     params: SamplingParams
-    """As the executor admitted them: bad words are ids."""
+    """The options as admitted by the executor, with bad words as token ids."""
     num_steps: int
     """Forward passes of the target, prompts included."""
     seconds: float
-    """Spent in those, without what the display took."""
+    """Time of the steps, without the display."""
     num_preemptions: int = 0
-    """Requests that had to start over."""
+    """Number of preempted requests."""
 
     @property
     def num_tokens(self) -> int:
-        """Emitted tokens of all prompts."""
+        """Output tokens of all prompts."""
         return sum(len(result.token_ids) for result in self.results)
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole batch."""
+        """Throughput of the whole batch."""
         return self.num_tokens / self.seconds if self.seconds else 0.0
 
     @property
     def acceptance(self) -> AcceptanceStats:
-        """Counts of all prompts."""
+        """Acceptance statistics of all prompts."""
         return merged(self.results)
 
 
 def run_batch(
     llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, on_step: OnStep | None = None
 ) -> BatchRun:
-    """Decode prompts as one batch, after a few untimed steps that warm the model up.
+    """Decode prompts as one batch, after a few untimed warm-up steps.
 
     Raises:
-        RequestError: a prompt or an option that cannot be served; nothing was started.
+        RequestError: a prompt or an option is not supported; nothing was started.
         ExecutorError: a request failed.
     """
     requests = llm.make_requests(prompts, [params] * len(prompts))
@@ -119,7 +119,7 @@ def _decoded(request: LlmRequest, place: str) -> Decoded:
 
 
 def merged(results: Sequence[Decoded]) -> AcceptanceStats:
-    """Counts of all prompts."""
+    """Return the sum of the acceptance statistics."""
     total = AcceptanceStats(results[0].acceptance.max_draft_len)
     for result in results:
         total.merge(result.acceptance)

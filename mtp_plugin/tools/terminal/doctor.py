@@ -1,4 +1,4 @@
-"""Whether a config and its checkpoint will run, found out without loading a weight."""
+"""``doctor``: check whether a config and its checkpoint will run, without loading weights."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 @dataclass
 class Diagnosis:
-    """What was found, and what is wrong."""
+    """Findings and problems."""
 
     findings: list[tuple[str, str]] = field(default_factory=list)
     """(name, value) pairs in the order of the examination."""
@@ -68,15 +68,14 @@ class Diagnosis:
 
     @property
     def exit_code(self) -> int:
-        """`OK` without a problem."""
+        """`OK` if there are no problems, else `DIFFERENT`."""
         return DIFFERENT if self.problems else OK
 
     def add(self, name: str, value: object) -> None:
-        """Note a finding."""
         self.findings.append((name, str(value)))
 
     def attempt(self, check: Callable[[], T]) -> T | None:
-        """The result of a check; a named error becomes a problem per line, and gives None."""
+        """Return the result of a check; if it raises, add the error to the problems."""
         try:
             return check()
         except MTPPluginError as error:
@@ -84,14 +83,14 @@ class Diagnosis:
             return None
 
     def holds(self, check: Callable[[], object]) -> bool:
-        """Whether a check finds no problem; those it finds are noted."""
+        """Run a check, add its problems, and return whether there were none."""
         before = len(self.problems)
         self.attempt(check)
         return len(self.problems) == before
 
 
 def examine(config: LLMConfig) -> Diagnosis:
-    """Look at config, checkpoint files, tokenizer and device, and at what a request will take."""
+    """Check config, checkpoint files, tokenizer, device and the memory of requests."""
     found = Diagnosis()
     found.add("checkpoint", config.model)
     found.attempt(lambda: _examine_device(found, config))
@@ -106,7 +105,7 @@ def examine(config: LLMConfig) -> Diagnosis:
         found.add("config keys", checked.stripped_line)
     if checked.unread:
         found.add("config keys", f"not read: {listed(checked.unread, 20)}")
-    # K comes from the checkpoint where the file does not say it; some checks need it
+    # some checks need K, whose default comes from the checkpoint
     config = found.attempt(lambda: config.resolve(facts.num_mtp_layers)) or config
     speculative: Any = config.speculative_config
     decoding_type = None if speculative is None else speculative.decoding_type
@@ -144,7 +143,7 @@ def examine(config: LLMConfig) -> Diagnosis:
 
 
 def show_diagnosis(found: Diagnosis, console: OutputConsole) -> None:
-    """The findings, then the problems, or that there are none."""
+    """Print the findings, then the problems."""
     width = max(len(name) for name, _ in found.findings)
     for name, value in found.findings:
         console.write(f"{name:{width}}  ", "dim")
@@ -209,7 +208,7 @@ def _examine_tensors(found: Diagnosis, config: LLMConfig, plan: DraftPlan | None
 
 
 def _row_and_weights(config: LLMConfig, plan: DraftPlan, checked: Preflight) -> tuple[int, int]:
-    """Bytes of a token's KV rows, and of the weights that will be loaded."""
+    """Return the KV bytes per token and the bytes of the weights."""
     dtype = resolve_dtype(config.dtype, checked.facts.dtype, resolve_device(config.device))
     layers = checked.facts.num_hidden_layers + plan.num_draft_layers
     weights = sum(math.prod(tensor.shape) for tensor in checked.stored.values())
@@ -219,7 +218,7 @@ def _row_and_weights(config: LLMConfig, plan: DraftPlan, checked: Preflight) -> 
 def _examine_memory(
     found: Diagnosis, config: LLMConfig, max_seq_len: int, row: int, weights: int
 ) -> None:
-    """Add the size of the KV cache, given the weights that will be loaded."""
+    """Add the size of the KV cache, given the bytes of the weights."""
     device = resolve_device(config.device)
     available = available_bytes(device)
     if available is not None:
@@ -233,7 +232,7 @@ def _examine_memory(
 
 
 def _preflight(config: LLMConfig, plan: DraftPlan | None) -> Preflight:
-    """The tensor check for what the plan needs; without a plan, for the target alone."""
+    """Check the tensors that the plan needs; without a plan, those of the target."""
     vanilla = bool(getattr(config.speculative_config, "use_mtp_vanilla", False))
     draft_len = 0 if plan is None or not plan.num_draft_layers else plan.max_draft_len
     return preflight(config.model, max_draft_len=draft_len, vanilla=vanilla)
@@ -270,7 +269,7 @@ def _build(
     max_seq_len: int,
     tokenizer: Any,
 ) -> SpeculativePieces:
-    """The real pieces, on the CPU: what they refuse is a problem."""
+    """Build the components on the CPU, which checks the config."""
     batch_size = config.max_batch_size
     host = HostFacts(
         hidden_size=facts.hidden_size,

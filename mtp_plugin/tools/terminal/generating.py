@@ -1,5 +1,5 @@
-"""What ``generate`` runs: the batch as configured, and to compare, without drafts, by target-only
-decoding and with drafts through none of the executor."""
+"""The runs of ``generate``: the configured batch, and for comparison one without drafts,
+non-speculative decoding, and decoding with drafts but without the executor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mtp_plugin.tools.terminal.plain_decoding import (
     PlainDecoding,
     PlainRun,
     engine_seed_of,
-    redraws,
+    resampling_method,
     thinking_of,
 )
 from mtp_plugin.tools.terminal.report import Report
@@ -81,7 +81,9 @@ def run_generate(
     comparison = None
     if options.compare:
         is_alike = isinstance(drafting, Drafting)
-        comparison = _compare(plain, run, redraws(settings, options.params), log, is_alike=is_alike)
+        comparison = _compare(
+            plain, run, resampling_method(settings, options.params), log, is_alike=is_alike
+        )
     weight: Any = model.embed_tokens.weight
     return Report(
         config=resolved,
@@ -137,31 +139,31 @@ def _run_without_mtp(
 def _drafting(
     resolved: LLMConfig, options: GenerateOptions, plain: PlainDecoding, run: BatchRun
 ) -> Drafting | str:
-    """As the executor drafted; a text says why nothing else can."""
+    """Return the executor's draft settings, or why they cannot be reproduced."""
     drafting = Drafting.of(resolved, plain.model, options.params)
-    if isinstance(drafting, Drafting) and drafting.redraws and run.num_preemptions:
-        redrawing = redraws(resolved, options.params)
-        return f"preempted {run.num_preemptions} times, after which {redrawing} redraws"
+    if isinstance(drafting, Drafting) and drafting.changes_output and run.num_preemptions:
+        method = resampling_method(resolved, options.params)
+        return f"preempted {run.num_preemptions} times, after which {method} samples anew"
     return drafting
 
 
 def _compare(
     plain: PlainDecoding,
     run: BatchRun,
-    redrawing: str | None,
+    resampling: str | None,
     log: OutputConsole,
     *,
     is_alike: bool,
 ) -> Comparison | None:
-    """With target-only decoding.
+    """Compare with non-speculative decoding.
 
     Args:
-        redrawing: the verification that draws texts of its own; None: they are the target's.
-        is_alike: whether the same drafts alone are compared.
+        resampling: verification method whose sampled output differs by design, else None.
+        is_alike: whether the output is compared with that of the same drafts.
     """
-    if redrawing is not None:
+    if resampling is not None:
         what = "compared with the same drafts alone" if is_alike else "not compared"
-        log.write_line(f"{what}: {redrawing} verification draws texts of its own")
+        log.write_line(f"{what}: {resampling} verification samples other outputs")
         return None
     with progress(log) as show_progress, transformers_attention(plain.model):
         show_progress("decoding without the executor, for the text")

@@ -36,7 +36,7 @@ from mtp_plugin.tools.terminal.plain_decoding import (
     PlainDecoding,
     engine_seed_of,
     logprobs_mode_of,
-    redraws,
+    resampling_method,
     thinking_of,
 )
 
@@ -47,7 +47,7 @@ LONGEST_RANDOM_PROMPT = 48
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to run the executor."""
+    """One configuration of the executor."""
 
     worker: str
     k: int
@@ -55,12 +55,12 @@ class Variant:
 
     @property
     def drafts(self) -> str:
-        """A short name of how it drafts."""
+        """Name of worker and draft length."""
         return self.worker if self.worker == NO_DRAFTS else f"{self.worker} K={self.k}"
 
     @property
     def label(self) -> str:
-        """A short name."""
+        """Name of worker, draft length and batch size."""
         return f"{self.drafts} batch {self.batch_size}"
 
 
@@ -72,53 +72,53 @@ class Outcome:
     results: list[Decoded]
     verdicts: list[Comparison]
     plain: Outcome | None = None
-    """The first prompts decoded once more with such drafts, through none of the executor; None: it
-    drafts by more than the text."""
+    """The first prompts, decoded again with such drafts but without the executor; None: the drafts
+    depend on more than the request."""
     logprobs: list[LogprobComparison] | None = None
-    """Of each prompt, with the target's; None: none were requested."""
+    """Comparison per prompt with the target's; None: not requested."""
 
     @property
     def num_tokens(self) -> int:
-        """Emitted tokens."""
+        """Number of output tokens."""
         return sum(len(result.token_ids) for result in self.results)
 
     @property
     def num_equal(self) -> int:
-        """Those before the first difference of their prompt, ties among them."""
+        """Number of tokens before the first difference of their prompt, including ties."""
         return sum(verdict.num_equal for verdict in self.verdicts)
 
     @property
     def num_ties(self) -> int:
-        """Differences that rounding excuses."""
+        """Number of differences that rounding explains."""
         return sum(len(verdict.ties) for verdict in self.verdicts)
 
     @property
     def differences(self) -> list[tuple[int, Divergence]]:
-        """(Number of the prompt from 1, its first difference that is no tie)."""
+        """(Prompt number from 1, its first difference that is not a tie)."""
         verdicts = enumerate(self.verdicts, 1)
         return [(n, v.difference) for n, v in verdicts if v.difference is not None]
 
     @property
     def mismatches(self) -> list[tuple[int, LogprobMismatch]]:
-        """(Number of the prompt from 1, a log-probability that is not the target's)."""
+        """(Prompt number from 1, log-probability that differs from the target's)."""
         return [
             (n, one) for n, found in enumerate(self.logprobs or (), 1) for one in found.mismatches
         ]
 
     @property
     def ties(self) -> list[tuple[int, Divergence]]:
-        """(Number of the prompt from 1, a tie)."""
+        """(Prompt number from 1, tie)."""
         return [(n, tie) for n, verdict in enumerate(self.verdicts, 1) for tie in verdict.ties]
 
     @property
     def acceptance(self) -> AcceptanceStats:
-        """Counts of all prompts."""
+        """Acceptance statistics of all prompts."""
         return merged(self.results)
 
 
 @dataclass(frozen=True)
 class ParityReport:
-    """Everything that ``parity`` found out."""
+    """Results of ``parity``."""
 
     config: LLMConfig
     params: SamplingParams
@@ -130,13 +130,13 @@ class ParityReport:
 
     @property
     def exit_code(self) -> int:
-        """`DIFFERENT` where an output is not that of target-only decoding."""
+        """`DIFFERENT` if an output differs from non-speculative decoding."""
         found = (*self.outcomes, *self.plain)
         return DIFFERENT if any(one.differences or one.mismatches for one in found) else OK
 
     @property
     def plain(self) -> list[Outcome]:
-        """With drafts, through none of the executor; each once."""
+        """The distinct outcomes with drafts but without the executor."""
         return list({id(o.plain): o.plain for o in self.outcomes if o.plain is not None}.values())
 
 
@@ -151,10 +151,10 @@ def variants_of(
     ks: Sequence[int] = (),
     batch_sizes: Sequence[int] = (),
 ) -> list[tuple[Variant, LLMConfig]]:
-    """Every combination, each with its config; what is not given is as in ``settings``.
+    """Return every combination with its config; ``settings`` has the defaults.
 
     Raises:
-        ConfigError: a combination that the checkpoint cannot run.
+        ConfigError: the checkpoint cannot run a combination.
     """
     configs = combinations(
         settings, num_mtp_layers, workers=workers, ks=ks, batch_sizes=batch_sizes
@@ -185,9 +185,9 @@ def run_parity(
     """Run the variants over the same prompts with one model, and compare each.
 
     Raises:
-        MTPPluginError: a checkpoint, config, prompt or tolerance that cannot be run.
+        MTPPluginError: the checkpoint, config, a prompt or the tolerance is invalid.
     """
-    TieRule(torch.float32, tie_ulps)  # refuses what is no tolerance, before any weight is loaded
+    TieRule(torch.float32, tie_ulps)  # validates the tolerance before weights are loaded
     for _, config in variants:
         expect_same_text("parity", config, params)
     model: LoadedModel | None = None
@@ -206,7 +206,7 @@ def run_parity(
                 prompts = make_prompts(texts, tokenizer, vocab, num_prompts, seed)
             on_progress(f"{variant.label}: {len(prompts)} prompts")
             decoded[index] = run_batch(llm, prompts, params), llm.max_seq_len
-        # its KV cache goes before the next one is allocated
+        # free its KV cache before the next one is allocated
         del llm
     if model is None:
         raise ConfigError("parity: expected at least one variant to run")
@@ -253,18 +253,18 @@ def run_parity(
 
 
 def expect_same_text(command: str, config: LLMConfig, params: SamplingParams) -> None:
-    """Refuse a config or request whose output differs from target-only decoding by design.
+    """Refuse a config or request whose output differs from non-speculative decoding by design.
 
     Args:
-        command: named in the message.
+        command: name of the command for the message.
 
     Raises:
         ConfigError: the output would differ.
     """
-    redrawing = redraws(config, params)
-    if redrawing is not None:
+    method = resampling_method(config, params)
+    if method is not None:
         raise ConfigError(
-            f"{command}: {redrawing} verification draws texts of its own by design; expected a "
+            f"{command}: {method} verification samples other outputs by design; expected a "
             "config that verifies sampled tokens by coupled first, or greedy decoding"
         )
     speculative = config.speculative_config
@@ -281,10 +281,10 @@ def expect_same_text(command: str, config: LLMConfig, params: SamplingParams) ->
 
 
 def _expect_comparable(config: LLMConfig, params: SamplingParams, dtype: torch.dtype) -> None:
-    """Refuse processed log-probabilities if rounding may change the truncation.
+    """Check that rounding cannot change the truncation of processed log-probabilities.
 
     Raises:
-        ConfigError: as it says.
+        ConfigError: it may: the options truncate, and the dtype is not float32.
     """
     cuts = [name for name in ("top_k", "top_p", "min_p") if name in params.requested_options()]
     is_processed = params.logprobs is not None and logprobs_mode_of(config) == "processed"
@@ -302,7 +302,7 @@ def _num_draft_layers(variant: Variant) -> int:
 def make_prompts(
     texts: Sequence[str], tokenizer: Any, vocab_size: int, count: int | None, seed: int
 ) -> list[list[int]]:
-    """Prompts as token ids: the texts, then seeded pieces of them, or random ids without texts."""
+    """Return prompts as token ids: the texts and random parts of them, or random ids."""
     rng = random.Random(seed)
     if tokenizer is None or not texts:
         return [

@@ -14,11 +14,10 @@ EAGLE, VANILLA = "eagle", "vanilla"
 def on(
     settings: LLMConfig, *, dtype: str | None, device: str | None, graphs: bool | None
 ) -> LLMConfig:
-    """The settings with another dtype or device, with or without CUDA graphs, where that is
-    given.
+    """Return the settings with the given dtype, device and use of CUDA graphs.
 
     Raises:
-        ConfigError: no dtype or device is so, or they do not go together.
+        ConfigError: a value is invalid, or the values are incompatible.
     """
     values = settings.model_dump()
     values |= {name: v for name, v in (("dtype", dtype), ("device", device)) if v is not None}
@@ -37,14 +36,14 @@ def combinations(
     ks: Sequence[int],
     batch_sizes: Sequence[int],
 ) -> Iterator[LLMConfig]:
-    """A config for every combination; what is not given is as in ``settings``.
+    """Yield a config for every combination; ``settings`` has the defaults.
 
     Args:
-        num_mtp_layers: of the checkpoint, where K comes from it; None: not known yet.
+        num_mtp_layers: MTP layers of the checkpoint, the default of K; None: not known yet.
 
     Raises:
-        ConfigError: a combination that no checkpoint can run or, where its layers are known, that
-            this one cannot.
+        ConfigError: no checkpoint can run a combination, or this one cannot if its number of MTP
+            layers is known.
     """
     too_many = [k for k in ks if k > MAX_DRAFT_LEN]
     if too_many:
@@ -59,7 +58,7 @@ def combinations(
 def check_combinations(
     settings: LLMConfig, *, workers: Sequence[str], ks: Sequence[int], batch_sizes: Sequence[int]
 ) -> None:
-    """Refuse what is known to be wrong without the checkpoint.
+    """Check all combinations without the checkpoint.
 
     Raises:
         ConfigError: see `combinations`.

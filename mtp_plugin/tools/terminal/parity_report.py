@@ -1,4 +1,4 @@
-"""What ``parity`` found out, as it is shown."""
+"""Print the results of ``parity``."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mtp_plugin.tools.terminal.report import (
 )
 
 SHOWN_TIES = 10
-SHOWN_MISTOLD = 10
+SHOWN_MISMATCHES = 10
 PROMPT_TAIL = 40
-"""Characters of a prompt that a finding is shown with."""
+"""Characters of a prompt that are shown with a difference."""
 
 
 def show_parity(report: ParityReport, console: OutputConsole) -> None:
-    """The table, ties and differences, then the verdict."""
+    """Print the table, ties and differences, then the verdict."""
     console.write_line("")
     console.print(_table(report, ascii_box=not can_show("─━", console.file)))
     ties = [(o.variant, n, tie) for o in report.outcomes for n, tie in o.ties]
@@ -45,19 +45,19 @@ def show_parity(report: ParityReport, console: OutputConsole) -> None:
         for number, found in plain.differences:
             reported = _describe(report, plain.variant, number, found)
             console.write_line(f"difference without the executor: {reported}", "bold red")
-    mistold = [(o, n, one) for o in report.outcomes for n, one in o.mismatches]
-    for outcome, number, one in mistold[:SHOWN_MISTOLD]:
+    mismatches = [(o, n, one) for o in report.outcomes for n, one in o.mismatches]
+    for outcome, number, one in mismatches[:SHOWN_MISMATCHES]:
         reported = _describe_logprob(report, outcome.variant, number, one)
         console.write_line(f"log-probability: {reported}", "bold red")
-    if len(mistold) > SHOWN_MISTOLD:
+    if len(mismatches) > SHOWN_MISMATCHES:
         console.write_line(
-            f"and {len(mistold) - SHOWN_MISTOLD} further log-probabilities", "bold red"
+            f"and {len(mismatches) - SHOWN_MISMATCHES} further log-probabilities", "bold red"
         )
     for outcome in report.outcomes:
         if outcome.logprobs is not None:
             console.write_line(logprobs_line(outcome, outcome.logprobs), "dim")
     tokens = sum(outcome.num_tokens for outcome in report.outcomes)
-    num_differences = len(differences) + len(mistold)
+    num_differences = len(differences) + len(mismatches)
     num_differences += sum(len(plain.differences) for plain in report.plain)
     counted = f"{tokens} tokens; ties: {len(ties)}; differences: {num_differences}"
     verdict = "NO" if num_differences else "yes"
@@ -91,7 +91,7 @@ def _table(report: ParityReport, *, ascii_box: bool) -> Table:
 
 
 def plain_line(report: ParityReport, plain: Outcome) -> str:
-    """What speculative decoding without the executor makes of the first prompts."""
+    """Describe the outputs of speculative decoding without the executor."""
     runs = [outcome.results for outcome in report.outcomes if outcome.plain is plain]
     same = same_as_target_only(len(plain.differences), plain.num_ties)
     return f"{plain.variant.drafts}, {without_executor_line(plain.results, same, runs)}"
@@ -111,13 +111,13 @@ def _describe(report: ParityReport, variant: Variant, number: int, found: Diverg
 
 
 def logprobs_line(outcome: Outcome, logprobs: Sequence[LogprobComparison]) -> str:
-    """How log-probabilities of a variant compare."""
+    """Describe the comparison of a variant's log-probabilities."""
     count, gap = _compared(logprobs)
     return f"{outcome.variant.label}, {count} log-probabilities: at most {gap:.2g} apart"
 
 
 def _compared(logprobs: Sequence[LogprobComparison]) -> tuple[int, float]:
-    """How many, and the largest gap."""
+    """Return the number of compared values and the largest gap."""
     gaps = [found.largest_gap for found in logprobs]
     return sum(found.num_values for found in logprobs), max(gaps, default=0.0)
 
@@ -143,7 +143,7 @@ def _prompt(report: ParityReport, ids: Iterable[int]) -> str:
 
 
 def parity_document(report: ParityReport) -> dict[str, Any]:
-    """The whole report, ready for JSON."""
+    """Return the report as a JSON document."""
     return {
         "versions": versions(),
         "config": report.config.model_dump(mode="json"),

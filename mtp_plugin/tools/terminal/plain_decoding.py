@@ -1,5 +1,4 @@
-"""Decodes a batch's prompts once more through none of the executor: by the target alone, and with
-drafts."""
+"""Decode the prompts of a batch again without the executor: non-speculatively and with drafts."""
 
 from __future__ import annotations
 
@@ -33,27 +32,27 @@ from mtp_plugin.tools.terminal.decoding import Decoded
 from mtp_plugin.verifications import WAYS
 
 PIECE = 16
-"""Tokens that the reference decodes after a tie before they are compared again."""
+"""Number of tokens that the reference decodes after a tie before the next comparison."""
 
-PLAINLY_SPECULATED = 4
-"""Prompts that are decoded with drafts a second time, one by one."""
+REPEATED_PROMPTS = 4
+"""Number of prompts that are decoded again with drafts, one by one."""
 
 KnownTexts = dict[tuple[int, ...], list[int]]
-"""Target-only decoding of whole prompts, by the request's number and the prompt's ids."""
+"""Outputs of non-speculative decoding by (request number, prompt ids)."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """The first token of a prompt that target-only decoding did not choose."""
+    """The first output token of a prompt that differs from non-speculative decoding."""
 
     prompt: int
     """Counted from 1."""
     position: int
-    """Of the emitted token, counted from 1."""
+    """Position in the output, counted from 1."""
     token: int | None
-    """What was emitted; None: the text had ended."""
+    """The output token; None: the output had ended."""
     expected: int | None
-    """What target-only decoding chose; None: it had ended."""
+    """The token of non-speculative decoding; None: it had ended."""
 
 
 @dataclass(frozen=True)
@@ -62,27 +61,28 @@ class Comparison:
 
     differences: list[Difference]
     num_tokens: int
-    """Compared tokens."""
+    """Number of compared tokens."""
     num_equal: int
-    """Those before the first difference of their prompt."""
+    """Number of tokens before the first difference of their prompt."""
     num_ties: int
-    """Tokens that differ by no more than half precision rounds; decoding went on from them."""
+    """Number of tokens that differ only by half-precision rounding; the comparison continues from
+    them."""
 
 
 @dataclass(frozen=True)
 class PlainRun:
-    """The first prompts, drafted for and verified once more, through none of the executor."""
+    """The first prompts, decoded again with drafts and without the executor."""
 
     results: list[Decoded]
     comparison: Comparison | None
-    """With non-speculative decoding; None: sampled outputs differ by design."""
+    """Comparison with non-speculative decoding; None: sampled outputs differ by design."""
 
 
 @dataclass(frozen=True)
 class PlainDecoding:
-    """Decodes what an executor decoded, one prompt at a time, at its plainest.
+    """Decode what an executor decoded, one prompt at a time, without the executor.
 
-    The model must run with an attention of transformers' own.
+    The model must run under `transformers_attention`.
     """
 
     model: LoadedModel
@@ -90,14 +90,14 @@ class PlainDecoding:
     max_seq_len: int
     tokenizer: Tokenizer | None
     engine_seed: int = ENGINE_SEED
-    """That requests without a seed drew with."""
+    """Seed of requests without one."""
     thinking: Thinking | None = None
-    """The ids that a budget goes by."""
+    """The thinking tags, for thinking budgets."""
     known: KnownTexts = field(default_factory=dict)
-    """Kept between results; to be shared by none but those of the same params and engine seed."""
+    """Cache of outputs; may be shared only with the same params and engine seed."""
 
     def compare(self, results: Sequence[Decoded]) -> Comparison:
-        """Results compared with non-speculative decoding."""
+        """Compare results with non-speculative decoding."""
         verdicts = self.verdicts(results)
         found = [(number, verdict.difference) for number, verdict in enumerate(verdicts, 1)]
         return Comparison(
@@ -112,7 +112,7 @@ class PlainDecoding:
         )
 
     def verdicts(self, results: Sequence[Decoded], tie_ulps: float = TIE_ULPS) -> list[Verdict]:
-        """What target-only decoding says of each result."""
+        """Return the comparison of each result with non-speculative decoding."""
         oracle = Oracle(self.model)
         rule = TieRule(oracle.dtype, tie_ulps)
         verdicts = []
@@ -125,10 +125,10 @@ class PlainDecoding:
     def logprobs(
         self, results: Sequence[Decoded], mode: LogprobsMode, tie_ulps: float = TIE_ULPS
     ) -> list[LogprobComparison]:
-        """What the target says of each result's log-probabilities.
+        """Return the comparison of each result's log-probabilities with the target's.
 
         Args:
-            mode: of the log-probabilities of texts.
+            mode: whether those of output tokens are raw or processed.
         """
         oracle = Oracle(self.model)
         rule = TieRule(oracle.dtype, tie_ulps)
@@ -146,14 +146,14 @@ class PlainDecoding:
         ]
 
     def with_drafts(self, results: Sequence[Decoded], drafting: Drafting) -> list[Decoded]:
-        """The first of these prompts with drafts.
+        """Decode the first prompts with drafts.
 
         Args:
-            drafting: as the executor drafted for them.
+            drafting: the executor's draft settings.
         """
         end_ids = Oracle(self.model).end_ids
         found = []
-        for result in results[:PLAINLY_SPECULATED]:
+        for result in results[:REPEATED_PROMPTS]:
             text = Continuation(
                 result.prompt_token_ids,
                 self._text_params,
@@ -183,15 +183,15 @@ class PlainDecoding:
         return found
 
     def run_with_drafts(self, results: Sequence[Decoded], drafting: Drafting) -> PlainRun:
-        """As :meth:`with_drafts`, and compared where texts have to be target-only decoding's."""
+        """Run :meth:`with_drafts`, and compare unless sampled outputs differ by design."""
         alike = self.with_drafts(results, drafting)
-        return PlainRun(alike, None if drafting.redraws else self.compare(alike))
+        return PlainRun(alike, None if drafting.changes_output else self.compare(alike))
 
-    # ---- target-only decoding ---------------------------------------------------------------
+    # ---- non-speculative decoding ---------------------------------------------------------------
 
     @property
     def _text_params(self) -> SamplingParams:
-        """What decides the text."""
+        """The options that determine the output."""
         return replace(self.params, logprobs=None, prompt_logprobs=None, logprobs_mode=None)
 
     def _rule_of(self, result: Decoded, oracle: Oracle) -> SamplingRule:
@@ -205,7 +205,7 @@ class PlainDecoding:
         )
 
     def _continue_from(self, oracle: Oracle, result: Decoded, emitted: list[int]) -> list[int]:
-        """``emitted`` and what target-only decoding adds, up to where the text has to end."""
+        """Return ``emitted`` continued by non-speculative decoding, up to the length limit."""
         prompt = result.prompt_token_ids
         limit = self.max_seq_len - len(prompt)
         if self.params.max_new_tokens is not None:
@@ -224,7 +224,7 @@ class PlainDecoding:
             if key not in self.known:
                 self.known[key] = go_on([], limit)
             return self.known[key]
-        # after a tie in small parts, since another tie soon makes the rest useless
+        # decode in small parts after a tie, since another tie makes the rest useless
         tokens = emitted
         while True:
             upto = min(len(tokens) + PIECE, limit)
@@ -233,17 +233,17 @@ class PlainDecoding:
                 return tokens
 
 
-# --- what a config says of it ---
+# --- settings of a config ---
 
 
 def engine_seed_of(config: LLMConfig) -> int:
-    """That requests without a seed draw with."""
+    """Return the seed of requests without one."""
     speculative = config.speculative_config
     return speculative.mtp.seed if isinstance(speculative, MTPDecodingConfig) else ENGINE_SEED
 
 
 def thinking_of(config: LLMConfig, tokenizer: Tokenizer | None) -> Thinking | None:
-    """The ids that budgets of thinking go by; None: nothing says them.
+    """Return the thinking tags for thinking budgets; None if they are unknown.
 
     Raises:
         ConfigError: see `resolve_thinking_end`.
@@ -257,14 +257,14 @@ def thinking_of(config: LLMConfig, tokenizer: Tokenizer | None) -> Thinking | No
 
 
 def logprobs_mode_of(config: LLMConfig) -> LogprobsMode:
-    """What log-probabilities of texts are of."""
+    """Return whether log-probabilities of output tokens are raw or processed."""
     speculative = config.speculative_config
     return speculative.mtp.logprobs_mode if isinstance(speculative, MTPDecodingConfig) else "raw"
 
 
-def redraws(config: LLMConfig, params: SamplingParams) -> str | None:
-    """The verification method that changes sampled output but not its distribution;
-    None: it is the target's own."""
+def resampling_method(config: LLMConfig, params: SamplingParams) -> str | None:
+    """Return the verification method if it changes sampled output (not its distribution), else
+    None."""
     speculative = config.speculative_config
     if params.is_greedy or not isinstance(speculative, MTPDecodingConfig):
         return None

@@ -17,9 +17,9 @@ from mtp_plugin.requests.prompts import place_of
 from mtp_plugin.requests.tokenizer import encode
 
 BUNDLED = "prompts.json"
-"""Prompts that lie in the folder around a checkpoint."""
+"""File with prompts in the parent folder of a checkpoint."""
 STDIN_WAIT_SECONDS = 5.0
-"""How long an open pipe may stay silent before it counts as no input."""
+"""Time to wait for input from an open pipe."""
 
 STANDARD_INPUT = Path("-")
 
@@ -27,17 +27,17 @@ STANDARD_INPUT = Path("-")
 def read_prompts(
     given: Sequence[str], file: Path | None, model: Path, report: Callable[[str], None]
 ) -> list[str]:
-    """The prompts to decode: those given and those of the file, else standard input, else bundled.
+    """Return the prompts: those given and those of the file, else standard input, else bundled.
 
     Args:
         given: prompts of the command line.
         file: .txt (one prompt), .json (a list), or - for standard input (one prompt).
-        model: checkpoint directory; bundled prompts are looked for in the folder around it.
-        report: called with a line where the choice may surprise.
+        model: checkpoint directory; bundled prompts are searched for in its parent folder.
+        report: called with a line that explains an unexpected choice.
 
     Raises:
-        RequestError: a file that cannot be read, an empty prompt, or no prompt anywhere.
-        CheckpointError: an empty prompt, and the tokenizer cannot encode it.
+        RequestError: the file cannot be read, a prompt is empty, or there is no prompt.
+        CheckpointError: a prompt is empty and the tokenizer cannot encode it.
     """
     prompts = [*given, *([] if file is None else prompts_of_file(file))]
     if prompts:
@@ -55,11 +55,11 @@ def read_prompts(
 
 
 def prompts_for_comparison(given: Sequence[str], file: Path | None, model: Path) -> list[str]:
-    """Prompts given and those of the file, else the bundled ones; empty where there are none.
+    """Return the prompts given and those of the file, else the bundled ones, which may be none.
 
     Raises:
-        RequestError: a file that cannot be read, or an empty prompt.
-        CheckpointError: an empty prompt, and the tokenizer cannot encode it.
+        RequestError: the file cannot be read, or a prompt is empty.
+        CheckpointError: a prompt is empty and the tokenizer cannot encode it.
     """
     prompts = [*given, *([] if file is None else prompts_of_file(file))]
     bundled = model.parent / BUNDLED
@@ -69,11 +69,11 @@ def prompts_for_comparison(given: Sequence[str], file: Path | None, model: Path)
 
 
 def _not_empty(prompts: list[str], model: Path) -> list[str]:
-    """The prompts; one without a token is refused here, before any weight is loaded."""
+    """Refuse prompts without a token, before weights are loaded."""
     empty = [number for number, prompt in enumerate(prompts, 1) if not prompt]
     if not empty:
         return prompts
-    # some tokenizers begin every text with a token of their own
+    # some tokenizers start every prompt with a BOS token
     from mtp_plugin.executor.models import read_config, read_tokenizer
 
     tokenizer = read_tokenizer(read_config(model))
@@ -83,10 +83,10 @@ def _not_empty(prompts: list[str], model: Path) -> list[str]:
 
 
 def prompts_of_file(file: Path) -> list[str]:
-    """The prompts of a file, or of standard input.
+    """Return the prompts of a file, or of standard input.
 
     Raises:
-        RequestError: it cannot be read, or holds something else.
+        RequestError: the file cannot be read, or does not contain prompts.
     """
     if file == STANDARD_INPUT:
         return [_read_stdin()]
@@ -95,7 +95,7 @@ def prompts_of_file(file: Path) -> list[str]:
             f"prompt file {file}: expected .txt (one prompt), .json (a list) or - (standard input)"
         )
     try:
-        # no newline is translated: the prompt is the file's text, but for a byte-order mark
+        # keep newlines; drop a byte-order mark
         text = read_bounded(file).decode("utf-8-sig")
     except FileNotFoundError:
         raise RequestError(f"prompt file {file}: no such file") from None
@@ -122,7 +122,7 @@ def _prompt_of(item: Any, where: str) -> str:
 
 
 def _piped_text(report: Callable[[str], None]) -> str:
-    """What was piped in; empty where nothing was."""
+    """Return the text piped to standard input, or an empty string."""
     stdin = sys.stdin
     if stdin is None or stdin.closed or stdin.isatty():
         return ""

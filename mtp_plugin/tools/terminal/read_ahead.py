@@ -1,4 +1,4 @@
-"""Weights are read from disk while Python still imports."""
+"""Read weights from disk while Python still imports modules."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ def read_ahead(checkpoint: str | Path) -> Thread | None:
     """Start reading a checkpoint's weights into the page cache in the background.
 
     Returns:
-        The thread, which need not be joined; None: the system has no such hints.
+        The thread, which need not be joined; None if the system does not support it.
     """
     if not hasattr(os, "posix_fadvise"):
         return None
-    thread = Thread(target=_ask, args=(Path(checkpoint),), daemon=True, name="read ahead")
+    thread = Thread(target=_prefetch, args=(Path(checkpoint),), daemon=True, name="read ahead")
     thread.start()
     return thread
 
 
-def _ask(checkpoint: Path) -> None:
-    # errors of a file are reported when it is loaded
+def _prefetch(checkpoint: Path) -> None:
+    # loading reports errors
     with suppress(OSError, ValueError):
         for file in sorted(checkpoint.glob("*.safetensors")):
             if not file.is_file():

@@ -1,4 +1,4 @@
-"""The end of ``generate``: a table and a line, or one JSON document."""
+"""The results of ``generate``: a table and a summary, or a JSON document."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from mtp_plugin.tools.terminal.decoding import BatchRun, Decoded, merged
 from mtp_plugin.tools.terminal.plain_decoding import Comparison, Difference, PlainRun
 
 SHOWN_LOGPROBS = 10
-"""Tokens of a prompt, and of a text, whose log-probabilities are shown in a terminal."""
+"""Number of tokens per prompt and output whose log-probabilities are printed."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that ``generate`` found out."""
+    """Results of ``generate``."""
 
     config: LLMConfig
     max_draft_len: int
@@ -39,17 +39,17 @@ class Report:
     """The same executor without drafts; None if it was not requested or is `run` itself."""
     comparison: Comparison | None
     run_without_executor: PlainRun | None
-    """None: that was not done."""
+    """None: not run."""
     tokenizer: Tokenizer | None
 
     @property
     def label(self) -> Label | None:
-        """What must be said of the text; None: it is the target's own."""
+        """Note about the output; None: it is the target's own."""
         return self.run.acceptance.label
 
     @property
     def exit_code(self) -> int:
-        """`DIFFERENT` where a text is not what it has to be."""
+        """`DIFFERENT` if an output is not identical to the reference."""
         if self.label is not None:
             return OK
         plain = None if self.run_without_executor is None else self.run_without_executor.comparison
@@ -78,7 +78,7 @@ def show_report(report: Report, console: OutputConsole) -> None:
 
 
 def headline(report: Report) -> str | None:
-    """The speed-up and whether the output is identical; None without a timed run without MTP."""
+    """Return the speed-up and whether outputs are identical; None without a run without MTP."""
     if report.run_without_mtp is None or not report.run_without_mtp.tokens_per_second:
         return None
     ratio = report.run.tokens_per_second / report.run_without_mtp.tokens_per_second
@@ -95,8 +95,7 @@ def headline(report: Report) -> str | None:
 
 
 def logprob_lines(results: Sequence[Decoded], tokenizer: Tokenizer | None) -> Iterator[str]:
-    """Log-probabilities of the first tokens, with ranks: of each and of the most likely ones at
-    it."""
+    """Yield the log-probabilities and ranks of the first tokens and their top-k tokens."""
     for number, result in enumerate(results, 1):
         for whose, logprobs in (("prompt", result.prompt_logprobs), ("text", result.logprobs)):
             if logprobs is None:
@@ -142,7 +141,7 @@ def _table(report: Report, *, ascii_box: bool) -> Table:
 
 
 def comparison_lines(report: Report) -> list[str]:
-    """What target-only decoding says, one line, and one per difference."""
+    """Return the result of the comparison with non-speculative decoding, and its differences."""
     comparison = report.comparison
     if comparison is None:
         return []
@@ -161,8 +160,8 @@ def comparison_lines(report: Report) -> list[str]:
 
 
 def without_executor_lines(report: Report, plain: PlainRun) -> list[str]:
-    """What the same drafts make of the first prompts without the executor, one line, and one per
-    difference from target-only decoding."""
+    """Return a summary of decoding with the same drafts without the executor, and its differences
+    from non-speculative decoding."""
     results, found = report.run.results, plain.comparison
     if found is None:
         same = same_texts(results, plain.results, report.dtype)
@@ -178,7 +177,7 @@ def without_executor_lines(report: Report, plain: PlainRun) -> list[str]:
 def without_executor_line(
     alike: Sequence[Decoded], same: str, runs: Iterable[Sequence[Decoded]]
 ) -> str:
-    """How the first prompts were decoded without the executor."""
+    """Return a summary of the first prompts, decoded without the executor."""
     count = len(alike)
     lengths = [f"{merged(results[:count]).acceptance_length:.2f}" for results in (alike, *runs)]
     which = "prompt 1" if count == 1 else f"prompts 1-{count}"
@@ -190,7 +189,7 @@ def without_executor_line(
 
 
 def same_as_target_only(num_differences: int, num_ties: int) -> str:
-    """How texts compare with those of target-only decoding."""
+    """Describe the comparison with non-speculative decoding."""
     ties = f", {num_ties} rounding ties" if num_ties else ""
     if num_differences:
         return f"another text of {num_differences} than target-only decoding{ties}"
@@ -198,11 +197,11 @@ def same_as_target_only(num_differences: int, num_ties: int) -> str:
 
 
 def same_texts(results: Sequence[Decoded], alike: Sequence[Decoded], dtype: str) -> str:
-    """How sampled outputs compare that non-speculative decoding does not produce."""
+    """Describe the comparison of sampled outputs that differ from non-speculative decoding."""
     others = len(alike) - _num_equal_texts(results, alike)
     if not others:
         return "the executor's text"
-    why = "" if dtype == "float32" else f", as rounding in {dtype} may draw"
+    why = "" if dtype == "float32" else f", as rounding in {dtype} may cause"
     return f"another text of {others} than the executor{why}"
 
 
@@ -220,7 +219,7 @@ def _describe(difference: Difference, tokenizer: Tokenizer | None) -> str:
 
 
 def spelled(token: int | None, tokenizer: Tokenizer | None) -> str:
-    """A token's id and text; None: the text had ended."""
+    """Return a token's id and text; None is the end of the output."""
     if token is None:
         return "the end"
     if tokenizer is None:
@@ -232,7 +231,7 @@ def spelled(token: int | None, tokenizer: Tokenizer | None) -> str:
 
 
 def report_document(report: Report) -> dict[str, Any]:
-    """The whole report, ready for JSON."""
+    """Return the report as a JSON document."""
     results = zip(report.prompts, report.run.results, strict=True)
     return {
         "versions": versions(),
@@ -254,7 +253,7 @@ def report_document(report: Report) -> dict[str, Any]:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the package and its dependencies."""
+    """Return the versions of the package and its dependencies."""
     found = {"mtp_plugin": __version__, "python": platform.python_version()}
     return {**found, **{name: version(name) for name in ("torch", "transformers")}}
 
@@ -273,7 +272,7 @@ def _result_document(prompt: str, result: Decoded, max_draft_len: int) -> dict[s
 
 
 def _logprobs_document(logprobs: Sequence[TokenLogprobs | None] | None) -> list[Any] | None:
-    """Of every token itself, then of the most likely tokens."""
+    """Return the entries of every token: its own, then the top-k tokens."""
     if logprobs is None:
         return None
     return [
@@ -291,7 +290,7 @@ def _logprobs_document(logprobs: Sequence[TokenLogprobs | None] | None) -> list[
 
 
 def json_number(value: float) -> float | None:
-    """None: none that JSON has, as of what cannot be."""
+    """Return the number, or None if JSON cannot represent it."""
     return value if math.isfinite(value) else None
 
 
@@ -351,7 +350,7 @@ def _without_executor_document(report: Report) -> dict[str, Any] | None:
 def without_executor_document(
     results: Sequence[Decoded], alike: Sequence[Decoded]
 ) -> dict[str, Any]:
-    """The first results and those of the same drafts without the executor, for JSON."""
+    """Return the comparison with the same drafts without the executor, for JSON."""
     return {
         "num_prompts": len(alike),
         "num_equal_texts": _num_equal_texts(results, alike),

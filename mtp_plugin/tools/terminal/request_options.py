@@ -1,4 +1,4 @@
-"""Options of a request as a command line has them."""
+"""Build request options from command-line arguments."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ def sampling_params(
     """Build the options of a request.
 
     Args:
-        flags: options with a flag of their own, by name.
-        others: ``NAME=VALUE``, of any other option, the value as YAML files have it.
-        presumed: of flags that were left at None, where no other name of the option is given.
+        flags: options that have a flag, by name.
+        others: any other options as ``NAME=VALUE``, with the value in YAML syntax.
+        presumed: defaults of flags that are None, unless another name of the option is given.
 
     Raises:
-        RequestError: one is no such text, is given twice or has a flag; or as of `SamplingParams`.
+        RequestError: an option has the wrong form, is given twice or has a flag; or as for
+            `SamplingParams`.
     """
     values: dict[str, Any] = {}
     for text in others:

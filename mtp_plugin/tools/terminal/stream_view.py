@@ -1,4 +1,4 @@
-"""Streams the outputs of a batch to the console, with accepted drafts in color."""
+"""Stream the outputs of a batch to the console, with accepted drafts in color."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ PROMPT_TAIL = 600
 
 
 class StreamView:
-    """Shows one output after the other, in the order of the prompts, while all run in one batch.
+    """Show the outputs of a batch one after another, in the order of the prompts.
 
-    The first unfinished output is live. The others are buffered, and shown when those before them
-    have finished.
+    The first unfinished output is streamed. The others are buffered until those before them have
+    finished.
 
     Args:
         console: where to write.
         prompts: shown above each output.
-        marks: put accepted drafts between marks where the console has no colors; None: if it is
-            a terminal.
+        marks: put accepted drafts between marks if the console has no colors; None: only in a
+            terminal.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class StreamView:
         self._flush()
 
     def close(self) -> None:
-        """End an unfinished line."""
+        """Finish the current line."""
         if self._current < len(self._prompts) and self._started:
             self._end_draft()
             self._end_line()

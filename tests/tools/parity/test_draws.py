@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.infer import SamplingRule
 from mtp_plugin.requests.options import SamplingParams
-from mtp_plugin.tools.parity import gap_of_draw
+from mtp_plugin.tools.parity import gap_of_sampled_token
 
 VOCAB = 12
 OPTIONS = st.fixed_dictionaries(
@@ -37,9 +37,9 @@ def test_a_row_that_is_a_little_off_draws_what_is_that_near(options, rng, gap) -
     rule, torch_rng = rule_of(**options), torch.Generator().manual_seed(rng)
     row = torch.randn(VOCAB, generator=torch_rng)
     off = (torch.rand(VOCAB, generator=torch_rng) - 0.5) * gap * options["temperature"]
-    assert gap_of_draw(rule, row, [], rule.choose(row, [])) == 0.0
+    assert gap_of_sampled_token(rule, row, [], rule.choose(row, [])) == 0.0
     sampled = rule.choose(row + off, [])
-    assert gap_of_draw(rule, row, [], sampled) <= gap + 1e-5
+    assert gap_of_sampled_token(rule, row, [], sampled) <= gap + 1e-5
 
 
 def test_without_cuts_it_is_the_lead() -> None:
@@ -47,7 +47,7 @@ def test_without_cuts_it_is_the_lead() -> None:
     noisy = (row - row.max()) / 0.5 + rule.noise([], VOCAB)
     for token in range(VOCAB):
         expected = float(noisy.max() - noisy[token])
-        assert gap_of_draw(rule, row, [], token) == pytest.approx(expected, abs=1e-6)
+        assert gap_of_sampled_token(rule, row, [], token) == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_outside_a_cut_it_is_the_way_to_it(options, distance) -> None:
     row = torch.tensor([0.0, -1.25, -1.5])
     rules = (rule_of(**options, seed=seed) for seed in range(1000))
     rule = next(rule for rule in rules if int((row + rule.noise([], 3)).argmax()) == 2)
-    assert gap_of_draw(rule, row, [], 2) == pytest.approx(distance, abs=1e-6)
+    assert gap_of_sampled_token(rule, row, [], 2) == pytest.approx(distance, abs=1e-6)
 
 
 def test_what_a_cut_may_leave_out_is_in_the_way_by_its_distance_from_it() -> None:
@@ -77,7 +77,7 @@ def test_what_a_cut_may_leave_out_is_in_the_way_by_its_distance_from_it() -> Non
     noisy = ((rule, row + rule.noise([], 3)) for rule in rules)
     rule = next(rule for rule, scores in noisy if scores[1] > scores[0] + 1 > scores[2] + 2)
     assert rule.choose(row, []) == 1
-    assert gap_of_draw(rule, row, [], 0) == pytest.approx(0.125, abs=1e-6)
+    assert gap_of_sampled_token(rule, row, [], 0) == pytest.approx(0.125, abs=1e-6)
 
 
 def test_a_score_that_comes_to_another_rank_may_leave_the_share() -> None:
@@ -87,9 +87,9 @@ def test_a_score_that_comes_to_another_rank_may_leave_the_share() -> None:
     noisy = ((rule, row + rule.noise([], 3)) for rule in rules)
     rule = next(rule for rule, scores in noisy if scores[0] > scores[1] + 1)
     assert rule.choose(row, []) == 0
-    assert gap_of_draw(rule, row, [], 1) == pytest.approx(0.125, abs=1e-6)
+    assert gap_of_sampled_token(rule, row, [], 1) == pytest.approx(0.125, abs=1e-6)
 
 
 def test_ids_that_are_never_written_are_infinitely_far() -> None:
     rule = rule_of(bad_token_ids=[3])
-    assert gap_of_draw(rule, torch.zeros(VOCAB), [], 3) == math.inf
+    assert gap_of_sampled_token(rule, torch.zeros(VOCAB), [], 3) == math.inf

@@ -1,4 +1,4 @@
-"""How much a row of logits must change for another token to be sampled from it."""
+"""How far a row of logits is from sampling another token."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from mtp_plugin.infer import SamplingRule
 
 
-def gap_of_draw(
+def gap_of_sampled_token(
     sampling: SamplingRule, logits: torch.Tensor, output: Sequence[int], token: int
 ) -> float:
     """Return the smallest score gap that must close for ``token`` to be sampled; 0.0 if it is.
 
-    Scores are logits over the temperature. A token with a higher noisy score prevents it by
-    its lead, or by its distance from the cut that might leave it out; a token outside the cuts has
-    its own distance to go.
+    Scores are logits divided by the temperature. A token with a higher noisy score is overtaken
+    when its lead closes, or when it falls out of the kept tokens, whichever is closer; a token that
+    is truncated must in addition close its own distance to the kept tokens.
 
     Args:
         logits: the raw row [V] after ``output``.
@@ -32,7 +32,7 @@ def gap_of_draw(
 
 
 def _margins(sampling: SamplingRule, scores: torch.Tensor) -> torch.Tensor:
-    """[V] float64: how far each id is inside the cuts, below 0 outside."""
+    """[V] float64: distance of each id to the truncation threshold, negative if truncated."""
     params, size = sampling.params, len(scores)
     ordered, order = scores.sort(descending=True, stable=True)
     ranks = torch.arange(size)
@@ -53,14 +53,18 @@ def _margins(sampling: SamplingRule, scores: torch.Tensor) -> torch.Tensor:
 
 
 def _margins_of_share(ordered: torch.Tensor, ahead: torch.Tensor, top_p: float) -> torch.Tensor:
-    """[V]: of scores in descending order, and the share of the weight ahead of each.
+    """Return the distances [V] to the top-p threshold.
 
-    A score changes sides when it comes to another rank and that rank changes sides: the chance of
-    what is ahead of it move by as much as scores do, so those gaps compare.
+    A score crosses the threshold when it reaches another rank and that rank crosses: the log-odds
+    of the probability mass before a rank change by as much as scores do, so both gaps compare.
+
+    Args:
+        ordered: scores in descending order.
+        ahead: share of the probability mass before each.
     """
     limit = torch.tensor(top_p).double()
-    rest = limit.logit() - ahead.logit()  # of the rank: falling, below 0 outside
-    # the first rank that is farther by its score than by its share
+    rest = limit.logit() - ahead.logit()  # of the rank: decreasing, negative if truncated
+    # the first rank with a larger distance by score than by mass
     rank = torch.searchsorted(-(ordered + rest), -ordered)
     following, before = rank.clamp(max=len(ordered) - 1), (rank - 1).clamp(min=0)
     way = torch.where(rank < len(ordered), ordered - ordered[following], torch.inf)
