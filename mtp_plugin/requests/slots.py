@@ -86,4 +86,7 @@ class SlotSource(Protocol):
 def slot_or_sentinel(slots: SlotSource, request_id: int, sentinel: int) -> int | None:
     """The request's slot; of an id that pads a graph, the sentinel; None: it has none."""
     slot = slots.get_slot(request_id)
-    return sentinel if slot is None and is_graph_dummy_id(request_id) else slot
+    if slot is not None:
+        return slot
+    number = expect_int("request_id", request_id, error=MetadataError)
+    return sentinel if is_graph_dummy_id(number) else None

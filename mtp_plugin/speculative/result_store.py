@@ -10,6 +10,7 @@ import torch
 from torch.nn.functional import pad
 
 from mtp_plugin.errors import ExecutorError
+from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
 from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK
 
 
@@ -65,10 +66,18 @@ class ResultStore:
 
         Raises:
             ExecutorError: a tensor is missing.
+            TensorContractError: a tensor that is not integer or has another shape.
         """
         lens, drafts = host.new_tokens_lens, host.next_draft_tokens
         if lens is None or drafts is None:
             raise ExecutorError("update_requests: the sample state holds no lengths or no drafts")
+        for name, value, shape in (
+            ("new_tokens", host.new_tokens, ("k+1", "S", 1)),
+            ("new_tokens_lens", lens, ("S",)),
+            ("next_draft_tokens", drafts, ("S", "K")),
+            ("status", lens if host.status is None else host.status, ("S",)),
+        ):
+            expect_tensor(f"sample state, {name}", value, dtype=INTEGERS, shape=shape)
         draft_len = int(drafts.shape[1])
         emitted = host.new_tokens.squeeze(-1).T  # a step with fewer drafts has fewer columns
         emitted = pad(emitted, (0, draft_len + 1 - emitted.shape[1]), value=PAD_TOKEN)

@@ -5,14 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, SupportsIndex
 
 import torch
 
-from mtp_plugin.errors import ConfigError, ExecutorError, expect
+from mtp_plugin.errors import ConfigError, ExecutorError, expect, expect_int, format_value
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.kernels.checks import AtLeast, expect_tensor
 from mtp_plugin.requests.admission import unsupported_options
-from mtp_plugin.requests.logprobs import Logprob, LogprobEntries, Logprobs
+from mtp_plugin.requests.logprobs import ENTRY_WIDTH, Logprob, LogprobEntries, Logprobs
 from mtp_plugin.requests.options import OPTIONS, unserved
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.stop_callback import StopCallback
@@ -140,13 +141,8 @@ class MTPSampler:
         **others: Any,
     ) -> None:
         refuse_unserved("MTPSampler", others)
-        expect(
-            isinstance(nextn, int) and nextn >= 0,
-            ConfigError,
-            f"MTPSampler: nextn must be an integer >= 0, got {nextn!r}",
-        )
         sizes = SamplerSizes.read(args)
-        self.draft_len = nextn
+        self.draft_len = expect_int("MTPSampler: nextn", nextn, 0, error=ConfigError)
         self.always_greedy = always_greedy
         self.served_options = OWN_OPTIONS | frozenset(served_options)
         self.refusals = refusals or (lambda _: ())
@@ -229,10 +225,12 @@ class MTPSampler:
         Raises:
             ExecutorError: no mapping, more tokens per request than the store holds, or a request
                 without a sequence slot of its own.
+            TensorContractError: a value of the mapping is not the tensor that it must be.
         """
         given = model_outputs if model_outputs is not None else outputs
-        if given is None:
-            raise ExecutorError("sample_async: expected model_outputs or outputs, got neither")
+        if not isinstance(given, Mapping):
+            got = "neither" if given is None else format_value(given)
+            raise ExecutorError(f"sample_async: expected model_outputs or outputs, got {got}")
         num_skipped = num_listed_chunks(scheduled_requests)
         contexts = list(scheduled_requests.context_requests)[num_skipped:]
         generations = list(scheduled_requests.generation_requests)
@@ -423,8 +421,11 @@ class MTPSampler:
         Raises:
             ExecutorError: with both numbers.
         """
-        drafted = int(outputs["next_draft_tokens"].shape[1])
-        drafted = max(drafted, int(outputs["new_tokens"].shape[1]) - 1)
+        drafts = expect_tensor(
+            "next_draft_tokens", outputs.get("next_draft_tokens"), shape=("R", "k")
+        )
+        tokens = expect_tensor("new_tokens", outputs.get("new_tokens"), shape=("R", "k+1"))
+        drafted = max(drafts.shape[1], tokens.shape[1] - 1)
         if drafted > self.draft_len:
             raise ExecutorError(
                 f"sample_async: the worker's step has {drafted} drafts per request, MTPSampler was "
@@ -435,15 +436,16 @@ class MTPSampler:
         if not rows:
             return
         slots = self._slots_on_device(slots_of(rows))
+        value: Callable[[str], Any] = outputs.get  # store_results checks the tensors
         store_results(
             self.store.rows,
             slots,
             ResultTensors(
-                outputs["new_tokens"],
-                outputs["next_new_tokens"],
-                outputs["next_draft_tokens"],
-                outputs["new_tokens_lens"],
-                outputs.get("status"),
+                value("new_tokens"),
+                value("next_new_tokens"),
+                value("next_draft_tokens"),
+                value("new_tokens_lens"),
+                value("status"),
             ),
             backend=self.backend,
         )
@@ -451,9 +453,11 @@ class MTPSampler:
     @staticmethod
     def _logprobs_of(rows: list[PendingRow], outputs: dict[str, Any]) -> torch.Tensor | None:
         """Start the copy of a step's log-probabilities to the host, if a request wants them."""
-        entries: torch.Tensor | None = outputs.get("logprob_entries")
+        entries = outputs.get("logprob_entries")
         if entries is None or all(row.facts.num_logprobs is None for row in rows):
             return None
+        shape = (AtLeast(len(rows)), "k+1", ENTRY_WIDTH)
+        expect_tensor("logprob_entries", entries, dtype=torch.int32, shape=shape)
         return host_copy(entries[: len(rows)])
 
     def _slots_on_device(self, slots: list[int]) -> torch.Tensor:
@@ -461,7 +465,8 @@ class MTPSampler:
         if slots != self._slots:
             last = self.max_num_sequences - 1
             expect(
-                all(0 <= slot <= last for slot in slots) and len({*slots}) == len(slots),
+                all(isinstance(slot, SupportsIndex) and 0 <= slot <= last for slot in slots)
+                and len({*slots}) == len(slots),
                 ExecutorError,
                 f"sample_async: expected a sequence slot of 0..{last} for each request, "
                 f"got {slots}",

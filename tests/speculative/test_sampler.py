@@ -135,7 +135,7 @@ def test_the_device_is_found() -> None:
 
 @pytest.mark.parametrize("nextn", [-1, None, 1.5])
 def test_a_draft_length_that_cannot_be(nextn: Any) -> None:
-    with pytest.raises(ConfigError, match="nextn must be an integer >= 0"):
+    with pytest.raises(ConfigError, match="nextn: expected an integer >= 0"):
         make(nextn=nextn)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from typing_extensions import Self
 
 from mtp_plugin.config import MTPPluginOptions
-from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.errors import ConfigError, expect, expect_int
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.thinking import (
     NO_TOKEN,
@@ -119,12 +119,16 @@ class SamplerSizes:
         """Read the fields of any object that has them.
 
         Raises:
-            ConfigError: there is more than one beam.
+            ConfigError: there is more than one beam, or a size is no integer of 1 or more.
         """
         beams = getattr(args, "max_beam_width", None)
         if beams not in (None, 1):
             raise ConfigError(f"MTPSampler: max_beam_width must be 1 with speculation, got {beams}")
-        return cls(int(args.max_num_sequences), int(args.max_seq_len))
+        sizes = (
+            expect_int(f"MTPSampler: {name}", getattr(args, name, None), 1, error=ConfigError)
+            for name in ("max_num_sequences", "max_seq_len")
+        )
+        return cls(*sizes)
 
 
 def read_reasons(reasons: Any) -> dict[FinishReason, Any]:

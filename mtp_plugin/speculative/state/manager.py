@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError, expect
+from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError, expect, expect_int
+from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
 from mtp_plugin.requests.columns import NO_ROW, NO_TOKEN, POOL_ROWS, REQUEST_COLUMNS, TableColumns
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, OPTIONS
 from mtp_plugin.requests.seeds import ENGINE_SEED
@@ -83,20 +84,22 @@ class SlotStateManager:
         thinking_end: ThinkingEnd | None = None,
         engine_seed: int = ENGINE_SEED,
     ) -> None:
-        self._expect_size("max_num_requests", max_num_requests)
+        max_num_requests = self._expect_size("max_num_requests", max_num_requests)
         self.thinking_end = thinking_end
         self.max_num_requests = max_num_requests
         self.device = _device(device)
         self.modes = tuple(modes)
         self.engine_seed = engine_seed
-        sequences = num_seq_slots if num_seq_slots is not None else 2 * max_num_requests
+        sequences = 2 * max_num_requests
+        if num_seq_slots is not None:
+            sequences = self._expect_size("num_seq_slots", num_seq_slots)
         self.slot_manager = SlotManager(
             max(sequences, max_num_requests) + ATTENTION_DP_DUMMIES + max_num_requests
         )
         self.sentinel_slot = self.slot_manager.max_num_requests
         self.edit_rows: EditRows | None = None
         if vocab_size is not None:
-            self._expect_size("vocab_size", vocab_size)
+            vocab_size = self._expect_size("vocab_size", vocab_size)
             self.edit_rows = EditRows(max_num_requests + 1, vocab_size, self.device)
         columns = [column for mode in self.modes for column in mode.columns]
         self.table = SlotTable(self.num_rows, columns, self.device)
@@ -164,6 +167,7 @@ class SlotStateManager:
 
     def _admit(self, request: SpecRequest) -> tuple[int, dict[str, Any], RequestFacts]:
         """Allocate a slot; return it with its values and the options of the request."""
+        expect_int("request_id", request.request_id, error=MetadataError)
         facts = read_request(request)
         if self.always_greedy:
             facts = facts.without(_SAMPLING_OPTIONS)
@@ -258,9 +262,13 @@ class SlotStateManager:
         """Allocate slots for warm-up and attention-DP dummies.
 
         Graph-padding ids share the sentinel slot.
+
+        Raises:
+            MetadataError: an id is no integer.
         """
         fresh: dict[int, SlotValues] = {}
-        for request_id in request_ids:
+        for given in request_ids:
+            request_id = expect_int("add_dummy_requests: request id", given, error=MetadataError)
             if is_graph_dummy_id(request_id):
                 self.slot_manager.remove_slot(request_id)
             else:
@@ -299,7 +307,12 @@ class SlotStateManager:
         return slot
 
     def slot_rows(self, slot_ids: torch.Tensor) -> SlotRows:
-        """Return the state of a step's requests; ``slot_ids`` is [R] int64."""
+        """Return the state of a step's requests; ``slot_ids`` is [R] int64.
+
+        Raises:
+            TensorContractError: ``slot_ids`` is no integer vector.
+        """
+        expect_tensor("slot_ids", slot_ids, dtype=INTEGERS, shape=("R",))
         if self.edit_rows is None:
             return self.table.rows_of(slot_ids)
         return self.table.rows_of(slot_ids, self.edit_rows.pools, self.edit_rows.bans)
@@ -401,12 +414,8 @@ class SlotStateManager:
         shape = (self.num_rows, per_slot, vocab_size or 0)
         return torch.zeros(shape, dtype=torch.float32, device=self.device)
 
-    def _expect_size(self, name: str, value: int) -> None:
-        expect(
-            isinstance(value, int) and value >= 1,
-            ConfigError,
-            f"{type(self).__name__}: {name} must be an integer >= 1, got {value!r}",
-        )
+    def _expect_size(self, name: str, value: int) -> int:
+        return expect_int(f"{type(self).__name__}: {name}", value, 1, error=ConfigError)
 
     def _reset(self, slots: Mapping[int, SlotValues]) -> None:
         """Write the rows of newly allocated slots."""
@@ -437,8 +446,9 @@ class MTPHiddenStatesManager(SlotStateManager):
         thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
 
     Raises:
-        ConfigError: K or a size below 1, or relaxed acceptance without two thinking tokens, or an
-            argument of a host that this version does not serve, as ``sa_manager``.
+        ConfigError: K or a size below 1, a dtype that is not floating-point, relaxed acceptance
+            without two thinking tokens, or an argument of a host that this version does not serve,
+            as ``sa_manager``.
     """
 
     def __init__(
@@ -456,7 +466,12 @@ class MTPHiddenStatesManager(SlotStateManager):
     ) -> None:
         refuse_unserved("MTPHiddenStatesManager", others)
         options = DecodingOptions.read(config, thinking_tokens=thinking_tokens)
-        self._expect_size("hidden_size", hidden_size)
+        hidden_size = self._expect_size("hidden_size", hidden_size)
+        expect(
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point,
+            ConfigError,
+            f"MTPHiddenStatesManager: dtype: expected a floating-point torch.dtype, got {dtype!r}",
+        )
         modes = make_modes(options, _device(device))
         super().__init__(
             modes,

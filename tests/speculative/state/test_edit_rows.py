@@ -513,7 +513,7 @@ def test_a_manager_that_knows_no_vocabulary(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("vocab_size", [0, -1, 2.5, "70"])
 def test_a_vocabulary_that_cannot_be(vocab_size: Any) -> None:
-    with pytest.raises(ConfigError, match="vocab_size must be an integer >= 1, got"):
+    with pytest.raises(ConfigError, match="vocab_size: expected an integer >= 1, got"):
         managed(vocab_size=vocab_size)
 
 

@@ -103,8 +103,13 @@ def test_live_and_in_flight_hold_slots_together() -> None:
     [
         (SimpleNamespace(), 4, 2, "gives no max_draft_len and no num_nextn_predict_layers"),
         (SimpleNamespace(max_draft_len=0), 4, 2, "max_draft_len: expected an integer >= 1, got 0"),
-        (SimpleNamespace(max_draft_len=1), 0, 2, "hidden_size must be an integer >= 1, got 0"),
-        (SimpleNamespace(max_draft_len=1), 4, 0, "max_num_requests must be an integer >= 1, got 0"),
+        (SimpleNamespace(max_draft_len=1), 0, 2, "hidden_size: expected an integer >= 1, got 0"),
+        (
+            SimpleNamespace(max_draft_len=1),
+            4,
+            0,
+            "max_num_requests: expected an integer >= 1, got 0",
+        ),
     ],
 )
 def test_sizes_that_cannot_be(
@@ -122,7 +127,9 @@ def test_a_manager_of_slots_alone() -> None:
     assert manager.table.rows.shape == (manager.num_rows, manager.table.columns.width)
     assert manager.bytes_per_slot() == 4 * manager.table.columns.width
     assert not any(isinstance(value, torch.Tensor) for value in vars(manager).values())
-    with pytest.raises(ConfigError, match="SlotStateManager: max_num_requests must be an integer"):
+    with pytest.raises(
+        ConfigError, match="SlotStateManager: max_num_requests: expected an integer"
+    ):
         SlotStateManager(modes, 0, device="cpu")
 
 
