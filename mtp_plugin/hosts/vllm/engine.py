@@ -64,10 +64,12 @@ class RowOps:
                 of each row's token.
 
         Returns:
-            [N] int32; -1 for a row without finite value.
+            [N] int32, valid token ids; 0 for a row without finite value, since a request that gets
+            no token would never end in vLLM.
         """
         rows = LogitRows(0, 1, positions)
-        return sample_tokens(logits, rows, self.slots.of(indices), backend=self.backend)
+        tokens = sample_tokens(logits, rows, self.slots.of(indices), backend=self.backend)
+        return tokens.clamp_min(0)
 
     def sample_drafts(
         self, logits: torch.Tensor, indices: torch.Tensor, positions: torch.Tensor, column: int

@@ -1,0 +1,146 @@
+"""Batches of logit rows as vLLM lays them out, and the expected result of verifying them."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from mtp_plugin.hosts.vllm.engine import RowOps
+from mtp_plugin.hosts.vllm.request_slots import RequestSlots
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.columns import Number
+from mtp_plugin.speculative.step import Accepted
+from tests.speculative.ops.on_device import DEVICE, vector
+
+VOCAB = 61
+NUM_DRAFTS = 3
+NUM_SLOTS = 12
+
+SAMPLING: tuple[Mapping[str, Number], ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.3, "top_k": 5},
+    {"temperature": 0.9, "top_k": 20, "top_p": 0.8, "min_p": 0.05},
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Requests with 1 to K+1 rows each; all lists are per request."""
+
+    indices: list[int]  # request state indices
+    drafts: list[list[int]]
+    positions: list[int]  # of the first row
+    logits: torch.Tensor  # [N, V], rows of a request next to each other
+
+    @property
+    def sizes(self) -> list[int]:
+        return [len(drafts) + 1 for drafts in self.drafts]
+
+    @property
+    def first_rows(self) -> list[int]:
+        return [sum(self.sizes[:request]) for request in range(len(self.sizes) + 1)]
+
+    def expanded(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Request state index and position of every row."""
+        indices, positions = [], []
+        for index, position, size in zip(self.indices, self.positions, self.sizes, strict=True):
+            indices += [index] * size
+            positions += range(position, position + size)
+        return vector(indices), vector(positions)
+
+    def input_ids(self) -> torch.Tensor:
+        """The input token of every row; the first of a request is no draft."""
+        return vector(
+            [token for drafts in self.drafts for token in (7, *drafts)], dtype=torch.int32
+        )
+
+    def of(self, requests: Sequence[int]) -> Batch:
+        """Some of the requests, in the given order."""
+        first, sizes = self.first_rows, self.sizes
+        rows = [row for r in requests for row in range(first[r], first[r] + sizes[r])]
+        return Batch(
+            [self.indices[r] for r in requests],
+            [self.drafts[r] for r in requests],
+            [self.positions[r] for r in requests],
+            self.logits[rows],
+        )
+
+
+def make_ops(
+    backend: Backend,
+    num_drafts: int = NUM_DRAFTS,
+    rates: list[float] | None = None,
+    seeds: Mapping[int, int] | None = None,
+) -> RowOps:
+    """Ops with `NUM_SLOTS` requests; slot i has the options ``SAMPLING[i % 5]``."""
+    slots = RequestSlots(NUM_SLOTS, DEVICE)
+    for index in range(NUM_SLOTS):
+        seed = (seeds or {}).get(index, 1000 + index)
+        slots.stage(index, SAMPLING[index % len(SAMPLING)], seed)
+    slots.apply()
+    return RowOps(slots, num_drafts, backend, rates)
+
+
+def make_batch(seed: int, sizes: Sequence[int]) -> Batch:
+    """Requests with ``sizes`` rows at random slots and positions; drafts are still to be set."""
+    rng = random.Random(seed)
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(sum(sizes), VOCAB, generator=generator).mul(3).to(DEVICE)
+    return Batch(
+        rng.sample(range(NUM_SLOTS), len(sizes)),
+        [[0] * (size - 1) for size in sizes],
+        [rng.randrange(2**20) for _ in sizes],
+        logits,
+    )
+
+
+def with_drafts(batch: Batch, choices: Sequence[int], seed: int) -> Batch:
+    """Return ``batch`` with drafts of which most equal the sampled tokens."""
+    rng = random.Random(seed)
+    drafts = []
+    for first, size in zip(batch.first_rows, batch.sizes, strict=False):
+        drafts.append(
+            [
+                rng.choice([choices[row]] * 5 + [rng.randrange(VOCAB), -1])
+                for row in range(first, first + size - 1)
+            ]
+        )
+    return Batch(batch.indices, drafts, batch.positions, batch.logits)
+
+
+def sample(ops: RowOps, batch: Batch) -> torch.Tensor:
+    return ops.sample(batch.logits, *batch.expanded())
+
+
+def verify(ops: RowOps, batch: Batch, choices: torch.Tensor) -> Accepted:
+    return ops.verify(
+        batch.logits,
+        batch.input_ids(),
+        choices,
+        vector(batch.first_rows, torch.int32),
+        vector(batch.indices),
+        batch.expanded()[1],
+    )
+
+
+def expected(batch: Batch, choices: Sequence[int]) -> list[list[int]]:
+    """The leading drafts of every request that equal the sampled token, and one token more."""
+    result = []
+    for first, drafts in zip(batch.first_rows, batch.drafts, strict=False):
+        accepted = 0
+        while accepted < len(drafts) and drafts[accepted] == choices[first + accepted]:
+            accepted += 1
+        result.append([int(choice) for choice in choices[first : first + accepted + 1]])
+    return result
+
+
+def output_of(accepted: Accepted) -> list[list[int]]:
+    return [
+        row[:count]
+        for row, count in zip(accepted.tokens.tolist(), accepted.num_accepted.tolist(), strict=True)
+    ]

@@ -1,0 +1,254 @@
+"""Sampling, verification and draft sampling on vLLM's ragged rows."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from mtp_plugin.hosts.vllm.engine import valid_ids
+from mtp_plugin.kernels.backend import Backend
+from tests.hosts.vllm.rows import (
+    NUM_DRAFTS,
+    NUM_SLOTS,
+    VOCAB,
+    Batch,
+    expected,
+    make_batch,
+    make_ops,
+    output_of,
+    sample,
+    verify,
+    with_drafts,
+)
+from tests.speculative.ops.on_device import DEVICE, vector
+
+BACKENDS = pytest.mark.parametrize("backend", Backend)
+SHAPES = {
+    "uniform": [4, 4, 4, 4],
+    "one request": [4],
+    "ragged": [1, 4, 2, 3, 4, 1],
+    "shorter drafts": [3, 3, 3],
+    "prompts among generations": [4, 1, 4, 4, 1, 1],
+    "prompts alone": [1, 1, 1],
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("seed", range(4))
+def test_backends_and_the_expectation_agree(shape: str, seed: int) -> None:
+    batch = make_batch(seed, SHAPES[shape])
+    sampled = {backend: sample(make_ops(backend), batch).tolist() for backend in Backend}
+    choices = sampled[Backend.TORCH]
+    assert sampled[Backend.TRITON] == choices
+    batch = with_drafts(batch, choices, seed)
+    for backend in Backend:
+        accepted = verify(make_ops(backend), batch, vector(choices, torch.int32))
+        assert output_of(accepted) == expected(batch, choices)
+        assert accepted.tokens.shape == (len(batch.indices), NUM_DRAFTS + 1)
+
+
+def test_drafts_are_both_accepted_and_rejected_in_these_batches() -> None:
+    lengths = set()
+    for seed in range(4):
+        batch = make_batch(seed, SHAPES["ragged"])
+        choices = sample(make_ops(Backend.TORCH), batch).tolist()
+        lengths |= {len(tokens) for tokens in expected(with_drafts(batch, choices, seed), choices)}
+    assert lengths == {1, 2, 3, 4}
+
+
+@BACKENDS
+def test_greedy_requests_get_the_argmax(backend: Backend) -> None:
+    ops = make_ops(backend)
+    batch = make_batch(3, [2, 2, 2])
+    batch = Batch([0, 5, 10], batch.drafts, batch.positions, batch.logits)  # slots of temperature 0
+    assert sample(ops, batch).tolist() == batch.logits.argmax(1).tolist()
+
+
+@BACKENDS
+@pytest.mark.parametrize("sizes", [[4, 4], [4, 3, 1]])
+def test_placeholders_are_never_accepted(backend: Backend, sizes: list[int]) -> None:
+    ops = make_ops(backend)
+    batch = make_batch(5, sizes)
+    choices = sample(ops, batch)
+    drafts = [[-1] * (size - 1) for size in sizes]
+    batch = Batch(batch.indices, drafts, batch.positions, batch.logits)
+    accepted = verify(ops, batch, choices)
+    assert accepted.num_accepted.tolist() == [1] * len(sizes)
+    assert output_of(accepted) == [[int(choices[row])] for row in batch.first_rows[:-1]]
+
+
+@BACKENDS
+@pytest.mark.parametrize("sizes", [[4, 4, 4], [4, 1, 3]])
+def test_rows_without_finite_values_give_valid_tokens(backend: Backend, sizes: list[int]) -> None:
+    """vLLM embeds every token id, and repeats a step that gave no token for ever."""
+    ops = make_ops(backend)
+    batch = make_batch(11, sizes)
+    batch.logits[0] = float("nan")  # the first row of a request
+    batch.logits[sizes[0]] = float("-inf")
+    batch.logits[-1] = float("nan")  # the row after the last draft
+    choices = sample(ops, batch)
+    assert choices.min() >= 0
+    drafts = [
+        choices[first : first + size - 1].tolist()
+        for first, size in zip(batch.first_rows, sizes, strict=False)
+    ]
+    accepted = verify(ops, Batch(batch.indices, drafts, batch.positions, batch.logits), choices)
+    assert accepted.num_accepted.min() >= 1
+    for tokens in output_of(accepted):
+        assert all(0 <= token < VOCAB for token in tokens)
+    assert valid_ids(accepted.tokens).min() >= 0
+
+
+@BACKENDS
+def test_valid_rows_next_to_rows_without_finite_values_are_unchanged(backend: Backend) -> None:
+    ops = make_ops(backend)
+    batch = make_batch(11, [4, 2, 3])
+    before = sample(ops, batch)
+    batch.logits[4:6] = float("nan")
+    after = sample(ops, batch)
+    assert after[:4].tolist() == before[:4].tolist()
+    assert after[6:].tolist() == before[6:].tolist()
+
+
+@BACKENDS
+@pytest.mark.parametrize("column", range(NUM_DRAFTS))
+def test_drafts_have_the_noise_of_the_row_that_verifies_them(backend: Backend, column: int) -> None:
+    """With equal logits, the draft is the token that the target samples at that position."""
+    ops = make_ops(backend)
+    batch = make_batch(column, [1] * 8)
+    indices, positions = vector(batch.indices), vector(batch.positions)
+    drafts = ops.sample_drafts(batch.logits, indices, positions, column)
+    assert drafts.dtype == torch.int64
+    assert drafts.tolist() == ops.sample(batch.logits, indices, positions + column).tolist()
+    elsewhere = ops.sample(batch.logits, indices, positions + column + 1)
+    assert drafts.tolist() != elsewhere.tolist()
+
+
+@BACKENDS
+def test_padding_rows_of_drafts_give_valid_tokens(backend: Backend) -> None:
+    ops = make_ops(backend)
+    batch = make_batch(2, [1] * 6)
+    indices, positions = vector(batch.indices), vector(batch.positions)
+    plain = ops.sample_drafts(batch.logits, indices, positions, 0)
+    batch.logits[4:] = float("nan")
+    indices[4:] = -1
+    padded = ops.sample_drafts(batch.logits, indices, positions, 0)
+    assert padded[:4].tolist() == plain[:4].tolist()
+    assert all(0 <= token < VOCAB for token in padded.tolist())
+
+
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_index_dtypes_of_all_vllm_versions_are_accepted(
+    backend: Backend, dtype: torch.dtype
+) -> None:
+    ops = make_ops(backend)
+    batch = make_batch(2, [1] * 4)
+    indices, positions = vector(batch.indices), vector(batch.positions)
+    drafts = ops.sample_drafts(batch.logits, indices.to(dtype), positions, 1)
+    assert drafts.tolist() == ops.sample_drafts(batch.logits, indices, positions, 1).tolist()
+    choices = ops.sample(batch.logits, indices.to(dtype), positions)
+    assert choices.tolist() == ops.sample(batch.logits, indices, positions).tolist()
+
+
+@BACKENDS
+def test_a_seed_gives_the_same_tokens_in_any_batch(backend: Backend) -> None:
+    """Neither the order of rows, the size of the batch nor the slot changes a request's tokens."""
+    ops = make_ops(backend)
+    batch = make_batch(8, [4, 2, 1, 3, 4])
+    batch = with_drafts(batch, sample(ops, batch).tolist(), 8)
+    together = output_of(verify(ops, batch, sample(ops, batch)))
+    rng = random.Random(8)
+    for requests in (*([r] for r in range(5)), rng.sample(range(5), 5), rng.sample(range(5), 3)):
+        part = batch.of(requests)
+        assert output_of(verify(ops, part, sample(ops, part))) == [together[r] for r in requests]
+    moved = make_ops(backend, seeds={(index + 5) % NUM_SLOTS: 1000 + index for index in range(7)})
+    low = Batch([0, 1, 2, 3, 4], batch.drafts, batch.positions, batch.logits)
+    high = Batch([5, 6, 7, 8, 9], batch.drafts, batch.positions, batch.logits)
+    assert sample(moved, high).tolist() == sample(ops, low).tolist()
+
+
+@BACKENDS
+def test_the_number_of_drafts_does_not_change_a_seed(backend: Backend) -> None:
+    """Rows verified together give the tokens of single rows at the same positions."""
+    batch = make_batch(21, [4, 4, 4, 4, 4])
+    batch = with_drafts(batch, sample(make_ops(backend), batch).tolist(), 21)
+    ops, without_drafts = make_ops(backend), make_ops(backend, num_drafts=0)
+    output = output_of(verify(ops, batch, sample(ops, batch)))
+    indices, positions = batch.expanded()
+    single = []
+    for row in range(len(indices)):
+        one = slice(row, row + 1)
+        single += without_drafts.sample(batch.logits[one], indices[one], positions[one]).tolist()
+    for first, tokens in zip(batch.first_rows, output, strict=False):
+        assert tokens == single[first : first + len(tokens)]
+
+
+@BACKENDS
+def test_other_seeds_and_positions_give_other_tokens(backend: Backend) -> None:
+    ops = make_ops(backend)
+    flat = torch.zeros(40, VOCAB, device=DEVICE)
+    ones = torch.ones(40, dtype=torch.int64, device=DEVICE)  # slot 1: temperature 1
+    by_position = ops.sample(flat, ones, vector(range(40)))
+    assert by_position.unique().numel() > 15
+    other = make_ops(backend, seeds={1: 5})
+    assert other.sample(flat, ones, vector(range(40))).tolist() != by_position.tolist()
+
+
+@BACKENDS
+@pytest.mark.parametrize("sizes", [[4] * 10, [4, 1] * 5])
+@pytest.mark.parametrize(
+    ("rates", "output_tokens"), [([1.0, 1.0, 1.0], 4), ([1.0, 0.0, 0.0], 2), ([0.0, 0.0, 0.0], 1)]
+)
+def test_synthetic_rates_decide_whatever_the_drafts_are(
+    backend: Backend, sizes: list[int], rates: list[float], output_tokens: int
+) -> None:
+    ops = make_ops(backend, rates=rates)
+    batch = make_batch(4, sizes)
+    choices = sample(ops, batch)
+    drafts = [[1] * (size - 1) for size in sizes]  # valid ids
+    batch = Batch(batch.indices, drafts, batch.positions, batch.logits)
+    accepted = verify(ops, batch, choices)
+    assert accepted.num_accepted.tolist() == [min(output_tokens, size) for size in sizes]
+
+
+@pytest.mark.parametrize("sizes", [[4] * 12, [3, 4, 1] * 4])
+def test_synthetic_acceptance_is_alike_in_both_backends_and_any_batch(sizes: list[int]) -> None:
+    batch = make_batch(4, sizes)
+    batch = Batch(batch.indices, [[1] * (s - 1) for s in sizes], batch.positions, batch.logits)
+    rates = [0.7, 0.5, 0.3]
+    together = []
+    for backend in Backend:
+        ops = make_ops(backend, rates=rates)
+        together.append(verify(ops, batch, sample(ops, batch)).num_accepted.tolist())
+    assert together[0] == together[1]
+    assert len(set(together[0])) > 1
+    ops = make_ops(Backend.TORCH, rates=rates)
+    for request in range(len(sizes)):
+        part = batch.of([request])
+        accepted = verify(ops, part, sample(ops, part))
+        assert accepted.num_accepted.tolist() == [together[0][request]]
+
+
+def test_synthetic_rates_are_shares_of_steps() -> None:
+    ops = make_ops(Backend.TORCH, rates=[0.8, 0.5, 0.1])
+    counts = torch.zeros(NUM_DRAFTS + 1)
+    for seed in range(100):
+        batch = make_batch(seed, [4] * 10)
+        batch = Batch(batch.indices, [[1] * 3] * 10, batch.positions, batch.logits)
+        accepted = verify(ops, batch, sample(ops, batch)).num_accepted.cpu()
+        counts += torch.tensor([(accepted > i).sum() for i in range(4)])
+    shares = (counts / 1000).tolist()
+    assert shares == pytest.approx([1.0, 0.8, 0.5, 0.1], abs=0.05)
+
+
+@BACKENDS
+def test_no_op_writes_logits(backend: Backend) -> None:
+    ops = make_ops(backend)
+    batch = make_batch(9, [4, 2, 1])
+    before = batch.logits.clone()
+    verify(ops, batch, sample(ops, batch))
+    ops.sample_drafts(batch.logits, *batch.expanded(), 0)
+    assert torch.equal(batch.logits, before)
