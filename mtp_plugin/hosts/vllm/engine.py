@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.hosts.vllm.options import VllmOptions
+from mtp_plugin.hosts.vllm.precompile import Precompilation
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
 from mtp_plugin.hosts.vllm.versions import fitting_module
 from mtp_plugin.kernels.backend import Backend
@@ -24,7 +25,7 @@ from mtp_plugin.speculative.ops.synthetic_acceptance import (
     synthetic_acceptance,
     synthetic_rule,
 )
-from mtp_plugin.speculative.step import Accepted, StepLayout
+from mtp_plugin.speculative.step import Accepted, SlotRows, StepLayout
 
 _logger = logging.getLogger("vllm.mtp_plugin")
 
@@ -47,6 +48,8 @@ class RowOps:
         self.slots = slots
         self.num_drafts = num_drafts
         self.backend = backend
+        self.precompilation: Precompilation | None = None
+        """The first launch waits for it."""
         device = slots.table.device
         self._no_contexts = torch.zeros(0, dtype=torch.int32, device=device)
         self._columns = torch.arange(1, num_drafts + 1, device=device)
@@ -67,8 +70,7 @@ class RowOps:
             [N] int32, valid token ids; 0 for a row without finite value, since a request that gets
             no token would never end in vLLM.
         """
-        rows = LogitRows(0, 1, positions)
-        tokens = sample_tokens(logits, rows, self.slots.of(indices), backend=self.backend)
+        tokens = self._sample(logits, LogitRows(0, 1, positions), self.slots.of(indices))
         return tokens.clamp_min(0)
 
     def sample_drafts(
@@ -85,7 +87,13 @@ class RowOps:
         """
         rows = LogitRows(0, 1, positions, column=column)
         slots = self.slots.of_padded(indices)
-        return valid_ids(sample_tokens(logits, rows, slots, backend=self.backend))
+        return valid_ids(self._sample(logits, rows, slots))
+
+    def _sample(self, logits: torch.Tensor, rows: LogitRows, slots: SlotRows) -> torch.Tensor:
+        if self.precompilation is not None:
+            seconds, self.precompilation = self.precompilation.finish(), None
+            _logger.info("mtp_plugin waited %.1f s for its kernels to be compiled", seconds)
+        return sample_tokens(logits, rows, slots, backend=self.backend)
 
     def verify(
         self,
@@ -144,10 +152,16 @@ class Engine:
 
     Args:
         vllm_config: of the engine. sampler: vLLM's, whose request states stay in use.
+        precompilation: that the first launch waits for.
     """
 
     def __init__(
-        self, vllm_config: Any, options: VllmOptions, sampler: Any, device: torch.device
+        self,
+        vllm_config: Any,
+        options: VllmOptions,
+        sampler: Any,
+        device: torch.device,
+        precompilation: Precompilation | None = None,
     ) -> None:
         version = fitting_module()
         spec = vllm_config.speculative_config
@@ -158,6 +172,7 @@ class Engine:
             rates = list(spec.synthetic_acceptance_rates)
         backend = Backend.of(options.kernels, device)
         self.ops = RowOps(slots, num_drafts, backend, rates)
+        self.ops.precompilation = precompilation
         self.sampler = version.PluginSampler.replacing(sampler, self.ops)
         self.verifier = None
         if spec is not None:

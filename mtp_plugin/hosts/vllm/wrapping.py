@@ -21,6 +21,7 @@ _logger = logging.getLogger("vllm.mtp_plugin")
 _ORIGINAL = "_mtp_plugin_original"
 _ENGINE = "_mtp_plugin_engine"
 _ALARM = "_mtp_plugin_alarm"
+_PRECOMPILATION = "_mtp_plugin_precompilation"
 _ADMISSION = "_mtp_plugin_admission"
 
 
@@ -41,9 +42,22 @@ def _worker_init(original: Method) -> Method:
 
             fitting_module()
             wrap_worker()
+            _precompile(vllm_config, *args, **kwargs)
         return original(self, vllm_config, *args, **kwargs)
 
     return wrapper
+
+
+def _precompile(vllm_config: Any, local_rank: int = 0, *_args: Any, **_kwargs: Any) -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda() or _options(vllm_config).kernels == "reference":
+        return
+    from mtp_plugin.hosts.vllm.precompile import start
+
+    capability = current_platform.get_device_capability().to_int()
+    found = start(vllm_config, capability, is_first_rank=local_rank == 0)
+    setattr(vllm_config.model_config, _PRECOMPILATION, found)
 
 
 def _input_processor_init(original: Method) -> Method:
@@ -87,7 +101,8 @@ def _custom_sampler(original: Method) -> Method:
             return given
         from mtp_plugin.hosts.vllm.engine import Engine
 
-        engine = Engine(self.vllm_config, options, sampler, self.device)
+        precompilation = getattr(self.vllm_config.model_config, _PRECOMPILATION, None)
+        engine = Engine(self.vllm_config, options, sampler, self.device, precompilation)
         setattr(self, _ENGINE, engine)
         return engine.sampler, engine.verifier
 
