@@ -24,8 +24,9 @@ Words used in this package:
 - *ragged rows*: as many rows per generation as it has drafts, and one more, as in vLLM. Modes do
   not see them: a step has K+1 rows per generation, and ``draft_lens`` says how many drafts count.
   `ops.acceptance` takes ragged rows too.
-- `SamplingKind`: what the requests of a step need at most. GREEDY: all are greedy; SAMPLED: some
-  sample; PROCESSED: some change their logits (penalties, bias, masks, thinking budgets).
+- `SamplingKind`: what the requests of a step need at most. GREEDY: the argmax; SAMPLED: some
+  sample or return log-probabilities; PROCESSED: some change their logits (penalties, bias, masks,
+  thinking budgets).
 
 A *mode* (:class:`VerificationMode`) implements one or more verification methods. A config enables
 modes; if it enables several of the methods ``coupled``, ``rejection`` and ``block``, a request

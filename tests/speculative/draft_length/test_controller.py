@@ -143,7 +143,7 @@ def test_a_probe_that_pays_opens_for_good_and_resets_the_pause() -> None:
     assert (gate.state, gate.num_probes, gate.num_openings) == (GateState.OPEN, 2, 1)
     assert gate.acceptance_length == 3.0
     chosen = run(of, 20, {3: 1})
-    # 3 is left behind after two of four steps; then the first pause again
+    # 3 is left after two of four steps; then the first pause again
     assert chosen[: chosen.index(0)] == [3] * 3
     assert chosen[chosen.index(0) :].index(3) == 7
 
@@ -238,14 +238,14 @@ def test_a_constant_signal_never_flaps(pattern: list[int], repeats: int, thresho
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("rate", [0.47, 0.5, 0.53])
 def test_a_noisy_signal_at_the_threshold_hardly_flaps(seed: int, rate: float) -> None:
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     of = controller(
         max_draft_len=1, acceptance_window=200, acceptance_length_threshold=1.5, max_batch_size=8
     )
     for _ in range(20_000):
         length = of.choose(8)
         for _ in range(8 * length):
-            of.record(1 + (dice.random() < rate), 1)
+            of.record(1 + (rng.random() < rate), 1)
     assert of.gates[1].num_openings <= 1
 
 
@@ -328,13 +328,13 @@ def test_a_gate_against_its_story(results: list[list[int]], window: int, pause: 
     gate = LengthGate(
         3, window=window, close_below=2.0, open_at=2.5, interval=pause, max_interval=20
     )
-    story = MeanOfTheLast(window, 2.0, 2.5, pause, 20)
+    reference = MeanOfTheLast(window, 2.0, 2.5, pause, 20)
     for now, emitted in enumerate(results, 1):
-        assert gate.admits(now) == story.admits(now)
+        assert gate.admits(now) == reference.admits(now)
         for tokens in emitted:
             gate.record(tokens, now)
-            story.record(tokens, now)
-        assert gate.state.value == story.state
+            reference.record(tokens, now)
+        assert gate.state.value == reference.state
 
 
 # --- what each request may draft ---
@@ -362,8 +362,8 @@ def test_warm_requests_miss_one_step_after_a_pause() -> None:
     of = controller(max_concurrency=2)
     request, crowd = new_request(), [new_request() for _ in range(2)]
     limits = [of.plan(batch_of([request]))]
-    for beside in ([], [], crowd, crowd, [], [], []):
-        of.plan(batch_of([], [request, *beside]))
+    for others in ([], [], crowd, crowd, [], [], []):
+        of.plan(batch_of([], [request, *others]))
         limits.append(request.py_draft_state.limit)
     assert limits == [3, 3, 3, 0, 0, 0, 3, 3]
     assert request.py_draft_state.warm == 3
@@ -374,8 +374,8 @@ def test_a_shorter_step_proposes_less() -> None:
     request, other = new_request(), new_request()
     of.plan(batch_of([request]))
     limits = []
-    for beside in ([], [other], [], []):
-        of.plan(batch_of([], [request, *beside]))
+    for others in ([], [other], [], []):
+        of.plan(batch_of([], [request, *others]))
         limits.append(request.py_draft_state.limit)
     assert limits == [3, 1, 1, 3]
 
@@ -415,8 +415,8 @@ def test_shorter_steps_cool_the_deeper_layers_only(vanilla: bool, limits: list[i
     request, other = new_request(), new_request()
     of.plan(batch_of([request]))
     seen = []
-    for beside in ([other], [], []):
-        of.plan(batch_of([], [request, *beside]))
+    for others in ([other], [], []):
+        of.plan(batch_of([], [request, *others]))
         seen.append(request.py_draft_state.limit)
     assert seen == limits
 

@@ -30,34 +30,34 @@ from tests.speculative.drafting.host import (
 )
 from tests.speculative.ops.bits import same_bits
 
-Told = list[Pass | None]
-"""Per pass what a request's rows are; None where nobody reads them."""
+ExpectedPasses = list[Pass | None]
+"""Per pass a request's rows; None where they are not read."""
 
 
 def random_step(k: int, seed: int, **options: Any) -> Step:
     """Whole prompts, pieces of prompts, and turns with runs of any length."""
-    dice = random.Random(1000 * k + seed)
+    rng = random.Random(1000 * k + seed)
     pieces = options.get("look_ahead", True)
 
     def tokens(count: int) -> list[int]:
-        return [dice.randrange(1, VOCAB) for _ in range(count)]
+        return [rng.randrange(1, VOCAB) for _ in range(count)]
 
     def prompt() -> Prompt:
-        text = tokens(dice.randint(1, 3 * k + 3))
-        start = dice.randrange(len(text)) if pieces and dice.random() < 0.6 else 0
-        end = dice.randint(start + 1, len(text)) if pieces else len(text)
-        return Prompt(text, start, end, choice=dice.randrange(VOCAB))
+        text = tokens(rng.randint(1, 3 * k + 3))
+        start = rng.randrange(len(text)) if pieces and rng.random() < 0.6 else 0
+        end = rng.randint(start + 1, len(text)) if pieces else len(text)
+        return Prompt(text, start, end, choice=rng.randrange(VOCAB))
 
     def turn() -> Turn:
         drafts = tokens(k)
-        right = dice.choice([0.0, 0.7, 1.0])
-        target = [d if dice.random() < right else dice.randrange(VOCAB) for d in drafts]
-        draft_len = dice.randint(0, k) if dice.random() < 0.3 else None
-        text = tokens(dice.randint(2, 3 * k + 3))
-        return Turn(text, drafts, [*target, dice.randrange(VOCAB)], draft_len)
+        right = rng.choice([0.0, 0.7, 1.0])
+        target = [d if rng.random() < right else rng.randrange(VOCAB) for d in drafts]
+        draft_len = rng.randint(0, k) if rng.random() < 0.3 else None
+        text = tokens(rng.randint(2, 3 * k + 3))
+        return Turn(text, drafts, [*target, rng.randrange(VOCAB)], draft_len)
 
-    num_prompts = dice.randint(0, 3)
-    num_turns = dice.randint(0 if num_prompts else 1, 4)
+    num_prompts = rng.randint(0, 3)
+    num_turns = rng.randint(0 if num_prompts else 1, 4)
     return Step(
         k,
         [prompt() for _ in range(num_prompts)],
@@ -93,14 +93,14 @@ def snapshot(attn: Any) -> dict[str, Any]:
     return taken
 
 
-def assert_seen(step: Step, seen: list[Seen], told: list[Told]) -> None:
-    """Every call of a layer saw of every request what the story tells."""
+def assert_seen(step: Step, seen: list[Seen], by_request: list[ExpectedPasses]) -> None:
+    """Check that every call of a layer has the expected rows of every request."""
     clamped = not getattr(step.attn, "supports_dead_rows", False)
     for number, call in enumerate(seen):
         assert all(0 <= token < VOCAB for token in call.ids)
         assert call.seq_lens == call.host_seq_lens
         first = 0
-        for request, passes in enumerate(told):
+        for request, passes in enumerate(by_request):
             count = call.seq_lens[request]
             rows = slice(first, first + count)
             first += count
@@ -137,8 +137,8 @@ class WorkerContract:
         """How often layers are called in a step."""
         return k
 
-    def tell(self, step: Step, request: Prompt | Turn) -> Told:
-        """The story of a request."""
+    def expected_passes(self, step: Step, request: Prompt | Turn) -> ExpectedPasses:
+        """The expected passes of a request."""
         raise NotImplementedError
 
     def step(self, k: int, seed: int, **options: Any) -> Step:
@@ -172,7 +172,7 @@ class WorkerContract:
         assert {tensor.dtype for tensor in result.values()} == {torch.int32}
 
     @pytest.mark.parametrize("seed", range(25))
-    def test_the_step_is_the_story(self, k: int, seed: int) -> None:
+    def test_step_is_as_in_the_example(self, k: int, seed: int) -> None:
         """What is emitted, what is drafted, and what every pass reads on the way."""
         step = self.step(k, seed)
         layers = self.layers(k)
@@ -180,7 +180,7 @@ class WorkerContract:
         self.assert_results(step, result)
         seen = layers[0].seen if layers else []
         assert len(seen) == self.num_calls(k)
-        assert_seen(step, seen, [self.tell(step, request) for request in step.requests])
+        assert_seen(step, seen, [self.expected_passes(step, request) for request in step.requests])
 
     def assert_results(self, step: Step, result: dict[str, torch.Tensor]) -> None:
         k = step.k
@@ -194,8 +194,8 @@ class WorkerContract:
             assert all(0 <= token < VOCAB for token in following)
             if run:
                 assert following[0] == run[-1]
-                told = self.tell(step, request)
-                assert following[1:] == [p.draft for p in told if p is not None]
+                passes = self.expected_passes(step, request)
+                assert following[1:] == [p.draft for p in passes if p is not None]
 
     @pytest.mark.parametrize("attention", [Attention, KVAttention, PlainAttributes])
     @pytest.mark.parametrize("seed", range(6))
@@ -205,7 +205,7 @@ class WorkerContract:
         layers = self.layers(k)
         self.assert_results(step, self.run(step, layers))
         seen = layers[0].seen if layers else []
-        assert_seen(step, seen, [self.tell(step, request) for request in step.requests])
+        assert_seen(step, seen, [self.expected_passes(step, request) for request in step.requests])
 
     def test_one_row_of_logits_may_be_flat(self, k: int) -> None:
         step = Step(k, [Prompt([3, 4, 5], choice=6)], mode=self.mode)
@@ -231,8 +231,8 @@ class WorkerContract:
 
     # ---- requests that are special -------------------------------------------------------------
 
-    def test_absent_drafts_never_stand(self, k: int) -> None:
-        """Every draft is right; only those before draft_len stand, then the row's own choice."""
+    def test_absent_drafts_are_never_accepted(self, k: int) -> None:
+        """All drafts match; only those before draft_len are accepted, then the bonus token."""
         drafts = list(range(10, 10 + k))
         turns = [Turn([1, 2, 3], drafts, [*drafts, 30], draft_len=n) for n in range(k + 1)]
         step = Step(k, turns=turns, mode=self.mode)
@@ -250,7 +250,7 @@ class WorkerContract:
         assert result["next_new_tokens"].ge(0).all()
 
     def test_a_dead_row_fails_its_request_alone(self, k: int) -> None:
-        """Beside it everything is as without it."""
+        """Everything else is as without it."""
         drafts = list(range(10, 10 + k))
         dead_turn = Turn([7, 8, 9], drafts, [*drafts, None])
         alive = Turn([1, 2, 3], drafts, [*drafts[:-1], 30, 31][: k + 1])
@@ -283,7 +283,7 @@ class WorkerContract:
         layers = self.layers(k)
         self.assert_results(step, self.run(step, layers))
         seen = layers[0].seen if layers else []
-        assert_seen(step, seen, [self.tell(step, request) for request in step.requests])
+        assert_seen(step, seen, [self.expected_passes(step, request) for request in step.requests])
 
     # ---- what must not change ------------------------------------------------------------------
 
@@ -356,9 +356,9 @@ class WorkerContract:
     def test_another_order_of_requests(self, k: int, seed: int) -> None:
         """Permuted rows give permuted results, and the same pools."""
         step = self.step(k, seed)
-        dice = random.Random(seed)
-        prompts = dice.sample(range(len(step.prompts)), len(step.prompts))
-        turns = dice.sample(range(len(step.turns)), len(step.turns))
+        rng = random.Random(seed)
+        prompts = rng.sample(range(len(step.prompts)), len(step.prompts))
+        turns = rng.sample(range(len(step.turns)), len(step.turns))
         order = prompts + [len(prompts) + turn for turn in turns]
         other = Step(
             k,
@@ -373,7 +373,7 @@ class WorkerContract:
         for pool, same in zip(self.pools(step), self.pools(other), strict=True):
             assert same_bits(pool, same)
 
-    # ---- the door ------------------------------------------------------------------------------
+    # ---- arguments ------------------------------------------------------------------------------
 
     def test_rows_that_do_not_fit(self, k: int) -> None:
         step = self.step(k, 5)
@@ -419,7 +419,7 @@ class DraftingContract(WorkerContract):
             self.assert_results(again, self.run(again))
 
     def num_selections(self, k: int) -> int:
-        """Calls in which a layer is told which rows are read."""
+        """Number of calls with output_rows."""
         raise NotImplementedError
 
     @pytest.mark.parametrize("seed", range(6))
@@ -428,9 +428,9 @@ class DraftingContract(WorkerContract):
         layers = self.layers(k, SelectingLayer)
         self.assert_results(step, self.run(step, layers))
         seen = layers[0].seen
-        assert_seen(step, seen, [self.tell(step, request) for request in step.requests])
-        told = [call.extra["output_rows"] for call in seen if "output_rows" in call.extra]
-        assert told == [len(step.requests)] * self.num_selections(k)
+        assert_seen(step, seen, [self.expected_passes(step, request) for request in step.requests])
+        counts = [call.extra["output_rows"] for call in seen if "output_rows" in call.extra]
+        assert counts == [len(step.requests)] * self.num_selections(k)
 
     def test_a_layer_that_returns_other_rows_than_are_read(self, k: int) -> None:
         """A wrapper may inherit the promise and swallow the argument."""
@@ -447,11 +447,11 @@ class DraftingContract(WorkerContract):
         step.spec.all_rank_num_tokens = [7, 7]
         layers = self.layers(k, SelectingLayer)
         self.assert_results(step, self.run(step, layers))
-        told = [call for call in layers[0].seen if "output_rows" in call.extra]
-        assert all(call.extra.get("all_rank_num_tokens") is None for call in told)
+        calls = [call for call in layers[0].seen if "output_rows" in call.extra]
+        assert all(call.extra.get("all_rank_num_tokens") is None for call in calls)
 
-    def test_a_layer_that_leaves_a_change_behind(self, k: int) -> None:
-        """check_metadata names the field; without it nobody looks."""
+    def test_layer_that_changes_metadata_is_found(self, k: int) -> None:
+        """check_metadata names the field; without it there is no check."""
         options = SimpleNamespace(check_metadata=True)
         changes = [
             ("kv_capacity", lambda attn: attn.kv_capacity.add_(1)),

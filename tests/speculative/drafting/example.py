@@ -1,4 +1,4 @@
-"""The draft loop told over one request's tokens and numbers.
+"""The draft loop as an example of one request's tokens and numbers.
 
 A layer here is arithmetic on one row, so that every input of every pass can be worked out: states
 are whole numbers, the target's by token and position, a layer's by what the row reads.
@@ -31,7 +31,7 @@ class Row(NamedTuple):
 
     token: int
     position: int
-    state: int | None  # None: nobody reads the row's result, its state does not matter
+    state: int | None  # None: the result of the row is not read, its state does not matter
 
 
 class Pass(NamedTuple):

@@ -119,7 +119,7 @@ class LimitedAttention(KVAttention):
 
 @dataclass
 class Prompt:
-    """Rows [start, end) of a prompt; the target's choice behind them counts where they end it."""
+    """Rows [start, end) of a prompt; the target's token after them counts if they end it."""
 
     tokens: list[int]
     start: int = 0
@@ -140,7 +140,7 @@ class Prompt:
 
     @property
     def text(self) -> list[int]:
-        """Up to the token behind the chunk."""
+        """Up to the token after the chunk."""
         return self.tokens[: self.end] + (self.run if self.is_final else [self.tokens[self.end]])
 
     @property
@@ -209,7 +209,7 @@ class Step:
     padding: int = 0
     slots: list[int] | None = None  # of the requests; default: in order
     num_slots: int = 12
-    look_ahead: bool = True  # the host tells the known token behind a chunk
+    look_ahead: bool = True  # the host engine sets next_prompt_tokens
     mode: SpeculativeDecodingMode = SpeculativeDecodingMode.MTP
     draft_window: str = "exact"
 
@@ -306,7 +306,7 @@ class Step:
         return spec
 
     def inputs(self) -> dict[str, Any]:
-        """What a worker's `forward` gets beside its layers."""
+        """Arguments of a worker's `forward` without its layers."""
         return {
             "input_ids": self.input_ids,
             "position_ids": self.position_ids,
@@ -340,7 +340,7 @@ class Seen:
 
 
 class ScriptedLayer:
-    """The story's arithmetic on tensors; notes what it reads."""
+    """The example's arithmetic on tensors; records its inputs."""
 
     def __init__(self, depth: int = 0, seen: list[Seen] | None = None) -> None:
         self.depth = depth
@@ -408,7 +408,7 @@ class ScriptedLayer:
 
 
 class SelectingLayer(ScriptedLayer):
-    """Returns the rows that are read and no other; notes how many were asked for."""
+    """Returns only the rows that are read; records how many were requested."""
 
     takes_output_rows = True
 

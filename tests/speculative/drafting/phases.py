@@ -1,4 +1,4 @@
-"""What stands in the slots of a manager, written as a host would have it."""
+"""Write the slots of a manager as a host engine would."""
 
 from __future__ import annotations
 

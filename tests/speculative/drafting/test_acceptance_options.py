@@ -35,12 +35,12 @@ Least = tuple[int, int] | None
 
 
 def run(step: Step, stop_ids: list[list[int]], least: list[Least]) -> dict[str, torch.Tensor]:
-    told = {}
+    values = {}
     for slot, ids, each in zip(step.slots, stop_ids, least, strict=True):
-        told[slot] = {"stop_ids": ids}
+        values[slot] = {"stop_ids": ids}
         if each is not None:
-            told[slot] |= {"prompt_len": each[0], "min_tokens": each[1]}
-    fill_slots(step.manager, told)
+            values[slot] |= {"prompt_len": each[0], "min_tokens": each[1]}
+    fill_slots(step.manager, values)
     is_set = any(each is not None for each in least)
     step.spec.sampling_kind = SamplingKind.PROCESSED if is_set else SamplingKind.GREEDY
     worker = MTPEagleWorker(SimpleNamespace(max_draft_len=step.k), device="cpu")
@@ -77,7 +77,7 @@ def test_every_request_has_its_own_least() -> None:
 
 
 @pytest.mark.parametrize(("least", "emitted"), [(0, EOS), (1, SECOND)])
-def test_a_prompt_draws_the_token_behind_it(least: int, emitted: int) -> None:
+def test_prompt_samples_its_next_token(least: int, emitted: int) -> None:
     step = with_second_choice(Step(1, [Prompt([1, 2], choice=EOS)]))
     assert run(step, [[EOS]], [(2, least)])["new_tokens"].tolist() == [[emitted, -1]]
 
@@ -154,7 +154,7 @@ def test_only_who_thinks_is_relaxed() -> None:
     assert result["new_tokens"].tolist() == [[20, -1, -1], [SECOND, 21, 22]]
 
 
-def test_an_end_id_stands_only_as_first_choice() -> None:
+def test_end_id_is_accepted_only_as_argmax() -> None:
     step = relaxed_step([], [Turn([1, 2], [SECOND, 21], [20, 21, 22]) for _ in range(2)])
     set_phases(step.manager, {0: True, 1: True})
     fill_slots(step.manager, {0: {"stop_ids": [SECOND]}, 1: {"stop_ids": [EOS]}})
@@ -205,7 +205,7 @@ def test_ends_are_read_of_the_host(kernels: str) -> None:
 
 @KERNELS
 def test_too_many_stop_ids_make_acceptance_strict(kernels: str, caplog: Any) -> None:
-    """2 is none of them, but nobody could tell by a row that lost some."""
+    """2 is none of them, but the slot does not hold all of them."""
     many = tuple(range(20, 20 + MAX_STOP_IDS + 1))
     assert end_or_not(kernels, py_stop_ids=many[:-1]) == [2, 4, 5]
     assert caplog.text == ""
@@ -220,7 +220,7 @@ def test_a_request_may_ask_for_strict_acceptance(kernels: str) -> None:
 
 
 def test_emitted_tokens_move_the_phase() -> None:
-    """Begin as a bonus, end inside a run, begin behind a prompt; the delta mirrors it."""
+    """Begin as a bonus, end inside a run, begin after a prompt; the delta mirrors it."""
     prompt = Prompt([1, 2], choice=BEGIN)
     turns = [Turn([1, 2], [20, 21], [20, 21, BEGIN]), Turn([1, 2], [END, 21], [END, 21, 22])]
     step = relaxed_step([prompt], turns)
@@ -246,7 +246,7 @@ def test_pieces_of_prompts_and_padding_move_no_phase() -> None:
 
 
 def test_the_last_piece_knows_the_whole_prompt() -> None:
-    """The begin token stood in an earlier chunk; the slot was told at admission."""
+    """The begin token is in an earlier chunk; admission wrote the phase to the slot."""
     prompt = Prompt([1, BEGIN, 3, 4], 2, choice=20)
     step = relaxed_step([prompt], [])
     set_phases(step.manager, {0: True})
@@ -279,7 +279,7 @@ def test_thinking_tokens_given_to_the_worker_win() -> None:
 @KERNELS
 @pytest.mark.parametrize("relaxed_delta", [0.5, 0.0])
 def test_a_host_that_writes_the_delta_is_obeyed(kernels: str, relaxed_delta: float) -> None:
-    """As TensorRT-LLM's own step reads it: what stands in the pool holds, whatever was told."""
+    """As TensorRT-LLM's own step reads it: the value in the pool counts, not the option."""
     config = SimpleNamespace(
         **{**vars(CONFIG), "relaxed_delta": relaxed_delta}, mtp=SimpleNamespace(kernels=kernels)
     )

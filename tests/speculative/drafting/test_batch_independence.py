@@ -49,7 +49,7 @@ def test_r02_a_request_does_not_depend_on_its_batch(
     batch, hidden, vocab, dtype, prompts, vanilla
 ) -> None:
     """R02: K = 3, mixed lengths: what a request accepts and drafts is what it does alone."""
-    dice = torch.Generator().manual_seed(7)
+    rng = torch.Generator().manual_seed(7)
     case = Case(
         k=3,
         chunks=prompts,
@@ -62,8 +62,8 @@ def test_r02_a_request_does_not_depend_on_its_batch(
         dtype=dtype,
         ready_heads=True,
     )
-    embedding = torch.randn(997, hidden, generator=dice).to(DEVICE, dtype)
-    tables = [torch.randn(97, vocab, generator=dice).to(DEVICE) for _ in range(3)]
+    embedding = torch.randn(997, hidden, generator=rng).to(DEVICE, dtype)
+    tables = [torch.randn(97, vocab, generator=rng).to(DEVICE) for _ in range(3)]
     case.layers = [PickingLayer(embedding, table) for table in tables]
     together, pools = case.run(Backend.TRITON)
     ours = ("new_tokens", "new_tokens_lens", "next_draft_tokens", "next_new_tokens", "status")

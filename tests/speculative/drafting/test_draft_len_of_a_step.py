@@ -1,4 +1,4 @@
-"""One worker serves every draft length up to its own: the host's metadata tells which."""
+"""One worker serves every draft length up to its own: the host's metadata has the number."""
 
 from __future__ import annotations
 
@@ -103,9 +103,9 @@ def test_draft_lengths_that_cannot_be(kind: type, k: int) -> None:
     step = Step(K, [], [turn(K)])
     step.spec.runtime_draft_len = k
     worker = kind(MTPDecodingConfig(max_draft_len=K), device="cpu")
-    told = rf"runtime_draft_len: expected 0 to max_draft_len \({K}\), got {k}"
+    message = rf"runtime_draft_len: expected 0 to max_draft_len \({K}\), got {k}"
     for call in (worker, worker.skip_forward):
-        with pytest.raises(MetadataError, match=told):
+        with pytest.raises(MetadataError, match=message):
             call(**step.inputs())
 
 
@@ -113,11 +113,11 @@ def test_draft_lengths_that_cannot_be(kind: type, k: int) -> None:
 def test_rows_of_another_draft_length(kind: type) -> None:
     step = Step(K, [], [turn(K)])
     step.spec.runtime_draft_len = 1
-    told = (
+    message = (
         r"step: expected T = 2 rows, 0 of prompts and K\+1 = 2 for each of 1 generations "
         r"\(runtime_draft_len: 1\), got 4"
     )
-    with pytest.raises(MetadataError, match=told):
+    with pytest.raises(MetadataError, match=message):
         kind(MTPDecodingConfig(max_draft_len=K), device="cpu")(**step.inputs())
 
 
@@ -180,19 +180,19 @@ def test_cut_drafts_of_a_shorter_step(kind: type) -> None:
 @pytest.mark.parametrize("kind", WORKERS)
 @pytest.mark.parametrize("lens", [[0, 1, 2], [2, 2, 2]])
 def test_a_list_of_draft_lengths_is_as_good_as_a_tensor(kind: type, lens: list[int]) -> None:
-    told, same = cut_step(2, lens), cut_step(2, lens)
-    told.spec.draft_lens = [*lens, 7]  # longer than the batch, as buffers are
-    expected, outputs = results(kind, same), results(kind, told)
+    given, same = cut_step(2, lens), cut_step(2, lens)
+    given.spec.draft_lens = [*lens, 7]  # longer than the batch, as buffers are
+    expected, outputs = results(kind, same), results(kind, given)
     for name, value in expected.items():
         assert torch.equal(outputs[name], value), name
 
 
 def test_a_list_of_full_lengths_costs_nothing() -> None:
     step = cut_step(2, [2, 2])
-    for lens, told in (([2, 2], None), ([2, 1], [2, 1])):
+    for lens, expected in (([2, 2], None), ([2, 1], [2, 1])):
         step.spec.draft_lens = lens
         read = HostStep.read(step.attn, step.spec, K).draft_lens
-        assert (None if read is None else read.tolist()) == told
+        assert (None if read is None else read.tolist()) == expected
 
 
 def test_lists_of_draft_lengths_that_cannot_be() -> None:
@@ -220,10 +220,10 @@ def test_slots_may_be_of_any_integer_type(kind: type) -> None:
 @pytest.mark.parametrize("kind", WORKERS)
 @pytest.mark.parametrize("modules", [0, 1, 7])
 def test_the_number_of_modules_is_no_draft_length(kind: type, modules: int) -> None:
-    """Some hosts have 1 there, some K: how many drafts a step makes stands elsewhere."""
-    told, same = cut_step(2, [1, 2]), cut_step(2, [1, 2])
-    told.spec.mtp_num_modules = modules
-    expected, outputs = results(kind, same), results(kind, told)
+    """Some hosts have 1 there, some K: how many drafts a step makes does not depend on it."""
+    given, same = cut_step(2, [1, 2]), cut_step(2, [1, 2])
+    given.spec.mtp_num_modules = modules
+    expected, outputs = results(kind, same), results(kind, given)
     for name, value in expected.items():
         assert torch.equal(outputs[name], value), name
 
@@ -233,16 +233,16 @@ def test_the_number_of_modules_is_no_draft_length(kind: type, modules: int) -> N
 
 @pytest.mark.parametrize("kind", WORKERS)
 @pytest.mark.parametrize("keep_warm", [True, False])
-@pytest.mark.parametrize("told", [0, None, K])
+@pytest.mark.parametrize("runtime_draft_len", [0, None, K])
 @pytest.mark.parametrize("positional", [True, False])
 def test_skip_drafting_is_a_step_of_no_drafts(
-    kind: type, keep_warm: bool, told: int | None, positional: bool
+    kind: type, keep_warm: bool, runtime_draft_len: int | None, positional: bool
 ) -> None:
     """Whatever the host's metadata say of drafts; layers run as in that step."""
     config = MTPDecodingConfig(max_draft_len=K, mtp={"keep_warm": keep_warm})
     steps = [Step(0, [Prompt([1, 2], choice=9)], [turn(0), turn(0)]) for _ in range(2)]
     outputs, passes, pools = [], [], []
-    for step, draft_len in zip(steps, (0, told), strict=True):
+    for step, draft_len in zip(steps, (0, runtime_draft_len), strict=True):
         step.spec.runtime_draft_len = draft_len
         if kind is MTPWorker:
             widen(step)
@@ -289,7 +289,7 @@ def test_skip_drafting_of_rows_with_drafts(kind: type) -> None:
 
 @pytest.mark.parametrize("kind", WORKERS)
 def test_grammars_are_not_served(kind: type) -> None:
-    """A host that is told so refuses requests that have one."""
+    """A host engine that reads this refuses requests with a grammar."""
     assert kind(MTPDecodingConfig(max_draft_len=K)).set_guided_decoder(object()) is False
 
 

@@ -79,14 +79,14 @@ def test_the_step_of_a_masked_head(vocab: int, share: float, seed: int, **option
     case = Case(vocab=vocab, hidden=8, seed=seed, **options)
     count = max(1, round(share * vocab))
     ids = vector(sorted(random.Random(seed).sample(range(vocab), count)), torch.int32)
-    told, told_pools = run(case, MaskedLayer, Backend.TORCH, ids)
-    assert torch.isin(told["next_draft_tokens"], ids).all()
+    reduced, reduced_pools = run(case, MaskedLayer, Backend.TORCH, ids)
+    assert torch.isin(reduced["next_draft_tokens"], ids).all()
     for ops in (Backend.TORCH, Backend.TRITON):
         outputs, pools = run(case, CutLayer, ops, ids)
-        for key, value in told.items():
+        for key, value in reduced.items():
             assert torch.equal(outputs[key], value), key
             assert outputs[key].dtype == value.dtype
-        for pool, value in zip(pools, told_pools, strict=True):
+        for pool, value in zip(pools, reduced_pools, strict=True):
             assert torch.equal(pool, value)
 
 
@@ -123,7 +123,7 @@ def test_the_public_step_gives_ids(kind: type, backend: Backend) -> None:
 
 @pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
 @pytest.mark.parametrize("backend", Backend)
-def test_a_host_that_hands_the_whole_head_is_told(vanilla: bool, backend: Backend) -> None:
+def test_a_whole_head_with_draft_vocab_is_refused(vanilla: bool, backend: Backend) -> None:
     case = Case(k=2, chunks=[], num_generations=2, vocab=30, hidden=8, seed=1, vanilla=vanilla)
     kind = MTPWorker if vanilla else MTPEagleWorker
     worker = kind(case.config, device=DEVICE, draft_vocab_ids=vector(range(9), torch.int32))

@@ -26,7 +26,7 @@ def listed(tmp_path: Path) -> Any:
     return write
 
 
-def test_nothing_is_cut_unless_asked() -> None:
+def test_default_is_the_whole_vocabulary() -> None:
     assert resolve_draft_vocab(None) is None
     assert resolve_draft_vocab(None, 9) is None
 

@@ -12,7 +12,7 @@ from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.speculative.drafting import MTPEagleWorker
 from tests.speculative.drafting import example
-from tests.speculative.drafting.contract import DraftingContract, Told, assert_seen
+from tests.speculative.drafting.contract import DraftingContract, ExpectedPasses, assert_seen
 from tests.speculative.drafting.host import HIGHEST, KVAttention, Prompt, ScriptedLayer, Step, Turn
 
 MODE = SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
@@ -31,12 +31,12 @@ class TestEagle(DraftingContract):
     def num_selections(self, k: int) -> int:  # noqa: ARG002 - the first pass has more rows
         return 1
 
-    def tell(self, step: Step, request: Prompt | Turn) -> Told:
+    def expected_passes(self, step: Step, request: Prompt | Turn) -> ExpectedPasses:
         k = step.k
         if isinstance(request, Prompt):
             passes = example.eagle_prompt(request.text, request.start, k, HIGHEST)
             if not request.is_final:
-                # behind its chunk's rows it is a row of padding
+                # after its chunk's rows it is a row of padding
                 return [passes[0]] + [None] * (k - 1)
             return list(passes)
         length, run = request.length, request.run
@@ -66,7 +66,7 @@ class TestEagle(DraftingContract):
         step = Step(k, [Prompt(text[:HIGHEST], HIGHEST - 2)], turns, mode=MODE)
         layers = self.layers(k)
         self.assert_results(step, self.run(step, layers))
-        assert_seen(step, layers[0].seen, [self.tell(step, r) for r in step.requests])
+        assert_seen(step, layers[0].seen, [self.expected_passes(step, r) for r in step.requests])
         assert max(p for call in layers[0].seen for p in call.positions) == HIGHEST
 
     def test_without_a_highest_position(self, k: int) -> None:
@@ -131,7 +131,7 @@ def test_token_counts_of_other_ranks_reach_the_layer() -> None:
 
 def test_every_pass_refreshes_the_host() -> None:
     """Before pass 2 and before pass 3 as inside a draft loop; when everything is put back as
-    behind one, for tables that follow the lengths."""
+    after one, for tables that follow the lengths."""
     step = Step(3, [Prompt([1, 2])], attention=KVAttention, look_ahead=False, mode=MODE)
     worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=3), device="cpu")
     worker(**step.inputs(), mtp_layers=[ScriptedLayer()])

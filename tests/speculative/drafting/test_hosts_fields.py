@@ -1,4 +1,4 @@
-"""What hosts of several lines keep beside the lengths: what their backends read in every pass."""
+"""Metadata fields of several API versions that attention backends read in every pass."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_prompts_stay_without_look_ahead() -> None:
     assert [seen.prompt_lens for seen in read] == [[3, 2, K + 1, K + 1]] * K
 
 
-@pytest.mark.parametrize("told", [True, False])
+@pytest.mark.parametrize("use_spec_decoding", [True, False])
 @pytest.mark.parametrize(
     ("kind", "mode", "passes"),
     [
@@ -184,14 +184,15 @@ def test_prompts_stay_without_look_ahead() -> None:
     ],
 )
 def test_kernels_of_several_query_rows_are_off_in_passes_of_one(
-    kind: Any, mode: SpeculativeDecodingMode, passes: list[bool], told: bool
+    kind: Any, mode: SpeculativeDecodingMode, passes: list[bool], use_spec_decoding: bool
 ) -> None:
     step = mixed(mode)
-    step.attn.use_spec_decoding = told
+    step.attn.use_spec_decoding = use_spec_decoding
     read: list[Any] = []
     run(kind, step, [ReadingLayer(depth, read=read) for depth in range(K)])
-    assert [seen.use_spec_decoding for seen in read] == [told and each for each in passes]
-    assert step.attn.use_spec_decoding is told
+    expected = [use_spec_decoding and each for each in passes]
+    assert [seen.use_spec_decoding for seen in read] == expected
+    assert step.attn.use_spec_decoding is use_spec_decoding
 
 
 # --- hosts that do not say whether their backend reads cached tokens on the host ---
@@ -202,7 +203,7 @@ class Undeclared(KVAttention):
 
 
 class HostOnly(Undeclared):
-    """Lengths stand in the host's list alone, as its backend reads them in every layer."""
+    """Lengths are only in the host's list, which its backend reads in every layer."""
 
     def __init__(self, seq_lens: list[int], num_contexts: int, kv_lens: list[int]) -> None:
         super().__init__(seq_lens, num_contexts, kv_lens)
@@ -210,7 +211,7 @@ class HostOnly(Undeclared):
 
 
 class CountingLayer(ScriptedLayer):
-    """Notes rows behind each pass, of the host's list."""
+    """Records the KV lengths of every pass by the host's list."""
 
     def __init__(self, depth: int, ends: list[list[int]]) -> None:
         super().__init__(depth)
@@ -223,24 +224,24 @@ class CountingLayer(ScriptedLayer):
 
 
 @pytest.mark.parametrize(("kind", "mode"), PAIRS)
-def test_a_host_list_that_alone_tells_lengths_follows_acceptance(
+def test_host_list_follows_acceptance_without_device_lengths(
     kind: Any, mode: SpeculativeDecodingMode
 ) -> None:
     step = mixed(mode, attention=HostOnly)
     before = snapshot(step.attn)
     ends: list[list[int]] = []
     run(kind, step, [CountingLayer(depth, ends) for depth in range(K)])
-    # prompts of 3 and 6; runs of 3 and 1 behind 2 and 1 tokens, at least the rows that are fed
+    # prompts of 3 and 6; runs of 3 and 1 after 2 and 1 tokens, at least the rows that are fed
     if kind is MTPWorker:
-        told = [[3, 6, 5, K + 1]] * K
+        expected = [[3, 6, 5, K + 1]] * K
     else:
-        told = [[3, 6, 6, 5], [4, 7, 6, 3], [5, 8, 7, 4]]
-    assert ends == told
+        expected = [[3, 6, 6, 5], [4, 7, 6, 3], [5, 8, 7, 4]]
+    assert ends == expected
     assert snapshot(step.attn) == before
 
 
 @pytest.mark.parametrize("kind", [Undeclared, HostOnly])
-def test_nobody_waits_for_lengths_on_the_device_or_in_a_graph(kind: type) -> None:
+def test_host_list_stays_with_device_lengths_or_in_a_graph(kind: type) -> None:
     attn = kind([4], 0, [13])
     attn.is_cuda_graph = kind is HostOnly
     original = attn.kv_cache_params.num_cached_tokens_per_seq
@@ -257,19 +258,19 @@ def test_a_host_without_a_cache_has_no_list() -> None:
     assert attn.kv_cache_params.num_cached_tokens_per_seq is None
 
 
-# --- what layers are told beside their inputs ---
+# --- further arguments of layers ---
 
 
 class Plain(torch.nn.Module):
-    """A layer that is told nothing else."""
+    """A layer without further arguments."""
 
     def __init__(self) -> None:
         super().__init__()
         self.scripted = ScriptedLayer()
-        self.told: list[dict[str, Any]] = []
+        self.extra: list[dict[str, Any]] = []
 
-    def run(self, inputs: dict[str, Any], **told: Any) -> torch.Tensor:
-        self.told.append(told)
+    def run(self, inputs: dict[str, Any], **extra: Any) -> torch.Tensor:
+        self.extra.append(extra)
         return self.scripted(**inputs, spec_metadata=0, all_rank_num_tokens=None)
 
     def forward(
@@ -296,14 +297,14 @@ class ReadsMetadata(Plain):
     ) -> torch.Tensor:
         names = "embed_tokens", "input_ids", "position_ids", "hidden_states", "attn_metadata"
         values = embed_tokens, input_ids, position_ids, hidden_states, attn_metadata
-        told = {"spec_metadata": spec_metadata, "all_rank_num_tokens": all_rank_num_tokens}
-        return self.run(dict(zip(names, values, strict=True)), **told)
+        extra = {"spec_metadata": spec_metadata, "all_rank_num_tokens": all_rank_num_tokens}
+        return self.run(dict(zip(names, values, strict=True)), **extra)
 
 
 class CountsRows(Plain):
     def forward(self, *, all_rank_num_tokens, **inputs: Any) -> torch.Tensor:
-        told = {"spec_metadata": inputs.pop("spec_metadata")}
-        return self.run(inputs, all_rank_num_tokens=all_rank_num_tokens, **told)
+        extra = {"spec_metadata": inputs.pop("spec_metadata")}
+        return self.run(inputs, all_rank_num_tokens=all_rank_num_tokens, **extra)
 
 
 @pytest.mark.parametrize("kind", [MTPEagleWorker, MTPWorker])
@@ -315,15 +316,15 @@ class CountsRows(Plain):
         (CountsRows, ["all_rank_num_tokens", "spec_metadata"]),
     ],
 )
-def test_layers_are_told_what_they_take(kind: Any, layer: Any, names: list[str]) -> None:
+def test_layers_get_the_arguments_that_they_take(kind: Any, layer: Any, names: list[str]) -> None:
     """The host's metadata, and of ranks that exchange nothing None."""
     step = Step(2, [Prompt([3, 4, 5])])
     layers = [layer() for _ in range(2)]
     worker = kind(SimpleNamespace(max_draft_len=2, mtp=None), device="cpu")
     worker(**step.inputs(), mtp_layers=layers)
-    calls = [told for each in layers for told in each.told]
+    calls = [extra for each in layers for extra in each.extra]
     assert len(calls) == 2
-    for told in calls:
-        assert sorted(told) == names
-        assert told.get("spec_metadata", step.spec) is step.spec
-        assert told.get("all_rank_num_tokens") is None
+    for extra in calls:
+        assert sorted(extra) == names
+        assert extra.get("spec_metadata", step.spec) is step.spec
+        assert extra.get("all_rank_num_tokens") is None

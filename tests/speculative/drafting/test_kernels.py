@@ -83,10 +83,10 @@ class Case:
         look_ahead: bool = True,
         own_pool: bool = False,
     ) -> None:
-        dice = torch.Generator().manual_seed(seed)
+        rng = torch.Generator().manual_seed(seed)
 
         def integers(low: int, high: int, *shape: int) -> torch.Tensor:
-            return torch.randint(low, high, shape, generator=dice, dtype=torch.int32)
+            return torch.randint(low, high, shape, generator=rng, dtype=torch.int32)
 
         self.k, self.vanilla = k, vanilla
         config = SimpleNamespace(
@@ -125,7 +125,7 @@ class Case:
             noise = torch.randint(0, 9, (len(order) + 1,), generator=other)
             table.column(name).copy_(noise)
         states = self.manager.mtp_past_hidden_states_pool
-        states.copy_(torch.randn(states.shape, generator=dice))
+        states.copy_(torch.randn(states.shape, generator=rng))
         tokens = self.manager.mtp_past_tokens_pool
         tokens.copy_(integers(0, vocab, *tokens.shape))
         if relaxed:
@@ -150,16 +150,16 @@ class Case:
         self.attention.kv_cache_params.num_cached_tokens_per_seq = starts
         positions = [s + i for s, n in zip(starts, seq_lens, strict=True) for i in range(n)]
         rows = num_contexts + num_generations * (k + 1)
-        logits = torch.randn(rows, vocab, generator=dice) * 3
+        logits = torch.randn(rows, vocab, generator=rng) * 3
         best = logits[num_contexts:].argmax(-1).view(num_generations, k + 1)[:, :k]
         drafts = torch.where(
-            torch.rand(best.shape, generator=dice) < 0.7, best, integers(0, vocab, *best.shape)
+            torch.rand(best.shape, generator=rng) < 0.7, best, integers(0, vocab, *best.shape)
         )
         ids = integers(0, vocab, sum(seq_lens))
         self.inputs = {
             "input_ids": ids.to(DEVICE),
             "position_ids": torch.tensor([positions]).to(DEVICE),
-            "hidden_states": torch.randn(len(positions), hidden, generator=dice).to(DEVICE, dtype),
+            "hidden_states": torch.randn(len(positions), hidden, generator=rng).to(DEVICE, dtype),
             "logits": logits.to(DEVICE),
         }
         following = [-1 if last else int(integers(0, vocab, 1)) for _, _, last in chunks]
@@ -192,13 +192,13 @@ class Case:
             self.spec.sampling_kind = SamplingKind.PROCESSED
         self.spec.prepare()
         width = 1 if ready_heads else vocab  # heads of the test's own need no projection
-        embedding = torch.randn(width, hidden, generator=dice).to(DEVICE, dtype)
-        head = torch.randn(hidden, width, generator=dice).to(DEVICE, dtype)
+        embedding = torch.randn(width, hidden, generator=rng).to(DEVICE, dtype)
+        head = torch.randn(hidden, width, generator=rng).to(DEVICE, dtype)
         self.layers = [MixingLayer(embedding, head * (1 + d), returns_input) for d in range(k)]
 
     @property
     def pool_names(self) -> list[str]:
-        """What a step writes beside the slot table, or may write in it."""
+        """Everything that a step may write, the slot table included."""
         names = ["mtp_past_tokens_pool", "mtp_past_hidden_states_pool"]
         return names + ["mtp_relaxed_delta_pool"] * hasattr(self.manager, "mtp_relaxed_delta_pool")
 
@@ -432,5 +432,5 @@ def test_a_step_in_a_cuda_graph(batch, hidden, vocab, vanilla, mode, k) -> None:
 
 
 def layer_logits(vocab: int, batch: int, seed: int, depth: int) -> torch.Tensor:
-    dice = torch.Generator().manual_seed(1000 * seed + depth)
-    return torch.randn(batch, vocab, generator=dice).to(DEVICE)
+    rng = torch.Generator().manual_seed(1000 * seed + depth)
+    return torch.randn(batch, vocab, generator=rng).to(DEVICE)

@@ -10,7 +10,7 @@ import pytest
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.speculative.drafting import NoDraftsWorker
-from tests.speculative.drafting.contract import Told, WorkerContract
+from tests.speculative.drafting.contract import ExpectedPasses, WorkerContract
 from tests.speculative.drafting.host import Prompt, Step, Turn
 
 
@@ -26,7 +26,7 @@ class TestPlain(WorkerContract):
     def num_layers(self, k: int) -> int:  # noqa: ARG002 - none, whatever K
         return 0
 
-    def tell(self, step: Step, request: Prompt | Turn) -> Told:  # noqa: ARG002 - no pass
+    def expected_passes(self, step: Step, request: Prompt | Turn) -> ExpectedPasses:  # noqa: ARG002 - no pass
         return []
 
 

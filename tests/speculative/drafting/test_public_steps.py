@@ -328,7 +328,7 @@ def test_vanilla_inputs_of_a_shorter_step() -> None:
 
 
 @pytest.mark.parametrize("worker_class", WORKERS)
-def test_no_negative_id_behind_a_dead_row(worker_class: Any) -> None:
+def test_no_negative_id_after_a_dead_row(worker_class: Any) -> None:
     """A prompt and a generation whose logits are NaN emit nothing; a layer still reads ids."""
     spec, _, _ = with_pools(2, ["aa", "qr"])
     worker = make_worker(worker_class, 2)
@@ -417,7 +417,7 @@ def test_lengths_change_and_come_back(attention: Any, worker_class: Any) -> None
     assert attn._seq_lens.tolist() == attn._seq_lens_cuda.tolist() == [5, 3, 3]
     assert attn.seq_lens_cuda.tolist() == [5, 3, 3]
     if originals[2] is not None:
-        # 15, 14, 14 behind the step's rows, less K+1-n for what was rejected
+        # 15, 14, 14 after the step's rows, less K+1-n for what was rejected
         assert attn.kv_lens_cuda.tolist() == [15, 11, 14]
     worker.restore_attn_metadata(attn)
     restored = attn._seq_lens, attn._seq_lens_cuda, getattr(attn, "kv_lens_cuda", None)
@@ -517,8 +517,8 @@ RANKS = {count: SimpleNamespace(world_size=count, tp_size=count) for count in (1
 def test_arguments_that_are_not_served(
     worker_class: Any, arguments: dict[str, Any], named: str
 ) -> None:
-    told = f"{worker_class.__name__}: not served in this version: {named}"
-    with pytest.raises(ConfigError, match=re.escape(told)):
+    message = f"{worker_class.__name__}: not served in this version: {named}"
+    with pytest.raises(ConfigError, match=re.escape(message)):
         worker_class(make_config(2), **arguments)
 
 
@@ -543,8 +543,8 @@ def test_constructors_of_every_version(worker_class: Any) -> None:
 BEGIN, END = ids("yz")
 
 
-class RelaxedBed:
-    """Requests over a manager; every row ranks `b` first and `c` close behind."""
+class RelaxedEngine:
+    """Requests over a manager; every row ranks `b` first and `c` a close second."""
 
     def __init__(self, upper_case: bool = False) -> None:
         names = ("begin_thinking_phase_token", "end_thinking_phase_token")
@@ -593,41 +593,43 @@ class RelaxedBed:
 @pytest.mark.parametrize("upper_case", [False, True])
 def test_a_prompt_that_begins_to_think(upper_case: bool) -> None:
     """The bare op reads the phase from the prompt: the last of the two tokens counts."""
-    bed = RelaxedBed(upper_case)
-    bed.accept(["pyq", "yqz", "pqr", "zqy"], [])
-    assert bed.manager.table.column("thinking")[:4].tolist() == [1, 0, 0, 1]
-    delta = bed.manager.mtp_relaxed_delta_pool[:4].tolist()
+    engine = RelaxedEngine(upper_case)
+    engine.accept(["pyq", "yqz", "pqr", "zqy"], [])
+    assert engine.manager.table.column("thinking")[:4].tolist() == [1, 0, 0, 1]
+    delta = engine.manager.mtp_relaxed_delta_pool[:4].tolist()
     assert delta == pytest.approx([0.3, 0.0, 0.0, 0.3])
-    assert bed.accept([], ["cc", "cc", "cc", "cc"]) == [
+    assert engine.accept([], ["cc", "cc", "cc", "cc"]) == [
         ids("ccb"), ids("b.."), ids("b.."), ids("ccb"),
     ]  # fmt: skip
 
 
 def test_thinking_ends_inside_a_run_and_stays_over() -> None:
-    """`c` may stand before the end token, not behind it, nor in the next step."""
-    bed = RelaxedBed()
-    set_phases(bed.manager, {0: True})
+    """`c` is accepted before the end token, not after it, nor in the next step."""
+    engine = RelaxedEngine()
+    set_phases(engine.manager, {0: True})
     end_row = torch.full((26,), -9.0)
     end_row[END] = 0.0
-    assert bed.accept([], ["cz"], torch.stack([bed.row(), end_row, bed.row()])) == [ids("czb")]
-    assert bed.manager.table.column("thinking")[0] == 0
-    assert bed.manager.mtp_relaxed_delta_pool[0] == 0.0
-    assert bed.accept([], ["cc"]) == [ids("b..")]
+    assert engine.accept([], ["cz"], torch.stack([engine.row(), end_row, engine.row()])) == [
+        ids("czb")
+    ]
+    assert engine.manager.table.column("thinking")[0] == 0
+    assert engine.manager.mtp_relaxed_delta_pool[0] == 0.0
+    assert engine.accept([], ["cc"]) == [ids("b..")]
 
 
 def test_a_piece_of_a_prompt_leaves_the_phase_alone() -> None:
-    """Its slot was told the whole prompt's phase; what its last row would draw does not count."""
-    bed = RelaxedBed()
-    set_phases(bed.manager, {0: True, 1: False})
+    """Its slot has the phase of the whole prompt; the token of its last row does not count."""
+    engine = RelaxedEngine()
+    set_phases(engine.manager, {0: True, 1: False})
     logits = rows_with_top("zy")
-    accepted = bed.accept(["pq", "ky"], [], logits, next_prompt_tokens=int32(ids("rl")))
+    accepted = engine.accept(["pq", "ky"], [], logits, next_prompt_tokens=int32(ids("rl")))
     assert accepted == [ids("..."), ids("...")]
-    assert bed.manager.table.column("thinking")[:2].tolist() == [1, 0]
+    assert engine.manager.table.column("thinking")[:2].tolist() == [1, 0]
 
 
 def test_top_one_and_no_distance_of_one_request() -> None:
-    bed = RelaxedBed()
-    bed.manager.table.column("relaxed_topk")[0] = 1
-    bed.manager.table.column("relaxed_limit")[0] = 0.0
-    set_phases(bed.manager, {0: True, 1: True})
-    assert bed.accept([], ["cc", "cc"]) == [ids("b.."), ids("ccb")]
+    engine = RelaxedEngine()
+    engine.manager.table.column("relaxed_topk")[0] = 1
+    engine.manager.table.column("relaxed_limit")[0] = 0.0
+    set_phases(engine.manager, {0: True, 1: True})
+    assert engine.accept([], ["cc", "cc"]) == [ids("b.."), ids("ccb")]

@@ -47,7 +47,7 @@ def make(kind: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", WORKERS)
 @pytest.mark.parametrize(
-    ("ranks", "options", "told"),
+    ("ranks", "options", "reason"),
     [
         (mapping(tp_size=2), {}, "(tensor parallelism, tp_size=2, without gather_logits)"),
         (mapping(cp_size=2), {"gather_logits": twice}, "(context parallelism, cp_size=2)"),
@@ -68,10 +68,10 @@ def make(kind: Any, **options: Any) -> Any:
         ),
     ],
 )
-def test_ranks_that_are_not_served(kind: Any, ranks: Any, options: dict, told: str) -> None:
-    told = f"{kind.__name__}: not served in this version: mapping={ranks!r} {told}"
+def test_ranks_that_are_not_served(kind: Any, ranks: Any, options: dict, reason: str) -> None:
+    message = f"{kind.__name__}: not served in this version: mapping={ranks!r} {reason}"
     for where in ({"mapping": ranks}, {"model_config": SimpleNamespace(mapping=ranks)}):
-        with pytest.raises(ConfigError, match=f"^{re.escape(told)}$"):
+        with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
             make(kind, **options, **where)
 
 
@@ -108,7 +108,7 @@ def test_a_stage_that_is_not_the_last_is_skipped(kind: Any) -> None:
 
 
 class SplitLayer(MixingLayer):
-    """Its head is this rank's columns; those past the vocabulary hold what must never be drawn."""
+    """Its head is this rank's columns; those past the vocabulary must never be sampled."""
 
     rank, ranks = 0, 2
 
@@ -213,7 +213,7 @@ class KeepingLayer(SplitLayer):
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("draws", [False, True])
 def test_a_head_put_together_drafts_as_a_whole_one(backend: Backend, draws: bool) -> None:
-    """Padding columns are never drawn, on any backend."""
+    """Padding columns are never sampled, on any backend."""
     case, same = (case_of(vanilla=False, draws=draws) for _ in range(2))
     plain = MTPEagleWorker(case.config)
     layer = KeepingLayer(*vars(same.layers[0]).values())
@@ -279,8 +279,8 @@ def test_ranks_that_give_too_few_columns() -> None:
         case.config, mapping=mapping(tp_size=2), gather_logits=lambda logits: logits
     )
     layers = [SplitLayer(*vars(layer).values()) for layer in case.layers]
-    told = "gather_logits: expected [5, 131] of columns [5, 66] of each rank, got [5, 66]"
-    with pytest.raises(TensorContractError, match=re.escape(told)):
+    message = "gather_logits: expected [5, 131] of columns [5, 66] of each rank, got [5, 66]"
+    with pytest.raises(TensorContractError, match=re.escape(message)):
         step_of(case, worker, layers)
 
 
@@ -314,7 +314,7 @@ def exchanging(
     return step
 
 
-def told_to_layers(kind: Any, step: Step, **mtp: Any) -> list[Any]:
+def extra_arguments(kind: Any, step: Step, **mtp: Any) -> list[Any]:
     seen: list[Any] = []
     worker = make(kind, mapping=ADP, mtp=SimpleNamespace(**mtp))
     worker(**step.inputs(), mtp_layers=[ScriptedLayer(depth, seen) for depth in range(K)])
@@ -330,14 +330,14 @@ IN_TREE = [7, 2 + 2 * K, K]
 def test_windows_of_as_many_rows_as_the_target_are_counted_as_the_target() -> None:
     """Hosts count K rows of each generation, which our windows have not."""
     step = exchanging(all_rank_num_tokens=IN_TREE, target=TARGET, all_rank_max_num_tokens=9)
-    extra = told_to_layers(MTPWorker, step)
+    extra = extra_arguments(MTPWorker, step)
     assert extra == [{"all_rank_num_tokens": TARGET, "all_rank_max_num_tokens": 10}] * K
 
 
 @pytest.mark.parametrize("target", [TARGET, None])
 def test_windows_of_tensorrt_llm_are_counted_by_the_host(target: Any) -> None:
     step = exchanging(all_rank_num_tokens=IN_TREE, target=target)
-    extra = told_to_layers(MTPWorker, step, draft_window="trtllm")
+    extra = extra_arguments(MTPWorker, step, draft_window="trtllm")
     assert extra == [{"all_rank_num_tokens": IN_TREE}] * K
 
 
@@ -355,26 +355,26 @@ def test_windows_of_a_shorter_step_keep_their_rows(
         runtime_draft_len=1,
     )
     widen(step)
-    extra = told_to_layers(MTPWorker, step, draft_window=window)
+    extra = extra_arguments(MTPWorker, step, draft_window=window)
     assert extra[0] == {"all_rank_num_tokens": [7, 2 + 2 * rows, rows]}
 
 
 def test_no_rank_is_fed_history_that_the_others_do_not_count() -> None:
     step = exchanging(look_ahead=True, all_rank_num_tokens=IN_TREE, target=TARGET)
-    assert told_to_layers(MTPWorker, step)[0] == {"all_rank_num_tokens": TARGET}
+    assert extra_arguments(MTPWorker, step)[0] == {"all_rank_num_tokens": TARGET}
 
 
 def test_a_reused_layer_counts_the_target_and_then_sequences() -> None:
     """Also where the host keeps the later counts under the sequences alone."""
     step = exchanging(all_rank_num_tokens=TARGET, target=TARGET, seqs=[1, 3, 1])
     assert step.spec.subseq_all_rank_num_tokens is None
-    extra = told_to_layers(MTPEagleWorker, step)
+    extra = extra_arguments(MTPEagleWorker, step)
     later = {"all_rank_num_tokens": [1, 3, 1]}
     assert extra == [{"all_rank_num_tokens": TARGET}, later, later]
 
 
 @pytest.mark.parametrize(
-    ("kind", "counts", "told"),
+    ("kind", "counts", "message"),
     [
         (MTPWorker, {"all_rank_num_tokens": IN_TREE}, "[7, 8, 3] of the speculative metadata"),
         (MTPWorker, {"all_rank_num_tokens": IN_TREE, "target": [7, 9, 4]}, "[7, 9, 4] of the att"),
@@ -382,15 +382,15 @@ def test_a_reused_layer_counts_the_target_and_then_sequences() -> None:
         (MTPEagleWorker, {"all_rank_num_tokens": IN_TREE}, "and None of the attention metadata"),
     ],
 )
-def test_counts_that_cannot_be_right_are_refused(kind: Any, counts: dict, told: str) -> None:
+def test_counts_that_cannot_be_right_are_refused(kind: Any, counts: dict, message: str) -> None:
     step = exchanging(**counts)
     worker = make(kind, mapping=ADP)
-    with pytest.raises(MetadataError, match=f"all_rank_num_tokens: .*{re.escape(told)}"):
+    with pytest.raises(MetadataError, match=f"all_rank_num_tokens: .*{re.escape(message)}"):
         worker(**step.inputs(), mtp_layers=[ScriptedLayer(depth) for depth in range(K)])
 
 
 @pytest.mark.parametrize("kind", WORKERS)
-def test_ranks_that_exchange_nothing_are_told_nothing(kind: Any) -> None:
+def test_layers_get_no_counts_if_ranks_exchange_nothing(kind: Any) -> None:
     step = exchanging()
     seen: list[Any] = []
     layers = [ScriptedLayer(depth, seen) for depth in range(K)]
@@ -411,7 +411,7 @@ class MetadataReader(ScriptedLayer):
     [(MTPEagleWorker, [TARGET, [1, 3, 1], [1, 3, 1]]), (MTPWorker, [TARGET] * K)],
 )
 def test_the_attention_metadata_says_what_ranks_feed(kind: Any, expected: list[Any]) -> None:
-    """In every pass, and what the target was told behind the last."""
+    """In every pass; after the last one the field is that of the target."""
     step = exchanging(all_rank_num_tokens=TARGET, target=TARGET, seqs=[1, 3, 1])
     if kind is MTPWorker:
         step = exchanging(all_rank_num_tokens=IN_TREE, target=TARGET, seqs=[1, 3, 1])

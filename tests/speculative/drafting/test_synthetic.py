@@ -81,7 +81,7 @@ def test_draws_go_by_the_positions_of_the_drafts(kind: type, backend: Backend) -
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("kind", WORKERS)
 def test_requests_of_one_length_draw_for_themselves(kind: type, backend: Backend) -> None:
-    """Numbers are those of the batch, prompts counted; nobody reads that of a prompt."""
+    """Numbers are those of the batch, prompts counted; that of a prompt is not read."""
     thresholds = [round(0.75 * 2**30), round(0.5 / 0.75 * 2**30), round(0.25 / 0.5 * 2**30)]
     numbers = [3, 0, 1, 2, 3, 500, 2**31 - 1]
     step = Step(K, [Prompt([1, 2, 3], choice=7)], [turn(9)] * (len(numbers) - 1))
@@ -120,7 +120,7 @@ def test_a_stop_that_comes_too_early_is_not_forced(backend: Backend) -> None:
     step.spec.sampling_kind = SamplingKind.PROCESSED
     before = step.logits.clone()
     result = run(step, 1.0, MTPEagleWorker, backend)
-    # drafts stand at 10, 11 and 12; the second of them is a stop
+    # drafts are at 10, 11 and 12; the second of them is a stop
     assert result["new_tokens"].tolist() == [[20, 31, -1, -1], [20, 21, 22, 33]]
     assert torch.equal(step.logits, before)
     assert result["logits"] is step.logits
@@ -170,7 +170,7 @@ def test_labels_say_whether_draws_decide() -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_shorter_steps_draw_with_the_first_rates(backend: Backend) -> None:
-    """One worker for K = 3 and, where the host asks for them, steps of fewer drafts."""
+    """One worker for K = 3 and, if the host engine requests them, steps of fewer drafts."""
     worker = MTPEagleWorker(config([1.0, 1.0, 0.0]), device="cpu")
     worker.backend = backend
     for k, count in ((3, 2), (2, 2), (1, 1), (0, 0)):

@@ -13,7 +13,7 @@ from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.speculative.drafting import MTPWorker
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.speculative.drafting import example
-from tests.speculative.drafting.contract import DraftingContract, Told, assert_seen
+from tests.speculative.drafting.contract import DraftingContract, ExpectedPasses, assert_seen
 from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn, int32
 from tests.speculative.ops.draft_inputs import example as history
 from tests.speculative.ops.draft_inputs.example import Pair
@@ -37,7 +37,7 @@ class TestVanilla(DraftingContract):
     def num_selections(self, k: int) -> int:
         return k if self.chain == "none" else 1
 
-    def tell(self, step: Step, request: Prompt | Turn) -> Told:
+    def expected_passes(self, step: Step, request: Prompt | Turn) -> ExpectedPasses:
         if isinstance(request, Prompt):
             first = request.start - (min(step.k, request.start) if step.look_ahead else 0)
         else:
@@ -122,7 +122,7 @@ def test_a_prompt_of_four() -> None:
 @pytest.mark.parametrize("listed", [True, False], ids=["the host's list", "the device"])
 def test_chunks_read_what_the_whole_prompt_reads(k: int, cut: int, listed: bool) -> None:
     """The guessed tail of a chunk is read again with the next one, so the drafts are the same,
-    wherever the host tells what is in its cache."""
+    whichever way the host engine reports its cached tokens."""
     prompt = [21, 22, 23, 24, 25, 26, 27]
     whole = Step(k, [Prompt(prompt, choice=5)])
     contract = TestVanilla()
@@ -136,13 +136,13 @@ def test_chunks_read_what_the_whole_prompt_reads(k: int, cut: int, listed: bool)
     layers = contract.layers(k)
     result = contract.run(second, layers)
     assert torch.equal(result["next_draft_tokens"], expected["next_draft_tokens"])
-    assert_seen(second, layers[0].seen, [contract.tell(second, second.requests[0])])
+    assert_seen(second, layers[0].seen, [contract.expected_passes(second, second.requests[0])])
     assert layers[0].seen[0].seq_lens == [len(prompt) - cut + min(k, cut)]
     for pool, same in zip(contract.pools(second), contract.pools(whole), strict=True):
         assert torch.equal(pool[0], same[0])
 
 
-# --- what a vanilla worker asks for ---
+# --- what a vanilla worker requires ---
 
 
 def test_too_few_layers() -> None:
