@@ -1,4 +1,4 @@
-"""The token and KV bookkeeping of a Megatron-style host, and its recurrent states."""
+"""Token and KV bookkeeping of a Megatron-style host engine, and its recurrent states."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ INT, LONG = 4, 8
 STATE = (64, 64, 128)
 TINY_STATE = (2, 4, 8)
 STATE_COPIES = 512
-"""Layers times requests of a full state copy: 1 GiB read and written."""
+"""Number of layers times requests of a full state copy: 1 GiB read and written."""
 
 
 def bookkeeping_cases(shape: Shape, device: torch.device) -> list[Case]:
-    """A step's bookkeeping in one launch, and as three ops."""
+    """Return the bookkeeping of a step as one launch and as three ops."""
     tokens = shape.rows
     # inputs, outputs and rows of every token; five numbers and two table entries per request
     read = tokens * 3 * LONG + shape.batch * 7 * INT
@@ -56,7 +56,7 @@ def bookkeeping_cases(shape: Shape, device: torch.device) -> list[Case]:
 
 
 def state_copy_case(shape: Shape, device: torch.device, state: tuple[int, ...]) -> Case:
-    """The states of accepted tokens copied back, for 8 layers, or fewer in a large batch."""
+    """Return the copy of accepted recurrent states, for 8 layers, or fewer with a large batch."""
     num_layers = max(1, min(8, STATE_COPIES // shape.batch))
     moved = num_layers * shape.batch * 2 * torch.Size(state).numel()
     large = num_layers * shape.batch >= STATE_COPIES and state == STATE and shape.k == REFERENCE.k

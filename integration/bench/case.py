@@ -1,4 +1,4 @@
-"""A case, its input sets, and the comparison that every figure has to pass."""
+"""Benchmark cases, their input sets, and the comparison with the reference."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ POISON = -777
 
 
 class BenchmarkError(MTPPluginError, RuntimeError):
-    """A benchmark that cannot run here, or that no case was left for."""
+    """A benchmark cannot run here, or no case is selected."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One input set, and the call on it."""
+    """One input set and the call on it."""
 
     run: Callable[[Backend], dict[str, torch.Tensor]]  # new tensors by name
-    state: dict[str, torch.Tensor] = field(default_factory=dict)  # changed in place, or kept
-    approximate: frozenset[str] = frozenset()  # probabilities; all else is compared exactly
+    state: dict[str, torch.Tensor] = field(
+        default_factory=dict
+    )  # changed in place, or must be restored
+    approximate: frozenset[str] = frozenset()  # compared with a tolerance, the others exactly
 
 
 @dataclass(frozen=True)
@@ -34,24 +36,23 @@ class Case:
 
     name: str
     shape: Shape
-    bytes_read: int  # the fewest that the call can do with
+    bytes_read: int  # lower bound of the call
     bytes_written: int
-    prepare: Callable[[int], Trial]  # from a seed
+    prepare: Callable[[int], Trial]  # seed -> trial
     target: Target | None = None
 
     @property
     def label(self) -> str:
-        """The name that ``--filter`` looks at."""
+        """Name of the case, which ``--filter`` matches."""
         return f"{self.name}/{self.shape.label}"
 
     @property
     def bytes_moved(self) -> int:
-        """Read and written."""
         return self.bytes_read + self.bytes_written
 
 
 class InputSets:
-    """The input sets of a case, each with what the reference makes of it."""
+    """The input sets of a case with the results of the reference."""
 
     def __init__(self, case: Case, count: int, reference: Backend) -> None:
         self.trials = [case.prepare(seed) for seed in range(count)]
@@ -64,12 +65,12 @@ class InputSets:
         self.restore()
 
     def restore(self) -> None:
-        """Put every state that a call changes back to where it was."""
+        """Restore every state that a call changes."""
         if self._state:
             torch._foreach_copy_(self._state, self._initial)
 
     def mismatches(self, results: list[dict[str, torch.Tensor]]) -> list[str]:
-        """The names of what is not as the reference has it, given each set's new tensors."""
+        """Return the names of results and states that differ from the reference."""
         wrong: set[str] = set()
         for trial, expected, result in zip(self.trials, self._expected, results, strict=True):
             actual = result | trial.state
@@ -81,7 +82,7 @@ class InputSets:
 
 
 def poison(results: list[dict[str, torch.Tensor]]) -> None:
-    """Overwrite new tensors, so that a replay that leaves one unwritten is seen."""
+    """Overwrite result tensors, to detect a replay that does not write one."""
     for result in results:
         for tensor in result.values():
             tensor.fill_(torch.nan if tensor.is_floating_point() else POISON)

@@ -51,7 +51,6 @@ def check_output(path: Path | None) -> None:
 
 
 def plot_file(path: Path) -> Path:
-    """Return the file of the plot."""
     return path.with_suffix(PLOT_SUFFIX)
 
 

@@ -1,4 +1,4 @@
-"""What a benchmark ran on, and how fast that reads and copies."""
+"""The machine of a benchmark, and its memory bandwidth."""
 
 from __future__ import annotations
 
@@ -31,16 +31,15 @@ class Ceilings:
 
     @property
     def best(self) -> float:
-        """What byte floors are computed with."""
+        """The bandwidth of byte floors."""
         return max(self.read, self.copy)
 
     def as_dict(self) -> dict[str, float]:
-        """For the JSON document."""
         return asdict(self) | {"best": self.best}
 
 
 def measure_ceilings(device: torch.device) -> Ceilings:
-    """Read and copy 4 GiB."""
+    """Measure by reading and copying 4 GiB."""
     source = torch.randn(_CEILING_BYTES // 4, device=device)
     sink = torch.empty_like(source)
     rows = source.view(-1, 2**16)
@@ -91,7 +90,7 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_name(listed: Path = Path("/proc/cpuinfo")) -> str:
-    """The processor's model; what the platform says where Linux does not list it."""
+    """Return the processor's model, or the platform's name for it if it is not listed."""
     try:
         lines = listed.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
@@ -101,7 +100,7 @@ def cpu_name(listed: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def available_cores() -> int:
-    """Logical cores that this process may run on."""
+    """Return the number of logical cores available to this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -150,7 +149,7 @@ def _object(kind: str, data: bytes) -> bytes:
 
 
 def _commit() -> str:
-    """Of the checkout that holds this file; marked where tracked files differ from it."""
+    """Return the commit of this checkout, marked if tracked files are modified."""
     commit = _git("rev-parse", "HEAD")
     if not commit:
         return "unknown"

@@ -1,4 +1,4 @@
-"""One case: first the comparison, then, where it held, the times."""
+"""Measure a case: compare with the reference, then time it if the results match."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from integration.bench.timing import (
 from mtp_plugin.kernels.backend import Backend
 
 MIN_SETS, MAX_SETS = 4, 64
-"""Of inputs: enough to fill the cache twice, within these bounds. A replay takes all of them one
-after the other, which spreads what it costs to begin one."""
+"""Number of input sets: enough to fill the cache twice, within these bounds. A replay uses all of
+them, which amortizes its launch."""
 _SETS_ON_CPU = 2
 _CALLS_PER_HOST_SAMPLE = 16
 
@@ -41,7 +41,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A case with figures, or with the reason why there are none."""
+    """Results of a case, or the reason why there are none."""
 
     case: Case
     figures: Figures | None
@@ -51,38 +51,38 @@ class Outcome:
 
     @property
     def matched(self) -> bool:
-        """Whether the results of every call were those of the reference."""
+        """Whether the results of every call match the reference."""
         return self.figures is not None
 
     @property
     def problem(self) -> str | None:
-        """Why there is no figure."""
+        """Why there are no results."""
         if self.matched:
             return None
         return self.error or f"differs from the reference: {', '.join(self.mismatches)}"
 
     @property
     def main_us(self) -> float | None:
-        """The time that the byte floor is held against."""
+        """The time that is compared with the byte floor."""
         if self.figures is None:
             return None
         return (self.figures.graph or self.figures.eager).median
 
     @property
     def gb_per_s(self) -> float | None:
-        """The case's fewest bytes over its time."""
+        """The case's minimum bytes divided by its time."""
         return None if self.main_us is None else self.case.bytes_moved / 1000 / self.main_us
 
     @property
     def target_met(self) -> bool | None:
-        """None without a target or without a device time to hold against it."""
+        """Whether the target is met; None without a target or without a device time."""
         figures, target = self.figures, self.case.target
         if figures is None or figures.graph is None or target is None or self.gb_per_s is None:
             return None
         return target.met_by(figures.graph.median, figures.eager.median, self.gb_per_s)
 
     def as_dict(self, ceilings: Ceilings | None) -> dict[str, Any]:
-        """For the JSON document; without figures unless the results matched."""
+        """Return the JSON entry, without times unless the results match."""
         case = self.case
         described: dict[str, Any] = {
             "case": case.label,
@@ -113,12 +113,12 @@ class Outcome:
 
 
 def floor_us(case: Case, ceilings: Ceilings) -> float:
-    """The time that the fewest bytes take at the measured bandwidth."""
+    """Return the time of the minimum bytes at the measured bandwidth."""
     return case.bytes_moved / 1000 / ceilings.best
 
 
 class Bench:
-    """Measures cases with one implementation against another.
+    """Measure cases of one implementation against a reference.
 
     Args:
         samples: of each time.
@@ -140,7 +140,7 @@ class Bench:
             if self._scrubber is not None:
                 torch.cuda.empty_cache()
             outcome = self._measure(case)
-        except Exception as error:  # a case that fails must not take the others along
+        except Exception as error:  # a failed case must not stop the others
             outcome = Outcome(case, None, error=f"{type(error).__name__}: {error}")
         return Outcome(
             case,
@@ -178,7 +178,7 @@ class Bench:
         figures: Figures,
         scrubber: Scrubber,
     ) -> Outcome:
-        """All sets one after the other in one graph, whose replays are compared as well."""
+        """Capture all input sets in one graph, and compare its replays too."""
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):

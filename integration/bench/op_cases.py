@@ -1,4 +1,4 @@
-"""The ops of a step, one at a time."""
+"""Single ops of a step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ INT = 4
 
 @dataclass(frozen=True)
 class Mixture:
-    """Prompts that a batch holds besides its generations."""
+    """The prompts of a batch that also has generations."""
 
     num_contexts: int
     prompt_len: int
@@ -54,7 +54,7 @@ TINY_MIXTURE = Mixture(2, 9)
 
 
 def op_cases(shape: Shape, device: torch.device) -> list[Case]:
-    """The ops over a batch of generations."""
+    """Return the ops on a batch of generations."""
     at_reference = has_reference_sizes(shape)
 
     def target(bounds: dict[int, int]) -> Target | None:
@@ -97,10 +97,10 @@ def op_cases(shape: Shape, device: torch.device) -> list[Case]:
 
 
 def mixed_case(shape: Shape, device: torch.device, mixture: Mixture) -> Case:
-    """History and draft inputs of prompts and generations in one batch.
+    """Return history and draft inputs of prompts and generations in one batch.
 
     Args:
-        shape: its batch counts both kinds of request.
+        shape: sizes; the batch size counts prompts and generations.
     """
     as_targeted = has_reference_sizes(shape) and mixture == MIXTURE and shape.batch == 64
     target = MIXED_FIRST_PASS if as_targeted else None
@@ -110,7 +110,7 @@ def mixed_case(shape: Shape, device: torch.device, mixture: Mixture) -> Case:
 def first_pass_case(
     name: str, shape: Shape, device: torch.device, mixture: Mixture | None, target: Target | None
 ) -> Case:
-    """History and draft inputs of the vanilla worker."""
+    """Return history and draft inputs of the vanilla worker."""
     mixture = mixture or Mixture(0, 0)
     generations = (shape.batch - mixture.num_contexts) * shape.state_bytes
     prompts = mixture.num_tokens * shape.state_bytes

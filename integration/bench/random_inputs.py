@@ -8,7 +8,7 @@ from integration.bench.shapes import Shape
 
 
 class RandomInputs:
-    """Samples tensors on a device, by seed."""
+    """Random tensors on a device, determined by a seed."""
 
     def __init__(self, seed: int, device: torch.device) -> None:
         self.device = device
@@ -17,33 +17,31 @@ class RandomInputs:
     def integers(
         self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32
     ) -> torch.Tensor:
-        """In [low, high)."""
+        """Return integers in [low, high)."""
         return torch.randint(
             low, high, shape, generator=self._generator, device=self.device, dtype=dtype
         )
 
     def normal(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        """Of standard deviation 1; never all zeros, which some devices handle faster."""
+        """Return normal numbers, since some devices process zeros faster."""
         return torch.randn(shape, generator=self._generator, device=self.device, dtype=dtype)
 
     def chance(self, likely: float, *shape: int) -> torch.Tensor:
-        """True with probability ``likely``."""
+        """Return True with probability ``likely``."""
         return torch.rand(shape, generator=self._generator, device=self.device) < likely
 
     def permutation(self, size: int) -> torch.Tensor:
-        """0..size-1 in some order."""
+        """Return a permutation of 0..size-1."""
         return torch.randperm(size, generator=self._generator, device=self.device)
 
     def states(self, *shape: int) -> torch.Tensor:
-        """Hidden states."""
         return self.normal(*shape, dtype=torch.bfloat16)
 
     def logits(self, rows: int, shape: Shape) -> torch.Tensor:
-        """[rows, V]."""
         return self.normal(rows, shape.vocab, dtype=getattr(torch, shape.dtype))
 
     def drafts(self, logits: torch.Tensor, shape: Shape, best_of: int = 1) -> torch.Tensor:
-        """[B*K] ids for the target's ``logits``: mostly one of its ``best_of`` first choices."""
+        """Return draft ids [B*K], mostly among the top ``best_of`` of the target's ``logits``."""
         rows = logits.view(shape.batch, shape.k + 1, shape.vocab)[:, : shape.k]
         places = self.integers(0, best_of, shape.batch, shape.k, 1, dtype=torch.int64)
         best = rows.topk(best_of, dim=-1).indices.gather(-1, places).squeeze(-1)

@@ -14,12 +14,12 @@ from integration.bench.timing import Times
 
 HOST_BOUND_MARK = "*"
 HOST_BOUND = "launched one by one from the host: another host gives other figures"
-"""What eager times are by nature."""
+"""Note about eager times."""
 NOT_A_BENCHMARK = "not a benchmark: measured without a GPU"
 
 
 def heading(machine: dict[str, Any], kernels: str, ceilings: Ceilings | None) -> list[str]:
-    """What was measured on what."""
+    """Return the heading: benchmark and machine."""
     named = [f"{name} {value}" for name, value in machine.items() if value not in (None, False)]
     lines = [", ".join(named), f"kernels: {kernels}"]
     if ceilings is not None:
@@ -28,7 +28,7 @@ def heading(machine: dict[str, Any], kernels: str, ceilings: Ceilings | None) ->
 
 
 def results_table(outcomes: list[Outcome], ceilings: Ceilings | None) -> Table:
-    """One row per case; a case that did not match has no figure in it."""
+    """Return the table with one row per case; a case that does not match has no numbers."""
     table = Table(
         box=box.SIMPLE_HEAD,
         title=None if ceilings is not None else NOT_A_BENCHMARK,
@@ -69,12 +69,12 @@ def _row(outcome: Outcome, ceilings: Ceilings | None) -> list[str]:
 
 
 def number(value: float) -> str:
-    """With one decimal where that says something."""
+    """Format with one decimal if the number is small."""
     return f"{value:.1f}" if value < 1000 else f"{value:.0f}"
 
 
 def spread(times: Times, format_value: Callable[[float], str] = number) -> str:
-    """From the 20th to the 80th percentile."""
+    """Format the range from the 20th to the 80th percentile."""
     return f"{format_value(times.p20)}-{format_value(times.p80)}"
 
 
@@ -91,7 +91,7 @@ def document(
     *,
     complete: bool,
 ) -> dict[str, Any]:
-    """Everything that is known of a run; ``complete`` once every case was measured."""
+    """Return the JSON document of a run; ``complete`` once every case was measured."""
     met = [outcome.target_met for outcome in outcomes if outcome.target_met is not None]
     return {
         "kind": kind,

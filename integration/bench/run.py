@@ -1,4 +1,4 @@
-"""A whole run: machine, ceilings, cases, report."""
+"""Run a benchmark: machine, bandwidth, cases, report."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _NARROWEST = 150
 
 
 def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bool) -> int:
-    """Measure the cases of ``kind``; the exit code is 1 where a result did not match, 130 where an
+    """Measure the cases of ``kind``; the exit code is 1 if a result does not match, 130 if an
     interrupt left some out.
 
     Args:
@@ -57,13 +57,13 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
             log.print(f"{number}/{len(cases)} {case.label}")
             outcomes.append(bench.measure(case))
             complete = number == len(cases)
-            # what is there stays there if a later case takes the process down
+            # keep the results if a later case ends the process
             results = document(kind, machine, measured.value, ceilings, outcomes, complete=complete)
             store(path, results)
     except KeyboardInterrupt:
         log.print(f"interrupted: {len(outcomes)} of {len(cases)} cases are measured")
     except BenchmarkError as error:
-        # what is measured is shown all the same
+        # show the results in any case
         failed = error
     out = OutputConsole(highlight=False, markup=False)
     if not out.is_terminal:
@@ -86,7 +86,7 @@ def run(kind: str, options: Options, *, folder: Path, path: Path | None, cpu: bo
 
 
 def measured_backend(device: torch.device) -> Backend:
-    """Triton on a device or in its interpreter, torch elsewhere."""
+    """Return Triton on a device or in its interpreter, else torch."""
     if device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1":
         return Backend.TRITON
     return Backend.TORCH

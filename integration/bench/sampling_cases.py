@@ -1,4 +1,4 @@
-"""Draws of a step: a token of every row, and what acceptance makes of them."""
+"""Sampling of a step: one token per row, then acceptance."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from mtp_plugin.speculative.step import SlotRows, StepLayout
 INT = 4
 """Bytes."""
 NUM_SEEN = 600
-"""Tokens of prompt and output that penalties count."""
+"""Number of prompt and output tokens that penalties count."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class Kind:
 
     options: Mapping[str, float]
     is_peaked: bool = False
-    """Logits as of a model, with some dozens of likely ids; else normally distributed."""
+    """Logits like those of a model, with some dozens of likely ids; False: normally distributed."""
     in_edited_step: bool = False
-    """Other requests of the step have their logits processed, these have not."""
+    """Logits of other requests of the step are processed, not those of these."""
 
     @property
     def has_sums(self) -> bool:
@@ -139,7 +139,7 @@ def _logits(shape: Shape, rng: RandomInputs, *, is_peaked: bool) -> torch.Tensor
 
 
 def _pools(shape: Shape, rng: RandomInputs) -> LogitsProcessorState:
-    """A row that all requests share, which nothing here writes."""
+    """Return pools of one row that all requests share."""
     words, device = num_words(shape.vocab), rng.device
     seen = rng.integers(0, shape.vocab, NUM_SEEN, dtype=torch.int64)
     counts = torch.zeros(1, shape.vocab, dtype=torch.int16, device=device)

@@ -1,4 +1,4 @@
-"""The sizes of a case, and which sizes a run covers."""
+"""Sizes of cases."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DTYPES = ("float32", "bfloat16")
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of one step; the states of the model are bfloat16 throughout."""
+    """Sizes of one step; hidden states are bfloat16."""
 
     batch: int
     hidden: int = 7168
@@ -26,7 +26,6 @@ class Shape:
 
     @property
     def logit_bytes(self) -> int:
-        """Bytes of one logit."""
         return 4 if self.dtype == "float32" else 2
 
     @property
@@ -46,7 +45,7 @@ class Shape:
 
     @property
     def sizes(self) -> str:
-        """What differs from the reference sizes, whatever the batch."""
+        """The sizes that differ from the reference, except the batch size."""
         named = {
             "hidden": f"h{self.hidden}",
             "vocab": f"v{self.vocab}",
@@ -59,23 +58,23 @@ class Shape:
 
     @property
     def label(self) -> str:
-        """A short name, part of the case's."""
+        """Short name, part of the case's label."""
         return f"b{self.batch}-{self.sizes}".rstrip("-")
 
 
 REFERENCE = Shape(batch=1)
-"""The sizes that the targets are for, whatever the batch."""
+"""Reference sizes of the targets; the batch size varies."""
 TINY = Shape(batch=1, hidden=48, vocab=211, k=2)
 TINY_BATCHES = (1, 3)
 
 
 def has_reference_sizes(shape: Shape) -> bool:
-    """Whether a target applies to ``shape``."""
+    """Return whether targets apply to ``shape``."""
     return replace(shape, batch=REFERENCE.batch) == REFERENCE
 
 
 def variations(shape: Shape) -> list[Shape]:
-    """``shape`` with one other size at a time: the logits' type, K, H."""
+    """Return variants of ``shape`` with one other value each: dtype of logits, K, H."""
     return [
         replace(shape, dtype="bfloat16"),
         replace(shape, k=1),

@@ -1,7 +1,7 @@
-"""Whole steps of a worker around a model that costs nothing.
+"""Whole steps of a worker with a model that costs nothing.
 
-The draft layers return their input and the draft heads return ready logits: what is left is
-acceptance, history, draft inputs, the argmax of every draft, and the changes of the metadata.
+Draft layers return their input and draft heads return prepared logits. The step consists of
+acceptance, history, draft inputs, the argmax of every draft, and changes of the metadata.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ PROMPT_TOKENS = 100
 
 @dataclass(frozen=True)
 class Kind:
-    """Options of every request of a step, and the config that it needs."""
+    """Options of every request of a step, and the config that they need."""
 
     options: Mapping[str, Any] = field(default_factory=dict)
-    config: Mapping[str, Any] = field(default_factory=dict)  # keys of it, but for those of `mtp`
+    config: Mapping[str, Any] = field(default_factory=dict)  # keys except `mtp`
     mtp: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -55,15 +55,16 @@ KINDS: Mapping[str, Kind] = {
     "draws": Kind(DRAWS),
     "edits": Kind({**DRAWS, "repetition_penalty": 1.1, "logprobs": 5}),
 }
-"""What is timed: nothing, draws, or more; each is a graph of its own."""
+"""Greedy, sampled, and sampled requests with logits processing; each has its own graph."""
 
 
 class GenerationAttention:
-    """Attention metadata of a batch of generations in a CUDA graph, as a host keeps it.
+    """Attention metadata of a batch of generations in a CUDA graph, as a host engine keeps it.
 
     Args:
-        seq_len: rows per request. kv_lens: [R] int32, counting this step's rows.
-        write_limits: keep the limits that the embedded executor keeps besides.
+        seq_len: rows per request.
+        kv_lens: [R] int32, including the rows of this step.
+        write_limits: also keep the write limits of the embedded executor.
     """
 
     supports_dead_rows = True
@@ -93,16 +94,16 @@ class GenerationAttention:
         return 0
 
     def on_update(self) -> None:
-        """Nothing hangs on the lengths here."""
+        """Do nothing: no field depends on the lengths."""
 
     def device_tensors(self) -> dict[str, torch.Tensor]:
-        """What a step has to leave as it found it."""
+        """Return the tensors that a step must restore."""
         names = ("_seq_lens_cuda", "kv_lens_cuda", "kv_write_limit", "kv_capacity")
         return {name: getattr(self, name) for name in names if hasattr(self, name)}
 
 
 class FreeLayer:
-    """A draft layer that returns its input; its head has the logits of each pass ready."""
+    """A draft layer that returns its input; its head returns prepared logits."""
 
     def __init__(self, ready: list[torch.Tensor]) -> None:
         self._ready = ready
@@ -118,7 +119,7 @@ class FreeLayer:
 
 
 def step_cases(shape: Shape, device: torch.device, *, write_limits: bool = False) -> list[Case]:
-    """A step of each worker."""
+    """Return a step of each worker."""
     suffix = "-write-limits" if write_limits else ""
     with_target = has_reference_sizes(shape) and not write_limits
     vanilla = graph_target(VANILLA_STEP, shape.batch) if with_target else None
@@ -130,12 +131,12 @@ def step_cases(shape: Shape, device: torch.device, *, write_limits: bool = False
 
 
 def target_shift_case(shape: Shape, device: torch.device) -> Case:
-    """A step of the vanilla worker whose every depth reads the target's states."""
+    """Return a step of the vanilla worker whose depths all read the target's hidden states."""
     return _case("step/vanilla-target-shift", shape, device, "target_shift", False, None)
 
 
 def kind_cases(shape: Shape, device: torch.device, kinds: Mapping[str, Kind] = KINDS) -> list[Case]:
-    """A step of each worker for requests that draw, and for some that ask for more."""
+    """Return a step of each worker per kind of requests that are not greedy."""
     return [
         _case(f"step/{worker}-{name}", shape, device, chain, False, None, kind)
         for name, kind in kinds.items()
@@ -153,7 +154,7 @@ def _case(
     target: Target | None,
     kind: Kind = KINDS[""],
 ) -> Case:
-    """``chain``: of the vanilla worker; None: the Eagle worker."""
+    """Return a case; ``chain`` is that of the vanilla worker, or None for the Eagle worker."""
     states = shape.batch * shape.state_bytes
     if chain is None:
         # only the state of the last accepted row is gathered
@@ -235,7 +236,7 @@ def _trial(
         outputs: dict[str, torch.Tensor] = worker(
             **inputs, attn_metadata=attention, spec_metadata=spec, mtp_layers=layers
         )
-        unlike = ("logits", "logprob_entries")  # log_probs are of the latter
+        unlike = ("logits", "logprob_entries")  # log_probs are compared instead of logprob_entries
         return {name: value for name, value in outputs.items() if name not in unlike}
 
     state = attention.device_tensors() | {"past_tokens": tokens, "past_states": states}
@@ -246,7 +247,7 @@ def _trial(
 
 
 class _Request:
-    """A request at its first prompt chunk, as the manager reads it."""
+    """A request at its first prompt chunk, with what the manager reads."""
 
     is_first_context_chunk = True
 

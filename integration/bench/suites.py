@@ -1,4 +1,4 @@
-"""Which cases a run has, from its options."""
+"""Select the cases of a run from its options."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ from mtp_plugin.errors import expect
 
 MIXED_BATCH = 64
 MAX_SIZE = 2**24
-"""Of one dimension: more bytes than a device has come of it."""
+"""Maximum of one dimension; larger ones exceed the memory of any device."""
 LEAST_VOCAB = 16
-"""The top-k of relaxed acceptance, and the two thinking tokens besides."""
+"""Minimum vocabulary: the top-k of relaxed acceptance and the two thinking tokens."""
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ class Options:
 
     @property
     def with_variations(self) -> bool:
-        """Whether other sizes are measured too: if none was requested."""
+        """Whether other sizes are measured too: only if no size was requested."""
         chosen = (self.hidden, self.k, self.dtype)
         return not self.quick and not self.tiny and all(size is None for size in chosen)
 
 
 def cases_of(kind: str, options: Options, device: torch.device) -> list[Case]:
-    """The cases of ``step`` or ``ops``, filtered.
+    """Return the selected cases of ``step`` or ``ops``.
 
     Raises:
         BenchmarkError: options that no case fits.
@@ -128,7 +128,7 @@ def cases_of(kind: str, options: Options, device: torch.device) -> list[Case]:
 def _step_suite(shapes: list[Shape], options: Options, device: torch.device) -> list[Case]:
     cases = [case for shape in shapes for case in step_cases(shape, device)]
     cases += [target_shift_case(shape, device) for shape in shapes]
-    if not options.tiny:  # interpreted, each of their steps takes seconds
+    if not options.tiny:  # each interpreted step takes seconds
         cases += [case for shape in shapes for case in kind_cases(shape, device)]
     if options.with_variations:
         cases += [case for shape in shapes for case in step_cases(shape, device, write_limits=True)]

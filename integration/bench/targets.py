@@ -1,4 +1,4 @@
-"""The times that the kernels are meant to reach on one H200, at the reference sizes."""
+"""Target times of kernels on one H200, at the reference sizes."""
 
 from __future__ import annotations
 

@@ -12,13 +12,13 @@ from dataclasses import dataclass
 import torch
 
 _HEAD_START_CYCLES = 4_000_000
-"""About two milliseconds, in which the host enqueues what is timed."""
+"""Cycles of about two milliseconds, in which the host enqueues the timed calls."""
 _NODE_KINDS = {0: "kernels", 1: "copies", 2: "memsets"}
 
 
 @dataclass(frozen=True)
 class Times:
-    """Of one call, in the unit of the samples."""
+    """Times of one call, in the unit of the samples."""
 
     median: float
     mean: float
@@ -28,7 +28,7 @@ class Times:
 
     @staticmethod
     def of(samples: list[float]) -> Times:
-        """From single times."""
+        """Compute from the samples."""
         ordered = sorted(samples)
         last = len(ordered) - 1
         return Times(
@@ -42,16 +42,16 @@ class Times:
 
 @dataclass(frozen=True)
 class Launches:
-    """What one call puts on the device."""
+    """Device work of one call."""
 
     kernels: float
     copies: float
     memsets: float
-    source: str  # how they were counted
+    source: str  # how launches were counted
 
 
 class Scrubber:
-    """Pushes earlier data out of the L2 cache by reading a buffer several times its size."""
+    """Evict the L2 cache by reading a buffer of several times its size."""
 
     def __init__(self, device: torch.device) -> None:
         self.cache_bytes = int(torch.cuda.get_device_properties(device).L2_cache_size)
@@ -65,12 +65,12 @@ class Scrubber:
 def time_on_device(
     call: Callable[[], object], samples: int, before: Callable[[], object] | None = None
 ) -> list[float]:
-    """Microseconds of each of ``samples`` calls, with ``before`` ahead of each, untimed."""
+    """Return the microseconds of each of ``samples`` calls; ``before`` runs untimed before each."""
     marks = []
     for _ in range(samples):
         if before is not None:
             before()
-        # the device waits, so that what follows is enqueued when it starts
+        # the device waits, so that the timed call is enqueued before it starts
         torch.cuda._sleep(_HEAD_START_CYCLES)
         start = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -88,7 +88,7 @@ def time_on_host(
     before: Callable[[], object],
     synchronize: Callable[[], object],
 ) -> list[float]:
-    """Microseconds per call from the host, all ``calls`` one after the other in each sample."""
+    """Return the microseconds per call from the host; each sample has ``calls`` calls in a row."""
     times = []
     for _ in range(samples):
         before()
@@ -104,8 +104,8 @@ def time_on_host(
 def count_launches(
     graph: torch.cuda.CUDAGraph, calls: int, call: Callable[[], object]
 ) -> Launches | None:
-    """Launches per call: the nodes of a ``graph`` of ``calls`` calls, else those that the profiler
-    sees of one call; None where neither can be had."""
+    """Return the launches per call: nodes of a ``graph`` of ``calls`` calls, else those that the
+    profiler reports; None if neither is available."""
     try:
         counts, source = _count_nodes(graph.raw_cuda_graph()), "graph"
     except (AttributeError, OSError, RuntimeError):

@@ -1,4 +1,4 @@
-"""A batch of equal requests through an executor, step by step, with the time of each."""
+"""Run a batch of equal requests on an executor and time every step."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Call:
     """One call of the executor."""
 
     start: float
-    """By the host's clock, in seconds."""
+    """Start time on the host's clock, in seconds."""
     seconds: float
     emitted: list[int]
-    """Tokens of each request that got some."""
+    """Number of tokens per request that got any."""
     is_steady: bool
     """Whether every request of the batch was generating, and none was near its end."""
 
@@ -35,20 +35,20 @@ class TimedStep:
     """A step, from its start to that of the next one."""
 
     seconds: float
-    """What the host does between two calls of the executor included."""
+    """Including the host's work between two calls of the executor."""
     emitted: list[int]
     is_steady: bool
 
 
 @dataclass(frozen=True)
 class Run:
-    """A batch that ran to its end."""
+    """Results of a finished batch."""
 
     token_ids: list[list[int]]
     steps: list[TimedStep]
     seconds: float
     first_tokens_seconds: float
-    """Until every request had its first token."""
+    """Time until every request had its first token."""
     logprobs: list[Logprobs | None] = field(default_factory=list)
     """Logprobs of each request's tokens; None: not requested."""
 
@@ -59,7 +59,7 @@ class Run:
 
     @property
     def share_of_repeated_8_grams(self) -> float:
-        """How much the texts loop: loops are accepted nearly always."""
+        """Share of repeated 8-grams; drafts of looping outputs are nearly always accepted."""
         grams = [
             [tuple(tokens[i : i + 8]) for i in range(len(tokens) - 7)] for tokens in self.token_ids
         ]
@@ -73,7 +73,7 @@ class Run:
 
 
 def pooled(runs: Sequence[Run]) -> Run:
-    """Runs of the same prompts as one: the steps of all, otherwise medians and the first tokens."""
+    """Merge runs of the same prompts: all steps, medians of times, and tokens of the first run."""
     return Run(
         runs[0].token_ids,
         [step for run in runs for step in run.steps],
@@ -84,9 +84,9 @@ def pooled(runs: Sequence[Run]) -> Run:
 
 
 def steady_tokens(num_tokens: int, step_rows: int) -> int:
-    """Up to how many emitted tokens of ``num_tokens`` no request is near its end.
+    """Return the number of output tokens of ``num_tokens`` up to which steps are whole.
 
-    One step is running and one is about to be: neither may cut its drafts.
+    The running step and the next one must not truncate their drafts.
     """
     return num_tokens - 2 * step_rows
 
@@ -95,8 +95,9 @@ class Batch:
     """Requests of the same length, started together.
 
     Args:
-        llm: with room for all of them at once.
-        prompts: token ids. num_tokens: output tokens of each request; end tokens are ignored.
+        llm: an LLM that can run all of them at once.
+        prompts: token ids.
+        num_tokens: output tokens of each request; EOS tokens are ignored.
         params: options of each request, including the number of tokens; None: all are greedy.
     """
 
@@ -115,17 +116,17 @@ class Batch:
         self.requests = llm.make_requests(prompts, params)
         self._emitted = {request.request_id: 0 for request in self.requests}
         self._num_started = 0
-        self._most = 0  # of what one request emitted
+        self._most = 0  # largest number of output tokens of a request
         self._longest = steady_tokens(num_tokens, llm.pieces.plan.step_rows)
 
     def start(self) -> None:
-        """Hand the requests in."""
+        """Submit the requests."""
         for request in self.requests:
             self._executor.enqueue(request)
 
     @property
     def is_running(self) -> bool:
-        """Whether there is a step to make."""
+        """Whether requests are left."""
         return self._executor.has_work
 
     @property
@@ -135,11 +136,11 @@ class Batch:
 
     @property
     def is_steady(self) -> bool:
-        """Whether every request is generating, with whole steps before it."""
+        """Whether every request is generating and the next step is whole."""
         return self.all_started and self._most <= self._longest
 
     def step(self) -> Call:
-        """Make one step.
+        """Run one step.
 
         Raises:
             BenchmarkError: a request failed.
@@ -149,7 +150,7 @@ class Batch:
         events = self._executor.step()
         seconds = perf_counter() - start
         emitted = []
-        # between two calls, so part of a step's time: no more than what has to be known
+        # part of the time of a step, so only the necessary work
         for event in events:
             if event.finish_reason is FinishReason.ERROR:
                 raise BenchmarkError(f"request {event.request_id}: {self._error(event.request_id)}")
@@ -163,7 +164,7 @@ class Batch:
         return Call(start, seconds, emitted, steady)
 
     def cancel(self) -> None:
-        """End every request and let the executor run empty."""
+        """Cancel every request and step until none is left."""
         for request in self.requests:
             self._executor.cancel(request.request_id)
         while self.is_running:
@@ -185,8 +186,8 @@ def run_batch(
     """Run a batch to its end.
 
     Args:
-        params: as of `Batch`.
-        before, after: called around every step that may be steady, outside of its call.
+        params: as for `Batch`.
+        before, after: called before and after every step that may be steady.
 
     Raises:
         BenchmarkError: a request failed or was preempted.

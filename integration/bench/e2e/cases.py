@@ -1,4 +1,4 @@
-"""Which runs there are: batch sizes, and ways to decode at each."""
+"""Cases of the end-to-end benchmark: batch sizes, and configurations per batch size."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ KS = (1, 3)
 EAGLE, VANILLA, OFF = "eagle", "vanilla", "off"
 WORKERS = (EAGLE, VANILLA)
 ACCEPTANCE_RATE = 0.8
-"""Default rate of synthetic acceptance, for each draft after an accepted one."""
+"""Default acceptance rate of a draft whose predecessors were accepted."""
 
 
 @dataclass(frozen=True)
 class Synthetic:
-    """Synthetic acceptance, as every output describes it."""
+    """Configuration of synthetic acceptance."""
 
     rates: tuple[float, ...]
-    """Entry i: share of steps that accept drafts 1..i+1; one rate: of each draft."""
+    """Entry i: share of steps that accept drafts 1..i+1; a single rate applies to every draft."""
     seed: int
 
     def shares(self, k: int) -> tuple[float, ...]:
-        """The share of steps that accept drafts 1..i, for i = 1..k.
+        """Return the share of steps that accept drafts 1..i, for i = 1..k.
 
         Raises:
-            BenchmarkError: fewer shares than drafts.
+            BenchmarkError: there are fewer shares than drafts.
         """
         if len(self.rates) == 1:
             return tuple(self.rates[0] ** i for i in range(1, k + 1))
@@ -45,18 +45,17 @@ class Synthetic:
         return self.rates[:k]
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON document."""
         return asdict(self)
 
 
 def acceptance_kind(synthetic: Synthetic | None) -> str:
-    """What outputs call the way drafts were accepted."""
+    """Return how drafts were accepted: real or synthetic."""
     return "real" if synthetic is None else "synthetic"
 
 
 @dataclass(frozen=True)
 class E2ECase:
-    """One way to decode a batch."""
+    """One configuration of a batch."""
 
     batch: int
     worker: str = OFF
@@ -64,17 +63,17 @@ class E2ECase:
 
     @property
     def is_off(self) -> bool:
-        """Whether nothing is drafted."""
+        """Whether MTP is off."""
         return self.worker == OFF
 
     @property
     def way(self) -> str:
-        """How it decodes, whatever the batch."""
+        """Worker and draft length, without the batch size."""
         return OFF if self.is_off else f"{self.worker}-k{self.k}"
 
     @property
     def label(self) -> str:
-        """The name that ``--filter`` looks at."""
+        """Name of the case, which ``--filter`` matches."""
         return f"{self.way}/b{self.batch}"
 
     @property
@@ -94,7 +93,7 @@ class E2EOptions:
     osl: int | None = None
     seed: int = 0
     acceptance: tuple[float, ...] | None = None
-    """Synthetic acceptance; None: real where the weights are trained, else a default."""
+    """Synthetic acceptance; None: real with trained weights, else a default."""
     draft_vocab: int | None = None
     """Size of the draft vocabulary; None: all tokens."""
     graphs: bool = True
@@ -114,15 +113,15 @@ class E2EOptions:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens that each request emits."""
+        """Output tokens of each request."""
         return self.osl or (24 if self.quick else 256)
 
     def check(self) -> None:
-        """Refuse what cannot be run.
+        """Check the options.
 
         Raises:
-            BenchmarkError: a number out of its bounds, a worker that is none, rates that are none,
-                names of `--ask` that are none.
+            BenchmarkError: a number is out of range, or a worker, rate or name of `--ask` is
+                invalid.
         """
         check_kinds(self.kinds, is_synthetic=self.acceptance is not None)
         for name, numbers in (
@@ -151,17 +150,17 @@ class E2EOptions:
         )
 
     def synthetic(self, *, is_trained: bool) -> Synthetic | None:
-        """How acceptance is made up; None: it is real."""
+        """Return the synthetic acceptance; None: it is real."""
         if self.acceptance is None and is_trained:
             return None
         return Synthetic(self.acceptance or (ACCEPTANCE_RATE,), self.seed)
 
 
 def cases_of(options: E2EOptions, num_mtp_layers: int) -> tuple[list[E2ECase], list[str]]:
-    """(Cases in order, each batch size without MTP first; labels of those that cannot run).
+    """Return (cases, each batch size without MTP first; labels of cases that cannot run).
 
     Raises:
-        BenchmarkError: options that no case fits.
+        BenchmarkError: no case is selected.
     """
     options.check()
     batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)

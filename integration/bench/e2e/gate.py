@@ -45,7 +45,6 @@ class Match:
         return not self.mismatches
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON document."""
         return {
             "compared_with": self.compared_with,
             "tokens": self.num_tokens,

@@ -86,7 +86,7 @@ class Measured:
 
     @property
     def runs(self) -> list[Run]:
-        """All of them."""
+        """All runs."""
         return [*self.timed, *self.others]
 
 
@@ -164,7 +164,7 @@ class E2EBench:
         return outcome
 
     def _check_undrafted(self, case: E2ECase, name: str, measured: Measured) -> KindOutcome:
-        """Texts without MTP, with which those of drafts are compared."""
+        """Check the outputs without MTP, with which those with drafts are compared."""
         (run,) = measured.others
         params = self._params(REQUEST_KINDS[name].without_drafting, case, self._undrafted_tokens)
         match = self.sampled_gate.match_oracle(self.prompts(case.batch), params, run)
@@ -251,7 +251,7 @@ class E2EBench:
 
     @property
     def _undrafted_tokens(self) -> int:
-        """Of each request of a run without drafts."""
+        """Output tokens per request of a run without drafts."""
         most = self._num_tokens
         return most if self.synthetic is None else min(most, UNDRAFTED_TOKENS)
 
@@ -273,7 +273,7 @@ class E2EBench:
             if call.is_steady and spent is not None:
                 phases.append((call, spent))
 
-        # graphs that are captured in here hold the clock's marks, those above do not
+        # only graphs captured in this context contain the clock's marks
         with watch(self.subject.model, clock):
             run = self._with_executor(
                 case,
@@ -309,7 +309,7 @@ class E2EBench:
         return replace(greedy, other_kinds=found)
 
     def _rounds(self, llm: LLM, case: E2ECase, kinds: Sequence[RequestKind]) -> dict[str, Measured]:
-        """Runs of every kind of requests in turn, until each was timed for long enough."""
+        """Run every kind of requests in turn, until each was timed for long enough."""
         runs = {
             request_kind.name: [self._decode(llm, case, request_kind)] for request_kind in kinds
         }
@@ -318,7 +318,7 @@ class E2EBench:
             least *= ROUNDS_PER_KIND
         if all(_steady_seconds(each) >= least for each in runs.values()):
             return {name: Measured(each) for name, each in runs.items()}
-        # too short for a device's clocks to be where they stay
+        # too short for the device's clocks to settle
         first, runs = runs, {request_kind.name: [] for request_kind in kinds}
         for number in range(MOST_RUNS):
             begin = number % len(kinds)
@@ -331,7 +331,7 @@ class E2EBench:
     def _with_gaps(
         self, llm: LLM, case: E2ECase, request_kind: RequestKind, measured: Measured
     ) -> Measured:
-        """With what lies between replays, in a run of its own."""
+        """Add the gaps between replays, measured in a separate run."""
         captured = llm.executor.engine.captured
         others, gaps = measured.others, GapClock()
         if captured is not None:
@@ -345,7 +345,7 @@ class E2EBench:
     def _undrafted_runs(
         self, llm: LLM, case: E2ECase, kinds: Sequence[RequestKind]
     ) -> dict[str, Measured]:
-        """Without MTP, of all whose texts have to be the same; equal ones are run once."""
+        """Run the kinds without MTP whose outputs must be equal; identical kinds run once."""
         runs: list[tuple[Mapping[str, Any], bool, Run]] = []
         found = {}
         for request_kind in kinds:
@@ -442,10 +442,11 @@ class E2EBench:
 
 
 def is_host_bound(gaps: list[float], step_ms: float) -> bool:
-    """Whether the host sets the pace: steps run eagerly, or the device idles too long between two.
+    """Return whether the host limits the speed: steps are eager, or the device idles too long.
 
     Args:
-        gaps: milliseconds between replays; empty without graphs. step_ms: the mean.
+        gaps: milliseconds between replays; empty without graphs.
+        step_ms: mean time of a step.
     """
     return not gaps or statistics.median(gaps) > HOST_BOUND_GAP * step_ms
 

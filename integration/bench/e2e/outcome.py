@@ -18,33 +18,32 @@ class Phases:
     """Medians over steps, milliseconds."""
 
     spent: dict[str, float]
-    """By phase; together the time that a step keeps the device busy."""
+    """Time by phase; the sum is the time that the device is busy."""
     host_gap: float
-    """What lies between two steps on the device: the sampler, copies, waiting for the host. With
-    graphs it is measured between replays, in a run of its own; else it is the rest of a step."""
+    """Time between two steps on the device: the sampler, copies, waiting for the host. With graphs
+    it is measured between replays in a separate run; else it is the rest of a step."""
     samples: int
     gap_samples: int
-    """Of the gap where it was measured."""
+    """Number of measured gaps."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON document."""
         counts = {"samples": self.samples, "gap_samples": self.gap_samples}
         return {**self.spent, "host_gap": self.host_gap, **counts}
 
 
 @dataclass(frozen=True)
 class StepFigures:
-    """A case whose tokens matched."""
+    """Results of a case whose tokens match."""
 
     seconds: float
     num_tokens: int
     first_tokens_seconds: float
     step_ms: Times
-    """From a step in which every request generates to the next one."""
+    """Time from one step in which every request generates to the next."""
     steady_tokens_per_second: float
-    """In those steps, so by their mean."""
+    """Throughput of those steps."""
     acceptance: AcceptanceStats
-    """In those steps."""
+    """Acceptance in those steps."""
     share_of_repeated_8_grams: float
     phases: Phases | None
     host_bound: bool
@@ -52,11 +51,10 @@ class StepFigures:
 
     @property
     def tokens_per_second(self) -> float:
-        """Of the whole batch from start to end, prompts included."""
+        """Throughput of the whole batch, including prompts."""
         return self.num_tokens / self.seconds
 
     def as_dict(self, batch: int) -> dict[str, Any]:
-        """For the JSON document."""
         return {
             "seconds": self.seconds,
             "tokens": self.num_tokens,
@@ -88,12 +86,12 @@ class KindOutcome:
 
     @property
     def matched(self) -> bool:
-        """Whether the texts are right."""
+        """Whether the outputs match."""
         return self.error is None and self.match is not None and self.match.holds
 
     @property
     def problem(self) -> str | None:
-        """What is wrong."""
+        """Why there are no results; None if the outputs match."""
         if self.matched:
             return None
         return self.error or f"no match: {'; '.join(self.match.mismatches if self.match else [])}"
@@ -101,19 +99,19 @@ class KindOutcome:
 
 @dataclass(frozen=True)
 class E2EOutcome:
-    """A case with figures, or with the reason why there are none."""
+    """Results of a case, or the reason why there are none."""
 
     case: E2ECase
     synthetic: Synthetic | None = None
-    """The synthetic acceptance; None: it was real, or there were no drafts."""
+    """Synthetic acceptance; None: it was real, or there were no drafts."""
     figures: StepFigures | None = None
     match: Match | None = None
     error: str | None = None
     off: StepFigures | None = field(default=None, compare=False)
     """The same batch without MTP."""
     ran: dict[str, Any] = field(default_factory=dict)
-    """How: attention, and how many of the timed executor's steps, warm-up included, were replays of
-    a graph."""
+    """Attention backend, and how many steps of the timed executor (including warm-up) were graph
+    replays."""
     seconds: float = 0.0
     kind_outcomes: tuple[KindOutcome, ...] = ()
     """Other kinds of requests, in the same executor."""
@@ -122,12 +120,12 @@ class E2EOutcome:
 
     @property
     def matched(self) -> bool:
-        """Whether there are figures."""
+        """Whether there are results."""
         return self.figures is not None
 
     @property
     def all_matched(self) -> bool:
-        """Of all kinds of requests."""
+        """Whether the outputs of all kinds of requests match."""
         return self.matched and all(each.matched for each in self.kind_outcomes)
 
     @property
@@ -183,7 +181,7 @@ class E2EOutcome:
 
     @property
     def problem(self) -> str | None:
-        """Why there is no figure."""
+        """Why there are no results."""
         if self.matched:
             return None
         found = [] if self.match is None else self.match.mismatches

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: marks at the borders of its phases, read back per step.
+"""Time the phases of a step with marks at their boundaries, read after every step.
 
 The marks are set by forward hooks. Where a step is captured in a CUDA graph they become event nodes
 of the graph, so that every replay records them anew.
@@ -36,20 +36,20 @@ class PhaseClock(Protocol):
     """Times the phases of steps."""
 
     def mark(self, phase: str | None) -> None:
-        """The step enters a phase; with None it ends."""
+        """Mark the start of a phase; None marks the end of the step."""
 
     def begin(self) -> None:
-        """A step is about to be launched."""
+        """Prepare for the launch of a step."""
 
     def read(self) -> dict[str, float] | None:
-        """Milliseconds in each phase of the step since :meth:`begin`; the device must be idle.
+        """Return the milliseconds per phase since :meth:`begin`; the device must be idle.
 
-        None where no whole step was marked.
+        None if no whole step was marked.
         """
 
 
 class HostClock:
-    """Times phases of steps that run on the host.
+    """Time the phases of steps that run on the CPU.
 
     Args:
         now: seconds.
@@ -60,24 +60,21 @@ class HostClock:
         self._marks: list[tuple[str | None, float]] = []
 
     def mark(self, phase: str | None) -> None:
-        """See :meth:`PhaseClock.mark`."""
         if phase == TARGET:
             self._marks = []
         self._marks.append((phase, self._now()))
 
     def begin(self) -> None:
-        """See :meth:`PhaseClock.begin`."""
         self._marks = []
 
     def read(self) -> dict[str, float] | None:
-        """See :meth:`PhaseClock.read`."""
         if not _is_whole(self._marks):
             return None
         return _durations(self._marks, lambda start, end: (end - start) * 1000)
 
 
 class DeviceClock:
-    """Times phases of steps on a CUDA device, run eagerly or replayed from graphs."""
+    """Time the phases of steps on a CUDA device, eager or replayed from graphs."""
 
     def __init__(self) -> None:
         self._marks: list[tuple[str | None, torch.cuda.Event]] = []
@@ -86,7 +83,6 @@ class DeviceClock:
         self._began: torch.cuda.Event | None = None
 
     def mark(self, phase: str | None) -> None:
-        """See :meth:`PhaseClock.mark`."""
         capturing = torch.cuda.is_current_stream_capturing()
         if phase == TARGET or capturing != self._capturing:
             self._marks, self._capturing = [], capturing
@@ -99,13 +95,11 @@ class DeviceClock:
             self._marks = []
 
     def begin(self) -> None:
-        """See :meth:`PhaseClock.begin`."""
         self._marks = []
         self._began = torch.cuda.Event(enable_timing=True)
         self._began.record()
 
     def read(self) -> dict[str, float] | None:
-        """See :meth:`PhaseClock.read`."""
         if _is_whole(self._marks):
             return _durations(self._marks, _elapsed)
         began = self._began
@@ -118,19 +112,19 @@ class DeviceClock:
 
 
 class GapClock:
-    """Times what lies between the replays of graphs: the sampler, copies, and waiting."""
+    """Time the gaps between graph replays: sampler, copies, and waiting."""
 
     def __init__(self) -> None:
         self._replays: list[tuple[torch.cuda.Event, torch.cuda.Event] | None] = []
         self._counts_next = False
 
     def count_next(self) -> None:
-        """Time the next replay; a gap counts between two that are timed."""
+        """Time the next replay; gaps are measured between two timed replays."""
         self._counts_next = True
 
     @contextmanager
     def around(self) -> Iterator[None]:
-        """Around the launch of a replay."""
+        """Context of the launch of a replay."""
         if not self._counts_next:
             self._replays.append(None)
             yield
@@ -143,7 +137,7 @@ class GapClock:
         self._replays.append((start, end))
 
     def read(self) -> list[float]:
-        """Milliseconds from each replay's end to the start of the next; the device must be idle."""
+        """Return the milliseconds between consecutive replays; the device must be idle."""
         return [
             _elapsed(before[1], later[0])
             for before, later in itertools.pairwise(self._replays)
@@ -152,7 +146,7 @@ class GapClock:
 
 
 def clock_for(device: torch.device) -> PhaseClock:
-    """A clock for steps on a device."""
+    """Return the clock for a device."""
     return DeviceClock() if device.type == "cuda" else HostClock()
 
 
@@ -160,7 +154,7 @@ def clock_for(device: torch.device) -> PhaseClock:
 def watch(model: LoadedModel, clock: PhaseClock) -> Iterator[None]:
     """Mark the phases of every step of an executor around the model.
 
-    Graphs must be captured inside, to hold the marks.
+    Graphs must be captured inside this context to contain the marks.
     """
 
     def entering(phase: str | None) -> Callable[..., None]:
@@ -191,7 +185,7 @@ def watch(model: LoadedModel, clock: PhaseClock) -> Iterator[None]:
 
 
 def _mark_target(model: LoadedModel, clock: PhaseClock) -> Callable[[], None]:
-    """Mark the target's start, whatever runs it; returns what undoes it."""
+    """Mark the start of the target; returns the function that removes the mark."""
     forward = model.forward_target
 
     def marked(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -204,7 +198,7 @@ def _mark_target(model: LoadedModel, clock: PhaseClock) -> Callable[[], None]:
 
 
 def _mark_head(layer: Any, clock: PhaseClock) -> Callable[[], None]:
-    """Mark the layer's head, which is a method and has no hooks; returns what undoes it."""
+    """Mark the layer's head, a method without hooks; returns the function that removes the mark."""
     head = layer.shared_head
 
     def marked(*arguments: Any, **options: Any) -> Any:

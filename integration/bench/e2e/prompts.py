@@ -1,4 +1,4 @@
-"""Prompts of one length: text where the subject can read, else random ids."""
+"""Prompts of one length: text if there is a tokenizer, else random ids."""
 
 from __future__ import annotations
 

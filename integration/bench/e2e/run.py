@@ -50,8 +50,7 @@ def run(
     trace: Path | None,
     tie_ulps: float | None,
 ) -> int:
-    """Measure one model; the exit code is 1 where a case did not match, 130 where an interrupt left
-    some out.
+    """Measure one model; the exit code is 1 if a case does not match, 130 after an interrupt.
 
     Args:
         folder: where the results of a full run go unless ``path`` names their file.

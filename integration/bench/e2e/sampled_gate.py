@@ -273,7 +273,7 @@ class SampledGate:
 
 
 def _different(runs: Sequence[Run]) -> list[Run]:
-    """Runs without those that wrote what an earlier one did."""
+    """Return the runs with distinct outputs."""
     different: list[Run] = []
     for run in runs:
         if all(run.token_ids != other.token_ids for other in different):

@@ -1,4 +1,4 @@
-"""What is measured: a checkpoint, or random weights of a size that has a name."""
+"""The measured model: a checkpoint, or random weights of a named size."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "init_std": 0.08,
     },
 }
-"""Random-weight models by name; one MTP layer each."""
+"""Models with random weights by name, each with one MTP layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,27 +62,24 @@ class Subject:
     path: str
     """Checkpoint directory, or the name of the shape."""
     is_trained: bool
-    """Whether drafts mean something: False for random weights."""
+    """False for random weights, whose drafts are meaningless."""
     tokenizer: Any = None
 
     @property
     def device(self) -> torch.device:
-        """Of the weights."""
         return next(self.model.lm_head.parameters()).device
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
         return next(self.model.lm_head.parameters()).dtype
 
     @property
     def num_parameters(self) -> int:
-        """Of target and MTP layers."""
+        """Number of parameters of target and MTP layers."""
         modules = (self.model.target, self.model.mtp_layers)
         return sum(p.numel() for module in modules for p in module.parameters())
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON document."""
         facts = self.model.facts
         return {
             "name": self.name,
@@ -100,10 +97,10 @@ class Subject:
 
 
 def load_checkpoint(path: Path, device: torch.device, dtype: str | None, *, fused: bool) -> Subject:
-    """A checkpoint with all of its MTP layers; in float32 on a CPU unless a dtype is given.
+    """Load a checkpoint with all MTP layers; the default dtype on a CPU is float32.
 
     Raises:
-        BenchmarkError: an unknown dtype.
+        BenchmarkError: the dtype is unknown.
         CheckpointError: see `read_config`, `read_tokenizer` and `load_model`.
     """
     requested = _dtype(dtype)
@@ -120,10 +117,10 @@ def load_checkpoint(path: Path, device: torch.device, dtype: str | None, *, fuse
 def make_shape(
     name: str, device: torch.device, dtype: str | None, seed: int, *, fused: bool
 ) -> Subject:
-    """A model with random weights, in bfloat16 unless a dtype is given.
+    """Create a model with random weights; the default dtype is bfloat16.
 
     Raises:
-        BenchmarkError: an unknown shape or dtype.
+        BenchmarkError: the shape or dtype is unknown.
     """
     expect(
         name in SHAPES,

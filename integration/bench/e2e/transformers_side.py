@@ -36,7 +36,6 @@ class GenerateFigures:
     ``generate`` does anew."""
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON document."""
         return {
             "seconds": self.seconds,
             "tokens": self.num_tokens,

@@ -1,4 +1,4 @@
-"""What has to hold when the traffic is over."""
+"""Checks after the traffic of a soak test."""
 
 from __future__ import annotations
 
@@ -16,40 +16,39 @@ from mtp_plugin.executor import LLM
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
 MAX_DEVICE_GROWTH = 16 * 2**20
-"""Bytes beyond what was held after the warm-up, drained both times."""
+"""Maximum growth in bytes since the warm-up, without requests both times."""
 MAX_HOST_GROWTH = 128 * 2**20
-"""Bytes beyond what was held after the first third; libraries cache what they make per shape."""
+"""Maximum growth in bytes since the first third; libraries cache data per shape."""
 MAX_DRIFT = 0.05
-"""By which share of the whole run's acceptance length a third may lie off, where chance explains
-less."""
+"""Maximum relative deviation of a third's acceptance length from the whole run's, if the sampling
+error is smaller."""
 STANDARD_ERRORS = 4.0
 LEAST_REQUESTS = 10
-"""Finished requests without which a third says nothing about drift."""
+"""Minimum number of finished requests for a third to be checked."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at."""
+    """Result of one check."""
 
     name: str
     holds: bool
     found: str
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON document."""
         return asdict(self)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes held by this process."""
+    """Allocated bytes of this process."""
 
     device: int
     host: int
 
     @staticmethod
     def now(device: torch.device) -> Memory:
-        """After a collection."""
+        """Measure after a garbage collection."""
         gc.collect()
         held = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
         return Memory(held, _resident_bytes())
@@ -63,7 +62,7 @@ def _resident_bytes() -> int:
 
 
 def leak_checks(llm: LLM) -> list[Check]:
-    """Blocks, slots and requests of a drained executor."""
+    """Check blocks, slots and requests of an executor without requests."""
     blocks = llm.blocks
     found = [
         Check(
@@ -87,7 +86,7 @@ def _slot_check(name: str, slots: Any) -> Check:
 
 
 def memory_checks(warm: Memory, first_third: Memory, drained: Memory) -> list[Check]:
-    """Growth of the device's memory since the warm-up, of the host's since the first third."""
+    """Check the growth of device memory since the warm-up, of host memory since the first third."""
     return [
         Check(name, grown <= most, f"{grown / 2**20:+.1f} MiB, at most {most / 2**20:.0f}")
         for name, grown, most in (
@@ -98,7 +97,7 @@ def memory_checks(warm: Memory, first_third: Memory, drained: Memory) -> list[Ch
 
 
 class Thirds:
-    """Acceptance by third of the run, to see whether it drifts."""
+    """Acceptance by third of the run, to detect drift."""
 
     def __init__(self, draft_len: int) -> None:
         self.stats = [AcceptanceStats(draft_len) for _ in range(3)]
@@ -111,7 +110,7 @@ class Thirds:
             self._lengths[third].append(stats.acceptance_length)
 
     def check(self) -> Check:
-        """Whether each third lies near the whole run."""
+        """Check that each third is close to the whole run."""
         whole = AcceptanceStats(self.stats[0].max_draft_len)
         for stats in self.stats:
             whole.merge(stats)

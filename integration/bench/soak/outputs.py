@@ -1,4 +1,4 @@
-"""What finished requests said: kept once per prompt, since all of them continue it the same way."""
+"""Outputs of finished requests, stored once per prompt, since all must be equal."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from integration.bench.soak.traffic import RequestPlan
 from mtp_plugin.requests.states import FinishReason
 
 MAX_ODD = 200
-"""Outputs that differ from the prompt's others and are kept for the oracle."""
+"""Maximum number of outputs that differ from others of their prompt and are kept for comparison."""
 
 
 @dataclass
 class Texts:
-    """Outputs by prompt: the longest one, and those that are no beginning of it.
+    """Outputs by prompt: the longest one, and those that are not a prefix of it.
 
     Args:
-        prompts: token ids. end_ids: that end a text.
+        prompts: token ids.
+        end_ids: EOS token ids.
     """
 
     prompts: list[list[int]]
@@ -28,7 +29,7 @@ class Texts:
     wrong_ends: list[str] = field(default_factory=list)
 
     def add(self, planned: RequestPlan, tokens: list[int], reason: FinishReason | None) -> None:
-        """Take the output of a request that has ended, aborted ones included."""
+        """Add the output of a finished or aborted request."""
         self.num_tokens += len(tokens)
         problem = self._wrong_end(planned, tokens, reason)
         if problem:
@@ -58,7 +59,7 @@ class Texts:
         return f"{len(tokens)} of {planned.max_new_tokens} tokens, ended by {name}"
 
     def compare(self, gate: Gate) -> tuple[list[str], int]:
-        """(What differs from target-only decoding, ties excused)."""
+        """Return (differences from non-speculative decoding, number of ties)."""
         mismatches: list[str] = []
         numbers = sorted(self.longest)
         match = gate.match_oracle(

@@ -35,9 +35,9 @@ from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole, messag
 TOKENS_PER_BLOCK = 16
 MAX_PROMPTS = 100_000
 MAX_STALLED_STEPS = 20_000
-"""Steps in which draining must end."""
+"""Maximum number of steps until all requests have finished."""
 REPORT_EVERY = 10.0
-"""Seconds between two lines of progress; each tenth of the run has one too."""
+"""Maximum seconds between progress lines, which are also written at each tenth of the run."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class SoakOptions:
 
     seconds: float = 60.0
     steps: int | None = None
-    """Steps of traffic instead of seconds: the same run on every machine."""
+    """Number of steps instead of seconds, for the same run on every machine."""
     seed: int = 0
     worker: str = EAGLE
     k: int = 3
@@ -55,12 +55,12 @@ class SoakOptions:
     longest_prompt: int = 96
     longest_output: int = 96
     kv_share: float = 0.4
-    """KV blocks, as a share of what a full batch of the longest requests takes."""
+    """Number of KV blocks relative to a full batch of the longest requests."""
     graphs: bool = True
     fused: bool | None = None
 
     def check(self) -> None:
-        """Refuse what cannot be run.
+        """Check the options.
 
         Raises:
             BenchmarkError: a number below its minimum, or an unknown worker.
@@ -95,7 +95,7 @@ class SoakOptions:
 
 @dataclass(frozen=True)
 class Counts:
-    """What went through."""
+    """Number of requests, steps and tokens of the run."""
 
     requests: int
     finished: int
@@ -108,18 +108,18 @@ class Counts:
 
 @dataclass(frozen=True)
 class Soaked:
-    """What a soak found."""
+    """Results of a soak test."""
 
     counts: Counts
     checks: list[Check]
     num_ties: int
     acceptance_length: float
     complete: bool = True
-    """No interrupt cut the traffic short."""
+    """The run was not interrupted."""
 
     @property
     def holds(self) -> bool:
-        """Whether every check does."""
+        """Whether every check passed."""
         return all(check.holds for check in self.checks)
 
 
@@ -127,8 +127,8 @@ class Soak:
     """Traffic through one executor.
 
     Args:
-        llm: with a chunk policy of random lengths.
-        prompts: token ids, to choose from.
+        llm: an LLM with a chunk policy of random lengths.
+        prompts: token ids of the prompts to choose from.
     """
 
     def __init__(self, llm: LLM, options: SoakOptions, prompts: list[list[int]]) -> None:
@@ -145,14 +145,14 @@ class Soak:
         self.step_number = 0
 
     def step(self, third: int) -> None:
-        """Let arrivals in and the impatient go, then make a step.
+        """Submit arrivals, cancel requests that are due, then run a step.
 
         Raises:
             BenchmarkError: a request failed.
         """
         executor = self._llm.executor
         for planned in self._traffic.arrivals():
-            # a queue that only grows tests nothing further
+            # limit the queue
             if len(self._live) < 3 * self._options.batch_size:
                 self._admit(planned)
         for request_id, (_, planned, since) in self._live.items():
@@ -162,10 +162,10 @@ class Soak:
         self._step(third)
 
     def drain(self, third: int = 2) -> None:
-        """Step until nothing is left.
+        """Step until no request is left.
 
         Raises:
-            BenchmarkError: requests that never end.
+            BenchmarkError: requests do not finish.
         """
         for _ in range(MAX_STALLED_STEPS):
             if not self._llm.executor.has_work:
@@ -212,8 +212,8 @@ class Interrupts:
 
     @contextmanager
     def taken(self) -> Iterator[None]:
-        """Interrupts come here, except where Python lets none be taken, as in other threads, and
-        where the process ignores them, as background jobs do."""
+        """Handle interrupts, unless this is not the main thread or the process ignores them, as
+        background jobs do."""
         is_main = threading.current_thread() is threading.main_thread()
         if not is_main or signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
             yield
@@ -237,17 +237,17 @@ def soak(
     tie_ulps: float | None,
     on_progress: Callable[[str], None] = lambda _: None,
 ) -> Soaked:
-    """Run the traffic and look at what it left.
+    """Run the traffic, then the checks.
 
-    An interrupt ends the traffic between two steps; what went through is checked all the same.
+    An interrupt ends the traffic between two steps; the checks run nevertheless.
 
     Args:
         on_progress: called with a line of text as the soak goes on.
 
     Raises:
-        BenchmarkError: a request that failed or never ends.
+        BenchmarkError: a request failed or does not finish.
         KeyboardInterrupt: the second interrupt.
-        ConfigError: a worker or draft length that the checkpoint cannot run.
+        ConfigError: the checkpoint does not support the worker or draft length.
     """
     options.check()
     interrupts = Interrupts()
@@ -276,12 +276,12 @@ def _soak(
         _config(subject, options),
         model=subject.model,
         tokenizer=subject.tokenizer,
-        on_progress=lambda _: None,  # what is shown is that of the soak
+        on_progress=lambda _: None,  # only the progress of the soak test is shown
         chunk_policy=random_chunks(options.seed),
     )
     report("warming up")
     with llm:
-        # the first requests of every kind allocate what stays
+        # the first requests of every kind make permanent allocations
         warm = Soak(llm, replace(options, seed=options.seed + 1), prompts)
         for _ in range(4 * options.batch_size):
             warm.step(0)
@@ -309,7 +309,7 @@ def _soak(
     wrong = run.texts.wrong_ends
     checks.append(Check("ends", not wrong, "; ".join(wrong[:3]) or "as requested"))
     report(f"comparing {run.texts.num_tokens} tokens with target-only decoding")
-    interrupts.requested = True  # from here on the first one leaves
+    interrupts.requested = True  # from here on the first interrupt ends the comparison
     try:
         mismatches, ties = run.texts.compare(gate)
         found = "; ".join(mismatches[:3]) or f"{run.texts.num_tokens} tokens, ties: {ties}"
@@ -399,11 +399,10 @@ def run(
     path: Path | None,
     tie_ulps: float | None,
 ) -> int:
-    """Soak a checkpoint and report; the exit code is 1 where a check does not hold, 130 where an
-    interrupt cut the traffic short.
+    """Run a soak test and report; the exit code is 1 if a check failed, 130 after an interrupt.
 
     Raises:
-        BenchmarkError, ConfigError, CheckpointError: nothing that could be run.
+        BenchmarkError, ConfigError, CheckpointError: the test cannot run.
     """
     options.check()
     check_output(path)
@@ -443,7 +442,7 @@ def _output() -> OutputConsole:
 def document(
     machine: dict[str, Any], subject: Subject, options: SoakOptions, found: Soaked
 ) -> dict[str, Any]:
-    """Everything that is known of a soak."""
+    """Return the JSON document of a soak test."""
     return {
         "kind": "soak",
         "name": subject.name,

@@ -13,7 +13,7 @@ IMPATIENT = 0.1
 SILENT = 0.05
 """Share of requests without drafts."""
 STOPPING = 0.25
-"""Share of requests that end at an end token."""
+"""Share of requests that stop at an EOS token."""
 BURST = 3
 """Maximum number of requests that arrive in one step."""
 
@@ -27,15 +27,16 @@ class RequestPlan:
     ignore_eos: bool
     speculate: bool
     patience: int | None
-    """Steps after which it is aborted, if it has not finished; None: never."""
+    """Number of steps after which an unfinished request is aborted; None: never."""
 
 
 class Traffic:
-    """Generates the arrivals of every step; the same seed gives the same ones.
+    """Generate the arrivals of every step, determined by the seed.
 
     Args:
-        num_prompts: to choose from. longest_output: maximum output tokens.
-        batch_size: that the executor runs; arrivals are a little more than it serves.
+        num_prompts: number of prompts to choose from.
+        longest_output: maximum number of output tokens.
+        batch_size: batch size of the executor; slightly more requests arrive than it can serve.
     """
 
     def __init__(self, seed: int, num_prompts: int, longest_output: int, batch_size: int) -> None:
@@ -47,7 +48,7 @@ class Traffic:
         self._chance = min(0.9, rate / ((1 + BURST) / 2))
 
     def arrivals(self) -> list[RequestPlan]:
-        """Those of the next step."""
+        """Return the requests that arrive in the next step."""
         rng = self._rng
         if rng.random() >= self._chance:
             return []
@@ -66,7 +67,7 @@ class Traffic:
 
 
 def random_chunks(seed: int) -> Callable[[LlmRequest, int], int]:
-    """A chunk policy: any length that fits, by seed, request and place in the prompt."""
+    """Return a chunk policy with random lengths, determined by seed, request and position."""
 
     def chunk(request: LlmRequest, limit: int) -> int:
         key = f"{seed} {request.request_id} {request.context_current_position}"
