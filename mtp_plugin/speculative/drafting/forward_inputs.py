@@ -73,7 +73,6 @@ class ForwardInputs:
 
     @property
     def layout(self) -> StepLayout:
-        """Return the step's layout."""
         return self.host.layout
 
     @classmethod

@@ -249,7 +249,6 @@ class SpecWorker(nn.Module, ABC):
 
     @property
     def served_options(self) -> frozenset[str]:
-        """Return the request options that steps serve."""
         served = self.verifier.served_options | LOGPROB_OPTIONS
         return served | {LOGPROBS_MODE} if self.verifier.keeps_scores else served
 

@@ -26,7 +26,6 @@ class DraftPass:
 
     @property
     def rows(self) -> LogitRows:
-        """Return the rows of this pass."""
         output, layout = self.output, self.step.layout
         return LogitRows.of_drafts(layout, self.num_accepted, output.column, output.drafts)
 

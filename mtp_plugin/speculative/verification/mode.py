@@ -37,7 +37,6 @@ class VerificationInputs:
 
     @property
     def layout(self) -> StepLayout:
-        """Return the step's layout."""
         return self.step.layout
 
     def expect_rows(self) -> LogitRows:
@@ -92,7 +91,6 @@ class VerificationMode(ABC):
 
     @classmethod
     def is_enabled(cls, options: DecodingOptions) -> bool:
-        """Return whether a config enables this mode."""
         return not set(options.mtp.verifications).isdisjoint(cls.verifications)
 
     @classmethod  # noqa: B027 - most have nothing to check
