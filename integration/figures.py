@@ -30,7 +30,6 @@ Json = dict[str, Any]
 
 
 def result(name: str) -> Json:
-    """Read a result file."""
     document: Json = json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
     return document
 
@@ -508,7 +507,7 @@ BAR, GAP, HEIGHT, LEFT, UNIT = 52, 44, 356, 56, 90  # pixels; UNIT: height of 1.
 
 
 def plot() -> str:
-    """Bars of `plotted` as SVG."""
+    """Return the bars of `plotted` as SVG."""
     values_of, base, found = plotted(), HEIGHT - 52, result("e2e-8gb")
     group = len(values_of) * BAR + GAP
     width = LEFT + group * len(E2E_BATCHES)

@@ -345,7 +345,6 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, default=default_corpus())
     parser.add_argument("--manifest", type=Path, default=HERE / "manifest.json")

@@ -32,7 +32,6 @@ def prepare(corpus: Path, python_version: str | None, manifest_path: Path, folde
 
 
 def main() -> None:
-    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--corpus", type=Path, default=default_corpus())
     parser.add_argument("--python-version", help="the library's, if not this interpreter's")

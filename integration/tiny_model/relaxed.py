@@ -29,7 +29,7 @@ BEGIN, END = 1, 2
 
 
 class Setting(NamedTuple):
-    """What is relaxed; None: without."""
+    """Options of relaxed acceptance."""
 
     topk: int
     delta: float
@@ -48,7 +48,7 @@ SETTINGS = (
 def measure(
     num_tokens: int = NUM_TOKENS, settings: tuple[Setting, ...] = SETTINGS
 ) -> dict[str, Any]:
-    """The document of a run; `matched`: the strict setting wrote the target's own text."""
+    """Return the document of a run; `matched`: strict output equals the target's own."""
     prompts = [item["prompt"] for item in json.loads((HERE / "prompts.json").read_text())]
     tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
     whole = [tokenizer.encode(prompt) for prompt in prompts]
@@ -110,7 +110,6 @@ def shared(text: list[int], other: list[int]) -> int:
 
 
 def main() -> None:
-    """Measure and write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--tokens", type=int, default=NUM_TOKENS)
     parser.add_argument("--out", type=Path, default=RESULT)

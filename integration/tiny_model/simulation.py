@@ -44,7 +44,7 @@ DRAFTINGS = (
 
 @dataclass(frozen=True)
 class Continuation:
-    """What the target says greedily after each prompt.
+    """Greedy continuations of the target.
 
     Attributes:
         tokens: prompt and continuation `[B, T]`.
@@ -63,7 +63,7 @@ class Continuation:
 
 @dataclass(frozen=True)
 class Tally:
-    """Counts per text: steps and emitted tokens `[B]`, drafts reached and accepted `[B, K]`."""
+    """Counts per text: steps and output tokens `[B]`, drafts reached and accepted `[B, K]`."""
 
     steps: Tensor
     emitted: Tensor
@@ -71,7 +71,7 @@ class Tally:
     accepted: Tensor
 
     def acceptance_length(self) -> float:
-        """Emitted tokens per target step."""
+        """Output tokens per target step."""
         return (self.emitted.sum() / self.steps.sum()).item()
 
     def acceptance(self) -> list[float]:
@@ -84,7 +84,7 @@ class Tally:
 
 
 def join_tallies(tallies: list[Tally]) -> Tally:
-    """The tallies of several batches of texts as one."""
+    """Merge the tallies of several batches."""
     return Tally(
         torch.cat([tally.steps for tally in tallies]),
         torch.cat([tally.emitted for tally in tallies]),
@@ -117,10 +117,9 @@ def continue_greedily(
 
 
 class _Rows:
-    """The (token, state) pairs that one draft layer was fed, per row, as last written."""
+    """The latest input pairs (token, hidden state) of one draft layer, per row."""
 
     def __init__(self, tokens: Tensor, states: Tensor) -> None:
-        """Nothing written yet, in rows like those of `tokens` and `states`."""
         self.tokens = torch.zeros_like(tokens)
         self.states = torch.zeros_like(states)
         self.written = torch.zeros_like(tokens, dtype=torch.bool)
@@ -132,7 +131,7 @@ class _Rows:
         self.written = self.written | rows
 
     def outputs(self, model: TinyMtpModel, depth: int) -> Tensor:
-        """What layer `depth` gives at every row, from the written rows up to it `[B, T, H]`."""
+        """Return the outputs `[B, T, H]` of layer `depth`, attending to earlier written rows."""
         length = self.tokens.shape[1]
         index = torch.arange(length, device=self.tokens.device)
         causal = index.unsqueeze(0) <= index.unsqueeze(1)
@@ -146,7 +145,7 @@ class _Rows:
 
 
 class Drafter:
-    """Drafts step by step along growing texts; holds what the draft layers were fed."""
+    """Draft step by step along growing texts; stores the inputs of the draft layers."""
 
     def __init__(self, model: TinyMtpModel, drafting: Drafting, num_drafts: int) -> None:
         self.model = model
@@ -171,7 +170,7 @@ class Drafter:
 
 
 class Counter:
-    """Adds up a `Tally` step by step."""
+    """Accumulate a `Tally` step by step."""
 
     def __init__(self, batch: int, num_drafts: int, device: torch.device) -> None:
         self.counts = torch.zeros(batch, 2 + 2 * num_drafts, dtype=torch.long, device=device)
@@ -187,7 +186,7 @@ class Counter:
         return gained * active.long()
 
     def tally(self) -> Tally:
-        """What was counted so far."""
+        """Return the current counts."""
         counts = self.counts.cpu()
         reached, accepted = counts[:, 2:].split(self.num_drafts, dim=1)
         return Tally(counts[:, 0], counts[:, 1], reached, accepted)
@@ -256,7 +255,7 @@ def run_sampled(
 def _verify(
     target: Tensor, draft: Tensor, drafts: Tensor, generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Which drafts pass min(1, p / q) `[B, K]`, and the token after the accepted ones `[B]`."""
+    """Return which drafts pass min(1, p / q) `[B, K]`, and the token after the accepted `[B]`."""
     p = target[:, :-1].gather(2, drafts.unsqueeze(-1)).squeeze(-1)
     q = draft.gather(2, drafts.unsqueeze(-1)).squeeze(-1)
     hits = torch.rand(p.shape, generator=generator).to(p.device) * q < p

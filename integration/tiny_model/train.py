@@ -109,7 +109,7 @@ def draft_loss(
 
 
 class Trainer:
-    """One training run."""
+    """A training run."""
 
     def __init__(self, recipe: Recipe, streams: dict[str, Tensor], device: torch.device) -> None:
         torch.manual_seed(recipe.seed)
@@ -276,7 +276,7 @@ class Trainer:
 
 
 def training_report(recipe: Recipe, device: torch.device, result: dict[str, Any]) -> dict[str, Any]:
-    """What `report.json` says about the training."""
+    """Return the training section of `report.json`."""
     gpu = torch.cuda.get_device_name(device) if device.type == "cuda" else "none"
     return {
         **result,

@@ -17,7 +17,7 @@ class PrefillOutput(NamedTuple):
     """Result of `Inferencer.prefill`."""
 
     token_ids: torch.Tensor
-    """[B, 1], the token that follows the prompt."""
+    """[B, 1], the token after the prompt."""
     token_logits: torch.Tensor
     """[B, Q, V], logits of every prompt token."""
 
@@ -26,9 +26,9 @@ class DecodeOutput(NamedTuple):
     """Result of `Inferencer.decode`."""
 
     token_ids: torch.Tensor
-    """[B, N], the tokens that follow the query."""
+    """[B, N], the tokens after the query."""
     token_logits: torch.Tensor
-    """[B, N, V], the logits that each of them was chosen from."""
+    """[B, N, V], the logits from which each token was chosen."""
 
 
 class Inferencer(Protocol):
@@ -37,7 +37,7 @@ class Inferencer(Protocol):
     def prefill(
         self, query_token_ids: torch.Tensor, kv_cache: KVCache, sample_strategy: SampleStrategy
     ) -> PrefillOutput:
-        """Feed a prompt [B, Q] and choose the token after it."""
+        """Run the model on a prompt [B, Q] and choose the token after it."""
         ...
 
     def decode(
@@ -47,26 +47,26 @@ class Inferencer(Protocol):
         max_new_tokens: int,
         sample_strategy: SampleStrategy,
     ) -> DecodeOutput:
-        """Feed a token [B, 1], choose the next, feed it, and so on.
+        """Decode token by token after a query [B, 1].
 
         Ends after `max_new_tokens` (N <= `max_new_tokens`) or when every row has reached an end
         token, which is part of the output; a row that ended earlier repeats its end token and the
-        logits of it. The last token is not fed, so the cache grows by N.
+        logits of that token. The model does not run on the last token, so the cache grows by N.
         """
         ...
 
 
 class BasicInferencer(Inferencer):
-    """An `Inferencer` that feeds the whole prompt at once."""
+    """An `Inferencer` that runs the model on the whole prompt at once."""
 
     def __init__(
         self, language_model: LanguageModel, eos_token_ids: Collection[int] | None = None
     ) -> None:
-        """Decode with a model.
+        """Create an inferencer for a model.
 
         Args:
-            language_model: gives the logits.
-            eos_token_ids: ids that end a decode; None: those of the model, empty: nothing does.
+            language_model: computes the logits.
+            eos_token_ids: EOS token ids; None: those of the model; empty: no token ends a decode.
         """
         self.language_model = language_model
         self._eos_token_ids = eos_token_ids
@@ -99,8 +99,8 @@ class BasicInferencer(Inferencer):
 
         Raises:
             TensorContractError: the query is not [B, 1].
-            ConfigError: fewer than one new token.
-            CheckpointError: (a ValueError) no end tokens were given and the model has none.
+            ConfigError: ``max_new_tokens`` is below 1.
+            CheckpointError: (a ValueError) no EOS tokens were given and the model has none.
         """
         if query_token_ids.dim() != 2 or query_token_ids.shape[1] != 1 or not len(query_token_ids):
             raise TensorContractError(

@@ -1,4 +1,4 @@
-"""Cached attention states, and the cache that grows with them."""
+"""KV cache of the reference models."""
 
 from __future__ import annotations
 
@@ -25,27 +25,27 @@ class KVCache(Protocol):
     """States of all layers for the tokens seen so far."""
 
     def update(self, kv_states: Sequence[KVState]) -> None:
-        """Append the states of new tokens, one entry per layer, the same tokens in each.
+        """Append the states of new tokens, one entry per layer for the same tokens.
 
         Raises:
-            TensorContractError: the entries do not fit each other or what is stored.
+            TensorContractError: the entries do not fit each other or the stored states.
         """
         ...
 
     def crop(self, num_tokens_crop: int) -> None:
-        """Drop the latest tokens of every layer.
+        """Remove the latest tokens from every layer.
 
         Raises:
-            TensorContractError: a negative number, or more than there are.
+            TensorContractError: the number is negative or larger than the number of tokens.
         """
         ...
 
     def get_num_tokens(self) -> int:
-        """How many tokens the cache holds."""
+        """Return the number of cached tokens."""
         ...
 
     def get_kv_states(self) -> list[KVState]:
-        """The stored states, one entry per layer; an empty list before the first update."""
+        """Return the stored states, one entry per layer; empty before the first update."""
         ...
 
 
@@ -70,7 +70,7 @@ class DynamicKVCache:
         self._kv_states = new
 
     def crop(self, num_tokens_crop: int) -> None:
-        """Drop the latest tokens; see `KVCache.crop`."""
+        """Remove the latest tokens; see `KVCache.crop`."""
         stored = self.get_num_tokens()
         if not 0 <= num_tokens_crop <= stored:
             raise TensorContractError(
@@ -83,11 +83,11 @@ class DynamicKVCache:
         ]
 
     def get_num_tokens(self) -> int:
-        """How many tokens the cache holds."""
+        """Return the number of cached tokens."""
         return self._kv_states[0].keys.shape[2] if self._kv_states else 0
 
     def get_kv_states(self) -> list[KVState]:
-        """The stored states, one entry per layer; an empty list before the first update."""
+        """Return the stored states, one entry per layer; empty before the first update."""
         return list(self._kv_states)
 
     def _check(self, new: list[KVState]) -> None:
@@ -119,6 +119,6 @@ class DynamicKVCache:
 
 
 def _layout(tensor: torch.Tensor) -> str:
-    """Everything of a state but its number of tokens."""
+    """Describe a state, without its number of tokens."""
     batch, heads, _, width = tensor.shape
     return f"[{batch}, {heads}, tokens, {width}] {tensor.dtype} on {tensor.device}"

@@ -17,14 +17,14 @@ ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attenti
 
 
 class LanguageModel(Protocol):
-    """A causal language model with its cache outside.
+    """A causal language model with an external KV cache.
 
-    A model that several tokens end has their ids in an attribute `eos_token_ids` as well.
+    A model with several EOS tokens also has an attribute `eos_token_ids`.
     """
 
     @property
     def eos_token_id(self) -> int:
-        """The id that ends a text.
+        """The EOS token id.
 
         Raises:
             CheckpointError: (a ValueError) the model's config has none.
@@ -32,10 +32,10 @@ class LanguageModel(Protocol):
         ...
 
     def forward(self, query_token_ids: torch.Tensor, kv_cache: KVCache) -> torch.Tensor:
-        """Logits of every query token.
+        """Return the logits of every query token.
 
         Args:
-            query_token_ids: [B, Q], the tokens that follow what the cache holds.
+            query_token_ids: [B, Q], the tokens after those in the cache.
             kv_cache: read, and updated by the Q tokens.
 
         Returns:
@@ -47,7 +47,7 @@ class LanguageModel(Protocol):
 class TransformersLanguageModel:
     """A transformers causal language model as a `LanguageModel`.
 
-    Whatever a layer caches goes into the cache as it is, so models with latent attention work too.
+    The cache stores what each layer caches, so models with latent attention work too.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -71,14 +71,14 @@ class TransformersLanguageModel:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """All ids that end a text; empty where the config has none."""
+        """All EOS token ids; empty if the config has none."""
         if self._eos is None:
             return ()
         return tuple(self._eos) if isinstance(self._eos, (list, tuple)) else (self._eos,)
 
     @property
     def eos_token_id(self) -> int:
-        """The first id that ends a text; see `LanguageModel.eos_token_id`."""
+        """The first EOS token id; see `LanguageModel.eos_token_id`."""
         if not self.eos_token_ids:
             raise CheckpointError(
                 f"{type(self.model).__name__}: expected an eos_token_id in the config, got none"
@@ -86,7 +86,7 @@ class TransformersLanguageModel:
         return self.eos_token_ids[0]
 
     def forward(self, query_token_ids: torch.Tensor, kv_cache: KVCache) -> torch.Tensor:
-        """Logits [B, Q, V]; see `LanguageModel.forward`.
+        """Return logits [B, Q, V]; see `LanguageModel.forward`.
 
         Raises:
             TensorContractError: the query is not [B, Q] with at least one token.

@@ -23,8 +23,8 @@ def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> Logprobs:
 
 
 def raw_logprobs(logits: torch.Tensor) -> torch.Tensor:
-    """Log-probabilities [V] float32 of a raw row [V]; NaN counts as -inf, and of a row with +inf
-    the lowest such id is certain."""
+    """Return the log-probabilities [V] float32 of a raw row [V]; NaN counts as -inf, and in a row
+    with +inf the lowest such id has probability 1."""
     values = usable(logits)
     highest = values.max()
     if highest == -torch.inf:
@@ -37,6 +37,6 @@ def raw_logprobs(logits: torch.Tensor) -> torch.Tensor:
 
 
 def usable(logits: torch.Tensor) -> torch.Tensor:
-    """Logits [...] in float32 on the CPU, where one rounding is as good as another; NaN as -inf."""
+    """Return logits [...] in float32 on the CPU, with NaN as -inf."""
     values = logits.detach().to("cpu", torch.float32)
     return values.masked_fill(values.isnan(), -torch.inf)

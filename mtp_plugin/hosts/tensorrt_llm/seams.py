@@ -43,7 +43,7 @@ class Need:
 
 @dataclass(frozen=True)
 class Found:
-    """What was found for a need."""
+    """Result of looking up a `Need`."""
 
     need: Need
     found: str
