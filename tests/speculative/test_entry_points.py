@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -10,10 +11,13 @@ from typing import Any
 import pytest
 import torch
 
+from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError, ExecutorError, MetadataError, TensorContractError
+from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.sampler import MTPSampler, SampleStateMTP
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.speculative import test_sampler
+from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.state import cases
 
 MISSING = object()
@@ -167,11 +171,125 @@ SAMPLER: dict[str, Case] = {
     ),
 }
 
-CASES = {
-    f"{part}: {name}": case
-    for part, table in (("manager", MANAGER), ("sampler", SAMPLER))
-    for name, case in table.items()
+WORKERS = {"vanilla": MTPWorker, "eagle": MTPEagleWorker}
+
+
+def call_worker(method: str, *, kind: str = "eagle", spec: Any = None, **changed: Any) -> None:
+    """Call a worker of K = 3 with the inputs of one context and one generation."""
+    mode = "MTP" if kind == "vanilla" else "MTP_EAGLE_ONE_MODEL"
+    given = Step(
+        3, [Prompt([1, 2, 3])], [Turn([4, 5], [6] * 3, [7] * 4)], mode=SpeculativeDecodingMode[mode]
+    )
+    for name, value in (spec or {}).items():
+        setattr(given.spec, name, value)
+    num_layers = 3 if kind == "vanilla" else 1
+    counts = torch.ones(2, dtype=torch.int32)
+    inputs = {
+        **given.inputs(),
+        "mtp_layers": [ScriptedLayer() for _ in range(num_layers)],
+        "last_tokens_idx": torch.tensor([2, 6]),
+        "accepted_tokens": torch.ones(2, 4, dtype=torch.int32),
+        "num_accepted_tokens": counts,
+        **changed,
+    }
+    worker = WORKERS[kind](SimpleNamespace(max_draft_len=3), device="cpu")
+    call = getattr(worker, method)
+    # skip_forward takes the arguments of forward
+    parameters = inspect.signature(worker.forward if method == "skip_forward" else call).parameters
+    call(**{name: value for name, value in inputs.items() if name in parameters})
+
+
+def refuse(method: str, message: str, **options: Any) -> Case:
+    error = MetadataError if message.startswith("runtime") else TensorContractError
+    return lambda: call_worker(method, **options), error, message
+
+
+STATES = torch.zeros(7, 8)
+WORKER: dict[str, Case] = {
+    "no ids": refuse("forward", "input_ids: expected integer tensor, got None", input_ids=None),
+    "listed ids": refuse(
+        "skip_drafting", "input_ids: expected integer tensor, got [1, 2]", input_ids=[1, 2]
+    ),
+    "no positions": refuse(
+        "forward", "position_ids: expected integer tensor, got None", position_ids=None
+    ),
+    "no states": refuse(
+        "forward",
+        "hidden_states: expected floating-point tensor [T, H], got None",
+        hidden_states=None,
+    ),
+    "int16 states": refuse(
+        "forward",
+        "hidden_states: expected floating-point tensor [T, H], got torch.int16 [7, 8] on cpu",
+        hidden_states=STATES.to(torch.int16),
+        kind="vanilla",
+    ),
+    "bool states": refuse(
+        "forward",
+        "hidden_states: expected floating-point tensor [T, H], got torch.bool [7, 8] on cpu",
+        hidden_states=STATES.bool(),
+    ),
+    "no logits": refuse("forward", "logits: expected floating-point tensor, got None", logits=None),
+    "listed logits of a skipped step": refuse(
+        "skip_forward", "logits: expected tensor, got [0.5]", logits=[0.5]
+    ),
+    "draft length": refuse(
+        "forward",
+        "runtime_draft_len: expected an integer, got '2'",
+        spec={"runtime_draft_len": "2"},
+    ),
+    "number of drafts": refuse(
+        "forward",
+        "draft_lens: expected integer tensor, got torch.bool [1] on cpu",
+        spec={"draft_lens": torch.tensor([True])},
+    ),
+    "next prompt tokens": refuse(
+        "forward",
+        "next_prompt_tokens: expected integer tensor, got [3]",
+        spec={"next_prompt_tokens": [3]},
+    ),
+    "logits to verify": refuse(
+        "sample_and_accept_draft_tokens",
+        "logits: expected floating-point tensor, got None",
+        logits=None,
+    ),
+    "bool ids to verify": refuse(
+        "sample_and_accept_draft_tokens",
+        "input_ids: expected integer tensor, got torch.bool [7] on cpu",
+        input_ids=torch.ones(7).bool(),
+    ),
+    "history": refuse(
+        "update_mtp_hidden_states",
+        "input_ids: expected integer tensor, got None",
+        kind="vanilla",
+        input_ids=None,
+    ),
+    "changed metadata": refuse(
+        "change_attn_metadata",
+        "num_accepted_tokens: expected integer tensor [R], got [1, 1]",
+        num_accepted_tokens=[1, 1],
+    ),
+    "accepted tokens of vanilla": refuse(
+        "prepare_drafter_inputs",
+        "accepted_tokens: expected integer tensor [R, K+1], got None",
+        kind="vanilla",
+        accepted_tokens=None,
+    ),
+    "counts of vanilla": refuse(
+        "prepare_drafter_inputs",
+        "num_accepted_tokens: expected integer tensor [R], got [1, 1]",
+        kind="vanilla",
+        num_accepted_tokens=[1, 1],
+    ),
+    "last rows of eagle": refuse(
+        "prepare_drafter_inputs",
+        "last_tokens_idx: expected integer tensor [R], got None",
+        last_tokens_idx=None,
+    ),
 }
+
+TABLES = {"manager": MANAGER, "sampler": SAMPLER, "worker": WORKER}
+CASES = {f"{part}: {name}": case for part, table in TABLES.items() for name, case in table.items()}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,6 +9,7 @@ import torch
 from typing_extensions import Self
 
 from mtp_plugin.errors import ConfigError, TensorContractError, expect
+from mtp_plugin.kernels.checks import FLOATS, INTEGERS, expect_tensor
 from mtp_plugin.speculative.drafting.attention_loop import kv_floor
 from mtp_plugin.speculative.host import AttentionMetadata, HostStep, Ranks, part_of
 from mtp_plugin.speculative.ops.draft_inputs import DraftKVLengths, History, TargetRows
@@ -87,8 +88,10 @@ class ForwardInputs:
         Raises:
             TensorContractError, MetadataError: an input that does not fit the others.
         """
-        ids, positions = given.input_ids.reshape(-1), given.position_ids.reshape(-1)
-        rows, states = ids.shape[0], given.hidden_states
+        logits, states = read_logits(given.logits), read_states(given.hidden_states)
+        ids = flat_integers("input_ids", given.input_ids)
+        positions = flat_integers("position_ids", given.position_ids)
+        rows = ids.shape[0]
         expect(
             positions.shape[0] == rows and states.shape[0] == rows,
             TensorContractError,
@@ -102,7 +105,7 @@ class ForwardInputs:
             ),
             rows=TargetRows(ids, states),
             positions=positions,
-            logits=as_rows(given.logits),
+            logits=logits,
             lm_head=given.resolve("lm_head"),
             embed_tokens=given.resolve("embed_tokens"),
             attn_metadata=attn_metadata,
@@ -153,6 +156,29 @@ def read_history(step: HostStep, max_draft_len: int) -> History:
     return History(tokens, states, slots)
 
 
-def as_rows(logits: torch.Tensor) -> torch.Tensor:
-    """Return logits [V] of a single row as [1, V]."""
+def flat_integers(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Return token ids or positions of any shape as [T].
+
+    Raises:
+        TensorContractError: not an integer tensor.
+    """
+    return expect_tensor(name, value, dtype=INTEGERS).reshape(-1)
+
+
+def read_states(value: torch.Tensor) -> torch.Tensor:
+    """Return hidden states [T, H].
+
+    Raises:
+        TensorContractError: not a floating-point tensor, or another shape.
+    """
+    return expect_tensor("hidden_states", value, dtype=FLOATS, shape=("T", "H"))
+
+
+def read_logits(value: torch.Tensor) -> torch.Tensor:
+    """Return logits [rows, V]; [V] is one row.
+
+    Raises:
+        TensorContractError: not a floating-point tensor.
+    """
+    logits = expect_tensor("logits", value, dtype=FLOATS)
     return logits.unsqueeze(0) if logits.dim() == 1 else logits

@@ -10,8 +10,14 @@ import torch
 
 from mtp_plugin.errors import MetadataError, expect
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
-from mtp_plugin.speculative.drafting.forward_inputs import as_rows, read_history
+from mtp_plugin.speculative.drafting.forward_inputs import (
+    flat_integers,
+    read_history,
+    read_logits,
+    read_states,
+)
 from mtp_plugin.speculative.host import HostStep, read_positions
 from mtp_plugin.speculative.ops.draft import draft_argmax
 from mtp_plugin.speculative.ops.draft_inputs import (
@@ -53,13 +59,14 @@ class PublicSteps:
         Raises:
             MetadataError: a request samples, and there are neither positions nor KV lengths.
         """
-        positions = None if position_ids is None else position_ids.reshape(-1)
+        flat = None if input_ids is None else flat_integers("input_ids", input_ids)
+        positions = None if position_ids is None else flat_integers("position_ids", position_ids)
+        rows = read_logits(logits)
         step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len, positions)
         if step.sampling_kind and positions is None:
             positions = read_positions(attn_metadata, step.layout)
             step = replace(step, layout=replace(step.layout, positions=positions))
-        flat = None if input_ids is None else input_ids.reshape(-1)
-        inputs = VerificationInputs(step, as_rows(logits), flat)
+        inputs = VerificationInputs(step, rows, flat)
         accepted = self.verifier.verify(inputs, backend=self.backend)
         return accepted.tokens, accepted.num_accepted
 
@@ -76,8 +83,8 @@ class PublicSteps:
         advance_history(
             step.layout,
             read_history(step, self.max_draft_len),
-            TargetRows(input_ids.reshape(-1), hidden_states),
-            num_accepted_tokens,
+            TargetRows(flat_integers("input_ids", input_ids), read_states(hidden_states)),
+            _counts(num_accepted_tokens),
             backend=self.backend,
         )
 
@@ -89,6 +96,7 @@ class PublicSteps:
             MetadataError,
             "change_attn_metadata: the previous change was not restored",
         )
+        _counts(num_accepted_tokens)
         draft_len = self.max_draft_len
         if attn_metadata.num_seqs > attn_metadata.num_contexts:
             # the step's own K: its generations have K+1 rows
@@ -140,21 +148,23 @@ class VanillaPublicSteps(PublicSteps):
 
         Call it after ``update_mtp_hidden_states``: the pools then end before the bonus token.
         """
-        positions = position_ids.reshape(-1)
+        ids, states = flat_integers("input_ids", input_ids), read_states(hidden_states)
+        positions = flat_integers("position_ids", position_ids)
+        num_accepted = _counts(num_accepted_tokens).to(torch.int64)
+        _check_accepted(accepted_tokens)
         step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len, positions)
         layout = step.layout
         history = read_history(step, self.max_draft_len)
         k, contexts, chunks = layout.draft_len, layout.num_contexts, layout.num_ctx_tokens
-        num_accepted = num_accepted_tokens.to(torch.int64)
         last = accepted_tokens.gather(1, (num_accepted - 1).clamp_min(0).unsqueeze(1)).squeeze(1)
         last = last.clamp_min(0)  # -1 without output tokens
         parts: list[DraftInputs] = []
         if contexts > 0:
             parts.append(
                 context_rows(
-                    input_ids.reshape(-1)[:chunks],
+                    ids[:chunks],
                     positions[:chunks],
-                    hidden_states[:chunks],
+                    states[:chunks],
                     layout.context_lens,
                     step.next_context_tokens(last),
                 )
@@ -194,7 +204,10 @@ class EaglePublicSteps(PublicSteps):
             accepted_tokens: [R, K+1], negative after the accepted ones.
         """
         contexts, chunks = attn_metadata.num_contexts, attn_metadata.num_ctx_tokens
-        positions = position_ids.reshape(-1)
+        ids, states = flat_integers("input_ids", input_ids), read_states(hidden_states)
+        positions = flat_integers("position_ids", position_ids)
+        expect_tensor("last_tokens_idx", last_tokens_idx, dtype=INTEGERS, shape=("R",))
+        _check_accepted(accepted_tokens)
         parts: list[DraftInputs] = []
         if contexts > 0:
             ends = last_tokens_idx[:contexts].to(torch.int64)
@@ -202,20 +215,26 @@ class EaglePublicSteps(PublicSteps):
             sampled = accepted_tokens[:, 0].clamp_min(0)  # -1 without output tokens
             parts.append(
                 context_rows(
-                    input_ids.reshape(-1)[:chunks],
+                    ids[:chunks],
                     positions[:chunks],
-                    hidden_states[:chunks],
+                    states[:chunks],
                     torch.diff(ends, prepend=ends.new_full((1,), -1)),
                     step.next_context_tokens(sampled),
                 )
             )
         if accepted_tokens.shape[0] > contexts:
             parts.append(
-                accepted_rows(
-                    accepted_tokens[contexts:], positions[chunks:], hidden_states[chunks:]
-                )
+                accepted_rows(accepted_tokens[contexts:], positions[chunks:], states[chunks:])
             )
         return _as_given(parts, position_ids, attn_metadata)
+
+
+def _counts(num_accepted_tokens: torch.Tensor) -> torch.Tensor:
+    return expect_tensor("num_accepted_tokens", num_accepted_tokens, dtype=INTEGERS, shape=("R",))
+
+
+def _check_accepted(accepted_tokens: torch.Tensor) -> None:
+    expect_tensor("accepted_tokens", accepted_tokens, dtype=INTEGERS, shape=("R", "K+1"))
 
 
 def _as_given(

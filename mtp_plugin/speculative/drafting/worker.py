@@ -13,6 +13,7 @@ from torch import nn
 
 from mtp_plugin.errors import ConfigError, TensorContractError, expect
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.kernels.checks import expect_tensor
 from mtp_plugin.requests.options import LOGPROBS_MODE
 from mtp_plugin.speculative.drafting.draft_vocab import place_draft_vocab
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs, WorkerArguments
@@ -287,13 +288,14 @@ class SpecWorker(nn.Module, ABC):
         Raises:
             MetadataError: no attention metadata.
             ConfigError: an unknown keyword.
+            TensorContractError: logits that are neither a tensor nor None.
         """
         given = self._arguments("skip_forward", *args, **named)
         num_seqs = read_num_seqs(given.attn_metadata)
         draft_len = read_step_draft_len(given.spec_metadata, self.max_draft_len)
         logits, attn_metadata = given.logits, given.attn_metadata
-        device = logits.device if logits is not None else attn_metadata.seq_lens_cuda.device
-        int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        sample = attn_metadata.seq_lens_cuda if logits is None else expect_tensor("logits", logits)
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": sample.device}
         tokens = torch.full((num_seqs, draft_len + 1), PAD_TOKEN, **int32)
         tokens[:, 0] = 0
         return StepOutput(

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from mtp_plugin.errors import MetadataError, format_value
+from mtp_plugin.errors import MetadataError, expect_int, format_value
+from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
 from mtp_plugin.requests.states import is_graph_dummy_id
 from mtp_plugin.speculative.host.protocols import AttentionMetadata
 from mtp_plugin.speculative.host.ranks import ALONE, RankRows
@@ -81,7 +82,9 @@ class HostStep:
             raise MetadataError(f"draft_tokens: expected a tensor, got a {type(drafts).__name__}")
         lens = getattr(spec_metadata, "draft_lens", None)
         prompts = getattr(spec_metadata, "next_prompt_tokens", None)
-        prompts = None if prompts is None else prompts[: layout.num_contexts]
+        if prompts is not None:
+            expect_tensor("next_prompt_tokens", prompts, dtype=INTEGERS)
+            prompts = prompts[: layout.num_contexts]
         successors = prompts
         manager = getattr(spec_metadata, "mtp_hidden_states_manager", None)
         slot_ids = getattr(spec_metadata, "slot_ids", None)
@@ -314,16 +317,17 @@ def read_step_draft_len(spec_metadata: Any, max_draft_len: int) -> int:
     """Return K of this step: the metadata's ``runtime_draft_len``, or ``max_draft_len``.
 
     Raises:
-        MetadataError: it is negative or above ``max_draft_len``.
+        MetadataError: it is no integer, negative or above ``max_draft_len``.
     """
     chosen = getattr(spec_metadata, "runtime_draft_len", None)
     if chosen is None:
         return max_draft_len
+    chosen = expect_int("runtime_draft_len", chosen, error=MetadataError)
     if not 0 <= chosen <= max_draft_len:
         raise MetadataError(
             f"runtime_draft_len: expected 0 to max_draft_len ({max_draft_len}), got {chosen}"
         )
-    return int(chosen)
+    return chosen
 
 
 def _draft_lens(
@@ -336,8 +340,10 @@ def _draft_lens(
 
     A Python list is compared on the CPU, so that the common case launches nothing.
     """
-    if lens is None or isinstance(lens, torch.Tensor):
-        return None if lens is None else lens[: layout.num_generations]
+    if lens is None:
+        return None
+    if isinstance(lens, torch.Tensor):
+        return expect_tensor("draft_lens", lens, dtype=INTEGERS)[: layout.num_generations]
     listed = list(lens[: layout.num_generations])
     if len(listed) != layout.num_generations:
         raise MetadataError(
