@@ -38,13 +38,13 @@ def problems_of(vllm_config: Any, options: VllmOptions) -> list[str]:
     version = release()
     if not options.allow_untested and not is_tested():
         problems.append(
-            f"vLLM {version[0]}.{version[1]} was not tested (tested: {', '.join(TESTED)}): set "
-            "allow_untested to true to try it"
+            f"vLLM {version[0]}.{version[1]} was not tested (tested: {', '.join(TESTED)}): install "
+            "one of these, or set additional_config.mtp_plugin.allow_untested to true"
         )
     if not vllm_config.use_v2_model_runner:
         problems.append(
             "the engine uses the V1 model runner: set the environment variable "
-            "VLLM_USE_V2_MODEL_RUNNER=1"
+            "VLLM_USE_V2_MODEL_RUNNER=1 (vLLM reports what that runner does not support)"
         )
     problems += _model_problems(vllm_config)
     spec = vllm_config.speculative_config
@@ -57,13 +57,13 @@ def _model_problems(vllm_config: Any) -> list[str]:
     problems = []
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     if getattr(model, "runner_type", "generate") != "generate":
-        problems.append(f"the model does not generate text (runner {model.runner_type!r})")
+        problems.append(f"the model does not generate text (its runner is {model.runner_type!r})")
     if getattr(model, "is_diffusion", False):
-        problems.append("the model is a diffusion model, which samples its own way")
+        problems.append("the model is a diffusion model, which does not sample token by token")
     if getattr(model, "return_sampling_mask", False):
-        problems.append("return_sampling_mask is not supported: leave it out")
+        problems.append("return_sampling_mask is not supported: set it to false")
     if getattr(model, "enable_trace_replay", False):
-        problems.append("enable_trace_replay is not supported: leave it out")
+        problems.append("enable_trace_replay is not supported: set it to false")
     if getattr(vllm_config, "watermark_config", None) is not None:
         problems.append("watermarking is not supported: leave out watermark_config")
     if getattr(parallel, "enable_batch_sharded_sampling", False):
@@ -95,11 +95,12 @@ def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int])
         "parallel_drafting",
     ):
         if getattr(spec, name, False):
-            problems.append(f"speculative_config.{name} is not supported: leave it out")
+            problems.append(f"speculative_config.{name} is not supported: set it to false")
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and version < PIPELINE_SINCE:
         problems.append(
             f"pipeline_parallel_size is {stages}: drafts with pipeline parallelism need vLLM "
-            f"{PIPELINE_SINCE[0]}.{PIPELINE_SINCE[1]} or newer"
+            f"{PIPELINE_SINCE[0]}.{PIPELINE_SINCE[1]} or newer; set it to 1 or leave out "
+            "speculative_config"
         )
     return problems

@@ -21,6 +21,29 @@ Signatures = Mapping[str, tuple[str, ...]]
 
 _GPU = "vllm.v1.worker.gpu"
 _COMMON: Signatures = {
+    "vllm.v1.worker.worker_base:WorkerBase.__init__": (
+        "vllm_config",
+        "local_rank",
+        "rank",
+        "distributed_init_method",
+        "is_driver_worker",
+    ),
+    "vllm.v1.engine.input_processor:InputProcessor.__init__": (
+        "vllm_config",
+        "renderer",
+        "mm_registry",
+    ),
+    "vllm.v1.engine.input_processor:InputProcessor._validate_params": (
+        "params",
+        "supported_tasks",
+    ),
+    "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": (
+        "spec_decoding_stats",
+        "num_draft_tokens",
+        "num_accepted_tokens",
+        "num_invalid_spec_tokens",
+        "request_id",
+    ),
     f"{_GPU}.model_states.interface:ModelState.custom_sampler": ("sampler",),
     f"{_GPU}.sample.sampler:Sampler.apply_staged_writes": (),
     f"{_GPU}.sample.states:SamplingStates.apply_temperature": (

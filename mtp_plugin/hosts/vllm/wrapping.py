@@ -1,8 +1,8 @@
 """The methods of vLLM that the plugin wraps.
 
-Every wrapper returns the original's result for an engine without ``additional_config.mtp_plugin``.
-`START` is wrapped in every process; `WORKER` only when a worker of an engine with the plugin
-starts, so that front ends and engines without it never import our ops.
+Every wrapper returns the original's result for an engine without ``additional_config.mtp_plugin``,
+and imports nothing of ours then. `START` is wrapped in every process; `WORKER` only when a worker
+of an engine with the plugin starts, so that front ends never import our ops.
 
 Imports the standard library alone: vLLM only logs a plugin that fails to import.
 """
@@ -26,12 +26,20 @@ _ADMISSION = "_mtp_plugin_admission"
 
 
 def wrap_start() -> None:
-    """Wrap the methods of `START`; a repeated call changes nothing."""
-    _wrap_all(START)
+    """Wrap the methods of `START`; a repeated call changes nothing.
+
+    A method that is missing in this vLLM is left out: an engine without the plugin must not notice,
+    and one with it fails when its worker starts. Only if that could not be noticed either, this is
+    logged.
+    """
+    missing = _wrap_all(START)
+    if _WORKER_INIT in missing:
+        _logger.warning("mtp_plugin cannot be used with this vLLM: %s", missing[_WORKER_INIT])
 
 
 def wrap_worker() -> None:
-    """Wrap the methods of `WORKER`; a repeated call changes nothing."""
+    """Wrap the methods of `WORKER`, which `fitting_module` found; a repeated call changes
+    nothing."""
     _wrap_all(WORKER)
 
 
@@ -83,9 +91,12 @@ def _make_spec_decoding_stats(original: Method) -> Method:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         alarm = self.__dict__.get(_ALARM, self)
         if alarm is self:  # the first call of this scheduler
-            from mtp_plugin.hosts.vllm.metrics import alarm_of
+            alarm = None
+            if _is_on(self.vllm_config):
+                from mtp_plugin.hosts.vllm.metrics import alarm_of
 
-            alarm = self.__dict__[_ALARM] = alarm_of(self.vllm_config)
+                alarm = alarm_of(self.vllm_config)
+            self.__dict__[_ALARM] = alarm
         if alarm is not None:
             alarm(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
         return original(self, *args, **kwargs)
@@ -119,8 +130,9 @@ def _sample_draft(original: Method) -> Method:
     return wrapper
 
 
+_WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
 START: Mapping[str, Callable[[Method], Method]] = {
-    "vllm.v1.worker.worker_base:WorkerBase.__init__": _worker_init,
+    _WORKER_INIT: _worker_init,
     "vllm.v1.engine.input_processor:InputProcessor.__init__": _input_processor_init,
     "vllm.v1.engine.input_processor:InputProcessor._validate_params": _validate_params,
     "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": _make_spec_decoding_stats,
@@ -131,17 +143,23 @@ WORKER: Mapping[str, Callable[[Method], Method]] = {
 }
 
 
-def _options(vllm_config: Any) -> Any:
+def _is_on(vllm_config: Any) -> bool:
     extra = getattr(vllm_config, "additional_config", None)
     given = extra.get("mtp_plugin") if isinstance(extra, dict) else None
-    if given is None or given is False:
+    return given is not None and given is not False
+
+
+def _options(vllm_config: Any) -> Any:
+    if not _is_on(vllm_config):
         return None
     from mtp_plugin.hosts.vllm.engine_checks import checked_options
 
     return checked_options(vllm_config)
 
 
-def _wrap_all(table: Mapping[str, Callable[[Method], Method]]) -> None:
+def _wrap_all(table: Mapping[str, Callable[[Method], Method]]) -> dict[str, str]:
+    """Wrap the methods of ``table``; returns why some could not be wrapped."""
+    missing = {}
     for target, make in table.items():
         module, _, path = target.partition(":")
         owner_name, _, name = path.partition(".")
@@ -149,11 +167,11 @@ def _wrap_all(table: Mapping[str, Callable[[Method], Method]]) -> None:
             owner = getattr(import_module(module), owner_name)
             original = owner.__dict__[name]
         except (ImportError, AttributeError, KeyError) as error:
-            # an engine without the plugin must not notice; one with it fails where it starts
-            _logger.warning("mtp_plugin cannot be used with this vLLM: %s (%r)", target, error)
+            missing[target] = f"{target.replace(':', '.')} is missing ({error!r})"
             continue
         if hasattr(original, _ORIGINAL):
             continue
         wrapper = functools.wraps(original)(make(original))
         setattr(wrapper, _ORIGINAL, original)
         setattr(owner, name, wrapper)
+    return missing

@@ -1,0 +1,87 @@
+"""A fake ``vllm`` package with the methods that the plugin wraps or needs."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mtp_plugin.hosts.vllm.versions import SIGNATURES
+
+
+def install(
+    monkeypatch: pytest.MonkeyPatch,
+    version: str = "0.32.0",
+    signatures: Mapping[str, tuple[str, ...]] | None = None,
+) -> dict[str, ModuleType]:
+    """Put a ``vllm`` into ``sys.modules`` whose functions return their arguments.
+
+    Args:
+        signatures: ``module:Class.method`` -> parameters; default: those of vLLM 0.32.
+    """
+    root = ModuleType("vllm")
+    root.__version__ = version  # type: ignore[attr-defined]
+    modules = {"vllm": root}
+    for target, parameters in (signatures or SIGNATURES["v32"]).items():
+        name, _, path = target.partition(":")
+        module = _module(modules, name)
+        owner_name, _, method = path.partition(".")
+        if not method:
+            setattr(module, path, make_function(path, parameters))
+            continue
+        if not hasattr(module, owner_name):
+            setattr(module, owner_name, type(owner_name, (), {"__module__": name}))
+        function = make_function(method, ("self", *parameters))
+        setattr(getattr(module, owner_name), method, function)
+    for name, module in modules.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return modules
+
+
+def make_function(name: str, parameters: tuple[str, ...]) -> Any:
+    """A function with these parameters, all but the first optional; it returns them as a tuple,
+    or None if it is a constructor."""
+    optional = ", ".join([*parameters[:1], *(f"{p}=None" for p in parameters[1:])])
+    result = "None" if name == "__init__" else f"({''.join(p + ', ' for p in parameters)})"
+    scope: dict[str, Any] = {}
+    exec(f"def {name}({optional}):\n    return {result}", scope)
+    return scope[name]
+
+
+def _module(modules: dict[str, ModuleType], name: str) -> ModuleType:
+    if name not in modules:
+        modules[name] = ModuleType(name)
+        parent, _, last = name.rpartition(".")
+        setattr(_module(modules, parent), last, modules[name])
+    return modules[name]
+
+
+def make_config(given: Any = None, **changes: Any) -> SimpleNamespace:
+    """A ``VllmConfig`` with MTP and the plugin on.
+
+    Args:
+        given: ``additional_config.mtp_plugin``; None: no options.
+        changes: of attributes, ``part__name`` for those of a part.
+    """
+    config = SimpleNamespace(
+        additional_config={"mtp_plugin": {} if given is None else given},
+        use_v2_model_runner=True,
+        model_config=SimpleNamespace(runner_type="generate", is_diffusion=False),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        speculative_config=SimpleNamespace(
+            method="mtp",
+            num_speculative_tokens=3,
+            draft_sample_method="greedy",
+            rejection_sample_method="standard",
+        ),
+    )
+    for path, value in changes.items():
+        part, _, name = path.partition("__")
+        if name:
+            setattr(getattr(config, part), name, value)
+        else:
+            setattr(config, part, value)
+    return config

@@ -1,0 +1,192 @@
+"""Options of an engine, and configurations that the plugin refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.hosts.vllm.engine_checks import checked_options
+from mtp_plugin.hosts.vllm.options import VllmOptions, read_options
+from tests.hosts.vllm import fake_vllm
+from tests.hosts.vllm.fake_vllm import make_config
+
+OPTION = "additional_config.mtp_plugin"
+WRONG_OPTIONS: list[tuple[Any, str]] = [
+    (True, f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got true"),
+    ("on", f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got 'on'"),
+    (1, f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got 1"),
+    ([], f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got a list"),
+    (
+        {"verify": "coupled"},
+        f"{OPTION}.verify: unknown option; known ones are verification, kernels, allow_untested",
+    ),
+    (
+        {"verification": "rejection"},
+        f"{OPTION}.verification: expected 'coupled', got 'rejection'",
+    ),
+    (
+        {"kernels": "cuda"},
+        f"{OPTION}.kernels: expected one of 'auto', 'triton', 'reference', got 'cuda'",
+    ),
+    (
+        {"kernels": None},
+        f"{OPTION}.kernels: expected one of 'auto', 'triton', 'reference', got null",
+    ),
+    ({"allow_untested": "yes"}, f"{OPTION}.allow_untested: expected true or false, got 'yes'"),
+    ({"allow_untested": 1}, f"{OPTION}.allow_untested: expected true or false, got 1"),
+    (
+        {"kernels": 3, "x": 1},
+        f"{OPTION}.kernels: expected one of 'auto', 'triton', 'reference', got 3; "
+        f"{OPTION}.x: unknown option; known ones are verification, kernels, allow_untested",
+    ),
+]
+
+V1 = (
+    "the engine uses the V1 model runner: set the environment variable VLLM_USE_V2_MODEL_RUNNER=1 "
+    "(vLLM reports what that runner does not support)"
+)
+ANOTHER_METHOD = (
+    "the speculative method is 'eagle3': set speculative_config.method to 'mtp', or leave out "
+    "speculative_config"
+)
+WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
+    ({"use_v2_model_runner": False}, V1),
+    ({"speculative_config__method": "eagle3"}, ANOTHER_METHOD),
+    (
+        {"speculative_config__method": "ngram", "use_v2_model_runner": False},
+        f"{V1}; {ANOTHER_METHOD.replace('eagle3', 'ngram')}",
+    ),
+    (
+        {"speculative_config__draft_sample_method": "probabilistic"},
+        "speculative_config.draft_sample_method is 'probabilistic': leave it out, the plugin "
+        "samples drafts itself",
+    ),
+    (
+        {"speculative_config__rejection_sample_method": "block"},
+        "speculative_config.rejection_sample_method is 'block': leave it out, the plugin verifies "
+        "drafts itself",
+    ),
+    (
+        {"speculative_config__use_local_argmax_reduction": True},
+        "speculative_config.use_local_argmax_reduction is not supported: set it to false",
+    ),
+    (
+        {"speculative_config__enable_adaptive_verification": True},
+        "speculative_config.enable_adaptive_verification is not supported: set it to false",
+    ),
+    (
+        {"speculative_config__use_heterogeneous_vocab": True},
+        "speculative_config.use_heterogeneous_vocab is not supported: set it to false",
+    ),
+    (
+        {"speculative_config__parallel_drafting": True},
+        "speculative_config.parallel_drafting is not supported: set it to false",
+    ),
+    (
+        {"model_config__runner_type": "pooling"},
+        "the model does not generate text (its runner is 'pooling')",
+    ),
+    (
+        {"model_config__is_diffusion": True},
+        "the model is a diffusion model, which does not sample token by token",
+    ),
+    (
+        {"model_config__return_sampling_mask": True},
+        "return_sampling_mask is not supported: set it to false",
+    ),
+    (
+        {"model_config__enable_trace_replay": True},
+        "enable_trace_replay is not supported: set it to false",
+    ),
+    (
+        {"watermark_config": object()},
+        "watermarking is not supported: leave out watermark_config",
+    ),
+    (
+        {"parallel_config__enable_batch_sharded_sampling": True},
+        "enable_batch_sharded_sampling is not supported: set it to false",
+    ),
+]
+
+
+@pytest.fixture
+def vllm_32(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm.install(monkeypatch)
+
+
+def message_of(config: Any) -> str:
+    with pytest.raises(ConfigError) as error:
+        checked_options(config)
+    return str(error.value)
+
+
+def refusal(problem: str) -> str:
+    return (
+        f"additional_config.mtp_plugin is on, but {problem}. Change this, or turn the plugin off "
+        "by leaving out additional_config.mtp_plugin."
+    )
+
+
+@pytest.mark.parametrize(("given", "message"), WRONG_OPTIONS)
+def test_wrong_options_are_refused(given: object, message: str) -> None:
+    assert message_of(make_config(given)) == message
+
+
+@pytest.mark.usefixtures("vllm_32")
+@pytest.mark.parametrize(("changes", "problem"), WRONG_CONFIGS)
+def test_configurations_that_cannot_be_served_are_refused(
+    changes: dict[str, Any], problem: str
+) -> None:
+    assert message_of(make_config(**changes)) == refusal(problem)
+
+
+@pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "0.33.0rc1.dev3+gabc", "1.0"])
+def test_untested_versions_are_refused_unless_allowed(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    fake_vllm.install(monkeypatch, version)
+    shown = ".".join(version.split(".")[:2])
+    assert message_of(make_config()) == refusal(
+        f"vLLM {shown} was not tested (tested: 0.24, 0.26, 0.32): install one of these, or set "
+        "additional_config.mtp_plugin.allow_untested to true"
+    )
+    assert checked_options(make_config({"allow_untested": True})) is not None
+
+
+@pytest.mark.parametrize("version", ["0.24.0", "0.26.0"])
+def test_pipeline_parallelism_with_drafts_needs_vllm_32(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    fake_vllm.install(monkeypatch, version)
+    config = make_config(parallel_config__pipeline_parallel_size=2)
+    assert message_of(config) == refusal(
+        "pipeline_parallel_size is 2: drafts with pipeline parallelism need vLLM 0.32 or newer; "
+        "set it to 1 or leave out speculative_config"
+    )
+    config.speculative_config = None
+    assert checked_options(config) == VllmOptions()
+
+
+@pytest.mark.usefixtures("vllm_32")
+def test_configurations_that_are_served() -> None:
+    assert checked_options(make_config()) == VllmOptions()
+    assert checked_options(make_config(speculative_config=None)) == VllmOptions()
+    assert checked_options(make_config(parallel_config__pipeline_parallel_size=2)) is not None
+    synthetic = make_config(speculative_config__rejection_sample_method="synthetic")
+    assert checked_options(synthetic) is not None
+    options = checked_options(make_config({"kernels": "reference", "verification": "coupled"}))
+    assert options == VllmOptions(kernels="reference")
+
+
+@pytest.mark.parametrize(
+    "additional",
+    [None, {}, {"mtp_plugin": None}, {"mtp_plugin": False}, {"other": {}}, object(), [], "text"],
+)
+def test_engines_without_options_are_off_whatever_else_they_have(additional: object) -> None:
+    config = make_config(use_v2_model_runner=False, speculative_config__method="ngram")
+    config.additional_config = additional
+    assert read_options(config) is None
+    assert checked_options(config) is None
+    assert checked_options(object()) is None
