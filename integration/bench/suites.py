@@ -53,7 +53,7 @@ class Options:
         """One per batch size.
 
         Raises:
-            BenchmarkError: a size out of its bounds, or an unknown dtype.
+            BenchmarkError: a size is out of range, or the dtype is unknown.
         """
         base = TINY if self.tiny else REFERENCE
         shape = Shape(

@@ -15,7 +15,7 @@ from mtp_plugin.infer import RequestSampleStrategy, SamplingRule, Thinking
 from mtp_plugin.requests.columns import FLOAT32_MAX
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.seeds import seed_words
-from tests.infer import story
+from tests.infer import example
 
 VOCAB = 11
 IDS = st.integers(0, VOCAB - 1)
@@ -62,17 +62,17 @@ THINKING = Thinking(1, (2, 3))
     end_ids=st.lists(IDS, max_size=3),
     seed=st.integers(-(2**63), 2**64 - 1),
 )
-def test_choices_are_those_of_the_story(row, options, prompt, output, end_ids, seed) -> None:
+def test_choices_are_those_of_the_example(row, options, prompt, output, end_ids, seed) -> None:
     try:
         params = SamplingParams(**options, seed=seed)
     except RequestError:
         return  # nothing allowed is left
     rule = SamplingRule(params, prompt, end_ids=end_ids, thinking=THINKING)
-    expected = story.choose(row, params, prompt, output, end_ids=end_ids, thinking=THINKING)
+    expected = example.choose(row, params, prompt, output, end_ids=end_ids, thinking=THINKING)
     assert rule.choose(torch.tensor(row), output) == expected
     if rule.forced(output) is None:
         values = rule.edited(torch.tensor(row), output).tolist()
-        assert values == story.edited(row, params, prompt, output, end_ids)
+        assert values == example.edited(row, params, prompt, output, end_ids)
 
 
 @settings(max_examples=100, deadline=None)
@@ -82,16 +82,16 @@ def test_choices_are_those_of_the_story(row, options, prompt, output, end_ids, s
     budget=st.integers(0, 4),
     end=st.sampled_from([(2,), (2, 3), (2, 2), (2, 3, 2), (4, 2, 3)]),
 )
-def test_forced_ids_are_those_of_the_story(prompt, output, budget, end) -> None:
+def test_forced_ids_are_those_of_the_example(prompt, output, budget, end) -> None:
     params, thinking = SamplingParams(thinking_token_budget=budget), Thinking(1, end)
     # only texts that kept to the rule have a future
     obedient: list[int] = []
     for token in output:
-        forced = story.forced_id(params, prompt, obedient, thinking)
+        forced = example.forced_id(params, prompt, obedient, thinking)
         obedient.append(token if forced is None else forced)
     rule = SamplingRule(params, prompt, thinking=thinking)
     for count in range(len(obedient) + 1):
-        expected = story.forced_id(params, prompt, obedient[:count], thinking)
+        expected = example.forced_id(params, prompt, obedient[:count], thinking)
         assert rule.forced(obedient[:count]) == expected
 
 

@@ -1,4 +1,4 @@
-"""One case: the comparison, then, where it held, the figures."""
+"""Measure a case: compare its outputs, then report results if they match."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ class E2EBench:
         """Refuse cases that cannot run, before any other has.
 
         Raises:
-            BenchmarkError: with the case and what is wrong.
+            BenchmarkError: a case failed; the message names it.
         """
         check_kinds(self.options.kinds, is_synthetic=self.synthetic is not None)
         for case in cases:
@@ -143,7 +143,7 @@ class E2EBench:
         return list(self._off)
 
     def off_run(self, batch: int) -> Run | None:
-        """The run without MTP, where its tokens matched."""
+        """Return the run without MTP, if its tokens match."""
         run, outcome = self._off.get(batch, (None, None))
         return run if outcome is not None and outcome.matched else None
 

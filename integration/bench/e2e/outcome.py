@@ -130,7 +130,7 @@ class E2EOutcome:
 
     @property
     def problems(self) -> list[str]:
-        """Why there are no figures, of every kind of requests that has none."""
+        """Why there are no results, per kind of requests without any."""
         document = [] if self.problem is None else [f"{self.case.label}: {self.problem}"]
         return document + [
             f"{self.case.label} {each.request_kind}: {each.problem}"
@@ -139,8 +139,8 @@ class E2EOutcome:
         ]
 
     def step_over(self, request_kind: str, over: str) -> float | None:
-        """The median step of a kind of requests as a multiple of that of another; None where one
-        has no figures."""
+        """Return the ratio of the median steps of two kinds of requests; None if one has no
+        results."""
         figures = {each.request_kind: each.figures for each in self.kind_outcomes} | {
             GREEDY: self.figures
         }
@@ -210,7 +210,7 @@ class E2EOutcome:
         return self.figures.tokens_per_second / self.off.tokens_per_second
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON document; without figures unless the tokens matched."""
+        """Return the JSON entry, without results unless the tokens match."""
         case = self.case
         described: dict[str, Any] = {
             "case": case.label,

@@ -159,7 +159,7 @@ def _kind_row(
 
 
 def _phases(figures: StepFigures) -> dict[str, float]:
-    """Milliseconds by phase, the host's gap last; empty where none were measured."""
+    """Return the milliseconds by phase and of the host gap; empty if not measured."""
     if figures.phases is None:
         return {}
     return {**{name: figures.phases.spent[name] for name in PHASES}, _GAP: figures.phases.host_gap}
