@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,16 +11,15 @@ from mtp_plugin.speculative.metrics.alarms import CollapseAlarm
 
 
 def alarm_of(vllm_config: Any) -> Callable[[int, int], None] | None:
-    """Return what counts a request's step, of drafted and accepted drafts.
-
-    None if the plugin is off or acceptance is synthetic.
+    """Return a function that counts a request's step, given its numbers of drafts and of accepted
+    drafts; None if the plugin is off or acceptance is synthetic.
     """
     spec = vllm_config.speculative_config
     if read_options(vllm_config) is None or spec is None:
         return None
     if getattr(spec, "rejection_sample_method", "") == "synthetic":
         return None
-    alarm = CollapseAlarm()
+    alarm = CollapseAlarm(logging.getLogger("vllm.mtp_plugin"))
 
     def count(num_draft_tokens: int, num_accepted_tokens: int) -> None:
         if num_draft_tokens:

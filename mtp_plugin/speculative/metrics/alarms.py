@@ -68,13 +68,17 @@ class _Span:
 class CollapseAlarm:
     """Logs once when almost no draft is accepted any more, and once when that is over.
 
+    Args:
+        logger: of a host engine that shows only its own.
+
     Attributes:
         collapsed: whether acceptance is collapsed now.
         num_collapses: number of times that it collapsed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, logger: logging.Logger = _logger) -> None:
         self.collapsed = False
+        self._logger = logger
         self.num_collapses = 0
         self._emitted: deque[int] = deque(maxlen=COLLAPSE_STEPS)
         self._total = 0
@@ -96,7 +100,7 @@ class CollapseAlarm:
         if not self.collapsed and mean < COLLAPSED_BELOW:
             self.collapsed = True
             self.num_collapses += 1
-            _logger.warning(
+            self._logger.warning(
                 "acceptance collapsed: %.3f tokens per step over the last %d steps with drafts; "
                 "drafting costs and gains nothing. Do the MTP weights belong to this target?",
                 mean,
@@ -104,7 +108,7 @@ class CollapseAlarm:
             )
         elif self.collapsed and mean >= RECOVERED_AT:
             self.collapsed = False
-            _logger.info("acceptance recovered: %.3f tokens per step", mean)
+            self._logger.info("acceptance recovered: %.3f tokens per step", mean)
 
 
 class AcceptanceAlarms(CollapseAlarm):

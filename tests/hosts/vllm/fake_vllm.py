@@ -36,16 +36,19 @@ def install(
             setattr(module, owner_name, type(owner_name, (), {"__module__": name}))
         function = make_function(method, ("self", *parameters))
         setattr(getattr(module, owner_name), method, function)
+    platforms = _module(modules, "vllm.platforms")
+    platforms.current_platform = SimpleNamespace(is_cuda=lambda: False)  # type: ignore[attr-defined]
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
     return modules
 
 
 def make_function(name: str, parameters: tuple[str, ...]) -> Any:
-    """A function with these parameters, all but the first optional; it returns them as a tuple,
-    or None if it is a constructor."""
+    """A function with these parameters, all but the first optional; it returns those after ``self``
+    as a tuple, or None if it is a constructor."""
     optional = ", ".join([*parameters[:1], *(f"{p}=None" for p in parameters[1:])])
-    result = "None" if name == "__init__" else f"({''.join(p + ', ' for p in parameters)})"
+    given = [parameter for parameter in parameters if parameter != "self"]
+    result = "None" if name == "__init__" else f"({''.join(p + ', ' for p in given)})"
     scope: dict[str, Any] = {}
     exec(f"def {name}({optional}):\n    return {result}", scope)
     return scope[name]

@@ -1,0 +1,258 @@
+"""The methods of vLLM that are wrapped, in an engine without and with the plugin."""
+
+from __future__ import annotations
+
+import logging
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mtp_plugin.errors import ConfigError, HostError
+from mtp_plugin.hosts.vllm import register
+from mtp_plugin.hosts.vllm.versions import SIGNATURES
+from mtp_plugin.hosts.vllm.wrapping import START, WORKER, wrap_worker
+from tests.hosts.vllm import fake_vllm
+from tests.hosts.vllm.fake_vllm import make_config
+
+WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
+OFF = ({}, None, "text", {"mtp_plugin": False}, {"mtp_plugin": None}, {"other": {}})
+
+# named in mtp_plugin/hosts/vllm/README.md
+WRAPPED_IN_EVERY_PROCESS = [
+    WORKER_INIT,
+    "vllm.v1.engine.input_processor:InputProcessor.__init__",
+    "vllm.v1.engine.input_processor:InputProcessor._validate_params",
+    "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats",
+]
+WRAPPED_IN_WORKERS = [
+    "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler",
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft",
+]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    for name in ("v24", "v32"):  # these need the real package
+        module = ModuleType(f"mtp_plugin.hosts.vllm.{name}")
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return fake_vllm.install(monkeypatch)
+
+
+def function_of(modules: dict[str, ModuleType], target: str) -> Any:
+    module, _, path = target.partition(":")
+    owner, _, name = path.partition(".")
+    return vars(getattr(modules[module], owner))[name]
+
+
+def object_of(modules: dict[str, ModuleType], target: str) -> Any:
+    module, _, path = target.partition(":")
+    owner = getattr(modules[module], path.partition(".")[0])
+    return owner.__new__(owner)
+
+
+def off_config(additional: object) -> SimpleNamespace:
+    """An engine that could not run with the plugin."""
+    config = make_config(use_v2_model_runner=False, speculative_config=None)
+    config.additional_config = additional
+    return config
+
+
+def test_the_wrapped_methods_are_the_documented_ones() -> None:
+    assert list(START) == WRAPPED_IN_EVERY_PROCESS
+    assert list(WORKER) == WRAPPED_IN_WORKERS
+    for signatures in SIGNATURES.values():
+        assert {*START, *WORKER} <= signatures.keys()
+
+
+def test_register_wraps_the_documented_methods_alone(vllm: dict[str, ModuleType]) -> None:
+    every = [target for target in SIGNATURES["v32"] if "." in target.partition(":")[2]]
+    before = {target: function_of(vllm, target) for target in every}
+    register()
+    changed = [target for target in every if function_of(vllm, target) is not before[target]]
+    assert sorted(changed) == sorted(WRAPPED_IN_EVERY_PROCESS)
+    for target in changed:
+        assert function_of(vllm, target).__wrapped__ is before[target]
+
+
+def test_registering_twice_wraps_once(vllm: dict[str, ModuleType]) -> None:
+    register()
+    wrap_worker()
+    once = {target: function_of(vllm, target) for target in (*START, *WORKER)}
+    register()
+    wrap_worker()
+    assert {target: function_of(vllm, target) for target in once} == once
+
+
+@pytest.mark.parametrize("additional", OFF)
+def test_wrappers_return_the_original_result_while_off(
+    vllm: dict[str, ModuleType], additional: object
+) -> None:
+    register()
+    wrap_worker()  # as if another engine of this process had the plugin on
+    config = off_config(additional)
+    for target in WRAPPED_IN_EVERY_PROCESS[:2]:
+        assert function_of(vllm, target)(object_of(vllm, target), config) is None
+    processor = object_of(vllm, WRAPPED_IN_EVERY_PROCESS[1])
+    processor.__init__(config)
+    params = SimpleNamespace(extra_args={"mtp_x": 1})
+    assert processor._validate_params(params, ("generate",)) == (params, ("generate",))
+    scheduler = object_of(vllm, WRAPPED_IN_EVERY_PROCESS[3])
+    scheduler.vllm_config = config
+    counts = {"num_draft_tokens": 3, "num_accepted_tokens": 1}
+    for _ in range(2):
+        assert scheduler.make_spec_decoding_stats("stats", **counts) == ("stats", 3, 1, None, None)
+    state = object_of(vllm, WRAPPED_IN_WORKERS[0])
+    state.vllm_config = config
+    assert state.custom_sampler("sampler") == ("sampler",)
+    speculator = object_of(vllm, WRAPPED_IN_WORKERS[1])
+    speculator.model_state = state
+    names = SIGNATURES["v32"][WRAPPED_IN_WORKERS[1]]
+    assert speculator.sample_draft(*names) == names
+    assert speculator.sample_draft(**dict(zip(names, names, strict=True))) == names
+
+
+def test_a_custom_sampler_of_the_model_is_kept(vllm: dict[str, ModuleType]) -> None:
+    """The base method gives None; a model with its own sampler decides alone."""
+    wrap_worker()
+    state = object_of(vllm, WRAPPED_IN_WORKERS[0])
+    state.vllm_config = make_config()
+    assert state.custom_sampler("sampler") == ("sampler",)
+
+
+def test_a_worker_wraps_its_methods_only_while_on(vllm: dict[str, ModuleType]) -> None:
+    register()
+    before = {target: function_of(vllm, target) for target in WORKER}
+    worker = object_of(vllm, WORKER_INIT)
+    worker.__init__(vllm_config=off_config({}), local_rank=0)
+    assert {target: function_of(vllm, target) for target in WORKER} == before
+    worker.__init__(vllm_config=make_config(), local_rank=0)
+    for target in WORKER:
+        assert function_of(vllm, target).__wrapped__ is before[target]
+
+
+def test_wrong_configurations_fail_where_front_end_and_worker_start(
+    vllm: dict[str, ModuleType],
+) -> None:
+    register()
+    config = make_config(use_v2_model_runner=False)
+    for target in WRAPPED_IN_EVERY_PROCESS[:2]:
+        with pytest.raises(ConfigError, match="V1 model runner"):
+            object_of(vllm, target).__init__(config)
+
+
+def test_requests_are_checked_while_on(vllm: dict[str, ModuleType]) -> None:
+    register()
+    processor = object_of(vllm, WRAPPED_IN_EVERY_PROCESS[1])
+    processor.__init__(make_config())
+    with pytest.raises(ValueError, match="mtp_x: leave"):
+        processor._validate_params(SimpleNamespace(extra_args={"mtp_x": 1}), ("generate",))
+    params = SimpleNamespace(extra_args=None)
+    assert processor._validate_params(params, ("generate",)) == (params, ("generate",))
+
+
+@pytest.mark.parametrize("missing", WRAPPED_IN_EVERY_PROCESS[2:] + WRAPPED_IN_WORKERS)
+def test_missing_methods_are_noticed_only_while_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
+) -> None:
+    signatures = {name: s for name, s in SIGNATURES["v32"].items() if name != missing}
+    modules = fake_vllm.install(monkeypatch, signatures=signatures)
+    with caplog.at_level(logging.DEBUG):
+        register()
+    assert not caplog.records
+    worker = object_of(modules, WORKER_INIT)
+    worker.__init__(off_config({}))
+    with pytest.raises(HostError) as error:
+        worker.__init__(make_config())
+    assert str(error.value) == (
+        f"mtp_plugin does not fit vLLM 0.32: {missing.replace(':', '.')} is missing. Supported "
+        "versions: 0.24, 0.26, 0.32"
+    )
+
+
+def test_other_parameters_of_a_wrapped_method_give_one_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    signatures = dict(SIGNATURES["v32"])
+    signatures[WRAPPED_IN_WORKERS[0]] = ("sampler", "rank")
+    modules = fake_vllm.install(monkeypatch, signatures=signatures)
+    register()
+    with pytest.raises(HostError) as error:
+        object_of(modules, WORKER_INIT).__init__(make_config())
+    assert str(error.value).startswith(
+        "mtp_plugin does not fit vLLM 0.32: vllm.v1.worker.gpu.model_states.interface.ModelState."
+        "custom_sampler(sampler, rank) was expected to have the parameters (sampler)."
+    )
+
+
+def test_a_vllm_whose_workers_cannot_be_wrapped_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    fake_vllm.install(monkeypatch, "0.8.5", {"vllm.engine:run": ("x",)})
+    register()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(
+        "mtp_plugin cannot be used with this vLLM: vllm.v1.worker.worker_base.WorkerBase.__init__ "
+        "is missing (ModuleNotFoundError"
+    )
+
+
+def modules_after(code: str) -> set[str]:
+    """Modules that a new process has loaded after ``code``."""
+    code += "\nimport sys; print(*sys.modules)"
+    result = subprocess.run(
+        [sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True
+    )
+    return set(result.stdout.split())
+
+
+FAKE = f"""
+import sys
+from types import ModuleType, SimpleNamespace
+sys.path += {sys.path!r}
+def add(name, **attributes):
+    sys.modules[name] = ModuleType(name)
+    vars(sys.modules[name]).update(attributes)
+class Base:
+    def __init__(self, vllm_config): self.vllm_config = vllm_config
+class Processor(Base):
+    def _validate_params(self, params): return params
+class Scheduler(Base):
+    def make_spec_decoding_stats(self, stats, num_draft_tokens, num_accepted_tokens): return stats
+for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.engine", "vllm.v1.core",
+             "vllm.v1.core.sched"):
+    add(name)
+add("vllm.v1.worker.worker_base", WorkerBase=Base)
+add("vllm.v1.engine.input_processor", InputProcessor=Processor)
+add("vllm.v1.core.sched.scheduler", Scheduler=Scheduler)
+from mtp_plugin.hosts.vllm import register
+register()
+config = SimpleNamespace(additional_config={{}})
+Base(config)
+Processor(config)._validate_params(1)
+Scheduler(config).make_spec_decoding_stats(1, num_draft_tokens=1, num_accepted_tokens=0)
+"""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        f"import sys; sys.path += {sys.path!r}; import mtp_plugin.hosts.vllm",
+        f"import sys; sys.path += {sys.path!r}; import mtp_plugin.hosts.vllm.wrapping",
+        FAKE,
+    ],
+    ids=["package", "wrapping", "an engine without the plugin"],
+)
+def test_only_the_standard_library_is_loaded_while_off(code: str) -> None:
+    loaded = modules_after(code)
+    ours = {name for name in loaded if name.split(".")[0] == "mtp_plugin"}
+    assert ours <= {
+        "mtp_plugin",
+        "mtp_plugin.hosts",
+        "mtp_plugin.hosts.vllm",
+        "mtp_plugin.hosts.vllm.wrapping",
+    }
+    roots = {name.split(".")[0] for name in loaded - ours} - {"vllm", "__main__", "__mp_main__"}
+    assert roots <= sys.stdlib_module_names
