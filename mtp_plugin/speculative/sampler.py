@@ -13,13 +13,13 @@ from mtp_plugin.errors import ConfigError, ExecutorError, expect, expect_int, fo
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import AtLeast, expect_tensor
 from mtp_plugin.requests.admission import unsupported_options
-from mtp_plugin.requests.logprobs import ENTRY_WIDTH, Logprob, LogprobEntries, Logprobs
+from mtp_plugin.requests.logprobs import ENTRY_WIDTH, Logprob
 from mtp_plugin.requests.options import OPTIONS, unserved
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.stop_callback import StopCallback
 from mtp_plugin.requests.stopping import SERVED_OPTIONS, Ending
+from mtp_plugin.speculative.append_tokens import append_tokens
 from mtp_plugin.speculative.host import (
-    RequestFacts,
     SamplerSizes,
     ScheduledBatch,
     SpecRequest,
@@ -30,7 +30,6 @@ from mtp_plugin.speculative.host import (
     read_reasons,
     refusal_of,
     refuse_unserved,
-    set_num_verified,
 )
 from mtp_plugin.speculative.metrics.acceptance import num_decided_drafts
 from mtp_plugin.speculative.ops.sampler_store import ResultTensors, store_results
@@ -41,7 +40,7 @@ from mtp_plugin.speculative.result_store import (
     host_copy,
     recorded_event,
 )
-from mtp_plugin.speculative.step import STATUS_OK, StepResult, to_device
+from mtp_plugin.speculative.step import StepResult, to_device
 from mtp_plugin.speculative.stop_decisions import apply_stop_callback
 
 OWN_OPTIONS = SERVED_OPTIONS | {
@@ -58,12 +57,6 @@ _READ = (
     "status",
     "logprob_entries",
 )
-NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
-NO_TOKEN_IN_STEP = "the worker returned no token for the request: new_tokens_lens is 0"
-NARROWING_OPTIONS = ("allowed_token_ids", "bad_words", "bad_token_ids")
-"""Options that may disallow every token of a row although all logits are finite."""
-NO_LOGPROBS = "logprobs: the step returned no log-probabilities"
-
 _logger = logging.getLogger("mtp_plugin")
 
 
@@ -291,7 +284,7 @@ class MTPSampler:
         try:
             for (index, row), one in zip(kept, given, strict=True):
                 entries = None if log_probs is None else log_probs[index]
-                result, ending = self._apply(row, *one, draft_len, entries)
+                result, ending = append_tokens(row, *one, draft_len, entries)
                 results.append(result)
                 endings.append(ending)
             if self.stop_callback is not None:
@@ -328,53 +321,6 @@ class MTPSampler:
         """Return a context's row; the last one of a prompt with the refusal of its request."""
         ends_prompt = row.emits is not False
         return row._replace(refused=self._refusal(row.request)) if ends_prompt else row
-
-    def _apply(
-        self,
-        row: PendingRow,
-        run: list[int],
-        drafts: list[int],
-        status: int,
-        draft_len: int,
-        entries: torch.Tensor | None,
-    ) -> tuple[StepResult, Ending]:
-        """Append accepted tokens up to the first stop; the request is not finished yet."""
-        request, facts, is_context = row.request, row.facts, row.is_context
-        # the rewind counts all accepted tokens, the statistics only output tokens
-        has_bonus = status == STATUS_OK or is_context
-        num_matches = max(len(run) - has_bonus, 0)
-        request.py_num_accepted_draft_tokens = num_matches
-        request.py_rewind_len = 0 if is_context else draft_len - num_matches
-        request.py_decoding_iter += 1
-        set_num_verified(request, 0 if is_context else min(row.num_drafted, draft_len))
-        refused = row.refused
-        if refused is None and facts.num_logprobs is not None and entries is None:
-            refused = NO_LOGPROBS
-        if refused is not None:
-            request.py_draft_tokens = []
-            ending = Ending(0, FinishReason.ERROR, refused)
-            return StepResult(request.request_id, [], 0, len(run), ending.reason), ending
-        request.py_draft_tokens = drafts  # cleared if the request stops
-        length, stop = request.get_num_tokens(BEAM), facts.stop
-        before = request.get_tokens(BEAM) if stop.words else ()
-        ending = stop.check(run, length, num_drafts=num_matches, tokens=before)
-        if ending.reason is None:
-            if status != STATUS_OK:
-                ending = Ending(ending.length, FinishReason.ERROR, _no_token(facts))
-            elif not run and not facts.is_dummy:
-                ending = Ending(0, FinishReason.ERROR, NO_TOKEN_IN_STEP)
-        emitted = run[: ending.length]
-        for token in emitted:
-            request.add_new_token(token, BEAM)
-        logprobs = _logprobs_of_tokens(facts, entries, len(emitted))
-        num_drafted = 0
-        if not (is_context or facts.is_dummy):
-            # no token follows the one that reaches the maximum length
-            num_drafted = min(row.num_drafted, max(facts.full_length - length - 1, 0))
-        result = StepResult(
-            request.request_id, emitted, num_drafted, len(run), ending.reason, logprobs
-        )
-        return result, ending
 
     def _count(self, row: PendingRow, result: StepResult) -> None:
         facts = row.facts
@@ -482,21 +428,3 @@ def _without_first_rows(outputs: dict[str, Any], num_skipped: int) -> dict[str, 
         return outputs
     tensors = {name: outputs.get(name) for name in _READ}
     return {name: None if value is None else value[num_skipped:] for name, value in tensors.items()}
-
-
-def _no_token(facts: RequestFacts) -> str:
-    """Return the error of a request whose logits left no token."""
-    narrowing = [name for name in NARROWING_OPTIONS if name in facts.options]
-    if not narrowing:
-        return NO_FINITE_LOGITS
-    return f"{NO_FINITE_LOGITS}, or {' and '.join(narrowing)} left none"
-
-
-def _logprobs_of_tokens(
-    facts: RequestFacts, entries: torch.Tensor | None, num_emitted: int
-) -> Logprobs | None:
-    """Return the log-probabilities of a request's tokens, or None if it wants none."""
-    if facts.num_logprobs is None or entries is None:
-        return None
-    # copied, so that the request does not keep the tensor of the whole step alive
-    return Logprobs([LogprobEntries(entries[:num_emitted].clone(), facts.num_logprobs)])

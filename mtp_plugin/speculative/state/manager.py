@@ -1,4 +1,4 @@
-"""Resource managers: the state slots of requests, and the pools of past hidden states."""
+"""The resource manager that owns the state slots of requests."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError, expect, expect_int
 from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
@@ -17,7 +16,6 @@ from mtp_plugin.requests.slots import SlotManager, slot_or_sentinel
 from mtp_plugin.requests.states import RequestState, is_graph_dummy_id
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.host import (
-    DecodingOptions,
     RequestFacts,
     ScheduledBatch,
     SpecRequest,
@@ -26,13 +24,12 @@ from mtp_plugin.speculative.host import (
     phase_of,
     read_request,
     refuse,
-    refuse_unserved,
     token_after_chunk,
 )
 from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS, EditRows
 from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
 from mtp_plugin.speculative.step import SamplingKind, SlotRows
-from mtp_plugin.speculative.verification import VerificationMode, make_modes
+from mtp_plugin.speculative.verification import VerificationMode
 
 ATTENTION_DP_DUMMIES = 2
 BUDGET = "thinking_token_budget"
@@ -87,7 +84,7 @@ class SlotStateManager:
         max_num_requests = self._expect_size("max_num_requests", max_num_requests)
         self.thinking_end = thinking_end
         self.max_num_requests = max_num_requests
-        self.device = _device(device)
+        self.device = resolve_device(device)
         self.modes = tuple(modes)
         self.engine_seed = engine_seed
         sequences = 2 * max_num_requests
@@ -430,79 +427,6 @@ class SlotStateManager:
                 pool.index_copy_(0, slots.to(pool.device), written[slots].to(pool))
 
 
-class MTPHiddenStatesManager(SlotStateManager):
-    """Also owns the past hidden states and tokens of every slot, for MTP layers per depth.
-
-    Pools (plain attributes that a host may replace, read again at every use):
-    ``mtp_past_hidden_states_pool`` [S, K, H] dtype and ``mtp_past_tokens_pool`` [S, K] int32. A
-    slot's rows are zeroed when it is allocated.
-
-    Args:
-        config: any object with ``max_draft_len`` or ``num_nextn_predict_layers`` (K; the first
-            counts where both are given), and optionally the relaxed-acceptance fields.
-        dtype: dtype of the hidden states.
-        hidden_size: H.
-        max_num_requests, device, num_seq_slots, vocab_size: as `SlotStateManager`.
-        thinking_tokens: (begin, end) ids for relaxed acceptance; default: those of the config.
-
-    Raises:
-        ConfigError: K or a size below 1, a dtype that is not floating-point, relaxed acceptance
-            without two thinking tokens, or an argument of a host that this version does not serve,
-            as ``sa_manager``.
-    """
-
-    def __init__(
-        self,
-        config: Any,
-        dtype: torch.dtype,
-        hidden_size: int,
-        max_num_requests: int,
-        *,
-        device: torch.device | str | None = None,
-        num_seq_slots: int | None = None,
-        vocab_size: int | None = None,
-        thinking_tokens: tuple[int, int] | None = None,
-        **others: Any,
-    ) -> None:
-        refuse_unserved("MTPHiddenStatesManager", others)
-        options = DecodingOptions.read(config, thinking_tokens=thinking_tokens)
-        hidden_size = self._expect_size("hidden_size", hidden_size)
-        expect(
-            isinstance(dtype, torch.dtype) and dtype.is_floating_point,
-            ConfigError,
-            f"MTPHiddenStatesManager: dtype: expected a floating-point torch.dtype, got {dtype!r}",
-        )
-        modes = make_modes(options, _device(device))
-        super().__init__(
-            modes,
-            max_num_requests,
-            device=device,
-            num_seq_slots=num_seq_slots,
-            vocab_size=vocab_size,
-            thinking_end=options.thinking_end,
-            engine_seed=options.mtp.seed,
-        )
-        self.dtype = dtype
-        self.hidden_size = hidden_size
-        self.num_nextn_predict_layers = options.max_draft_len
-        self.use_relaxed_acceptance_for_thinking = options.use_relaxed_acceptance_for_thinking
-        pairs = (self.num_rows, self.num_nextn_predict_layers)
-        self.mtp_past_hidden_states_pool = torch.zeros(
-            *pairs, hidden_size, dtype=dtype, device=self.device
-        )
-        self.mtp_past_tokens_pool = torch.zeros(pairs, dtype=torch.int32, device=self.device)
-
-    @override
-    def bytes_per_slot(self) -> int:
-        pair = self.hidden_size * self.mtp_past_hidden_states_pool.element_size() + 4
-        return super().bytes_per_slot() + self.num_nextn_predict_layers * pair
-
-    @override
-    def _zero(self, slots: torch.Tensor) -> None:
-        super()._zero(slots)
-        for pool in (self.mtp_past_hidden_states_pool, self.mtp_past_tokens_pool):
-            pool.index_fill_(0, slots.to(pool.device), 0)
-
-
-def _device(requested: torch.device | str | None) -> torch.device:
+def resolve_device(requested: torch.device | str | None) -> torch.device:
+    """Return the requested device; by default CUDA where present, else CPU."""
     return torch.device(requested or ("cuda" if torch.cuda.is_available() else "cpu"))
