@@ -21,8 +21,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin import __version__
-
 TILINGS = (1, 24, 34, 192, 265, 512)
 """The least numbers of rows from which the sampling kernels are tiled differently."""
 VOCAB_PADDING = 64
@@ -112,7 +110,7 @@ def start(vllm_config: Any, capability: int, *, is_first_rank: bool) -> Precompi
 
 def _end_of(folder: Path, launch: str) -> Path:
     """A file that says that a launch was compiled, or could not be."""
-    name = hashlib.sha256(f"{__version__} {launch}".encode()).hexdigest()[:16]
+    name = hashlib.sha256(launch.encode()).hexdigest()[:16]
     return folder / f"mtp_plugin-{name}.done"
 
 
