@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from mtp_plugin.speculative.drafting import MTPWorker as MTPWorker
     from mtp_plugin.speculative.metadata import MTPSpecMetadata as MTPSpecMetadata
     from mtp_plugin.speculative.sampler import MTPSampler as MTPSampler
+    from mtp_plugin.speculative.sampler import SamplerHooks as SamplerHooks
     from mtp_plugin.speculative.state import MTPHiddenStatesManager as MTPHiddenStatesManager
     from mtp_plugin.speculative.step import Accepted as Accepted
     from mtp_plugin.speculative.step import StepOutput as StepOutput
@@ -47,6 +48,7 @@ _MODULES = {
     "MTPWorker": "speculative.drafting",
     "RequestHandle": "executor",
     "RequestOutput": "executor",
+    "SamplerHooks": "speculative.sampler",
     "SamplingParams": "requests.options",
     "SpeculativeDecodingMode": "config",
     "SpeculativePieces": "plugin",
@@ -71,6 +73,7 @@ __all__ = [
     "MTPWorker",
     "RequestHandle",
     "RequestOutput",
+    "SamplerHooks",
     "SamplingParams",
     "SpeculativeDecodingMode",
     "SpeculativePieces",

@@ -34,7 +34,7 @@ from mtp_plugin.speculative.plugin import (
     register_plugin,
     unregister_plugin,
 )
-from mtp_plugin.speculative.sampler import MTPSampler
+from mtp_plugin.speculative.sampler import MTPSampler, SamplerHooks
 from mtp_plugin.speculative.state import SlotStateManager
 from mtp_plugin.speculative.step import Accepted, StepLayout, StepOutput, StepResult
 from mtp_plugin.speculative.verification import (
@@ -66,6 +66,7 @@ __all__ = [
     "ReplayCheck",
     "RequestFacts",
     "RequestState",
+    "SamplerHooks",
     "SamplingParams",
     "SlotStateManager",
     "SpecRequest",

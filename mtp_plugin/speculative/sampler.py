@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, SupportsIndex
 
 import torch
@@ -75,6 +75,37 @@ class SampleStateMTP:
     is_applied: bool = False  # update_requests has read it
 
 
+@dataclass(frozen=True, kw_only=True)
+class SamplerHooks:
+    """Classes and callbacks that a host engine gives to an `MTPSampler`."""
+
+    always_greedy: bool = False
+    """Accept requests with a temperature and other sampling options, and decode them greedily, as
+    TensorRT-LLM's own MTP sampler of API version 1.2 does; servers may put a temperature of 1 into
+    every request. Set the manager's ``always_greedy`` too. False: sample as requested, or refuse
+    the request if the worker cannot."""
+    finish_reasons: Any = FinishReason
+    """The host's enum of finish reasons, with TensorRT-LLM's names; without ERROR among them a
+    request that fails ends as CANCELLED. The error is in its ``py_error`` and in the log."""
+    logprob_class: Callable[..., Any] = Logprob
+    """The host's class of a log-probability, called with ``logprob`` and ``rank`` for the entries
+    of a request's ``py_result``."""
+    on_step: Callable[[Any, int, int], None] | None = None
+    """Called with request, number of output tokens and number of verified drafts for every
+    generation step whose result counts, after the step's tokens were appended, in batch order."""
+    stop_callback: StopCallback | None = None
+    """The host's own stop rule, called once per step after its tokens were appended, with the ids
+    of the requests that continue or that one of their tokens finishes. It returns ids to finish
+    with STOP_WORDS after their last token; where that is depends on the number of accepted drafts.
+    Or it returns a mapping of ids to the number of output tokens to keep: later tokens of the step
+    are removed, for which the host's requests need ``take_back_tokens``, and the output depends on
+    the rule alone. It overrides ``min_tokens``. An invalid return value for a request that
+    continues finishes it with an error; other invalid values are logged."""
+
+
+_IN_HOOKS = {f.name: f"set it in hooks=SamplerHooks({f.name}=...)" for f in fields(SamplerHooks)}
+
+
 class MTPSampler:
     """TensorRT-LLM's sampler contract for workers that return accepted tokens and next drafts.
 
@@ -84,30 +115,11 @@ class MTPSampler:
         nextn: K, 0 for decoding without drafts.
         device: device of the store; default CUDA where present.
         kernels: backend that writes the store, see `kernels.backend.Backend`.
-        always_greedy: accept requests with a temperature and other sampling options, and decode
-            them greedily, as TensorRT-LLM's own MTP sampler of API version 1.2 does; servers may
-            put a temperature of 1 into every request. Set the manager's ``always_greedy`` too.
-            False: sample as requested, or refuse the request if the worker cannot.
         served_options: names of request options that the worker applies, in addition to those of
             the sampler itself and of prompts and drafts. The manager carries their values to the
             step, so host metadata must name the manager.
         refusals: maps the options of a request to the reasons for which they are not served.
-        finish_reasons: the host's enum of finish reasons, with TensorRT-LLM's names; without
-            ERROR among them a request that fails ends as CANCELLED. The error is in its
-            ``py_error`` and in the log.
-        logprob_class: the host's class of a log-probability, called with ``logprob`` and ``rank``
-            for the entries of a request's ``py_result``.
-        on_step: called with request, number of output tokens and number of verified drafts for
-            every generation step whose result counts, after the step's tokens were appended, in
-            batch order.
-        stop_callback: the host's own stop rule, called once per step after its tokens were
-            appended, with the ids of the requests that continue or that one of their tokens
-            finishes. It returns ids to finish with STOP_WORDS after their last token; where that
-            is depends on the number of accepted drafts. Or it returns a mapping of ids to the
-            number of output tokens to keep: later tokens of the step are removed, for which the
-            host's requests need ``take_back_tokens``, and the output depends on the rule alone.
-            It overrides ``min_tokens``. An invalid return value for a request that continues
-            finishes it with an error; other invalid values are logged.
+        hooks: classes and callbacks of the host engine.
 
     Raises:
         ConfigError: a size out of range, kernels that cannot run, or a host argument that this
@@ -124,27 +136,24 @@ class MTPSampler:
         nextn: int,
         device: torch.device | str | None = None,
         kernels: str = "auto",
-        always_greedy: bool = False,
         served_options: Collection[str] = (),
         refusals: Callable[[Mapping[str, Any]], Iterable[str]] | None = None,
-        finish_reasons: Any = FinishReason,
-        logprob_class: Callable[..., Any] = Logprob,
-        on_step: Callable[[Any, int, int], None] | None = None,
-        stop_callback: StopCallback | None = None,
+        hooks: SamplerHooks | None = None,
         **others: Any,
     ) -> None:
-        refuse_unserved("MTPSampler", others)
+        refuse_unserved("MTPSampler", others, _IN_HOOKS)
+        hooks = hooks or SamplerHooks()
         sizes = SamplerSizes.read(args)
         self.draft_len = expect_int("MTPSampler: nextn", nextn, 0, error=ConfigError)
-        self.always_greedy = always_greedy
+        self.always_greedy = hooks.always_greedy
         self.served_options = OWN_OPTIONS | frozenset(served_options)
         self.refusals = refusals or (lambda _: ())
-        self.logprob_class = logprob_class
-        self.on_step = on_step
-        self.stop_callback = stop_callback
+        self.logprob_class = hooks.logprob_class
+        self.on_step = hooks.on_step
+        self.stop_callback = hooks.stop_callback
         self.max_seq_len = sizes.max_seq_len
         self.max_num_sequences = sizes.max_num_sequences
-        self._reasons = read_reasons(finish_reasons)
+        self._reasons = read_reasons(hooks.finish_reasons)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self.device = torch.device(device)

@@ -20,7 +20,12 @@ from mtp_plugin.speculative import sampler as sampler_module
 from mtp_plugin.speculative.host import RequestFacts, Sampler, read_request
 from mtp_plugin.speculative.host import request as request_module
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.speculative.sampler import MTPSampler, SampleStateMTP, SampleStateTensorsMTP
+from mtp_plugin.speculative.sampler import (
+    MTPSampler,
+    SamplerHooks,
+    SampleStateMTP,
+    SampleStateTensorsMTP,
+)
 from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, StepResult
 
 S, K = 6, 3
@@ -139,6 +144,13 @@ def test_a_draft_length_that_cannot_be(nextn: Any) -> None:
         make(nextn=nextn)
 
 
+def test_hooks_given_as_keywords_are_refused() -> None:
+    args = SimpleNamespace(max_seq_len=8, max_num_sequences=2)
+    message = r"always_greedy=True \(set it in hooks=SamplerHooks\(always_greedy=\.\.\.\)\)"
+    with pytest.raises(ConfigError, match=message):
+        MTPSampler(args, nextn=1, device="cpu", always_greedy=True)
+
+
 def test_beams_are_refused() -> None:
     with pytest.raises(ConfigError, match="max_beam_width must be 1 with speculation, got 4"):
         make(max_beam_width=4)
@@ -181,7 +193,7 @@ def test_what_no_host_validated_ends_with_its_prompt(
 
     monkeypatch.setattr(sampler_module, "unsupported_options", unsupported)
     args = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    sampler = MTPSampler(args, nextn=K, device="cpu", finish_reasons=reasons)
+    sampler = MTPSampler(args, nextn=K, device="cpu", hooks=SamplerHooks(finish_reasons=reasons))
     warm = Request(0, sampling_config=SimpleNamespace(temperature=[0.7]))
     greedy = Request(1, sampling_config=SimpleNamespace(temperature=[0.0]))
 
@@ -221,7 +233,9 @@ def test_what_no_host_validated_ends_with_its_prompt(
 def test_a_temperature_is_taken_on_request() -> None:
     warm = Request(0, sampling_config=SimpleNamespace(temperature=[1.0]))
     arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    MTPSampler(arguments, nextn=K, device="cpu", always_greedy=True).validate_request(warm)
+    MTPSampler(
+        arguments, nextn=K, device="cpu", hooks=SamplerHooks(always_greedy=True)
+    ).validate_request(warm)
 
 
 def test_states_are_built_by_keyword() -> None:
@@ -424,7 +438,7 @@ def test_dummies_are_not_counted(kind: str) -> None:
         arguments,
         nextn=K,
         device="cpu",
-        on_step=lambda request, *_: counted.append(request.request_id),
+        hooks=SamplerHooks(on_step=lambda request, *_: counted.append(request.request_id)),
     )
     dummy, request = Request(0, **{kind: True}), Request(1)
     state = sampler.sample_async(batch([], [dummy, request]), outputs([5], [6, 7]))
@@ -535,7 +549,9 @@ def test_the_dead_row_of_a_prompt_has_no_matches() -> None:
 
 def test_results_have_our_finish_reasons() -> None:
     arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    sampler = MTPSampler(arguments, nextn=K, device="cpu", finish_reasons=HostReason)
+    sampler = MTPSampler(
+        arguments, nextn=K, device="cpu", hooks=SamplerHooks(finish_reasons=HostReason)
+    )
     request = Request(0, py_end_id=9)
     (result,) = step(sampler, request, [9])
     assert result.finish_reason is FinishReason.END_ID
@@ -908,7 +924,9 @@ class HostReason(Enum):
 )
 def test_reasons_are_the_hosts(run: list[int], status: int, reason: HostReason) -> None:
     arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    sampler = MTPSampler(arguments, nextn=K, device="cpu", finish_reasons=HostReason)
+    sampler = MTPSampler(
+        arguments, nextn=K, device="cpu", hooks=SamplerHooks(finish_reasons=HostReason)
+    )
     request = Request(0, py_end_id=99, py_stop_words_list=[[88]], py_max_new_tokens=4)
     step(sampler, request, run, status=[status])
     assert request.finish_reason is reason
@@ -1039,7 +1057,7 @@ def test_draws_that_facts_ask_for() -> None:
     with pytest.raises(ConfigError, match=r"MTP: temperature=0\.7, top_p=0\.5, seed=3, n=2$"):
         make().validate_request(request)
     args = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    sampler = MTPSampler(args, nextn=K, device="cpu", always_greedy=True)
+    sampler = MTPSampler(args, nextn=K, device="cpu", hooks=SamplerHooks(always_greedy=True))
     with pytest.raises(ConfigError, match=r"MTP: n=2$"):
         sampler.validate_request(request)
 
@@ -1072,7 +1090,9 @@ class Rule:
 def asking(*requests: Request, **options: Any) -> tuple[MTPSampler, Rule]:
     rule = Rule(*requests)
     arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    return MTPSampler(arguments, nextn=K, device="cpu", stop_callback=rule, **options), rule
+    return MTPSampler(
+        arguments, nextn=K, device="cpu", hooks=SamplerHooks(stop_callback=rule), **options
+    ), rule
 
 
 def test_a_rule_is_called_after_the_tokens_of_those_that_go_on() -> None:

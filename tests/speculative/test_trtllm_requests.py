@@ -18,7 +18,7 @@ from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.host import HostStep, RequestFacts
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
-from mtp_plugin.speculative.sampler import MTPSampler
+from mtp_plugin.speculative.sampler import MTPSampler, SamplerHooks
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.step import SamplingKind
 from tests.speculative.drafting.example import VOCAB
@@ -103,8 +103,7 @@ class Host:
             device="cpu",
             kernels="reference",
             served_options=self.worker.served_options,
-            finish_reasons=FinishReason,
-            logprob_class=Logprob,
+            hooks=SamplerHooks(finish_reasons=FinishReason, logprob_class=Logprob),
         )
         self.spec: Any = TheirMetadata(self.manager)
         if not theirs:

@@ -35,7 +35,7 @@ from mtp_plugin.speculative.drafting.worker import SpecWorker
 from mtp_plugin.speculative.host import num_ranks
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.metrics.alarms import AcceptanceAlarms
-from mtp_plugin.speculative.sampler import MTPSampler
+from mtp_plugin.speculative.sampler import MTPSampler, SamplerHooks
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.verification import label_of, make_modes
 
@@ -295,9 +295,11 @@ def make_sampler(
         nextn=decoding.max_draft_len,
         kernels=decoding.mtp.kernels,
         served_options=worker_type(decoding).served_options,
-        finish_reasons=finish_reasons,
-        logprob_class=logprob_class,
-        on_step=None if alarms is None else alarms.record,
+        hooks=SamplerHooks(
+            finish_reasons=finish_reasons,
+            logprob_class=logprob_class,
+            on_step=None if alarms is None else alarms.record,
+        ),
     )
 
 

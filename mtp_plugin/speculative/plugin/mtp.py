@@ -25,7 +25,7 @@ from mtp_plugin.speculative.plugin.contract import (
     SpeculativePieces,
     thinking_end_of,
 )
-from mtp_plugin.speculative.sampler import MTPSampler
+from mtp_plugin.speculative.sampler import MTPSampler, SamplerHooks
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.verification import (
     changes_text,
@@ -110,7 +110,7 @@ class MTPPlugin:
             kernels=config.mtp.kernels,
             served_options=worker.served_options,
             refusals=partial(refusals, worker.verifier.modes),
-            on_step=on_step,
+            hooks=SamplerHooks(on_step=on_step),
         )
 
         return SpeculativePieces(

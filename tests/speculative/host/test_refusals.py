@@ -13,7 +13,7 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.host import read_request
-from mtp_plugin.speculative.sampler import MTPSampler
+from mtp_plugin.speculative.sampler import MTPSampler, SamplerHooks
 
 K = 2
 
@@ -47,7 +47,7 @@ def test_what_needs_edited_logits_is_refused(
     sampling: dict[str, Any], message: str, always_greedy: bool
 ) -> None:
     """By a sampler without a worker that serves these options."""
-    piece = sampler(always_greedy=always_greedy)
+    piece = sampler(hooks=SamplerHooks(always_greedy=always_greedy))
     assert "min_tokens" not in piece.served_options
     with pytest.raises(ConfigError, match=f"request 4: not supported with MTP: .*{message}"):
         piece.validate_request(foreign(**sampling))
