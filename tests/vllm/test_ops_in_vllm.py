@@ -1,0 +1,449 @@
+"""Our sampler and verifier with vLLM's own request states, without an engine.
+
+Batches are stubs with the attributes of vLLM's ``InputBatch``; kernels run in Triton's interpreter.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+if find_spec("vllm") is None:
+    pytest.skip("needs vLLM", allow_module_level=True)
+
+os.environ.setdefault("TRITON_INTERPRET", "1")
+SHIM = Path(__file__).parent / "shim"
+if SHIM.exists() and str(SHIM) not in sys.path:
+    sys.path.insert(0, str(SHIM))
+    runpy.run_path(str(SHIM / "sitecustomize.py"))
+
+v32 = pytest.importorskip("mtp_plugin.hosts.vllm.v32", reason="needs vLLM 0.32")
+
+import vllm.v1.worker.cpu.shm  # noqa: E402, F401 - replaces pinned memory
+import vllm.v1.worker.gpu.sample.sampler as vllm_sampler  # noqa: E402
+import vllm.v1.worker.gpu.sample.states as vllm_states  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch  # noqa: E402
+from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
+from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
+
+from mtp_plugin.hosts.vllm.engine import Engine, RowOps  # noqa: E402
+from mtp_plugin.hosts.vllm.options import VllmOptions  # noqa: E402
+from mtp_plugin.hosts.vllm.request_slots import RequestSlots  # noqa: E402
+from mtp_plugin.hosts.vllm.versions import fitting_module  # noqa: E402
+from mtp_plugin.kernels.backend import Backend  # noqa: E402
+
+CPU = torch.device("cpu")
+VOCAB = 64
+MAX_REQUESTS = 8
+NUM_DRAFTS = 3
+PROMPT = [1, 2, 3, 4]
+SPEC = SimpleNamespace(
+    num_speculative_tokens=NUM_DRAFTS,
+    enable_adaptive_verification=False,
+    rejection_sample_method="standard",
+)
+BACKENDS = pytest.mark.parametrize("backend", Backend)
+
+
+@pytest.fixture(autouse=True)
+def truncation_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM's kernel of top-k and top-p, for processed log-probabilities, needs a GPU."""
+    monkeypatch.setattr(vllm_states, "apply_top_k_top_p", apply_top_k_top_p_pytorch)
+
+
+def make_vllm_sampler(states: RequestState, mode: str) -> vllm_sampler.Sampler:
+    config = SimpleNamespace(reasoning_config=None)
+    return vllm_sampler.Sampler(config, MAX_REQUESTS, VOCAB, CPU, states, mode)
+
+
+def make_request_states() -> RequestState:
+    return RequestState(MAX_REQUESTS, 128, 256, NUM_DRAFTS, VOCAB, CPU)
+
+
+@dataclass
+class Harness:
+    """A sampler and a verifier of ours over vLLM's states."""
+
+    mode: str = "raw_logprobs"
+    backend: Backend = Backend.TORCH
+    indices: list[int] = field(default_factory=list)  # of the requests, in the order of adding
+
+    def __post_init__(self) -> None:
+        self.states = make_request_states()
+        self.ops = RowOps(RequestSlots(MAX_REQUESTS, CPU), NUM_DRAFTS, self.backend)
+        given = make_vllm_sampler(self.states, self.mode)
+        self.sampler = v32.PluginSampler.replacing(given, self.ops)
+        self.verifier = v32.PluginVerifier(self.sampler, SPEC, CPU)
+
+    def add(self, *params: SamplingParams, outputs: Sequence[int] = ()) -> Harness:
+        """Add requests with `PROMPT`, and with ``outputs`` as after a preemption."""
+        for each in params:
+            name = str(len(self.indices))
+            tokens = [*PROMPT, *outputs]
+            self.states.add_request(name, len(PROMPT), tokens, len(tokens), 64)
+            self.indices.append(self.states.req_id_to_index[name])
+            self.sampler.add_request(self.indices[-1], each)
+        self.states.apply_staged_writes()
+        self.sampler.apply_staged_writes()
+        return self
+
+    def batch(
+        self, drafts: Sequence[Sequence[int]], requests: Sequence[int] | None = None
+    ) -> SimpleNamespace:
+        """A step of generations; ``drafts`` per request in it."""
+        which = range(len(drafts)) if requests is None else requests
+        indices = [self.indices[request] for request in which]
+        sizes = [len(each) + 1 for each in drafts]
+        starts = np.cumsum([0, *sizes]).astype(np.int32)
+        first = [int(self.states.prefill_len.np[index]) for index in indices]
+        return SimpleNamespace(
+            num_reqs=len(indices),
+            idx_mapping=torch.tensor(indices),
+            idx_mapping_np=np.array(indices),
+            expanded_idx_mapping=torch.tensor(indices).repeat_interleave(torch.tensor(sizes)),
+            expanded_local_pos=torch.tensor(
+                [i for size in sizes for i in range(size)], dtype=torch.int32
+            ),
+            input_ids=torch.tensor([t for each in drafts for t in (9, *each)], dtype=torch.int32),
+            positions=torch.tensor(
+                [p + i for p, size in zip(first, sizes, strict=True) for i in range(size)]
+            ),
+            logits_indices=torch.arange(int(starts[-1])),
+            cu_num_logits=torch.from_numpy(starts),
+            cu_num_logits_np=starts,
+            seq_lens=torch.tensor(
+                [p + size for p, size in zip(first, sizes, strict=True)], dtype=torch.int32
+            ),
+            seq_lens_cpu_upper_bound=torch.tensor(
+                [p + size for p, size in zip(first, sizes, strict=True)], dtype=torch.int32
+            ),
+        )
+
+
+def make_logits(rows: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)).mul(2)
+
+
+def tokens_of(output: object) -> list[list[int]]:
+    return [
+        row[:count]
+        for row, count in zip(
+            output.sampled_token_ids.tolist(), output.num_sampled.tolist(), strict=True
+        )
+    ]
+
+
+def seeded(seed: int, **options: object) -> SamplingParams:
+    return SamplingParams(temperature=0.8, seed=seed, **options)
+
+
+def test_the_installed_version_is_recognized() -> None:
+    assert fitting_module() is v32
+
+
+@BACKENDS
+def test_verifier_gives_the_tokens_of_the_sampler(backend: Backend) -> None:
+    """The rows of K drafts, one by one without drafts, at the same positions."""
+    harness = Harness(backend=backend).add(seeded(1), seeded(2, top_p=0.9), SamplingParams())
+    sizes = [4, 4, 2]
+    logits = make_logits(sum(sizes))
+    targets = harness.ops.sample(
+        logits,
+        (batch := harness.batch([[0] * (size - 1) for size in sizes])).expanded_idx_mapping,
+        batch.positions,
+    ).tolist()
+    drafts = [targets[0:3], [targets[4], VOCAB - 1, targets[6]], [-1]]
+    assert targets[5] != VOCAB - 1
+    output = harness.verifier(logits, harness.batch(drafts))
+    assert tokens_of(output) == [targets[0:4], targets[4:6], targets[8:9]]
+    assert output.num_rejected.tolist() == [0, 2, 1]
+    assert output.sampled_token_ids.dtype == torch.int64
+    assert output.sampled_token_ids.min() >= 0
+    first_rows = logits[[0, 4, 8]]
+    single = harness.sampler(first_rows, harness.batch([[], [], []]))
+    assert tokens_of(single) == [[targets[0]], [targets[4]], [targets[8]]]
+
+
+@BACKENDS
+@pytest.mark.parametrize("mode", ["raw_logprobs", "raw_logits", "processed_logprobs"])
+def test_logits_are_not_edited_in_place(backend: Backend, mode: str) -> None:
+    params = [
+        seeded(1, repetition_penalty=1.5, logprobs=2),
+        seeded(2, top_k=5, logprobs=1),
+        seeded(3, allowed_token_ids=[5, 6, 7]),
+    ]
+    harness = Harness(mode, backend).add(*params)
+    logits = make_logits(9)
+    before = logits.clone()
+    harness.verifier(logits, harness.batch([[1, 2], [3, 4], [5, 6]]))
+    assert torch.equal(logits, before)
+    harness.sampler(logits[:3], harness.batch([[], [], []]))
+    assert torch.equal(logits, before)
+
+
+def test_raw_logprobs_are_those_of_the_given_logits() -> None:
+    harness = Harness().add(seeded(1, repetition_penalty=1.5, logprobs=3), seeded(2))
+    logits = make_logits(4)
+    output = harness.verifier(logits, harness.batch([[1], [2]]))
+    expected = logits.log_softmax(1)
+    found = output.logprobs_tensors
+    first = found.logprob_token_ids[0].tolist()
+    assert first[0] == tokens_of(output)[0][0]
+    torch.testing.assert_close(found.logprobs[0], expected[0, first])
+    assert first[1:] == logits[0].topk(3).indices.tolist()
+
+
+@pytest.mark.parametrize("drafts", [[[], []], [[1], [2]], [[1, 2, 3], [4]]])
+def test_processed_logprobs_are_those_of_vllm(drafts: list[list[int]]) -> None:
+    params = [
+        seeded(1, repetition_penalty=1.5, top_k=20, logprobs=2),
+        SamplingParams(temperature=0.5, top_p=0.9, seed=2, logprobs=2),
+    ]
+    harness = Harness("processed_logprobs").add(*params)
+    batch = harness.batch(drafts)
+    logits = make_logits(int(batch.cu_num_logits_np[-1]))
+    call = harness.verifier if any(drafts) else harness.sampler
+    found = call(logits, batch).logprobs_tensors
+    theirs = make_vllm_sampler(harness.states, "processed_logprobs")
+    for index, each in zip(harness.indices, params, strict=True):
+        theirs.add_request(index, each)
+    theirs.apply_staged_writes()
+    processed = theirs.apply_sampling_params(
+        logits,
+        batch.expanded_idx_mapping,
+        batch.idx_mapping,
+        batch.idx_mapping_np,
+        batch.positions,
+        batch.input_ids,
+        batch.expanded_local_pos,
+        batch.seq_lens_cpu_upper_bound.numpy(),
+    )
+    expected = processed.log_softmax(1).gather(1, found.logprob_token_ids.long())
+    torch.testing.assert_close(found.logprobs, expected)
+
+
+@BACKENDS
+def test_penalties_change_their_own_rows_alone(backend: Backend) -> None:
+    plain, penalized = seeded(1), seeded(2, repetition_penalty=100.0)
+    logits = make_logits(8).abs()  # a penalty of 100 rules a token out
+    logits[:, PROMPT] += 6  # else most likely
+    drafts = [[0, 0, 0], [0, 0, 0]]
+    alone = Harness(backend=backend).add(plain)
+    together = Harness(backend=backend).add(plain, penalized)
+    expected = alone.verifier(logits[:4], alone.batch(drafts[:1]))
+    output = together.verifier(logits, together.batch(drafts))
+    assert tokens_of(output)[0] == tokens_of(expected)[0]
+    without = Harness(backend=backend).add(plain, seeded(2))
+    assert tokens_of(without.verifier(logits, without.batch(drafts)))[1][0] in PROMPT
+    assert tokens_of(output)[1][0] not in PROMPT
+
+
+def test_penalties_see_the_drafts_before_a_row() -> None:
+    params = SamplingParams(temperature=0.0, presence_penalty=2.0)
+    harness = Harness().add(params)
+    logits = torch.zeros(3, VOCAB)
+    logits[:, 10], logits[:, 11], logits[:, 12] = 3.0, 2.5, 2.0
+    output = harness.verifier(logits, harness.batch([[10, 11]]))
+    assert tokens_of(output) == [[10, 11, 12]]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"allowed_token_ids": [30, 31]}, 30),
+        ({"min_tokens": 8, "stop_token_ids": [10]}, 11),
+        ({"repetition_penalty": 50.0}, 11),
+        ({}, 10),
+    ],
+)
+def test_logits_processors_of_vllm_are_applied(options: dict[str, object], expected: int) -> None:
+    harness = Harness().add(SamplingParams(temperature=0.0, **options), outputs=[10])
+    logits = torch.zeros(2, VOCAB)
+    logits[:, 10], logits[:, 11], logits[:, 30] = 3.0, 2.0, 1.0
+    assert tokens_of(harness.verifier(logits, harness.batch([[5]]))) == [[expected]]
+    assert tokens_of(harness.sampler(logits[:1], harness.batch([[]]))) == [[expected]]
+
+
+@BACKENDS
+def test_invalid_drafts_are_rejected(backend: Backend) -> None:
+    harness = Harness(backend=backend).add(seeded(1), seeded(2))
+    logits = make_logits(8)
+    batch = harness.batch([[0] * 3] * 2)
+    targets = harness.ops.sample(logits, batch.expanded_idx_mapping, batch.positions).tolist()
+    drafts = [targets[0:3], targets[4:7]]
+    invalid = torch.zeros(8, dtype=torch.bool)
+    accepted = harness.verifier(logits, harness.batch(drafts), None, invalid)
+    assert tokens_of(accepted) == [targets[0:4], targets[4:8]]
+    invalid[2] = True  # the second draft of the first request
+    invalid[4] = True  # the row of a last token, which is no draft
+    output = harness.verifier(logits, harness.batch(drafts), None, invalid)
+    assert tokens_of(output) == [targets[0:2], targets[4:8]]
+
+
+def test_placeholders_of_prompts_are_rejected() -> None:
+    """Drafts at positions within the prompt are no drafts."""
+    harness = Harness().add(SamplingParams(temperature=0.0))
+    logits = make_logits(3)
+    target = logits.argmax(1).tolist()
+    batch = harness.batch([target[:2]])
+    batch.positions -= 2
+    assert harness.verifier(logits, batch).sampled_token_ids[0, 0] == target[0]
+    assert harness.verifier(logits, batch).num_sampled.tolist() == [1]
+    assert tokens_of(harness.verifier(logits, harness.batch([target[:2]]))) == [target]
+
+
+def test_unfinished_prompts_give_no_token() -> None:
+    harness = Harness().add(seeded(1), seeded(2))
+    batch = harness.batch([[], [3]])
+    batch.seq_lens[0] = len(PROMPT) - 1
+    output = harness.verifier(make_logits(3), batch)
+    assert output.num_sampled.tolist()[0] == 0
+    assert output.num_sampled.tolist()[1] >= 1
+    assert output.num_rejected.tolist()[0] == 0
+
+
+@BACKENDS
+@pytest.mark.parametrize("num_requests", [1, MAX_REQUESTS])
+def test_dummy_calls_before_any_request(backend: Backend, num_requests: int) -> None:
+    harness = Harness(backend=backend)
+    buffers = InputBuffers(MAX_REQUESTS, 64, CPU)
+    logits = make_logits(num_requests)
+    batch = InputBatch.make_dummy(num_requests, num_requests, buffers)
+    for call in (harness.sampler, harness.verifier):
+        output = call(logits, batch)
+        assert output.sampled_token_ids[:, 0].tolist() == logits.argmax(1).tolist()
+    batch = InputBatch.make_dummy(num_requests, num_requests, buffers)
+    output = harness.sampler(torch.full_like(logits, float("nan")), batch)
+    assert output.sampled_token_ids.tolist() == [[0]] * num_requests
+    drafts = harness.ops.sample_drafts(logits, batch.idx_mapping, batch.positions, 0)
+    assert drafts.tolist() == logits.argmax(1).tolist()
+
+
+@BACKENDS
+def test_nans_are_counted_before_processing(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def count(logits: torch.Tensor) -> torch.Tensor:  # vLLM's kernel needs a GPU
+        return logits.isnan().sum(1).to(torch.int32)
+
+    for module in (v32, vllm_sampler):
+        monkeypatch.setattr(module, "get_num_nans", count)
+    harness = Harness(backend=backend).add(seeded(1, repetition_penalty=1.2), seeded(2))
+    logits = make_logits(4)
+    logits[0] = float("nan")
+    logits[3, :5] = float("nan")
+    batch = harness.batch([[1], [2]])
+    assert harness.verifier(logits, batch).num_nans is None
+    harness.sampler.compute_nans = True
+    output = harness.verifier(logits, batch)
+    assert output.num_nans.tolist() == [VOCAB, 0, 0, 5]
+    assert output.num_sampled.min() >= 1
+    assert output.sampled_token_ids.min() >= 0
+    single = harness.sampler(logits[[0, 3]], harness.batch([[], []]))
+    assert single.num_nans.tolist() == [VOCAB, 5]
+    assert single.sampled_token_ids.min() >= 0
+
+
+def test_seeds_of_requests_without_one_are_those_of_vllm() -> None:
+    harness = Harness().add(*[SamplingParams(temperature=1.0)] * 4)
+    seeds = [int(harness.sampler.sampling_states.seeds.np[index]) for index in harness.indices]
+    assert len(set(seeds)) == 4
+    slots = harness.ops.slots.of(torch.tensor(harness.indices))
+    words = slots.read("seed", slice(0, 4)).tolist()
+    for seed, (low, high) in zip(seeds, words, strict=True):
+        assert [low % 2**32, high % 2**32] == [seed % 2**32, (seed >> 32) % 2**32]
+
+
+def test_a_freed_index_serves_the_next_request_with_its_own_options() -> None:
+    harness = Harness().add(seeded(1, top_k=1, repetition_penalty=5.0))
+    index = harness.states.remove_request("0")
+    harness.indices.clear()
+    harness.add(seeded(7))
+    assert harness.indices == [index]
+    fresh = Harness().add(seeded(7))
+    logits = make_logits(4)
+    batches = [each.batch([[1, 2, 3]]) for each in (harness, fresh)]
+    outputs = [each.verifier(logits, b) for each, b in zip((harness, fresh), batches, strict=True)]
+    assert tokens_of(outputs[0]) == tokens_of(outputs[1])
+
+
+def test_batches_without_logits_processors_copy_no_logits() -> None:
+    harness = Harness().add(seeded(1, top_k=5), seeded(2, repetition_penalty=2.0))
+    logits = make_logits(1)
+    plain = harness.batch([[]])
+    rows = (
+        plain.expanded_idx_mapping,
+        plain.idx_mapping,
+        plain.idx_mapping_np,
+        plain.positions,
+        plain.input_ids,
+        plain.expanded_local_pos,
+        plain.seq_lens_cpu_upper_bound.numpy(),
+    )
+    assert harness.sampler.processed(logits, *rows) is logits
+
+
+def make_engine(spec: object) -> Engine:
+    config = SimpleNamespace(
+        speculative_config=spec,
+        scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQUESTS),
+        model_config=SimpleNamespace(),
+    )
+    given = make_vllm_sampler(make_request_states(), "raw_logprobs")
+    return Engine(config, VllmOptions(kernels="reference"), given, CPU)
+
+
+def test_an_engine_with_drafts_has_both_sampler_and_verifier() -> None:
+    engine = make_engine(SPEC)
+    assert isinstance(engine.sampler, v32.PluginSampler)
+    assert isinstance(engine.verifier, v32.PluginVerifier)
+    assert engine.ops.num_drafts == NUM_DRAFTS
+
+
+def test_an_engine_without_drafts_has_no_verifier() -> None:
+    engine = make_engine(None)
+    assert isinstance(engine.sampler, v32.PluginSampler)
+    assert engine.verifier is None
+    assert engine.ops.num_drafts == 0
+
+
+@pytest.mark.parametrize(("rates", "length"), [([1.0, 1.0, 1.0], 4), ([1.0, 0.0, 0.0], 2)])
+def test_synthetic_acceptance_of_an_engine(rates: list[float], length: int) -> None:
+    changes = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
+    engine = make_engine(SimpleNamespace(**{**vars(SPEC), **changes}))
+    harness = Harness()
+    harness.states, harness.sampler = engine.sampler.req_states, engine.sampler
+    harness.add(seeded(1), seeded(2))
+    output = engine.verifier(make_logits(8), harness.batch([[1, 2, 3]] * 2))
+    assert output.num_sampled.tolist() == [length] * 2
+
+
+def test_sample_draft_reads_the_logits_of_the_speculator() -> None:
+    engine = make_engine(SPEC)
+    logits = make_logits(2)
+    calls = []
+
+    def compute_draft_logits(hidden_states: torch.Tensor, spec_step_idx: int) -> torch.Tensor:
+        calls.append((hidden_states, spec_step_idx))
+        return logits
+
+    speculator = SimpleNamespace(compute_draft_logits=compute_draft_logits)
+    indices, positions = torch.tensor([0, -1]), torch.tensor([5, 0])
+    unused = torch.zeros(2)
+    tokens = engine.sample_draft(
+        speculator, "states", positions, indices, unused, unused, unused, None, spec_step_idx=2
+    )
+    assert calls == [("states", 2)]
+    assert tokens.dtype == torch.int64
+    assert tokens.tolist() == logits.argmax(1).tolist()
