@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import signal
 import sys
+from importlib import import_module
 
 from mtp_plugin.extras import COMMAND_LINE_PACKAGES, require_or_exit
 
-HOSTS = ("tensorrt_llm",)
-"""Engines that ``doctor --host`` knows."""
+HOSTS = ("tensorrt_llm", "vllm")
+"""Host engines of ``doctor --host``; ``hosts/NAME/checks.py`` has the checks."""
 
 
 def main() -> None:
@@ -51,9 +52,9 @@ def _examine_host(host: str, arguments: list[str]) -> int:
     if arguments not in (["--host", host], [f"--host={host}"]):
         sys.stderr.write(f"error: --host {host} accepts no other option\n")
         return 2
-    from mtp_plugin.hosts.tensorrt_llm import checks
-
-    return checks.main()
+    checks = import_module(f"mtp_plugin.hosts.{host}.checks")
+    exit_code: int = checks.main()
+    return exit_code
 
 
 if __name__ == "__main__":

@@ -21,8 +21,8 @@ def command(
         typer.Option(
             "--host",
             metavar="ENGINE",
-            help="tensorrt_llm: only check whether the installed engine is supported; no other "
-            "option is accepted with it.",
+            help="tensorrt_llm or vllm: only check whether the installed engine is supported; no "
+            "other option is accepted with it.",
         ),
     ] = None,
 ) -> None:

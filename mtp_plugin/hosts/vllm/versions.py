@@ -170,17 +170,21 @@ def is_tested() -> bool:
 
 def differences(signatures: Signatures) -> list[str]:
     """Return one line for every method of the installed vLLM that is missing or differs."""
-    problems = []
-    for target, names in signatures.items():
-        found = parameters(target)
-        if found is None:
-            problems.append(f"{target.replace(':', '.')} is missing")
-        elif found != names:
-            problems.append(
-                f"{target.replace(':', '.')}({', '.join(found)}) was expected to have the "
-                f"parameters ({', '.join(names)})"
-            )
-    return problems
+    found = (mismatch(target, names) for target, names in signatures.items())
+    return [problem for problem in found if problem is not None]
+
+
+def mismatch(target: str, names: tuple[str, ...]) -> str | None:
+    """Return how a method of the installed vLLM differs from its recorded parameter names."""
+    found = parameters(target)
+    if found is None:
+        return f"{target.replace(':', '.')} is missing"
+    if found == names:
+        return None
+    return (
+        f"{target.replace(':', '.')}({', '.join(found)}) was expected to have the parameters "
+        f"({', '.join(names)})"
+    )
 
 
 def parameters(target: str) -> tuple[str, ...] | None:

@@ -1,0 +1,138 @@
+"""Check whether the plugin supports the installed vLLM; starts no engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TextIO
+
+from mtp_plugin.errors import HostError
+from mtp_plugin.hosts.vllm.versions import (
+    SIGNATURES,
+    TESTED,
+    is_tested,
+    mismatch,
+    parameters,
+    release,
+)
+from mtp_plugin.hosts.vllm.wrapping import START, WORKER
+
+OK, PROBLEM = 0, 1
+PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "mtp_plugin"
+V2_RUNNER, PLUGINS = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_PLUGINS"
+
+
+@dataclass(frozen=True)
+class Method:
+    """A method of vLLM that the plugin wraps or uses."""
+
+    target: str
+    problem: str | None  # None: as expected
+
+    @property
+    def kind(self) -> str:
+        """What the plugin does with it."""
+        return "wrapped" if self.target in START or self.target in WORKER else "used"
+
+
+@dataclass
+class Examination:
+    """What was found of vLLM."""
+
+    version: str | None = None
+    is_tested: bool = False
+    module: str | None = None
+    """Our module for this version, or the nearest one."""
+    methods: list[Method] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    @property
+    def exit_code(self) -> int:
+        """0 if the plugin can be turned on, else 1."""
+        return PROBLEM if self.problems else OK
+
+
+def examine(environment: Mapping[str, str] = os.environ) -> Examination:
+    """Look for the methods of the version that is installed.
+
+    Args:
+        environment: variables that vLLM reads.
+    """
+    try:
+        version = str(import_module("vllm").__version__)
+        major_minor = release()
+    except (ImportError, AttributeError) as error:
+        return Examination(problems=[f"vllm cannot be imported: {error}"])
+    except HostError as error:
+        return Examination(problems=[str(error)])
+    seen = Examination(version, is_tested())
+    methods = {
+        name: [Method(target, mismatch(target, names)) for target, names in signatures.items()]
+        for name, signatures in SIGNATURES.items()
+    }
+    seen.module = min(methods, key=lambda name: _num_problems(methods[name]))
+    seen.methods = sorted(methods[seen.module], key=lambda method: method.kind != "wrapped")
+    seen.problems += [method.problem for method in seen.methods if method.problem]
+    if not seen.is_tested and not seen.problems:
+        seen.problems.append(
+            f"vLLM {version} was not tested (tested: {', '.join(TESTED)}): set "
+            "additional_config.mtp_plugin.allow_untested to true to try it"
+        )
+    _examine_environment(seen, environment, major_minor)
+    return seen
+
+
+def _num_problems(methods: list[Method]) -> int:
+    return sum(method.problem is not None for method in methods)
+
+
+def _examine_environment(
+    seen: Examination, environment: Mapping[str, str], version: tuple[int, int]
+) -> None:
+    if not entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME):
+        seen.problems.append(
+            f"the entry point {PLUGIN_NAME} of the group {PLUGIN_GROUP} is missing: install "
+            "mtp-plugin with pip, in the environment of vLLM"
+        )
+    plugins = environment.get(PLUGINS)
+    if plugins is not None and PLUGIN_NAME not in plugins.split(","):
+        seen.problems.append(f"{PLUGINS}={plugins} leaves out {PLUGIN_NAME}: add it, or unset it")
+    runner = environment.get(V2_RUNNER)
+    if runner is not None and runner.strip().lower() in ("0", "false"):
+        seen.problems.append(f"{V2_RUNNER}={runner} selects the V1 model runner: set it to 1")
+    elif runner is not None:
+        seen.notes.append(f"{V2_RUNNER}={runner}")
+    elif version < (0, 32):
+        seen.notes.append(f"{V2_RUNNER} is not set: set it to 1 for every engine with the plugin")
+    else:
+        seen.notes.append(f"{V2_RUNNER} is not set: this version uses the V2 runner by default")
+
+
+def show(seen: Examination, out: TextIO) -> None:
+    """Write what was found, and the problems."""
+    if seen.version is not None:
+        fits = "does not fit" if any(method.problem for method in seen.methods) else "fits"
+        tested = "tested" if seen.is_tested else "not tested"
+        out.write(f"vllm {seen.version}, {tested}: module {seen.module} {fits}\n")
+    for method in seen.methods:
+        verdict = "NO" if method.problem else "yes"
+        found = parameters(method.target)
+        shown = "missing" if found is None else f"({', '.join(found)})"
+        name = method.target.replace(":", ".")
+        out.write(f"  {verdict:3}  {method.kind:7}  {name}  {shown}\n")
+    for note in seen.notes:
+        out.write(f"{note}\n")
+    for problem in seen.problems:
+        out.write(f"problem: {problem}\n")
+
+
+def main() -> int:
+    """Print the examination and return the exit code."""
+    seen = examine()
+    show(seen, sys.stdout)
+    return seen.exit_code

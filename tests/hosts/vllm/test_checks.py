@@ -1,0 +1,150 @@
+"""``mtp-plugin doctor --host vllm``."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+from mtp_plugin.hosts.vllm import checks
+from mtp_plugin.hosts.vllm.checks import Examination, examine, main, show
+from mtp_plugin.hosts.vllm.versions import SIGNATURES
+from mtp_plugin.hosts.vllm.wrapping import START, WORKER
+from tests.hosts.vllm import fake_vllm
+
+DRAFTS = "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft"
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the distribution were installed."""
+    monkeypatch.setattr(checks, "entry_points", lambda **_: [SimpleNamespace(name="mtp_plugin")])
+
+
+def output_of(seen: Examination) -> list[str]:
+    out = io.StringIO()
+    show(seen, out)
+    return out.getvalue().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("version", "module", "runner"),
+    [
+        ("0.24.0", "v24", "VLLM_USE_V2_MODEL_RUNNER is not set: set it to 1 for every engine with"),
+        ("0.26.0", "v24", "VLLM_USE_V2_MODEL_RUNNER is not set: set it to 1 for every engine with"),
+        ("0.32.0", "v32", "VLLM_USE_V2_MODEL_RUNNER is not set: this version uses the V2 runner"),
+    ],
+)
+def test_supported_versions(
+    monkeypatch: pytest.MonkeyPatch, version: str, module: str, runner: str
+) -> None:
+    fake_vllm.install(monkeypatch, version, SIGNATURES[module])
+    seen = examine({})
+    first, *methods, note = output_of(seen)
+    assert first == f"vllm {version}, tested: module {module} fits"
+    assert len(methods) == len(SIGNATURES[module])
+    assert all(line.startswith("  yes  ") for line in methods)
+    wrapped = [line.split()[2] for line in methods if line.split()[1] == "wrapped"]
+    assert wrapped == [line.split()[2] for line in methods[: len(wrapped)]]
+    assert sorted(wrapped) == sorted(t.replace(":", ".") for t in (*START, *WORKER))
+    assert note.startswith(runner)
+    assert seen.exit_code == 0
+
+
+def test_a_missing_method(monkeypatch: pytest.MonkeyPatch) -> None:
+    signatures = {name: s for name, s in SIGNATURES["v32"].items() if name != DRAFTS}
+    fake_vllm.install(monkeypatch, "0.32.0", signatures)
+    seen = examine({})
+    lines = output_of(seen)
+    name = DRAFTS.replace(":", ".")
+    assert lines[0] == "vllm 0.32.0, tested: module v32 does not fit"
+    assert f"  NO   wrapped  {name}  missing" in lines
+    assert lines[-1] == f"problem: {name} is missing"
+    assert seen.exit_code == 1
+
+
+def test_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm.install(monkeypatch, "0.33.0", {**SIGNATURES["v32"], DRAFTS: ("states", "rows")})
+    seen = examine({})
+    lines = output_of(seen)
+    name = DRAFTS.replace(":", ".")
+    assert lines[0] == "vllm 0.33.0, not tested: module v32 does not fit"
+    assert f"  NO   wrapped  {name}  (states, rows)" in lines
+    (problem,) = seen.problems
+    assert problem.startswith(f"{name}(states, rows) was expected to have the parameters (hidden")
+
+
+def test_an_untested_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm.install(monkeypatch, "0.33.0")
+    seen = examine({})
+    assert output_of(seen)[0] == "vllm 0.33.0, not tested: module v32 fits"
+    assert seen.problems == [
+        "vLLM 0.33.0 was not tested (tested: 0.24, 0.26, 0.32): set "
+        "additional_config.mtp_plugin.allow_untested to true to try it"
+    ]
+    assert seen.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "problem"),
+    [
+        (
+            {"VLLM_USE_V2_MODEL_RUNNER": "0"},
+            "VLLM_USE_V2_MODEL_RUNNER=0 selects the V1 model runner: set it to 1",
+        ),
+        (
+            {"VLLM_PLUGINS": "a,b"},
+            "VLLM_PLUGINS=a,b leaves out mtp_plugin: add it, or unset it",
+        ),
+        ({"VLLM_PLUGINS": ""}, "VLLM_PLUGINS= leaves out mtp_plugin: add it, or unset it"),
+        ({"VLLM_PLUGINS": "a,mtp_plugin", "VLLM_USE_V2_MODEL_RUNNER": "1"}, None),
+    ],
+)
+def test_environment_variables(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], problem: str | None
+) -> None:
+    fake_vllm.install(monkeypatch)
+    seen = examine(environment)
+    assert seen.problems == ([] if problem is None else [problem])
+    if problem is None:
+        assert output_of(seen)[-1] == "VLLM_USE_V2_MODEL_RUNNER=1"
+
+
+def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM finds the plugin by its entry point alone."""
+    monkeypatch.setattr(checks, "entry_points", lambda **_: [])
+    fake_vllm.install(monkeypatch)
+    assert examine({}).problems == [
+        "the entry point mtp_plugin of the group vllm.general_plugins is missing: install "
+        "mtp-plugin with pip, in the environment of vLLM"
+    ]
+
+
+def test_without_vllm_it_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert main() == 1
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith("problem: vllm cannot be imported: ")
+
+
+@pytest.mark.parametrize("version", ["dev", ""])
+def test_a_version_without_numbers(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+    fake_vllm.install(monkeypatch, version)
+    assert output_of(examine({})) == [
+        f"problem: vLLM: expected a version such as 0.32.0, got {version!r}"
+    ]
+
+
+def test_the_module_runs_the_same_check() -> None:
+    code = (
+        "import sys, runpy; sys.modules['vllm'] = None\n"
+        "runpy.run_module('mtp_plugin.hosts.vllm', run_name='__main__')"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.returncode == 1
+    assert result.stdout.startswith("problem: vllm cannot be imported: ")
