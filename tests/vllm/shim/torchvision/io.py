@@ -1,0 +1,3 @@
+"""See `torchvision`."""
+
+from torchvision._stub import __getattr__ as __getattr__

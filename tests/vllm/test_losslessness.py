@@ -1,0 +1,99 @@
+"""A seed gives the same output with any number of drafts, schedule and batch."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.engines import JOBS, PLAIN
+
+pytest.importorskip("vllm")
+
+
+def tokens(result, phase="plain"):
+    return [output["tokens"] for output in result[phase]["outputs"]]
+
+
+@pytest.mark.engines("k0", "k1", "k2", "k3")
+@pytest.mark.parametrize("name", ["k1", "k2", "k3"])
+def test_drafts_do_not_change_the_output(results, name):
+    assert results(name)["v2_runner"]
+    expected = tokens(results("k0"))
+    assert sum(map(len, expected)) == 32 * len(PLAIN["plain"])
+    assert tokens(results(name)) == expected
+
+
+@pytest.mark.engines("k0", "embedded")
+def test_output_equals_the_embedded_executor(results):
+    assert tokens(results("embedded")) == tokens(results("k0"))
+
+
+@pytest.mark.engines("k0", "few_slots")
+def test_chunked_prefill_with_few_slots_does_not_change_the_output(results):
+    assert tokens(results("few_slots")) == tokens(results("k0"))
+
+
+@pytest.mark.engines("k0", "few_blocks")
+def test_preemption_and_prefix_caching_do_not_change_the_output(results, report):
+    result = results("few_blocks")
+    assert tokens(result) == tokens(results("k0"))
+    assert tokens(result, "long") == tokens(results("k0"), "long")
+    preemptions = [result[phase]["counters"]["num_preemptions"] for phase in ("plain", "long")]
+    hits = result["long"]["counters"]["prefix_cache_hits"]
+    report(f"preemptions {preemptions}, prefix cache hits {hits} tokens")
+    assert sum(preemptions) > 0
+    assert hits > 0
+
+
+@pytest.mark.engines("k1", "k2", "k3", "few_slots")
+@pytest.mark.parametrize("name", ["k1", "k2", "k3", "few_slots"])
+def test_metrics_agree_with_the_outputs(results, name):
+    """vLLM counts accepted drafts before it cuts the last step's tokens at ``max_tokens``."""
+    phase = results(name)["plain"]
+    drafts = JOBS[name]["engine"]["speculative_config"]["num_speculative_tokens"]
+    later_steps = [output["new_tokens"][1:] for output in phase["outputs"]]
+    assert all(output["new_tokens"][0] == 1 for output in phase["outputs"])
+    counters = phase["counters"]
+    steps = sum(map(len, later_steps))
+    assert counters["spec_decode_num_drafts"] == steps
+    assert counters["spec_decode_num_draft_tokens"] == steps * drafts
+    per_position = counters["spec_decode_num_accepted_tokens_per_pos"]
+    assert counters["spec_decode_num_accepted_tokens"] == sum(per_position)
+    for position, counted in enumerate(per_position):
+        seen = sum(count > position + 1 for request in later_steps for count in request)
+        cut = sum(request[-1] <= position + 1 for request in later_steps)
+        assert seen <= counted <= seen + cut
+
+
+@pytest.mark.engines("k1", "k2", "k3")
+@pytest.mark.parametrize(("name", "floor"), [("k1", 1.4), ("k2", 1.7), ("k3", 1.9)])
+def test_drafts_are_accepted(results, report, name, floor):
+    counters = results(name)["plain"]["counters"]
+    accepted = counters["spec_decode_num_accepted_tokens"]
+    length = 1 + accepted / counters["spec_decode_num_drafts"]
+    report(f"{name}: acceptance length {length:.2f}")
+    assert length > floor
+
+
+@pytest.mark.engines("off", "without_package")
+def test_package_changes_nothing_while_off(results):
+    assert "mtp_plugin on" not in results("off")["log"]
+    assert tokens(results("off")) == tokens(results("without_package"))
+    off, without = (results(name)["plain"]["counters"] for name in ("off", "without_package"))
+    assert off == without
+
+
+@pytest.mark.engines("k3")
+def test_log_reports_that_the_plugin_is_on(results):
+    assert (
+        "mtp_plugin on: verification coupled, 3 drafts per step, torch kernels"
+        in (results("k3")["log"])
+    )
+
+
+@pytest.mark.engines("without_package", "without_package_k0")
+def test_vllm_alone_is_reported(results, report):
+    """Negative control: vLLM's own seeded output depends on the number of drafts."""
+    with_drafts, alone = (tokens(results(n)) for n in ("without_package", "without_package_k0"))
+    for kind, first in (("greedy", 0), ("sampled", 1)):
+        pairs = list(zip(with_drafts, alone, strict=True))[first::2]
+        report(f"vLLM alone, {kind}: {sum(a == b for a, b in pairs)} of {len(pairs)} equal")
