@@ -1,6 +1,6 @@
 """Partial results of log-probabilities that the scan of `sample_tokens` writes.
 
-The scan reads the N rows of logits [N, V] in pieces of consecutive columns. A chunk of a piece is
+The scan reads the N rows of logits [N, V] in blocks of consecutive columns. A chunk of a block is
 what a few neighbouring threads of a program hold: some segments of columns.
 """
 
@@ -16,7 +16,7 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.checks import expect_tensor
 
 FEW_ROWS = 33
-"""At most so many rows are read in small pieces, so that all of a device is busy."""
+"""At most so many rows are read in small blocks, so that all of a device is busy."""
 LOAD_BYTES = 16
 """Bytes per load of a thread."""
 
@@ -25,12 +25,12 @@ class ChunkLayout(NamedTuple):
     """Which columns of a row form a chunk.
 
     Thread t of ``threads`` holds ``each`` neighbours of every ``threads * each`` columns of a
-    piece, starting at ``t * each``. Kernels take the layout as one constant. It is a tuple of
+    block, starting at ``t * each``. Kernels take the layout as one constant. It is a tuple of
     integers because Triton passes constants to JIT hooks as JSON.
     """
 
-    piece: int  # columns
-    chunks: int  # of a piece
+    block: int  # columns
+    chunks: int  # of a block
     threads: int
     each: int
 
@@ -40,17 +40,17 @@ class ChunkLayout(NamedTuple):
         each = LOAD_BYTES // logits.element_size()
         if logits.shape[0] <= FEW_ROWS:
             return cls.small(each)
-        return cls(piece=4096, chunks=32, threads=128, each=each)
+        return cls(block=4096, chunks=32, threads=128, each=each)
 
     @classmethod
     def small(cls, each: int) -> Self:
         """Return the layout of few rows, or of rows whose processing takes registers."""
-        return cls(piece=1024, chunks=8, threads=64, each=each)
+        return cls(block=1024, chunks=8, threads=64, each=each)
 
     @classmethod
     def wide(cls, each: int, warps: int) -> Self:
         """Return the layout of rows that one program of ``warps`` warps reads."""
-        return cls(piece=512 * warps, chunks=4 * warps, threads=32 * warps, each=each)
+        return cls(block=512 * warps, chunks=4 * warps, threads=32 * warps, each=each)
 
     @property
     def warps(self) -> int:
@@ -59,8 +59,8 @@ class ChunkLayout(NamedTuple):
 
     @property
     def wraps(self) -> int:
-        """Loads per thread and piece."""
-        return self.piece // (self.threads * self.each)
+        """Loads per thread and block."""
+        return self.block // (self.threads * self.each)
 
     @property
     def chunk_threads(self) -> int:
@@ -75,20 +75,20 @@ class ChunkLayout(NamedTuple):
     @property
     def chunk_size(self) -> int:
         """Columns per chunk."""
-        return self.piece // self.chunks
+        return self.block // self.chunks
 
-    def num_pieces(self, vocab: int) -> int:
-        """Number of pieces of a row."""
-        return -(-vocab // self.piece)
+    def num_blocks(self, vocab: int) -> int:
+        """Number of blocks of a row."""
+        return -(-vocab // self.block)
 
     def num_chunks(self, vocab: int) -> int:
-        """Number of chunks of a row, C; some of the last piece's may be empty."""
-        return self.num_pieces(vocab) * self.chunks
+        """Number of chunks of a row, C; some of the last block's may be empty."""
+        return self.num_blocks(vocab) * self.chunks
 
     def chunks_of(self, columns: torch.Tensor) -> torch.Tensor:
         """The chunk of each column, int64."""
         thread = columns % (self.threads * self.each) // self.each
-        return columns // self.piece * self.chunks + thread // self.chunk_threads
+        return columns // self.block * self.chunks + thread // self.chunk_threads
 
 
 @dataclass(frozen=True)

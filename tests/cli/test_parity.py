@@ -25,7 +25,7 @@ from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import Oracle, oracle
 from mtp_plugin.tools.terminal import parity, parity_report
 from mtp_plugin.tools.terminal.decoding import Decoded
-from mtp_plugin.tools.terminal.plain_decoding import PIECE, PlainDecoding
+from mtp_plugin.tools.terminal.plain_decoding import CHUNK_LEN, PlainDecoding
 from tests.checkpoints import write_echo_checkpoint
 from tests.cli.calls import Run
 from tests.greedy import greedy_decode
@@ -570,7 +570,7 @@ def test_after_a_tie_decoding_goes_on_piece_by_piece(
         assert found.ties[0].position == 4
         # the first run is whole, those after ties are not
         assert requested[0] == 50
-        assert max(requested[1:]) <= PIECE
+        assert max(requested[1:]) <= CHUNK_LEN
         right = tokens == emitted
         assert found.num_equal == (50 if right else 40)
         assert (found.difference is None) == right

@@ -250,9 +250,9 @@ def paged_uniform_kernel(
     first_key = 0
     if SPLIT:
         # by the sequence's own length, in whole tiles
-        piece = (end_key + num_splits * BLOCK_N - 1) // (num_splits * BLOCK_N) * BLOCK_N
-        first_key = split * piece
-        end_key = tl.minimum(first_key + piece, end_key)
+        split_keys = (end_key + num_splits * BLOCK_N - 1) // (num_splits * BLOCK_N) * BLOCK_N
+        first_key = split * split_keys
+        end_key = tl.minimum(first_key + split_keys, end_key)
 
     dims = tl.arange(0, BLOCK_D)
     inside = used[:, None] & (dims < WIDTH)[None, :]

@@ -37,7 +37,7 @@ SPLIT_PROGRAMS = 256
 multiprocessor of an H200."""
 SPLIT_KEYS = 128
 """Minimum number of keys of the widest block table per split: merging shorter ones costs more."""
-FEW_SPLITS, MAX_SPLITS, LONG_PIECE = 16, 64, 512
+FEW_SPLITS, MAX_SPLITS, LONG_SPLIT = 16, 64, 512
 """More than a few splits pay off only if each has at least this many keys of the widest table."""
 WRITE_BLOCK = 2048
 
@@ -106,7 +106,7 @@ def splits_for(programs: int, max_keys: int) -> int:
         max_keys: number of keys in the widest block table.
     """
     wanted = -(-SPLIT_PROGRAMS // programs)
-    most = min(MAX_SPLITS, max(FEW_SPLITS, max_keys // LONG_PIECE))
+    most = min(MAX_SPLITS, max(FEW_SPLITS, max_keys // LONG_SPLIT))
     return max(1, min(wanted, most, -(-max_keys // SPLIT_KEYS)))
 
 
@@ -371,7 +371,7 @@ class _Call:
                 WIDTH=width,
                 SPLITS=triton.next_power_of_2(splits),
                 BLOCK_D=tile.width,
-                # in one warp the pieces of a value meet in one thread
+                # in one warp one thread merges the splits of a value
                 num_warps=max(1, min(8, triton.next_power_of_2(splits) * tile.width // 2048)),
                 **pdl,
             )

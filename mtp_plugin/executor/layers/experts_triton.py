@@ -81,7 +81,7 @@ def router_logits_kernel(
     num_experts,
     width,
     EXPERTS: tl.constexpr,
-    PIECES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -92,8 +92,8 @@ def router_logits_kernel(
     there = experts < num_experts
     lanes = tl.arange(0, BLOCK)
     acc = tl.zeros([EXPERTS, BLOCK], tl.float32)
-    for piece in tl.static_range(PIECES):
-        inner = piece * BLOCK + lanes
+    for block in tl.static_range(NUM_BLOCKS):
+        inner = block * BLOCK + lanes
         inside = inner < width
         x = tl.load(x_ptr + row * x_stride + inner, mask=inside, other=0).to(tl.float32)
         weight = tl.load(
@@ -377,7 +377,7 @@ def router_logits_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             num_experts=num_experts,
             width=width,
             EXPERTS=LOGITS_EXPERTS,
-            PIECES=triton.cdiv(width, block),
+            NUM_BLOCKS=triton.cdiv(width, block),
             BLOCK=block,
             num_warps=8,
             **pdl_options(x.device),

@@ -140,7 +140,7 @@ def read_reasons(reasons: Any) -> dict[FinishReason, Any]:
 
 
 def refuse_unserved(
-    piece: str, arguments: Mapping[str, Any], reasons: Mapping[str, str | None] | None = None
+    component: str, arguments: Mapping[str, Any], reasons: Mapping[str, str | None] | None = None
 ) -> None:
     """Refuse constructor arguments of a host engine that this version does not support.
 
@@ -148,6 +148,7 @@ def refuse_unserved(
     ``mapping`` of one rank request nothing and are accepted.
 
     Args:
+        component: name of the class, for the message.
         reasons: why an argument is not supported, by its name; None: it is supported.
 
     Raises:
@@ -163,7 +164,7 @@ def refuse_unserved(
         elif (reason := reasons[name]) is not None:
             refused.append(f"{name}={value!r} ({reason})")
     if refused:
-        raise ConfigError(f"{piece}: not served in this version: {', '.join(refused)}")
+        raise ConfigError(f"{component}: not served in this version: {', '.join(refused)}")
 
 
 def num_ranks(mapping: Any) -> int | None:

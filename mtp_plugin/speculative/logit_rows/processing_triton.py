@@ -30,7 +30,7 @@ WORD_SHIFT = tl.constexpr(logits_processor_state.WORD_BITS.bit_length() - 1)
 """``id >> WORD_SHIFT`` is the word that holds the bit of an id."""
 NO_ID = tl.constexpr(2147483647)
 DRAFTS = tl.constexpr(16)
-"""Draft tokens before a row that are compared with a piece at once."""
+"""Draft tokens before a row that are compared with a block at once."""
 MOST_INVERTED = tl.constexpr(1e30)
 """The largest divisor whose inverse is a normal number."""
 COUNT_BASE = tl.constexpr(2.0**23)
@@ -204,7 +204,7 @@ def process_values(x, ids, inside, processing):
 
 
 class PieceProcessing(NamedTuple):
-    """Processing of a piece of a row, loaded before the values are needed."""
+    """Processing of a block of a row, loaded before the values are needed."""
 
     bias_row: tl.tensor  # below 0: not used
     allowed_row: tl.tensor
@@ -218,10 +218,10 @@ class PieceProcessing(NamedTuple):
 
 
 class SharedProcessing(NamedTuple):
-    """Processing that all pieces of a row share."""
+    """Processing that all blocks of a row share."""
 
     inverse: tl.tensor  # of the repetition penalty
-    is_near_draft: tl.tensor  # a draft token before the row may be in one of the pieces
+    is_near_draft: tl.tensor  # a draft token before the row may be in one of the blocks
 
 
 @triton.jit
@@ -233,10 +233,10 @@ def _fours_of(words_ptr, is_read, FOURS: tl.constexpr):
 
 
 @triton.jit
-def load_piece_processing(first, vocab, processing, SIZE: tl.constexpr):
+def load_block_processing(first, vocab, processing, SIZE: tl.constexpr):
     """Load the processing of the ``SIZE`` ids from ``first`` on; both are multiples of a word.
 
-    The rows of the pools are loaded again for every piece, since keeping them takes registers. A
+    The rows of the pools are loaded again for every block, since keeping them takes registers. A
     thread reads the bits of four neighbouring ids.
     """
     slot, pools = processing.slot, processing.pools
@@ -282,7 +282,7 @@ def _bits_of_fours(fours):
 
 
 @triton.jit
-def _apply_repetition_piece(x, seen, repetition, inverse):
+def _apply_repetition_block(x, seen, repetition, inverse):
     """`_apply_repetition` for values [F, 4], with ``seen`` as four bits per group.
 
     All values share the divisor, so the quotient is the product with its rounded inverse, corrected
@@ -337,14 +337,14 @@ def _products_of(counts, frequency):
 
 
 @triton.jit
-def _apply_penalties(x, piece, inverse):
+def _apply_penalties(x, block, inverse):
     """Apply penalties to values [F, 4], without the draft tokens before the row."""
-    if piece.repetition != 1:
-        x = _apply_repetition_piece(x, piece.seen, piece.repetition, inverse)
-    if (piece.presence != 0) | (piece.frequency != 0):
-        if piece.presence != 0:
-            x = x - tl.where(piece.counts != 0, piece.presence, 0.0)
-        x = x - _products_of(piece.counts, piece.frequency)
+    if block.repetition != 1:
+        x = _apply_repetition_block(x, block.seen, block.repetition, inverse)
+    if (block.presence != 0) | (block.frequency != 0):
+        if block.presence != 0:
+            x = x - tl.where(block.counts != 0, block.presence, 0.0)
+        x = x - _products_of(block.counts, block.frequency)
     return x
 
 
@@ -359,7 +359,7 @@ def _has_draft(processing, first, end):
 
 @triton.jit
 def load_shared_processing(processing, first, end):
-    """Load what all pieces between two ids share."""
+    """Load what all blocks between two ids share."""
     return SharedProcessing(
         tl.div_rn(1.0, processing.repetition), _has_draft(processing, first, end)
     )
@@ -391,23 +391,23 @@ def _process_drafts(x, first, vocab, row_ptr, processing):
 
 
 @triton.jit
-def process_piece(x, piece, first, vocab, row_ptr, processing, shared):
-    """`process_values` for a piece whose processing `load_piece_processing` loaded; NaN may remain.
+def process_block(x, block, first, vocab, row_ptr, processing, shared):
+    """`process_values` for a block whose processing `load_block_processing` loaded; NaN may remain.
 
-    Draft tokens are few, so most pieces hold none.
+    Draft tokens are few, so most blocks hold none.
     """
     SIZE: tl.constexpr = x.shape[0]
-    if piece.bias_row >= 0:
+    if block.bias_row >= 0:
         places = tl.arange(0, SIZE)
         bias_ptr = (
-            processing.pools.bias_ptr + piece.bias_row.to(tl.int64) * processing.pools.vocab + first
+            processing.pools.bias_ptr + block.bias_row.to(tl.int64) * processing.pools.vocab + first
         )
-        x = _add_bias(x, places, places < vocab - first, piece.bias_row, bias_ptr)
-    if piece.allowed_row >= 0:
-        x = tl.where(tl.reshape(_bits_of_fours(piece.allowed), [SIZE]), x, float("-inf"))
-    if piece.count_row >= 0:
+        x = _add_bias(x, places, places < vocab - first, block.bias_row, bias_ptr)
+    if block.allowed_row >= 0:
+        x = tl.where(tl.reshape(_bits_of_fours(block.allowed), [SIZE]), x, float("-inf"))
+    if block.count_row >= 0:
         x = tl.reshape(
-            _apply_penalties(tl.reshape(x, [SIZE // 4, 4]), piece, shared.inverse), [SIZE]
+            _apply_penalties(tl.reshape(x, [SIZE // 4, 4]), block, shared.inverse), [SIZE]
         )
         if shared.is_near_draft:
             x = _process_drafts(x, first, vocab, row_ptr, processing)

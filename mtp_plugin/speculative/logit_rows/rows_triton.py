@@ -18,7 +18,7 @@ CACHED = tl.constexpr("")
 
 
 @triton.jit
-def place_of(
+def locate_row(
     row,
     num_contexts,
     width,
@@ -66,11 +66,11 @@ class Picked(NamedTuple):
 
 
 @triton.jit
-def piece_of(row_ptr, piece, vocab, PIECE: tl.constexpr):
-    """Load a piece of a row as float32; -inf past the end of the row."""
-    first = piece * PIECE
-    places = tl.arange(0, PIECE)
-    if first + PIECE <= vocab:
+def load_block(row_ptr, block, vocab, BLOCK: tl.constexpr):
+    """Load a block of a row as float32; -inf past the end of the row."""
+    first = block * BLOCK
+    places = tl.arange(0, BLOCK)
+    if first + BLOCK <= vocab:
         x = tl.load(row_ptr + first + places)
     else:
         x = tl.load(row_ptr + first + places, mask=places < vocab - first, other=float("-inf"))
@@ -123,8 +123,8 @@ def row_mass_of(masses, tops, top, scale):
 def starts_of(chunks, LAYOUT: tl.constexpr):
     """The first column of each chunk."""
     # an unsigned division by a power of two is a shift
-    pieces = (chunks.to(tl.uint32) // LAYOUT.chunks).to(tl.int32)
-    return pieces * (LAYOUT.piece - LAYOUT.chunks * LAYOUT.segment) + chunks * LAYOUT.segment
+    blocks = (chunks.to(tl.uint32) // LAYOUT.chunks).to(tl.int32)
+    return blocks * (LAYOUT.block - LAYOUT.chunks * LAYOUT.segment) + chunks * LAYOUT.segment
 
 
 @triton.jit

@@ -10,7 +10,7 @@ import triton.language as tl
 
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
-from mtp_plugin.kernels.top_k import Top1Partials, split, top1_partials
+from mtp_plugin.kernels.top1 import Top1Partials, split, top1_partials
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.logit_rows import LogitRows, ThinkingRule
@@ -57,7 +57,7 @@ def write_drafts_kernel(
     hidden_ptr,
     end_ptr,
     next_place_ptr,
-    num_pieces,
+    num_blocks,
     draft_stride,
     next_stride,
     column,
@@ -70,7 +70,7 @@ def write_drafts_kernel(
     begin_token,
     end_token,
     end_length,
-    PIECES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     SHIFT: tl.constexpr,
     ADVANCE: tl.constexpr,
     HAS_KV: tl.constexpr,
@@ -89,12 +89,12 @@ def write_drafts_kernel(
     tokens that its next draft must not be."""
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
-    pieces = tl.arange(0, PIECES)
+    blocks = tl.arange(0, NUM_BLOCKS)
     if IS_SAMPLED:
         draft = tl.maximum(tl.load(id_ptr + request), 0)
     else:
-        inside = pieces < num_pieces
-        place = request * num_pieces + pieces
+        inside = blocks < num_blocks
+        place = request * num_blocks + blocks
         values = tl.load(value_ptr + place, mask=inside, other=float("-inf"))
         ids = tl.load(id_ptr + place, mask=inside, other=2147483647)
         top = tl.max(values, axis=0)
@@ -155,17 +155,17 @@ def draft_argmax_kernel(
     value_ptr,
     id_ptr,
     draft_ptr,
-    num_pieces,
-    PIECES: tl.constexpr,
+    num_blocks,
+    NUM_BLOCKS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per row: the id of the maximum of its blocks, the lowest on ties."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
-    pieces = tl.arange(0, PIECES)
-    inside = pieces < num_pieces
-    values = tl.load(value_ptr + row * num_pieces + pieces, mask=inside, other=float("-inf"))
-    ids = tl.load(id_ptr + row * num_pieces + pieces, mask=inside, other=2147483647)
+    blocks = tl.arange(0, NUM_BLOCKS)
+    inside = blocks < num_blocks
+    values = tl.load(value_ptr + row * num_blocks + blocks, mask=inside, other=float("-inf"))
+    ids = tl.load(id_ptr + row * num_blocks + blocks, mask=inside, other=2147483647)
     top = tl.max(values, axis=0)
     tl.store(draft_ptr + row, tl.min(tl.where(values == top, ids, 2147483647), axis=0))
 
@@ -193,11 +193,11 @@ def processed_top1_kernel(
     column,
     pool_vocab,
     vocab,
-    piece,
-    num_pieces,
+    block_len,
+    num_blocks,
     # constants
     HAS_VOCAB_IDS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per (row, block of columns): the maximum after logits processing, and its lowest
@@ -208,12 +208,12 @@ def processed_top1_kernel(
     slot = table_ptr + tl.load(slot_ptr + row * slot_stride).to(tl.int64) * table_stride
     pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
     processing = load_processing(slot, pools, draft_ptr + row * draft_stride, column)
-    first = part * piece
-    end = tl.minimum(first + piece, vocab)
-    lanes = tl.arange(0, BLOCK)
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    first = part * block_len
+    end = tl.minimum(first + block_len, vocab)
+    lanes = tl.arange(0, TILE)
+    best = tl.full([TILE], float("-inf"), tl.float32)
     best_column = first + lanes
-    for start in range(first, end, BLOCK):
+    for start in range(first, end, TILE):
         columns = start + lanes
         inside = columns < end
         x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf"))
@@ -228,7 +228,7 @@ def processed_top1_kernel(
         best_column = tl.where(better, columns, best_column)
     top = tl.max(best, axis=0)
     top_column = tl.min(tl.where(best == top, best_column, 2147483647), axis=0)
-    out = row * num_pieces + part
+    out = row * num_blocks + part
     tl.store(value_ptr + out, top)
     tl.store(id_ptr + out, top_column)
 
@@ -308,8 +308,8 @@ def draft_argmax_triton(logits: torch.Tensor) -> torch.Tensor:
         partials.values,
         partials.ids,
         drafts,
-        partials.num_pieces,
-        PIECES=triton.next_power_of_2(partials.num_pieces),
+        partials.num_blocks,
+        NUM_BLOCKS=triton.next_power_of_2(partials.num_blocks),
         num_warps=1,
         **pdl_options(drafts.device),
     )
@@ -325,10 +325,10 @@ def _processed_partials(
         return top1_partials(logits)
     expect_reachable(processed_top1_kernel, "logits", logits)
     num_rows, vocab = logits.shape
-    piece, pieces, block = split(num_rows, vocab)
+    block_len, num_blocks, tile = split(num_rows, vocab)
     partials = Top1Partials.unwritten(num_rows, vocab, logits.device)
     drafts = rows.drafts
-    processed_top1_kernel[(num_rows, pieces)](
+    processed_top1_kernel[(num_rows, num_blocks)](
         # inputs
         logits,
         slots.table,
@@ -350,11 +350,11 @@ def _processed_partials(
         0 if drafts is None else rows.column,
         pools.vocab_size,
         vocab,
-        piece,
-        pieces,
+        block_len,
+        num_blocks,
         # constants
         HAS_VOCAB_IDS=output.vocab_ids is not None,
-        BLOCK=block,
+        TILE=tile,
         num_warps=8,
         **pdl_options(logits.device),
     )
@@ -370,10 +370,10 @@ def _write(
 ) -> None:
     """Write the drafts of ``source``: maxima of blocks, or sampled token ids [R], contiguous."""
     if isinstance(source, Top1Partials):
-        values, ids, num_pieces = source.values, source.ids, source.num_pieces
+        values, ids, num_blocks = source.values, source.ids, source.num_blocks
         vocab_ids = output.vocab_ids
     else:
-        values, ids, num_pieces = source, source, 1
+        values, ids, num_blocks = source, source, 1
         vocab_ids = None
     unused = ids
     bans = None if following is None or slots is None else slots.bans
@@ -399,7 +399,7 @@ def _write(
         unused if bans is None else bans.hidden,
         unused if thinking is None else thinking.end_ids,
         unused if thinking is None else thinking.next_places,
-        num_pieces,
+        num_blocks,
         output.drafts.stride(0),
         output.next_tokens.stride(0),
         output.column,
@@ -412,7 +412,7 @@ def _write(
         -1 if thinking is None else thinking.begin_token,
         -1 if thinking is None else thinking.end_token,
         length,
-        PIECES=triton.next_power_of_2(num_pieces),
+        NUM_BLOCKS=triton.next_power_of_2(num_blocks),
         SHIFT=output.shifted_ids is not None,
         ADVANCE=output.positions is not None,
         HAS_KV=output.kv_lens is not None,

@@ -23,7 +23,7 @@ from mtp_plugin.speculative.logit_rows.processing_triton import (
     num_words,
     word_ends,
 )
-from mtp_plugin.speculative.logit_rows.rows_triton import place_of
+from mtp_plugin.speculative.logit_rows.rows_triton import locate_row
 from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens_reference
 from mtp_plugin.speculative.step import SlotRows
 
@@ -65,7 +65,7 @@ def mask_logits_kernel(
     """One program per row of logits: save and mask early stop ids and the ends of bad words."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
-    request, offset, slot = place_of(
+    request, offset, slot = locate_row(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
     position = tl.load(position_ptr + request * position_stride).to(tl.int64)

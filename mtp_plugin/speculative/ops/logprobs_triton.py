@@ -32,12 +32,12 @@ from mtp_plugin.speculative.logit_rows.rows_triton import (
     LOG2_E,
     NO_COLUMN,
     columns_of,
+    load_block,
     masses_of,
     number_of,
     number_or_zero,
     order_of,
     picked_of,
-    piece_of,
     row_mass_of,
     thread_tops,
     value_of,
@@ -69,10 +69,10 @@ NO_KEY = tl.constexpr(-(2**63))
 LOWEST_KEY = tl.constexpr(-(2**63) + triton.next_power_of_2(MAX_LOGPROBS))
 HIGHEST_KEY = tl.constexpr(2**63 - 1)
 
-CHANGING = ["num_contexts", "width", "num_pieces", "requested"]
-CHANGING += ["count_stride", "table_stride", "slot_stride"]
+UNSPECIALIZED = ["num_contexts", "width", "num_blocks", "requested"]
+UNSPECIALIZED += ["count_stride", "table_stride", "slot_stride"]
 OF_TOKENS = ["token_row_stride", "token_stride"]
-SHIFTING = ["count_ptr", "table_ptr", "slot_ptr"]
+UNALIGNED = ["count_ptr", "table_ptr", "slot_ptr"]
 """Arguments that differ between batches: no binary is specialized on them."""
 
 
@@ -112,7 +112,7 @@ def value_of_key(key):
     return value_of(((key + id_of(key)) >> 32).to(tl.int32))
 
 
-@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def logprob_scan_kernel(
     # inputs
     logits_ptr,
@@ -126,7 +126,7 @@ def logprob_scan_kernel(
     num_contexts,
     width,
     vocab,
-    num_pieces,
+    num_blocks,
     requested,
     row_stride,
     count_stride,
@@ -150,15 +150,15 @@ def logprob_scan_kernel(
         request, table_ptr, table_stride, slot_ptr, slot_stride, requested, HAS_SLOTS
     )
     if (requested >= 0) & (place < count):
-        first_piece = tl.program_id(1) * PARTS
-        for piece in range(first_piece, tl.minimum(first_piece + PARTS, num_pieces)):
-            x = piece_of(logits_ptr + row * row_stride, piece, vocab, LAYOUT.piece)
+        first_block = tl.program_id(1) * PARTS
+        for block in range(first_block, tl.minimum(first_block + PARTS, num_blocks)):
+            x = load_block(logits_ptr + row * row_stride, block, vocab, LAYOUT.block)
             held = tl.reshape(x, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
             thread_top = thread_tops(held)
             by_chunk = tl.reshape(thread_top, [LAYOUT.chunks, LAYOUT.chunk_threads])
             top = tl.max(by_chunk, axis=1)
             below = (by_chunk - number_or_zero(top)[:, None]) * LOG2_E
-            out = (row * num_pieces + piece) * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks)
+            out = (row * num_blocks + block) * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks)
             tl.store(top_ptr + out, top)
             tl.store(mass_ptr + out, masses_of(held, thread_top, below, LOG2_E))
 
@@ -253,8 +253,8 @@ def most_likely(
 
 
 @triton.jit(
-    do_not_specialize=[*CHANGING, *OF_TOKENS],
-    do_not_specialize_on_alignment=[*SHIFTING, "token_ptr"],
+    do_not_specialize=[*UNSPECIALIZED, *OF_TOKENS],
+    do_not_specialize_on_alignment=[*UNALIGNED, "token_ptr"],
 )
 def logprob_finish_kernel(
     # inputs
@@ -273,7 +273,7 @@ def logprob_finish_kernel(
     num_contexts,
     width,
     vocab,
-    num_pieces,
+    num_blocks,
     requested,
     row_stride,
     count_stride,
@@ -313,7 +313,7 @@ def logprob_finish_kernel(
         token = tl.load(token_ptr + request * token_row_stride + place * token_stride).to(tl.int32)
         row_ptr = logits_ptr + row * row_stride
         own = loaded(row_ptr + token, (token >= 0) & (token < vocab))
-        num_chunks = num_pieces * LAYOUT.chunks
+        num_chunks = num_blocks * LAYOUT.chunks
         chunks = tl.arange(0, ALL_CHUNKS)
         is_chunk = chunks < num_chunks
         kept = row * num_chunks + chunks
@@ -325,8 +325,8 @@ def logprob_finish_kernel(
         top = tl.max(tops, axis=0)
         if top == float("inf"):
             # blocks are in the order of token ids, chunks within a block are not
-            piece = tl.min(tl.where(tops == top, chunks // LAYOUT.chunks, NO_COLUMN), axis=0)
-            columns = piece * LAYOUT.piece + tl.arange(0, LAYOUT.piece)
+            block = tl.min(tl.where(tops == top, chunks // LAYOUT.chunks, NO_COLUMN), axis=0)
+            columns = block * LAYOUT.block + tl.arange(0, LAYOUT.block)
             x = loaded(row_ptr + columns, columns < vocab)
             first = tl.min(tl.where(x == top, columns, NO_COLUMN), axis=0)
             # then all others by id
@@ -375,7 +375,7 @@ def logprobs_triton(
     if num_rows == 0:
         return result
     chunks = ChunkLayout.of(logits)
-    num_pieces, num_chunks = chunks.num_pieces(vocab), chunks.num_chunks(vocab)
+    num_blocks, num_chunks = chunks.num_blocks(vocab), chunks.num_chunks(vocab)
     num_cells = layout.num_requests * layout.step_rows
     slots = requested if isinstance(requested, SlotRows) else None
     inputs = (
@@ -388,7 +388,7 @@ def logprobs_triton(
         layout.num_contexts,
         layout.step_rows,
         vocab,
-        num_pieces,
+        num_blocks,
         0 if isinstance(requested, SlotRows) else requested,
         logits.stride(0),
         counts.stride(0),
@@ -403,7 +403,7 @@ def logprobs_triton(
     if sums is None:
         parts = 1 if num_rows <= SOME_ROWS else PARTS
         tops, masses = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=device)
-        logprob_scan_kernel[(num_rows, -(-num_pieces // parts))](
+        logprob_scan_kernel[(num_rows, -(-num_blocks // parts))](
             *inputs, tops, masses, *sizes, **constants, PARTS=parts, num_warps=chunks.warps
         )
     else:

@@ -31,7 +31,7 @@ from mtp_plugin.tools.parity import Comparison as Verdict
 from mtp_plugin.tools.terminal.decoding import Decoded
 from mtp_plugin.verifications import WAYS
 
-PIECE = 16
+CHUNK_LEN = 16
 """Number of tokens that the reference decodes after a tie before the next comparison."""
 
 REPEATED_PROMPTS = 4
@@ -227,7 +227,7 @@ class PlainDecoding:
         # decode in small parts after a tie, since another tie makes the rest useless
         tokens = emitted
         while True:
-            upto = min(len(tokens) + PIECE, limit)
+            upto = min(len(tokens) + CHUNK_LEN, limit)
             tokens = go_on(tokens, upto)
             if len(tokens) < upto or upto == limit or tokens != result.token_ids[: len(tokens)]:
                 return tokens

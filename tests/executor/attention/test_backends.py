@@ -148,7 +148,7 @@ def test_splits_follow_shapes(programs: int, max_keys: int) -> None:
         splits = launch.splits_for(programs, max_keys)
     assert 1 <= splits <= launch.MAX_SPLITS
     assert splits == 1 or (splits - 1) * 128 < max_keys
-    assert splits <= launch.FEW_SPLITS or splits * launch.LONG_PIECE <= max_keys
+    assert splits <= launch.FEW_SPLITS or splits * launch.LONG_SPLIT <= max_keys
     assert splits == 1 or (splits - 1) * programs < launch.SPLIT_PROGRAMS
 
 

@@ -4,28 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.kernels.top_k import BLOCK, split
+from mtp_plugin.kernels.top1 import TILE, split
 from tests.speculative.ops.on_device import DEVICE
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 VOCABS = (1, 2, 7, 127, 1023, 1025, 2049, 3001, 4999)
-"""None divisible by a block; the last ones are cut into pieces whatever the number of rows."""
+"""None divisible by a tile; the last ones are cut into blocks whatever the number of rows."""
 PAST_END = 3e4
 """Stored after the vocabulary: a kernel that reads too far returns it."""
 
 
 def seams(rows: int, vocab: int) -> list[int]:
-    """Ids at both ends of the vocabulary, and on both sides of every block and piece."""
-    cuts = set(range(BLOCK, vocab, BLOCK))
+    """Ids at both ends of the vocabulary, and on both sides of every tile and block."""
+    cuts = set(range(TILE, vocab, TILE))
     for heavy in (False, True):
-        cuts |= set(range(split(rows, vocab, heavy=heavy)[0], vocab, BLOCK))
+        cuts |= set(range(split(rows, vocab, heavy=heavy)[0], vocab, TILE))
     return sorted({0, vocab - 1} | cuts | {cut - 1 for cut in cuts})
 
 
 def bounds_of(rows: int, vocab: int, heavy: bool) -> list[slice]:
-    """The pieces that the vocabulary is cut into."""
-    piece, pieces, _ = split(rows, vocab, heavy=heavy)
-    return [slice(part * piece, min((part + 1) * piece, vocab)) for part in range(pieces)]
+    """The blocks that the vocabulary is cut into."""
+    length, count, _ = split(rows, vocab, heavy=heavy)
+    return [slice(part * length, min((part + 1) * length, vocab)) for part in range(count)]
 
 
 def odd_rows(

@@ -10,7 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.kernels.top_k import BLOCK, MAX_PIECES, split, top1_partials
+from mtp_plugin.kernels.top1 import MAX_BLOCKS, TILE, split, top1_partials
 from tests.kernels.top_k.rows import (
     DTYPES,
     VOCABS,
@@ -31,29 +31,29 @@ BIG = 300_000
 @given(rows=st.integers(0, 5000), vocab=st.integers(1, BIG), heavy=st.booleans())
 @example(rows=1, vocab=129280, heavy=False)
 @example(rows=1, vocab=151935, heavy=True)
-@example(rows=16, vocab=BLOCK * MAX_PIECES + 1, heavy=True)
+@example(rows=16, vocab=TILE * MAX_BLOCKS + 1, heavy=True)
 @example(rows=64, vocab=2**21 + 1, heavy=False)
-def test_pieces_cover_the_vocabulary_once(rows: int, vocab: int, heavy: bool) -> None:
-    piece, pieces, block = split(rows, vocab, heavy=heavy)
-    bounds = [(part * piece, min((part + 1) * piece, vocab)) for part in range(pieces)]
+def test_blocks_cover_the_vocabulary_once(rows: int, vocab: int, heavy: bool) -> None:
+    block_len, num_blocks, tile = split(rows, vocab, heavy=heavy)
+    bounds = [(part * block_len, min((part + 1) * block_len, vocab)) for part in range(num_blocks)]
     assert bounds[0][0] == 0
     assert bounds[-1][1] == vocab
     assert all(first < end for first, end in bounds)  # no program without work
     assert all(a[1] == b[0] for a, b in pairwise(bounds))
-    assert 1 <= pieces <= MAX_PIECES
-    # a block is a power of two that wastes less than half of a small vocabulary
-    assert block & (block - 1) == 0
-    assert block <= BLOCK
-    assert piece % block == 0
-    assert block >= min(vocab, BLOCK)
-    assert split(rows, vocab, heavy=heavy) == (piece, pieces, block)
+    assert 1 <= num_blocks <= MAX_BLOCKS
+    # a tile is a power of two that wastes less than half of a small vocabulary
+    assert tile & (tile - 1) == 0
+    assert tile <= TILE
+    assert block_len % tile == 0
+    assert tile >= min(vocab, TILE)
+    assert split(rows, vocab, heavy=heavy) == (block_len, num_blocks, tile)
 
 
 def test_few_rows_are_cut_finer() -> None:
     for heavy in (False, True):
-        pieces = [split(rows, 129280, heavy=heavy)[1] for rows in (1, 16, 17, 64, 65, 1024)]
-        assert pieces == sorted(pieces, reverse=True)
-        assert pieces[0] > pieces[-1] > 1
+        blocks = [split(rows, 129280, heavy=heavy)[1] for rows in (1, 16, 17, 64, 65, 1024)]
+        assert blocks == sorted(blocks, reverse=True)
+        assert blocks[0] > blocks[-1] > 1
 
 
 def test_the_cases_below_are_cut_between_planted_ties() -> None:
@@ -72,17 +72,17 @@ def test_the_cases_below_are_cut_between_planted_ties() -> None:
     smooth=st.booleans(),
     seed=st.integers(0, 2**31),
 )
-def test_top1_of_every_piece(rows, vocab, dtype, spare, smooth, seed) -> None:
+def test_top1_of_every_block(rows, vocab, dtype, spare, smooth, seed) -> None:
     rng = torch.Generator().manual_seed(seed)
     logits = strided(odd_rows(rng, rows, vocab, dtype, smooth=smooth), spare)
     with poisoned_memory():
         partials = top1_partials(logits)
     bounds = bounds_of(rows, vocab, heavy=False)
-    assert partials.num_pieces == len(bounds)
-    for part, piece in enumerate(bounds):
-        top = without_nan(logits[:, piece]).float().amax(dim=1)
+    assert partials.num_blocks == len(bounds)
+    for part, block in enumerate(bounds):
+        top = without_nan(logits[:, block]).float().amax(dim=1)
         assert torch.equal(partials.values[:, part], top)
-        assert torch.equal(partials.ids[:, part], (best_ids(logits[:, piece]) + piece.start).int())
+        assert torch.equal(partials.ids[:, part], (best_ids(logits[:, block]) + block.start).int())
 
 
 def test_rows_must_be_contiguous() -> None:
@@ -103,6 +103,6 @@ def test_real_rows(rows: int, vocab: int, dtype: torch.dtype) -> None:
         logits[seam % rows, seam] = torch.inf
     with poisoned_memory():
         partials = top1_partials(logits)
-    for part, piece in enumerate(bounds_of(rows, vocab, heavy=False)):
-        assert torch.equal(partials.values[:, part], logits[:, piece].float().amax(dim=1))
-        assert torch.equal(partials.ids[:, part], (best_ids(logits[:, piece]) + piece.start).int())
+    for part, block in enumerate(bounds_of(rows, vocab, heavy=False)):
+        assert torch.equal(partials.values[:, part], logits[:, block].float().amax(dim=1))
+        assert torch.equal(partials.ids[:, part], (best_ids(logits[:, block]) + block.start).int())

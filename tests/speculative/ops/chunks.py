@@ -12,13 +12,13 @@ def reference_sums(logits: torch.Tensor) -> RowSums:
     sums = RowSums.unwritten(logits)
     layout, (rows, vocab) = sums.layout, logits.shape
     values = logits.double().nan_to_num(nan=-torch.inf, posinf=torch.inf, neginf=-torch.inf)
-    pieces = layout.num_pieces(vocab)
-    spare = pieces * layout.piece - vocab
+    blocks = layout.num_blocks(vocab)
+    spare = blocks * layout.block - vocab
     values = torch.nn.functional.pad(values, (0, spare), value=-torch.inf)
     # so many neighbours of every pass of a block's threads belong to one chunk
     neighbours = layout.threads // layout.chunks * layout.each
-    turns = layout.piece // (layout.chunks * neighbours)
-    by_chunk = values.view(rows, pieces, turns, layout.chunks, neighbours)
+    turns = layout.block // (layout.chunks * neighbours)
+    by_chunk = values.view(rows, blocks, turns, layout.chunks, neighbours)
     sums.tops.copy_(by_chunk.amax(dim=(2, 4)).reshape(sums.tops.shape))
     highest = values.amax(dim=1, keepdim=True)
     below = values - torch.where(highest > -torch.inf, highest, 0.0)

@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
-from mtp_plugin.kernels.top_k import Top1Partials, no_partials, split, top1_partials
+from mtp_plugin.kernels.top1 import Top1Partials, no_partials, split, top1_partials
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.logit_rows.processing_triton import (
@@ -80,8 +80,8 @@ def relaxed_partials_kernel(
     row_stride,
     vocab,
     pool_vocab,
-    piece,
-    num_pieces,
+    block_len,
+    num_blocks,
     num_contexts,
     slot_stride,
     table_stride,
@@ -92,7 +92,7 @@ def relaxed_partials_kernel(
     # constants
     WIDTH: tl.constexpr,
     COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    TILE: tl.constexpr,
     HAS_CHOICES: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -111,9 +111,9 @@ def relaxed_partials_kernel(
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
-    first = part * piece
-    end = tl.minimum(first + piece, vocab)
-    out = row * num_pieces + part
+    first = part * block_len
+    end = tl.minimum(first + block_len, vocab)
+    out = row * num_blocks + part
 
     generation = (row - num_contexts) // WIDTH
     column = (row - num_contexts) % WIDTH
@@ -128,13 +128,13 @@ def relaxed_partials_kernel(
             return
         drafted = drafted & (column < length)
         row = tl.load(first_row_ptr + request).to(tl.int64) + column
-        out = row * num_pieces + part
+        out = row * num_blocks + part
     columns = tl.arange(0, COLUMNS)
     in_run = (columns < WIDTH - 1) & is_generation
     run_ptr = draft_ptr + generation * (WIDTH - 1)
     drafts = tl.load(run_ptr + columns, mask=in_run, other=-1)
     draft = tl.load(run_ptr + column, mask=drafted, other=-1)
-    lanes = tl.arange(0, BLOCK)
+    lanes = tl.arange(0, TILE)
     row_ptr = logits_ptr + row * row_stride
     value = tl.load(row_ptr + first + lanes, mask=first + lanes < end, other=float("-inf"))
 
@@ -152,7 +152,7 @@ def relaxed_partials_kernel(
         relaxed = relaxed & ~_has_temperature(slot_row)
 
     # lanes are independent until the block is read; each prefetches its next value
-    best = tl.full([BLOCK], float("-inf"), tl.float32)
+    best = tl.full([TILE], float("-inf"), tl.float32)
     best_id = first + lanes
     if relaxed:
         draft_value = tl.where(draft_value == draft_value, draft_value, float("-inf"))
@@ -162,11 +162,11 @@ def relaxed_partials_kernel(
             draft_value = process_values(draft_value, draft, known, processing)
             tl.store(near_ptr + row, draft_value, mask=part == 0)
         before_draft = tl.minimum(draft, end)
-        weight = tl.zeros([BLOCK], tl.float32)
-        ahead = tl.zeros([BLOCK], tl.int32)
-        for start in range(first, end, BLOCK):
+        weight = tl.zeros([TILE], tl.float32)
+        ahead = tl.zeros([TILE], tl.int32)
+        for start in range(first, end, TILE):
             ids, mine = start + lanes, value.to(tl.float32)
-            following = ids + BLOCK
+            following = ids + TILE
             value = tl.load(row_ptr + following, mask=following < end, other=float("-inf"))
             if HAS_PROCESSING:
                 mine = tl.where(mine == mine, mine, float("-inf"))
@@ -187,9 +187,9 @@ def relaxed_partials_kernel(
         tl.store(ahead_ptr + out, tl.sum(ahead, axis=0))
     else:
         if not HAS_CHOICES:
-            for start in range(first, end, BLOCK):
+            for start in range(first, end, TILE):
                 ids, mine = start + lanes, value.to(tl.float32)
-                following = ids + BLOCK
+                following = ids + TILE
                 value = tl.load(row_ptr + following, mask=following < end, other=float("-inf"))
                 better = mine > best
                 best = tl.where(better, mine, best)
@@ -236,7 +236,7 @@ def accept_kernel(
     first_row_ptr,
     # sizes
     num_contexts,
-    num_pieces,
+    num_blocks,
     row_stride,
     vocab,
     pool_vocab,
@@ -252,7 +252,7 @@ def accept_kernel(
     # constants
     K: tl.constexpr,
     COLUMNS: tl.constexpr,
-    PIECES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     STOPS: tl.constexpr,
     RELAXED: tl.constexpr,
     HAS_DRAFT_LENS: tl.constexpr,
@@ -282,9 +282,9 @@ def accept_kernel(
     if RELAXED or HAS_PROCESSING:
         slot = _slot_of(slot_ptr, slot_stride, request)
     columns = tl.arange(0, COLUMNS)
-    pieces = tl.arange(0, PIECES)
-    offset = (first_row + columns[:, None]) * num_pieces + pieces[None, :]
-    inside = (columns[:, None] < num_rows) & (pieces[None, :] < num_pieces)
+    blocks = tl.arange(0, NUM_BLOCKS)
+    offset = (first_row + columns[:, None]) * num_blocks + blocks[None, :]
+    inside = (columns[:, None] < num_rows) & (blocks[None, :] < num_blocks)
     values = tl.load(value_ptr + offset, mask=inside, other=float("-inf"))
     ids = tl.load(id_ptr + offset, mask=inside, other=2147483647)
     if RELAXED:
@@ -418,20 +418,20 @@ def accept_kernel(
 class RelaxedPartials(Top1Partials):
     """Also, for drafted rows of thinking requests, the draft's rank and what softmax needs."""
 
-    weights: torch.Tensor  # [rows, pieces] float32: sum of exp(value - piece maximum)
-    ahead: torch.Tensor  # [rows, pieces] int32: tokens that precede an unmasked draft
+    weights: torch.Tensor  # [rows, blocks] float32: sum of exp(value - block maximum)
+    ahead: torch.Tensor  # [rows, blocks] int32: tokens that precede an unmasked draft
     near: torch.Tensor | None = None
     """[rows] float32: the draft's processed value; None: there is no logits processing."""
 
     @classmethod
     @override
     def unwritten(cls, rows: int, vocab: int, device: torch.device | str) -> RelaxedPartials:
-        _, pieces, _ = split(rows, vocab, heavy=True)
+        _, num_blocks, _ = split(rows, vocab, heavy=True)
         return cls(
-            values=torch.empty(rows, pieces, dtype=torch.float32, device=device),
-            ids=torch.empty(rows, pieces, dtype=torch.int32, device=device),
-            weights=torch.empty(rows, pieces, dtype=torch.float32, device=device),
-            ahead=torch.empty(rows, pieces, dtype=torch.int32, device=device),
+            values=torch.empty(rows, num_blocks, dtype=torch.float32, device=device),
+            ids=torch.empty(rows, num_blocks, dtype=torch.int32, device=device),
+            weights=torch.empty(rows, num_blocks, dtype=torch.float32, device=device),
+            ahead=torch.empty(rows, num_blocks, dtype=torch.int32, device=device),
         )
 
 
@@ -503,7 +503,7 @@ def accept_triton(
         rows,
         # sizes
         layout.num_contexts,
-        partials.num_pieces,
+        partials.num_blocks,
         logits.stride(0),
         logits.shape[1],
         0 if pools is None else pools.vocab_size,
@@ -519,7 +519,7 @@ def accept_triton(
         # constants
         K=k,
         COLUMNS=triton.next_power_of_2(k + 1),
-        PIECES=triton.next_power_of_2(max(partials.num_pieces, 1)),
+        NUM_BLOCKS=triton.next_power_of_2(max(partials.num_blocks, 1)),
         STOPS=MAX_STOP_IDS,
         RELAXED=rule is not None,
         HAS_DRAFT_LENS=lens is not None,
@@ -556,7 +556,7 @@ def relaxed_partials(
         draft_lens: [G] contiguous. first_rows: [R] contiguous; None: rows are uniform.
     """
     rows, vocab = logits.shape
-    piece, pieces, block = split(rows, vocab, heavy=True)
+    block_len, num_blocks, tile = split(rows, vocab, heavy=True)
     partials = RelaxedPartials.unwritten(rows, vocab, logits.device)
     if pools is not None:
         near = torch.empty(rows, dtype=torch.float32, device=logits.device)
@@ -564,7 +564,7 @@ def relaxed_partials(
     if rows == 0 or layout.num_requests == 0:
         return partials
     slots, columns = rule.slots, rule.slots.columns
-    relaxed_partials_kernel[(layout.num_logit_rows, pieces)](
+    relaxed_partials_kernel[(layout.num_logit_rows, num_blocks)](
         # inputs
         logits,
         drafts if drafts.numel() else partials.ids,
@@ -589,8 +589,8 @@ def relaxed_partials(
         logits.stride(0),
         vocab,
         0 if pools is None else pools.vocab_size,
-        piece,
-        pieces,
+        block_len,
+        num_blocks,
         layout.num_contexts,
         slots.slot_ids.stride(0),
         slots.table.stride(0),
@@ -601,7 +601,7 @@ def relaxed_partials(
         # constants
         WIDTH=layout.step_rows,
         COLUMNS=triton.next_power_of_2(max(layout.draft_len, 1)),
-        BLOCK=block,
+        TILE=tile,
         HAS_CHOICES=has_choices,
         HAS_PROCESSING=pools is not None,
         RAGGED=first_rows is not None,

@@ -12,7 +12,7 @@ from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows.processing_triton import Pools
-from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW, place_of
+from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW, locate_row
 from mtp_plugin.speculative.ops.sampling.row_triton import (
     LOGPROBS,
     Batch,
@@ -23,16 +23,16 @@ from mtp_plugin.speculative.ops.sampling.row_triton import (
 )
 from mtp_plugin.speculative.step import SlotRows
 
-PIECE = 2048
+BLOCK = 2048
 """Columns per program."""
 WARPS = 8
-CHANGING = ["num_contexts", "width", "num_pieces", "pool_vocab", "draft_stride", "forced_stride"]
-CHANGING += ["table_stride", "slot_stride"]
-SHIFTING = ["draft_ptr", "forced_ptr", "table_ptr", "slot_ptr"]
-"""Arguments and pointers that change with every batch are not specialized."""
+UNSPECIALIZED = ["num_contexts", "width", "num_blocks", "pool_vocab", "draft_stride"]
+UNSPECIALIZED += ["forced_stride", "table_stride", "slot_stride"]
+UNALIGNED = ["draft_ptr", "forced_ptr", "table_ptr", "slot_ptr"]
+"""Arguments that differ between batches: no binary is specialized on them."""
 
 
-@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def processed_scores_kernel(
     # inputs
     logits_ptr,
@@ -51,7 +51,7 @@ def processed_scores_kernel(
     num_contexts,
     width,
     vocab,
-    num_pieces,
+    num_blocks,
     pool_vocab,
     row_stride,
     draft_stride,
@@ -59,17 +59,17 @@ def processed_scores_kernel(
     table_stride,
     slot_stride,
     # constants
-    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
     HAS_FORCED: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (row, piece); rows whose request returns no log-probabilities are skipped."""
+    """One program per (row, block); rows whose request returns no log-probabilities are skipped."""
     grid_dependency_synchronize(PDL)
-    row = (tl.program_id(0) // num_pieces).to(tl.int64)
-    piece = tl.program_id(0) % num_pieces
-    request, offset, slot = place_of(
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    block = tl.program_id(0) % num_blocks
+    request, offset, slot = locate_row(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
     if tl.load(slot + LOGPROBS) >= 0:
@@ -85,7 +85,7 @@ def processed_scores_kernel(
         drafts = draft_ptr + generation * draft_stride
         forced_id = forced_of(forced_ptr, row, forced_stride, HAS_FORCED)
         kept = kept_of(batch, row, slot, drafts, offset if HAS_DRAFTS else 0, forced_id)
-        columns = piece * PIECE + tl.arange(0, PIECE)
+        columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < vocab
         is_finite = (kept.top > float("-inf")) & (kept.top < float("inf"))
         if (kept.temperature < GREEDY_BELOW) & is_finite & (forced_id < 0):
@@ -102,15 +102,15 @@ def processed_scores_triton(
     truncation: torch.Tensor,
     forced: torch.Tensor | None,
 ) -> torch.Tensor:
-    """One launch, one program per row and piece."""
+    """One launch, one program per row and block."""
     expect_reachable(processed_scores_kernel, "logits", logits)
     num_rows, vocab = logits.shape
     scores = torch.empty(num_rows, vocab, dtype=torch.float32, device=logits.device)
     if num_rows == 0:
         return scores
-    num_pieces = -(-vocab // PIECE)
+    num_blocks = -(-vocab // BLOCK)
     pools, drafts = slots.pools, rows.drafts
-    processed_scores_kernel[(num_rows * num_pieces,)](
+    processed_scores_kernel[(num_rows * num_blocks,)](
         # inputs
         logits,
         truncation if drafts is None else drafts,  # absent tensors are never read
@@ -128,7 +128,7 @@ def processed_scores_triton(
         rows.num_contexts,
         rows.width,
         vocab,
-        num_pieces,
+        num_blocks,
         0 if pools is None else pools.vocab_size,
         logits.stride(0),
         0 if drafts is None else drafts.stride(0),
@@ -136,7 +136,7 @@ def processed_scores_triton(
         slots.table.stride(0),
         slots.slot_ids.stride(0),
         # constants
-        PIECE=PIECE,
+        BLOCK=BLOCK,
         HAS_DRAFTS=drafts is not None,
         HAS_FORCED=forced is not None,
         HAS_PROCESSING=pools is not None,

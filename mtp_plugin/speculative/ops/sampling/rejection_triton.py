@@ -1,6 +1,6 @@
 """Triton implementation of `rejection`.
 
-A scan reads pieces of the rows after draft tokens; a second kernel finishes each generation.
+A scan reads blocks of the rows after draft tokens; a second kernel finishes each generation.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -17,7 +17,7 @@ from mtp_plugin.kernels.launching import expect_reachable
 from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows.processing_triton import Pools
-from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW, NO_COLUMN, place_of
+from mtp_plugin.speculative.logit_rows.rows_triton import GREEDY_BELOW, NO_COLUMN, locate_row
 from mtp_plugin.speculative.ops.sampling.row_triton import (
     DRAFTED_PLAIN,
     VERIFIED_BY_BLOCK,
@@ -45,29 +45,29 @@ from mtp_plugin.speculative.ops.sampling.types import (
 )
 from mtp_plugin.speculative.step import SlotRows
 
-PIECE = 2048
+BLOCK = 2048
 """Columns per program."""
 WARPS = 8
 ACCEPTANCE_ROLE = tl.constexpr(int(Role.ACCEPTANCE))
 PARTIAL_SIZE = tl.constexpr(5)
-"""Partial results of a piece: the mass of the recovered distribution, its best noisy score and that
+"""Partial results of a block: the mass of the recovered distribution, its best noisy score and that
 score's column, and the latter two for the target."""
 RECOVERED_ROLE = tl.constexpr(int(Role.RECOVERED))
 
-CHANGING = [
+UNSPECIALIZED = [
     "num_contexts",
     "width",
     "column",
     "verification_at",
     "draft_sampling_at",
     "step_at",
-    "num_pieces",
+    "num_blocks",
 ]
-CHANGING += ["pool_vocab", "position_stride", "ahead_stride", "draft_stride", "table_stride"]
-CHANGING += ["slot_stride", "length_stride", "forced_stride", "max_drafts"]
-SHIFTING = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr", "length_ptr"]
-SHIFTING += ["forced_ptr"]
-"""Arguments and pointers that change with every batch are not specialized."""
+UNSPECIALIZED += ["pool_vocab", "position_stride", "ahead_stride", "draft_stride", "table_stride"]
+UNSPECIALIZED += ["slot_stride", "length_stride", "forced_stride", "max_drafts"]
+UNALIGNED = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr", "length_ptr"]
+UNALIGNED += ["forced_ptr"]
+"""Arguments that differ between batches: no binary is specialized on them."""
 
 
 class Noise(NamedTuple):
@@ -81,11 +81,11 @@ class Noise(NamedTuple):
 
 
 class Partials(NamedTuple):
-    """Partial results of pieces, by row."""
+    """Partial results of blocks, by row."""
 
     ptr: tl.tensor
-    num_pieces: tl.tensor
-    pieces: tl.tensor  # indices, padded to a power of two
+    num_blocks: tl.tensor
+    blocks: tl.tensor  # indices, padded to a power of two
 
 
 @triton.jit
@@ -116,19 +116,19 @@ def test_of(noise, offset):
 @triton.jit
 def mass_of(partials, row):
     """The mass of the recovered distribution of a row."""
-    at = partials.ptr + (row.to(tl.int64) * partials.num_pieces + partials.pieces) * PARTIAL_SIZE
-    return tl.sum(tl.load(at, mask=partials.pieces < partials.num_pieces, other=0.0), axis=0)
+    at = partials.ptr + (row.to(tl.int64) * partials.num_blocks + partials.blocks) * PARTIAL_SIZE
+    return tl.sum(tl.load(at, mask=partials.blocks < partials.num_blocks, other=0.0), axis=0)
 
 
 @triton.jit
 def best_column_of(partials, row, which):
-    """The column of the best score of all pieces, the lowest of equals."""
+    """The column of the best score of all blocks, the lowest of equals."""
     at = (
         partials.ptr
-        + (row.to(tl.int64) * partials.num_pieces + partials.pieces) * PARTIAL_SIZE
+        + (row.to(tl.int64) * partials.num_blocks + partials.blocks) * PARTIAL_SIZE
         + which
     )
-    inside = partials.pieces < partials.num_pieces
+    inside = partials.blocks < partials.num_blocks
     scores = tl.load(at, mask=inside, other=float("-inf"))
     columns = tl.load(at + 1, mask=inside, other=0.0).to(tl.int32, bitcast=True)
     best = tl.max(scores, axis=0)
@@ -171,7 +171,7 @@ def block_matches(accept_ptr, partials, noise, first_row, present):
     return matches
 
 
-@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def keep_draft_probs_kernel(
     # inputs
     logits_ptr,
@@ -190,7 +190,7 @@ def keep_draft_probs_kernel(
     column,
     draft_sampling_at,
     vocab,
-    num_pieces,
+    num_blocks,
     pool_vocab,
     row_stride,
     draft_stride,
@@ -199,16 +199,16 @@ def keep_draft_probs_kernel(
     max_drafts,
     prob_vocab,
     # constants
-    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (row, piece): the distribution of an independently sampled draft."""
+    """One program per (row, block): the distribution of an independently sampled draft."""
     grid_dependency_synchronize(PDL)
-    row = (tl.program_id(0) // num_pieces).to(tl.int64)
-    piece = tl.program_id(0) % num_pieces
+    row = (tl.program_id(0) // num_blocks).to(tl.int64)
+    block = tl.program_id(0) % num_blocks
     place = tl.load(slot_ptr + row * slot_stride).to(tl.int64)
     slot = table_ptr + place * table_stride
     options = options_of(slot, vocab)
@@ -226,7 +226,7 @@ def keep_draft_probs_kernel(
         kept = kept_of(
             batch, row, slot, draft_ptr + row * draft_stride, column if HAS_DRAFTS else 0, none
         )
-        columns = piece * PIECE + tl.arange(0, PIECE)
+        columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < vocab
         score = score_of(kept, columns, inside, HAS_IDS, HAS_PROCESSING)
         ids = ids_of(kept.row, columns, inside, HAS_IDS)
@@ -240,7 +240,7 @@ def _is_verified(verified_by, HAS_BLOCK: tl.constexpr):
     return (verified_by == VERIFIED_BY_REJECTION) | ((verified_by == VERIFIED_BY_BLOCK) & HAS_BLOCK)
 
 
-@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def rejection_scan_kernel(
     # inputs
     logits_ptr,
@@ -266,7 +266,7 @@ def rejection_scan_kernel(
     draft_sampling_at,
     step_at,
     vocab,
-    num_pieces,
+    num_blocks,
     pool_vocab,
     row_stride,
     position_stride,
@@ -277,7 +277,7 @@ def rejection_scan_kernel(
     slot_stride,
     max_drafts,
     # constants
-    PIECE: tl.constexpr,
+    BLOCK: tl.constexpr,
     HAS_LENGTHS: tl.constexpr,
     HAS_FORCED: tl.constexpr,
     HAS_PROBS: tl.constexpr,
@@ -285,19 +285,19 @@ def rejection_scan_kernel(
     HAS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (row of a generation, piece): partial results of the recovered distribution
+    """One program per (row of a generation, block): partial results of the recovered distribution
     and the target after ``offset`` draft tokens.
 
-    The program of the first piece writes the joint acceptance probability of these draft tokens,
+    The program of the first block writes the joint acceptance probability of these draft tokens,
     which block verification reads, and their state under rejection: 1 if all are accepted, 0 after
     the first rejected one, -1 after an absent one. Without ``HAS_BLOCK`` no request uses block
     verification.
     """
     grid_dependency_synchronize(PDL)
-    of_all = tl.program_id(0) // num_pieces
-    piece = tl.program_id(0) % num_pieces
+    of_all = tl.program_id(0) // num_blocks
+    block = tl.program_id(0) % num_blocks
     row = (of_all + num_contexts).to(tl.int64)
-    request, offset, slot = place_of(
+    request, offset, slot = locate_row(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
     verified_by = tl.load(slot + verification_at)
@@ -345,7 +345,7 @@ def rejection_scan_kernel(
                 next_joint = next_joint_prob(next_joint, p, q)
             accepts = is_accepted(test_of(noise, number), p, q)
             passed = tl.where(is_present, tl.where(accepts, passed, 0.0), -1.0)
-        if piece == 0:
+        if block == 0:
             if HAS_BLOCK:
                 tl.store(accept_ptr + of_all * 2, joint)
             tl.store(accept_ptr + of_all * 2 + 1, accepted)
@@ -360,7 +360,7 @@ def rejection_scan_kernel(
             forced_id = forced_of(forced_ptr, row, forced_stride, HAS_FORCED)
             has_probs = is_plain & HAS_PROBS & (forced_id < 0)
             kept = kept_of(batch, row, slot, drafts, offset, forced_id)
-            columns = piece * PIECE + tl.arange(0, PIECE)
+            columns = block * BLOCK + tl.arange(0, BLOCK)
             inside = columns < vocab
             score = score_of(kept, columns, inside, False, HAS_PROCESSING)
             draft = tl.load(drafts + offset, mask=offset < width - 1, other=-1).to(tl.int32)
@@ -401,7 +401,7 @@ def rejection_scan_kernel(
             tl.store(out + 4, first_target.to(tl.float32, bitcast=True))
 
 
-@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def rejection_finish_kernel(
     # inputs
     position_ptr,
@@ -419,20 +419,20 @@ def rejection_finish_kernel(
     width,
     verification_at,
     step_at,
-    num_pieces,
+    num_blocks,
     position_stride,
     target_stride,
     table_stride,
     slot_stride,
     # constants
     ROWS: tl.constexpr,
-    PIECES: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
     HAS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per generation: its number of accepted drafts and its tokens."""
     grid_dependency_synchronize(PDL)
-    partials = Partials(partial_ptr, num_pieces, tl.arange(0, PIECES))
+    partials = Partials(partial_ptr, num_blocks, tl.arange(0, NUM_BLOCKS))
     offsets = tl.arange(0, ROWS)
     generation = tl.program_id(0)
     request = num_contexts + generation
@@ -480,12 +480,12 @@ def keep_draft_probs_triton(
     *,
     vocab_ids: torch.Tensor | None,
 ) -> None:
-    """One launch, one program per row and piece."""
+    """One launch, one program per row and block."""
     expect_reachable(keep_draft_probs_kernel, "logits", logits)
     num_rows, vocab = logits.shape
-    num_pieces = -(-vocab // PIECE)
+    num_blocks = -(-vocab // BLOCK)
     drafts = rows.drafts
-    keep_draft_probs_kernel[(num_rows * num_pieces,)](
+    keep_draft_probs_kernel[(num_rows * num_blocks,)](
         logits,
         truncation if vocab_ids is None else vocab_ids,  # absent tensors are never read
         truncation if drafts is None else drafts,
@@ -497,7 +497,7 @@ def keep_draft_probs_triton(
         rows.column,
         slots.columns.offset(DRAFT_COLUMNS[1].name),
         vocab,
-        num_pieces,
+        num_blocks,
         0 if slots.pools is None else slots.pools.vocab_size,
         logits.stride(0),
         0 if drafts is None else drafts.stride(0),
@@ -505,7 +505,7 @@ def keep_draft_probs_triton(
         slots.slot_ids.stride(0),
         draft_probs.shape[1],
         draft_probs.shape[2],
-        PIECE=PIECE,
+        BLOCK=BLOCK,
         HAS_IDS=vocab_ids is not None,
         HAS_DRAFTS=drafts is not None,
         HAS_PROCESSING=slots.pools is not None,
@@ -523,17 +523,17 @@ def rejection_sample_triton(
     *,
     by_block: bool,
 ) -> RejectionResult:
-    """Two launches: pieces of all rows of generations, and one that finishes each generation."""
+    """Two launches: blocks of all rows of generations, and one that finishes each generation."""
     expect_reachable(rejection_scan_kernel, "logits", logits)
     device, vocab = logits.device, logits.shape[1]
     draft_lens, draft_probs, forced_ids = drafts.lens, drafts.probs, target.forced_ids
     count, width = rows.num_requests - rows.num_contexts, rows.width
-    num_pieces = -(-vocab // PIECE)
+    num_blocks = -(-vocab // BLOCK)
     tokens = drafts.tokens.reshape(count, width - 1)
     if width > 1 and tokens.stride(1) != 1:
         tokens = tokens.contiguous()
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    partials = torch.empty(count * width * num_pieces, PARTIAL_SIZE.value, **float32)
+    partials = torch.empty(count * width * num_blocks, PARTIAL_SIZE.value, **float32)
     accept = torch.empty(count * width, 2, **float32)
     result = RejectionResult(
         torch.empty(count, dtype=torch.int32, device=device),
@@ -543,7 +543,7 @@ def rejection_sample_triton(
         slots.columns.offset(column.name) for column in DRAFT_COLUMNS
     )
     step_at = slots.columns.offset(STEP_COLUMN.name)
-    rejection_scan_kernel[(count * width * num_pieces,)](
+    rejection_scan_kernel[(count * width * num_blocks,)](
         logits,
         rows.positions,
         tokens if tokens.numel() else target.tokens,  # absent tensors are never read
@@ -563,7 +563,7 @@ def rejection_sample_triton(
         draft_sampling_at,
         step_at,
         vocab,
-        num_pieces,
+        num_blocks,
         0 if slots.pools is None else slots.pools.vocab_size,
         logits.stride(0),
         rows.positions.stride(0),
@@ -573,7 +573,7 @@ def rejection_sample_triton(
         slots.table.stride(0),
         slots.slot_ids.stride(0),
         0 if draft_probs is None else draft_probs.shape[1],
-        PIECE=PIECE,
+        BLOCK=BLOCK,
         HAS_LENGTHS=draft_lens is not None,
         HAS_FORCED=forced_ids is not None,
         HAS_PROBS=draft_probs is not None,
@@ -596,13 +596,13 @@ def rejection_sample_triton(
         width,
         verification_at,
         step_at,
-        num_pieces,
+        num_blocks,
         rows.positions.stride(0),
         target.tokens.stride(0),
         slots.table.stride(0),
         slots.slot_ids.stride(0),
         ROWS=triton.next_power_of_2(width),
-        PIECES=triton.next_power_of_2(num_pieces),
+        NUM_BLOCKS=triton.next_power_of_2(num_blocks),
         HAS_BLOCK=by_block,
         num_warps=1,
         **pdl_options(device),

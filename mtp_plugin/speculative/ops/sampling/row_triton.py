@@ -193,15 +193,15 @@ def words_of(ids, stream):
 
 
 @triton.jit
-def words_of_piece(row, piece, stream, PIECE: tl.constexpr, HAS_IDS: tl.constexpr):
-    """The random words of the ids of a piece of a row [PIECE]."""
+def random_words(row, block, stream, BLOCK: tl.constexpr, HAS_IDS: tl.constexpr):
+    """The random words of the ids of a block of a row [BLOCK]."""
     if HAS_IDS:
-        columns = piece * PIECE + tl.arange(0, PIECE)
+        columns = block * BLOCK + tl.arange(0, BLOCK)
         return words_of(ids_of(row, columns, columns < row.vocab, HAS_IDS), stream)
     else:
-        groups = piece * (PIECE // 4) + tl.arange(0, PIECE // 4)
+        groups = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
         w0, w1, w2, w3 = words_of_groups(groups, stream)
-        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [PIECE])
+        return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
 
 
 @triton.jit
@@ -334,8 +334,8 @@ def first_infinite(
     row, tops, chunks, LAYOUT: tl.constexpr, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr
 ):
     """The lowest column that holds +inf."""
-    piece = tl.min(tl.where(tops == float("inf"), chunks // LAYOUT.chunks, NO_COLUMN), axis=0)
-    columns = piece * LAYOUT.piece + tl.arange(0, LAYOUT.piece)
+    block = tl.min(tl.where(tops == float("inf"), chunks // LAYOUT.chunks, NO_COLUMN), axis=0)
+    columns = block * LAYOUT.block + tl.arange(0, LAYOUT.block)
     x = values_of(row, columns, columns < row.vocab, HAS_IDS, HAS_PROCESSING)
     return tl.min(tl.where(x == float("inf"), columns, NO_COLUMN), axis=0)
 

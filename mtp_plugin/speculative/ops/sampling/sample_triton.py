@@ -1,6 +1,6 @@
 """Triton implementation of `sample`: a scan of the rows in chunks, and a finish per row.
 
-A program of the scan reads pieces of a row. A chunk of a piece is what a few neighbouring threads
+A program of the scan reads blocks of a row. A chunk of a block is what a few neighbouring threads
 hold (see `row_sums`), so that threads exchange no values before chunks are reduced.
 """
 
@@ -27,10 +27,10 @@ from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows.processing_triton import (
     Pools,
     is_processed,
-    load_piece_processing,
+    load_block_processing,
     load_processing,
     load_shared_processing,
-    process_piece,
+    process_block,
     process_values,
     unknown_shared_processing,
 )
@@ -39,11 +39,11 @@ from mtp_plugin.speculative.logit_rows.rows_triton import (
     LOG2_E,
     NO_COLUMN,
     highest_of,
+    load_block,
+    locate_row,
     masses_of,
     number_of,
     number_or_zero,
-    piece_of,
-    place_of,
     row_mass_of,
     thread_tops,
 )
@@ -57,9 +57,9 @@ from mtp_plugin.speculative.ops.sampling.row_triton import (
     ids_of,
     no_cutoff,
     options_of,
+    random_words,
     scale_of,
     stream_of,
-    words_of_piece,
 )
 from mtp_plugin.speculative.ops.sampling.truncation_passes_triton import PARTIALS, PLACES, Split
 from mtp_plugin.speculative.ops.sampling.truncation_triton import sample_truncated
@@ -70,7 +70,7 @@ from mtp_plugin.speculative.step import SlotRows
 PARTS = ((512, 4), (192, 2), (0, 1))
 PARTS_OF_FEW = ((24, 2), (0, 1))
 PARTS_OF_EDITED = ((192, 4), (24, 2), (0, 1))
-"""(rows, pieces): with at least so many rows, a program of the scan reads so many pieces."""
+"""(rows, blocks): with at least so many rows, a program of the scan reads so many blocks."""
 MAX_GRID_Y = 65535
 """Largest size of a grid's second axis."""
 WIDE_PROGRAM_ROWS = 264
@@ -87,11 +87,11 @@ EXPONENT_ROUNDING = tl.constexpr(2.0**-22)
 MOST_NOISE = tl.constexpr(160.0)
 """Greater than every bound of noise, in log2."""
 
-CHANGING = ["num_contexts", "width", "column", "role", "num_pieces"]
-CHANGING += ["verification_at", "draft_sampling_at", "step_at"]
-CHANGING += ["position_stride", "ahead_stride", "draft_stride", "table_stride", "slot_stride"]
-SHIFTING = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr"]
-"""Arguments and pointers that change with every batch are not specialized."""
+UNSPECIALIZED = ["num_contexts", "width", "column", "role", "num_blocks"]
+UNSPECIALIZED += ["verification_at", "draft_sampling_at", "step_at"]
+UNSPECIALIZED += ["position_stride", "ahead_stride", "draft_stride", "table_stride", "slot_stride"]
+UNALIGNED = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr"]
+"""Arguments that differ between batches: no binary is specialized on them."""
 
 
 class ScanOutputs(NamedTuple):
@@ -115,15 +115,15 @@ def _above(bounds, exponents):
 
 
 @triton.jit
-def _scan_pieces(
+def _scan_blocks(
     x,
     row,
     options,
     temperature,
     stream,
     found,
-    first_piece,
-    last_piece,
+    first_block,
+    last_block,
     LAYOUT: tl.constexpr,
     NOISE_FIRST: tl.constexpr,
     HAS_IDS: tl.constexpr,
@@ -131,34 +131,34 @@ def _scan_pieces(
     HAS_TRUNCATION: tl.constexpr,
     HAS_SUMS: tl.constexpr,
 ):
-    """Scan pieces of a row; ``x`` are the values of the first piece."""
-    PIECE: tl.constexpr = LAYOUT.piece
+    """Scan blocks of a row; ``x`` are the values of the first block."""
+    BLOCK: tl.constexpr = LAYOUT.block
     scale = scale_of(temperature)
     is_truncated = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
     is_noisy = (temperature >= GREEDY_BELOW) & ~is_truncated
     shared = unknown_shared_processing()
-    for piece in range(first_piece, last_piece):
+    for block in range(first_block, last_block):
         if HAS_PROCESSING and not HAS_IDS:
-            of_piece = load_piece_processing(piece * PIECE, row.vocab, row.processing, PIECE)
-        if piece > first_piece:
-            x = piece_of(row.ptr, piece, row.vocab, PIECE)
+            processing = load_block_processing(block * BLOCK, row.vocab, row.processing, BLOCK)
+        if block > first_block:
+            x = load_block(row.ptr, block, row.vocab, BLOCK)
         elif HAS_PROCESSING and not HAS_IDS:
-            # after the loads that the first piece waits for
-            shared = load_shared_processing(row.processing, first_piece * PIECE, last_piece * PIECE)
+            # after the loads that the first block waits for
+            shared = load_shared_processing(row.processing, first_block * BLOCK, last_block * BLOCK)
         if HAS_PROCESSING:
             if HAS_IDS:
-                columns = piece * PIECE + tl.arange(0, PIECE)
+                columns = block * BLOCK + tl.arange(0, BLOCK)
                 inside = columns < row.vocab
                 ids = ids_of(row, columns, inside, HAS_IDS)
                 x = process_values(number_of(x), ids, inside, row.processing)
             else:
-                x = process_piece(
-                    x, of_piece, piece * PIECE, row.vocab, row.ptr, row.processing, shared
+                x = process_block(
+                    x, processing, block * BLOCK, row.vocab, row.ptr, row.processing, shared
                 )
         if NOISE_FIRST:
-            noise = tl.zeros([PIECE], tl.float32)
+            noise = tl.zeros([BLOCK], tl.float32)
             if is_noisy:
-                noise = gumbel_bound(words_of_piece(row, piece, stream, PIECE, HAS_IDS))
+                noise = gumbel_bound(random_words(row, block, stream, BLOCK, HAS_IDS))
         held = tl.reshape(x, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
         thread_top = thread_tops(held)
         by_chunk = tl.reshape(thread_top, [LAYOUT.chunks, LAYOUT.chunk_threads])
@@ -166,16 +166,16 @@ def _scan_pieces(
         base = number_or_zero(top)
         below = (by_chunk - base[:, None]) * scale
 
-        out = piece * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks)
+        out = block * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks)
         if temperature < GREEDY_BELOW:
-            at = tl.reshape(piece * PIECE + tl.arange(0, PIECE), held.shape)
+            at = tl.reshape(block * BLOCK + tl.arange(0, BLOCK), held.shape)
             at = tl.where(held == thread_top[None, :, None], at, NO_COLUMN)
             at = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), by_chunk.shape)
             at = tl.min(tl.where(by_chunk == top[:, None], at, NO_COLUMN), axis=1)
             tl.store(found.detail_ptr + out, at.to(tl.float32, bitcast=True))
         elif is_noisy:
             if not NOISE_FIRST:
-                noise = gumbel_bound(words_of_piece(row, piece, stream, PIECE, HAS_IDS))
+                noise = gumbel_bound(random_words(row, block, stream, BLOCK, HAS_IDS))
             bound = tl.reshape(noise, held.shape) + held * scale
             bound = tl.reshape(tl.max(tl.max(bound, axis=0), axis=1), by_chunk.shape)
             bound = number_of(tl.max(bound, axis=1))
@@ -191,7 +191,7 @@ def _scan_pieces(
         tl.store(found.top_ptr + out, top)
 
 
-@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def sample_scan_kernel(
     # inputs
     logits_ptr,
@@ -220,7 +220,7 @@ def sample_scan_kernel(
     draft_sampling_at,
     step_at,
     vocab,
-    num_pieces,
+    num_blocks,
     pool_vocab,
     row_stride,
     position_stride,
@@ -243,7 +243,7 @@ def sample_scan_kernel(
     IS_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scan ``PARTS`` pieces of a row: the maximum of each chunk, and what its options need.
+    """Scan ``PARTS`` blocks of a row: the maximum of each chunk, and what its options need.
 
     Greedy rows get the lowest column of the maximum, as the bits of a float. Rows without
     truncation get a bound of the highest noisy score, in log2 and relative to the maximum's. Rows
@@ -252,16 +252,16 @@ def sample_scan_kernel(
     weights at temperature 1. Arrival counters of rows that several programs finish are reset.
     """
     grid_dependency_synchronize_ahead(PDL)
-    first_piece = tl.program_id(1 - ROW_AXIS) * PARTS
-    last_piece = tl.minimum(first_piece + PARTS, num_pieces)
+    first_block = tl.program_id(1 - ROW_AXIS) * PARTS
+    last_block = tl.minimum(first_block + PARTS, num_blocks)
     number = tl.program_id(ROW_AXIS).to(tl.int64)
     if IS_SPLIT:
-        tl.store(arrived_ptr + number, 0, mask=first_piece == 0)
+        tl.store(arrived_ptr + number, 0, mask=first_block == 0)
     # loaded before the values, so that it does not wait for them
-    request, offset, slot = place_of(
+    request, offset, slot = locate_row(
         number, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
-    x = piece_of(logits_ptr + number * row_stride, first_piece, vocab, LAYOUT.piece)
+    x = load_block(logits_ptr + number * row_stride, first_block, vocab, LAYOUT.block)
     offset += column
     options = options_of(slot, vocab)
     temperature = options.temperature
@@ -287,36 +287,36 @@ def sample_scan_kernel(
     num_before = tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0
     processing = load_processing(slot, pools, draft_ptr, num_before)
     row = Row(logits_ptr + number * row_stride, vocab, vocab_ids_ptr, processing)
-    chunk = number * (num_pieces * LAYOUT.chunks)
+    chunk = number * (num_blocks * LAYOUT.chunks)
     found = ScanOutputs(top_ptr + chunk, detail_ptr + chunk, mass_ptr + chunk, raw_mass_ptr + chunk)
     # two calls, so that rows without processing need no registers for it
     if HAS_PROCESSING and is_processed(slot):
-        _scan_pieces(
+        _scan_blocks(
             x,
             row,
             options,
             temperature,
             stream,
             found,
-            first_piece,
-            last_piece,
+            first_block,
+            last_block,
             LAYOUT,
-            False,  # processing a piece takes all registers
+            False,  # processing a block takes all registers
             HAS_IDS,
             True,
             HAS_TRUNCATION,
             HAS_SUMS,
         )
     else:
-        _scan_pieces(
+        _scan_blocks(
             x,
             row,
             options,
             temperature,
             stream,
             found,
-            first_piece,
-            last_piece,
+            first_block,
+            last_block,
             LAYOUT,
             NOISE_FIRST,
             HAS_IDS,
@@ -326,7 +326,7 @@ def sample_scan_kernel(
         )
 
 
-@triton.jit(do_not_specialize=CHANGING, do_not_specialize_on_alignment=SHIFTING)
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def sample_finish_kernel(
     # inputs
     logits_ptr,
@@ -363,7 +363,7 @@ def sample_finish_kernel(
     draft_sampling_at,
     step_at,
     vocab,
-    num_pieces,
+    num_blocks,
     pool_vocab,
     row_stride,
     position_stride,
@@ -396,7 +396,7 @@ def sample_finish_kernel(
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     # inputs that the scan does not write, before it ends
-    request, offset, slot = place_of(
+    request, offset, slot = locate_row(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride, ".cg"
     )
     offset += column
@@ -425,7 +425,7 @@ def sample_finish_kernel(
         if (share > 0) & ~is_nucleus:
             return  # nothing to share: leave the multiprocessor to the scan
     grid_dependency_synchronize(PDL)
-    num_chunks = num_pieces * LAYOUT.chunks
+    num_chunks = num_blocks * LAYOUT.chunks
     chunks = tl.arange(0, ALL_CHUNKS)
     tops = tl.load(
         top_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
@@ -499,7 +499,7 @@ def sample_finish_kernel(
                 Split(
                     share, arrived_ptr + row, partial_ptr + row * (PARTIALS * SHARES), num_chunks
                 ),
-                bound_ptr + row * (tl.cdiv(vocab, BOUNDS.piece) * BOUNDS.chunks),
+                bound_ptr + row * (tl.cdiv(vocab, BOUNDS.block) * BOUNDS.chunks),
                 LAYOUT,
                 ALL_CHUNKS,
                 BOUNDS,
@@ -543,14 +543,14 @@ def sample_tokens_triton(
         return tokens
     scan = _Scan.of(logits, is_processed=pools is not None)
     layout = scan.layout
-    num_pieces, num_chunks = layout.num_pieces(vocab), layout.num_chunks(vocab)
+    num_blocks, num_chunks = layout.num_blocks(vocab), layout.num_chunks(vocab)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     tops = torch.empty(num_rows, num_chunks, **float32) if sums is None else sums.tops
     details = torch.empty(num_rows, num_chunks, **float32)
     masses = details if truncation is None else torch.empty(num_rows, num_chunks, **float32)
     raw_masses = details if sums is None else torch.empty(num_rows, num_chunks, **float32)
     inputs = _Inputs(
-        logits, rows, slots, tokens if vocab_ids is None else vocab_ids, tokens, num_pieces
+        logits, rows, slots, tokens if vocab_ids is None else vocab_ids, tokens, num_blocks
     )
     sizes: tuple[int, ...] = (rows.num_contexts, rows.width, rows.column, int(role))
     sizes += _offsets(slots) if as_drafts else (0, 0, 0)
@@ -569,7 +569,7 @@ def sample_tokens_triton(
     shares = _shares(num_rows, num_chunks)
     is_split = shares > 1
     arrived = torch.empty_like(tokens) if is_split else tokens
-    grid = [num_rows, -(-num_pieces // scan.parts)]
+    grid = [num_rows, -(-num_blocks // scan.parts)]
     row_axis = int(num_rows <= MAX_GRID_Y)
     sample_scan_kernel[tuple(grid[::-1] if row_axis else grid)](
         *inputs.tensors,
@@ -627,7 +627,7 @@ class _Scan:
     """Tiling of the scan."""
 
     layout: ChunkLayout
-    parts: int  # pieces per program
+    parts: int  # blocks per program
     registers: int  # per thread
     noise_first: bool  # compute noise while the values are loaded
 
@@ -657,7 +657,7 @@ class _Inputs:
     slots: SlotRows
     vocab_ids: torch.Tensor
     missing: torch.Tensor  # passed for absent tensors, never read
-    num_pieces: int
+    num_blocks: int
 
     @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
@@ -682,7 +682,7 @@ class _Inputs:
         rows, pools, vocab = self.rows, self.slots.pools, self.logits.shape[1]
         return (
             vocab,
-            self.num_pieces,
+            self.num_blocks,
             0 if pools is None else pools.vocab_size,
             self.logits.stride(0),
             rows.positions.stride(0),

@@ -22,9 +22,9 @@ from mtp_plugin.speculative.logit_rows.rows_triton import (
     NO_COLUMN,
     Picked,
     highest_of,
+    load_block,
     number_of,
     picked_of,
-    piece_of,
 )
 from mtp_plugin.speculative.ops.sampling.row_triton import (
     Cutoff,
@@ -35,10 +35,10 @@ from mtp_plugin.speculative.ops.sampling.row_triton import (
     ids_of,
     is_ahead,
     no_cutoff,
+    random_words,
     scale_of,
     values_of,
     words_of,
-    words_of_piece,
 )
 from mtp_plugin.speculative.ops.sampling.truncation_passes_triton import (
     LEAST_NEED,
@@ -80,7 +80,7 @@ NO_KEY = tl.constexpr(9223372036854775807)
 CROWD = tl.constexpr(256.0)
 """Sum of the relative masses of chunks from which on a nucleus counts as flat."""
 WEIGHED = tl.constexpr(2)
-"""Pieces that are weighed between two checks; one where values are processed."""
+"""Blocks that are weighed between two checks; one where values are processed."""
 LEAST_TRIED = tl.constexpr(0.25)
 """Smallest top-p for `sample_flat`; for a smaller nucleus a search is as fast."""
 
@@ -190,11 +190,13 @@ def _sample_few(
 
 
 @triton.jit
-def _piece_of(row, piece, PIECE: tl.constexpr, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr):
-    """Load processed values of a piece; -inf for NaN and past the end of the row."""
-    x = number_of(piece_of(row.ptr, piece, row.vocab, PIECE))
+def _load_processed_block(
+    row, block, BLOCK: tl.constexpr, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr
+):
+    """Load processed values of a block; -inf for NaN and past the end of the row."""
+    x = number_of(load_block(row.ptr, block, row.vocab, BLOCK))
     if HAS_PROCESSING:
-        columns = piece * PIECE + tl.arange(0, PIECE)
+        columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < row.vocab
         x = process_values(x, ids_of(row, columns, inside, HAS_IDS), inside, row.processing)
     return x
@@ -210,28 +212,28 @@ def _bound_scores(
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
 ):
-    """Bound the noisy scores of the chunks of every ``step``-th piece.
+    """Bound the noisy scores of the chunks of every ``step``-th block.
 
     Bounds are in log2, relative to the score of the row's maximum.
     """
-    PIECE: tl.constexpr = LAYOUT.piece
+    BLOCK: tl.constexpr = LAYOUT.block
     scale = scale_of(sample.options.temperature)
-    x = _piece_of(sample.row, first, PIECE, HAS_IDS, HAS_PROCESSING)
-    for piece in range(first, tl.cdiv(sample.row.vocab, PIECE), step):
-        # load the next piece while this one is processed
-        next_x = _piece_of(sample.row, piece + step, PIECE, HAS_IDS, HAS_PROCESSING)
-        noise = gumbel_bound(words_of_piece(sample.row, piece, sample.stream, PIECE, HAS_IDS))
+    x = _load_processed_block(sample.row, first, BLOCK, HAS_IDS, HAS_PROCESSING)
+    for block in range(first, tl.cdiv(sample.row.vocab, BLOCK), step):
+        # load the next block while this one is processed
+        next_x = _load_processed_block(sample.row, block + step, BLOCK, HAS_IDS, HAS_PROCESSING)
+        noise = gumbel_bound(random_words(sample.row, block, sample.stream, BLOCK, HAS_IDS))
         bound = noise - (sample.top - x) * scale
         bound = tl.reshape(bound, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
         bound = tl.max(tl.max(bound, axis=0), axis=1)
         bound = tl.max(tl.reshape(bound, [LAYOUT.chunks, LAYOUT.chunk_threads]), axis=1)
-        tl.store(bound_ptr + piece * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks), bound)
+        tl.store(bound_ptr + block * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks), bound)
         x = next_x
 
 
 @triton.jit
 def _by_thread(x, LAYOUT: tl.constexpr):
-    """Sum the values of a piece per thread."""
+    """Sum the values of a block per thread."""
     return tl.sum(
         tl.sum(tl.reshape(x, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each]), axis=0), axis=1
     )
@@ -241,17 +243,17 @@ def _by_thread(x, LAYOUT: tl.constexpr):
 def _weigh(
     first, cutoff, sample, LAYOUT: tl.constexpr, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr
 ):
-    """The weights of the ids of some pieces that are ahead of a cutoff, and of the others there."""
-    PIECE: tl.constexpr = LAYOUT.piece
+    """The weights of the ids of some blocks that are ahead of a cutoff, and of the others there."""
+    BLOCK: tl.constexpr = LAYOUT.block
     THREADS: tl.constexpr = LAYOUT.threads
     NUMBER: tl.constexpr = 1 if HAS_PROCESSING else WEIGHED
     scale = scale_of(sample.options.temperature)
     ahead = tl.zeros([THREADS], tl.float32)
     others = tl.zeros([THREADS], tl.float32)
     for number in tl.static_range(NUMBER):
-        piece = first + number
-        x = _piece_of(sample.row, piece, PIECE, HAS_IDS, HAS_PROCESSING)
-        columns = piece * PIECE + tl.arange(0, PIECE)
+        block = first + number
+        x = _load_processed_block(sample.row, block, BLOCK, HAS_IDS, HAS_PROCESSING)
+        columns = block * BLOCK + tl.arange(0, BLOCK)
         differences = sample.top - x
         weights = tl.exp2(differences * -scale)
         here = is_ahead(differences, columns, cutoff)
@@ -274,7 +276,7 @@ def _is_kept(
 
     The pass ends as soon as the weights that are not ahead exceed the rest of the mass.
     """
-    PIECE: tl.constexpr = LAYOUT.piece
+    BLOCK: tl.constexpr = LAYOUT.block
     temperature = sample.options.temperature
     same = column + tl.zeros([32], tl.int32)
     x = values_of(sample.row, same, same < sample.row.vocab, HAS_IDS, HAS_PROCESSING)
@@ -285,8 +287,8 @@ def _is_kept(
     ahead = 0.0
     others = 0.0
     first = tl.full([], 0, tl.int32)
-    num_pieces = tl.cdiv(sample.row.vocab, PIECE)
-    while (first < num_pieces) & (ahead < need) & (others <= rest):
+    num_blocks = tl.cdiv(sample.row.vocab, BLOCK)
+    while (first < num_blocks) & (ahead < need) & (others <= rest):
         nearer, outer = _weigh(first, cutoff, sample, LAYOUT, HAS_IDS, HAS_PROCESSING)
         ahead += nearer
         others += outer
@@ -320,7 +322,7 @@ def sample_flat(
         tl.debug_barrier()
     need = tl.maximum(sample.options.top_p * mass, LEAST_NEED)
     numbers = tl.arange(0, ALL_BOUNDS)
-    num_bounds = tl.cdiv(sample.row.vocab, LAYOUT.piece) * LAYOUT.chunks
+    num_bounds = tl.cdiv(sample.row.vocab, LAYOUT.block) * LAYOUT.chunks
     inside = (numbers < num_bounds) & is_last
     bounds = tl.load(bound_ptr + numbers, mask=inside, other=float("-inf"))
     cutoff = no_cutoff()

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.kernels.top_k import split
+from mtp_plugin.kernels.top1 import split
 from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules
 from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK
 from tests.kernels.top_k.rows import DTYPES, without_nan

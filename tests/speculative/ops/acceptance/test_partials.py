@@ -1,4 +1,4 @@
-"""What every piece of the vocabulary reduces to where requests are relaxed."""
+"""What every block of the vocabulary reduces to where requests are relaxed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_plugin.kernels.top_k import BLOCK
+from mtp_plugin.kernels.top1 import TILE
 from mtp_plugin.speculative.ops.acceptance.accept_triton import relaxed_partials
 from tests.kernels.top_k.rows import (
     DTYPES,
@@ -44,7 +44,7 @@ from tests.speculative.ops.on_device import DEVICE
     pool=st.sampled_from(POOLS),
     seed=st.integers(0, 2**31),
 )
-def test_weights_and_ranks_of_every_piece(
+def test_weights_and_ranks_of_every_block(
     num_contexts, num_generations, k, vocab, dtype, begins, pool, seed
 ) -> None:
     """Of drafted rows whose request thinks or may begin to; the others have a top-1 alone."""
@@ -70,15 +70,15 @@ def test_weights_and_ranks_of_every_piece(
     relaxed = torch.tensor(thinking, dtype=torch.bool) | (drafts == begin).any(dim=1)
     usable = without_nan(logits).float().cpu()
     all_ids = torch.arange(vocab)
-    for part, piece in enumerate(bounds_of(rows, vocab, heavy=True)):
-        values = usable[:, piece]
+    for part, block in enumerate(bounds_of(rows, vocab, heavy=True)):
+        values = usable[:, block]
         assert torch.equal(partials.values[:, part].cpu(), values.amax(dim=1))
-        assert torch.equal(partials.ids[:, part].cpu(), (best_ids(values) + piece.start).int())
+        assert torch.equal(partials.ids[:, part].cpu(), (best_ids(values) + block.start).int())
         for g in range(num_generations):
             for i in range(k if relaxed[g] else 0):
                 row, draft = num_contexts + g * (k + 1) + i, int(drafts[g, i])
                 value = usable[row, draft] if 0 <= draft < vocab else torch.tensor(-torch.inf)
-                ahead = (values[row] > value) | ((values[row] == value) & (all_ids[piece] < draft))
+                ahead = (values[row] > value) | ((values[row] == value) & (all_ids[block] < draft))
                 # a masked draft is never accepted, whatever its rank
                 assert value == -torch.inf or int(partials.ahead[row, part]) == int(ahead.sum())
                 alive = values[row][values[row] > -torch.inf].double()
@@ -92,7 +92,7 @@ def test_weights_and_ranks_of_every_piece(
                 )
 
 
-def test_a_piece_of_several_blocks_weighs_as_one() -> None:
+def test_a_block_of_several_tiles_weighs_as_one() -> None:
     """Many rows: every program reads one block after another, and reduces its lanes once."""
     vocab, k = 2500, 1
     rng = torch.Generator().manual_seed(4)
@@ -101,7 +101,7 @@ def test_a_piece_of_several_blocks_weighs_as_one() -> None:
     rows[2] = -torch.arange(vocab) / 100  # and in the first
     rows[4] = -torch.inf
     rows[6, [3, 1030, 2499]] = torch.inf
-    assert bounds_of(len(rows), vocab, heavy=True)[0].stop > 2 * BLOCK
+    assert bounds_of(len(rows), vocab, heavy=True)[0].stop > 2 * TILE
     drafts = torch.randint(0, vocab, (70,), generator=rng)
     rule = relaxed_rule([Thinker()] * 70)
     logits = rows.to(DEVICE)

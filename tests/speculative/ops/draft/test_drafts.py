@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.kernels.top_k import split
+from mtp_plugin.kernels.top1 import split
 from mtp_plugin.speculative.ops import draft_triton
 from mtp_plugin.speculative.ops.draft import draft_argmax, propose
 from mtp_plugin.speculative.step import DraftOutput

@@ -16,13 +16,13 @@ from mtp_plugin.requests.columns import POOL_ROWS
 from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.logit_rows.processing_triton import (
     Pools,
-    load_piece_processing,
+    load_block_processing,
     load_processing,
     load_shared_processing,
-    process_piece,
+    process_block,
     process_values,
 )
-from mtp_plugin.speculative.logit_rows.rows_triton import place_of
+from mtp_plugin.speculative.logit_rows.rows_triton import locate_row
 from mtp_plugin.speculative.step import SlotRows
 from tests.speculative.ops.logits_processing import example as edits
 from tests.speculative.ops.logits_processing.example import LogitsOptions, Place
@@ -239,11 +239,11 @@ def edited_kernel(
     slot_stride,
     HAS_DRAFTS: tl.constexpr,
     SIZE: tl.constexpr,
-    BY_PIECE: tl.constexpr,
+    BY_BLOCK: tl.constexpr,
 ):
-    """Load a piece of one row as the sampling kernels do."""
+    """Load a block of one row as the sampling kernels do."""
     row = tl.program_id(0).to(tl.int64)
-    request, offset, slot = place_of(
+    request, offset, slot = locate_row(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
     pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
@@ -257,25 +257,25 @@ def edited_kernel(
     x = x.to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
     processing = load_processing(slot, pools, draft_ptr, num_before)
-    if BY_PIECE:
-        piece = load_piece_processing(first, vocab, processing, SIZE)
+    if BY_BLOCK:
+        block = load_block_processing(first, vocab, processing, SIZE)
         shared = load_shared_processing(processing, first, first + SIZE)
         row_ptr = logits_ptr + row * row_stride
-        x = process_piece(x, piece, first, vocab, row_ptr, processing, shared)
+        x = process_block(x, block, first, vocab, row_ptr, processing, shared)
     else:
         x = process_values(x, ids, inside, processing)
     tl.store(out_ptr + row * vocab + columns, x, mask=inside)
 
 
-def loaded(case: EditedBatch, *, by_piece: bool = False) -> torch.Tensor:
-    """Rows [N, V] float32 as kernels load them: in one, or by pieces of two words, whose
+def loaded(case: EditedBatch, *, by_block: bool = False) -> torch.Tensor:
+    """Rows [N, V] float32 as kernels load them: in one, or by blocks of two words, whose
     columns are token ids."""
     rows, slots, logits = case.batch.rows, case.batch.slots, case.logits
     assert slots.pools is not None
     pools, vocab = slots.pools, logits.shape[1]
     ids = torch.arange(vocab, dtype=torch.int32, device=DEVICE)
     out = torch.full(logits.shape, float(POISON), device=DEVICE)
-    size = 64 if by_piece else triton.next_power_of_2(vocab)
+    size = 64 if by_block else triton.next_power_of_2(vocab)
     edited_kernel[(len(logits), -(-vocab // size))](
         logits,
         ids if case.batch.vocab_ids is None else case.batch.vocab_ids,
@@ -298,6 +298,6 @@ def loaded(case: EditedBatch, *, by_piece: bool = False) -> torch.Tensor:
         slots.slot_ids.stride(0),
         HAS_DRAFTS=rows.drafts is not None,
         SIZE=size,
-        BY_PIECE=by_piece,
+        BY_BLOCK=by_block,
     )
     return out

@@ -63,7 +63,7 @@ def test_values_equal_the_example(vocab: int, **shape: Any) -> None:
     if len(expected):
         assert torch.equal(loaded(case), expected)
     if len(expected) and case.batch.vocab_ids is None:
-        assert torch.equal(loaded(case, by_piece=True), expected)
+        assert torch.equal(loaded(case, by_block=True), expected)
     for tensor, held in zip(
         (slots.table, case.logits, *vars(slots.pools).values()), kept, strict=True
     ):
@@ -353,7 +353,7 @@ def test_real_vocabularies(vocab: int, greedy: bool, cut: bool) -> None:
         if not cut:
             result = reference.process_logits(case.logits, case.batch.rows, case.batch.slots)
             assert torch.equal(loaded(case), result)
-            assert torch.equal(loaded(case, by_piece=True), result)
+            assert torch.equal(loaded(case, by_block=True), result)
         expected = case.tokens(Backend.TORCH).tolist()
         comparison.compare(case, expected, case.tokens(Backend.TRITON))
     comparison.check()

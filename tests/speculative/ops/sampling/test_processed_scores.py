@@ -190,7 +190,7 @@ def test_strided_arguments(backend: Backend) -> None:
 
 
 def test_kernels_follow_torch_over_many_pieces() -> None:
-    given_ = arguments(2 * launch.PIECE + 77)
+    given_ = arguments(2 * launch.BLOCK + 77)
     expected, got = (processed_scores(**given_, backend=backend) for backend in Backend)
     torch.testing.assert_close(got, expected, rtol=1e-6, atol=1e-6)
     assert bool((got == -torch.inf).any())

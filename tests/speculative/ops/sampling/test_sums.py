@@ -85,10 +85,10 @@ def test_sums_equal_the_example(backend: Backend) -> None:
 @pytest.mark.thinned
 @pytest.mark.parametrize("few_rows", [0, FEW_ROWS])
 @pytest.mark.parametrize(("parts", "shares"), [(1, 1), (2, 4), (4, 1)])
-def test_sums_of_many_pieces(
+def test_sums_of_many_blocks(
     parts: int, shares: int, few_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A program reads one piece or more, small or large, and one or more finish a row."""
+    """A program reads one block or more, small or large, and one or more finish a row."""
     monkeypatch.setattr(launch, "PARTS", ((0, parts),))
     monkeypatch.setattr(launch, "PARTS_OF_FEW", ((0, parts),))
     monkeypatch.setattr(row_sums, "FEW_ROWS", few_rows)
@@ -162,12 +162,12 @@ def test_rows_without_values_and_with_infinities(backend: Backend, vocab: int) -
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_column_belongs_to_one_chunk(dtype: torch.dtype, rows: int) -> None:
     layout = RowSums.unwritten(torch.zeros(rows, 3, dtype=dtype)).layout
-    piece, number = layout.piece, layout.chunks
-    columns = torch.arange(2 * piece + 3)
+    block, number = layout.block, layout.chunks
+    columns = torch.arange(2 * block + 3)
     chunks = layout.chunks_of(columns)
-    assert torch.equal(chunks // number, columns // piece)
+    assert torch.equal(chunks // number, columns // block)
     assert chunks.bincount(minlength=3 * number).tolist() == (
-        [piece // number] * 2 * number + [3] + [0] * (number - 1)
+        [block // number] * 2 * number + [3] + [0] * (number - 1)
     )
 
 
