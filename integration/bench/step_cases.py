@@ -240,8 +240,8 @@ def _trial(
         return {name: value for name, value in outputs.items() if name not in unlike}
 
     state = attention.device_tensors() | {"past_tokens": tokens, "past_states": states}
-    if not kind.only_draws and manager.edit_rows is not None:
-        pools = manager.edit_rows.pools
+    if not kind.only_draws and manager.logits_allocator is not None:
+        pools = manager.logits_allocator.pools
         state |= {"table": manager.table.rows, "counts": pools.counts, "seen": pools.seen}
     return Trial(run, state, approximate=frozenset({"log_probs"}))
 

@@ -85,15 +85,15 @@ class LogitsProcessorState:
 
 @dataclass(frozen=True)
 class DraftMask:
-    """Allowed ids of the next draft, for requests with a row of allowed ids.
+    """Ids that the next draft may be: a request's allowed ids without those masked at its position.
 
-    They are the allowed ids without those that must not come next.
+    Only requests with a row of allowed ids have a mask.
     """
 
     allowed: torch.Tensor  # [P, V/32 + 1] int32, as `LogitsProcessorState.allowed`
-    hidden: torch.Tensor
-    """[P + 1, MAX_STOP_IDS + MAX_BAD_WORDS] int32: the removed ids, -1: none. The last row takes
-    writes of requests without a row."""
+    masked_ids: torch.Tensor
+    """[P + 1, MAX_STOP_IDS + MAX_BAD_WORDS] int32: the ids removed from ``allowed``, -1: none.
+    Requests without a row write to the last one."""
 
     def check(self, pools: LogitsProcessorState) -> None:
         """Check the tensors against checked pools.
@@ -106,4 +106,4 @@ class DraftMask:
         layout["contiguous"] = True
         expect_tensor("draft mask, allowed", self.allowed, shape=(rows, words), **layout)
         shape = (rows + 1, MAX_STOP_IDS + MAX_BAD_WORDS)
-        expect_tensor("draft mask, hidden", self.hidden, shape=shape, **layout)
+        expect_tensor("draft mask, masked_ids", self.masked_ids, shape=shape, **layout)

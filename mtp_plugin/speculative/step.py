@@ -240,13 +240,13 @@ class SlotRows:
     slot_ids: torch.Tensor  # [>= R] integer, any stride; the padding rows of a batch may share one
     columns: TableColumns  # of the table
     pools: LogitsProcessorState | None = None  # None: no request has a row in a pool
-    bans: DraftMask | None = None  # None: drafts are not masked
+    draft_mask: DraftMask | None = None  # None: drafts are not masked
 
-    def as_drafts_read(self) -> SlotRows:
+    def for_drafts(self) -> SlotRows:
         """Return these rows with the allowed ids of drafts instead of those of the target."""
-        if self.pools is None or self.bans is None:
+        if self.pools is None or self.draft_mask is None:
             return self
-        return replace(self, pools=replace(self.pools, allowed=self.bans.allowed))
+        return replace(self, pools=replace(self.pools, allowed=self.draft_mask.allowed))
 
     def of(self, requests: slice) -> torch.Tensor:
         """Return the slots of some of the step's requests [N] int64."""

@@ -99,8 +99,8 @@ def slot_rows(requests: int, vocab: int = VOCAB) -> SlotRows:
         seen=ints(2, words),
         words=ints(2, 64, 16),
     )
-    bans = DraftMask(ints(2, words + 1), ints(3, 96))
-    return SlotRows(ints(64, columns.width), ints(requests, dtype=I64), columns, pools, bans)
+    draft_mask = DraftMask(ints(2, words + 1), ints(3, 96))
+    return SlotRows(ints(64, columns.width), ints(requests, dtype=I64), columns, pools, draft_mask)
 
 
 # --- ops of a step ---

@@ -22,7 +22,7 @@ from mtp_plugin.speculative.logits_processor_state import DraftMask, LogitsProce
 from mtp_plugin.speculative.ops.sampling import DraftedBy, VerifiedBy
 from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.state import SlotTable
-from mtp_plugin.speculative.state.edit_rows import EditRows
+from mtp_plugin.speculative.state.logits_processor_allocator import LogitsProcessorAllocator
 from mtp_plugin.speculative.step import Accepted, DraftOutput, SamplingKind, StepLayout
 from mtp_plugin.speculative.verification import (
     DraftPass,
@@ -123,7 +123,7 @@ def texts(
     columns = [column for mode in verifier.modes for column in mode.columns]
     table = SlotTable(requests + 1, columns, DEVICE)
     prompt = (*IN_FRONT, language.first)
-    rows = EditRows(len(ways), vocab, DEVICE)
+    rows = LogitsProcessorAllocator(len(ways), vocab, DEVICE)
     needs_rows = False
     for place, way in enumerate(ways):
         mine = slice(place * number, (place + 1) * number)
@@ -147,7 +147,7 @@ def texts(
         table.column("stop_ids")[mine, : len(stop_ids)] = stop_ids
         table.column("recent")[mine, -PROMPT_LEN:] = torch.tensor(prompt, dtype=torch.int32)
         # a row of each pool for every request, that of the first one of its way
-        for name in rows.take(place, facts, prompt) or rows.take_for_drafts(facts):
+        for name in rows.allocate(place, facts, prompt) or rows.allocate_for_draft_mask(facts):
             needs_rows = True
             table.column(name)[mine] = torch.arange(number, dtype=torch.int32) + mine.start
     noise = torch.Generator().manual_seed(seed)
@@ -157,9 +157,9 @@ def texts(
         draft_probs=torch.zeros(requests + 1, draft_len, vocab, device=DEVICE)
     )
     slot_ids = torch.arange(requests, device=DEVICE)
-    pools, bans = _of_all(rows, number) if needs_rows else (None, None)
+    pools, draft_mask = _of_all(rows, number) if needs_rows else (None, None)
     if not any(way.bad_words or way.min_tokens for way in ways):
-        bans = None
+        draft_mask = None
     decoder = _Decoder(
         language,
         verifier,
@@ -167,7 +167,7 @@ def texts(
         table,
         slot_ids,
         pools,
-        bans,
+        draft_mask,
         draft_len,
         backend,
         vocab_ids,
@@ -176,14 +176,15 @@ def texts(
     return decoder.run(length)
 
 
-def _of_all(rows: EditRows, number: int) -> tuple[LogitsProcessorState, DraftMask]:
+def _of_all(rows: LogitsProcessorAllocator, number: int) -> tuple[LogitsProcessorState, DraftMask]:
     """Pools in which every row is repeated ``number`` times."""
     pools = LogitsProcessorState(
         **{k: v.repeat_interleave(number, 0) for k, v in vars(rows.pools).items()}
     )
-    hidden = rows.bans.hidden[:-1].repeat_interleave(number, 0)
+    hidden = rows.draft_mask.masked_ids[:-1].repeat_interleave(number, 0)
     return pools, DraftMask(
-        rows.bans.allowed.repeat_interleave(number, 0), torch.cat([hidden, rows.bans.hidden[-1:]])
+        rows.draft_mask.allowed.repeat_interleave(number, 0),
+        torch.cat([hidden, rows.draft_mask.masked_ids[-1:]]),
     )
 
 
@@ -195,7 +196,7 @@ class _Decoder:
     table: SlotTable
     slot_ids: torch.Tensor
     pools: LogitsProcessorState | None
-    bans: DraftMask | None
+    draft_mask: DraftMask | None
     draft_len: int
     backend: Backend
     vocab_ids: torch.Tensor | None
@@ -210,7 +211,7 @@ class _Decoder:
         last = torch.full((requests,), self.language.first, device=DEVICE)
         nothing = torch.zeros(requests, dtype=torch.int32, device=DEVICE)
         step = self._step(live, last, written, None)
-        if self.bans is not None:  # what the prompt's last token leaves
+        if self.draft_mask is not None:  # what the prompt's last token leaves
             none = torch.full((requests, k + 1), -1, dtype=torch.int32, device=DEVICE)
             accepted = Accepted(none, nothing, nothing)
             positions = step.layout.first_logit_positions("prompts")
@@ -268,7 +269,7 @@ class _Decoder:
             draft_lens=draft_lens,
             manager=self.manager,
             slot_ids=self.slot_ids[live],
-            slots=self.table.rows_of(self.slot_ids[live], self.pools, self.bans),
+            slots=self.table.rows_of(self.slot_ids[live], self.pools, self.draft_mask),
             sampling_kind=(
                 SamplingKind.SAMPLED
                 if self.pools is None and self.verifier.thinking is None

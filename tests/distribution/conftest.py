@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from mtp_plugin.speculative import logits_processor_state
-from mtp_plugin.speculative.state import edit_rows
+from mtp_plugin.speculative.state import logits_processor_allocator
 
 
 @pytest.fixture(autouse=True)
@@ -16,6 +16,6 @@ def few_words(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """
     if request.node.get_closest_marker("gpu"):
         return
-    for module in (logits_processor_state, edit_rows):
+    for module in (logits_processor_state, logits_processor_allocator):
         monkeypatch.setattr(module, "MAX_BAD_WORDS", 8)
         monkeypatch.setattr(module, "MAX_BAD_WORD_LEN", 4)

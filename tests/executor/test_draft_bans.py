@@ -54,7 +54,7 @@ EDITS = {
 
 def blind(monkeypatch) -> None:
     """Let drafts be made without what is kept for them."""
-    monkeypatch.setattr(SlotRows, "as_drafts_read", lambda slots: slots)
+    monkeypatch.setattr(SlotRows, "for_drafts", lambda slots: slots)
 
 
 def blind_to_edits(monkeypatch) -> None:

@@ -33,7 +33,7 @@ BOOKS = (
     "executor/scheduler.py",
     "executor/tokenizer_lock.py",
     "requests/slots.py",
-    "speculative/state/edit_rows.py",
+    "speculative/state/logits_processor_allocator.py",
 )
 HANDLED_AFTER = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 """Instructions after which handlers run, by how their names begin."""

@@ -131,7 +131,7 @@ def test_requests_take_what_they_are_said_to(tmp_path: Path, speculative: dict |
         )
         with LLM(config) as llm:
             manager, store = llm.pieces.manager, llm.pieces.sampler.store
-            kept = manager.num_rows * manager.bytes_per_slot() + manager.edit_rows.num_bytes
+            kept = manager.num_rows * manager.bytes_per_slot() + manager.logits_allocator.num_bytes
             kept += 0 if manager.draft_probs is None else manager.draft_probs.nbytes
             table = llm.executor.engine._table
             facts, plan = llm.model.facts, llm.pieces.plan

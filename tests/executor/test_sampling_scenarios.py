@@ -83,7 +83,7 @@ def test_r30_penalties_see_drafts_in_front_and_none_that_was_rejected(
             if request.is_finished or not request.output_token_ids:
                 continue
             row = manager.table.column("count_row")[manager.slot_of(request.request_id)]
-            counts = manager.edit_rows.pools.counts[int(row)].to("cpu", torch.int64)
+            counts = manager.logits_allocator.pools.counts[int(row)].to("cpu", torch.int64)
             held = torch.bincount(torch.tensor(request.tokens), minlength=len(counts))
             assert torch.equal(counts, held)
     assert_drained(llm)

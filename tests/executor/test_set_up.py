@@ -74,7 +74,7 @@ def test_memory_besides_the_weights_is_reported(harness):
         assert line == (
             f"memory: KV cache {llm.pools.num_bytes() / 2**20:.1f} MiB (1024 blocks of 4 tokens), "
             f"MTP state {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes), "
-            f"logit edits {manager.edit_rows.num_bytes / 2**20:.1f} MiB"
+            f"logits processing {manager.logits_allocator.num_bytes / 2**20:.1f} MiB"
         )
     assert lines[-1] == "ready"
 
@@ -90,7 +90,7 @@ def test_the_kv_cache_is_sized_after_everything_else(harness, monkeypatch: pytes
 
     def sized(*arguments, **options):
         (manager,) = managers
-        assert manager.edit_rows.num_bytes > 0
+        assert manager.logits_allocator.num_bytes > 0
         assert manager.draft_probs is not None
         managers.clear()
         return size(*arguments, **options)

@@ -533,10 +533,10 @@ def test_pieces_answer_for_themselves() -> None:
     assert pieces.backend is pieces.worker.backend is Backend.TORCH
     assert pieces.checks_metadata
     slots, size = pieces.manager.sentinel_slot + 1, pieces.manager.bytes_per_slot()
-    edits = pieces.manager.edit_rows.num_bytes
+    edits = pieces.manager.logits_allocator.num_bytes
     assert pieces.memory_report() == (
         f"MTP state {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes), "
-        f"logit edits {edits / 2**20:.1f} MiB"
+        f"logits processing {edits / 2**20:.1f} MiB"
     )
     with pieces.replay_checks() as checks:
         assert list(checks) == []
@@ -633,7 +633,7 @@ def test_memory_reports(make: Any, size: int) -> None:
     pieces = make()
     assert (pieces.manager.num_rows, pieces.manager.bytes_per_slot()) == (15, size)
     name = "MTP state" if pieces.plan.max_draft_len else "request state"
-    report = f"{name} 0.0 MiB (15 slots of {size} bytes), logit edits 0.0 MiB"
+    report = f"{name} 0.0 MiB (15 slots of {size} bytes), logits processing 0.0 MiB"
     assert pieces.memory_report() == report
 
 

@@ -344,7 +344,7 @@ def test_drafts_that_rejection_sampling_verifies(line: str) -> None:
 
 def test_everything_without_pools_of_edits() -> None:
     host = Host()
-    host.manager.edit_rows, host.manager.always_edits = None, True
+    host.manager.logits_allocator, host.manager.always_edits = None, True
     assert text_of(host, LlmRequest(1, PROMPT)) == GREEDY
     asking = LlmRequest(7, PROMPT, sampling={"presence_penalty": 1.0})
     assert text_of(host, asking) == []

@@ -170,7 +170,7 @@ class HostStep:
         """
         slots = self.expect_slots()
         is_sampled = self.sampling_kind is SamplingKind.SAMPLED
-        return replace(slots, pools=None, bans=None) if is_sampled else slots
+        return replace(slots, pools=None, draft_mask=None) if is_sampled else slots
 
     def expect_manager(self) -> tuple[Any, torch.Tensor]:
         """Return the MTP manager and the pool rows of the requests [R] int64.

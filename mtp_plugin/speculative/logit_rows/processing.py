@@ -143,8 +143,8 @@ def update_draft_mask(rows: LogitRows, slots: SlotRows) -> None:
     Ids masked for the previous draft are allowed again. Requests without a row of allowed ids have
     no draft mask.
     """
-    pools, bans = slots.pools, slots.bans
-    if pools is None or bans is None:
+    pools, draft_mask = slots.pools, slots.draft_mask
+    if pools is None or draft_mask is None:
         return
     vocab = pools.vocab_size
     stops, words = disallowed_tokens(rows, slots)
@@ -153,15 +153,15 @@ def update_draft_mask(rows: LogitRows, slots: SlotRows) -> None:
     mine = (row >= 0).unsqueeze(1)
     place = row.clamp_min(0)
 
-    old = bans.hidden[place].to(torch.int64)
-    _flip(bans.allowed, place, old, mine & (old >= 0))
+    old = draft_mask.masked_ids[place].to(torch.int64)
+    _flip(draft_mask.allowed, place, old, mine & (old >= 0))
     ids = torch.where(mine & (ids >= 0) & (ids < vocab), ids, -1)
-    bits = bans.allowed[place].gather(1, ids.clamp_min(0) // WORD_BITS)
+    bits = draft_mask.allowed[place].gather(1, ids.clamp_min(0) // WORD_BITS)
     is_set = (bits & bit_of(ids.clamp_min(0)) != 0) & (ids >= 0) & _is_first(ids)
-    _flip(bans.allowed, place, ids, is_set)
-    kept = torch.where(is_set, ids, -1).to(bans.hidden.dtype)
-    spare = bans.hidden.shape[0] - 1  # takes the writes of the other requests
-    bans.hidden[torch.where(row >= 0, row, spare)] = kept
+    _flip(draft_mask.allowed, place, ids, is_set)
+    kept = torch.where(is_set, ids, -1).to(draft_mask.masked_ids.dtype)
+    spare = draft_mask.masked_ids.shape[0] - 1  # takes the writes of the other requests
+    draft_mask.masked_ids[torch.where(row >= 0, row, spare)] = kept
 
 
 def _is_first(ids: torch.Tensor) -> torch.Tensor:

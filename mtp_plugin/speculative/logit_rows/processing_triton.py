@@ -513,7 +513,7 @@ def update_draft_mask(
     index,
     offset,
     allowed_ptr,
-    hidden_ptr,
+    masked_ids_ptr,
     words_ptr,
     draft_ptr,
     pool_vocab,
@@ -532,14 +532,14 @@ def update_draft_mask(
         row_allowed = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
         columns = tl.arange(0, STOPS)
         lanes = tl.arange(0, WORDS)
-        row_hidden = hidden_ptr + allowed_row * (STOPS + WORDS)
-        _put_back(row_allowed, tl.load(row_hidden + columns))
-        _put_back(row_allowed, tl.load(row_hidden + STOPS + lanes))
+        row_masked_ids = masked_ids_ptr + allowed_row * (STOPS + WORDS)
+        _put_back(row_allowed, tl.load(row_masked_ids + columns))
+        _put_back(row_allowed, tl.load(row_masked_ids + STOPS + lanes))
         tl.debug_barrier()
         stops, hidden = early_stops(slot, index, pool_vocab, STOPS)
         ends = word_ends(slot, offset, words_ptr, draft_ptr, WORDS, LENGTH, HAS_DRAFTS)
         hidden = hidden & leaves_some(row_allowed, stops, hidden, ends, pool_vocab, STOPS, WORDS)
         tl.debug_barrier()
         ends = tl.where(ends < pool_vocab, ends, -1)
-        tl.store(row_hidden + columns, _take_out(row_allowed, tl.where(hidden, stops, -1)))
-        tl.store(row_hidden + STOPS + lanes, _take_out(row_allowed, ends))
+        tl.store(row_masked_ids + columns, _take_out(row_allowed, tl.where(hidden, stops, -1)))
+        tl.store(row_masked_ids + STOPS + lanes, _take_out(row_allowed, ends))

@@ -53,7 +53,7 @@ def propose_processed(
 
     Args:
         rows: of the logits, one per request, with int32 drafts that are those of the output.
-        slots: of the R requests; with ``bans``, drafts are none of the disallowed tokens.
+        slots: of the R requests; with ``draft_mask``, drafts are none of the disallowed tokens.
         following, thinking: as in :func:`write_drafts`.
     """
     rows.check_logits(logits)
@@ -87,8 +87,8 @@ def write_drafts(
             written as 0.
         output: as in :func:`propose`; its ``vocab_ids`` are not read.
         following: the rows that propose the next drafts, with int32 drafts that are those of the
-            output. Tokens that are disallowed there are masked in ``slots.bans``. None: no draft
-            follows.
+            output. ``slots.draft_mask`` is updated to mask the tokens disallowed in these rows.
+            None: no draft follows.
         slots: of the R requests; None: no draft is masked or forced.
         thinking: thinking budgets, which need slots and int32 drafts that are those of the output.
             None: no request has a budget.
@@ -154,7 +154,7 @@ def propose_processed_reference(
     following: LogitRows | None,
     thinking: ThinkingRule | None,
 ) -> None:
-    values = process_logits(logits, rows, slots.as_drafts_read(), vocab_ids=output.vocab_ids)
+    values = process_logits(logits, rows, slots.for_drafts(), vocab_ids=output.vocab_ids)
     drafts = _argmax_ids(values, output)
     write_drafts_reference(drafts, output, following, slots, thinking)
 
@@ -236,10 +236,10 @@ def _checked_following(
 ) -> LogitRows | None:
     """Check the slots, the thinking rule and ``following``; None if nothing is masked there."""
     check_slots(slots, int(output.drafts.shape[0]), device)
-    if following is not None and slots.pools is not None and slots.bans is not None:
+    if following is not None and slots.pools is not None and slots.draft_mask is not None:
         _check_rows("following rows", following, output, output.column + 1)
         slots.pools.check(output.drafts.device)
-        slots.bans.check(slots.pools)
+        slots.draft_mask.check(slots.pools)
     else:
         following = None
     if thinking is not None:

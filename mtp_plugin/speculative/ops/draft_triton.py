@@ -54,7 +54,7 @@ def write_drafts_kernel(
     slot_ptr,
     words_ptr,
     allowed_ptr,
-    hidden_ptr,
+    masked_ids_ptr,
     end_ptr,
     next_place_ptr,
     num_blocks,
@@ -139,7 +139,7 @@ def write_drafts_kernel(
             index + column + 2,
             column + 1,
             allowed_ptr,
-            hidden_ptr,
+            masked_ids_ptr,
             words_ptr,
             draft_ptr + request * draft_stride,
             pool_vocab,
@@ -320,7 +320,7 @@ def _processed_partials(
     logits: torch.Tensor, output: DraftOutput, rows: LogitRows, slots: SlotRows
 ) -> Top1Partials:
     """As `top1_partials`, after logits processing."""
-    pools = slots.as_drafts_read().pools
+    pools = slots.for_drafts().pools
     if pools is None:
         return top1_partials(logits)
     expect_reachable(processed_top1_kernel, "logits", logits)
@@ -376,8 +376,8 @@ def _write(
         values, ids, num_blocks = source, source, 1
         vocab_ids = None
     unused = ids
-    bans = None if following is None or slots is None else slots.bans
-    pools = None if bans is None or slots is None else slots.pools
+    draft_mask = None if following is None or slots is None else slots.draft_mask
+    pools = None if draft_mask is None or slots is None else slots.pools
     length = 1 if thinking is None else thinking.end_ids.numel()
     ahead = None if following is None else following.ahead
     write_drafts_kernel[(ids.shape[0],)](
@@ -395,8 +395,8 @@ def _write(
         unused if slots is None else slots.table,
         unused if slots is None else slots.slot_ids,
         unused if pools is None else pools.words,
-        unused if bans is None else bans.allowed,
-        unused if bans is None else bans.hidden,
+        unused if draft_mask is None else draft_mask.allowed,
+        unused if draft_mask is None else draft_mask.masked_ids,
         unused if thinking is None else thinking.end_ids,
         unused if thinking is None else thinking.next_places,
         num_blocks,
@@ -418,7 +418,7 @@ def _write(
         HAS_KV=output.kv_lens is not None,
         HAS_VOCAB_IDS=vocab_ids is not None,
         IS_SAMPLED=not isinstance(source, Top1Partials),
-        HAS_DRAFT_MASK=bans is not None,
+        HAS_DRAFT_MASK=draft_mask is not None,
         HAS_THINKING=thinking is not None,
         LANES=triton.next_power_of_2(length),
         HAS_AHEAD=ahead is not None,

@@ -23,8 +23,8 @@ def update_token_history(
     Column ``recent`` shifts in the request's last tokens. A request with a ``count_row`` also gets
     its tokens counted (up to 65535 times) and marked as seen. Rejected drafts change nothing.
 
-    With ``positions`` and ``slots.bans``, the tokens that must not follow the accepted ones (bad
-    words, stop ids before ``min_tokens``) are removed from those that the first draft may be.
+    With ``positions`` and ``slots.draft_mask``, tokens that must not follow the accepted ones (bad
+    words, stop ids before ``min_tokens``) are masked for the first draft.
 
     Without pools no request has logits processing, and nothing is written.
 
@@ -45,8 +45,8 @@ def update_token_history(
         return
     slots.pools.check(device)
     rows = None
-    if positions is not None and slots.bans is not None:
-        slots.bans.check(slots.pools)
+    if positions is not None and slots.draft_mask is not None:
+        slots.draft_mask.check(slots.pools)
         rows = LogitRows(0, 1, positions, num_accepted)
         rows.check(device)
     if requests:

@@ -40,7 +40,7 @@ def token_history_kernel(
     pool_ptr,
     seen_ptr,
     allowed_ptr,
-    hidden_ptr,
+    masked_ids_ptr,
     # sizes
     token_stride,
     count_stride,
@@ -81,7 +81,7 @@ def token_history_kernel(
             index,
             0,
             allowed_ptr,
-            hidden_ptr,
+            masked_ids_ptr,
             words_ptr,
             token_ptr,
             pool_vocab,
@@ -112,8 +112,8 @@ def update_token_history_triton(
     accepted: Accepted, slots: SlotRows, rows: LogitRows | None
 ) -> None:
     """One launch, one program per request."""
-    tokens, pools, bans = accepted.tokens, slots.pools, slots.bans
-    positions = None if rows is None or bans is None else rows.positions
+    tokens, pools, draft_mask = accepted.tokens, slots.pools, slots.draft_mask
+    positions = None if rows is None or draft_mask is None else rows.positions
     if pools is None:
         raise TensorContractError("update_token_history: expected slots with pools, got None")
     expect_reachable(token_history_kernel, "tokens", tokens)
@@ -129,8 +129,8 @@ def update_token_history_triton(
         slots.table,
         pools.counts,
         pools.seen,
-        tokens if bans is None else bans.allowed,
-        tokens if bans is None else bans.hidden,
+        tokens if draft_mask is None else draft_mask.allowed,
+        tokens if draft_mask is None else draft_mask.masked_ids,
         # sizes
         tokens.stride(0),
         accepted.num_accepted.stride(0),

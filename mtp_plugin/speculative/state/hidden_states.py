@@ -14,7 +14,7 @@ from mtp_plugin.speculative.verification import make_modes
 
 
 class MTPHiddenStatesManager(SlotStateManager):
-    """Also owns the past hidden states and tokens of every slot, for MTP layers per depth.
+    """Also owns the past hidden states and tokens of each slot, for models with a layer per depth.
 
     Pools (plain attributes that a host may replace, read again at every use):
     ``mtp_past_hidden_states_pool`` [S, K, H] dtype and ``mtp_past_tokens_pool`` [S, K] int32. A
@@ -22,7 +22,7 @@ class MTPHiddenStatesManager(SlotStateManager):
 
     Args:
         config: any object with ``max_draft_len`` or ``num_nextn_predict_layers`` (K; the first
-            counts where both are given), and optionally the relaxed-acceptance fields.
+            has priority), and optionally the relaxed-acceptance fields.
         dtype: dtype of the hidden states.
         hidden_size: H.
         max_num_requests, device, num_seq_slots, vocab_size: as `SlotStateManager`.
@@ -30,8 +30,8 @@ class MTPHiddenStatesManager(SlotStateManager):
 
     Raises:
         ConfigError: K or a size below 1, a dtype that is not floating-point, relaxed acceptance
-            without two thinking tokens, or an argument of a host that this version does not serve,
-            as ``sa_manager``.
+            without two thinking tokens, or a host's argument that this version does not support,
+            such as ``sa_manager``.
     """
 
     def __init__(

@@ -26,7 +26,10 @@ from mtp_plugin.speculative.host import (
     refuse,
     token_after_chunk,
 )
-from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS, EditRows
+from mtp_plugin.speculative.state.logits_processor_allocator import (
+    POOLED_OPTIONS,
+    LogitsProcessorAllocator,
+)
 from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
 from mtp_plugin.speculative.step import SamplingKind, SlotRows
 from mtp_plugin.speculative.verification import VerificationMode
@@ -40,12 +43,12 @@ _SAMPLING_OPTIONS = frozenset(name for name, option in OPTIONS.items() if option
 class SlotStateManager:
     """Owns the state slot of each request, and the slot table with a row per slot.
 
-    S covers live and in-flight requests, warm-up and attention-DP dummies, and the sentinel slot,
-    the last one, which takes every write of a graph-padding row. A row is written when its slot is
+    The S slots serve live and in-flight requests, warm-up and attention-DP dummies, and the
+    sentinel, the last slot, to which graph-padding rows write. A row is written when its slot is
     allocated; verification modes compute their columns from the whole prompt. Columns that hosts
-    may write are attributes too: views of the table that may be replaced and are read again at
-    every use, as ``mtp_relaxed_delta_pool`` [S] float32 of
-    :class:`~mtp_plugin.speculative.verification.relaxed.RelaxedVerification`.
+    may write are also attributes, such as ``mtp_relaxed_delta_pool`` [S] float32 of
+    :class:`~mtp_plugin.speculative.verification.relaxed.RelaxedVerification`: views of the table
+    that a host may replace, read again at every use.
 
     ``draft_probs`` [S, K, V] float32 holds the distributions that drafts were sampled from, if a
     mode reads them.
@@ -53,16 +56,16 @@ class SlotStateManager:
     If an option of a host's own request cannot be served, the request is marked as refused: it
     keeps a slot and is decoded greedily until the sampler finishes it with the error.
 
-    A host may set ``always_edits`` and ``always_greedy``.
+    A host may set the attributes ``always_edits`` and ``always_greedy``.
 
     Args:
         modes: verification modes, whose columns are in the table.
         max_num_requests: maximum number of requests of a batch.
         device: default CUDA where present, else CPU.
         num_seq_slots: maximum number of sequences with a slot; default 2 * max_num_requests, since
-            under overlap a finishing request and its replacement both hold one.
-        vocab_size: columns of the logits; None: options with per-token state, as ``logit_bias``
-            and penalties, are refused.
+            under overlap scheduling a finishing request and its replacement both have one.
+        vocab_size: columns of the logits; None: options with per-token state, such as
+            ``logit_bias`` and penalties, are refused.
         thinking_end: end of the thinking phase for thinking budgets; None: budgets are refused.
         engine_seed: seed of requests without a seed, the same on every rank.
 
@@ -94,10 +97,12 @@ class SlotStateManager:
             max(sequences, max_num_requests) + ATTENTION_DP_DUMMIES + max_num_requests
         )
         self.sentinel_slot = self.slot_manager.max_num_requests
-        self.edit_rows: EditRows | None = None
+        self.logits_allocator: LogitsProcessorAllocator | None = None
         if vocab_size is not None:
             vocab_size = self._expect_size("vocab_size", vocab_size)
-            self.edit_rows = EditRows(max_num_requests + 1, vocab_size, self.device)
+            self.logits_allocator = LogitsProcessorAllocator(
+                max_num_requests + 1, vocab_size, self.device
+            )
         columns = [column for mode in self.modes for column in mode.columns]
         self.table = SlotTable(self.num_rows, columns, self.device)
         self._pools = tuple(column.name for column in columns if column.is_pool)
@@ -105,11 +110,11 @@ class SlotStateManager:
             setattr(self, name, self.table.column(name))
         self.draft_probs = self._make_draft_probs(vocab_size)
         self.always_edits = False
-        """Run every step as if a request needed logits processing, unless the host says otherwise;
-        for hosts that choose a captured step without knowing what was captured. Greedy steps then
-        cost as much as steps with penalties and log-probabilities: the sampling reduction, a pass
-        over the rows for log-probabilities and the token history update. Greedy drafts come from
-        the kernel with logits processing, in as many launches."""
+        """Run every step with `SamplingKind.PROCESSED`, unless the host sets a step's kind itself;
+        for hosts that replay a CUDA graph without knowing the kind it was captured with. Greedy
+        steps then cost as much as steps with penalties and log-probabilities: the sampling
+        reduction, a log-probability pass and the token history update. Drafts take as many launches
+        as before, with the logits-processing kernel."""
         self.always_greedy = False
         """Ignore the sampling options of requests and decode greedily."""
         self._sampling_kinds: dict[int, SamplingKind] = {}
@@ -122,8 +127,8 @@ class SlotStateManager:
     def bytes_per_request(vocab_size: int, pair_bytes: int = 0, num_draft_probs: int = 0) -> int:
         """Return the device bytes per request of a batch, without the columns of modes.
 
-        They cover a row of the pools and three slots: for the request, its replacement under
-        overlap, and warm-up.
+        This is one row of the pools and three slots: of the request, of its replacement under
+        overlap scheduling, and of warm-up.
 
         Args:
             pair_bytes: bytes of a slot's past hidden states and tokens.
@@ -132,7 +137,7 @@ class SlotStateManager:
         slot = (
             4 * TableColumns(REQUEST_COLUMNS).width + pair_bytes + 4 * num_draft_probs * vocab_size
         )
-        return EditRows.bytes_per_row(vocab_size) + 3 * slot
+        return LogitsProcessorAllocator.bytes_per_row(vocab_size) + 3 * slot
 
     @property
     def num_rows(self) -> int:
@@ -155,10 +160,10 @@ class SlotStateManager:
             for request in self._contexts:
                 if request.is_first_context_chunk:
                     slot, fresh[slot], admitted[slot] = self._admit(request)
-            if self.edit_rows is not None:
-                # after all requests that need a row
+            if self.logits_allocator is not None:
+                # requests that need a row for the target come first
                 for slot, facts in admitted.items():
-                    fresh[slot] |= self.edit_rows.take_for_drafts(facts)
+                    fresh[slot] |= self.logits_allocator.allocate_for_draft_mask(facts)
         finally:
             self._reset(fresh)
 
@@ -168,18 +173,18 @@ class SlotStateManager:
         facts = read_request(request)
         if self.always_greedy:
             facts = facts.without(_SAMPLING_OPTIONS)
-        values = self._values_of(request, facts)
+        values = self._slot_values(request, facts)
         self._expect_unique_id(request, facts)
         slot = self.slot_manager.add_slot(request.request_id)
         try:
-            values |= self._rows_of(request, facts)
+            values |= self._allocate_pool_row(request, facts)
         except (MetadataError, NoFreeSlotsError) as error:
             if own_facts(request) is not None:
                 self.free_resources(request)
                 raise
             refuse(request, str(error))
             facts = facts.without(OPTIONS)
-            values = self._values_of(request, facts)
+            values = self._slot_values(request, facts)
         except BaseException:
             self.free_resources(request)
             raise
@@ -252,8 +257,8 @@ class SlotStateManager:
         self._dummies.discard(request.request_id)
         self._owners.pop(request.request_id, None)
         self._row_owners.pop(request.request_id, None)
-        if self.edit_rows is not None:
-            self.edit_rows.give_back(request.request_id)
+        if self.logits_allocator is not None:
+            self.logits_allocator.free(request.request_id)
 
     def add_dummy_requests(self, request_ids: Sequence[int]) -> None:
         """Allocate slots for warm-up and attention-DP dummies.
@@ -281,8 +286,8 @@ class SlotStateManager:
         self._owners.clear()
         self._row_owners.clear()
         self._contexts = ()
-        if self.edit_rows is not None:
-            self.edit_rows.shutdown()
+        if self.logits_allocator is not None:
+            self.logits_allocator.shutdown()
 
     def get_max_resource_count(self) -> int:
         """Return the maximum number of requests of a batch."""
@@ -310,16 +315,17 @@ class SlotStateManager:
             TensorContractError: ``slot_ids`` is no integer vector.
         """
         expect_tensor("slot_ids", slot_ids, dtype=INTEGERS, shape=("R",))
-        if self.edit_rows is None:
+        allocator = self.logits_allocator
+        if allocator is None:
             return self.table.rows_of(slot_ids)
-        return self.table.rows_of(slot_ids, self.edit_rows.pools, self.edit_rows.bans)
+        return self.table.rows_of(slot_ids, allocator.pools, allocator.draft_mask)
 
     def memory_report(self, name: str = "MTP state") -> str:
         """Return one line with the device memory of each part, starting with ``name``."""
         slots, size = self.num_rows, self.bytes_per_slot()
         report = f"{name} {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes)"
-        if self.edit_rows is not None:
-            report += f", logit edits {self.edit_rows.num_bytes / 2**20:.1f} MiB"
+        if self.logits_allocator is not None:
+            report += f", logits processing {self.logits_allocator.num_bytes / 2**20:.1f} MiB"
         if self.draft_probs is not None:
             report += f", draft probabilities {self.draft_probs.nbytes / 2**20:.1f} MiB"
         return report
@@ -328,7 +334,7 @@ class SlotStateManager:
         """Return the device bytes of one slot."""
         return 4 * self.table.columns.width
 
-    def _values_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
+    def _slot_values(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
         values = facts.columns(self.engine_seed)
         for mode in self.modes:
             if mode.columns:
@@ -354,8 +360,9 @@ class SlotStateManager:
         thought, place = self.thinking_end.progress_after(tokens, facts.stop.prompt_len, budget)
         return {"thought": thought, "end_place": place}
 
-    def _rows_of(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
-        """Allocate the request's row in the pools; return its columns and the last tokens.
+    def _allocate_pool_row(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
+        """Allocate a row in the pools if the request needs one; return the slot-table columns that
+        hold it, and the last tokens.
 
         Raises:
             MetadataError: it needs a row, and the manager has no pools.
@@ -363,25 +370,25 @@ class SlotStateManager:
         needed = [name for name in facts.options if name in POOLED_OPTIONS]
         if not needed:
             return {}
-        if self.edit_rows is None:
+        if self.logits_allocator is None:
             raise MetadataError(
                 f"request {request.request_id}: {', '.join(needed)} need a manager with vocab_size"
             )
         tokens = request.get_tokens(0)
-        if not self.edit_rows.has_room(request.request_id):
-            self._make_room(self.edit_rows)
-        rows = self.edit_rows.take(request.request_id, facts, tokens)
+        if not self.logits_allocator.has_room(request.request_id):
+            self._free_rows(self.logits_allocator)
+        rows = self.logits_allocator.allocate(request.request_id, facts, tokens)
         if rows:
             self._row_owners[request.request_id] = request
         recent = list(tokens[-MAX_BAD_WORD_LEN:])
         padding = [NO_TOKEN] * (MAX_BAD_WORD_LEN - len(recent))
         return {**rows, "recent": padding + recent}
 
-    def _make_room(self, edit_rows: EditRows) -> None:
-        """Free the rows of finished requests, which hosts may free a step later, or else the row of
-        a request that only masks drafts with it.
+    def _free_rows(self, allocator: LogitsProcessorAllocator) -> None:
+        """Free the rows of finished requests; if there are none, one that only masks drafts.
 
-        Kernels in flight read these rows before the writes of this call.
+        Hosts may free a finished request a step late. Kernels in flight read these rows before the
+        writes of this call.
         """
         ended = [
             request_id
@@ -390,9 +397,9 @@ class SlotStateManager:
         ]
         for request_id in ended:
             del self._row_owners[request_id]
-            edit_rows.give_back(request_id)
-        from_drafts = None if ended else edit_rows.take_from_drafts()
-        for request_id in ended if from_drafts is None else [from_drafts]:
+            allocator.free(request_id)
+        reclaimed = None if ended else allocator.reclaim_draft_mask_row()
+        for request_id in ended if reclaimed is None else [reclaimed]:
             slot = self.slot_of(request_id)
             for name in POOL_ROWS:
                 self.table.column(name)[slot : slot + 1].fill_(NO_ROW)

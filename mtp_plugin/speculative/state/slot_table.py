@@ -42,10 +42,10 @@ class SlotTable:
         self,
         slot_ids: torch.Tensor,
         pools: LogitsProcessorState | None = None,
-        bans: DraftMask | None = None,
+        draft_mask: DraftMask | None = None,
     ) -> SlotRows:
         """Return the rows of a step's requests; ``slot_ids`` is [R] int64."""
-        return SlotRows(self.rows, slot_ids, self.columns, pools, bans)
+        return SlotRows(self.rows, slot_ids, self.columns, pools, draft_mask)
 
     def write(self, slots: Mapping[int, SlotValues]) -> torch.Tensor:
         """Replace whole rows with one copy, ordered after the kernels launched before.

@@ -67,7 +67,7 @@ class SampledDrafts:
             return
         rows = draft_pass.rows
         kept, pool = step.sampling_slots(), step.draft_probs
-        slots = kept.as_drafts_read()
+        slots = kept.for_drafts()
         truncation = None
         if pool is not None:
             truncation = torch.empty(

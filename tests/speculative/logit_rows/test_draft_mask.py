@@ -77,16 +77,16 @@ class Batch:
             }
             for option, rows in zip(options, columns, strict=True)
         ]
-        bans = DraftMask(pools.allowed.clone(), hidden.to(DEVICE))
-        slots = replace(slot_rows(values, seed=seed, gap=2), pools=pools, bans=bans)
+        draft_mask = DraftMask(pools.allowed.clone(), hidden.to(DEVICE))
+        slots = replace(slot_rows(values, seed=seed, gap=2), pools=pools, draft_mask=draft_mask)
         return cls(options, slots, [rng.randrange(14) for _ in range(requests)])
 
     def copy(self) -> Batch:
-        """With a table, and bans, of its own."""
-        bans = self.slots.bans
-        assert bans is not None
-        mine = DraftMask(bans.allowed.clone(), bans.hidden.clone())
-        return replace(self, slots=replace(on_copy(self.slots), bans=mine))
+        """With a table and a draft mask of its own."""
+        draft_mask = self.slots.draft_mask
+        assert draft_mask is not None
+        mine = DraftMask(draft_mask.allowed.clone(), draft_mask.masked_ids.clone())
+        return replace(self, slots=replace(on_copy(self.slots), draft_mask=mine))
 
     def after(self, runs: list[list[int]]) -> list[LogitsOptions]:
         """The requests with what they emitted."""
@@ -100,8 +100,8 @@ class Batch:
         self, options: list[LogitsOptions], indices: list[int], before: list[list[int]]
     ) -> int:
         """What every row of drafts' ids holds; how many ids are banned."""
-        bans, pools = self.slots.bans, self.slots.pools
-        assert bans is not None
+        draft_mask, pools = self.slots.draft_mask, self.slots.pools
+        assert draft_mask is not None
         assert pools is not None
         number = 0
         for request, (option, index, drafts) in enumerate(
@@ -111,10 +111,10 @@ class Batch:
                 continue
             row = int(column(self.slots, "allowed_row")[int(self.slots.slot_ids[request])])
             banned = example.banned(Place(option, index, tuple(drafts))) & set(option.allowed)
-            assert ids_in(bans.allowed[row, :-1]) == set(option.allowed) - banned
-            hidden = [token for token in bans.hidden[row].tolist() if token >= 0]
+            assert ids_in(draft_mask.allowed[row, :-1]) == set(option.allowed) - banned
+            hidden = [token for token in draft_mask.masked_ids[row].tolist() if token >= 0]
             assert sorted(hidden) == sorted(banned)
-            assert int(bans.allowed[row, -1]) == len(set(option.allowed))
+            assert int(draft_mask.allowed[row, -1]) == len(set(option.allowed))
             number += len(banned)
         return number
 
@@ -143,7 +143,7 @@ def test_example_torch_and_triton_agree(backend: Backend) -> None:
         nonlocal banned
         rng = random.Random(seed + 1)
         batch = Batch.of(seed, requests, vocab)
-        pools, before = batch.slots.pools, batch.slots.bans
+        pools, before = batch.slots.pools, batch.slots.draft_mask
         assert pools is not None
         assert before is not None
         outside = before.allowed.clone()
@@ -190,7 +190,7 @@ def one_request(**options: object) -> Batch:
     slots = slot_rows([{**values, **columns[0]}])
     return Batch(
         [LogitsOptions(**options)],  # type: ignore[arg-type]
-        replace(slots, pools=pools, bans=DraftMask(pools.allowed.clone(), hidden)),
+        replace(slots, pools=pools, draft_mask=DraftMask(pools.allowed.clone(), hidden)),
         [5],
     )
 
@@ -198,12 +198,12 @@ def one_request(**options: object) -> Batch:
 @pytest.mark.parametrize("backend", Backend)
 def test_without_further_drafts_no_mask_is_updated(backend: Backend) -> None:
     batch = one_request(allowed=range(40), words=[(3,)])
-    bans = batch.slots.bans
-    assert bans is not None
+    draft_mask = batch.slots.draft_mask
+    assert draft_mask is not None
     update_token_history(accepted_of([[1]], 1), batch.slots, backend=backend)
-    assert bool((bans.hidden == -1).all())
+    assert bool((draft_mask.masked_ids == -1).all())
     update_token_history(accepted_of([[1]], 1), batch.slots, vector([5]), backend=backend)
-    assert bans.hidden[bans.hidden >= 0].tolist() == [3]
+    assert draft_mask.masked_ids[draft_mask.masked_ids >= 0].tolist() == [3]
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -212,8 +212,8 @@ def test_strided_arguments(backend: Backend) -> None:
     refused = {"slots.table": "row-contiguous", "accepted.tokens": "row-contiguous"}
     for name in ("bias", "allowed", "counts", "seen", "words"):
         refused[f"slots.pools.{name}"] = f"pools.{name}"
-    for name in ("allowed", "hidden"):
-        refused[f"slots.bans.{name}"] = f"draft mask, {name}"
+    for name in ("allowed", "masked_ids"):
+        refused[f"slots.draft_mask.{name}"] = f"draft mask, {name}"
     pools = given_batch.slots.pools
     assert pools is not None
     finite = replace(pools, bias=pools.bias.nan_to_num(nan=0.25))
@@ -283,16 +283,16 @@ def test_greedy_drafts_have_the_same_mask(backend: Backend) -> None:
             logits = torch.randn(requests, vocab, generator=noise).to(DEVICE)
             propose_processed(logits, place, rows, mine.slots, next_rows, backend=backend)
             write_drafts(drafts[:, number].clone(), place, next_rows, result.slots, backend=backend)
-            for name in ("allowed", "hidden"):
-                found, expected = (vars(each.slots.bans)[name] for each in (mine, result))
+            for name in ("allowed", "masked_ids"):
+                found, expected = (vars(each.slots.draft_mask)[name] for each in (mine, result))
                 rows_of_requests = slice(0, len(found) - (name == "hidden"))
                 assert torch.equal(found[rows_of_requests], expected[rows_of_requests])
             if next_rows is None:
-                bans = mine.slots.bans
-                assert bans is not None
+                draft_mask = mine.slots.draft_mask
+                assert draft_mask is not None
                 for slot, draft in zip(mine.slots.slot_ids, drafts[:, number], strict=False):
                     row = int(column(mine.slots, "allowed_row")[int(slot)])
-                    left = ids_in(bans.allowed[row, :-1]) if row >= 0 else {int(draft)}
+                    left = ids_in(draft_mask.allowed[row, :-1]) if row >= 0 else {int(draft)}
                     assert int(draft) in left or not left
                 continue
             indices = [position + number + 2 for position in mine.positions]

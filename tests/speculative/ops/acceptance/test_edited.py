@@ -14,7 +14,7 @@ from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.host import RequestFacts
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.state.edit_rows import EditRows
+from mtp_plugin.speculative.state.logits_processor_allocator import LogitsProcessorAllocator
 from tests.kernels.top_k.rows import DTYPES, best_ids
 from tests.speculative.ops.acceptance.cases import (
     Case,
@@ -49,13 +49,13 @@ def edited_by(case: Case, seed: int) -> tuple[Case, Case]:
     """The case with requests that ask for edits, drafts near the first choice of edited rows, and
     one whose logits are edited already; both have the choices of these."""
     r, vocab, slots = random.Random(seed), case.logits.shape[1], case.relaxed.slots
-    edit_rows = EditRows(case.layout.num_requests + 1, vocab, DEVICE)
+    allocator = LogitsProcessorAllocator(case.layout.num_requests + 1, vocab, DEVICE)
     rows = case.logits.float().cpu().clone()
     for request in range(case.layout.num_requests):
         params = SamplingParams(**options_of(r, vocab))
         prompt = [r.randrange(vocab) for _ in range(r.randint(1, 6))]
         facts = RequestFacts.of(request, params, prompt_len=len(prompt), max_seq_len=10**6)
-        values = edit_rows.take(request, facts, prompt)
+        values = allocator.allocate(request, facts, prompt)
         slot = int(slots.slot_ids[request])
         for name in EDITS:
             column(slots, name)[slot] = values.get(name, -1)
@@ -74,7 +74,7 @@ def edited_by(case: Case, seed: int) -> tuple[Case, Case]:
     chosen = best_ids(done).int().masked_fill((done == -torch.inf).all(dim=1), -1)
     none = torch.full_like(case.forced_ids, -1)
     chosen_of = {"choices": chosen, "forced_ids": none}
-    relaxed = replace(case.relaxed, slots=replace(slots, pools=edit_rows.pools))
+    relaxed = replace(case.relaxed, slots=replace(slots, pools=allocator.pools))
     return replace(case, relaxed=relaxed, **chosen_of), replace(case, logits=done, **chosen_of)
 
 
@@ -122,11 +122,11 @@ def test_r35_masked_tokens_are_never_accepted(backend: Backend, forced: bool) ->
     rule = relaxed_rule([Thinker(topk=vocab, limit=1.0)] * 4)
     row = [0.0, 0.1, -0.1, -0.1, -0.1]
     drafts = vector([[1], [2], [3], [4]])
-    edits = EditRows(2, vocab, DEVICE)
+    edits = LogitsProcessorAllocator(2, vocab, DEVICE)
     penalties = {} if forced else {"presence_penalty": 3e38, "frequency_penalty": 3e38}
     params = SamplingParams(allowed_token_ids=(0, 2, 3, 4), **penalties)
     facts = RequestFacts.of(0, params, prompt_len=2, max_seq_len=99)
-    for name, value in {**dict.fromkeys(EDITS, -1), **edits.take(0, facts, [3, 3])}.items():
+    for name, value in {**dict.fromkeys(EDITS, -1), **edits.allocate(0, facts, [3, 3])}.items():
         column(rule.slots, name)[:] = value
     for name, neutral in PENALTIES.items():
         column(rule.slots, name)[:] = facts.options.get(name, neutral)

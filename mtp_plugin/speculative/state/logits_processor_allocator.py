@@ -40,13 +40,13 @@ def _masks_stop_ids(facts: RequestFacts) -> bool:
     return facts.options.get("min_tokens", 0) > 0 and bool(facts.stop.slot_ids)
 
 
-class EditRows:
-    """Pools of per-token state; only requests that need a row take one.
+class LogitsProcessorAllocator:
+    """Allocates a row of the logits-processing pools to each request that needs one.
 
-    A row is written when it is taken, ordered after the kernels launched before.
+    A row is initialized when it is allocated, ordered after the kernels launched before.
 
     Args:
-        num_rows: P, the maximum number of requests that hold a row at the same time.
+        num_rows: P, the maximum number of requests with a row at the same time.
         vocab_size: V.
         device: device of the steps.
     """
@@ -61,15 +61,15 @@ class EditRows:
             seen=torch.zeros(num_rows, words, **int32),
             words=torch.full((num_rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, **int32),
         )
-        hidden = MAX_STOP_IDS + MAX_BAD_WORDS
-        self.bans = DraftMask(
+        max_masked = MAX_STOP_IDS + MAX_BAD_WORDS
+        self.draft_mask = DraftMask(
             allowed=torch.zeros_like(self.pools.allowed),
-            hidden=torch.full((num_rows + 1, hidden), -1, **int32),
+            masked_ids=torch.full((num_rows + 1, max_masked), -1, **int32),
         )
         bits = packed_bits(torch.arange(vocab_size, device=device), vocab_size)
-        self._everything = torch.cat([bits, bits.new_full((1,), vocab_size)])
+        self._all_allowed = torch.cat([bits, bits.new_full((1,), vocab_size)])
         self._rows = SlotManager(num_rows)
-        self._for_drafts: dict[int, None] = {}
+        self._draft_mask_only: dict[int, None] = {}
 
     @staticmethod
     def bytes_per_row(vocab_size: int) -> int:
@@ -81,10 +81,10 @@ class EditRows:
     @property
     def num_bytes(self) -> int:
         """Device bytes of all pools."""
-        pools = (*vars(self.pools).values(), *vars(self.bans).values())
+        pools = (*vars(self.pools).values(), *vars(self.draft_mask).values())
         return sum(pool.numel() * pool.element_size() for pool in pools)
 
-    def take(
+    def allocate(
         self, request_id: int, facts: RequestFacts, tokens: Sequence[int]
     ) -> dict[str, Number]:
         """Allocate and fill the row that a request needs, if any.
@@ -96,8 +96,8 @@ class EditRows:
             The slot-table columns that hold the row.
 
         Raises:
-            NoFreeSlotsError: all rows are taken.
-            MetadataError: an id outside the vocabulary; no row is taken.
+            NoFreeSlotsError: all rows are in use.
+            MetadataError: an id outside the vocabulary; no row is allocated.
         """
         options = facts.options
         needed = {
@@ -111,11 +111,11 @@ class EditRows:
             return {}
         if not self.has_room(request_id):
             raise NoFreeSlotsError(
-                f"logit edits: all {self._rows.max_num_requests} rows of their pools are taken, "
-                f"request {request_id} needs one"
+                f"logits processing: all {self._rows.max_num_requests} rows of the pools are in "
+                f"use, request {request_id} needs one"
             )
         row = self._rows.add_slot(request_id)
-        self._for_drafts.pop(request_id, None)
+        self._draft_mask_only.pop(request_id, None)
         try:
             if needed["bias_row"]:
                 self._fill_bias(row, options["logit_bias"])
@@ -130,26 +130,28 @@ class EditRows:
                 self._fill_draft_mask(row, has_allowed=needed["allowed_row"])
                 needed["allowed_row"] = True
         except BaseException:
-            self.give_back(request_id)
+            self.free(request_id)
             raise
         return {name: row for name, is_needed in needed.items() if is_needed}
 
-    def take_for_drafts(self, facts: RequestFacts) -> dict[str, Number]:
-        """Allocate a row to mask the stop ids of a request's drafts before ``min_tokens``.
+    def allocate_for_draft_mask(self, facts: RequestFacts) -> dict[str, Number]:
+        """Allocate a row only to mask the stop ids of a request's drafts before ``min_tokens``.
 
-        Only a request that needs no other row takes it, and only if a row is free; without it the
-        drafter may propose stop ids that verification rejects.
+        A request gets it if it has no other row and a row is free. Without the row the drafter may
+        propose stop ids, which verification rejects.
 
         Returns:
             The slot-table columns that hold the row.
         """
-        number = facts.request_id
-        is_served = self._rows.get_slot(number) is not None
-        may_take = number in self._for_drafts if is_served else bool(self._rows.free_slots)
-        if not may_take or not _masks_stop_ids(facts):
+        request_id = facts.request_id
+        if self._rows.get_slot(request_id) is not None:
+            is_available = request_id in self._draft_mask_only
+        else:
+            is_available = bool(self._rows.free_slots)
+        if not is_available or not _masks_stop_ids(facts):
             return {}
-        row = self._rows.add_slot(number)
-        self._for_drafts[number] = None
+        row = self._rows.add_slot(request_id)
+        self._draft_mask_only[request_id] = None
         self._fill_draft_mask(row, has_allowed=False)
         return {"allowed_row": row}
 
@@ -157,33 +159,33 @@ class EditRows:
         """Whether the request has a row or a row is free."""
         return bool(self._rows.free_slots) or self._rows.get_slot(request_id) is not None
 
-    def take_from_drafts(self) -> int | None:
-        """Free a row that a request holds only to mask its drafts.
+    def reclaim_draft_mask_row(self) -> int | None:
+        """Free a row that a request has only to mask its drafts.
 
         Returns:
-            The request, whose slot must not refer to the row any more; None: there is no such row.
+            The id of the request, whose slot must no longer refer to the row; None: no such row.
         """
-        if not self._for_drafts:
+        if not self._draft_mask_only:
             return None
-        request_id = next(reversed(self._for_drafts))
-        self.give_back(request_id)
+        request_id = next(reversed(self._draft_mask_only))
+        self.free(request_id)
         return request_id
 
-    def give_back(self, request_id: int) -> None:
+    def free(self, request_id: int) -> None:
         """Free a request's row; does nothing if it has none."""
         self._rows.remove_slot(request_id)
-        self._for_drafts.pop(request_id, None)
+        self._draft_mask_only.pop(request_id, None)
 
     def shutdown(self) -> None:
         """Free every row."""
         self._rows.shutdown()
-        self._for_drafts.clear()
+        self._draft_mask_only.clear()
 
     # ---- initial values ---------------------------------------------------------------------
 
     def _fill_bias(self, row: int, bias: Any) -> None:
         pool = self.pools.bias[row]
-        if isinstance(bias, torch.Tensor):  # from the host, one value per id
+        if isinstance(bias, torch.Tensor):  # a host request's dense bias
             expect(
                 bias.numel() == pool.numel(),
                 MetadataError,
@@ -205,12 +207,12 @@ class EditRows:
     def _fill_draft_mask(self, row: int, *, has_allowed: bool) -> None:
         """Reset the draft mask; without ``allowed_token_ids`` every id is allowed."""
         if not has_allowed:
-            self.pools.allowed[row].copy_(self._everything)
-        self.bans.allowed[row].copy_(self.pools.allowed[row])
-        self.bans.hidden[row].fill_(-1)
+            self.pools.allowed[row].copy_(self._all_allowed)
+        self.draft_mask.allowed[row].copy_(self.pools.allowed[row])
+        self.draft_mask.masked_ids[row].fill_(-1)
 
     def _fill_counts(self, row: int, tokens: Sequence[int], ignored: int) -> None:
-        """Mark all tokens as seen; count those after the ignored part of the prompt."""
+        """Mark all tokens as seen; count those after the first ``ignored`` ones."""
         ids = self._ids("prompt", tokens)
         counted = ids[ignored:]
         counts = torch.zeros(self.pools.vocab_size, dtype=torch.int32, device=ids.device)
@@ -226,9 +228,9 @@ class EditRows:
             f"got {len(words)} of at most {max(map(len, words))}",
         )
         self._ids("bad_words", [token for word in words for token in word])
-        placed = [[-1] * (MAX_BAD_WORD_LEN - len(word)) + list(word) for word in words]
-        placed += [[-1] * MAX_BAD_WORD_LEN] * (MAX_BAD_WORDS - len(words))
-        self.pools.words[row] = to_device(placed, torch.int32, self.pools.words.device)
+        padded = [[-1] * (MAX_BAD_WORD_LEN - len(word)) + list(word) for word in words]
+        padded += [[-1] * MAX_BAD_WORD_LEN] * (MAX_BAD_WORDS - len(words))
+        self.pools.words[row] = to_device(padded, torch.int32, self.pools.words.device)
 
     def _ids(self, name: str, ids: Iterable[int]) -> torch.Tensor:
         """Return ids [N] int64 on the device.

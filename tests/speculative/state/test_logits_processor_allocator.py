@@ -21,7 +21,10 @@ from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.logits_processor_state import LogitsProcessorState
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
-from mtp_plugin.speculative.state.edit_rows import POOLED_OPTIONS, EditRows
+from mtp_plugin.speculative.state.logits_processor_allocator import (
+    POOLED_OPTIONS,
+    LogitsProcessorAllocator,
+)
 from mtp_plugin.speculative.step import SamplingKind
 from mtp_plugin.speculative.verification import make_modes
 from tests.speculative.ops.logits_processing.pools import ids_in
@@ -40,8 +43,8 @@ def managed(
     manager = SlotStateManager(
         modes, max_num_requests, device="cpu", vocab_size=vocab_size, **sizes
     )
-    if manager.edit_rows is not None:
-        for pool in vars(manager.edit_rows.pools).values():
+    if manager.logits_allocator is not None:
+        for pool in vars(manager.logits_allocator.pools).values():
             pool.fill_(SOILED)
     return manager
 
@@ -53,8 +56,8 @@ def request(request_id: int, prompt: list[int] | None = None, **options: Any) ->
 
 
 def pools(manager: SlotStateManager) -> LogitsProcessorState:
-    assert manager.edit_rows is not None
-    return manager.edit_rows.pools
+    assert manager.logits_allocator is not None
+    return manager.logits_allocator.pools
 
 
 def rows(manager: SlotStateManager, request_id: int) -> dict[str, int]:
@@ -107,16 +110,16 @@ def test_no_row_waits_for_the_device() -> None:
     second = replace(second, options={**second.options, "logit_bias": whole})
     third = request(3, min_tokens=2).facts
 
-    def fill(device: str) -> EditRows:
-        edit_rows = EditRows(3, VOCAB, torch.device(device))
+    def fill(device: str) -> LogitsProcessorAllocator:
+        allocator = LogitsProcessorAllocator(3, VOCAB, torch.device(device))
         with read_back_forbidden():
             for facts in (first, second):
-                edit_rows.take(facts.request_id, facts, [1, 2, 2, 5, 7])
-            edit_rows.take_for_drafts(third)
-        return edit_rows
+                allocator.allocate(facts.request_id, facts, [1, 2, 2, 5, 7])
+            allocator.allocate_for_draft_mask(third)
+        return allocator
 
     on_cpu, on_gpu = fill("cpu"), fill("cuda")
-    for group in ("pools", "bans"):
+    for group in ("pools", "draft_mask"):
         for name, pool in vars(getattr(on_cpu, group)).items():
             assert torch.equal(pool, getattr(getattr(on_gpu, group), name).cpu()), name
 
@@ -126,11 +129,11 @@ def test_a_bias_that_is_pinned_may_be_written_over_at_once() -> None:
     bias = torch.linspace(-1, 1, VOCAB).pin_memory()
     expected = bias.clone()
     facts = request(1).facts
-    edit_rows = EditRows(1, VOCAB, torch.device("cuda"))
+    allocator = LogitsProcessorAllocator(1, VOCAB, torch.device("cuda"))
     torch.cuda._sleep(100_000_000)
-    row = edit_rows.take(1, replace(facts, options={"logit_bias": bias}), [1])["bias_row"]
+    row = allocator.allocate(1, replace(facts, options={"logit_bias": bias}), [1])["bias_row"]
     bias.fill_(7)
-    assert torch.equal(edit_rows.pools.bias[row].cpu(), expected)
+    assert torch.equal(allocator.pools.bias[row].cpu(), expected)
 
 
 def test_a_request_without_options_has_no_row() -> None:
@@ -180,12 +183,12 @@ def test_the_dense_bias_of_a_host(shape: tuple[int, ...], dtype: torch.dtype) ->
 
 def banned_rows(manager: SlotStateManager, request_id: int) -> tuple[set[int], int, list[int]]:
     """The ids that drafts of a request may be, how many it may write, and which are banned."""
-    assert manager.edit_rows is not None
+    assert manager.logits_allocator is not None
     row = rows(manager, request_id)["allowed_row"]
-    bans = manager.edit_rows.bans
-    assert torch.equal(bans.allowed[row], pools(manager).allowed[row])
-    hidden = [token for token in bans.hidden[row].tolist() if token >= 0]
-    return ids_in(bans.allowed[row, :-1]), int(bans.allowed[row, -1]), hidden
+    draft_mask = manager.logits_allocator.draft_mask
+    assert torch.equal(draft_mask.allowed[row], pools(manager).allowed[row])
+    hidden = [token for token in draft_mask.masked_ids[row].tolist() if token >= 0]
+    return ids_in(draft_mask.allowed[row, :-1]), int(draft_mask.allowed[row, -1]), hidden
 
 
 @pytest.mark.parametrize(
@@ -201,9 +204,9 @@ def banned_rows(manager: SlotStateManager, request_id: int) -> tuple[set[int], i
 def test_ids_that_drafts_may_be(options: dict[str, Any], allowed: Sequence[int]) -> None:
     """At first all that may be written; a row that somebody else had is cleaned."""
     manager = managed()
-    assert manager.edit_rows is not None
-    manager.edit_rows.bans.allowed.fill_(SOILED)
-    manager.edit_rows.bans.hidden.fill_(7)
+    assert manager.logits_allocator is not None
+    manager.logits_allocator.draft_mask.allowed.fill_(SOILED)
+    manager.logits_allocator.draft_mask.masked_ids.fill_(7)
     manager.prepare_resources(batch(request(1, **options)))
     assert banned_rows(manager, 1) == (set(allowed), len(allowed), [])
 
@@ -415,7 +418,7 @@ def test_more_requests_than_rows() -> None:
     manager = managed(2)
     requests = [request(i, logit_bias={i: 1.0}) for i in range(1, 5)]
     manager.prepare_resources(batch(*requests[:2]))
-    with pytest.raises(NoFreeSlotsError, match="all 3 rows of their pools are taken, request 4"):
+    with pytest.raises(NoFreeSlotsError, match="all 3 rows of the pools are in use, request 4"):
         manager.prepare_resources(batch(requests[2], requests[3]))
     assert manager.slot_manager.get_slot(4) is None
     assert taken(manager) == {1: 0, 2: 1, 3: 2}
@@ -502,7 +505,7 @@ def test_a_dense_bias_of_another_vocabulary(size: int) -> None:
 )
 def test_a_manager_that_knows_no_vocabulary(options: dict[str, Any]) -> None:
     manager = managed(vocab_size=None)
-    assert manager.edit_rows is None
+    assert manager.logits_allocator is None
     message = f"request 2: {', '.join(options)} need a manager with vocab_size"
     with pytest.raises(MetadataError, match=message):
         manager.prepare_resources(batch(request(1), request(2, **options)))
@@ -525,14 +528,14 @@ def test_the_report_lists_the_pools() -> None:
     # bias 4, count 2, bits and their number
     words = 2**17 // 32
     per_row = 2**17 * 6 + 4 * (2 * words + 1) + 4 * MAX_BAD_WORDS * MAX_BAD_WORD_LEN
-    assert manager.edit_rows is not None
+    assert manager.logits_allocator is not None
     # for drafts the bits again, and the masked ids with those of the spare row
     hidden = 4 * (MAX_STOP_IDS + MAX_BAD_WORDS)
     size = 8 * (per_row + 4 * (words + 1)) + 9 * hidden
-    assert manager.edit_rows.num_bytes == size
-    edits = f", logit edits {size / 2**20:.1f} MiB"
+    assert manager.logits_allocator.num_bytes == size
+    edits = f", logits processing {size / 2**20:.1f} MiB"
     assert manager.memory_report() == without.memory_report() + edits
-    assert "logit edits" not in without.memory_report()
+    assert "logits processing" not in without.memory_report()
     assert manager.bytes_per_slot() == without.bytes_per_slot()
 
 
@@ -552,7 +555,7 @@ def test_a_step_reads_the_pools_where_they_lie() -> None:
 def test_rows_for_the_sake_of_drafts_yield(at_once: bool, num_needed: int) -> None:
     """To requests that need one; a request without its row drafts without a mask."""
     manager = managed()  # four rows
-    assert manager.edit_rows is not None
+    assert manager.logits_allocator is not None
     holders = [request(n, min_tokens=9, stop_token_ids=[7]) for n in range(4)]
     needing = [request(10 + n, bad_token_ids=[5 + n]) for n in range(num_needed)]
     for each in [[*holders, *needing]] if at_once else [[one] for one in (*holders, *needing)]:
