@@ -262,6 +262,7 @@ def edited_kernel(
         shared = load_shared_processing(processing, first, first + SIZE)
         row_ptr = logits_ptr + row * row_stride
         x = process_block(x, block, first, vocab, row_ptr, processing, shared)
+        x = tl.where(x == x, x, float("-inf"))  # NaN may remain, and kernels never select it
     else:
         x = process_values(x, ids, inside, processing)
     tl.store(out_ptr + row * vocab + columns, x, mask=inside)
