@@ -1,4 +1,4 @@
-"""Checks of tensors that ops share."""
+"""Checks of tensor arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64}
 
 
 class AtLeast(NamedTuple):
-    """A size of a shape that may be larger."""
+    """A minimum size of a dimension."""
 
     size: int
 
@@ -28,17 +28,18 @@ def expect_tensor(
     device: torch.device | None = None,
     contiguous: bool | Literal["rows"] = False,
 ) -> torch.Tensor:
-    """Return ``value`` if it is a tensor as described.
+    """Return ``value`` if it is a tensor of the expected dtype, shape, device and layout.
 
     Args:
-        name: of the argument, for the message.
-        dtype: the only one, or those allowed (:data:`INTEGERS`, :data:`FLOATS`); None: any.
-        shape: a size is a number, :class:`AtLeast` a number, or a letter for any size; None: any.
+        name: name of the argument, for the message.
+        dtype: a dtype or a set of dtypes (:data:`INTEGERS`, :data:`FLOATS`); None: any.
+        shape: sizes, each a number, :class:`AtLeast`, or a string, which any size matches; None:
+            any shape.
         device: None: any.
-        contiguous: True: in memory without gaps; "rows": the last dimension without gaps.
+        contiguous: True: contiguous; "rows": the last dimension has stride 1.
 
     Raises:
-        TensorContractError: anything else; the message shows what was expected and what was given.
+        TensorContractError: anything else; the message has the expected and the given tensor.
     """
     if (
         isinstance(value, torch.Tensor)
@@ -47,23 +48,23 @@ def expect_tensor(
             or value.dtype is dtype
             or (not isinstance(dtype, torch.dtype) and value.dtype in dtype)
         )
-        and (shape is None or _fits(value.shape, shape))
+        and (shape is None or _matches(value.shape, shape))
         and (device is None or value.device == device)
-        and (not contiguous or _has_no_gaps(value, contiguous))
+        and (not contiguous or _is_contiguous(value, contiguous))
     ):
         return value
-    kind = "" if dtype is None else f"{_listed(dtype)} "
-    sizes = "" if shape is None else f" [{', '.join(map(_spelled, shape))}]"
-    gaps = "" if not contiguous else "contiguous " if contiguous is True else "row-contiguous "
-    place = "" if device is None else f" on {device}"
+    kind = "" if dtype is None else f"{_format_dtypes(dtype)} "
+    sizes = "" if shape is None else f" [{', '.join(map(_format_size, shape))}]"
+    layout = "" if not contiguous else "contiguous " if contiguous is True else "row-contiguous "
+    where = "" if device is None else f" on {device}"
     given = format_value(value)
     if isinstance(value, torch.Tensor):
         strides = f" with strides {list(value.stride())}" if contiguous else ""
         given = f"{value.dtype} {list(value.shape)}{strides} on {value.device}"
-    raise TensorContractError(f"{name}: expected {gaps}{kind}tensor{sizes}{place}, got {given}")
+    raise TensorContractError(f"{name}: expected {layout}{kind}tensor{sizes}{where}, got {given}")
 
 
-def _fits(given: torch.Size, expected: tuple[int | str | AtLeast, ...]) -> bool:
+def _matches(given: torch.Size, expected: tuple[int | str | AtLeast, ...]) -> bool:
     if len(given) != len(expected):
         return False
     for size, limit in zip(given, expected, strict=True):
@@ -78,13 +79,13 @@ def _fits(given: torch.Size, expected: tuple[int | str | AtLeast, ...]) -> bool:
     return True
 
 
-def _has_no_gaps(tensor: torch.Tensor, contiguous: bool | Literal["rows"]) -> bool:
+def _is_contiguous(tensor: torch.Tensor, contiguous: bool | Literal["rows"]) -> bool:
     if contiguous is True:
         return tensor.is_contiguous()
     return tensor.dim() == 0 or tensor.shape[-1] <= 1 or tensor.stride(-1) == 1
 
 
-def _listed(dtype: torch.dtype | Set[torch.dtype]) -> str:
+def _format_dtypes(dtype: torch.dtype | Set[torch.dtype]) -> str:
     if not isinstance(dtype, Set):
         return str(dtype)
     if dtype == INTEGERS:
@@ -92,5 +93,5 @@ def _listed(dtype: torch.dtype | Set[torch.dtype]) -> str:
     return "floating-point" if dtype == FLOATS else " or ".join(sorted(map(str, dtype)))
 
 
-def _spelled(size: int | str | AtLeast) -> str:
+def _format_size(size: int | str | AtLeast) -> str:
     return f">= {size.size}" if isinstance(size, AtLeast) else str(size)

@@ -1,4 +1,4 @@
-"""Launches of kernels: a check of their tensors, and a cache of compiled binaries."""
+"""Launches Triton kernels: a device check of tensors, and a cache of compiled binaries."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from mtp_plugin.errors import TensorContractError, expect
 
 
 def expect_reachable(kernel: Any, name: str, tensor: torch.Tensor) -> None:
-    """Check that ``kernel`` can read ``tensor``: on a CUDA device, or in the interpreter."""
+    """Check that ``kernel`` can access ``tensor``: it is on a CUDA device, or the kernel runs in
+    Triton's interpreter."""
     interpreted = not isinstance(kernel, triton.JITFunction)
     expect(
         tensor.is_cuda or interpreted,
@@ -23,29 +24,30 @@ def expect_reachable(kernel: Any, name: str, tensor: torch.Tensor) -> None:
 
 
 class CachedLaunches:
-    """Launches of one kernel, with its binaries cached by a key of the caller.
+    """Launches one kernel, and caches its compiled binaries by a key that the caller computes.
 
-    Triton's own inspection of two dozen arguments takes longer than the rest of a launch. The
-    kernel must specialize neither its numbers, which fit 32 bits, nor the alignment of its
-    pointers: then types and constants alone decide which binary runs.
+    Triton inspects every argument at each launch, which takes longer than the rest of the launch if
+    there are two dozen. The kernel must not be specialized on values of its integer arguments,
+    which must fit 32 bits, or on pointer alignment; then only types and constants select the
+    binary.
     """
 
     def __init__(self, kernel: Any) -> None:
         self._kernel = kernel
-        self._seen: dict[Hashable, Any] = {}
+        self._binaries: dict[Hashable, Any] = {}
 
-    def launch(self, like: Hashable, programs: int, *arguments: Any, **options: Any) -> None:
+    def launch(self, key: Hashable, programs: int, *arguments: Any, **options: Any) -> None:
         """Launch ``programs`` programs.
 
         Args:
-            like: key of device, types and constants; equal only for launches of the same binary.
-            arguments: of the kernel, in its order, constants included.
-            options: for the compiler, the same for equal ``like``.
+            key: of device, types and constants; equal only for launches of the same binary.
+            arguments: all arguments of the kernel in order, including constants.
+            options: compiler options, the same for equal keys.
         """
-        binary = self._seen.get(like)
+        binary = self._binaries.get(key)
         if binary is not None:
             binary[(programs, 1, 1)](*arguments)
             return
         binary = self._kernel[(programs,)](*arguments, **options)
         if isinstance(self._kernel, triton.JITFunction):
-            self._seen[like] = binary
+            self._binaries[key] = binary

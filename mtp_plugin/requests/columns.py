@@ -15,26 +15,26 @@ from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, OPTIONS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, NO_STOP
 
 Number = int | float
-"""What a column may be given; a flag is 0 or 1."""
+"""Value of a column; a flag is 0 or 1."""
 
 POOL_ROWS = ("bias_row", "allowed_row", "count_row", "words_row")
-"""Columns that name a row of a pool: bias, allowed ids, counts of tokens, bad words."""
+"""Columns with the index of a row of a pool: bias, allowed ids, token counts, bad words."""
 NO_ROW = -1
 NO_TOKEN = -1
 NOT_THINKING = -1
 INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
-"""What is larger counts as so much: no length, and no id of a vocabulary, is."""
+"""Larger values are clamped to these limits, which no length and no token id reaches."""
 
 
 def within_float32(number: Number) -> Number:
-    """The number, or the largest that float32 holds of its sign."""
+    """Clamp a number to the finite range of float32."""
     return min(max(number, -FLOAT32_MAX), FLOAT32_MAX)
 
 
 @dataclass(frozen=True)
 class SlotColumn:
-    """A number, or a row of numbers, that is kept per slot."""
+    """A number, or ``width`` numbers, per slot."""
 
     name: str
     kind: type[int] | type[float]  # int32, or float32 bit for bit
@@ -63,55 +63,55 @@ class SlotColumn:
 
 
 class TableColumns:
-    """Which columns a slot table has, and where each begins.
+    """The columns of a slot table and their offsets.
 
     Raises:
-        ConfigError: other columns than `REQUEST_COLUMNS` in front, or two of one name.
+        ConfigError: the first columns are not `REQUEST_COLUMNS`, or two columns share a name.
     """
 
     def __init__(self, columns: Sequence[SlotColumn]) -> None:
         self.columns = tuple(columns)
-        in_front = self.columns[: len(REQUEST_COLUMNS)]
+        first = self.columns[: len(REQUEST_COLUMNS)]
         expect(
-            in_front == REQUEST_COLUMNS,
+            first == REQUEST_COLUMNS,
             ConfigError,
-            f"slot table: expected {_names(REQUEST_COLUMNS)} in front, got {_names(in_front)}",
+            f"slot table: expected {_names(REQUEST_COLUMNS)} first, got {_names(first)}",
         )
-        places: dict[str, tuple[int, SlotColumn]] = {}
+        offsets: dict[str, tuple[int, SlotColumn]] = {}
         self.width = 0
         """W: int32 per slot."""
         for column in columns:
             expect(
-                column.name not in places,
+                column.name not in offsets,
                 ConfigError,
                 f"slot table: expected columns of different names, got {column.name} twice",
             )
-            places[column.name] = (self.width, column)
+            offsets[column.name] = (self.width, column)
             self.width += column.width
-        self._places = places
+        self._offsets = offsets
         self._empty = [bit for column in columns for bit in column.bits(None)]
 
     def __contains__(self, name: str) -> bool:
-        return name in self._places
+        return name in self._offsets
 
     def __getitem__(self, name: str) -> SlotColumn:
-        return self._places[name][1]
+        return self._offsets[name][1]
 
     def offset(self, name: str) -> int:
-        """Where a column begins."""
-        return self._places[name][0]
+        """Return the offset of a column in a row."""
+        return self._offsets[name][0]
 
     def row(self, values: Mapping[str, Number | Sequence[Number]]) -> list[int]:
-        """The W int32 of a slot; what is left out is empty.
+        """Return the row [W] int32 of a slot; columns that are not given are empty.
 
         Raises:
-            MetadataError: a column that there is not, or more numbers than it has room for.
+            MetadataError: an unknown column, or more numbers than its width.
         """
-        unknown = [name for name in values if name not in self._places]
+        unknown = [name for name in values if name not in self._offsets]
         expect(not unknown, MetadataError, f"slot table: there is no column {', '.join(unknown)}")
         row = self._empty.copy()
         for name, value in values.items():
-            first, column = self._places[name]
+            first, column = self._offsets[name]
             row[first : first + column.width] = column.bits(value)
         return row
 
@@ -131,20 +131,21 @@ REQUEST_COLUMNS = (
     SlotColumn("seed", int, width=2),
     *(SlotColumn(name, int, NO_ROW) for name in POOL_ROWS),
     SlotColumn("recent", int, NO_TOKEN, MAX_BAD_WORD_LEN),
-    SlotColumn("thought", int, NOT_THINKING),
-    SlotColumn("end_place", int),
+    SlotColumn("num_thinking", int, NOT_THINKING),
+    SlotColumn("end_progress", int),
     SlotColumn("stop_ids", int, NO_STOP, MAX_STOP_IDS),
 )
-"""First in every table: a request's number (31 bits, in the order of handing in), its prompt's
-length, its options, the low and the high word of its seed, its rows in the pools of what does not
-fit a slot, its last tokens, how many it emitted since it thinks and its place in the sequence that
-ends that, and the ids that end it.
+"""The first columns of every table.
 
-A temperature of 0 is a greedy request's."""
+``number``: index of the request, 31 bits, in order of submission. ``seed``: low and high word.
+`POOL_ROWS`: rows in the pools of logits-processor state. ``recent``: the last tokens.
+``num_thinking``: generated thinking tokens, and ``end_progress``: how many ids of the
+end-of-thinking sequence are matched. ``stop_ids``: token ids that end the request. A greedy request
+has temperature 0."""
 
 _REQUEST_TABLE = TableColumns(REQUEST_COLUMNS)
 
 
 def request_column(name: str) -> int:
-    """Where one of `REQUEST_COLUMNS` begins, in every table."""
+    """Return the offset of one of `REQUEST_COLUMNS`, the same in every table."""
     return _REQUEST_TABLE.offset(name)

@@ -1,4 +1,4 @@
-"""Which seed a request draws with."""
+"""Computes the seed of a request."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ ENGINE_SEED = 0
 
 
 def seed_words(seed: int | None, number: int, engine_seed: int = ENGINE_SEED) -> tuple[int, int]:
-    """The low and the high word of a request's seed, as int32.
+    """Return the low and the high 32 bits of a request's 64-bit seed, as int32.
 
     Args:
-        seed: modulo 2**64; None: Philox of the engine's seed and the request's number gives one,
-            the same wherever the request runs.
+        seed: reduced modulo 2**64; None: derive a seed from ``engine_seed`` and ``number`` with
+            Philox, so that it does not depend on the batch or the rank.
+        number: index of the request, in order of submission.
     """
     if seed is None:
         low, high, _, _ = philox(
@@ -26,7 +27,7 @@ def seed_words(seed: int | None, number: int, engine_seed: int = ENGINE_SEED) ->
 
 
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
-    """Philox-4x32-10: four unsigned 32-bit words of a counter of four and a key of two."""
+    """Compute Philox-4x32-10: four unsigned 32-bit words from a counter and a key."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_ROUNDS):

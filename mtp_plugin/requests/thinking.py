@@ -13,7 +13,7 @@ DEFAULT_BEGIN = "<think>"
 DEFAULT_END = "</think>"
 NO_TOKEN = -1
 Encode = Callable[[str], list[int]]
-"""Text -> token ids without special additions."""
+"""Text -> token ids, without added special tokens."""
 
 
 @dataclass(frozen=True)
@@ -39,39 +39,47 @@ class ThinkingEnd:
             f"thinking_end: expected 1 to {MAX_THINKING_END} ids >= 0 after a begin id >= 0, got "
             f"{list(self.end)} after {self.begin}",
         )
-        _expect_two(self.begin, self.end_token)
+        _expect_distinct(self.begin, self.end_token)
 
-    def next_places(self) -> list[list[int]]:
-        """[place][j]: progress in the end sequence after ``place`` of its ids, then its j-th."""
-        return [[self._next_progress(place, token) for token in self.end] for place in self._places]
+    def next_progress(self) -> list[list[int]]:
+        """Return the matching automaton of the end sequence of M ids, as a table [M, M].
+
+        Entry [p][j]: the number of matched ids after p matched ids, followed by ``end[j]``.
+        """
+        return [[self._next_progress(p, token) for token in self.end] for p in range(len(self.end))]
 
     def progress_after(
-        self, tokens: Sequence[int], prompt_len: int, budget: int, thought: int = -1, place: int = 0
+        self,
+        tokens: Sequence[int],
+        prompt_len: int,
+        budget: int,
+        num_thinking: int = -1,
+        progress: int = 0,
     ) -> tuple[int, int]:
-        """Return the number of thinking tokens (-1: not thinking) and the progress in the end
-        sequence after ``tokens``, of which the first ``prompt_len`` are the prompt.
+        """Return the state after ``tokens``, of which the first ``prompt_len`` are the prompt.
 
         Args:
-            thought, place: both before the tokens.
+            num_thinking, progress: the state before the tokens.
+
+        Returns:
+            The number of thinking tokens (-1: not thinking), and how many ids of the end sequence
+            are matched.
         """
         for index, token in enumerate(tokens):
-            is_forced = thought >= budget and index >= prompt_len
-            if thought < 0:
-                thought, place = (0 if token == self.begin else -1), 0
+            is_forced = num_thinking >= budget and index >= prompt_len
+            if num_thinking < 0:
+                num_thinking, progress = (0 if token == self.begin else -1), 0
                 continue
-            place = self._next_progress(place, token)
-            if place == len(self.end) or (token == self.end_token != NO_TOKEN and not is_forced):
-                thought, place = -1, 0
+            progress = self._next_progress(progress, token)
+            if progress == len(self.end) or (token == self.end_token != NO_TOKEN and not is_forced):
+                num_thinking, progress = -1, 0
             else:
-                thought += index >= prompt_len
-        return thought, place
+                num_thinking += index >= prompt_len
+        return num_thinking, progress
 
-    @property
-    def _places(self) -> range:
-        return range(len(self.end))
-
-    def _next_progress(self, place: int, token: int) -> int:
-        seen = (*self.end[:place], token)
+    def _next_progress(self, progress: int, token: int) -> int:
+        """Return the length of the longest prefix of the end that the tokens so far end with."""
+        seen = (*self.end[:progress], token)
         return next(n for n in range(len(seen), -1, -1) if seen[len(seen) - n :] == self.end[:n])
 
 
@@ -87,7 +95,7 @@ def read_thinking_token(config: Any, edge: str) -> int:
 
 
 def expect_thinking_tokens(begin: int, end: int) -> None:
-    """Check the ids by which acceptance is relaxed.
+    """Check the thinking tokens that relaxed acceptance requires.
 
     Raises:
         ConfigError: one of them is missing, or both are the same.
@@ -103,18 +111,18 @@ def expect_thinking_tokens(begin: int, end: int) -> None:
             f"{' and no '.join(missing)}, so nothing would be relaxed; expected the ids of the "
             f"model's thinking tokens (DeepSeek-R1: 128798 and 128799)"
         )
-    _expect_two(begin, end)
+    _expect_distinct(begin, end)
 
 
 def resolve_thinking_tokens(config: Any, encode: Encode | None) -> tuple[int, int]:
-    """(begin, end) ids: from the config, else from its strings, else ``<think>`` and ``</think>``.
+    """Return the (begin, end) ids of the config: its ids, else its tags, else the default tags.
 
     Args:
         config: an ``MTPDecodingConfig`` or a host's object with such fields.
-        encode: text -> token ids without special additions; None where no tokenizer is loaded.
+        encode: text -> token ids without added special tokens; None if no tokenizer is loaded.
 
     Raises:
-        ConfigError: a tag of several tokens, no tokenizer to resolve it, or begin equal to end.
+        ConfigError: a tag that is several tokens, no tokenizer to encode it, or begin equal to end.
     """
     options = getattr(config, "mtp", None)
     resolved = []
@@ -125,28 +133,28 @@ def resolve_thinking_tokens(config: Any, encode: Encode | None) -> tuple[int, in
             token = _single_token(edge, tag, encode)
         resolved.append(token)
     begin, end = resolved
-    _expect_two(begin, end)
+    _expect_distinct(begin, end)
     return begin, end
 
 
 def names_thinking_tokens(config: Any) -> bool:
-    """Whether a config says anything of thinking tokens."""
+    """Whether a config sets any thinking token or tag."""
     options = getattr(config, "mtp", None)
-    texts = ("begin_thinking_phase", "end_thinking_phase", "thinking_end")
-    return any(getattr(options, name, None) is not None for name in texts) or any(
+    names = ("begin_thinking_phase", "end_thinking_phase", "thinking_end")
+    return any(getattr(options, name, None) is not None for name in names) or any(
         read_thinking_token(config, edge) != NO_TOKEN for edge in ("begin", "end")
     )
 
 
 def resolve_thinking_end(config: Any, encode: Encode | None) -> ThinkingEnd | None:
-    """What budgets go by: ids of the config, else its strings, else ``<think>`` and ``</think>``.
+    """Return the thinking end for budgets: ids of the config, else its tags, else the default tags.
 
     Args:
-        config: as :func:`resolve_thinking_tokens`; ``mtp.thinking_end`` are the ids of the end.
-        encode: None where no tokenizer is loaded.
+        config: as :func:`resolve_thinking_tokens`; ``mtp.thinking_end`` has the ids of the end.
+        encode: None if no tokenizer is loaded.
 
     Returns:
-        None where the begin is not one token, or nothing says what the end is.
+        None if the begin is not one token, or the end is unknown or too long.
 
     Raises:
         ConfigError: a ``thinking_end`` without a begin, or begin equal to the end token.
@@ -173,7 +181,7 @@ def resolve_thinking_end(config: Any, encode: Encode | None) -> ThinkingEnd | No
     return ThinkingEnd(begin[0], tuple(given or end), end_token)
 
 
-def _expect_two(begin: int, end: int) -> None:
+def _expect_distinct(begin: int, end: int) -> None:
     expect(
         begin != end,
         ConfigError,
@@ -197,7 +205,7 @@ def _single_token(edge: str, tag: str, encode: Encode | None) -> int:
 
 
 def thinking_after(tokens: Sequence[int], begin: int, end: int) -> bool:
-    """Whether a request thinks after ``tokens``: the last of the two thinking tokens counts."""
+    """Whether a request is thinking after ``tokens``: the last thinking token decides."""
     for token in reversed(tokens):
         if token == begin:
             return True

@@ -138,7 +138,7 @@ def texts(
         if thinking_end is not None and way.thinking_token_budget is not None:
             budget = way.thinking_token_budget
             values["thinking_token_budget"] = budget
-            values["thought"], values["end_place"] = thinking_end.progress_after(
+            values["num_thinking"], values["end_progress"] = thinking_end.progress_after(
                 prompt, PROMPT_LEN, budget
             )
         for name, value in values.items():

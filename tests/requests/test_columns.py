@@ -226,7 +226,7 @@ def test_a_table_without_the_columns_of_requests_in_front(
     columns: tuple[SlotColumn, ...], expected_value: str
 ) -> None:
     """Kernels know where those are."""
-    expected = f"expected {', '.join(NAMES)} in front"
+    expected = f"expected {', '.join(NAMES)} first"
     with pytest.raises(ConfigError, match=f"slot table: {expected}, got {expected_value}"):
         TableColumns(columns)
 

@@ -8,23 +8,23 @@ import triton.language as tl
 from mtp_plugin.requests.columns import request_column
 
 BUDGET = tl.constexpr(request_column("thinking_token_budget"))
-THOUGHT = tl.constexpr(request_column("thought"))
-PLACE = tl.constexpr(request_column("end_place"))
+NUM_THINKING = tl.constexpr(request_column("num_thinking"))
+END_PROGRESS = tl.constexpr(request_column("end_progress"))
 
 
 @triton.jit
 def thinking_after(
-    token, thought, place, budget, begin_token, end_token, end_ids, next_ptr, length, lanes
+    token, num_thinking, progress, budget, begin_token, end_token, end_ids, next_ptr, length, lanes
 ):
     """Thinking-token count and end-sequence progress after a token."""
-    row = tl.load(next_ptr + place * length + lanes, mask=lanes < length, other=0)
-    place = tl.max(tl.where(end_ids == token, row, 0), axis=0)
-    thinks = thought >= 0
-    forces = thinks & (budget >= 0) & (thought >= budget)
+    row = tl.load(next_ptr + progress * length + lanes, mask=lanes < length, other=0)
+    progress = tl.max(tl.where(end_ids == token, row, 0), axis=0)
+    thinks = num_thinking >= 0
+    forces = thinks & (budget >= 0) & (num_thinking >= budget)
     ends = (token == end_token) & (token >= 0) & (forces == 0)
-    goes_on = thinks & (ends == 0) & (place != length)
-    begins = tl.where((token == begin_token) & (thought < 0), 0, -1)
-    return tl.where(goes_on, thought + 1, begins), tl.where(goes_on, place, 0)
+    goes_on = thinks & (ends == 0) & (progress != length)
+    begins = tl.where((token == begin_token) & (num_thinking < 0), 0, -1)
+    return tl.where(goes_on, num_thinking + 1, begins), tl.where(goes_on, progress, 0)
 
 
 @triton.jit
@@ -45,14 +45,14 @@ def forced_after(
     if budget >= 0:
         lanes = tl.arange(0, LANES)
         end_ids = tl.load(end_ptr + lanes, mask=lanes < length, other=-1)
-        thought = tl.load(slot + THOUGHT)
-        place = tl.load(slot + PLACE)
+        num_thinking = tl.load(slot + NUM_THINKING)
+        progress = tl.load(slot + END_PROGRESS)
         for column in range(0, number):
             token = tl.load(draft_ptr + column)
-            thought, place = thinking_after(
+            num_thinking, progress = thinking_after(
                 token,
-                thought,
-                place,
+                num_thinking,
+                progress,
                 budget,
                 begin_token,
                 end_token,
@@ -61,6 +61,6 @@ def forced_after(
                 length,
                 lanes,
             )
-        forces = (thought >= 0) & (thought >= budget)
-        forced = tl.load(end_ptr + place, mask=forces, other=-1)
+        forces = (num_thinking >= 0) & (num_thinking >= budget)
+        forced = tl.load(end_ptr + progress, mask=forces, other=-1)
     return forced

@@ -398,7 +398,7 @@ def _write(
         unused if draft_mask is None else draft_mask.allowed,
         unused if draft_mask is None else draft_mask.masked_ids,
         unused if thinking is None else thinking.end_ids,
-        unused if thinking is None else thinking.next_places,
+        unused if thinking is None else thinking.next_progress,
         num_blocks,
         output.drafts.stride(0),
         output.next_tokens.stride(0),

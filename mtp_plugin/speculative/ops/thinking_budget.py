@@ -29,9 +29,9 @@ def force_thinking_end(
 
     Args:
         draft_tokens: [G*K] or [G, K] integer.
-        slots: of the requests; reads ``thinking_token_budget`` (-1: none), ``thought`` (generated
-            tokens since thinking began, -1: not thinking) and ``end_place`` (how many tokens of the
-            end sequence were generated last).
+        slots: of the requests; reads ``thinking_token_budget`` (-1: none), ``num_thinking``
+            (generated thinking tokens, -1: not thinking) and ``end_progress`` (how many tokens of
+            the end sequence were generated last).
         target_tokens: [rows] int32, contiguous; forced tokens are written here too.
 
     Returns:
@@ -60,7 +60,7 @@ def force_thinking_end(
 def update_thinking_state(
     accepted: Accepted, slots: SlotRows, rule: ThinkingRule, *, backend: Backend
 ) -> None:
-    """Advance ``thought`` and ``end_place`` of requests with a budget by their accepted tokens.
+    """Update the thinking state of requests with a budget by their accepted tokens.
 
     Args:
         accepted: tokens [R, K+1] integer, any strides, and how many of each row count.
@@ -105,5 +105,5 @@ def update_thinking_state_reference(
         is_there = (column < accepted.num_accepted) & (state.budget >= 0)
         state = state.after(accepted.tokens[:, column].to(torch.int64), is_there, rule)
     rows = slots.of(requests)
-    for name, values in (("thought", state.thought), ("end_place", state.place)):
+    for name, values in (("num_thinking", state.num_thinking), ("end_progress", state.progress)):
         slots.table[rows, slots.columns.offset(name)] = values.to(torch.int32)

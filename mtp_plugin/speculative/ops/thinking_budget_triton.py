@@ -10,15 +10,20 @@ import triton.language as tl
 
 from mtp_plugin.kernels.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.speculative.logit_rows import ThinkingRule
-from mtp_plugin.speculative.logit_rows.thinking_triton import BUDGET, PLACE, THOUGHT, thinking_after
+from mtp_plugin.speculative.logit_rows.thinking_triton import (
+    BUDGET,
+    END_PROGRESS,
+    NUM_THINKING,
+    thinking_after,
+)
 from mtp_plugin.speculative.step import Accepted, SlotRows, StepLayout
 
 
 @triton.jit
-def _store_forced(row, thought, place, budget, end_ptr, forced_ptr, choice_ptr):
+def _store_forced(row, num_thinking, progress, budget, end_ptr, forced_ptr, choice_ptr):
     """Store the token that a row must give, -1 if any."""
-    forces = (thought >= 0) & (budget >= 0) & (thought >= budget)
-    forced = tl.load(end_ptr + place, mask=forces, other=-1)
+    forces = (num_thinking >= 0) & (budget >= 0) & (num_thinking >= budget)
+    forced = tl.load(end_ptr + progress, mask=forces, other=-1)
     tl.store(forced_ptr + row, forced)
     tl.store(choice_ptr + row, forced, mask=forces)
 
@@ -55,20 +60,20 @@ def force_thinking_end_kernel(
     slot_row = table_ptr + slot * table_stride
     budget = tl.load(slot_row + BUDGET)
     # the other columns are unset without a budget
-    thought = tl.load(slot_row + THOUGHT, mask=budget >= 0, other=-1)
-    place = tl.load(slot_row + PLACE, mask=budget >= 0, other=0)
+    num_thinking = tl.load(slot_row + NUM_THINKING, mask=budget >= 0, other=-1)
+    progress = tl.load(slot_row + END_PROGRESS, mask=budget >= 0, other=0)
     if request < num_contexts:
-        _store_forced(request, thought, place, budget, end_ptr, forced_ptr, choice_ptr)
+        _store_forced(request, num_thinking, progress, budget, end_ptr, forced_ptr, choice_ptr)
     else:
         generation = request - num_contexts
         first = num_contexts + generation * (K + 1)
-        _store_forced(first, thought, place, budget, end_ptr, forced_ptr, choice_ptr)
+        _store_forced(first, num_thinking, progress, budget, end_ptr, forced_ptr, choice_ptr)
         for column in tl.static_range(K):
             token = tl.load(draft_ptr + generation * K + column)
-            thought, place = thinking_after(
+            num_thinking, progress = thinking_after(
                 token,
-                thought,
-                place,
+                num_thinking,
+                progress,
                 budget,
                 begin_token,
                 end_token,
@@ -78,7 +83,7 @@ def force_thinking_end_kernel(
                 lanes,
             )
             row = first + column + 1
-            _store_forced(row, thought, place, budget, end_ptr, forced_ptr, choice_ptr)
+            _store_forced(row, num_thinking, progress, budget, end_ptr, forced_ptr, choice_ptr)
 
 
 @triton.jit
@@ -114,14 +119,14 @@ def update_thinking_state_kernel(
     slot_row = table_ptr + slot * table_stride
     budget = tl.load(slot_row + BUDGET)
     if budget >= 0:
-        thought = tl.load(slot_row + THOUGHT)
-        place = tl.load(slot_row + PLACE)
+        num_thinking = tl.load(slot_row + NUM_THINKING)
+        progress = tl.load(slot_row + END_PROGRESS)
         for column in range(0, count):
             token = tl.load(token_ptr + request * token_stride + column * column_stride)
-            thought, place = thinking_after(
+            num_thinking, progress = thinking_after(
                 token,
-                thought,
-                place,
+                num_thinking,
+                progress,
                 budget,
                 begin_token,
                 end_token,
@@ -130,8 +135,8 @@ def update_thinking_state_kernel(
                 length,
                 lanes,
             )
-        tl.store(slot_row + THOUGHT, thought)
-        tl.store(slot_row + PLACE, place)
+        tl.store(slot_row + NUM_THINKING, num_thinking)
+        tl.store(slot_row + END_PROGRESS, progress)
 
 
 def force_thinking_end_triton(
@@ -152,7 +157,7 @@ def force_thinking_end_triton(
         slots.slot_ids,
         slots.table,
         rule.end_ids,
-        rule.next_places,
+        rule.next_progress,
         # outputs
         forced,
         target_tokens,
@@ -181,7 +186,7 @@ def update_thinking_state_triton(accepted: Accepted, slots: SlotRows, rule: Thin
         accepted.num_accepted,
         slots.slot_ids,
         rule.end_ids,
-        rule.next_places,
+        rule.next_progress,
         # updated in place
         slots.table,
         # sizes

@@ -357,8 +357,10 @@ class SlotStateManager:
                 f"request {request.request_id}: {BUDGET}={budget} needs a manager with thinking_end"
             )
         tokens = request.get_tokens(0)
-        thought, place = self.thinking_end.progress_after(tokens, facts.stop.prompt_len, budget)
-        return {"thought": thought, "end_place": place}
+        num_thinking, progress = self.thinking_end.progress_after(
+            tokens, facts.stop.prompt_len, budget
+        )
+        return {"num_thinking": num_thinking, "end_progress": progress}
 
     def _allocate_pool_row(self, request: SpecRequest, facts: RequestFacts) -> dict[str, Any]:
         """Allocate a row in the pools if the request needs one; return the slot-table columns that

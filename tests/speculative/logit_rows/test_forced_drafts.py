@@ -92,7 +92,7 @@ def test_strided_arguments(backend: Backend) -> None:
     }
     assert placed(**arguments)[:, 1].tolist() == [3, 5, 2, 3]
     refused = {"slots.table": "row-contiguous"}
-    refused |= {f"thinking.{name}": f"{name}: expected" for name in ("end_ids", "next_places")}
+    refused |= {f"thinking.{name}": f"{name}: expected" for name in ("end_ids", "next_progress")}
     check_strided_arguments(placed, arguments, refused=refused)
 
 

@@ -34,8 +34,8 @@ def slots_of(thinkers: list[Thinker], **layout: Any) -> SlotRows:
     values = [
         {
             "thinking_token_budget": -1 if each.budget is None else each.budget,
-            "thought": -1 if each.thought is None else each.thought,
-            "end_place": each.written,
+            "num_thinking": -1 if each.thought is None else each.thought,
+            "end_progress": each.written,
         }
         # the others are unset without a budget
         if each.budget is not None
@@ -141,8 +141,8 @@ def test_update_thinking_state_matches_example(
             each.take(token, tags)
         if each.budget is not None:
             slot = int(slots.slot_ids[request])
-            column(expected, "thought")[slot] = -1 if each.thought is None else each.thought
-            column(expected, "end_place")[slot] = each.written
+            column(expected, "num_thinking")[slot] = -1 if each.thought is None else each.thought
+            column(expected, "end_progress")[slot] = each.written
     for backend in Backend:
         mine = on_copy(slots)
         update_thinking_state(accepted, mine, rule_of(tags), backend=backend)
@@ -180,7 +180,7 @@ def test_end_sequence_that_has_begun_is_continued(backend: Backend) -> None:
         vector([[1, 2, 5, -1]], torch.int32), vector([3], torch.int32), target_tokens[:1]
     )
     update_thinking_state(accepted, slots, rule, backend=backend)
-    assert held(slots, 0, "thought") == -1
+    assert held(slots, 0, "num_thinking") == -1
 
 
 def arguments() -> dict[str, Any]:
@@ -198,7 +198,7 @@ REFUSED = {
     "target_tokens": "target_tokens: expected contiguous",
     "slots.table": "row-contiguous",
     "rule.end_ids": "end_ids: expected",
-    "rule.next_places": "next_places: expected",
+    "rule.next_progress": "next_progress: expected",
 }
 
 
