@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from mtp_plugin.errors import ConfigError
+from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm.engine_checks import checked_options
 from mtp_plugin.hosts.vllm.options import VllmOptions, read_options
 from tests.hosts.vllm import fake_vllm
@@ -190,3 +193,16 @@ def test_engines_without_options_are_off_whatever_else_they_have(additional: obj
     assert read_options(config) is None
     assert checked_options(config) is None
     assert checked_options(object()) is None
+
+
+def test_readme_lists_every_option() -> None:
+    readme = (Path(vllm_host.__file__).parent / "README.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| `(\w+)` \| `", readme, re.MULTILINE)
+    assert table == list(VllmOptions.model_fields)
+
+
+def test_readme_names_every_refused_feature() -> None:
+    readme = (Path(vllm_host.__file__).parent / "README.md").read_text(encoding="utf-8")
+    names = [name.partition("__")[2] for changes, _ in WRONG_CONFIGS for name in changes]
+    described = {"", "method", "runner_type", "is_diffusion", "parallel_drafting"}
+    assert [name for name in names if name not in described and f"`{name}" not in readme] == []

@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 from mtp_plugin.errors import ConfigError, HostError
+from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm import register
 from mtp_plugin.hosts.vllm.versions import SIGNATURES
 from mtp_plugin.hosts.vllm.wrapping import START, WORKER, wrap_worker
@@ -18,9 +20,9 @@ from tests.hosts.vllm import fake_vllm
 from tests.hosts.vllm.fake_vllm import make_config
 
 WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
+README = Path(vllm_host.__file__).parent / "README.md"
 OFF = ({}, None, "text", {"mtp_plugin": False}, {"mtp_plugin": None}, {"other": {}})
 
-# named in mtp_plugin/hosts/vllm/README.md
 WRAPPED_IN_EVERY_PROCESS = [
     WORKER_INIT,
     "vllm.v1.engine.input_processor:InputProcessor.__init__",
@@ -65,6 +67,9 @@ def test_the_wrapped_methods_are_the_documented_ones() -> None:
     assert list(WORKER) == WRAPPED_IN_WORKERS
     for signatures in SIGNATURES.values():
         assert {*START, *WORKER} <= signatures.keys()
+    readme = README.read_text(encoding="utf-8")
+    for target in (*START, *WORKER):
+        assert f"`{target.partition(':')[2]}`" in readme
 
 
 def test_register_wraps_the_documented_methods_alone(vllm: dict[str, ModuleType]) -> None:
