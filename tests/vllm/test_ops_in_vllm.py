@@ -1,4 +1,4 @@
-"""Our sampler and verifier with vLLM's own request states, without an engine.
+"""Our sampler and verifier with vLLM's own request states, without an engine; any supported vLLM.
 
 Batches are stubs with the attributes of vLLM's ``InputBatch``; kernels run in Triton's interpreter.
 """
@@ -27,8 +27,6 @@ if SHIM.exists() and str(SHIM) not in sys.path:
     sys.path.insert(0, str(SHIM))
     runpy.run_path(str(SHIM / "sitecustomize.py"))
 
-v32 = pytest.importorskip("mtp_plugin.hosts.vllm.v32", reason="needs vLLM 0.32")
-
 import vllm.v1.worker.cpu.shm  # noqa: E402, F401 - replaces pinned memory
 import vllm.v1.worker.gpu.sample.sampler as vllm_sampler  # noqa: E402
 import vllm.v1.worker.gpu.sample.states as vllm_states  # noqa: E402
@@ -40,9 +38,12 @@ from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 from mtp_plugin.hosts.vllm.engine import Engine, RowOps  # noqa: E402
 from mtp_plugin.hosts.vllm.options import VllmOptions  # noqa: E402
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots  # noqa: E402
-from mtp_plugin.hosts.vllm.versions import fitting_module  # noqa: E402
+from mtp_plugin.hosts.vllm.versions import fitting_module, is_tested, release  # noqa: E402
 from mtp_plugin.kernels.backend import Backend  # noqa: E402
 
+VERSION = fitting_module()
+IS_32 = VERSION.__name__.endswith("v32")
+NEEDS_32 = pytest.mark.skipif(not IS_32, reason="older versions have no such drafts")
 CPU = torch.device("cpu")
 VOCAB = 64
 MAX_REQUESTS = 8
@@ -63,8 +64,31 @@ def truncation_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_vllm_sampler(states: RequestState, mode: str) -> vllm_sampler.Sampler:
-    config = SimpleNamespace(reasoning_config=None)
-    return vllm_sampler.Sampler(config, MAX_REQUESTS, VOCAB, CPU, states, mode)
+    if mode.endswith("_logits") and release() == (0, 24):
+        pytest.skip("vLLM 0.24 has no such mode")
+    config = [SimpleNamespace(reasoning_config=None)] if IS_32 else []
+    return vllm_sampler.Sampler(*config, MAX_REQUESTS, VOCAB, CPU, states, mode)
+
+
+def add_to(sampler: vllm_sampler.Sampler, index: int, params: SamplingParams) -> None:
+    prompt_len = [] if IS_32 else [len(PROMPT)]
+    sampler.add_request(index, *prompt_len, params)
+
+
+def rows_of(batch: SimpleNamespace) -> tuple[object, ...]:
+    """The arguments of ``apply_sampling_params`` after the logits."""
+    rows = {
+        "expanded_idx_mapping": batch.expanded_idx_mapping,
+        "idx_mapping": batch.idx_mapping,
+        "idx_mapping_np": batch.idx_mapping_np,
+        "pos": batch.positions,
+        "input_ids": batch.input_ids,
+        "expanded_local_pos": batch.expanded_local_pos,
+        "seq_lens_upper_bound_np": batch.seq_lens_cpu_upper_bound.numpy(),
+    }
+    if not IS_32:
+        del rows["idx_mapping"], rows["seq_lens_upper_bound_np"]
+    return tuple(rows.values())
 
 
 def make_request_states() -> RequestState:
@@ -83,8 +107,8 @@ class Harness:
         self.states = make_request_states()
         self.ops = RowOps(RequestSlots(MAX_REQUESTS, CPU), NUM_DRAFTS, self.backend)
         given = make_vllm_sampler(self.states, self.mode)
-        self.sampler = v32.PluginSampler.replacing(given, self.ops)
-        self.verifier = v32.PluginVerifier(self.sampler, SPEC, CPU)
+        self.sampler = VERSION.PluginSampler.replacing(given, self.ops)
+        self.verifier = VERSION.PluginVerifier(self.sampler, SPEC, CPU)
 
     def add(self, *params: SamplingParams, outputs: Sequence[int] = ()) -> Harness:
         """Add requests with `PROMPT`, and with ``outputs`` as after a preemption."""
@@ -93,7 +117,7 @@ class Harness:
             tokens = [*PROMPT, *outputs]
             self.states.add_request(name, len(PROMPT), tokens, len(tokens), 64)
             self.indices.append(self.states.req_id_to_index[name])
-            self.sampler.add_request(self.indices[-1], each)
+            add_to(self.sampler, self.indices[-1], each)
         self.states.apply_staged_writes()
         self.sampler.apply_staged_writes()
         return self
@@ -148,8 +172,9 @@ def seeded(seed: int, **options: object) -> SamplingParams:
     return SamplingParams(temperature=0.8, seed=seed, **options)
 
 
-def test_the_installed_version_is_recognized() -> None:
-    assert fitting_module() is v32
+def test_the_installed_version_is_tested() -> None:
+    assert is_tested()
+    assert (release() >= (0, 32)) == IS_32
 
 
 @BACKENDS
@@ -217,18 +242,9 @@ def test_processed_logprobs_are_those_of_vllm(drafts: list[list[int]]) -> None:
     found = call(logits, batch).logprobs_tensors
     theirs = make_vllm_sampler(harness.states, "processed_logprobs")
     for index, each in zip(harness.indices, params, strict=True):
-        theirs.add_request(index, each)
+        add_to(theirs, index, each)
     theirs.apply_staged_writes()
-    processed = theirs.apply_sampling_params(
-        logits,
-        batch.expanded_idx_mapping,
-        batch.idx_mapping,
-        batch.idx_mapping_np,
-        batch.positions,
-        batch.input_ids,
-        batch.expanded_local_pos,
-        batch.seq_lens_cpu_upper_bound.numpy(),
-    )
+    processed = theirs.apply_sampling_params(logits.clone(), *rows_of(batch))
     expected = processed.log_softmax(1).gather(1, found.logprob_token_ids.long())
     torch.testing.assert_close(found.logprobs, expected)
 
@@ -275,6 +291,7 @@ def test_logits_processors_of_vllm_are_applied(options: dict[str, object], expec
     assert tokens_of(harness.sampler(logits[:1], harness.batch([[]]))) == [[expected]]
 
 
+@NEEDS_32
 @BACKENDS
 def test_invalid_drafts_are_rejected(backend: Backend) -> None:
     harness = Harness(backend=backend).add(seeded(1), seeded(2))
@@ -291,6 +308,7 @@ def test_invalid_drafts_are_rejected(backend: Backend) -> None:
     assert tokens_of(output) == [targets[0:2], targets[4:8]]
 
 
+@NEEDS_32
 def test_placeholders_of_prompts_are_rejected() -> None:
     """Drafts at positions within the prompt are no drafts."""
     harness = Harness().add(SamplingParams(temperature=0.0))
@@ -337,7 +355,7 @@ def test_nans_are_counted_before_processing(
     def count(logits: torch.Tensor) -> torch.Tensor:  # vLLM's kernel needs a GPU
         return logits.isnan().sum(1).to(torch.int32)
 
-    for module in (v32, vllm_sampler):
+    for module in (VERSION, vllm_sampler):
         monkeypatch.setattr(module, "get_num_nans", count)
     harness = Harness(backend=backend).add(seeded(1, repetition_penalty=1.2), seeded(2))
     logits = make_logits(4)
@@ -381,16 +399,7 @@ def test_a_freed_index_serves_the_next_request_with_its_own_options() -> None:
 def test_batches_without_logits_processors_copy_no_logits() -> None:
     harness = Harness().add(seeded(1, top_k=5), seeded(2, repetition_penalty=2.0))
     logits = make_logits(1)
-    plain = harness.batch([[]])
-    rows = (
-        plain.expanded_idx_mapping,
-        plain.idx_mapping,
-        plain.idx_mapping_np,
-        plain.positions,
-        plain.input_ids,
-        plain.expanded_local_pos,
-        plain.seq_lens_cpu_upper_bound.numpy(),
-    )
+    rows = rows_of(harness.batch([[]]))
     assert harness.sampler.processed(logits, *rows) is logits
 
 
@@ -406,14 +415,14 @@ def make_engine(spec: object) -> Engine:
 
 def test_an_engine_with_drafts_has_both_sampler_and_verifier() -> None:
     engine = make_engine(SPEC)
-    assert isinstance(engine.sampler, v32.PluginSampler)
-    assert isinstance(engine.verifier, v32.PluginVerifier)
+    assert isinstance(engine.sampler, VERSION.PluginSampler)
+    assert isinstance(engine.verifier, VERSION.PluginVerifier)
     assert engine.ops.num_drafts == NUM_DRAFTS
 
 
 def test_an_engine_without_drafts_has_no_verifier() -> None:
     engine = make_engine(None)
-    assert isinstance(engine.sampler, v32.PluginSampler)
+    assert isinstance(engine.sampler, VERSION.PluginSampler)
     assert engine.verifier is None
     assert engine.ops.num_drafts == 0
 
@@ -429,6 +438,7 @@ def test_synthetic_acceptance_of_an_engine(rates: list[float], length: int) -> N
     assert output.num_sampled.tolist() == [length] * 2
 
 
+@NEEDS_32
 def test_sample_draft_reads_the_logits_of_the_speculator() -> None:
     engine = make_engine(SPEC)
     logits = make_logits(2)
@@ -447,3 +457,25 @@ def test_sample_draft_reads_the_logits_of_the_speculator() -> None:
     assert calls == [("states", 2)]
     assert tokens.dtype == torch.int64
     assert tokens.tolist() == logits.argmax(1).tolist()
+
+
+def test_sample_draft_has_the_noise_of_the_row_that_verifies_it() -> None:
+    """The first draft follows the token at the request's last position, where the target's rows
+    begin; older versions count the positions of drafts from one before."""
+    engine = make_engine(SPEC)
+    harness = Harness()
+    harness.states, harness.sampler = engine.sampler.req_states, engine.sampler
+    harness.add(seeded(1), seeded(2, top_k=7))
+    batch = harness.batch([[0], [0]])
+    logits = make_logits(4)
+    first = logits[[0, 2]]
+    model = SimpleNamespace(compute_logits=lambda _: first)
+    speculator = SimpleNamespace(model=model, compute_draft_logits=lambda *_: first)
+    positions = batch.positions[[0, 2]] - (0 if IS_32 else 1)
+    unused = torch.zeros(2)
+    drafts = engine.sample_draft(
+        speculator, None, positions, batch.idx_mapping, unused, unused, unused, None
+    )
+    output = engine.verifier(logits, harness.batch([[int(draft)] for draft in drafts]))
+    assert output.num_sampled.tolist() == [2, 2]
+    assert output.sampled_token_ids[:, 0].tolist() == drafts.tolist()
