@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from mtp_plugin.config import SpeculativeDecodingMode as SpeculativeDecodingMode
     from mtp_plugin.errors import MTPPluginError as MTPPluginError
     from mtp_plugin.executor import LLM as LLM
+    from mtp_plugin.executor import CompletionOutput as CompletionOutput
     from mtp_plugin.executor import RequestHandle as RequestHandle
     from mtp_plugin.executor import RequestOutput as RequestOutput
     from mtp_plugin.executor import StepEvent as StepEvent
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "Accepted": "speculative.step",
+    "CompletionOutput": "executor",
     "DraftPlan": "plugin",
     "FinishReason": "requests.states",
     "HostFacts": "plugin",
@@ -61,6 +63,7 @@ _MODULES = {
 __all__ = [
     "LLM",
     "Accepted",
+    "CompletionOutput",
     "DraftPlan",
     "FinishReason",
     "HostFacts",

@@ -7,13 +7,14 @@ require("the embedded executor (mtp_plugin.LLM)", *MODEL_PACKAGES)
 
 from mtp_plugin.executor.handle import RequestHandle
 from mtp_plugin.executor.llm import LLM
-from mtp_plugin.executor.outputs import RequestOutput
+from mtp_plugin.executor.outputs import CompletionOutput, RequestOutput
 from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.requests.options import SamplingParams
 
 __all__ = [
     "LLM",
+    "CompletionOutput",
     "LlmRequest",
     "PyExecutor",
     "RequestHandle",

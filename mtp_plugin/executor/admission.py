@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 from mtp_plugin.errors import MTPPluginError, RequestError, format_value
@@ -16,12 +16,21 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.tokenizer_lock import TokenizerLock
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
-from mtp_plugin.requests.prompts import Prompt, expect_short, params_of, place_of, prompts_of
+from mtp_plugin.requests.prompts import (
+    PlainPrompt,
+    Prompt,
+    expect_short,
+    params_of,
+    place_of,
+    prompts_of,
+)
+from mtp_plugin.requests.seeds import sample_seed
 from mtp_plugin.requests.stopping import MAX_STOP_LEN, MAX_STOP_STRINGS, StopRule
 from mtp_plugin.requests.tokenizer import (
     LongestToken,
     detokenizer_of,
     encode,
+    is_failure,
     named_failures,
     shortened,
 )
@@ -29,6 +38,8 @@ from mtp_plugin.speculative.plugin import SpeculativePieces
 
 LONG_PROMPT = 2**16
 """Prompts of up to this many characters are tokenised without a check of their length."""
+MAX_SAMPLES = 128
+"""Maximum ``n`` of a request."""
 LONG_BAD_WORD = 1024
 """Maximum number of characters of a bad word: 64 for each token that it may have."""
 
@@ -65,6 +76,11 @@ class Admission:
         """The ids of the vocabulary, or more ids than a request can mask."""
         self._ids = itertools.count()  # next() is atomic
         self._longest = LongestToken(tokenizer)
+        self._decode_token = (
+            None
+            if tokenizer is None
+            else lru_cache(maxsize=2**16)(partial(_token_text, self._detokenizer))
+        )
         self._tokenizer_lock = TokenizerLock(is_stepping_here)
 
     def make_batch(
@@ -77,7 +93,7 @@ class Admission:
         return self.make_requests(batch, params_of(sampling_params, len(batch)))
 
     def make_requests(
-        self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
+        self, prompts: Sequence[PlainPrompt], params: Sequence[SamplingParams]
     ) -> list[LlmRequest]:
         """Make requests and check that the executor can run each of them.
 
@@ -86,17 +102,17 @@ class Admission:
         """
         requests = []
         for number, (prompt, own) in enumerate(zip(prompts, params, strict=True), 1):
-            request_id = next(self._ids)
+            ids = self._reserve_ids(own)
             try:
-                request = self._make_request(request_id, prompt, own)
-                self._executor.check_fits(request)
+                samples = self._make_samples(ids, prompt, own)
             except RequestError as error:
                 if len(prompts) == 1:
                     raise
-                why = str(error).removeprefix(f"request {request_id}: ")
+                why = str(error).removeprefix(f"request {ids[0]}: ")
                 raise RequestError(f"{place_of(number, len(prompts))}: {why}") from error
-            request.prompt_index = number - 1
-            requests.append(request)
+            for request in samples:
+                request.prompt_index = number - 1
+            requests += samples
         return requests
 
     def make_pending(
@@ -107,28 +123,21 @@ class Admission:
         Raises:
             RequestError: lists every reason that can be found without the tokenizer.
         """
-        (prompt,) = prompts_of([prompt])
+        (plain,) = prompts_of([prompt])
         (params,) = params_of(sampling_params, 1)
-        request_id = next(self._ids)
-        prompt = prompt if isinstance(prompt, str) else _listed(prompt, request_id)
-
-        def make() -> LlmRequest:
-            request = self._make_request(request_id, prompt, params)
-            self._executor.check_fits(request)
-            return request
-
-        if self._tokenizer is None or not _has_texts(prompt, params):
+        ids = self._reserve_ids(params)
+        plain = plain if isinstance(plain, str) else _listed(plain, ids[0])
+        make = partial(self._make_samples, ids, plain, params)
+        if self._tokenizer is None or not _has_texts(plain, params):
             return PendingRequest.of(make())
-        if isinstance(prompt, str):
-            self._check_text(prompt, request_id)
+        if isinstance(plain, str):
+            self._check_text(plain, ids[0])
         else:
-            self._check_ids(prompt, request_id)
-        ids = () if isinstance(prompt, str) else prompt
-        self._validated(params, request_id, ids, tokenise=False)
-        self._tokenizer_lock.check_not_held(request_id)
-        return PendingRequest(
-            request_id, make, partial(self._tokenizer_lock.check_not_held, request_id)
-        )
+            self._check_ids(plain, ids[0])
+        known = () if isinstance(plain, str) else plain
+        self._validated(params, ids[0], known, tokenise=False)
+        self._tokenizer_lock.check_not_held(ids[0])
+        return PendingRequest(ids, make, partial(self._tokenizer_lock.check_not_held, ids[0]))
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> LlmRequest:
         """Make one request; ``enqueue`` checks whether it fits.
@@ -136,34 +145,75 @@ class Admission:
         Raises:
             RequestError: lists every reason.
         """
-        return self._make_request(next(self._ids), prompt, params)
+        (plain,) = prompts_of([prompt])
+        request_id = next(self._ids)
+        if params.n > 1:
+            raise RequestError(f"request {request_id}: n={params.n}: expected 1 for one request")
+        (request,) = self._tokenise([request_id], plain, params)
+        return request
 
-    def _make_request(self, request_id: int, prompt: Prompt, params: SamplingParams) -> LlmRequest:
+    def _reserve_ids(self, params: SamplingParams) -> list[int]:
+        """Return an id for each of the ``n`` sequences of a prompt; one if there are too many."""
+        return [next(self._ids) for _ in range(params.n if params.n <= MAX_SAMPLES else 1)]
+
+    def _make_samples(
+        self, ids: Sequence[int], prompt: PlainPrompt, params: SamplingParams
+    ) -> list[LlmRequest]:
+        """Make the ``n`` requests of a prompt and check that the executor can run them."""
+        requests = self._tokenise(ids, prompt, params)
+        for request in requests:
+            self._executor.check_fits(request)
+        return requests
+
+    def _tokenise(
+        self, ids: Sequence[int], prompt: PlainPrompt, params: SamplingParams
+    ) -> list[LlmRequest]:
         if not _has_texts(prompt, params):
-            return self._tokenised_request(request_id, prompt, params)
+            return self._tokenised_requests(ids, prompt, params)
         return self._tokenizer_lock.run(
-            request_id, lambda: self._tokenised_request(request_id, prompt, params)
+            ids[0], lambda: self._tokenised_requests(ids, prompt, params)
         )
 
-    def _tokenised_request(
-        self, request_id: int, prompt: Prompt, params: SamplingParams
+    def _tokenised_requests(
+        self, ids: Sequence[int], prompt: PlainPrompt, params: SamplingParams
+    ) -> list[LlmRequest]:
+        tokens = self._prompt_ids(prompt, ids[0], params)
+        params = self._validated(params, ids[0], tokens)
+        own = [params]
+        if params.n > 1:
+            seeds = [sample_seed(params.seed, index) for index in range(params.n)]
+            own = [replace(params, n=1, seed=seed) for seed in seeds]
+        return [
+            self._request(request_id, prompt, tokens, each, index)
+            for index, (request_id, each) in enumerate(zip(ids, own, strict=True))
+        ]
+
+    def _request(
+        self,
+        request_id: int,
+        prompt: PlainPrompt,
+        tokens: list[int],
+        params: SamplingParams,
+        sample_index: int,
     ) -> LlmRequest:
-        ids = self._prompt_ids(prompt, request_id)
-        params = self._validated(params, request_id, ids)
         text = None
-        if self._detokenizer is not None:
+        if self._detokenizer is not None and params.detokenize:
             text = RequestText(
                 self._detokenizer,
                 params.stop,
                 params.min_tokens,
                 include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
             )
         return LlmRequest(
             request_id,
-            ids,
+            tokens,
             params,
             end_ids=self._facts.eos_token_ids,
             text=text,
+            prompt=prompt if isinstance(prompt, str) else None,
+            sample_index=sample_index,
+            decode_token=self._decode_token,
             max_draft_len=self._pieces.plan.max_draft_len,
             max_seq_len=self._max_seq_len,
             label=self._pieces.label
@@ -171,13 +221,16 @@ class Admission:
             else None,
         )
 
-    def _prompt_ids(self, prompt: Prompt, request_id: int) -> list[int]:
+    def _prompt_ids(
+        self, prompt: PlainPrompt, request_id: int, params: SamplingParams
+    ) -> list[int]:
         if not isinstance(prompt, str):
             ids = _listed(prompt, request_id)
         else:
             self._check_text(prompt, request_id)
             try:
-                ids = encode(self._tokenizer, prompt)
+                options = {} if params.add_special_tokens else {"add_special_tokens": False}
+                ids = encode(self._tokenizer, prompt, **options)
             except MTPPluginError as error:
                 raise RequestError(f"request {request_id}: {error}") from error
         self._check_ids(ids, request_id)
@@ -242,9 +295,12 @@ class Admission:
         Raises:
             RequestError: lists every option that cannot be served.
         """
-        unsupported = params.unsupported(self._pieces.served_options)
+        unsupported = params.unsupported(self._pieces.served_options | {"n"})
+        unsupported += _sample_problems(params)
         unsupported += self._pieces.refusals(params.requested_options())
         unsupported += self._stop_problems(params.stop, tokenise)
+        if params.stop and not params.detokenize:
+            unsupported.append("stop needs detokenize=True")
         words, problems = self._bad_words(params, tokenise)
         unsupported += problems
         unsupported += self._outside_vocabulary(params, words)
@@ -404,6 +460,25 @@ class Admission:
         return text
 
 
+def _sample_problems(params: SamplingParams) -> list[str]:
+    if params.n > MAX_SAMPLES:
+        return [f"n: at most {MAX_SAMPLES} are served, got {params.n}"]
+    if params.n > 1 and params.is_greedy:
+        return [f"n={params.n} needs sampling, as greedy sequences are equal; set temperature"]
+    return []
+
+
+def _token_text(detokenizer: Any, token: int) -> str | None:
+    """Return the text of a token; None: the tokenizer has none."""
+    try:
+        text = detokenizer.decode([token], skip_special_tokens=False)
+    except BaseException as error:
+        if not is_failure(error):
+            raise
+        return None
+    return text if isinstance(text, str) else None
+
+
 def _masked_ids(
     params: SamplingParams, bad_words: Sequence[Sequence[int]], prompt: Sequence[int]
 ) -> set[int]:
@@ -421,7 +496,7 @@ def _first_of(ids: Sequence[int]) -> str:
     return shown if len(ids) <= 3 else f"{shown} and {len(ids) - 3} more"
 
 
-def _has_texts(prompt: Prompt, params: SamplingParams) -> bool:
+def _has_texts(prompt: PlainPrompt, params: SamplingParams) -> bool:
     """Whether the request needs the tokenizer."""
     words = (prompt, *params.stop, *params.bad_words)
     return any(isinstance(word, str) for word in words)

@@ -58,7 +58,7 @@ class AsyncEventStream(AsyncIterator[StepEvent]):
         """Cancel the request and wait until its resources are freed."""
         await self._events.aclose()
         if self._pending.is_made:
-            await self._steps.cancel_and_wait(self._pending.request_id)
+            await self._steps.cancel_and_wait(self._pending)
 
     def __del__(self) -> None:
         self._steps.drop(self._pending)
@@ -90,32 +90,38 @@ class AsyncSteps:
             try:
                 loop.call_soon_threadsafe(arrived.put_nowait, results)
             except RuntimeError:  # the loop was closed, with all readers
-                self._dispatcher.cancel_id(pending.request_id)
+                self._cancel(pending)
 
         try:
-            request = await pending.result_async(self._tokenising)
-            self._dispatcher.start([request], on_result)
-            finished = False
-            while not finished:
+            requests = await pending.result_async(self._tokenising)
+            self._dispatcher.start(requests, on_result)
+            unfinished = len(requests)
+            while unfinished:
                 for event in events_of(await self._next_results(arrived)):
-                    finished = event.finish_reason is not None
+                    unfinished -= event.finish_reason is not None
                     yield event
         finally:
             # without waiting, for which a closing loop leaves no time
             self.drop(pending)
 
-    async def cancel_and_wait(self, request_id: int) -> None:
-        """Cancel a request and wait until its resources are freed."""
-        self._dispatcher.cancel_id(request_id)
-        if self._dispatcher.holds_id(request_id) and not self._dispatcher.is_stepping_here:
+    async def cancel_and_wait(self, pending: PendingRequest) -> None:
+        """Cancel requests and wait until their resources are freed."""
+        self._cancel(pending)
+        is_held = any(map(self._dispatcher.holds_id, pending.request_ids))
+        if is_held and not self._dispatcher.is_stepping_here:
             await asyncio.to_thread(self._dispatcher.wait_for_step)
 
     def drop(self, pending: PendingRequest) -> None:
         """Cancel a request without readers, without waiting."""
         if pending.abandon():
-            self._dispatcher.forget(pending.request_id)
+            for request_id in pending.request_ids:
+                self._dispatcher.forget(request_id)
         else:
-            self._dispatcher.cancel_id(pending.request_id)
+            self._cancel(pending)
+
+    def _cancel(self, pending: PendingRequest) -> None:
+        for request_id in pending.request_ids:
+            self._dispatcher.cancel_id(request_id)
 
     async def read(
         self,
@@ -137,14 +143,14 @@ class AsyncSteps:
 
         try:
             self._dispatcher.check_can_wait()
-            await pending.result_async(self._tokenising)
+            requests = await pending.result_async(self._tokenising)
             log.wakes.append(wake)
-            number, finished = 0, False
-            while not finished:
+            number, unfinished = 0, len(requests)
+            while unfinished:
                 while number == len(log.results):
                     await self._next_results(arrived)
                 for event in events_of(log.results[number]):
-                    finished = event.finish_reason is not None
+                    unfinished -= event.finish_reason is not None
                     yield event
                 number += 1
         finally:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Generator
+from collections.abc import AsyncIterator, Generator, Sequence
 from concurrent.futures import Future
 from functools import partial
 from typing import Any
@@ -35,10 +35,11 @@ class RequestHandle:
         self._owner = owner
         self._log = ResultLog()
         if pending.is_made:
-            dispatcher.start([pending.result()], self._log.put)
+            dispatcher.start(pending.result(), self._log.put)
         else:
-            dispatcher.expect(pending.request_id, self._log.put)
-            pending.on_made(partial(_hand_in, dispatcher, pending.request_id))
+            for request_id in pending.request_ids:
+                dispatcher.expect(request_id, self._log.put)
+            pending.on_made(partial(_submit, dispatcher, pending.request_ids))
         steps.start_soon(pending)
 
     @property
@@ -49,7 +50,7 @@ class RequestHandle:
     @property
     def is_finished(self) -> bool:
         """Whether all events have been produced."""
-        return not self._dispatcher.holds_id(self.request_id)
+        return not any(map(self._dispatcher.holds_id, self._pending.request_ids))
 
     def __aiter__(self) -> AsyncIterator[StepEvent]:
         """Iterate over all events from the first; leaving early does not cancel the request."""
@@ -71,17 +72,17 @@ class RequestHandle:
             Exception: the error of a failed step.
         """
         self._dispatcher.check_can_wait()
-        request = self._pending.result()
+        requests = self._pending.result()
         while not self.is_finished:
             self._dispatcher.advance()
         self._dispatcher.drain()
         for results in self._log.results:
             events_of(results)
-        return RequestOutput.of_success(request)
+        return RequestOutput.of_success(*requests)
 
     def abort(self) -> bool:
         """Cancel the request; see `LLM.abort`."""
-        return self._dispatcher.cancel_id(self.request_id)
+        return True in [self._dispatcher.cancel_id(i) for i in self._pending.request_ids]
 
     def __del__(self) -> None:
         self._steps.drop(self._pending)
@@ -90,15 +91,19 @@ class RequestHandle:
         try:
             async for _ in self:
                 pass
-            return RequestOutput.of_success(self._pending.result())
+            return RequestOutput.of_success(*self._pending.result())
         finally:
             # an asyncio task keeps the exception that ended it, whose traceback keeps this frame
             del self
 
 
-def _hand_in(dispatcher: Dispatcher, request_id: int, made: Future[LlmRequest]) -> None:
+def _submit(
+    dispatcher: Dispatcher, request_ids: Sequence[int], made: Future[list[LlmRequest]]
+) -> None:
     error = made.exception()
     if isinstance(error, Exception):
-        dispatcher.reject(request_id, error)
+        for request_id in request_ids:
+            dispatcher.reject(request_id, error)
     else:
-        dispatcher.submit_expected(made.result())
+        for request in made.result():
+            dispatcher.submit_expected(request)

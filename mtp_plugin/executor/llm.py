@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +15,11 @@ from mtp_plugin.executor import gc_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.async_steps import AsyncEventStream, AsyncSteps, is_in_a_loop
 from mtp_plugin.executor.build import BuiltExecutor, build_executor
+from mtp_plugin.executor.chat import Message, conversations_of, render_chat
 from mtp_plugin.executor.dispatcher import Dispatcher
 from mtp_plugin.executor.event_stream import EventStream
 from mtp_plugin.executor.handle import RequestHandle
+from mtp_plugin.executor.metrics import PREFIX, Metric, read_metrics
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.outputs import RequestOutput
 from mtp_plugin.executor.pending_request import PendingRequest
@@ -156,7 +160,74 @@ class LLM:
         with batch_progress(len(requests), use_tqdm) as report:
             for events in self._run(requests):
                 report(events)
-        return [RequestOutput.of(request) for request in requests]
+        samples = groupby(requests, key=lambda request: request.prompt_index)
+        return [RequestOutput.of(*of_prompt) for _, of_prompt in samples]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        **template_options: Any,
+    ) -> list[RequestOutput]:
+        """Render one conversation, or several, and run them to completion.
+
+        Args:
+            messages: mappings with ``role`` and ``content``, or a list of such lists.
+            template_options: see :meth:`apply_chat_template`.
+
+        Raises:
+            RequestError: see :meth:`apply_chat_template` and :meth:`generate`.
+        """
+        conversations = conversations_of(messages)
+        texts = [self.apply_chat_template(one, **template_options) for one in conversations]
+        params = params_of(sampling_params, len(texts))
+        # the template writes the special tokens
+        params = [replace(own, add_special_tokens=False) for own in params]
+        return self.generate(texts, params, use_tqdm)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Message],
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """Return the prompt of a conversation; submit it with ``add_special_tokens=False``.
+
+        Args:
+            chat_template: a Jinja template; None: the tokenizer's.
+            add_generation_prompt: end with the beginning of an assistant message.
+            continue_final_message: leave the last message open, so that it is continued; needs
+                ``add_generation_prompt=False``.
+            tools: tool definitions for the template.
+            chat_template_kwargs: further variables of the template.
+
+        Raises:
+            RequestError: the checkpoint has no chat template, or it raises an error.
+        """
+        return render_chat(
+            self.tokenizer,
+            messages,
+            **{
+                **(chat_template_kwargs or {}),
+                "chat_template": chat_template,
+                "add_generation_prompt": add_generation_prompt,
+                "continue_final_message": continue_final_message,
+                "tools": None if tools is None else list(tools),
+            },
+        )
+
+    def get_tokenizer(self) -> Any:
+        """Return the tokenizer, or None."""
+        return self.tokenizer
+
+    def get_metrics(self, prefix: str = PREFIX) -> list[Metric]:
+        """Return counters and gauges of the executor; see `read_metrics`."""
+        return read_metrics(self.executor, prefix)
 
     def stream(
         self,
@@ -206,7 +277,7 @@ class LLM:
         pending = self._admission.make_pending(prompt, sampling_params)
         async for _ in self._async_steps.run(pending):
             pass
-        return RequestOutput.of_success(pending.result())
+        return RequestOutput.of_success(*pending.result())
 
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -223,8 +294,7 @@ class LLM:
         if is_in_a_loop():
             pending = self._admission.make_pending(prompt, sampling_params)
         else:
-            (request,) = self._admission.make_batch([prompt], sampling_params)
-            pending = PendingRequest.of(request)
+            pending = PendingRequest.of(self._admission.make_batch([prompt], sampling_params))
         return RequestHandle(pending, self._dispatcher, self._async_steps, self)
 
     def abort(self, request_id: int) -> bool:

@@ -1,10 +1,10 @@
-"""A submitted request whose prompt is tokenised later, possibly in another thread."""
+"""Requests of a submitted prompt that is tokenised later, possibly in another thread."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import suppress
 
@@ -13,32 +13,38 @@ from mtp_plugin.executor.request import LlmRequest
 
 
 class PendingRequest:
-    """A request that is made once, by the first thread that needs it; other threads wait.
+    """The requests of a prompt, made once by the first thread that needs them; others wait.
 
     Args:
-        request_id: id of the request.
-        make: returns the request or raises `RequestError`.
+        request_ids: their ids.
+        make: returns the requests or raises `RequestError`.
         check_not_held: see `TokenizerLock.check_not_held`.
     """
 
     def __init__(
         self,
-        request_id: int,
-        make: Callable[[], LlmRequest],
+        request_ids: Sequence[int],
+        make: Callable[[], list[LlmRequest]],
         check_not_held: Callable[[], None],
     ) -> None:
-        self.request_id = request_id
+        self.request_ids = tuple(request_ids)
         self._make = make
         self._check_not_held = check_not_held
-        self._made: Future[LlmRequest] = Future()
+        self._made: Future[list[LlmRequest]] = Future()
         self._makers: dict[None, tuple[int, object]] = {}
 
     @classmethod
-    def of(cls, request: LlmRequest) -> PendingRequest:
-        """Wrap a request that exists already."""
-        pending = cls(request.request_id, lambda: request, lambda: None)
+    def of(cls, requests: list[LlmRequest]) -> PendingRequest:
+        """Wrap requests that exist already."""
+        ids = [request.request_id for request in requests]
+        pending = cls(ids, lambda: requests, lambda: None)
         pending.result()
         return pending
+
+    @property
+    def request_id(self) -> int:
+        """Id of the first request."""
+        return self.request_ids[0]
 
     @property
     def is_made(self) -> bool:
@@ -50,7 +56,7 @@ class PendingRequest:
         if not self._claim():
             return
         try:
-            request = self._make()
+            requests = self._make()
         except BaseException as error:
             is_error = isinstance(error, Exception)
             message = f"request {self.request_id}: its tokenising was interrupted"
@@ -59,9 +65,9 @@ class PendingRequest:
                 raise
             del self  # the error refers to this frame
         else:
-            self._made.set_result(request)
+            self._made.set_result(requests)
 
-    def on_made(self, call: Callable[[Future[LlmRequest]], object]) -> None:
+    def on_made(self, call: Callable[[Future[list[LlmRequest]]], object]) -> None:
         """Call ``call`` when there is a request or an error, in the thread that made it; at once if
         there is one already."""
         self._made.add_done_callback(call)
@@ -70,8 +76,8 @@ class PendingRequest:
         """Prevent the request from being made; False: a thread has begun to make it."""
         return self._claim()
 
-    def result(self) -> LlmRequest:
-        """Return the request: make it in this thread, or wait for the thread that makes it.
+    def result(self) -> list[LlmRequest]:
+        """Return the requests: make them in this thread, or wait for the thread that makes it.
 
         Raises:
             RequestError: the request cannot be served, or this thread tokenises and cannot wait.
@@ -82,8 +88,8 @@ class PendingRequest:
             self.make()
         return self._made.result()
 
-    async def result_async(self, pool: Executor) -> LlmRequest:
-        """Return the request, made by a thread of ``pool`` without blocking the event loop.
+    async def result_async(self, pool: Executor) -> list[LlmRequest]:
+        """Return the requests, made by a thread of ``pool`` without blocking the event loop.
 
         Raises:
             RequestError: see :meth:`result`.

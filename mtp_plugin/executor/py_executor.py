@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -34,6 +36,9 @@ class StepEvent(NamedTuple):
     """Index of the prompt in its call."""
     prompt_logprobs: PromptLogprobs | None = None
     """In the request's first event, if requested; as in `RequestOutput`."""
+
+    sample_index: int = 0
+    """Index among the ``n`` sequences of the prompt."""
 
     @property
     def text(self) -> str:
@@ -78,6 +83,8 @@ class PyExecutor:
         )
         self.num_steps = 0
         self.num_preemptions = 0
+        self.num_prompt_tokens = self.num_generation_tokens = 0
+        self.num_finished: Counter[FinishReason] = Counter()
         self._requests: dict[int, LlmRequest] = {}
         self._launched: _Launched | None = None
         self._closed = False
@@ -270,8 +277,13 @@ class PyExecutor:
     def _report(
         self, request: LlmRequest, token_ids: list[int], logprobs: Logprobs | None = None
     ) -> StepEvent:
+        if token_ids and request.first_token_time is None:
+            request.first_token_time = time.monotonic()
+            self.num_prompt_tokens += request.py_orig_prompt_len
+        self.num_generation_tokens += len(token_ids)
         if request.logprobs is not None:
             logprobs = Logprobs() if logprobs is None else logprobs
+            logprobs.decode = request.decode_token
             request.logprobs.extend(logprobs)
         text = request.text
         segments = text.drain(final=request.is_finished) if text is not None else []
@@ -286,12 +298,16 @@ class PyExecutor:
             logprobs,
             request.prompt_index,
             request.first_prompt_logprobs(),
+            request.sample_index,
         )
 
     def _terminate(self, request: LlmRequest) -> None:
         self.resources.free_resources(request)
         self.scheduler.remove(request)
         self.acceptance.merge(request.py_acceptance)
+        request.finished_time = time.monotonic()
+        if request.finish_reason is not None:
+            self.num_finished[request.finish_reason] += 1
         del self._requests[request.request_id]
 
     def _fail_all(self, why: str) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
+
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.logprobs import Logprobs, PromptLogprobs
@@ -16,6 +19,11 @@ class LlmRequest(PlainRequest):
     """One request, with TensorRT-LLM's names.
 
     ``py_epoch`` is incremented by every preemption: results of an older epoch are dropped.
+
+    Args:
+        prompt: the prompt's text; None: it was given as token ids.
+        sample_index: index among the ``n`` sequences of the prompt.
+        decode_token: returns the text of a token, for log-probabilities.
     """
 
     loop_options = LOOP_OPTIONS
@@ -28,6 +36,9 @@ class LlmRequest(PlainRequest):
         *,
         end_ids: tuple[int, ...] = (),
         text: RequestText | None = None,
+        prompt: str | None = None,
+        sample_index: int = 0,
+        decode_token: Callable[[int], str | None] | None = None,
         max_draft_len: int = 0,
         max_seq_len: int,
         label: Label | None = None,
@@ -45,8 +56,15 @@ class LlmRequest(PlainRequest):
         self.py_request_id = request_id
         self.prompt_index = 0
         """Index of the prompt in its call."""
+        self.sample_index = sample_index
+        self.prompt = prompt
         self.params = params
         self.text = text
+        self.decode_token = decode_token
+        self.arrival_time = time.monotonic()
+        self.first_token_time: float | None = None
+        self.finished_time: float | None = None
+        self._eos_ids = frozenset(() if params.ignore_eos else end_ids)
         self.py_batch_idx: int | None = None
         self.py_epoch = 0
         self.py_num_drafted = 0
@@ -54,9 +72,11 @@ class LlmRequest(PlainRequest):
         self.py_disable_speculative_decoding = not params.speculate or most == 0
         self.py_draft_state = DraftState.fresh(max_draft_len, most)
         self.num_preemptions = 0
-        self.logprobs = None if params.logprobs is None else Logprobs()
+        self.logprobs = None if params.logprobs is None else Logprobs(decode=decode_token)
         """Log-probabilities of the tokens generated so far; None: not requested."""
-        self.prompt_logprobs = None if params.prompt_logprobs is None else PromptLogprobs()
+        self.prompt_logprobs = (
+            None if params.prompt_logprobs is None else PromptLogprobs(decode_token)
+        )
         """Log-probabilities of the prompt tokens scored so far; None: not requested."""
         self._unreported = self.prompt_logprobs
         self.sampling_kind = self.facts.sampling_kind
@@ -101,6 +121,17 @@ class LlmRequest(PlainRequest):
         if self.finish_reason is not FinishReason.ERROR:
             return None
         return self.py_error or "the sampler ended it without a reason"
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """The id of ``stop_token_ids`` or the stop string that ended the request, else None."""
+        if self.finish_reason is FinishReason.STOP_WORDS:
+            return None if self.text is None else self.text.stop_string
+        if self.finish_reason is not FinishReason.END_ID:
+            return None
+        token = self.tokens[-1]
+        is_stop_id = token in self.params.stop_token_ids and token not in self._eos_ids
+        return token if is_stop_id else None
 
     def fail(self, why: str) -> None:
         """End the request with an error, unless it has finished."""

@@ -93,6 +93,7 @@ class RequestText:
         stop: stop strings.
         min_tokens: a stop string that is complete within these first tokens does not end the text.
         include_stop: cut the text at the end of the stop string, which is shown like other text.
+        skip_special_tokens: leave special tokens out of the text.
     """
 
     def __init__(
@@ -102,8 +103,10 @@ class RequestText:
         min_tokens: int = 0,
         *,
         include_stop: bool = False,
+        skip_special_tokens: bool = True,
     ) -> None:
         self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
         self._stop = stop
         self._searches = [StopSearch(each) for each in stop]
         self._min_tokens = min_tokens
@@ -121,6 +124,8 @@ class RequestText:
         self._next_end = 0  # tokens before it are shown
         self._searched = 0
         self._stop_at: int | None = None
+        self.stop_string: str | None = None
+        """The stop string that ended the text."""
 
     @property
     def stopped(self) -> bool:
@@ -163,7 +168,11 @@ class RequestText:
             f"text: expected at most {self._num_tokens} tokens to keep, got {len(tokens)}",
         )
         text = RequestText(
-            self._tokenizer, self._stop, self._min_tokens, include_stop=self._include_stop
+            self._tokenizer,
+            self._stop,
+            self._min_tokens,
+            include_stop=self._include_stop,
+            skip_special_tokens=self._skip_special_tokens,
         )
         for token, (_, from_draft) in zip(tokens, self._ends, strict=False):
             text.push(token, from_draft=from_draft)
@@ -262,6 +271,7 @@ class RequestText:
         found = [(at, stop) for at, stop in read if at is not None]
         if found:
             at, stop = min(found)
+            self.stop_string = stop
             self._stop_at = at + len(stop) if self._include_stop else at
 
     def _held_back(self) -> int:
@@ -271,4 +281,6 @@ class RequestText:
         return max((search.matched for search in self._searches), default=0)
 
     def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(ids, skip_special_tokens=True) if ids else ""
+        if not ids:
+            return ""
+        return self._tokenizer.decode(ids, skip_special_tokens=self._skip_special_tokens)

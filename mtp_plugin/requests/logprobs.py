@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar, overload
 
@@ -23,7 +23,7 @@ class Logprob(NamedTuple):
 
     logprob: float
     rank: int  # 1: the most likely; ties are ranked by ascending id
-    decoded_token: str | None = None  # its text; set by the server
+    decoded_token: str | None = None  # its text; None: there is no tokenizer
 
 
 TokenLogprobs = dict[int, Logprob]
@@ -102,10 +102,19 @@ class _ReadAsList(Sequence[_Item_co]):
 
 
 class Logprobs(_ReadAsList[TokenLogprobs]):
-    """Log-probabilities of all output tokens; the mappings are created when they are read."""
+    """Log-probabilities of all output tokens; the mappings are created when they are read.
 
-    def __init__(self, parts: Sequence[LogprobEntries] = ()) -> None:
+    Args:
+        decode: returns the text of a token; None: ``decoded_token`` is None.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[LogprobEntries] = (),
+        decode: Callable[[int], str | None] | None = None,
+    ) -> None:
         self._parts = list(parts)
+        self.decode = decode
 
     def append(self, part: LogprobEntries) -> None:
         """Append those of the next tokens."""
@@ -121,21 +130,30 @@ class Logprobs(_ReadAsList[TokenLogprobs]):
         for part in self._parts:
             parts.append(part.first(count))
             count = max(count - len(part), 0)
-        return Logprobs(parts)
+        return Logprobs(parts, self.decode)
 
     def __len__(self) -> int:
         return sum(map(len, self._parts))
 
     def __iter__(self) -> Iterator[TokenLogprobs]:
         for part in self._parts:
-            yield from part.mappings
+            if self.decode is None:
+                yield from part.mappings
+            else:
+                yield from map(self._with_texts, part.mappings)
+
+    def _with_texts(self, logprobs: TokenLogprobs) -> TokenLogprobs:
+        decode = self.decode or (lambda _: None)
+        return {
+            token: each._replace(decoded_token=decode(token)) for token, each in logprobs.items()
+        }
 
 
 class PromptLogprobs(_ReadAsList["TokenLogprobs | None"]):
     """Log-probabilities of the prompt tokens scored so far; None for the first token."""
 
-    def __init__(self) -> None:
-        self._scored = Logprobs()
+    def __init__(self, decode: Callable[[int], str | None] | None = None) -> None:
+        self._scored = Logprobs(decode=decode)
 
     def append(self, part: LogprobEntries) -> None:
         """Append those of the next tokens."""

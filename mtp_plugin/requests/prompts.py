@@ -8,8 +8,13 @@ from typing import Any
 from mtp_plugin.errors import RequestError, format_value
 from mtp_plugin.requests.options import MAX_RANGE, SamplingParams
 
-Prompt = str | Sequence[int]
+Prompt = str | Sequence[int] | Mapping[str, Any]
+"""Text, token ids, ``{"prompt": text}`` or ``{"prompt_token_ids": ids}``."""
+
+PlainPrompt = str | Sequence[int]
 """Text, or token ids."""
+
+PROMPT_KEYS = ("prompt", "prompt_token_ids")
 
 
 def place_of(number: int, count: int) -> str:
@@ -17,14 +22,16 @@ def place_of(number: int, count: int) -> str:
     return f"prompt {number} of {count}"
 
 
-def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """One prompt or several as a list; a sequence of integers is one prompt.
+def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
+    """Return one prompt or several as a list; a sequence of integers is one prompt.
 
     Raises:
         RequestError: neither text nor ids.
     """
     if isinstance(prompts, str):
         return [prompts]
+    if isinstance(prompts, Mapping):
+        return [_prompt_in(prompts, "prompts")]
     if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise RequestError(
             f"prompts: expected text or lists of token ids, got {type(prompts).__name__}"
@@ -34,12 +41,33 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
     for number, item in enumerate(items, 1):
-        if not isinstance(item, Sequence) or isinstance(item, bytes):
+        if isinstance(item, Mapping):
+            items[number - 1] = _prompt_in(item, place_of(number, len(items)))
+        elif not isinstance(item, Sequence) or isinstance(item, bytes):
             raise RequestError(
                 f"{place_of(number, len(items))}: expected text or a list of token ids, "
                 f"got {type(item).__name__}"
             )
     return items  # type: ignore[return-value]
+
+
+def _prompt_in(prompt: Mapping[str, Any], where: str) -> PlainPrompt:
+    """Return the text or the ids of a mapping."""
+    given = {name: value for name, value in prompt.items() if value is not None}
+    unknown = [format_value(name) for name in given if name not in PROMPT_KEYS]
+    if unknown:
+        raise RequestError(f"{where}: expected {' or '.join(PROMPT_KEYS)}, got {unknown[0]}")
+    if len(given) != 1:
+        raise RequestError(
+            f"{where}: expected either prompt (text) or prompt_token_ids (ids), got "
+            f"{' and '.join(given) or 'neither'}"
+        )
+    ((name, value),) = given.items()
+    is_ids = isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+    if not (isinstance(value, str) if name == "prompt" else is_ids):
+        expected = "text" if name == "prompt" else "a list of token ids"
+        raise RequestError(f"{where}: {name}: expected {expected}, got {type(value).__name__}")
+    return value  # type: ignore[no-any-return]
 
 
 def expect_short(prompt: Sequence[Any], where: str) -> None:

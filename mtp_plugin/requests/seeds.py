@@ -26,6 +26,18 @@ def seed_words(seed: int | None, number: int, engine_seed: int = ENGINE_SEED) ->
     return _signed(low), _signed(high)
 
 
+def sample_seed(seed: int | None, sample_index: int) -> int | None:
+    """Return the seed of one of the ``n`` sequences of a prompt; the first has the seed itself.
+
+    Args:
+        seed: seed of the request; None: every sequence has that of its own number.
+    """
+    if seed is None or sample_index == 0:
+        return seed
+    low, high, _, _ = philox((0, 0, sample_index << 8, 0), (seed & _MASK, seed >> 32 & _MASK))
+    return low | high << 32
+
+
 def philox(counter: tuple[int, int, int, int], key: tuple[int, int]) -> tuple[int, int, int, int]:
     """Compute Philox-4x32-10: four unsigned 32-bit words from a counter and a key."""
     c0, c1, c2, c3 = counter

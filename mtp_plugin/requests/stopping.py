@@ -14,9 +14,19 @@ from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.tokenizer import is_failure
 
 SERVED_OPTIONS = frozenset(
-    {"max_new_tokens", "stop_token_ids", "stop", "include_stop_str_in_output", "ignore_eos"}
+    {
+        "max_new_tokens",
+        "stop_token_ids",
+        "stop",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "skip_special_tokens",
+        "add_special_tokens",
+        "detokenize",
+    }
 )
-"""Options served by stop rule and detokenizer; ``min_tokens`` also needs masked logits."""
+"""Options served by stop rule, tokenizer and detokenizer; ``min_tokens`` also needs masked
+logits."""
 
 MAX_STOP_IDS = 32
 """P: maximum number of stop ids in a slot (lanes of a warp). A request with more has no relaxed

@@ -18,6 +18,7 @@ from mtp_plugin import infer
 from mtp_plugin.config import load_config
 from mtp_plugin.executor import LLM, PyExecutor, SamplingParams, StepEvent
 from mtp_plugin.executor.models import load_model
+from mtp_plugin.executor.outputs import FINISH_REASONS
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.tools.parity import oracle
 from mtp_plugin.tools.terminal.decoding import Decoded
@@ -388,7 +389,7 @@ def test_json_is_one_document(run: Run, config: Callable[..., str]) -> None:
         assert found["prompt_token_ids"] == output.prompt_token_ids
         assert found["token_ids"] == output.token_ids
         assert found["text"] == output.text
-        assert found["finish_reason"] == output.finish_reason.value
+        assert FINISH_REASONS[FinishReason(found["finish_reason"])] == output.finish_reason
         acceptance = found["acceptance"]
         assert acceptance["steps_by_emitted_tokens"] == output.acceptance.histogram
         assert acceptance["acceptance_length"] == output.acceptance.acceptance_length

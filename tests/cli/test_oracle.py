@@ -80,11 +80,14 @@ def engine(checkpoint: Path) -> LLM:
 
 def decode(engine: LLM, params: SamplingParams) -> Decoded:
     (output,) = engine.generate([[5, 6, 7]], params)
+    reason = FinishReason(output.finish_reason)
+    if isinstance(output.stop_reason, str):
+        reason = FinishReason.STOP_WORDS
     return Decoded(
         output.prompt_token_ids,
         output.token_ids,
         output.text,
-        output.finish_reason,
+        reason,
         output.acceptance,
     )
 

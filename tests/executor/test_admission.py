@@ -17,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, PluginError, RequestError
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.models import load_model
-from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.tools.terminal.parity import make_prompts
 from tests.executor.conftest import VOCAB, assert_drained
 
@@ -161,7 +160,8 @@ REQUESTS = [
     Case(
         "every reason at once (R31)",
         [[1]],
-        "request 0: not supported: n=2, best_of=3, length_penalty=2.0, no_repeat_ngram_size=2, "
+        "request 0: not supported: best_of=3 is not enabled; write n, and choose among outputs by "
+        "their cumulative_logprob, length_penalty=2.0, no_repeat_ngram_size=2, "
         "guided_decoding='json', "
         "stop=('END',) (the checkpoint has no tokenizer.json), "
         "stop_token_ids: 128, 999 are outside the vocabulary of 128",
@@ -180,9 +180,12 @@ REQUESTS = [
     Case(
         "more ids than can be held back, with another reason",
         [[1]],
-        "request 0: not supported: n=2, min_tokens=2 and 33 ids that end the text: at most 32 "
+        "request 0: not supported: best_of=2 is not enabled; write n, and choose among outputs by "
+        "their cumulative_logprob, min_tokens=2 and 33 ids that end the text: at most 32 "
         "can be held back",
-        params=SamplingParams(min_tokens=2, stop_token_ids=tuple(range(33)), ignore_eos=True, n=2),
+        params=SamplingParams(
+            min_tokens=2, stop_token_ids=tuple(range(33)), ignore_eos=True, best_of=2
+        ),
     ),
     Case(
         "a stop string that is never text",
@@ -282,7 +285,8 @@ REQUESTS = [
     Case(
         "options of one of several",
         [[1], [2]],
-        "prompt 2 of 2: not supported: n=2",
+        "prompt 2 of 2: not supported: n=2 needs sampling, as greedy sequences are equal; set "
+        "temperature",
         params=[SamplingParams(), SamplingParams(n=2)],
     ),
     Case(
@@ -318,12 +322,14 @@ def test_requests_refused_before_anything_starts(harness, case: Case, call: str)
     assert_drained(llm)
 
 
-@pytest.mark.parametrize("prompt", [None, 7, b"ab", {1, 2}, {"prompt": "a"}])
+@pytest.mark.parametrize("prompt", [None, b"ab", {1, 2}])
 def test_a_request_of_something_else(harness, prompt: Any) -> None:
     with harness.llm() as llm, pytest.raises(RequestError) as refused:
         llm.make_request(prompt, SamplingParams())
     kind = type(prompt).__name__
-    assert str(refused.value) == f"request 0: expected text or a list of token ids, got {kind}"
+    assert str(refused.value) == (
+        f"prompt 1 of 1: expected text or a list of token ids, got {kind}"
+    )
 
 
 @pytest.mark.parametrize("ids", [range(10**12), range(10**30)])
@@ -428,7 +434,7 @@ def test_cancel_of_an_unknown_or_finished_id_changes_nothing(harness) -> None:
     assert not llm.executor.cancel(3)
     (output,) = llm.generate([[1, 2]], SamplingParams(max_new_tokens=2, ignore_eos=True))
     assert not llm.executor.cancel(output.request_id)
-    assert output.finish_reason is FinishReason.LENGTH
+    assert output.finish_reason == "length"
 
 
 CALLS: dict[str, Callable[[LLM], object]] = {

@@ -213,7 +213,7 @@ def test_handles_give_back_without_a_step(harness, prompts) -> None:
     assert first.is_finished
     del second
     assert_nothing_left(llm)
-    assert first.result().finish_reason == "cancelled"
+    assert first.result().finish_reason == "abort"
 
 
 def test_a_dropped_stream_frees_its_resources_at_once(harness, prompts) -> None:
@@ -340,7 +340,7 @@ def test_threads_that_leave_as_they_like_leave_nothing(
                 handle = llm.submit(prompt, greedy(60))
                 time.sleep(rng.random() * 0.01)
                 handle.abort()
-                assert handle.result().finish_reason in {"cancelled", "length"}
+                assert handle.result().finish_reason in {"abort", "length"}
             elif way == 1:
                 llm.submit(prompt, greedy(60))
             elif way == 2:

@@ -101,7 +101,7 @@ def test_outputs_come_in_the_prompts_order(harness, target, prompts, vanilla) ->
     assert [o.prompt_token_ids for o in outputs] == prompts
     truth = [target.greedy(p, n) for p, n in zip(prompts, lengths, strict=True)]
     assert [o.token_ids for o in outputs] == truth
-    assert {o.finish_reason for o in outputs} == {FinishReason.LENGTH}
+    assert {o.finish_reason for o in outputs} == {"length"}
     assert_drained(llm)
 
 
@@ -209,7 +209,7 @@ def test_an_end_token_ends_the_text_and_the_work(harness, target, no_overlap) ->
     end = tokens.index(stop)
     (output,) = llm.generate([[3, 4]], greedy(20, stop_token_ids=[stop]))
     assert output.token_ids == tokens[: end + 1]
-    assert output.finish_reason is FinishReason.END_ID
+    assert output.finish_reason == "stop"
     # under overlap one more step was on its way
     assert not llm.executor.has_work
     assert_drained(llm)
@@ -255,7 +255,7 @@ def test_r26_stop_strings_across_runs_as_without_drafts(
     assert [(o.text, o.token_ids, o.finish_reason) for o in again] == [
         (o.text, o.token_ids, o.finish_reason) for o in plainly
     ]
-    assert {o.finish_reason for o in plainly} == {FinishReason.STOP_WORDS}
+    assert {o.finish_reason for o in plainly} == {"stop"}
     for output, param in zip(plainly, params, strict=True):
         assert not any(stop in output.text for stop in param.stop)
 
@@ -270,9 +270,9 @@ def test_r24_stop_beyond_the_cap_ends_by_length_and_before_it_by_stop(harness) -
     assert at >= 3
     llm = harness.llm(tokenizer=tokenizer)
     (capped,) = llm.generate([[7, 8, 9]], greedy(at, stop=(word,)))
-    assert (capped.finish_reason, len(capped.token_ids)) == (FinishReason.LENGTH, at)
+    assert (capped.finish_reason, len(capped.token_ids)) == ("length", at)
     (stopped,) = llm.generate([[7, 8, 9]], greedy(at + 1, stop=(word,)))
-    assert (stopped.finish_reason, len(stopped.token_ids)) == (FinishReason.STOP_WORDS, at + 1)
+    assert (stopped.finish_reason, len(stopped.token_ids)) == ("stop", at + 1)
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
@@ -388,8 +388,11 @@ def test_an_async_output_is_that_of_generate(harness) -> None:
     llm = harness.llm(tokenizer=Pieces())
     (output,) = llm.generate([[4, 5]], greedy(20))
     again = asyncio.run(llm.generate_async([4, 5], greedy(20)))
+    (completion,) = output.outputs
     assert again == dataclasses.replace(
-        output, request_id=output.request_id + 1, acceptance=again.acceptance
+        output,
+        request_id=output.request_id + 1,
+        outputs=[dataclasses.replace(completion, acceptance=again.acceptance)],
     )
     assert again.acceptance.emitted == output.acceptance.emitted == 19
 
@@ -610,7 +613,7 @@ def test_a_tokenizer_that_fails_ends_one_request_alone(
     for i, (output, text) in enumerate(zip(outputs, texts, strict=True)):
         tokens = text[: place + 1] if i == number else text
         decoded = Pieces().decode(text[:place] if i == number else text, skip_special_tokens=True)
-        reason = FinishReason.ERROR if i == number else FinishReason.LENGTH
+        reason = "error" if i == number else "length"
         assert (output.token_ids, output.text) == (tokens, decoded)
         assert (output.finish_reason, output.error) == (reason, message if i == number else None)
         assert (shown[i], ends[i]) == (decoded, reason)
@@ -670,7 +673,7 @@ def test_dead_logits_reach_an_async_call(harness) -> None:
     wrap_worker(llm, Poisoned)
     message = "the target gave a row of logits without any finite value"
     (output,) = llm.generate([[1, 2]], greedy())
-    assert (output.finish_reason, output.error) == (FinishReason.ERROR, message)
+    assert (output.finish_reason, output.error) == ("error", message)
     with pytest.raises(ExecutorError, match=f"^request 1: {message}$"):
         asyncio.run(llm.generate_async([1, 2], greedy()))
     assert_drained(llm)

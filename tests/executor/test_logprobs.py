@@ -40,17 +40,21 @@ def distribution(target, tokens: list[int]) -> torch.Tensor:
     return torch.log_softmax(logits.float(), dim=-1).cpu()
 
 
-def check_logprobs(reported, row: torch.Tensor, token: int, number: int) -> None:
+def decode(tokenizer, token: int) -> str:
+    return tokenizer.decode([token], skip_special_tokens=False)
+
+
+def check_logprobs(reported, row: torch.Tensor, token: int, number: int, tokenizer=None) -> None:
     """One token's mapping, against the distribution that it came from."""
     order = row.argsort(descending=True, stable=True).tolist()
     assert list(reported) == [token, *(other for other in order[:number] if other != token)]
     for other, (value, rank, text) in reported.items():
         assert value == pytest.approx(float(row[other]), abs=TOLERANCE)
         assert rank == order.index(other) + 1
-        assert text is None
+        assert text == (None if tokenizer is None else decode(tokenizer, other))
 
 
-def check(target, output, requested: SamplingParams) -> None:
+def check(target, output, requested: SamplingParams, tokenizer=None) -> None:
     """Everything that an output reports."""
     prompt, text = output.prompt_token_ids, output.token_ids
     rows = distribution(target, [*prompt, *text])
@@ -59,7 +63,8 @@ def check(target, output, requested: SamplingParams) -> None:
     else:
         assert len(output.logprobs) == len(text)
         for place, (reported, token) in enumerate(zip(output.logprobs, text, strict=True)):
-            check_logprobs(reported, rows[len(prompt) - 1 + place], token, requested.logprobs)
+            row = rows[len(prompt) - 1 + place]
+            check_logprobs(reported, row, token, requested.logprobs, tokenizer)
     if requested.prompt_logprobs is None:
         assert output.prompt_logprobs is None
     else:
@@ -67,14 +72,15 @@ def check(target, output, requested: SamplingParams) -> None:
         assert output.prompt_logprobs[0] is None
         for place, reported in enumerate(output.prompt_logprobs):
             if place:
-                check_logprobs(reported, rows[place - 1], prompt[place], requested.prompt_logprobs)
+                number = requested.prompt_logprobs
+                check_logprobs(reported, rows[place - 1], prompt[place], number, tokenizer)
 
 
 def check_all(llm, target, prompts, params) -> list[list[int]]:
     outputs = llm.generate(prompts, params)
     assert_drained(llm)
     for output, requested in zip(outputs, params, strict=True):
-        check(target, output, requested)
+        check(target, output, requested, llm.tokenizer)
     return [output.token_ids for output in outputs]
 
 

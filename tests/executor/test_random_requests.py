@@ -19,6 +19,7 @@ import torch
 from transformers import AutoTokenizer
 
 from mtp_plugin.executor import SamplingParams
+from mtp_plugin.executor.outputs import FINISH_REASONS
 from mtp_plugin.infer import Continuation, Decoded, Thinking, decode
 from mtp_plugin.infer.noise import Role, gumbel
 from mtp_plugin.requests.states import FinishReason
@@ -264,10 +265,16 @@ def test_random_requests(harness, trained_harness, plain_of, way, name, one_of):
         if output.token_ids != expected.token_ids:
             plain.ties.append(tie_of(plain, number, place, expected, output.token_ids))
             continue
-        assert output.finish_reason is expected.finish_reason, number
+        assert output.finish_reason == FINISH_REASONS[expected.finish_reason], number
         assert output.text == expected.text, number
         ending = ending_of(*requests(name)[number], plain.ends, output.token_ids, max_seq_len)
-        assert ending == (len(output.token_ids), output.finish_reason, output.text), number
+        assert ending is not None
+        length, reason, text = ending
+        assert (length, FINISH_REASONS[reason], text) == (
+            len(output.token_ids),
+            output.finish_reason,
+            output.text,
+        ), number
         same_logprobs(expected.token_ids, output.logprobs, expected.logprobs)
         same_logprobs(prompts[place], output.prompt_logprobs, expected.prompt_logprobs)
     near_ties.count("texts of random requests", len(plain.ties) - before, len(numbers))

@@ -361,7 +361,7 @@ def test_without_a_limit_a_text_fills_max_seq_len(harness, target, prompts, name
     most = SamplingParams(max_new_tokens=10**9, ignore_eos=True)
     for output, prompt in zip(llm.generate(prompts[:2], [params, most]), prompts, strict=False):
         assert output.token_ids == target.greedy(prompt, 64 - len(prompt))
-        assert output.finish_reason is FinishReason.LENGTH
+        assert output.finish_reason == "length"
     assert_drained(llm)
 
 
@@ -427,7 +427,7 @@ def test_one_refused_request_leaves_the_others_alone(harness, target, prompts) -
     llm = harness.llm()
 
     async def ask(place: int) -> list[int]:
-        wrong = {"n": 2, "stop_token_ids": [VOCAB]} if place == 1 else {}
+        wrong = {"top_p_decay": 0.5, "stop_token_ids": [VOCAB]} if place == 1 else {}
         return (await llm.generate_async(prompts[place], greedy(**wrong))).token_ids
 
     async def all_of_them() -> list[Any]:
@@ -436,8 +436,8 @@ def test_one_refused_request_leaves_the_others_alone(harness, target, prompts) -
     answers = asyncio.run(all_of_them())
     assert isinstance(answers[1], RequestError)
     assert str(answers[1]) == (
-        f"request 1: not supported: n=2, stop_token_ids: {VOCAB} is outside the vocabulary of "
-        f"{VOCAB}"
+        f"request 1: not supported: top_p_decay=0.5, stop_token_ids: {VOCAB} is outside "
+        f"the vocabulary of {VOCAB}"
     )
     for place in (0, 2, 3):
         assert answers[place] == target.greedy(prompts[place], COUNT)

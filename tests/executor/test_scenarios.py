@@ -349,7 +349,7 @@ def test_r23_end_token_inside_an_accepted_run(
         params = greedy(max_new_tokens=24, stop_token_ids=ends)
     output = llm.generate([prompt], params)[0]
     assert output.token_ids == truth[: position + 1]
-    assert output.finish_reason is FinishReason.END_ID
+    assert output.finish_reason == "stop"
     histogram = [0] * (k + 2)
     histogram[k + 1] = (position - 1) // (k + 1)
     histogram[3] += 1
@@ -373,7 +373,7 @@ def test_r23_penalties_count_nothing_after_an_end(harness, prompts, no_overlap):
         wanted.append(truth[: end + 1])
     outputs = llm.generate(prompts[:4], params)
     assert [output.token_ids for output in outputs] == wanted
-    assert all(output.finish_reason is FinishReason.END_ID for output in outputs)
+    assert all(output.finish_reason == "stop" for output in outputs)
     assert_drained(llm)
 
 
@@ -409,15 +409,15 @@ def test_r24_a_stop_and_a_limit_in_one_run(harness, target, prompts, no_overlap)
     )
     stop = (truth[position],)
     for limit, count, reason in (
-        (position + 3, position + 1, FinishReason.END_ID),
-        (position + 1, position + 1, FinishReason.END_ID),
-        (position, position, FinishReason.LENGTH),
+        (position + 3, position + 1, "stop"),
+        (position + 1, position + 1, "stop"),
+        (position, position, "length"),
     ):
         llm = harness.llm(k=k, disable_overlap_scheduler=no_overlap)
         script(llm, {0: prompt + truth}, lambda *_: k)
         output = llm.generate([prompt], greedy(max_new_tokens=limit, stop_token_ids=stop))[0]
         assert output.token_ids == truth[:count]
-        assert output.finish_reason is reason
+        assert output.finish_reason == reason
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
@@ -496,7 +496,7 @@ def test_r31_refused_before_the_stream_with_every_reason(harness, target, prompt
     """R31: unsupported options are all reported at the call, and nothing was started."""
     llm = harness.llm()
     params = greedy(
-        n=2,
+        best_of=2,
         use_beam_search=True,
         no_repeat_ngram_size=3,
         logits_processor=[print],
@@ -505,7 +505,8 @@ def test_r31_refused_before_the_stream_with_every_reason(harness, target, prompt
         stop_token_ids=(VOCAB,),
     )
     message = (
-        "not supported: n=2, use_beam_search=True, no_repeat_ngram_size=3, "
+        "not supported: best_of=2 is not enabled; write n, and choose among outputs by their "
+        "cumulative_logprob, use_beam_search=True, no_repeat_ngram_size=3, "
         f"logits_processor={[print]!r}, guided_decoding={{'json': {{}}}}, "
         "stop=('x',) (the checkpoint has no tokenizer.json), "
         f"stop_token_ids: {VOCAB} is outside the vocabulary of {VOCAB}"
@@ -682,7 +683,7 @@ def test_r41_near_the_context_limit(harness, target, prompts, no_overlap, vanill
         record(llm, lambda step, seen=highest: seen.append(int(step["position_ids"].max())))
         outputs = llm.generate([long, prompts[3], prompts[4]], greedy())
         assert outputs[0].token_ids == target.greedy(long, room)
-        assert outputs[0].finish_reason is FinishReason.LENGTH
+        assert outputs[0].finish_reason == "length"
         assert outputs[1].token_ids == target.greedy(prompts[3], 16)
         assert outputs[2].token_ids == target.greedy(prompts[4], 16)
         assert max(highest) < limit
@@ -735,7 +736,7 @@ def test_dead_logits_end_one_request_alone(harness, target, prompts):
 
     record(llm, poison)
     outputs = llm.generate(prompts[3:6], greedy())
-    assert outputs[1].finish_reason is FinishReason.ERROR
+    assert outputs[1].finish_reason == "error"
     assert outputs[1].token_ids == target.greedy(prompts[4], 16)[: len(outputs[1].token_ids)]
     for i in (0, 2):
         assert outputs[i].token_ids == target.greedy(prompts[3 + i], 16)

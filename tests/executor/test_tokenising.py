@@ -327,7 +327,7 @@ def test_aborting_a_handle_whose_text_is_being_tokenised(harness, by_id) -> None
         return await handle
 
     output = asyncio.run(asyncio.wait_for(main(), 30))
-    assert (output.finish_reason, output.token_ids) == ("cancelled", [])
+    assert (output.finish_reason, output.token_ids) == ("abort", [])
     assert output.prompt_token_ids == [6, 7]
     assert_drained(llm)
 

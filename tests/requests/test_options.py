@@ -422,13 +422,11 @@ class Elsewhere(NamedTuple):
 WHOLE = (OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY)
 NONE, TRUE, FALSE = ("None", (None,)), ("True", (True,)), ("False", (False,))
 ELSEWHERE = {
-    "add_special_tokens": Elsewhere(*TRUE, (False, None)),
     "additional_model_outputs": Elsewhere("None or [] or ()", (None, [], ()), (["x"],)),
     "apply_batched_logits_processor": Elsewhere(*FALSE, (True,)),
     "beam_search_diversity_rate": Elsewhere("None or 0 or 1", (None, 0.0, 1.0), (0.5, 2)),
     "beam_width": Elsewhere("None or 1", (None, 1), (4, 0)),
     "beam_width_array": Elsewhere("None or [] or ()", (None, [], ()), ([2], [1, 2])),
-    "detokenize": Elsewhere(*TRUE, (False,)),
     "early_stopping": Elsewhere(
         "None or False or True", (None, False, True, 0, 1), ("never", 2, np.array([1, 2]))
     ),
@@ -459,8 +457,7 @@ ELSEWHERE = {
     "routed_experts_prompt_start": Elsewhere("0", (0,), (1,)),
     "skip_clone": Elsewhere("False or True", (False, True), (None, 2)),
     "skip_reading_prefix_cache": Elsewhere("None or False", (None, False), (True,)),
-    "skip_special_tokens": Elsewhere(*TRUE, (False,)),
-    "spaces_between_special_tokens": Elsewhere(*TRUE, (False,)),
+    "spaces_between_special_tokens": Elsewhere("True or False", (True, False), (None, 2)),
     "stream_interval": Elsewhere(*NONE, (1, 4)),
     "trace_decode_token_ids": Elsewhere(*NONE, ([3], [])),
     "truncate_prompt_tokens": Elsewhere(*NONE, (5, -1)),
@@ -638,7 +635,9 @@ def test_an_unsupported_option_is_named_with_its_value(name: str) -> None:
     value = UNSUPPORTED[name]
     for others_value in ({}, {"temperature": 0}, {"top_k": 1, "temperature": 0.7}):
         params = SamplingParams(**others_value, **{name: value})
-        assert params.unsupported(SERVED) == [f"{name}={value!r}"]
+        hint = OPTIONS[name].enabled_by if name == "best_of" else ""
+        why = f" is not enabled; {hint}" if hint else ""
+        assert params.unsupported(SERVED) == [f"{name}={value!r}{why}"]
 
 
 def test_every_unsupported_option_is_named() -> None:
@@ -656,6 +655,9 @@ ALLOWED: dict[str, st.SearchStrategy[Any]] = {
     "stop": st.tuples(st.text(min_size=1)),
     "include_stop_str_in_output": st.booleans(),
     "ignore_eos": st.booleans(),
+    "skip_special_tokens": st.booleans(),
+    "add_special_tokens": st.booleans(),
+    "detokenize": st.booleans(),
     "speculate": st.booleans(),
     "max_draft_len": st.integers(0),
     "verification": st.sampled_from(sorted(DRAFTS_OF_VERIFICATION)),

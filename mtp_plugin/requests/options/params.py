@@ -116,6 +116,14 @@ class SamplingParams:
     ignore_eos: bool = row(
         False, FLAG, "continue after the model's EOS ids", host_reads=("py_end_id",)
     )
+    # ---- text
+    skip_special_tokens: bool = row(
+        True, FLAG, "leave special tokens out of the text of the output"
+    )
+    add_special_tokens: bool = row(
+        True, FLAG, "add the tokenizer's special tokens (BOS) to a text prompt"
+    )
+    detokenize: bool = row(True, FLAG, "False: the output has token ids and no text")
     # ---- speculative decoding
     speculate: bool = row(
         True,
@@ -315,17 +323,23 @@ class SamplingParams:
         enabled_by="set speculative_config.mtp.logprobs_mode: processed",
         host_neutral=lambda mode: str(getattr(mode, "value", mode)).lower() == "raw",
     )
-    # ---- always refused
+    # ---- split into requests by `LLM`
     n: int = row(
         1,
         integer(1),
-        "number of outputs per prompt",
+        "number of sequences per prompt; `LLM` serves it, and the first is the output of n=1",
         "config.num_return_sequences",
         host_neutral=lambda count: count >= 1,
-        differs="TensorRT-LLM splits it into requests, which are served",
+        differs="TensorRT-LLM splits it into requests, which are served; vLLM adds the index to "
+        "the seed",
     )
+    # ---- always refused
     best_of: int | None = row(
-        None, ANYTHING, "number of outputs of which the best are returned", neutral=1
+        None,
+        ANYTHING,
+        "number of sequences of which the best are returned",
+        neutral=1,
+        enabled_by="write n, and choose among outputs by their cumulative_logprob",
     )
     use_beam_search: bool = row(False, ANYTHING, "beam search")
     length_penalty: float | None = row(

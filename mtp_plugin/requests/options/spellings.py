@@ -19,13 +19,11 @@ from mtp_plugin.requests.options.option import (
 )
 
 NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
-    "add_special_tokens": (True,),
     "additional_model_outputs": (None, [], ()),
     "apply_batched_logits_processor": (False,),
     "beam_search_diversity_rate": (None, 0, 1),
     "beam_width": (None, 1),
     "beam_width_array": (None, [], ()),
-    "detokenize": (True,),
     "early_stopping": (None, False, True),
     "end_id": (None,),
     "exclude_input_from_output": (True,),
@@ -50,8 +48,7 @@ NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "routed_experts_prompt_start": (0,),
     "skip_clone": (False, True),
     "skip_reading_prefix_cache": (None, False),
-    "skip_special_tokens": (True,),
-    "spaces_between_special_tokens": (True,),
+    "spaces_between_special_tokens": (True, False),  # no effect with fast tokenizers
     "stream_interval": (None,),
     "trace_decode_token_ids": (None,),
     "truncate_prompt_tokens": (None,),
