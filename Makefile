@@ -29,7 +29,11 @@ VLLM_VENV := .venv-vllm
 # verification methods at a temperature, for `e2e --ask`
 methods = coupled-t$(1),rejection-t$(1),block-t$(1),greedy-drafts-t$(1)
 
-.PHONY: setup demo test test-fast test-full test-triton-3.5 test-vllm lint results recording clean
+# Megatron-Core, which needs Python 3.12, in an environment of its own
+MEGATRON_PYTHON ?= python3.12
+MEGATRON_VENV := .venv-megatron
+
+.PHONY: setup demo test test-fast test-full test-triton-3.5 test-vllm test-megatron lint results recording clean
 
 setup: $(STAMP)
 
@@ -77,6 +81,17 @@ $(VLLM_VENV)/.installed: pyproject.toml tests/vllm/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
+# not part of `test`: Megatron-Core's own dynamic engine, on the CPU
+test-megatron: $(MEGATRON_VENV)/.installed
+	MTP_PLUGIN_TEST_MEGATRON=1 $(MEGATRON_VENV)/bin/python -m pytest -q tests/megatron
+
+$(MEGATRON_VENV)/.installed: pyproject.toml constraints.txt
+	$(MEGATRON_PYTHON) -m venv --clear $(MEGATRON_VENV)
+	$(MEGATRON_VENV)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(MEGATRON_VENV)/bin/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	$(MEGATRON_VENV)/bin/python -m pip install --quiet --no-deps megatron-core==0.19.2 einops
+	@touch $@
+
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -112,6 +127,6 @@ recording: $(STAMP)
 		--title "A small trained model on two CPU cores" -- $(BIN)/$(DEMO)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(OLD_TRITON) build dist *.egg-info .coverage
+	rm -rf $(VENV) $(VLLM_VENV) $(MEGATRON_VENV) $(OLD_TRITON) build dist *.egg-info .coverage
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,14 +1,18 @@
-"""Drop-in modules with Megatron-Core's names for speculative token and KV bookkeeping.
+"""Speculative token and KV bookkeeping for Megatron-Core, and its controller's interface.
 
-``mtp_utils_pytorch`` runs on any device; ``mtp_utils_triton`` needs Triton and CUDA tensors. Both
-have the four functions of Megatron's modules, with the same signatures, and in addition
-``required_logit_indices`` and ``advance_decode_batch``. An engine can import the functions from
-here. Megatron itself uses them, without a change, if a module replaces its own before Megatron's
-controller is imported::
+``install()`` replaces four functions of Megatron's text generation controller, optionally also its
+sampling, in the running process::
 
-    import sys
-    from mtp_plugin.hosts.megatron import mtp_utils_triton
+    from mtp_plugin.hosts import megatron
 
-    package = "megatron.core.inference.text_generation_controllers"
-    sys.modules[f"{package}.mtp_utils_triton"] = mtp_utils_triton
+    print(megatron.install(sampling=True))
+    megatron.uninstall()
+
+``mtp_utils_pytorch`` (any device) and ``mtp_utils_triton`` (Triton, CUDA tensors) have the
+functions of Megatron's modules of these names, with the same signatures, and in addition
+``required_logit_indices`` and ``advance_decode_batch``, for engines that import them.
 """
+
+from mtp_plugin.hosts.megatron.installation import Status, install, status, uninstall
+
+__all__ = ["Status", "install", "status", "uninstall"]

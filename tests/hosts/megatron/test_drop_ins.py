@@ -7,7 +7,6 @@ import inspect
 import os
 import subprocess
 import sys
-import textwrap
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.hosts import megatron
 from mtp_plugin.hosts.megatron import mtp_utils_pytorch, mtp_utils_triton
 from mtp_plugin.kernels.backend import Backend
 from tests.speculative.ops.letters import ids
@@ -228,14 +226,6 @@ def test_tensors_on_the_cpu_are_refused() -> None:
         check=False,
     )
     assert sorted(ran.stdout.split()) == sorted([*PARAMETERS, "advance_decode_batch"]), ran.stderr
-
-
-def test_the_documented_replacement_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    snippet = textwrap.dedent(str(megatron.__doc__).split("::\n", 1)[1])
-    name = "megatron.core.inference.text_generation_controllers.mtp_utils_triton"
-    monkeypatch.setitem(sys.modules, name, ModuleType(name))  # removed after the test
-    exec(snippet, {})
-    assert importlib.import_module(name) is mtp_utils_triton
 
 
 NO_TENSORS = {

@@ -1,0 +1,165 @@
+"""Sampling for Megatron's controller that is keyed by seed, request id and token index."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+
+from mtp_plugin.errors import HostError, expect
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
+from mtp_plugin.requests.seeds import seed_words
+from mtp_plugin.speculative.logit_rows import LogitRows
+from mtp_plugin.speculative.ops.sampling import sample_tokens
+from mtp_plugin.speculative.step import SlotRows, to_device
+
+_COLUMNS = TableColumns(REQUEST_COLUMNS)
+
+
+def sampling_class(base: type, kernels: str) -> type:
+    """Return a subclass of Megatron's ``TorchSampling`` or ``FlashInferSampling``.
+
+    Log-probabilities and the static batch keep the code of ``base``.
+    """
+    name = f"Plugin{base.__name__}"
+    return type(name, (_PluginSampling, base), {"kernels": kernels, "__module__": __name__})
+
+
+class _PluginSampling:
+    """Overrides the kernels of Megatron's ``Sampling``; for their arguments see there.
+
+    With speculative tokens, the controller calls `sample_speculative` once per step and then
+    `sample_kernel` once per MTP layer, without the layer's index: calls are counted.
+    """
+
+    kernels: str
+    _rng: torch.Generator
+    _draft_column = 0
+    _slots: SlotRows | None = None
+
+    def sample_speculative(
+        self,
+        required_logits: torch.Tensor,
+        num_decode: int,
+        num_prefill: int,
+        num_speculative_tokens: int,
+        context: Any,
+        *,
+        gather_indices: torch.Tensor | None = None,
+        eager: bool = False,
+        cache_key: Any = None,
+    ) -> torch.Tensor:
+        """Sample the target tokens [N] of all rows that the step verifies."""
+        del eager, cache_key
+        device, width = required_logits.device, num_speculative_tokens + 1
+        first, lengths = _query_rows(context)
+        decode = first[:num_decode].repeat_interleave(width)
+        decode = decode + torch.arange(width).repeat(num_decode)
+        prefill = (first + lengths - 1)[num_decode : num_decode + num_prefill]
+        positions = to_device(torch.cat([decode, prefill]), torch.int64, device)
+        requests = torch.arange(num_decode + num_prefill)
+        repeats = torch.ones_like(requests)
+        repeats[:num_decode] = width
+        requests = to_device(requests.repeat_interleave(repeats), torch.int64, device)
+        self._slots = self._slots_of(context, device)
+        self._draft_column = 0
+        logits = _rows(required_logits, positions.shape[0], gather_indices)
+        return self._sample(logits, LogitRows(0, 1, positions), self._slots, requests)
+
+    def sample_kernel(
+        self,
+        logits: torch.Tensor,
+        n: int,
+        context: Any,
+        *,
+        no_top_k: bool,
+        no_top_p: bool,
+        gather_indices: torch.Tensor | None = None,
+        token_to_request_index: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+        eager: bool = False,
+        cache_key: Any = None,
+    ) -> torch.Tensor:
+        """Sample one token per request: the target's, or a draft if tokens are speculative."""
+        del no_top_k, no_top_p, eager, cache_key
+        expect(
+            token_to_request_index is None,
+            HostError,
+            "sample_kernel: expected no token_to_request_index, since sample_speculative samples "
+            "the rows that are verified",
+        )
+        first, lengths = _query_rows(context)
+        positions = to_device((first + lengths)[:n], torch.int64, logits.device)
+        slots, column = self._slots, self._draft_column
+        if context.num_speculative_tokens == 0:
+            slots, column = self._slots_of(context, logits.device), -1
+        expect(
+            slots is not None,
+            HostError,
+            "sample_kernel: expected a call of sample_speculative before drafts are sampled",
+        )
+        self._draft_column = max(column, 0) + 1
+        # the KV cache was rewound: the positions are those of the last target tokens
+        rows = LogitRows(0, 1, positions + min(column, 0), column=max(column, 0))
+        requests = torch.arange(n, device=logits.device)
+        logits = _rows(logits, n, gather_indices)
+        tokens = self._sample(logits, rows, cast(SlotRows, slots), requests)
+        return tokens if output is None else output.copy_(tokens)
+
+    def _sample(
+        self, logits: torch.Tensor, rows: LogitRows, slots: SlotRows, requests: torch.Tensor
+    ) -> torch.Tensor:
+        backend = Backend.of(self.kernels, logits.device)
+        slots = SlotRows(slots.table, requests, slots.columns)
+        # a row without finite value gets token 0: Megatron has no way to fail one request
+        return sample_tokens(logits, rows, slots, backend=backend).clamp_min(0).to(torch.int64)
+
+    def _slots_of(self, context: Any, device: torch.device) -> SlotRows:
+        """Return the options and seeds of the active requests, in the order of the batch."""
+        expect(
+            str(getattr(context.config.async_sched_mode, "value", "")) == "legacy",
+            HostError,
+            "install(sampling=True): expected InferenceConfig.async_sched_mode 'legacy', got "
+            f"{context.config.async_sched_mode}; its bookkeeping runs ahead of the sampled tokens, "
+            "so their indices are not known. Use install() without sampling",
+        )
+        active = _active(context)
+        count = active.stop - active.start
+        options = (
+            context.active_request_metadata[name] for name in ("temperature", "top_k", "top_p")
+        )
+        seed = self._rng.initial_seed()
+        rows = [
+            _COLUMNS.row(
+                {
+                    # top_k 1 is greedy in Megatron, top_p 0 is off
+                    "temperature": 0.0 if top_k == 1 else temperature,
+                    "top_k": top_k,
+                    "top_p": top_p or 1.0,
+                    "seed": seed_words(None, request_id & 0xFFFFFFFF, seed),
+                    "number": request_id & 0x7FFFFFFF,
+                }
+            )
+            for request_id, temperature, top_k, top_p in zip(
+                context.request_ids[active].tolist(),
+                *(values[:count].tolist() for values in options),
+                strict=True,
+            )
+        ]
+        return SlotRows(to_device(rows, torch.int32, device), torch.arange(count), _COLUMNS)
+
+
+def _active(context: Any) -> slice:
+    return slice(context.paused_request_count, context.total_request_count)
+
+
+def _query_rows(context: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first position and the number of query tokens of every active request, on the
+    host."""
+    active = _active(context)
+    return context.request_kv_length_offsets[active], context.request_query_lengths[active]
+
+
+def _rows(logits: torch.Tensor, n: int, gather_indices: torch.Tensor | None) -> torch.Tensor:
+    return logits[:n] if gather_indices is None else logits[gather_indices[:n], :]
