@@ -18,11 +18,11 @@ from mtp_plugin.requests.admission import unsupported_options
 from mtp_plugin.requests.options import (
     DRAFTS_OF_VERIFICATION,
     HOST_OPTIONS,
+    IGNORED_OPTIONS,
     LOGPROBS_MODE,
-    NEUTRAL_ELSEWHERE,
     OPTIONS,
+    RENAMED_OPTIONS,
     UNUSED_OPTIONS,
-    WRITTEN_HERE,
     Option,
     SamplingParams,
 )
@@ -148,10 +148,10 @@ def table() -> list[str]:
 def elsewhere() -> Iterator[str]:
     """The table of what other engines alone have."""
     yield from HEAD_ELSEWHERE
-    for name in sorted({*NEUTRAL_ELSEWHERE, *WRITTEN_HERE}):
-        taken = [f"`{value!r}`" for value in NEUTRAL_ELSEWHERE.get(name, ())]
+    for name in sorted({*IGNORED_OPTIONS, *RENAMED_OPTIONS}):
+        taken = [f"`{value!r}`" for value in IGNORED_OPTIONS.get(name, ())]
         taken += ["any integer"] if name in UNUSED_OPTIONS else []
-        cells = f"`{name}`", ", ".join(taken), WRITTEN_HERE.get(name, "")
+        cells = f"`{name}`", ", ".join(taken), RENAMED_OPTIONS.get(name, "")
         yield f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
 
 

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 
 
 class FrozenDict(dict[Any, Any]):
-    """A dict that refuses to change after it was made, and that hashes."""
+    """An immutable, hashable dict."""
 
     def _refuse(self, *_: object, **__: object) -> NoReturn:
         raise TypeError("a config is frozen: build a new one instead of changing this mapping")
@@ -29,7 +29,7 @@ class FrozenDict(dict[Any, Any]):
 
 
 def freeze(value: Any) -> Any:
-    """The value with every mapping frozen and every list a tuple, at any depth."""
+    """Convert mappings to `FrozenDict` and lists to tuples, recursively."""
     if isinstance(value, Mapping):
         return FrozenDict({key: freeze(item) for key, item in value.items()})
     if isinstance(value, (list, tuple)):
@@ -38,7 +38,7 @@ def freeze(value: Any) -> Any:
 
 
 def thaw(value: Any) -> Any:
-    """The value with every mapping a plain dict and every tuple a list, at any depth."""
+    """Convert mappings to dicts and tuples to lists, recursively."""
     if isinstance(value, Mapping):
         return {key: thaw(item) for key, item in value.items()}
     if isinstance(value, tuple):

@@ -1,8 +1,8 @@
-"""Keys of TensorRT-LLM's files that one GPU does without, and the values that change nothing here.
+"""TensorRT-LLM config keys that this executor does not use, and the values it accepts for them.
 
-A key with such a value is set aside, and one line of the log lists them all; any other value is
-refused by name (`schema`). Names and defaults are those of ``llmapi/llm_args.py`` of the lines 1.2
-and 1.3.
+An accepted value has no effect: the key is dropped, and one log line lists all dropped keys. Any
+other value is an error (`schema`). Names and defaults are those of ``llmapi/llm_args.py`` of
+TensorRT-LLM 1.2 and 1.3.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ _KINDS: Mapping[type, str] = {
 
 @dataclass(frozen=True)
 class HostKey:
-    """A key of TensorRT-LLM, and the values under which it changes nothing here."""
+    """A key of TensorRT-LLM without effect here, and its accepted values."""
 
     why: str
-    """What holds here whatever the value is."""
+    """Why the key has no effect; the first part of the error message."""
     values: tuple[Any, ...] = ()
     """Accepted values."""
     kinds: tuple[type, ...] = ()
-    """Types of which every value is accepted."""
+    """Types whose values are all accepted."""
     inside: Mapping[str, HostKey] | None = None
-    """Keys of the mapping that is accepted."""
+    """Accepted keys, if the value is a mapping."""
 
     def accepts(self, value: Any) -> bool:
         if isinstance(value, Mapping) and self.inside is not None:
             return not list(self.refused(value))
         kinds = (type(value), dict) if isinstance(value, Mapping) else (type(value),)
-        # 1 is not true, and 0 is not false
+        # in Python 1 == True and 0 == False
         alike = any(type(value) is type(each) and value == each for each in self.values)
         return alike or any(kind in self.kinds for kind in kinds)
 
@@ -75,9 +75,9 @@ class HostKey:
 
 
 def _table(*rows: tuple[str, Any, str]) -> dict[str, HostKey]:
-    """Return the keys of rows (why, what is accepted, names).
+    """Build the keys of rows (why, accepted, names separated by spaces).
 
-    What is accepted: values and types in a tuple, or the keys of a mapping.
+    ``accepted`` is a tuple of values and types, or a mapping of nested keys.
     """
     table = {}
     for why, accepted, names in rows:
@@ -91,27 +91,27 @@ def _table(*rows: tuple[str, Any, str]) -> dict[str, HostKey]:
 
 
 _ONE_GPU = "this executor runs on one GPU"
-_NO_LOG = "steps are reported by stream, not by such a log"
-_NO_LORA = "LoRA is not built here"
-_NO_CODE = "tokenizer and model are read as the checkpoint has them, without code of its own"
-_NO_WAIT = "a waiting request joins the next step"
-_NO_TREE = "drafts are linear"
-_OWN_KERNELS = "kernels are chosen by fused_layers and attn_backend"
-_OWN_CACHE = "this executor has a KV cache of its own, all of it on the device"
+_NO_ITERATION_LOG = "streaming reports every step, and there is no iteration log"
+_NO_LORA = "LoRA is not supported"
+_NO_REMOTE_CODE = "tokenizer and model are loaded from the checkpoint without remote code"
+_NO_WAIT = "requests are never held back to fill a batch"
+_NO_TREE = "drafts are a chain, not a tree"
+_OWN_KERNELS = "fused_layers and attn_backend select the kernels"
+_OWN_CACHE = "this executor has its own KV cache, all of it in device memory"
 _NO_EVENTS = "the KV cache emits no events"
-_NO_REUSE = "blocks are not reused"
+_NO_REUSE = "KV blocks are not reused between requests"
 _IN_PROCESS = "the executor runs in this process"
 _NO_ENCODER = "models have no encoder"
-_NO_MAMBA = "models have no such states"
+_NO_MAMBA = "models have no Mamba states"
 _NO_METRICS = "no metrics are written"
 _OWN_WEIGHTS = "weights are read from the checkpoint"
 _HF_LAYOUT = "weights are in Hugging Face layout"
-_NO_BEAMS = "there are no beams"
+_NO_BEAMS = "beam search is not supported"
 
 
 TOP_LEVEL: Mapping[str, HostKey] = _table(
-    ("there is one backend", ("pytorch", None), "backend"),
-    ("TensorRT-LLM's attention is read as auto", ("TRTLLM",), "attn_backend"),
+    ("there is only one backend", ("pytorch", None), "backend"),
+    ("TensorRT-LLM's attention backend is treated as auto", ("TRTLLM",), "attn_backend"),
     (_ONE_GPU, (1,), "tensor_parallel_size pipeline_parallel_size context_parallel_size"),
     (_ONE_GPU, (1, -1, None), "moe_cluster_parallel_size moe_tensor_parallel_size"),
     (_ONE_GPU, (1, -1, None), "moe_expert_parallel_size"),
@@ -119,36 +119,36 @@ TOP_LEVEL: Mapping[str, HostKey] = _table(
     (_ONE_GPU, (None,), "pp_partition dwdp_config cache_transceiver_config"),
     (_ONE_GPU, (None, {}), "cp_config"),
     (_ONE_GPU, (False,), "enable_attention_dp enable_lm_head_tp_in_adp"),
-    ("read with enable_attention_dp alone", (dict, None), "attention_dp_config"),
-    ("one GPU reduces nothing over others", (str, None), "allreduce_strategy"),
+    ("used only with enable_attention_dp", (dict, None), "attention_dp_config"),
+    ("one GPU needs no all-reduce", (str, None), "allreduce_strategy"),
     (_IN_PROCESS, (None, "rpc"), "orchestrator_type"),
     (_IN_PROCESS, (None,), "mpi_session ray_worker_extension_cls ray_placement_config"),
     (_IN_PROCESS, (None,), "ray_worker_nsight_options"),
     (_IN_PROCESS, (False,), "enable_resource_governor"),
-    ("the environment is read as it is", (None, {}), "env_overrides"),
-    (_NO_LOG, (bool,), "print_iter_log enable_iter_perf_stats enable_iter_req_stats"),
-    (_NO_LOG, (int, None), "iter_stats_max_iterations request_stats_max_iterations"),
-    (_NO_LOG, (int,), "max_stats_len perf_metrics_max_requests"),
+    ("environment variables are not overridden", (None, {}), "env_overrides"),
+    (_NO_ITERATION_LOG, (bool,), "print_iter_log enable_iter_perf_stats enable_iter_req_stats"),
+    (_NO_ITERATION_LOG, (int, None), "iter_stats_max_iterations request_stats_max_iterations"),
+    (_NO_ITERATION_LOG, (int,), "max_stats_len perf_metrics_max_requests"),
     (_NO_METRICS, (False,), "return_perf_metrics enable_energy_metrics"),
     (_NO_METRICS, (None,), "perf_metrics_output_dir prometheus_metrics_config"),
     ("no traces are sent", (None,), "otlp_traces_endpoint"),
-    ("nothing is sent anywhere", (dict, None), "telemetry_config"),
-    ("benchmarks of layers are separate", (None, {}), "layer_wise_benchmarks_config"),
-    ("layers have no markers", (bool,), "enable_layerwise_nvtx_marker"),
-    ("text is made in this process", (int,), "num_postprocess_workers"),
-    ("text is made in this process", (str, None), "postprocess_tokenizer_dir"),
+    ("no telemetry is sent", (dict, None), "telemetry_config"),
+    ("layer benchmarks are separate commands", (None, {}), "layer_wise_benchmarks_config"),
+    ("layers have no NVTX markers", (bool,), "enable_layerwise_nvtx_marker"),
+    ("text is detokenized in this process", (int,), "num_postprocess_workers"),
+    ("text is detokenized in this process", (str, None), "postprocess_tokenizer_dir"),
     ("there is no server", (1,), "num_serve_frontends"),
-    ("text is returned as it is decoded", (None,), "post_processor_hook"),
-    ("there is no server that splits answers", (str, None), "reasoning_parser"),
-    ("a stream reports every step", (1,), "stream_interval"),
-    ("a stream reports every step", (bool,), "enable_early_first_token_response"),
-    ("the collector is frozen while it runs", (int,), "garbage_collection_gen0_threshold"),
-    ("no stream calls the host back", (bool,), "enable_low_latency_host_dispatch"),
-    ("weights stay on the device", (False,), "enable_sleep"),
-    ("weights stay on the device", (None,), "sleep_config"),
-    (_NO_CODE, (False,), "trust_remote_code skip_tokenizer_init"),
-    (_NO_CODE, (None,), "tokenizer custom_tokenizer"),
-    (_NO_CODE, ("auto",), "tokenizer_mode"),
+    ("output text is not post-processed", (None,), "post_processor_hook"),
+    ("reasoning is not separated from the output", (str, None), "reasoning_parser"),
+    ("streaming reports every step", (1,), "stream_interval"),
+    ("streaming reports every step", (bool,), "enable_early_first_token_response"),
+    ("gc is frozen while the executor runs", (int,), "garbage_collection_gen0_threshold"),
+    ("CUDA streams have no host callbacks", (bool,), "enable_low_latency_host_dispatch"),
+    ("weights stay in device memory", (False,), "enable_sleep"),
+    ("weights stay in device memory", (None,), "sleep_config"),
+    (_NO_REMOTE_CODE, (False,), "trust_remote_code skip_tokenizer_init"),
+    (_NO_REMOTE_CODE, (None,), "tokenizer custom_tokenizer"),
+    (_NO_REMOTE_CODE, ("auto",), "tokenizer_mode"),
     ("model is a directory", (None,), "revision tokenizer_revision"),
     ("the checkpoint's config is read as it is", (None, {}), "model_kwargs"),
     (_OWN_WEIGHTS, ("auto",), "load_format"),
@@ -156,8 +156,8 @@ TOP_LEVEL: Mapping[str, HostKey] = _table(
     (_HF_LAYOUT, ("HF", None), "checkpoint_format"),
     (_HF_LAYOUT, (None,), "checkpoint_loader"),
     (_HF_LAYOUT, (str,), "checkpoint_io_policy"),
-    ("quantised weights are not built here", (False,), "force_dynamic_quantization"),
-    ("quantised weights are not built here", (dict,), "nvfp4_gemm_config"),
+    ("quantized weights are not supported", (False,), "force_dynamic_quantization"),
+    ("quantized weights are not supported", (dict,), "nvfp4_gemm_config"),
     ("models are not compiled", (None,), "torch_compile_config"),
     ("prompts run without CUDA graphs", ("disabled",), "prefill_cuda_graph_backend"),
     ("prompts run without CUDA graphs", (None,), "prefill_capture_num_tokens"),
@@ -165,33 +165,37 @@ TOP_LEVEL: Mapping[str, HostKey] = _table(
     (_OWN_KERNELS, (bool,), "use_cute_dsl_bf16_bmm use_cute_dsl_bf16_gemm use_fine_grained_sync"),
     (_OWN_KERNELS, (bool,), "enable_autotuner enable_min_latency"),
     ("tokens are sampled by kernels of the plugin", (bool,), "disable_flashinfer_sampling"),
-    ("attention takes no such short cut", (False,), "enable_mla_skip_correction"),
-    ("read with enable_mla_skip_correction alone", (float,), "mla_skip_correction_threshold"),
-    ("attention reads all rows", (None,), "sparse_attention_config"),
+    ("attention has no skip-correction", (False,), "enable_mla_skip_correction"),
+    ("used only with enable_mla_skip_correction", (float,), "mla_skip_correction_threshold"),
+    ("attention is dense", (None,), "sparse_attention_config"),
     (_NO_BEAMS, (1, None), "max_beam_width"),
     (_NO_BEAMS, (bool,), "enable_speculative_beam_history_d2h"),
-    ("copies to the host are never waited for early", (bool,), "sampler_force_async_worker"),
-    ("tokens are sampled in the captured step", (bool,), "enable_in_graph_sampling"),
+    ("copies to the host are always asynchronous", (bool,), "sampler_force_async_worker"),
+    ("sampling is always part of the CUDA graph", (bool,), "enable_in_graph_sampling"),
     ("there is one sampler", ("auto", "TorchSampler"), "sampler_type"),
-    ("the scheduler has no policies to choose from", (None, {}), "scheduler_config"),
-    ("requests are taken as they come", (None,), "reorder_policy_config"),
+    ("the scheduler has one policy", (None, {}), "scheduler_config"),
+    ("requests are scheduled in order of arrival", (None,), "reorder_policy_config"),
     (_NO_WAIT, (0, 0.0), "batch_wait_timeout_ms batch_wait_max_tokens_ratio"),
     (_NO_WAIT, (0,), "batch_wait_timeout_iters"),
-    ("answers hold no logits", (False,), "gather_generation_logits"),
-    ("grammars are not built here", (None,), "guided_decoding_backend"),
-    ("logits are processed as requests require", (None,), "batched_logits_processor"),
+    ("outputs have no logits", (False,), "gather_generation_logits"),
+    ("guided decoding is not supported", (None,), "guided_decoding_backend"),
+    ("each request sets its own logits processing", (None,), "batched_logits_processor"),
     ("speculative_config has these options", (None,), "decoding_config"),
-    ("each request has its sampling options", ("trtllm",), "generation_config"),
+    ("each request sets its own sampling options", ("trtllm",), "generation_config"),
     (_NO_LORA, (False,), "enable_lora"),
     (_NO_LORA, (None,), "lora_config peft_cache_config"),
-    ("this executor generates", (False,), "encode_only"),
-    ("models read text", (False,), "mm_encoder_only"),
-    ("models read text", (bool,), "disable_mm_encoder"),
-    ("models read text", (dict, None), "multimodal_config"),
+    ("this executor always generates", (False,), "encode_only"),
+    ("models are text-only", (False,), "mm_encoder_only"),
+    ("models are text-only", (bool,), "disable_mm_encoder"),
+    ("models are text-only", (dict, None), "multimodal_config"),
     (_NO_ENCODER, (None,), "encoder_cuda_graph_config"),
     (_NO_ENCODER, (int, None), "encoder_max_batch_size encoder_max_num_tokens"),
     (_NO_ENCODER, (bool,), "enable_encoder_decoder_mixed_cuda_graph"),
-    ("such prompts are always refused", (bool,), "fail_fast_on_attention_window_too_large"),
+    (
+        "prompts larger than the KV cache are refused",
+        (bool,),
+        "fail_fast_on_attention_window_too_large",
+    ),
     (_OWN_CACHE, (None,), "kv_connector_config kv_cache_compression_config"),
     (
         _OWN_KERNELS,
@@ -201,7 +205,7 @@ TOP_LEVEL: Mapping[str, HostKey] = _table(
             (_OWN_KERNELS, (bool,), "disable_finalize_fusion"),
             (_ONE_GPU, (None,), "load_balancer"),
             (
-                "products of experts keep the model's type",
+                "experts are combined in the model's dtype",
                 (False,),
                 "use_low_precision_moe_combine",
             ),
@@ -212,9 +216,9 @@ TOP_LEVEL: Mapping[str, HostKey] = _table(
 """At the top level of the file."""
 
 KV_CACHE: Mapping[str, HostKey] = _table(
-    ("the cache has the model's type", ("auto",), "dtype"),
-    ("the cache has the model's type", (int, None), "fp8_context_mla_kv_len_cap"),
-    ("windows are the model's", (None,), "max_attention_window sink_token_length"),
+    ("the KV cache has the model's dtype", ("auto",), "dtype"),
+    ("the KV cache has the model's dtype", (int, None), "fp8_context_mla_kv_len_cap"),
+    ("the model defines attention windows", (None,), "max_attention_window sink_token_length"),
     (_OWN_CACHE, (None, 0), "host_cache_size disk_cache_size"),
     (_OWN_CACHE, (str, None), "disk_cache_path"),
     (_OWN_CACHE, (bool,), "onboard_blocks enable_kv_pool_rebalance enable_swa_scratch_reuse"),
@@ -229,7 +233,7 @@ KV_CACHE: Mapping[str, HostKey] = _table(
     (_NO_EVENTS, (None,), "kv_events_config"),
     (_NO_EVENTS, (int,), "attention_dp_events_gather_period_ms"),
     (_NO_EVENTS, (str,), "kv_cache_event_hash_algo"),
-    (_NO_LOG, (int,), "iteration_stats_interval"),
+    (_NO_ITERATION_LOG, (int,), "iteration_stats_interval"),
     (_NO_REUSE, (bool,), "enable_partial_reuse copy_on_partial_reuse"),
     (_NO_REUSE, (str,), "block_reuse_policy"),
     (_NO_REUSE, (dict,), "block_reuse_config"),
@@ -243,7 +247,7 @@ KV_CACHE: Mapping[str, HostKey] = _table(
 """Under ``kv_cache_config``."""
 
 CUDA_GRAPHS: Mapping[str, HostKey] = _table(
-    ("steps that generate are captured", ("decode",), "mode"),
+    ("decode steps are captured", ("decode",), "mode"),
     ("0 is TensorRT-LLM's null", (0,), "max_batch_size"),
 )
 """Under ``cuda_graph_config``."""
@@ -253,15 +257,15 @@ SPECULATIVE: Mapping[str, HostKey] = _table(
     (_NO_TREE, (False,), "use_dynamic_tree"),
     ("the checkpoint holds the MTP layers", (None,), "speculative_model speculative_model_dir"),
     (_OWN_WEIGHTS, (None,), "load_format"),
-    ("suffix automata are not built here", (None,), "sa_config"),
+    ("suffix-automaton drafting is not supported", (None,), "sa_config"),
     (_OWN_KERNELS, (str, None), "moe_backend"),
-    ("drafts are truncated as their targets are", (False,), "draft_skip_top_k_top_p"),
+    ("drafts use the top-k and top-p of their targets", (False,), "draft_skip_top_k_top_p"),
     ("MTP always runs in one engine", (True,), "mtp_eagle_one_model"),
-    ("mtp.verification selects it", (False,), "use_rejection_sampling"),
-    ("sampling is always on", (bool,), "allow_advanced_sampling"),
-    ("every filter is available", ("full",), "advanced_sampling_mode"),
-    ("penalties are always on", (bool,), "enable_penalty"),
-    ("the gate goes by acceptance_window", (None, 0), "acceptance_rate_window_size"),
-    ("the gate goes by acceptance_window", (None,), "acceptance_rate_threshold"),
+    ("mtp.verification selects rejection sampling", (False,), "use_rejection_sampling"),
+    ("sampling options are always enabled", (bool,), "allow_advanced_sampling"),
+    ("every truncation option is enabled", ("full",), "advanced_sampling_mode"),
+    ("penalties are always enabled", (bool,), "enable_penalty"),
+    ("acceptance_window configures the gate", (None, 0), "acceptance_rate_window_size"),
+    ("acceptance_window configures the gate", (None,), "acceptance_rate_threshold"),
 )
 """Under a ``speculative_config`` of MTP."""

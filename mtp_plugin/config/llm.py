@@ -12,7 +12,7 @@ from typing_extensions import Self, override
 
 from mtp_plugin.config import host_keys
 from mtp_plugin.config.messages import join
-from mtp_plugin.config.schema import ConfigModel, Problem, set_aside, whole_file
+from mtp_plugin.config.schema import ConfigModel, Problem, drop_host_keys, whole_file
 from mtp_plugin.config.speculative import MTPDecodingConfig, SpeculativeConfig, is_mtp
 from mtp_plugin.config.values import BatchSizes, Switch
 
@@ -161,12 +161,12 @@ class LLMConfig(ConfigModel):
     @classmethod
     @override
     def _prepare(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:
-        names = set_aside(cls, data)
+        names = drop_host_keys(cls, data)
         for section, model in _SECTIONS.items():
             inner = data.get(section)
             if isinstance(inner, Mapping) and (model is not MTPDecodingConfig or is_mtp(inner)):
                 data[section] = dict(inner)
-                names += [f"{section}.{name}" for name in set_aside(model, data[section])]
+                names += [f"{section}.{name}" for name in drop_host_keys(model, data[section])]
         if names:
             source = (info.context or {}).get("source", cls.__name__)
             _logger.warning(

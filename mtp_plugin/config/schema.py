@@ -1,4 +1,4 @@
-"""The frozen base of every model, and what it says of a mistake: the key and what is allowed."""
+"""The base class of config sections: frozen pydantic models that report all errors by key path."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ from mtp_plugin.config.host_keys import HostKey
 from mtp_plugin.config.messages import expected, got, spelled
 from mtp_plugin.errors import ConfigError
 
-# a mistake that no single field shows: the key it is reported under, and the sentence
+# (dotted key path, message)
 Problem = tuple[str, str]
 
 _Model = TypeVar("_Model", bound="ConfigModel")
 
 REPORTED: Any = object()
-"""Replaces a value whose problem is reported already."""
+"""Replaces a value whose problem has been reported."""
 
 MAX_PROBLEMS = 100
-"""Lines of an error at most."""
+"""Maximum number of lines of an error message."""
 
 
 def add_host_keys(schema: dict[str, Any], model: type[ConfigModel]) -> None:
-    """Put the keys of TensorRT-LLM's that a file may have into a model's JSON schema."""
+    """Add the accepted TensorRT-LLM keys to a model's JSON schema."""
     keys = schema.setdefault("properties", {})
     for name, key in model.host_keys.items():
         ours, theirs = keys.get(name), key.schema()
@@ -50,11 +50,14 @@ def add_host_keys(schema: dict[str, Any], model: type[ConfigModel]) -> None:
 
 
 class _FieldReportedError(AttributeError):
-    """A check reads a field that has no value, as its problem is reported already."""
+    """A check read a field that has no value because its problem has been reported."""
 
 
 class ConfigModel(BaseModel):
-    """Frozen, strict about types and keys; every mistake surfaces as one `ConfigError`."""
+    """A frozen config section, strict about types and keys.
+
+    All problems of a file are reported in one `ConfigError`.
+    """
 
     model_config = ConfigDict(
         frozen=True,
@@ -65,10 +68,10 @@ class ConfigModel(BaseModel):
     )
 
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Keys of other versions and engines -> what to write instead."""
+    """Keys of other versions and engines -> the key to write instead."""
 
     host_keys: ClassVar[Mapping[str, HostKey]] = {}
-    """Keys of TensorRT-LLM's that a file may have, with values that change nothing."""
+    """TensorRT-LLM keys without effect, with their accepted values."""
 
     outermost: ClassVar[type[ConfigModel]]
     """The model of the whole file (`whole_file`)."""
@@ -86,7 +89,7 @@ class ConfigModel(BaseModel):
                 raise _FieldReportedError(name)
             return super().__getattr__(name)
 
-    # nested mappings are then validated in place, so that their mistakes keep the whole key path
+    # pydantic then validates nested mappings itself, so that errors have the whole key path
     __init__.__pydantic_base_init__ = True  # type: ignore[attr-defined]
 
     @classmethod
@@ -103,10 +106,10 @@ class ConfigModel(BaseModel):
     def _report_all(
         cls, data: Any, handler: ModelWrapValidatorHandler[Self], info: ValidationInfo
     ) -> Self:
-        """Validate keys, values and combinations, and report the problems of all in one error.
+        """Validate keys, values and combinations, and report all problems in one error.
 
-        Fields with a problem are left out of the model whose combinations are checked, so that
-        checks that read them are skipped.
+        Combinations are checked on a model without the invalid fields; checks that read such a
+        field are skipped.
         """
         if not isinstance(data, Mapping):
             return handler(data)
@@ -117,7 +120,7 @@ class ConfigModel(BaseModel):
             model: Self | None = cls._without_reported(data, handler)
         except ValidationError as error:
             errors = error.errors(include_url=False)
-            model = cls._sound_part(data, errors, handler)
+            model = cls._valid_part(data, errors, handler)
         if model is not None:
             for check in model._checks():
                 with suppress(_FieldReportedError):
@@ -126,14 +129,14 @@ class ConfigModel(BaseModel):
             raise_problems(problems)
             return model
         raise ValidationError.from_exception_data(
-            cls.__name__, [*map(_raised_again, errors), *_line_errors(problems)]
+            cls.__name__, [*map(_to_init_error, errors), *_line_errors(problems)]
         )
 
     @classmethod
     def _prepare(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:  # noqa: ARG003
-        """Rewrite a mapping in place before its fields are validated, and yield what is wrong.
+        """Rewrite a mapping in place before its fields are validated, and yield its problems.
 
-        A value that is reported here is replaced by `REPORTED`.
+        A value with a problem is replaced by `REPORTED`.
         """
         for key, value in data.items():
             # arithmetic with longer integers may take long
@@ -145,7 +148,7 @@ class ConfigModel(BaseModel):
     def _without_reported(
         cls, data: Mapping[Any, Any], handler: ModelWrapValidatorHandler[Self]
     ) -> Self:
-        """The model of the keys that have no problem yet; the others are no attributes of it."""
+        """Build the model without the fields that have a reported problem."""
         reported = [key for key, value in data.items() if value is REPORTED]
         known = {key: value for key, value in data.items() if value is not REPORTED}
         required = {
@@ -159,36 +162,36 @@ class ConfigModel(BaseModel):
         return model
 
     @classmethod
-    def _sound_part(
+    def _valid_part(
         cls,
         data: Mapping[Any, Any],
         errors: Sequence[ErrorDetails],
         handler: ModelWrapValidatorHandler[Self],
     ) -> Self | None:
-        """The model without the fields, its own and those of nested models, that have errors."""
-        sound = dict(data)
+        """Build the model without invalid fields, nested ones too; None on failure."""
+        valid = dict(data)
         for details in errors:
             keys = details["ctx"]["problems"] if details["type"] == "problems" else [("", "")]
             for key, _ in keys:
-                _mark(cls, sound, [*details["loc"], *(key.split(".") if key else ())])
+                _mark(cls, valid, [*details["loc"], *(key.split(".") if key else ())])
         try:
-            return cls._without_reported(sound, handler)
+            return cls._without_reported(valid, handler)
         except ValidationError:
             return None
 
     def _checks(self) -> Iterator[Iterator[Problem]]:
-        """Checks of fields that are read together, each of one subject."""
+        """Return the checks of field combinations; each yields the problems of one subject."""
         return iter(())
 
 
 def whole_file(model: type[_Model]) -> type[_Model]:
-    """Marks the outermost model, in which the place of a misplaced key is looked up."""
+    """Register the model of the whole file, in which misplaced keys are looked up."""
     ConfigModel.outermost = model
     return model
 
 
-def set_aside(model: type[ConfigModel], data: dict[Any, Any]) -> list[str]:
-    """Remove TensorRT-LLM keys that change nothing here from a mapping, and return their names."""
+def drop_host_keys(model: type[ConfigModel], data: dict[Any, Any]) -> list[str]:
+    """Remove TensorRT-LLM keys without effect from a mapping, and return their names."""
     keys = model.host_keys
     names = [name for name, value in data.items() if name in keys and keys[name].accepts(value)]
     for name in names:
@@ -202,7 +205,7 @@ def allowed(root: type[ConfigModel], steps: Sequence[Any]) -> str:
 
 
 def raise_problems(problems: list[Problem]) -> None:
-    """Fails the running validation with these mistakes, if there are any."""
+    """Fail the running validation if there are problems."""
     if problems:
         raise _custom_error(problems)
 
@@ -215,7 +218,7 @@ def _line_errors(problems: Sequence[Problem]) -> list[InitErrorDetails]:
     return [InitErrorDetails(type=_custom_error(problems), input=None)] if problems else []
 
 
-def _raised_again(details: ErrorDetails) -> InitErrorDetails:
+def _to_init_error(details: ErrorDetails) -> InitErrorDetails:
     kind: str | PydanticCustomError = details["type"]
     context = details.get("ctx", {})
     if kind == "problems":
@@ -253,10 +256,10 @@ def _config_error(model: type[ConfigModel], error: ValidationError, source: str)
 
 
 def _problems_of(root: type[ConfigModel], details: ErrorDetails) -> Iterator[Problem]:
-    """What pydantic found, as (dotted key path, sentence)."""
+    """Convert one pydantic error to (dotted key path, message) pairs."""
     steps = details["loc"]
-    unwritten = ("[key]", *_tags(ConfigModel.outermost))
-    path = ".".join(spelled(step) for step in steps if step not in unwritten)
+    not_in_file = ("[key]", *_tags(ConfigModel.outermost))
+    path = ".".join(spelled(step) for step in steps if step not in not_in_file)
     match details["type"]:
         case "problems":
             for key, message in details["ctx"]["problems"]:
@@ -266,7 +269,7 @@ def _problems_of(root: type[ConfigModel], details: ErrorDetails) -> Iterator[Pro
             yield f"{path}.decoding_type", f"required key is missing; {named}"
         case "extra_forbidden":
             owner, _ = _find(root, steps[:-1])
-            refused = list(_refused(owner, str(steps[-1]), path, details["input"]))
+            refused = list(_key_problems(owner, str(steps[-1]), path, details["input"]))
             yield from refused or [(path, f"unknown key; {_advice(owner, str(steps[-1]))}")]
         case "invalid_key":
             owner, _ = _find(root, steps[:-1])
@@ -278,7 +281,7 @@ def _problems_of(root: type[ConfigModel], details: ErrorDetails) -> Iterator[Pro
 
 
 def _find(root: type[ConfigModel], steps: Sequence[Any]) -> tuple[type[ConfigModel], Any]:
-    """The model that owns a path, and the annotation of its value."""
+    """Return the model that owns a path, and the annotation of the path's value."""
     tags = _tags(ConfigModel.outermost)
     owner: type[ConfigModel] = root
     annotation: Any = root
@@ -298,7 +301,7 @@ def _find(root: type[ConfigModel], steps: Sequence[Any]) -> tuple[type[ConfigMod
 
 @functools.cache
 def _tags(model: type[ConfigModel]) -> Mapping[Any, Any]:
-    """Every tag of the unions under a model -> the annotation that it names."""
+    """Return all tags of the unions in a model -> the annotation of each."""
     return dict(_tagged_in(model))
 
 
@@ -329,8 +332,8 @@ def _item(annotation: Any, *, is_key: bool) -> Any:
     return annotation if inner is annotation else _item(inner, is_key=is_key)
 
 
-def _refused(owner: type[ConfigModel], key: str, path: str, value: Any) -> Iterator[Problem]:
-    """A key of TensorRT-LLM's whose value would change something."""
+def _key_problems(owner: type[ConfigModel], key: str, path: str, value: Any) -> Iterator[Problem]:
+    """Yield the problem of a TensorRT-LLM key whose value is not accepted."""
     host_key = owner.host_keys.get(key)
     if host_key is None or key in owner.renamed or host_key.accepts(value):
         return
@@ -341,22 +344,22 @@ def _refused(owner: type[ConfigModel], key: str, path: str, value: Any) -> Itera
 
 
 def _advice(owner: type[ConfigModel], key: str) -> str:
-    """What to write instead of an unknown key."""
+    """Suggest what to write instead of an unknown key."""
     if key in owner.renamed:
         return owner.renamed[key]
-    homes = dict(reversed(list(_homes(ConfigModel.outermost))))
-    if key in homes:
-        return f"it belongs {f'under {homes[key]}' if homes[key] else 'at the top level'}"
+    sections = dict(reversed(list(_keys_with_section(ConfigModel.outermost))))
+    if key in sections:
+        return f"it belongs {f'under {sections[key]}' if sections[key] else 'at the top level'}"
     known = list(owner.model_fields)
     close = difflib.get_close_matches(key, known, n=1)
     return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
 
 
-def _homes(model: type[ConfigModel], path: str = "") -> Iterator[tuple[str, str]]:
-    """Every key of the file with the path of the mapping that it belongs to, outermost first."""
+def _keys_with_section(model: type[ConfigModel], path: str = "") -> Iterator[tuple[str, str]]:
+    """Yield every key of the file with the path of its section, outermost first."""
     for name in model.model_fields:
         yield name, path
     for name, field in model.model_fields.items():
         inner = next(_models_in(field.annotation), None)
         if inner is not None:
-            yield from _homes(inner, f"{path}.{name}" if path else name)
+            yield from _keys_with_section(inner, f"{path}.{name}" if path else name)

@@ -112,21 +112,21 @@ REFUSED = [
     ),
     (
         {"backend": "_autodeploy"},
-        "backend: there is one backend; expected 'pytorch' or null, got '_autodeploy'",
+        "backend: there is only one backend; expected 'pytorch' or null, got '_autodeploy'",
     ),
     (
         {"trust_remote_code": True},
-        "trust_remote_code: tokenizer and model are read as the checkpoint has them, without code "
-        "of its own; expected false, got true",
+        "trust_remote_code: tokenizer and model are loaded from the checkpoint without remote "
+        "code; expected false, got true",
     ),
     (
         {"print_iter_log": "yes"},
-        "print_iter_log: steps are reported by stream, not by such a log; expected "
+        "print_iter_log: streaming reports every step, and there is no iteration log; expected "
         "true or false, got 'yes'",
     ),
     (
         {"moe_config": {"backend": "CUTLASS", "use_low_precision_moe_combine": True}},
-        "moe_config.use_low_precision_moe_combine: products of experts keep the model's type; "
+        "moe_config.use_low_precision_moe_combine: experts are combined in the model's dtype; "
         "expected false, got true",
     ),
     (
@@ -136,13 +136,13 @@ REFUSED = [
     ),
     (
         {"moe_config": "CUTLASS"},
-        "moe_config: kernels are chosen by fused_layers and attn_backend; expected a mapping of "
+        "moe_config: fused_layers and attn_backend select the kernels; expected a mapping of "
         "backend, max_num_tokens, disable_finalize_fusion, load_balancer, "
         "use_low_precision_moe_combine, got 'CUTLASS'",
     ),
     (
         {"kv_cache_config": {"dtype": "fp8"}},
-        "kv_cache_config.dtype: the cache has the model's type; expected 'auto', got 'fp8'",
+        "kv_cache_config.dtype: the KV cache has the model's dtype; expected 'auto', got 'fp8'",
     ),
     (
         {"cuda_graph_config": {"batch_sizes": [1, 2], "max_batch_size": 4}},
@@ -155,8 +155,8 @@ REFUSED = [
     ),
     (
         {"speculative_config": {"decoding_type": "MTP", "sa_config": {}}},
-        "speculative_config.sa_config: suffix automata are not built here; expected null, got a "
-        "mapping",
+        "speculative_config.sa_config: suffix-automaton drafting is not supported; expected null, "
+        "got a mapping",
     ),
     (
         {"tensor_paralel_size": 1},

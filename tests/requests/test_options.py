@@ -24,11 +24,11 @@ from mtp_plugin.requests.columns import REQUEST_COLUMNS
 from mtp_plugin.requests.options import (
     DRAFTS_OF_VERIFICATION,
     HOST_OPTIONS,
+    IGNORED_OPTIONS,
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
     MAX_BIAS_IDS,
     MAX_LOGPROBS,
-    NEUTRAL_ELSEWHERE,
     OPTIONS,
     Option,
     SamplingParams,
@@ -469,7 +469,7 @@ INSTEAD = {
 
 
 def test_every_option_of_other_engines_alone_is_tried() -> None:
-    assert set(ELSEWHERE) == set(NEUTRAL_ELSEWHERE)
+    assert set(ELSEWHERE) == set(IGNORED_OPTIONS)
 
 
 @pytest.mark.parametrize("name", ELSEWHERE)
@@ -731,7 +731,11 @@ def test_log_probabilities_as_a_flag(name: str) -> None:
         assert SamplingParams(**{name: flag}).requested_options() == {"max_new_tokens": 32}
 
 
-NEUTRAL_TOO = {"thinking_token_budget": (-1,), "logprobs": (False,), "prompt_logprobs": (False,)}
+MORE_NEUTRAL_VALUES = {
+    "thinking_token_budget": (-1,),
+    "logprobs": (False,),
+    "prompt_logprobs": (False,),
+}
 
 
 def outside(name: str) -> st.SearchStrategy[Any]:
@@ -754,7 +758,7 @@ def outside(name: str) -> st.SearchStrategy[Any]:
         )
     if name in UNSET:
         anything = anything.filter(lambda value: value is not None)
-    too = (*NEUTRAL_TOO.get(name, ()), {}, *([True] if "logprobs" in name else []))
+    too = (*MORE_NEUTRAL_VALUES.get(name, ()), {}, *([True] if "logprobs" in name else []))
     return anything.filter(lambda value: not (option.values.allows(value) or value in too))
 
 
@@ -799,7 +803,7 @@ def test_no_range_holds_these(name: str, value: float) -> None:
     if isinstance(value, bool) and isinstance(OPTIONS[name].neutral, bool):
         assert OPTIONS[name].values.allows(value)
         return
-    if value in NEUTRAL_TOO.get(name, ()):
+    if value in MORE_NEUTRAL_VALUES.get(name, ()):
         assert name not in SamplingParams(**{name: value}).requested_options()
         return
     if value is True and "logprobs" in name:

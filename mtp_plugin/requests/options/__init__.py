@@ -25,25 +25,25 @@ from mtp_plugin.requests.options.params import (
 from mtp_plugin.requests.options.rules import DRAFTS_OF_VERIFICATION, is_greedy
 from mtp_plugin.requests.options.spellings import (
     HOST_OPTIONS,
-    NEUTRAL_ELSEWHERE,
+    IGNORED_OPTIONS,
+    RENAMED_OPTIONS,
     UNUSED_OPTIONS,
-    WRITTEN_HERE,
 )
 
 __all__ = [
     "DRAFTS_OF_VERIFICATION",
     "GREEDY_BELOW",
     "HOST_OPTIONS",
+    "IGNORED_OPTIONS",
     "LOGPROBS_MODE",
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_LEN",
     "MAX_BIAS_IDS",
     "MAX_LOGPROBS",
     "MAX_RANGE",
-    "NEUTRAL_ELSEWHERE",
     "OPTIONS",
+    "RENAMED_OPTIONS",
     "UNUSED_OPTIONS",
-    "WRITTEN_HERE",
     "Option",
     "SamplingParams",
     "is_greedy",

@@ -1,4 +1,4 @@
-"""Names and values of other engines: what they are here, and which change nothing."""
+"""Maps option names and values of other engines to those of `SamplingParams`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtp_plugin.requests.options.option import (
     unwrapped,
 )
 
-NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
+IGNORED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "additional_model_outputs": (None, [], ()),
     "apply_batched_logits_processor": (False,),
     "beam_search_diversity_rate": (None, 0, 1),
@@ -53,12 +53,12 @@ NEUTRAL_ELSEWHERE: Mapping[str, tuple[Any, ...]] = {
     "trace_decode_token_ids": (None,),
     "truncate_prompt_tokens": (None,),
 }
-"""Options that only other engines have, with the values that change nothing here."""
+"""Options that only other engines have, with the accepted values, which have no effect."""
 
 UNUSED_OPTIONS = frozenset({"pad_id"})
 """Options of other engines for which every token id is accepted and has no effect."""
 
-NEUTRAL_TOO: Mapping[str, Callable[[Any], bool]] = {
+MORE_NEUTRAL_VALUES: Mapping[str, Callable[[Any], bool]] = {
     "best_of": lambda count: is_int(count) and count == 0,
     "length_penalty": lambda penalty: isinstance(penalty, (int, float)) and penalty == 0,
     "logprobs": lambda number: number is False,
@@ -66,9 +66,9 @@ NEUTRAL_TOO: Mapping[str, Callable[[Any], bool]] = {
     "prompt_logprobs": lambda number: number is False,
     "thinking_token_budget": lambda budget: is_int(budget) and budget == -1,
 }
-"""Values that are neutral in other engines, in addition to those of the table."""
+"""Neutral values of other engines, in addition to the neutral value of the option."""
 
-UNSET_ELSEWHERE = frozenset(
+NONE_IS_DEFAULT = frozenset(
     {
         "min_tokens",
         "repetition_penalty",
@@ -77,9 +77,9 @@ UNSET_ELSEWHERE = frozenset(
         "prompt_ignore_length",
     }
 )
-"""Options for which TensorRT-LLM's None means the default here."""
+"""Options for which None, as in TensorRT-LLM, means the default."""
 
-WRITTEN_HERE: Mapping[str, str] = {
+RENAMED_OPTIONS: Mapping[str, str] = {
     "do_sample": "temperature, where 0 is greedy",
     "end_id": "stop_token_ids, or ignore_eos=True for none",
     "eos_token_id": "stop_token_ids",
@@ -93,23 +93,23 @@ WRITTEN_HERE: Mapping[str, str] = {
     "stop_words": "stop",
     "top_logprobs": "logprobs",
 }
-"""Options of other engines -> the option here."""
+"""Options of other engines -> the option to use instead."""
 
 
-def _of_the_host(name: str, about: str, *host: str, **more: Any) -> Option:
+def _host_option(name: str, about: str, *host: str, **more: Any) -> Option:
     return Option(name, ANYTHING, about, host=host or (name,), **{"neutral": None, **more})
 
 
 HOST_OPTIONS: tuple[Option, ...] = (
-    _of_the_host(
+    _host_option(
         "py_return_context_logits", "logits of the prompt", host_neutral=lambda flag: not flag
     ),
-    _of_the_host(
+    _host_option(
         "py_return_generation_logits", "logits of the output", host_neutral=lambda flag: not flag
     ),
-    _of_the_host("py_additional_outputs", "additional outputs of the model"),
-    _of_the_host("beam_width", "beam search", "config.beam_width", "py_beam_width", neutral=1),
-    _of_the_host(
+    _host_option("py_additional_outputs", "additional outputs of the model"),
+    _host_option("beam_width", "beam search", "config.beam_width", "py_beam_width", neutral=1),
+    _host_option(
         "beam_width_array",
         "beam width per step",
         "config.beam_width_array",
@@ -130,13 +130,13 @@ def named_here(
     """
     problems = []
     for name in [name for name in given if name not in names]:
-        value, neutral = plain(given[name]), NEUTRAL_ELSEWHERE.get(name)
+        value, neutral = plain(given[name]), IGNORED_OPTIONS.get(name)
         if neutral is None:
             shown = name if len(name) <= SHOWN else format_value(name)
             problems.append(f"{shown}: unknown option; {_advice(name, options, names)}")
         elif not (_is_one_of(value, neutral) or (name in UNUSED_OPTIONS and is_int(value))):
             expected = " or ".join(map(repr, neutral))
-            instead = f"; write {WRITTEN_HERE[name]}" if name in WRITTEN_HERE else ""
+            instead = f"; write {RENAMED_OPTIONS[name]}" if name in RENAMED_OPTIONS else ""
             problems.append(
                 f"{name}: expected {expected}, as nothing else is served, got {format_value(value)}"
                 f"{instead}"
@@ -147,7 +147,7 @@ def named_here(
             ours, theirs = given.get(name), given.get(other)
             if other in given and theirs is None:
                 named.setdefault(name, None)
-            if not (says_nothing(option, ours) or says_nothing(option, theirs)) and not _is_same(
+            if not (is_unset(option, ours) or is_unset(option, theirs)) and not _is_same(
                 ours, theirs
             ):
                 problems.append(
@@ -157,27 +157,29 @@ def named_here(
     return named, problems
 
 
-def says_nothing(option: Option, value: Any) -> bool:
-    """Whether a value yields to a value that is given under another name."""
+def is_unset(option: Option, value: Any) -> bool:
+    """Whether a value is unset, so that a value given under another name replaces it."""
     if value is None or option.is_neutral(value):
         return True
     is_empty = isinstance(value, (list, tuple, dict, str)) and not value
     return is_empty and option.values.allows(tuple(value) if isinstance(value, list) else value)
 
 
-def in_order(value: Any) -> Any:
-    """Convert lists, nested ones too, to tuples of plain numbers, and a string to a tuple of it;
-    return everything else unchanged."""
+def to_tuples(value: Any) -> Any:
+    """Convert nested lists to tuples of plain numbers, and a string to a tuple with one item.
+
+    Anything else is returned unchanged.
+    """
     if isinstance(value, str):
         return (value,)
     if isinstance(value, range):
         return value if value[MAX_RANGE:] else tuple(value)
     if isinstance(value, (list, tuple)):
-        return tuple(map(_word, value))
+        return tuple(map(_token_ids, value))
     return value
 
 
-def _word(value: Any) -> Any:
+def _token_ids(value: Any) -> Any:
     if isinstance(value, range):
         return value if value[MAX_BAD_WORD_LEN:] else tuple(value)
     return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else plain(value)
@@ -185,20 +187,22 @@ def _word(value: Any) -> Any:
 
 def _is_same(ours: Any, theirs: Any) -> bool:
     try:
-        return ours is theirs or bool(in_order(by_id(ours)) == in_order(by_id(theirs)))
-    except Exception:  # as of arrays: what cannot be compared is something else
+        return ours is theirs or bool(
+            to_tuples(sparse_bias(ours)) == to_tuples(sparse_bias(theirs))
+        )
+    except Exception:  # for example arrays: values that cannot be compared are different
         return False
 
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
     try:
         return unwrapped(value) in neutral
-    except Exception:  # as of arrays: what cannot be compared is something else
+    except Exception:  # for example arrays: values that cannot be compared are different
         return False
 
 
-def by_id(bias: Any) -> Any:
-    """Convert a dense bias, a list or a tensor [V], to a mapping of the ids that are not 0; return
+def sparse_bias(bias: Any) -> Any:
+    """Convert a dense bias, a list or a tensor [V], to a mapping from ids to nonzero values; return
     everything else unchanged."""
     try:
         values = bias.tolist() if getattr(bias, "ndim", None) == 1 else bias
@@ -206,15 +210,15 @@ def by_id(bias: Any) -> Any:
             values = [plain(value) for value in values]
             if all(map(is_number, values)):
                 return {token: value for token, value in enumerate(values) if value != 0}
-    except Exception:  # whatever the classes of others do
+    except Exception:  # classes of other libraries may raise anything
         pass
     return bias
 
 
 def _advice(name: str, options: Mapping[str, Option], names: Collection[str]) -> str:
-    if name in WRITTEN_HERE:
-        return f"write {WRITTEN_HERE[name]}"
-    close = difflib.get_close_matches(name, [*names, *NEUTRAL_ELSEWHERE], n=1)
+    if name in RENAMED_OPTIONS:
+        return f"write {RENAMED_OPTIONS[name]}"
+    close = difflib.get_close_matches(name, [*names, *IGNORED_OPTIONS], n=1)
     return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(options)}"
 
 
@@ -224,23 +228,23 @@ _SEQUENCES = ("stop_token_ids", "stop", "allowed_token_ids", "bad_words", "bad_t
 def normalize_values(
     given: Mapping[str, Any], options: Mapping[str, Option], defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return the values of `SamplingParams`' fields in our names and types.
+    """Return the fields of `SamplingParams` with normalized names and types.
 
-    Numbers become Python's own, lists become tuples, values under other engines' names move to
-    ours, and what means "not set" there becomes our default. Nothing is validated.
+    Numbers become Python numbers and lists tuples; options under other engines' names are renamed,
+    and their "not set" values become the default. Nothing is validated.
 
     Returns:
-        The values, and the names of other engines under which options were given, by our name.
+        The values, and the names of other engines under which options were given, by option.
     """
     values = {name: plain(value) for name, value in given.items()}
-    spelled = _take_over_other_names(values, options)
+    spelled = _rename_options(values, options)
     for name in _SEQUENCES:
-        value = in_order(values[name])
+        value = to_tuples(values[name])
         values[name] = () if value is None and options[name].neutral is not None else value
     for name, default in defaults.items():
-        value, is_neutral = values[name], NEUTRAL_TOO.get(name)
-        is_unset = value is None and name in UNSET_ELSEWHERE
-        if is_unset or (is_neutral is not None and is_neutral(value)):
+        value, is_neutral = values[name], MORE_NEUTRAL_VALUES.get(name)
+        is_none = value is None and name in NONE_IS_DEFAULT
+        if is_none or (is_neutral is not None and is_neutral(value)):
             values[name] = default
     values["logprobs_mode"] = unwrapped(values["logprobs_mode"])
     for name in ("logprobs", "prompt_logprobs"):
@@ -248,7 +252,7 @@ def normalize_values(
             values[name] = 1
     if is_int(values["top_k"]) and values["top_k"] == -1:
         values["top_k"] = 0
-    bias = by_id(values["logit_bias"])
+    bias = sparse_bias(values["logit_bias"])
     if isinstance(bias, dict):
         bias = {plain(token): plain(value) for token, value in bias.items()} or None
     values["logit_bias"] = bias
@@ -260,15 +264,13 @@ def normalize_values(
     return values, spelled
 
 
-def _take_over_other_names(values: dict[str, Any], options: Mapping[str, Option]) -> dict[str, str]:
+def _rename_options(values: dict[str, Any], options: Mapping[str, Option]) -> dict[str, str]:
     spelled = {}
     for name, option in options.items():
         for other in option.elsewhere:
             ours, theirs = values[name], values[other]
             values[other] = None
-            if theirs is not None and (
-                says_nothing(option, ours) or not says_nothing(option, theirs)
-            ):
+            if theirs is not None and (is_unset(option, ours) or not is_unset(option, theirs)):
                 values[name] = theirs
                 spelled[name] = other
     return spelled
