@@ -12,28 +12,28 @@ _SAMPLED = "rejection sampling, which keeps the distribution but not the output 
 
 
 @dataclass(frozen=True)
-class Way:
+class VerificationMethod:
     """A verification method."""
 
-    words: str
+    description: str
     """Description for users."""
     drafts: tuple[str, ...]
     """Supported values of ``draft_sampling``; the first is the default."""
     code: int | None = None
     """Value in the slot column ``verification``; None: requests cannot choose it."""
-    keeps_text: bool = True
+    keeps_output: bool = True
     """Whether sampled output equals non-speculative decoding; else only its distribution does."""
 
 
-WAYS: Mapping[str, Way] = {
-    "coupled": Way(
+METHODS: Mapping[str, VerificationMethod] = {
+    "coupled": VerificationMethod(
         "exact match with the target's token, which is the argmax for greedy requests",
         ("coupled", "greedy"),
         code=0,
     ),
-    "rejection": Way(_SAMPLED, ("plain", "greedy"), code=1, keeps_text=False),
-    "block": Way(_SAMPLED, ("plain", "greedy"), code=2, keeps_text=False),
-    "synthetic": Way(
+    "rejection": VerificationMethod(_SAMPLED, ("plain", "greedy"), code=1, keeps_output=False),
+    "block": VerificationMethod(_SAMPLED, ("plain", "greedy"), code=2, keeps_output=False),
+    "synthetic": VerificationMethod(
         "random acceptance at given rates, for benchmarks only", ("coupled", "greedy")
     ),
 }
@@ -42,4 +42,4 @@ WAYS: Mapping[str, Way] = {
 
 def codes() -> dict[str, int]:
     """Return name -> code of the methods that requests can choose."""
-    return {name: way.code for name, way in WAYS.items() if way.code is not None}
+    return {name: method.code for name, method in METHODS.items() if method.code is not None}

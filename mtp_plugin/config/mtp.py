@@ -23,24 +23,26 @@ from mtp_plugin.config.values import (
     Verification,
 )
 from mtp_plugin.errors import ConfigError, expect_int
-from mtp_plugin.verifications import WAYS, Way, codes
+from mtp_plugin.verifications import METHODS, VerificationMethod, codes
 
 
-def _grouped(names: Iterable[str], text_of: Callable[[Way], str]) -> dict[str, list[str]]:
+def _grouped(
+    names: Iterable[str], text_of: Callable[[VerificationMethod], str]
+) -> dict[str, list[str]]:
     """Group verification methods by a text, in order."""
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault(text_of(WAYS[name]), []).append(name)
+        groups.setdefault(text_of(METHODS[name]), []).append(name)
     return groups
 
 
 def _methods_text(names: Iterable[str]) -> str:
-    groups = _grouped(names, lambda way: way.words)
+    groups = _grouped(names, lambda method: method.description)
     return "; ".join(f"{', '.join(alike)}: {words}" for words, alike in groups.items())
 
 
 def _default_drafts_text(names: Iterable[str]) -> str:
-    groups = _grouped(names, lambda way: way.drafts[0])
+    groups = _grouped(names, lambda method: method.drafts[0])
     return ", ".join(f"{drafts} for {' and '.join(alike)}" for drafts, alike in groups.items())
 
 
@@ -62,7 +64,7 @@ class MTPPluginOptions(ConfigModel):
         default="coupled",
         description=f"how drafts are verified; {_methods_text(codes())}; a list: "
         "methods that requests may choose, the first is the default; "
-        f"{_methods_text(name for name in WAYS if name not in codes())}",
+        f"{_methods_text(name for name in METHODS if name not in codes())}",
     )
     synthetic_acceptance: SyntheticAcceptance | None = Field(
         default=None,
@@ -147,16 +149,17 @@ class MTPPluginOptions(ConfigModel):
         yield self._synthetic_problems()
 
     def _verification_problems(self) -> Iterator[Problem]:
-        ways = self.verifications
-        if not ways:
+        methods = self.verifications
+        if not methods:
             yield "verification", "expected at least one, got a list without any"
-        for way in sorted(way for way, count in Counter(ways).items() if count > 1):
-            yield "verification", f"expected each at most once, got {way!r} twice"
-        allowed = list(dict.fromkeys(drafts for way in ways for drafts in WAYS[way].drafts))
-        if ways and self.draft_sampling not in (None, *allowed):
+        for method in sorted(method for method, count in Counter(methods).items() if count > 1):
+            yield "verification", f"expected each at most once, got {method!r} twice"
+        kinds = (kind for method in methods for kind in METHODS[method].drafts)
+        allowed = list(dict.fromkeys(kinds))
+        if methods and self.draft_sampling not in (None, *allowed):
             yield (
                 "draft_sampling",
-                f"{self.draft_sampling!r} cannot be verified by {join(ways)} "
+                f"{self.draft_sampling!r} cannot be verified by {join(methods)} "
                 f"verification; expected one of {', '.join(allowed)}",
             )
 
@@ -212,7 +215,7 @@ class MTPPluginOptions(ConfigModel):
 
     def drafts_of(self, verification: str) -> str:
         """The default of a request's ``draft_sampling`` with one of `verifications`."""
-        allowed = WAYS[verification].drafts
+        allowed = METHODS[verification].drafts
         return self.draft_sampling if self.draft_sampling in allowed else allowed[0]
 
     @property

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from mtp_plugin.verifications import WAYS, codes
+from mtp_plugin.verifications import METHODS, codes
 
 MAX_DRAFT_LEN = 16
 MAX_SEED = 2**32 - 1
@@ -69,21 +69,21 @@ SyntheticAcceptance = Annotated[
 
 def _verification_tag(value: Any) -> str:
     """Distinguish one verification method from a list of them."""
-    return "<ways>" if isinstance(value, (list, tuple)) else "<way>"
+    return "<methods>" if isinstance(value, (list, tuple)) else "<method>"
 
 
 if TYPE_CHECKING:
-    _AnyWay: TypeAlias = str
-    _RequestedWay: TypeAlias = str
+    _AnyMethod: TypeAlias = str
+    _RequestedMethod: TypeAlias = str
 else:  # a checker cannot read the names off a table
-    _AnyWay, _RequestedWay = Literal[tuple(WAYS)], Literal[tuple(codes())]
+    _AnyMethod, _RequestedMethod = Literal[tuple(METHODS)], Literal[tuple(codes())]
 
 Verification = Annotated[
-    Annotated[_AnyWay, Tag("<way>")]
+    Annotated[_AnyMethod, Tag("<method>")]
     | Annotated[
-        tuple[_RequestedWay, ...],
+        tuple[_RequestedMethod, ...],
         BeforeValidator(_tuple_from_list),
-        Tag("<ways>"),
+        Tag("<methods>"),
     ],
     Discriminator(_verification_tag),
 ]

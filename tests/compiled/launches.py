@@ -125,7 +125,7 @@ def compile_acceptance() -> None:
         ids = ints(layout.num_logit_rows)
         chosen = [
             AcceptanceRules(
-                some, choices=ids, forced_ids=ids, edited_by=slots, forced_matches=forced
+                some, choices=ids, forced_ids=ids, processed_slots=slots, forced_matches=forced
             )
             for some in (None, rule)
         ]

@@ -8,7 +8,7 @@ from typing import Any
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.hosts.tensorrt_llm.side_file import options_of
 from mtp_plugin.speculative.host import DecodingOptions, is_vanilla
-from mtp_plugin.verifications import WAYS
+from mtp_plugin.verifications import METHODS
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ def read_options(spec_config: Any) -> HostOptions:
             f"{name}: expected {only!r}, got {value!r}: mtp_plugin truncates the "
             "distributions of drafts and targets alike",
         )
-    refused = [way for way in mtp.verifications if not WAYS[way].keeps_text]
+    refused = [method for method in mtp.verifications if not METHODS[method].keeps_output]
     if getattr(spec_config, "use_rejection_sampling", False):
         refused.append("use_rejection_sampling")
     expect(

@@ -13,10 +13,10 @@ from mtp_plugin.requests.options.option import (
     MAX_BIAS_IDS,
     Option,
 )
-from mtp_plugin.verifications import WAYS, codes
+from mtp_plugin.verifications import METHODS, codes
 
 DRAFTS_OF_VERIFICATION: Mapping[str, tuple[str, ...]] = {
-    name: WAYS[name].drafts for name in codes()
+    name: METHODS[name].drafts for name in codes()
 }
 """How drafts may be sampled for each verification method; the first is the default."""
 

@@ -139,7 +139,7 @@ class Verifier:
                 target_tokens,
                 backend=backend,
             )
-        rules = AcceptanceRules(choices=target_tokens, forced_ids=forced, edited_by=slots)
+        rules = AcceptanceRules(choices=target_tokens, forced_ids=forced, processed_slots=slots)
         accepted = self._accept(inputs, rules, last_tokens, backend)
         if not self.keeps_scores or inputs.truncation is None:
             return replace(accepted, sums=sums)

@@ -29,7 +29,7 @@ from mtp_plugin.tools.parity import (
 )
 from mtp_plugin.tools.parity import Comparison as Verdict
 from mtp_plugin.tools.terminal.decoding import Decoded
-from mtp_plugin.verifications import WAYS
+from mtp_plugin.verifications import METHODS
 
 CHUNK_LEN = 16
 """Number of tokens that the reference decodes after a tie before the next comparison."""
@@ -269,4 +269,4 @@ def resampling_method(config: LLMConfig, params: SamplingParams) -> str | None:
     if params.is_greedy or not isinstance(speculative, MTPDecodingConfig):
         return None
     presumed = params.verification or speculative.mtp.verifications[0]
-    return None if WAYS[presumed].keeps_text else presumed
+    return None if METHODS[presumed].keeps_output else presumed

@@ -10,24 +10,24 @@ from pathlib import Path
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.speculative.ops.sampling import DraftedBy, VerifiedBy
 from mtp_plugin.speculative.verification import BUILT
-from mtp_plugin.verifications import WAYS, codes
+from mtp_plugin.verifications import METHODS, codes
 
 ROOT = Path(__file__).parents[3]
 
 
 def test_every_name_has_a_mode() -> None:
-    assert sorted(BUILT) == sorted(WAYS)
+    assert sorted(BUILT) == sorted(METHODS)
 
 
 def test_requests_and_slots_know_the_names_of_the_table() -> None:
     assert OPTIONS["verification"].values.words == f"one of {', '.join(codes())}"
-    assert {way.name.lower(): int(way) for way in VerifiedBy}.items() <= codes().items()
+    assert {method.name.lower(): int(method) for method in VerifiedBy}.items() <= codes().items()
     assert len(set(codes().values())) == len(codes())
 
 
 def test_kinds_of_drafts_of_the_table_exist() -> None:
-    kinds = {way.name.lower() for way in DraftedBy}
-    assert all(set(way.drafts) <= kinds and way.drafts for way in WAYS.values())
+    kinds = {method.name.lower() for method in DraftedBy}
+    assert all(set(method.drafts) <= kinds and method.drafts for method in METHODS.values())
 
 
 def test_entry_and_mode_are_enough_for_config_admission_and_slots() -> None:

@@ -17,7 +17,9 @@ from typing_extensions import override
 
 from mtp_plugin import verifications
 
-verifications.WAYS["toy"] = verifications.Way("leaves the rules", ("greedy", "plain"), code=3)
+verifications.METHODS["toy"] = verifications.VerificationMethod(
+    "leaves the rules", ("greedy", "plain"), code=3
+)
 
 from mtp_plugin.config import MTPDecodingConfig, MTPPluginOptions
 from mtp_plugin.errors import MTPPluginError

@@ -82,11 +82,12 @@ def accept(
     ):
         if tensor is not None:
             expect_tensor(name, tensor, dtype=dtype, shape=(size,), device=device)
-    for name, part in (("forced_ids", rules.forced_ids), ("edited_by", rules.edited_by)):
+    optional = {"forced_ids": rules.forced_ids, "processed_slots": rules.processed_slots}
+    for name, part in optional.items():
         if part is not None and rules.choices is None:
             raise TensorContractError(f"{name}: expected choices together with it, got None")
-    if rules.edited_by is not None:
-        check_slots(rules.edited_by, requests, device)
+    if rules.processed_slots is not None:
+        check_slots(rules.processed_slots, requests, device)
     if rules.relaxed is not None:
         check_slots(rules.relaxed.slots, requests, device, RELAXED_COLUMNS)
         delta = rules.relaxed.delta_in_force

@@ -33,10 +33,10 @@ def accept_reference(
         rows = _uniform_rows(layout, first_rows, draft_lens)
         logits, rules = logits[rows], _of_rows(rules, rows)
     top1, alive = _top1(logits) if rules.choices is None else _target_tokens(rules.choices)
-    if rules.edited_by is not None and (
+    if rules.processed_slots is not None and (
         rules.relaxed is not None or rules.forced_matches is not None
     ):
-        logits = _edited(layout, logits, draft_tokens, rules.edited_by)
+        logits = _edited(layout, logits, draft_tokens, rules.processed_slots)
     drafts = draft_tokens.reshape(layout.num_generations, layout.draft_len).to(torch.int64)
     present = _present(drafts, draft_lens)
     # a row without any value has no top-1

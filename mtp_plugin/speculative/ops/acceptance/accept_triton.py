@@ -453,7 +453,7 @@ def accept_triton(
     rows = None if first_rows is None else first_rows.contiguous()
     accepted = Accepted.unwritten(layout.num_requests, layout.draft_len, logits.device)
     rule = rules.relaxed
-    pools = None if rules.edited_by is None else rules.edited_by.pools
+    pools = None if rules.processed_slots is None else rules.processed_slots.pools
     if rule is None:
         # given the target tokens, only the logits of forced drafts are read
         partials = top1_partials(logits) if rules.choices is None else no_partials(logits)
@@ -473,7 +473,7 @@ def accept_triton(
     k, forced = layout.draft_len, rules.forced_matches
     columns = None if rule is None else rule.slots.columns
     relaxed = partials if isinstance(partials, RelaxedPartials) else None
-    slots = rules.edited_by if rule is None else rule.slots
+    slots = rules.processed_slots if rule is None else rule.slots
     unused = accepted.num_accepted  # a pointer that the kernel never reads
     accept_kernel[(layout.num_requests,)](
         # inputs

@@ -43,23 +43,23 @@ class RelaxedRule:
 
 @dataclass(frozen=True)
 class AcceptanceRules:
-    """How drafts are verified; rows that no rule names are verified strictly.
+    """How drafts are verified: strictly, except where another rule applies.
 
     Tensors [rows] have one entry per row of logits.
     """
 
     relaxed: RelaxedRule | None = None  # applies to requests in their thinking phase
     choices: torch.Tensor | None = None
-    """[rows] int32: the target token of every row, -1 where it has none; None: the row's argmax.
-    Strict and forced rows and every bonus use it. With it, requests with a temperature are never
+    """[rows] int32: the target token of each row, -1: none; None: the row's argmax. Strict and
+    forced rows and all bonus tokens use it. If it is given, requests with a temperature are never
     relaxed."""
     forced_ids: torch.Tensor | None = None
-    """[rows] int32: the only token that a row allows, which is its target token; -1: any. Whatever
-    the rule, a draft is accepted there only if it is that token."""
-    edited_by: SlotRows | None = None
-    """The requests' slots with the pools of their logits processing, together with ``choices`` that
-    followed from it: relaxed rows are verified by processed values, and no rule accepts a masked
-    token. None: logits are used as they are."""
+    """[rows] int32: the only allowed token of a row, which is then its target token; -1: any. No
+    rule accepts another draft there."""
+    processed_slots: SlotRows | None = None
+    """Slots with the logits-processor state of the requests, given with ``choices`` sampled from
+    processed logits: relaxed rows are then verified with processed logits, and no rule accepts a
+    masked token. None: raw logits are used."""
     forced_matches: torch.Tensor | None = None
     """[G] integer: the number of leading drafts that are accepted, without any other rule;
     negative: the other rules decide."""

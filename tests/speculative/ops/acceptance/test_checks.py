@@ -241,10 +241,13 @@ def test_forced_matches_are_an_integer_per_generation(
 
 
 @pytest.mark.parametrize("backend", Backend)
-@pytest.mark.parametrize("name", ["forced_ids", "edited_by"])
+@pytest.mark.parametrize("name", ["forced_ids", "processed_slots"])
 def test_forced_ids_and_processing_need_target_tokens(backend: Backend, name: str) -> None:
     given = arguments()
-    parts = {"forced_ids": vector([1] * 20, torch.int32), "edited_by": given["rules"].relaxed.slots}
+    parts = {
+        "forced_ids": vector([1] * 20, torch.int32),
+        "processed_slots": given["rules"].relaxed.slots,
+    }
     rules = AcceptanceRules(**{name: parts[name]})
     with pytest.raises(TensorContractError, match=f"{name}: expected choices together with it"):
         accept(**{**given, "rules": rules}, backend=backend)

@@ -109,7 +109,7 @@ def test_processed_values_decide(backend: Backend, is_ragged: bool) -> None:
             margin = beforehand.margins(plain)
             decided += int(torch.isfinite(margin).sum())
             close = undecided(margin, plain, case.layout)
-            mine = given.accept(replace(rules, edited_by=case.relaxed.slots), backend)
+            mine = given.accept(replace(rules, processed_slots=case.relaxed.slots), backend)
             assert_same(mine, beforehand.accept(plain, Backend.TORCH), ~close)
     assert decided > 15
 
@@ -143,7 +143,7 @@ def test_r35_masked_tokens_are_never_accepted(backend: Backend, forced: bool) ->
         relaxed=None if forced else case.relaxed,
         forced_matches=case.forced if forced else None,
         choices=vector([0] * 8, torch.int32),
-        edited_by=slots,
+        processed_slots=slots,
     )
     accepted = case.accept(rules, backend).accepted
     assert accepted.num_accepted.tolist() == [1, 2, 2 if forced else 1, 2]
