@@ -87,9 +87,9 @@ def config_of_checkpoint(
 ) -> LLMConfig:
     """Return the config of a checkpoint's folder, with options named as in `LLMConfig`.
 
-    Without ``speculative_config``, the first MTP layer drafts (eagle). The draft length is the
-    number of MTP layers, limited by `MAX_DEFAULT_DRAFT_LEN` and by the room that
-    ``max_num_tokens`` has for ``max_batch_size`` requests; ``report`` receives a line about it.
+    The default ``speculative_config`` drafts with the first MTP layer (eagle). Its draft length is
+    the number of MTP layers, at most `MAX_DEFAULT_DRAFT_LEN`, and such that a step of
+    ``max_batch_size`` requests fits ``max_num_tokens``; ``report`` is called with a line about it.
 
     Raises:
         ConfigError: an invalid option.
@@ -99,8 +99,8 @@ def config_of_checkpoint(
     if "speculative_config" in options:
         return config
     layers = read_facts(config.model).num_mtp_layers
-    room = config.max_num_tokens // config.max_batch_size - 1
-    draft_len = min(layers, MAX_DEFAULT_DRAFT_LEN, room)
+    fitting = config.max_num_tokens // config.max_batch_size - 1
+    draft_len = min(layers, MAX_DEFAULT_DRAFT_LEN, fitting)
     of_layers = f"{layers} MTP {'layer' if layers == 1 else 'layers'}"
     if layers == 0:
         report("speculative_config: none given, no MTP layers: decoding without drafts")
@@ -165,9 +165,9 @@ def _parsed(config: LLMConfig | Mapping[str, Any], folder: str | Path | None) ->
 
 
 def _validated(values: Mapping[str, Any]) -> LLMConfig:
-    """Validate the attributes of a config, which `model_construct` makes without validation."""
+    """Validate the attributes of a config, since `model_construct` does not."""
     checked = {
-        # a host engine may derive its own class of a section
+        # a host engine may use a subclass of a section
         name: type(value).model_validate(
             value.model_dump(warnings=False), context={"source": f"LLMConfig: {name}"}
         )
@@ -197,10 +197,10 @@ def load_requested_tokenizer(tokenizer: Any) -> Any:
         return tokenizer
     folder = Path(_expanded(tokenizer))
     try:
-        is_there = bool(str(tokenizer)) and (folder / TOKENIZER_FILE).is_file()
+        exists = bool(str(tokenizer)) and (folder / TOKENIZER_FILE).is_file()
     except OSError:
-        is_there = False
-    if not is_there:
+        exists = False
+    if not exists:
         raise ConfigError(
             f"tokenizer: expected a folder with {TOKENIZER_FILE}, "
             f"got {format_value(str(tokenizer))}"

@@ -9,7 +9,7 @@ from typing import Any
 from integration.bench.case import BenchmarkError
 from mtp_plugin.errors import expect
 from mtp_plugin.requests.options import OPTIONS, SamplingParams
-from mtp_plugin.verifications import WAYS
+from mtp_plugin.verifications import METHODS
 
 GREEDY, SAMPLED = "greedy", "sampled"
 _SAMPLED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
@@ -29,7 +29,7 @@ class RequestKind:
     @property
     def is_residual(self) -> bool:
         """Whether outputs keep only the target's distribution, not its tokens for a seed."""
-        return not WAYS[self.options.get("verification", "coupled")].keeps_text
+        return not METHODS[self.options.get("verification", "coupled")].keeps_output
 
     @property
     def num_logprobs(self) -> int | None:

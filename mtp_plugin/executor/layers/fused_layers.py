@@ -53,7 +53,7 @@ class Rotary:
         return Angles(cos[0], sin[0], cos.shape[-1] // 2, None)
 
 
-class Pass:
+class ForwardPass:
     """Values shared by the layers of one forward pass, computed at first use.
 
     Args:
@@ -124,7 +124,7 @@ class FusedAttention:
             q, k = found.norms
             self._norms = HeadNorms(q.weight, k.weight, q.eps, k.eps)
 
-    def __call__(self, x: Rows, step: Pass, output_rows: torch.Tensor | None = None) -> Rows:
+    def __call__(self, x: Rows, step: ForwardPass, output_rows: torch.Tensor | None = None) -> Rows:
         """[T, H] -> [T, H], or [N, H] of the given rows."""
         qkv = functional.linear(x, self._weight, self._bias)
         rotate(qkv, self._layout, step.angles, self._norms, backend=self._backend)
@@ -140,7 +140,7 @@ class FusedAttention:
         return functional.linear(flat, found.output.weight, found.output.bias)
 
     def _attend(
-        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: Pass
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, step: ForwardPass
     ) -> torch.Tensor:
         """Attend as transformers' attention modules do, with a batch of one."""
         found = self._found
@@ -171,7 +171,7 @@ class UnfusedAttention:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def __call__(self, x: Rows, step: Pass, output_rows: torch.Tensor | None = None) -> Rows:
+    def __call__(self, x: Rows, step: ForwardPass, output_rows: torch.Tensor | None = None) -> Rows:
         """As `FusedAttention`."""
         out, _ = self._module(
             hidden_states=x[None],
@@ -268,7 +268,7 @@ class FusedLayer:
         self,
         delta: Rows | None,
         residual: Rows,
-        step: Pass,
+        step: ForwardPass,
         output_rows: torch.Tensor | None = None,
     ) -> tuple[Rows | None, Rows]:
         """(delta, residual) after the layer, each [T, H], or [N, H] of the given rows."""
@@ -288,7 +288,9 @@ class UnfusedLayer:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
-    def __call__(self, delta: Rows | None, residual: Rows, step: Pass) -> tuple[Rows | None, Rows]:
+    def __call__(
+        self, delta: Rows | None, residual: Rows, step: ForwardPass
+    ) -> tuple[Rows | None, Rows]:
         x = residual if delta is None else residual + delta
         out = self._module(
             x[None], position_embeddings=step.position_embeddings, **step.model_kwargs

@@ -1,4 +1,4 @@
-"""A loaded model with fused layers: the same modules, run in fewer launches."""
+"""Fuses the layers of a loaded model: the same weights, run in fewer kernel launches."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch.nn import functional
 from transformers.masking_utils import create_causal_mask
 
 from mtp_plugin.executor.layers.fused_layers import (
+    ForwardPass,
     FusedAttention,
     FusedLayer,
     FusedMixture,
     FusedMLP,
-    Pass,
     Rotary,
     Rows,
     UnfusedAttention,
@@ -43,24 +43,24 @@ from mtp_plugin.kernels.backend import Backend
 
 @dataclass(frozen=True)
 class FusionReport:
-    """Which modules were fused, by name: layers, their attention and feed-forward, norms."""
+    """Names of the fused modules and of the others: layers, attention, feed-forward, norms."""
 
     fused: tuple[str, ...]
-    """A fused layer has its norms and additions fused; inner modules are listed too."""
+    """A fused layer has fused norms and residual additions; inner modules are listed separately."""
     left: tuple[str, ...]
-    """Modules that run as in transformers."""
+    """Modules that run the transformers code."""
     kernels: str
-    """The implementation of the ops: ``torch`` or ``triton``."""
+    """Implementation of the ops: ``torch`` or ``triton``."""
 
     def __str__(self) -> str:
-        """One line, such as `fused with triton: 36 modules; left: 2 self_attn, 1 norm`."""
+        """Return one line, such as `fused with triton: 36 modules; left: 2 self_attn, 1 norm`."""
         kinds = Counter(name.rstrip(".0123456789").rpartition(".")[2] for name in self.left)
         left = ", ".join(f"{count} {kind}" for kind, count in sorted(kinds.items()))
         return f"fused with {self.kernels}: {len(self.fused)} modules; left: {left or 'none'}"
 
 
 class FusedDecoder:
-    """The target without its head: embedding, layers, last norm."""
+    """Runs the target without its head: embedding, layers, final norm."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class FusedDecoder:
         position_ids: torch.Tensor,
         attn_metadata: TransformersAttention,
     ) -> Rows:
-        """As `LoadedModel.forward_target`."""
+        """Implement `LoadedModel.forward_target`."""
         embedded = self._decoder.embed_tokens(input_ids)
 
         def mask(kwargs: dict[str, Any]) -> Any:
@@ -94,7 +94,7 @@ class FusedDecoder:
                 position_ids=position_ids,
             )
 
-        step = Pass(
+        step = ForwardPass(
             position_ids, attn_metadata, self._rotary, self._decoder.rotary_emb, embedded, mask
         )
         delta: Rows | None = None
@@ -107,14 +107,14 @@ class FusedDecoder:
 
 
 class FusedMTPLayer(nn.Module):
-    """An MTP layer with the same call, over a fused decoder layer.
+    """An MTP layer with a fused decoder layer; it is called like `MTPLayer`.
 
     Args:
-        layer: holds the weights, and runs what is not fused.
+        layer: the original layer, which has the weights and the head.
         block: its decoder layer, fused.
-        norms: of the embedding, of the hidden state, and the last one.
+        norms: of the embedding, of the hidden state, and the final one.
         rotary: the target's rotary embedding.
-        backend: of the layer's own norms.
+        backend: implementation of these norms.
     """
 
     takes_output_rows = True
@@ -136,7 +136,7 @@ class FusedMTPLayer(nn.Module):
 
     @property
     def layer_idx(self) -> int:
-        """Row of the KV pools."""
+        """Index of the layer in the KV pools."""
         return self.layer.layer_idx
 
     @property
@@ -155,7 +155,7 @@ class FusedMTPLayer(nn.Module):
         output_rows: torch.Tensor | None = None,
         **_: Any,
     ) -> torch.Tensor:
-        """As `MTPLayer.forward`; rows that are not returned skip the feed-forward layer."""
+        """Run as `MTPLayer.forward`; rows that are not returned skip the feed-forward layer."""
         traits = self.layer.traits
         gathers = is_embedding(embed_tokens)
         joined = join_norms(
@@ -169,7 +169,7 @@ class FusedMTPLayer(nn.Module):
         )
         x = functional.linear(joined, self.layer.eh_proj.weight)
         rope_ids = position_ids + 1 if traits.position == "token" else position_ids
-        step = Pass(rope_ids, attn_metadata, self._fused_rotary, self.rotary, x)
+        step = ForwardPass(rope_ids, attn_metadata, self._fused_rotary, self.rotary, x)
         delta, residual = self._block(None, x, step, output_rows)
         if traits.recycle == "post_norm":
             return normed_stream(self._norm, delta, residual, self._backend)[0]
@@ -182,7 +182,6 @@ class FusedMTPLayer(nn.Module):
         attn_metadata: TransformersAttention,
         return_all: bool = False,
     ) -> torch.Tensor:
-        """As `MTPLayer.shared_head`."""
         return self.layer.shared_head(hidden, lm_head, attn_metadata, return_all)
 
 
@@ -191,7 +190,7 @@ class FusedModel(LoadedModel):
     """A loaded model that runs fused layers; see `fuse`."""
 
     decoder: FusedDecoder | None
-    """None where the target's decoder was not recognised."""
+    """None if the target's decoder was not recognised."""
     report: FusionReport
 
     def forward_target(
@@ -200,7 +199,6 @@ class FusedModel(LoadedModel):
         position_ids: torch.Tensor,
         attn_metadata: TransformersAttention,
     ) -> torch.Tensor:
-        """As `LoadedModel.forward_target`."""
         if self.decoder is None:
             return super().forward_target(input_ids, position_ids, attn_metadata)
         return self.decoder(input_ids, position_ids, attn_metadata)
@@ -212,19 +210,19 @@ def fuse(
     kernels: str = "auto",
     max_positions: int | None = None,
 ) -> FusedModel:
-    """Fuse every layer that is recognised, and leave the others as they are.
+    """Fuse every layer whose code is recognised; the others run unchanged.
 
-    The model's modules stay where they are and go on working, but their weights become views of
-    concatenated ones: do not move or cast the model afterwards.
+    The model's modules remain usable, but their weights become views of concatenated weights: do
+    not move or cast the model afterwards.
 
     Args:
         model: in its final dtype, on its final device.
-        kernels: ``auto``, ``triton`` or ``reference``, see `Backend.of`. In torch, mixtures of
-            experts run as transformers runs them.
-        max_positions: positions of the rotary table; None: one more than the model's own limit.
+        kernels: ``auto``, ``triton`` or ``reference``, see `Backend.of`. With torch,
+            mixture-of-experts layers are not fused.
+        max_positions: number of positions of the rotary table; default: the model's limit plus one.
 
     Returns:
-        A model with a report of what was fused, possibly nothing.
+        A model with a report of the fused modules, which may be none.
 
     Raises:
         ConfigError: kernels that cannot run.
@@ -236,7 +234,7 @@ def fuse(
 
 
 class _Fuser:
-    """One run of `fuse`, which collects the names of fused and other modules."""
+    """State of one call of `fuse`: collects the names of fused and other modules."""
 
     def __init__(
         self, model: LoadedModel, backend: Backend, weight: torch.Tensor, positions: int
@@ -263,10 +261,10 @@ class _Fuser:
                 for i, layer in enumerate(decoder.layers[: decoder.config.num_hidden_layers])
             ]
             norm = norm_of(decoder.norm, self._weight.dtype)
-            self._note("norm", norm is not None)
+            self._record("norm", norm is not None)
             fused_decoder = FusedDecoder(decoder, layers, norm, self._rotary, self._backend)
         else:
-            self._note("decoder", False)
+            self._record("decoder", False)
         mtp_layers = [
             self._mtp_layer(layer, f"mtp_layers.{depth}")
             for depth, layer in enumerate(model.mtp_layers)
@@ -280,32 +278,32 @@ class _Fuser:
             report=FusionReport(tuple(self._fused), tuple(self._left), self._backend.value),
         )
 
-    def _note(self, name: str, fused: bool) -> None:
+    def _record(self, name: str, fused: bool) -> None:
         (self._fused if fused else self._left).append(name)
 
     def _layer(self, layer: nn.Module, name: str) -> FusedLayer | None:
         dtype = self._weight.dtype
         if is_decoder_layer(layer):
-            parts = cast(Any, layer)
+            modules = cast(Any, layer)
             norms = [
                 norm_of(norm, dtype)
-                for norm in (parts.input_layernorm, parts.post_attention_layernorm)
+                for norm in (modules.input_layernorm, modules.post_attention_layernorm)
             ]
             if norms[0] is not None and norms[1] is not None:
-                self._note(name, True)
+                self._record(name, True)
                 return FusedLayer(
                     norms[0],
-                    self._attention(parts.self_attn, f"{name}.self_attn"),
+                    self._attention(modules.self_attn, f"{name}.self_attn"),
                     norms[1],
-                    self._feed_forward(parts.mlp, f"{name}.mlp"),
+                    self._feed_forward(modules.mlp, f"{name}.mlp"),
                     self._backend,
                 )
-        self._note(name, False)
+        self._record(name, False)
         return None
 
     def _attention(self, module: nn.Module, name: str) -> FusedAttention | UnfusedAttention:
         found = attention_of(module, self._weight.dtype) if self._rotary is not None else None
-        self._note(name, found is not None)
+        self._record(name, found is not None)
         if found is None:
             return UnfusedAttention(module)
         return FusedAttention(found, self._backend, self._packer)
@@ -316,11 +314,11 @@ class _Fuser:
         dtype = self._weight.dtype
         mlp = mlp_of(module, dtype)
         if mlp is not None:
-            self._note(name, True)
+            self._record(name, True)
             return FusedMLP(mlp, self._backend, self._packer)
-        # the torch reference of the products waits for the device
+        # the torch reference of expert products synchronizes with the device
         mixture = mixture_of(module, dtype) if self._backend is Backend.TRITON else None
-        self._note(name, mixture is not None)
+        self._record(name, mixture is not None)
         if mixture is None:
             return UnfusedFeedForward(module)
         return FusedMixture(mixture, self._backend, self._packer)
@@ -331,8 +329,8 @@ class _Fuser:
             norms = [norm_of(norm, dtype) for norm in (layer.enorm, layer.hnorm, layer.norm)]
             block = self._layer(layer.block, f"{name}.block")
             if block is not None and all(norm is not None for norm in norms):
-                self._note(name, True)
-                three = cast("tuple[Norm, Norm, Norm]", tuple(norms))
-                return FusedMTPLayer(layer, block, three, self._rotary, self._backend)
-        self._note(name, False)
+                self._record(name, True)
+                layer_norms = cast("tuple[Norm, Norm, Norm]", tuple(norms))
+                return FusedMTPLayer(layer, block, layer_norms, self._rotary, self._backend)
+        self._record(name, False)
         return layer

@@ -1,4 +1,4 @@
-"""Schema of rotary parameters in a checkpoint's config, and the base classes of these schemas."""
+"""Schemas of the RoPE parameters in a checkpoint's config, and their base class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing_extensions import override
 from mtp_plugin.config.messages import expected, got, spelled
 
 Problem = tuple[str, str]
-"""(key, sentence)."""
+"""(key, message)."""
 
 MAX_POSITIONS = 2**24
 Factor = Annotated[float, Field(ge=1, le=1e6)]
@@ -21,17 +21,17 @@ Positions = Annotated[int, Field(ge=1, le=MAX_POSITIONS)]
 
 
 class CheckpointModel(BaseModel):
-    """A section of a file: strict about types; the reader drops unknown keys."""
+    """A section of a checkpoint's config, strict about types; unknown keys are ignored."""
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True, allow_inf_nan=False)
 
     def problems(self) -> Iterator[Problem]:
-        """A problem of several keys together."""
+        """Yield the problems of combinations of keys."""
         return iter(())
 
 
 class Rope(CheckpointModel):
-    """Unscaled rotary positions."""
+    """RoPE without scaling."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -79,18 +79,18 @@ class Llama3Rope(Rope):
 
 ROPE_TYPES: dict[str, type[Rope]] = {
     "default": Rope,
-    # scales only past the model's maximum position, which no request reaches
+    # scales only positions past the model's maximum, which no request reaches
     "dynamic": ScaledRope,
     "linear": ScaledRope,
     "llama3": Llama3Rope,
     "yarn": YarnRope,
 }
-"""Supported rope types. longrope is not: it depends on the longest sequence of a batch."""
+"""Supported RoPE types. longrope is not: it depends on the longest sequence of a batch."""
 ROPE_MODELS = {model.__name__: model for model in ROPE_TYPES.values()}
 
 
 def problems_of(model: type[CheckpointModel], error: ValidationError) -> Iterator[Problem]:
-    """Describe what pydantic found, key by key."""
+    """Convert pydantic errors to problems, each reported once."""
     found = (_problem(model, details) for details in error.errors(include_url=False))
     yield from dict.fromkeys(found)
 

@@ -205,7 +205,7 @@ def _unpickled(alone: bool, state: dict[Any, Any]) -> Any:
     Raises:
         ConfigError: ``tensorrt_llm`` can be imported in only one of the two processes.
     """
-    ranks.reached_by("config")
+    ranks.install_once("config")
     host = _host_class()
     expect(
         alone is (host is None),

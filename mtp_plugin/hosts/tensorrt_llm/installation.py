@@ -16,7 +16,7 @@ from mtp_plugin.errors import HostError, expect
 from mtp_plugin.hosts.tensorrt_llm.adapter import Adapter
 from mtp_plugin.hosts.tensorrt_llm.lines import find_line
 from mtp_plugin.hosts.tensorrt_llm.options import serves
-from mtp_plugin.hosts.tensorrt_llm.ranks import first_way
+from mtp_plugin.hosts.tensorrt_llm.ranks import loaded_by
 from mtp_plugin.hosts.tensorrt_llm.seams import (
     DISPATCHERS,
     PACKAGE,
@@ -137,7 +137,7 @@ def status() -> Status:
         seams=installation.seams,
         rebound=tuple(installation.rebound),
         engines=installation.engines(),
-        reached_by=first_way(),
+        reached_by=loaded_by(),
     )
 
 

@@ -12,7 +12,7 @@ from mtp_plugin.errors import HostError, expect
 _PACKAGE = "mtp_plugin.hosts.tensorrt_llm"
 
 _logger = logging.getLogger("mtp_plugin")
-_ways: list[str] = []
+_loaded_by: list[str] = []
 
 TIMEOUT_S = 120.0
 """Maximum time between the first and the last rank that builds its model."""
@@ -22,27 +22,27 @@ _unfinished_sends: list[Any] = []
 """Requests that had not completed at the timeout: MPI still reads the buffers that they own."""
 
 
-def reached_by(way: str) -> None:
+def install_once(source: str) -> None:
     """Install the plugin in this process if it is not; log once how it was loaded.
 
     Args:
-        way: ``config`` (its unpickling), ``custom module`` or ``sitecustomize``.
+        source: ``config`` (its unpickling), ``custom module`` or ``sitecustomize``.
 
     Raises:
         MTPPluginError: as ``install`` does.
     """
-    if _ways:
+    if _loaded_by:
         return
     package = import_module(_PACKAGE)
     if not package.is_installed():
         package.install()
-    _ways.append(way)
-    _logger.info("TensorRT-LLM: this process has the plugin, loaded by: %s", way)
+    _loaded_by.append(source)
+    _logger.info("TensorRT-LLM: this process has the plugin, loaded by: %s", source)
 
 
-def first_way() -> str | None:
+def loaded_by() -> str | None:
     """Return how the plugin was loaded first; None: by a call of ``install``."""
-    return _ways[0] if _ways else None
+    return _loaded_by[0] if _loaded_by else None
 
 
 class SendRequest(Protocol):

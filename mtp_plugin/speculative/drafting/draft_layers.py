@@ -1,4 +1,4 @@
-"""Calls of draft layers."""
+"""Calls draft layers with the arguments that they accept."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import torch
 
 from mtp_plugin.errors import TensorContractError, expect
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
-from mtp_plugin.speculative.host import DraftLayer, taken_by, takes_output_rows
+from mtp_plugin.speculative.host import DraftLayer, accepted_by, takes_output_rows
 
-COUNTS = "all_rank_num_tokens"
+RANK_ROWS = "all_rank_num_tokens"
 
 
 def run_layer(
@@ -25,17 +25,17 @@ def run_layer(
 
     Args:
         input_ids, positions: [T']. hidden_states: [T', H]. single_rows: one row per request.
-        output_rows: [N] flat rows that are read; None: all.
+        output_rows: [N] flat indices of the rows to return; None: all.
 
     Raises:
         TensorContractError: a layer with ``takes_output_rows`` returned another number of rows.
     """
     extra = step.host.ranks.arguments(single_rows=single_rows)
-    # with attention data parallelism ranks exchange all rows
-    alone = COUNTS not in extra
-    offered = {COUNTS: None, "spec_metadata": step.spec_metadata}
-    extra = {name: offered[name] for name in taken_by(layer, tuple(offered))} | extra
-    selects = output_rows is not None and alone and takes_output_rows(layer)
+    # under attention data parallelism ranks exchange all rows
+    exchanges_rows = RANK_ROWS in extra
+    optional = {RANK_ROWS: None, "spec_metadata": step.spec_metadata}
+    extra = {name: optional[name] for name in accepted_by(layer, tuple(optional))} | extra
+    selects = output_rows is not None and not exchanges_rows and takes_output_rows(layer)
     if selects:
         extra["output_rows"] = output_rows
     states: torch.Tensor = layer(

@@ -1,4 +1,4 @@
-"""Reading and checking the arguments of a worker's step."""
+"""Reads and checks the arguments of a worker's step."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from mtp_plugin.speculative.step import StepLayout
 
 @dataclass(frozen=True)
 class WorkerArguments:
-    """What a host engine passes to a worker's step, under TensorRT-LLM's names."""
+    """Arguments of a worker's step, with TensorRT-LLM's names."""
 
     input_ids: torch.Tensor  # [T]
     position_ids: torch.Tensor  # [1, T] or [T]
@@ -36,7 +36,7 @@ class WorkerArguments:
         """Bind the arguments of ``method``, without those that only TensorRT-LLM reads.
 
         Raises:
-            ConfigError: a keyword that no version of a host engine passes.
+            ConfigError: an unknown keyword.
         """
         known = [field.name for field in fields(cls)]
         for name in _UNREAD:
@@ -49,18 +49,18 @@ class WorkerArguments:
         return cls(*args, **named)
 
     def resolve(self, name: str) -> Any:
-        """Return ``lm_head``, ``embed_tokens`` or ``mtp_layers``, else that of ``draft_model``."""
+        """Return ``lm_head``, ``embed_tokens`` or ``mtp_layers``, or that of ``draft_model``."""
         value = vars(self)[name]
         return value if value is not None else part_of(self.draft_model, name)
 
 
 _UNREAD = ("resource_manager",)
-"""Keywords that TensorRT-LLM passes and that no step reads."""
+"""Keywords that TensorRT-LLM passes and that are ignored."""
 
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """The inputs of one step, with flat ids and positions."""
+    """Checked inputs of one step; token ids and positions are flat."""
 
     host: HostStep
     rows: TargetRows  # ids [T] and the target's states [T, H]
@@ -83,7 +83,7 @@ class ForwardInputs:
         """Check the arguments; missing ones are taken from ``draft_model``.
 
         Args:
-            draft_len: K of the step; None: as the host engine's metadata says.
+            draft_len: K of the step; None: read from the host engine's metadata.
 
         Raises:
             TensorContractError, MetadataError: an input that does not fit the others.
@@ -114,13 +114,13 @@ class ForwardInputs:
         )
 
     def with_ranks(self, ranks: Ranks, further_rows: int) -> ForwardInputs:
-        """Return a copy with the row counts of all ranks for the first pass.
+        """Return a copy with the row counts of all ranks for the first draft pass.
 
         Args:
-            further_rows: rows that a generation feeds in addition to those of the target.
+            further_rows: query rows of a generation in addition to those of the target pass.
 
         Raises:
-            MetadataError: the host engine counted other rows.
+            MetadataError: the host engine's counts do not match this rank's rows.
         """
         if not ranks.attention_dp:
             return self
@@ -129,12 +129,12 @@ class ForwardInputs:
         counts = self.host.ranks.of_first_pass(ranks, rows, further_rows)
         return replace(self, host=replace(self.host, ranks=counts))
 
-    def kv(self, fed_rows: int) -> DraftKVLengths | None:
-        """Return the KV lengths of the metadata, for generations that feed ``fed_rows`` rows;
-        None if there are none."""
+    def kv(self, query_rows: int) -> DraftKVLengths | None:
+        """Return the metadata's KV lengths for generations with ``query_rows`` rows; None if the
+        metadata has none."""
         lens = self.host.kv_lens
         return (
-            None if lens is None else DraftKVLengths(lens, kv_floor(self.attn_metadata, fed_rows))
+            None if lens is None else DraftKVLengths(lens, kv_floor(self.attn_metadata, query_rows))
         )
 
 
@@ -143,7 +143,7 @@ def read_history(step: HostStep, max_draft_len: int) -> History:
 
     Raises:
         MetadataError: the step has no manager or no slot ids.
-        ConfigError: the pools keep another number of pairs.
+        ConfigError: the pools have another number of pairs per slot.
     """
     manager, slots = step.expect_manager()
     tokens, states = manager.mtp_past_tokens_pool, manager.mtp_past_hidden_states_pool

@@ -1,4 +1,4 @@
-"""The base class of the workers."""
+"""The base class of MTP workers."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ from mtp_plugin.speculative.verification import (
 
 
 class SpecWorker(nn.Module, ABC):
-    """One MTP step on the device: verify drafts, update the history, make the next drafts.
+    """Runs one MTP step on the device: verify drafts, update the history, generate the next drafts.
 
-    A step verifies and makes ``spec_metadata.runtime_draft_len`` drafts, K if that is None; one
-    worker serves every draft length up to K. See
-    :mod:`mtp_plugin.speculative.draft_length.controller` for steps of fewer drafts.
+    A step verifies and generates ``spec_metadata.runtime_draft_len`` drafts, K if that is None; one
+    worker supports every draft length up to K. See
+    :mod:`mtp_plugin.speculative.draft_length.controller` for steps with fewer drafts.
 
     Args:
         spec_config: ``MTPDecodingConfig`` or an object with the same fields.
@@ -109,7 +109,7 @@ class SpecWorker(nn.Module, ABC):
         """Set to True if the host engine does not read ``hidden_states`` after :meth:`forward`;
         prompt rows of a batch with generations are then not copied."""
         self.draft_cache: Callable[[Any], AbstractContextManager[Any]] | None = None
-        """Set if draft layers have a KV cache of their own: called with the target's attention
+        """Set if draft layers have their own KV cache: called with the target's attention
         metadata, it returns a context manager around the draft loop, whose value is the metadata of
         the draft layers, or None if that is the same object."""
         self.backend = Backend.of(options.mtp.kernels, device)
@@ -138,7 +138,7 @@ class SpecWorker(nn.Module, ABC):
         draft_model: Any = None,
         **others: Any,
     ) -> dict[str, torch.Tensor]:
-        """Verify the drafts of this step and make the next ones.
+        """Verify the drafts of this step and generate the next ones.
 
         Args:
             input_ids: [T] contexts first, K+1 rows per generation. position_ids: [1, T] or [T].
@@ -212,7 +212,7 @@ class SpecWorker(nn.Module, ABC):
         return WorkerArguments.read(f"{type(self).__name__}.{method}", *args, **named)
 
     def _run(self, step: ForwardInputs, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Run a step; ``logits`` are returned as they were given."""
+        """Run a step; ``logits`` are returned unchanged."""
         expect(
             self.ranks.is_last_stage,
             ConfigError,
@@ -254,8 +254,8 @@ class SpecWorker(nn.Module, ABC):
         return served | {LOGPROBS_MODE} if self.verifier.keeps_scores else served
 
     def _logprobs(self, step: ForwardInputs, accepted: Accepted) -> torch.Tensor | None:
-        """Return the log-probabilities [R, K+1, ENTRY_WIDTH] int32; None for a greedy step, in
-        which no request has requested them."""
+        """Return the log-probabilities [R, K+1, ENTRY_WIDTH] int32; None for a greedy step, whose
+        requests return none."""
         if step.host.sampling_kind is SamplingKind.GREEDY:
             return None
         return logprobs(
@@ -308,11 +308,11 @@ class SpecWorker(nn.Module, ABC):
         ).as_dict()
 
     def set_guided_decoder(self, guided_decoder: Any) -> bool:  # noqa: ARG002
-        """Return False: grammars are not served, so the host engine refuses requests with one."""
+        """Return False: guided decoding is not supported, so the host engine refuses it."""
         return False
 
     def set_draft_model(self, draft_model: Any) -> None:
-        """Check the draft model of the host engine; its layers are arguments of every step.
+        """Check the host engine's draft model; its layers are arguments of every step.
 
         Raises:
             ConfigError: the draft model has its own vocabulary.
@@ -333,25 +333,25 @@ class SpecWorker(nn.Module, ABC):
     def _propose(
         self, step: ForwardInputs, accepted: Accepted, logits: torch.Tensor, output: DraftOutput
     ) -> None:
-        """Choose drafts from ``logits`` [R, V], or this rank's columns, and write them."""
-        logits = self._whole_vocabulary(logits, step.logits.shape[1])
+        """Select drafts from ``logits`` [R, V], or this rank's columns, and write them."""
+        logits = self._gather_vocabulary(logits, step.logits.shape[1])
         if self.draft_vocab_ids is not None:
             output = replace(output, vocab_ids=self.draft_vocab_ids)
         draft_pass = DraftPass(step.host, accepted.num_accepted, output, self.verifier.thinking)
         self.verifier.draft_rule.propose(logits, draft_pass, backend=self.backend)
 
-    def _whole_vocabulary(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    def _gather_vocabulary(self, logits: torch.Tensor, vocab_size: int) -> torch.Tensor:
         """Return the logits of all ranks [R, V], or [R, V'] with a draft vocabulary.
 
         Raises:
-            TensorContractError: the ranks have fewer columns together.
+            TensorContractError: the ranks have fewer columns in total.
         """
         if self.gather_logits is None:
             return logits
         if self.draft_vocab_ids is not None:
             vocab_size = self.draft_vocab_ids.shape[0]
         if logits.shape[-1] == vocab_size:
-            return logits  # the head has gathered them
+            return logits  # the head gathered them
         whole = self.gather_logits(logits)
         expect(
             whole.dim() == 2 and len(whole) == len(logits) and whole.shape[1] >= vocab_size,

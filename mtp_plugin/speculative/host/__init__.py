@@ -12,11 +12,11 @@ from mtp_plugin.speculative.host.config import (
     refuse_unserved,
 )
 from mtp_plugin.speculative.host.draft_model import (
+    accepted_by,
     is_eagle,
     is_vanilla,
     own_vocabulary,
     part_of,
-    taken_by,
     takes_output_rows,
 )
 from mtp_plugin.speculative.host.plain import (
@@ -87,6 +87,7 @@ __all__ = [
     "ScheduledBatch",
     "SpecRequest",
     "StepStats",
+    "accepted_by",
     "append_logprobs",
     "cached_tokens",
     "ends_prompt",
@@ -118,7 +119,6 @@ __all__ = [
     "set_num_verified",
     "slot_of",
     "take_back_tokens",
-    "taken_by",
     "takes_output_rows",
     "token_after_chunk",
     "unserved_ranks",

@@ -1,4 +1,4 @@
-"""Read what a draft model, its layers and a speculative decoding mode offer."""
+"""Read properties of a draft model, its layers and a speculative decoding mode."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ def takes_output_rows(layer: Any) -> bool:
     return bool(getattr(layer, "takes_output_rows", False))
 
 
-def taken_by(layer: Any, names: tuple[str, ...]) -> frozenset[str]:
+def accepted_by(layer: Any, names: tuple[str, ...]) -> frozenset[str]:
     """Return which of these keyword arguments a draft layer accepts; all with ``**kwargs``."""
     kind: Any = type(layer)
-    return _taken_by(kind, names)
+    return _accepted_by(kind, names)
 
 
 @cache
-def _taken_by(kind: Any, names: tuple[str, ...]) -> frozenset[str]:
+def _accepted_by(kind: Any, names: tuple[str, ...]) -> frozenset[str]:
     called = getattr(kind, "forward", None) or kind.__call__
     try:
         parameters = signature(called).parameters
@@ -32,7 +32,7 @@ def _taken_by(kind: Any, names: tuple[str, ...]) -> frozenset[str]:
 
 
 def part_of(draft_model: Any, name: str) -> Any:
-    """Return a component of the draft model, such as its head; None if it has no such part."""
+    """Return a component of the draft model, such as its head; None if it has none."""
     return getattr(draft_model, name, None)
 
 

@@ -33,8 +33,8 @@ class SpecRequest(Protocol):
     - ``is_last_context_chunk`` (bool), ``context_current_position``, ``context_chunk_size`` and
       ``get_token(beam, position)``: the scheduled prompt chunk.
     - ``py_disable_speculative_decoding`` and ``is_finished``: bool.
-    - ``take_back_tokens(count)``: removes the last tokens; needed by a ``stop_callback`` that cuts
-      inside a run.
+    - ``take_back_tokens(count)``: removes the last tokens; required for a ``stop_callback`` that
+      stops before the last token of a step.
     - ``py_draft_state``: a ``DraftState``, one per request, if the plugin chooses draft lengths.
 
     The sampler writes ``py_error`` (str) on a request that it ends with an error, and the number of
@@ -101,10 +101,10 @@ class AttentionMetadata(Protocol):
       the draft loop must change it; the default is True without ``kv_lens_cuda``.
     - ``request_ids``: compared with those of the speculative metadata.
     - ``derived_fields``: attributes that the restore check of the draft loop ignores.
-    - ``supports_dead_rows``: rows at negative positions are allowed; otherwise KV lengths are
-      clamped to the query rows.
-    - ``kv_write_limit`` [R] int32: rows at or past it write to the sentinel block.
-    - ``kv_capacity`` [R] int32: rows that the request has reserved.
+    - ``supports_dead_rows``: whether rows at negative positions (padding) are allowed; otherwise KV
+      lengths are at least the number of query rows.
+    - ``kv_write_limit`` [R] int32: rows at or after this position write to the sentinel block.
+    - ``kv_capacity`` [R] int32: KV rows allocated for the request.
     - ``after_acceptance(num_accepted)``, [R] int32: called between verification and the first draft
       pass; recurrent layers, whose states cannot be truncated, advance them there in place.
     """

@@ -1,4 +1,4 @@
-"""Ranks of a parallel model, and the row counts that they exchange in a step."""
+"""The parallel mapping of a rank, and the row counts that ranks exchange in a step."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def unserved_ranks(mapping: Any, *, gathers_logits: bool) -> str | None:
     if sizes["pp_size"] > 1 and ranks.is_last_stage:
         return f"the last of several pipeline stages, pp_size={sizes['pp_size']}"
     if sizes["pp_size"] == 1 and sizes["tp_size"] != count:
-        return f"{count} ranks of which tp_size names {sizes['tp_size']}"
+        return f"{count} ranks, but tp_size={sizes['tp_size']}"
     if ranks.attention_dp and getattr(mapping, "enable_lm_head_tp_in_adp", False):
         return "a draft head split under attention data parallelism, enable_lm_head_tp_in_adp=True"
     if ranks.splits_vocabulary and not gathers_logits:
@@ -74,7 +74,7 @@ def unserved_ranks(mapping: Any, *, gathers_logits: bool) -> str | None:
 
 @dataclass(frozen=True)
 class RankRows:
-    """Query rows per rank under attention data parallelism; None without it."""
+    """Number of query rows of each rank under attention data parallelism; None without it."""
 
     counts: Sequence[int] | None = None  # first draft pass
     later_counts: Sequence[int] | None = None  # draft passes with one row per request
@@ -105,10 +105,10 @@ class RankRows:
         return {name: value for name, value in given.items() if value is not None}
 
     def of_first_pass(self, ranks: Ranks, rows: int, further_rows: int) -> Self:
-        """Return the counts of the first draft pass on every rank.
+        """Return the row counts of the first draft pass of all ranks.
 
-        Host engines count the rows of a generation as their own workers do: one fewer than in the
-        target pass if every draft token has its own layer.
+        Host engines count rows as their own workers need them: a generation has one row fewer than
+        in the target pass if each draft token has its own layer.
 
         Args:
             rows: query rows of this rank.
@@ -122,9 +122,9 @@ class RankRows:
         counts = self._counts(further_rows)
         if counts is None or len(counts) <= ranks.rank or counts[ranks.rank] != rows:
             raise MetadataError(
-                f"all_rank_num_tokens: rank {ranks.rank} drafts from {rows} rows, which does not "
+                f"all_rank_num_tokens: rank {ranks.rank} drafts with {rows} rows, which does not "
                 f"follow from {list(self.counts)} of the speculative metadata and "
-                f"{_shown(self.target_counts)} of the attention metadata"
+                f"{_format_counts(self.target_counts)} of the attention metadata"
             )
         largest = None if self.largest is None else max(counts)
         return replace(self, counts=counts, largest=largest)
@@ -135,13 +135,13 @@ class RankRows:
             return counts
         generations = self.generations
         if generations is None:
-            generations = [whole - less for whole, less in zip(target, counts, strict=False)]
+            generations = [rows - fewer for rows, fewer in zip(target, counts, strict=False)]
         return [
-            whole + further_rows * count for whole, count in zip(target, generations, strict=False)
+            rows + further_rows * count for rows, count in zip(target, generations, strict=False)
         ]
 
 
-def _shown(counts: Sequence[int] | None) -> str:
+def _format_counts(counts: Sequence[int] | None) -> str:
     return "None" if counts is None else str(list(counts))
 
 

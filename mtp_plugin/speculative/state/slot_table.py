@@ -11,11 +11,11 @@ from mtp_plugin.speculative.logits_processor_state import DraftMask, LogitsProce
 from mtp_plugin.speculative.step import SlotRows, to_device
 
 SlotValues = Mapping[str, Number | Sequence[Number]]
-"""Values of one slot by column; missing columns get their empty value."""
+"""Values of one slot by column; missing columns get their ``empty`` value."""
 
 
 class SlotTable:
-    """A tensor with a row of int32 per slot; floats are stored bit for bit.
+    """An int32 tensor with one row per slot; float32 values are stored bit for bit.
 
     The columns of `REQUEST_COLUMNS` come first, at the same offsets in every table.
 
@@ -48,7 +48,7 @@ class SlotTable:
         return SlotRows(self.rows, slot_ids, self.columns, pools, draft_mask)
 
     def write(self, slots: Mapping[int, SlotValues]) -> torch.Tensor:
-        """Replace whole rows with one copy, ordered after the kernels launched before.
+        """Replace the rows of slots with one host-to-device copy, in stream order.
 
         Returns:
             The slots [N] int64, on the device.

@@ -19,10 +19,10 @@ from mtp_plugin.verifications import codes
 
 
 class StrictVerification(VerificationMode):
-    """Exact match with the target token, for greedy requests and those that select ``coupled``.
+    """Accepts a draft if it equals the target token: greedy requests, and those with ``coupled``.
 
-    These are the rows that no other mode owns. The columns hold every request's verification
-    method and kind of drafts.
+    These are all rows that no other mode verifies. Its slot-table columns hold each request's
+    verification method and kind of drafts.
     """
 
     name = "strict"

@@ -22,17 +22,19 @@ from mtp_plugin.speculative.verification.mode import VerificationInputs, Verific
 
 
 class SyntheticVerification(VerificationMode):
-    """Accept drafts at the rates of ``synthetic_acceptance``, by random numbers that depend on
-    ``synthetic_seed``, the request's number and the token's position; logits do not count."""
+    """Accepts drafts at the rates of ``synthetic_acceptance`` and ignores the logits.
+
+    Random numbers are keyed by ``synthetic_seed``, the request's number and the token's position.
+    """
 
     name = "synthetic"
     verifications = ("synthetic",)
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
-        shares = options.mtp.acceptance_shares(options.max_draft_len)
+        rates = options.mtp.acceptance_shares(options.max_draft_len)
         # captured graphs read these buffers
-        self.rule = synthetic_rule(shares, options.mtp.synthetic_seed, device)
+        self.rule = synthetic_rule(rates, options.mtp.synthetic_seed, device)
 
     @override
     def move(self, to: Callable[[torch.Tensor], torch.Tensor]) -> None:
@@ -52,10 +54,10 @@ class SyntheticVerification(VerificationMode):
     @classmethod
     @override
     def label(cls, options: DecodingOptions) -> Label | None:
-        shares = options.mtp.acceptance_shares(options.max_draft_len)
+        rates = options.mtp.acceptance_shares(options.max_draft_len)
         return Label(
             name=cls.name,
-            settings=" / ".join(f"{share:.0%}" for share in shares),
+            settings=" / ".join(f"{rate:.0%}" for rate in rates),
             note="for benchmarks: drafts are accepted at random, the output is not the model's",
             is_drawn=True,
         )
@@ -68,6 +70,6 @@ class SyntheticVerification(VerificationMode):
         if step.layout.draft_len == 0:
             return rules
         if step.manager is not None:
-            step.expect_manager()  # without slot ids every request would have number 0
+            step.expect_manager()  # request numbers are read from the slots
         forced = synthetic_acceptance(step.layout, self.rule, step.slots, backend=backend)
         return replace(rules, forced_matches=forced)

@@ -1,4 +1,4 @@
-"""The verification of a step by all modes of a worker."""
+"""Verifies a step with all verification modes of a worker."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from mtp_plugin.speculative.verification.mode import VerificationInputs, Verific
 class Verifier:
     """Samples the target tokens of a step and accepts its drafts.
 
-    Each mode decides the rows it owns; one launch accepts for all modes.
+    Each mode adds rules for the rows that it verifies; one launch then accepts for all modes.
 
     Args:
-        thinking: the rule of thinking budgets; None: they are not served.
-        keeps_scores: return the processed scores, for ``logprobs_mode: processed``.
+        thinking: the rule of thinking budgets; None: budgets are not supported.
+        keeps_scores: also return the processed scores, for ``logprobs_mode: processed``.
 
     Raises:
         ConfigError: no modes, or modes with different draft rules.
@@ -61,7 +61,7 @@ class Verifier:
 
     @property
     def served_options(self) -> frozenset[str]:
-        """Return the request options that sampling, logits processing or a mode serves, without
+        """Return the request options that sampling, logits processing or a mode supports, without
         those that a mode refuses."""
         served = (LOGITS_PROCESSING_OPTIONS | SAMPLING_OPTIONS).union(
             *(m.served_options for m in self.modes)
@@ -84,7 +84,7 @@ class Verifier:
         last_tokens: torch.Tensor | None = None,
         backend: Backend,
     ) -> Accepted:
-        """Accept the drafts of a step, and update the slots by the output tokens.
+        """Verify the drafts of a step, and update the slots with the output tokens.
 
         Args:
             last_tokens: [R] int32, any stride: set to each request's last output token.
@@ -110,14 +110,14 @@ class Verifier:
     def _accept_sampled(
         self, inputs: VerificationInputs, last_tokens: torch.Tensor | None, backend: Backend
     ) -> Accepted:
-        """Sample the target tokens, and accept drafts by them and by the modes."""
+        """Sample the target tokens, and verify the drafts with them and the modes' rules."""
         logits, slots = inputs.logits, inputs.step.sampling_slots()
         if self.keeps_scores or any(mode.reads_truncation for mode in self.modes):
             truncation = torch.empty(
                 len(logits), TRUNCATION_SIZE, dtype=torch.float32, device=logits.device
             )
             inputs = replace(inputs, truncation=truncation)
-        # a PROCESSED step reads processed values, so it cannot write partial sums of raw rows
+        # partial sums are of raw logits, but a PROCESSED step reads processed logits
         is_processed = inputs.step.sampling_kind is SamplingKind.PROCESSED
         is_raw = not is_processed and not self.keeps_scores
         sums = RowSums.unwritten(logits) if is_raw else None
@@ -155,7 +155,7 @@ class Verifier:
         last_tokens: torch.Tensor | None,
         backend: Backend,
     ) -> Accepted:
-        """Accept drafts by ``rules``, extended by every mode."""
+        """Verify drafts by ``rules``, to which each mode adds its own."""
         step = inputs.step
         for mode in self.modes:
             rules = mode.verify(inputs, rules, backend=backend)

@@ -56,5 +56,5 @@ def installs(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     done: list[str] = []
     monkeypatch.setattr(tensorrt_llm, "install", lambda: done.append("install"))
     monkeypatch.setattr(tensorrt_llm, "is_installed", lambda: bool(done))
-    monkeypatch.setattr(ranks, "_ways", [])
+    monkeypatch.setattr(ranks, "_loaded_by", [])
     return done

@@ -138,7 +138,7 @@ class TestEverywhere:
         assert installs == []
         received = pickle.loads(sent)
         assert installs == ["install"]
-        assert ranks.first_way() == "config"
+        assert ranks.loaded_by() == "config"
         assert received == config
         assert type(received) is type(config)
         assert received.spec_dec_mode == config.spec_dec_mode

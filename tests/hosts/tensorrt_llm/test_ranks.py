@@ -21,12 +21,12 @@ CUSTOM_MODULE = Path(tensorrt_llm.__file__).parent / "custom_modules" / "mtp_plu
 def test_the_first_way_is_logged_and_installs(
     installs: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    assert ranks.first_way() is None
+    assert ranks.loaded_by() is None
     with caplog.at_level(logging.INFO, "mtp_plugin"):
-        ranks.reached_by("config")
-        ranks.reached_by("sitecustomize")
+        ranks.install_once("config")
+        ranks.install_once("sitecustomize")
     assert installs == ["install"]
-    assert ranks.first_way() == "config"
+    assert ranks.loaded_by() == "config"
     assert [(record.levelname, record.message) for record in caplog.records] == [
         ("INFO", "TensorRT-LLM: this process has the plugin, loaded by: config")
     ]
@@ -34,7 +34,7 @@ def test_the_first_way_is_logged_and_installs(
 
 def test_what_was_installed_by_hand_is_not_installed_again(installs: list[str]) -> None:
     tensorrt_llm.install()
-    ranks.reached_by("config")
+    ranks.install_once("config")
     assert installs == ["install"]
 
 
@@ -46,10 +46,10 @@ def test_a_failed_install_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> Non
     with monkeypatch.context() as patch:
         patch.setattr(tensorrt_llm, "install", fail)
         with pytest.raises(PluginError, match="no such line"):
-            ranks.reached_by("config")
-    assert ranks.first_way() is None
-    ranks.reached_by("custom module")
-    assert ranks.first_way() == "custom module"
+            ranks.install_once("config")
+    assert ranks.loaded_by() is None
+    ranks.install_once("custom module")
+    assert ranks.loaded_by() == "custom module"
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_custom_module(
     host(line)
     registered = custom_module().REGISTERED
     assert installs == ["install"]
-    assert ranks.first_way() == "custom module"
+    assert ranks.loaded_by() == "custom module"
     assert set(registered) == {"Glm4MoeForCausalLM", "DeepseekV3ForCausalLM"}
     registry = import_module("tensorrt_llm._torch.models.modeling_utils").MODEL_CLASS_MAPPING
     zoo = import_module("tensorrt_llm._torch.models.zoo")

@@ -24,7 +24,7 @@ import importlib, tensorrt_llm
 import tensorrt_llm.llmapi
 print("host:", tensorrt_llm.__spec__.loader is tensorrt_llm.__loader__)
 from mtp_plugin.hosts.tensorrt_llm import ranks
-print("way:", ranks.first_way())
+print("way:", ranks.loaded_by())
 print("finders:", [type(each).__name__ for each in sys.meta_path if "Host" in type(each).__name__])
 """
 

@@ -64,7 +64,7 @@ def make(kind: Any, **options: Any) -> Any:
         (
             mapping(world_size=4, tp_size=2),
             {"gather_logits": twice},
-            "(4 ranks of which tp_size names 2)",
+            "(4 ranks, but tp_size=2)",
         ),
     ],
 )
@@ -378,7 +378,7 @@ def test_a_reused_layer_counts_the_target_and_then_sequences() -> None:
     [
         (MTPWorker, {"all_rank_num_tokens": IN_TREE}, "[7, 8, 3] of the speculative metadata"),
         (MTPWorker, {"all_rank_num_tokens": IN_TREE, "target": [7, 9, 4]}, "[7, 9, 4] of the att"),
-        (MTPWorker, {"all_rank_num_tokens": [10], "target": [10]}, "rank 1 drafts from 10 rows"),
+        (MTPWorker, {"all_rank_num_tokens": [10], "target": [10]}, "rank 1 drafts with 10 rows"),
         (MTPEagleWorker, {"all_rank_num_tokens": IN_TREE}, "and None of the attention metadata"),
     ],
 )

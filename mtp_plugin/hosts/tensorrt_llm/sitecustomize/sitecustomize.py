@@ -76,7 +76,7 @@ def install() -> None:
     value = os.environ.get(VARIABLE, "1")
     if value != "1":
         raise ConfigError(f"{VARIABLE}: expected 1 (install the plugin) or 0, got {value!r}")
-    ranks.reached_by("sitecustomize")
+    ranks.install_once("sitecustomize")
 
 
 def run_next() -> None:
