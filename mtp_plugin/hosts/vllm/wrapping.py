@@ -98,7 +98,9 @@ def _make_spec_decoding_stats(original: Method) -> Method:
                 alarm = alarm_of(self.vllm_config)
             self.__dict__[_ALARM] = alarm
         if alarm is not None:
-            alarm(kwargs["num_draft_tokens"], kwargs["num_accepted_tokens"])
+            # drafts that a grammar forbids are no sign of wrong MTP weights
+            invalid = (kwargs.get("num_invalid_spec_tokens") or {}).get(kwargs["request_id"], 0)
+            alarm(kwargs["num_draft_tokens"] - invalid, kwargs["num_accepted_tokens"])
         return original(self, *args, **kwargs)
 
     return wrapper

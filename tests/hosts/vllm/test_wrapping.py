@@ -158,6 +158,49 @@ def test_requests_are_checked_while_on(vllm: dict[str, ModuleType]) -> None:
     assert processor._validate_params(params, ("generate",)) == (params, ("generate",))
 
 
+def test_the_alarm_counts_drafts_that_a_grammar_allows(
+    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    counted: list[tuple[int, int]] = []
+    monkeypatch.setattr(
+        "mtp_plugin.hosts.vllm.metrics.alarm_of", lambda _: lambda *each: counted.append(each)
+    )
+    register()
+    scheduler = object_of(vllm, WRAPPED_IN_EVERY_PROCESS[3])
+    scheduler.vllm_config = make_config()
+    for invalid in (None, {}, {"a": 2}, {"b": 1}):
+        given = ("stats", 3, 1, invalid, "a")
+        names = SIGNATURES["v32"][WRAPPED_IN_EVERY_PROCESS[3]]
+        call = dict(zip(names, given, strict=True))
+        assert scheduler.make_spec_decoding_stats(call.pop(names[0]), **call) == given
+    assert counted == [(3, 1), (3, 1), (1, 1), (3, 1)]
+
+
+@pytest.mark.parametrize(
+    ("options", "rank", "starts"),
+    [({}, 0, [(90, True)]), ({}, 1, [(90, False)]), ({"kernels": "reference"}, 0, [])],
+)
+def test_a_worker_on_a_cuda_device_compiles_kernels_early(
+    vllm: dict[str, ModuleType],
+    monkeypatch: pytest.MonkeyPatch,
+    options: dict[str, Any],
+    rank: int,
+    starts: list[tuple[int, bool]],
+) -> None:
+    found: list[tuple[int, bool]] = []
+
+    def start(_config: object, capability: int, *, is_first_rank: bool) -> None:
+        found.append((capability, is_first_rank))
+
+    monkeypatch.setattr("mtp_plugin.hosts.vllm.precompile.start", start)
+    vllm["vllm.platforms"].current_platform = SimpleNamespace(  # type: ignore[attr-defined]
+        is_cuda=lambda: True, get_device_capability=lambda: SimpleNamespace(to_int=lambda: 90)
+    )
+    register()
+    object_of(vllm, WORKER_INIT).__init__(vllm_config=make_config(options), local_rank=rank)
+    assert found == starts
+
+
 @pytest.mark.parametrize("missing", WRAPPED_IN_EVERY_PROCESS[2:] + WRAPPED_IN_WORKERS)
 def test_missing_methods_are_noticed_only_while_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
