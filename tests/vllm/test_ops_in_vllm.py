@@ -265,6 +265,22 @@ def test_penalties_change_their_own_rows_alone(backend: Backend) -> None:
     assert tokens_of(output)[1][0] not in PROMPT
 
 
+@BACKENDS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_requests_with_penalties_do_not_change_others(backend: Backend, dtype: torch.dtype) -> None:
+    """Their batch is processed in float32, another one is sampled from the given logits."""
+    plain = [seeded(1), seeded(2, top_p=0.7), seeded(3, top_k=6), SamplingParams(temperature=0.0)]
+    alone = Harness(backend=backend).add(*plain)
+    together = Harness(backend=backend).add(*plain, seeded(5, frequency_penalty=1.0))
+    logits = make_logits(20, seed=4).to(dtype)
+    drafts = [[0, 0, 0]] * 5
+    batch = together.batch(drafts)
+    expected = alone.ops.sample(logits, batch.expanded_idx_mapping, batch.positions).tolist()
+    drafts = [expected[4 * i : 4 * i + 3] for i in range(5)]
+    output = together.verifier(logits, together.batch(drafts))
+    assert tokens_of(output)[:4] == [expected[4 * i : 4 * i + 4] for i in range(4)]
+
+
 def test_penalties_see_the_drafts_before_a_row() -> None:
     params = SamplingParams(temperature=0.0, presence_penalty=2.0)
     harness = Harness().add(params)

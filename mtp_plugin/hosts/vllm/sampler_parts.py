@@ -22,6 +22,8 @@ class SamplerParts:
     """
 
     ops: RowOps
+    edits_in_place = True
+    """Whether a version's ``apply_sampling_params`` may edit its argument instead of a copy."""
     sampling_states: Any
     logprobs_mode: str
 
@@ -77,9 +79,9 @@ class SamplerParts:
         """Return logits [N, V] after the logits processors; ``logits`` itself without any."""
         if not self.edits_logits(self.host_indices(rows)):
             return logits
-        # a copy, since some versions edit in place what raw log-probabilities are read from
-        copy = logits.to(torch.float32, copy=True)
-        edited: torch.Tensor = self.apply_sampling_params(copy, *rows, skip_top_k_top_p=True)  # type: ignore[attr-defined]
+        if self.edits_in_place:  # raw log-probabilities are read from the given logits
+            logits = logits.to(torch.float32, copy=True)
+        edited: torch.Tensor = self.apply_sampling_params(logits, *rows, skip_top_k_top_p=True)  # type: ignore[attr-defined]
         return edited
 
     def scored(self, logits: torch.Tensor, processed: torch.Tensor, *rows: Any) -> torch.Tensor:

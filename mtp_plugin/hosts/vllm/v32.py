@@ -22,6 +22,8 @@ from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts
 class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
     """Samples rows without drafts."""
 
+    edits_in_place = False
+
     def sample(
         self,
         logits: torch.Tensor,
