@@ -50,12 +50,12 @@ class Precompilation:
 
     def __init__(self, launches: Sequence[Launch], *, starts: bool) -> None:
         self._folder = _cache_folder()
-        self._launches = [json.dumps(asdict(launch)) for launch in launches]
-        if starts:
-            for launch in self._launches:
-                self._start(launch)
+        self._processes: dict[str, subprocess.Popen[bytes] | None] = {}
+        for launch in launches:
+            text = json.dumps(asdict(launch))
+            self._processes[text] = self._start(text) if starts else None
 
-    def _start(self, launch: str) -> None:
+    def _start(self, launch: str) -> subprocess.Popen[bytes]:
         package = str(Path(__file__).parents[3])
         env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
         env |= {
@@ -64,7 +64,7 @@ class Precompilation:
             "PYTHONPATH": os.pathsep.join([package, *filter(None, [env.get("PYTHONPATH")])]),
             "TRITON_CACHE_DIR": str(self._folder),
         }
-        subprocess.Popen(
+        return subprocess.Popen(
             [sys.executable, "-m", "mtp_plugin.hosts.vllm.precompile", launch],
             env=env,
             stdin=subprocess.DEVNULL,
@@ -81,8 +81,16 @@ class Precompilation:
             Seconds that this took.
         """
         start = time.monotonic()
-        ends = [_end_of(self._folder, launch) for launch in self._launches]
-        while time.monotonic() - start < LONGEST_WAIT and not all(end.exists() for end in ends):
+        while time.monotonic() - start < LONGEST_WAIT:
+            # a process that ended without its mark was killed
+            done = [
+                _end_of(self._folder, launch).exists()
+                if process is None
+                else process.poll() is not None
+                for launch, process in self._processes.items()
+            ]
+            if all(done):
+                break
             time.sleep(0.1)
         folder = _cache_folder()
         if folder != self._folder:
@@ -93,7 +101,15 @@ class Precompilation:
         return time.monotonic() - start
 
 
-def start(vllm_config: Any, capability: int, *, is_first_rank: bool) -> Precompilation:
+_of_worker: Precompilation | None = None
+
+
+def of_worker() -> Precompilation | None:
+    """Return what this process started last; a worker has one engine."""
+    return _of_worker
+
+
+def start(vllm_config: Any, capability: int, *, is_first_rank: bool) -> None:
     """Start compiling for the logits of an engine, unprocessed and processed ones."""
     model, spec = vllm_config.model_config, vllm_config.speculative_config
     num_drafts = 0 if spec is None else spec.num_speculative_tokens
@@ -105,7 +121,8 @@ def start(vllm_config: Any, capability: int, *, is_first_rank: bool) -> Precompi
         for rows in TILINGS
         if rows <= most
     ]
-    return Precompilation(launches, starts=is_first_rank)
+    global _of_worker
+    _of_worker = Precompilation(launches, starts=is_first_rank)
 
 
 def _end_of(folder: Path, launch: str) -> Path:

@@ -21,7 +21,6 @@ _logger = logging.getLogger("vllm.mtp_plugin")
 _ORIGINAL = "_mtp_plugin_original"
 _ENGINE = "_mtp_plugin_engine"
 _ALARM = "_mtp_plugin_alarm"
-_PRECOMPILATION = "_mtp_plugin_precompilation"
 _ADMISSION = "_mtp_plugin_admission"
 
 
@@ -64,8 +63,7 @@ def _precompile(vllm_config: Any, local_rank: int = 0, *_args: Any, **_kwargs: A
     from mtp_plugin.hosts.vllm.precompile import start
 
     capability = current_platform.get_device_capability().to_int()
-    found = start(vllm_config, capability, is_first_rank=local_rank == 0)
-    setattr(vllm_config.model_config, _PRECOMPILATION, found)
+    start(vllm_config, capability, is_first_rank=local_rank == 0)
 
 
 def _input_processor_init(original: Method) -> Method:
@@ -110,12 +108,18 @@ def _custom_sampler(original: Method) -> Method:
     def wrapper(self: Any, sampler: Any) -> Any:
         given = original(self, sampler)
         options = _options(self.vllm_config)
-        if given is not None or options is None:
+        if options is None:
             return given
+        from mtp_plugin.errors import HostError
         from mtp_plugin.hosts.vllm.engine import Engine
+        from mtp_plugin.hosts.vllm.precompile import of_worker
 
-        precompilation = getattr(self.vllm_config.model_config, _PRECOMPILATION, None)
-        engine = Engine(self.vllm_config, options, sampler, self.device, precompilation)
+        if given is not None:
+            raise HostError(
+                f"mtp_plugin cannot sample for {type(self).__name__}, which brings a sampler of "
+                "its own: leave out additional_config.mtp_plugin"
+            )
+        engine = Engine(self.vllm_config, options, sampler, self.device, of_worker())
         setattr(self, _ENGINE, engine)
         return engine.sampler, engine.verifier
 

@@ -119,12 +119,15 @@ def test_wrappers_return_the_original_result_while_off(
     assert speculator.sample_draft(**dict(zip(names, names, strict=True))) == names
 
 
-def test_a_custom_sampler_of_the_model_is_kept(vllm: dict[str, ModuleType]) -> None:
-    """The base method gives None; a model with its own sampler decides alone."""
+def test_a_sampler_of_the_model_itself_is_refused_while_on(vllm: dict[str, ModuleType]) -> None:
+    """The base method gives None."""
     wrap_worker()
     state = object_of(vllm, WRAPPED_IN_WORKERS[0])
-    state.vllm_config = make_config()
+    state.vllm_config = off_config({})
     assert state.custom_sampler("sampler") == ("sampler",)
+    state.vllm_config = make_config()
+    with pytest.raises(HostError, match="which brings a sampler of its own: leave out"):
+        state.custom_sampler("sampler")
 
 
 def test_a_worker_wraps_its_methods_only_while_on(vllm: dict[str, ModuleType]) -> None:
