@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from tests.vllm.options import KEPT, REFUSED, TRUNCATION
 from tests.vllm.random_requests import random_requests
 
 ROOT = Path(__file__).parents[2]
@@ -78,7 +79,7 @@ PLAIN: Phases = {"plain": greedy_and_sampled()}
 LONG: Phases = {"long": greedy_and_sampled(["".join(PROMPTS[n : n + 4]) for n in range(4)])}
 """Prompts of 110 to 140 tokens, each in two requests."""
 FEW: Phases = {
-    "plain": [
+    "few": [
         request(prompt, 16, **options)
         for prompt in PROMPTS[:4]
         for options in ({}, {"temperature": 0.8, "seed": 3})
@@ -93,11 +94,77 @@ UNSEEDED: Phases = {
         request(PROMPTS[1], 16, temperature=0.8, n=3),
     ],
 }
+OPTIONS_GREEDY: Phases = {
+    "options greedy": [request(PROMPTS[2], 16, **options) for options in KEPT.values()]
+}
+OPTIONS: Phases = {
+    **OPTIONS_GREEDY,
+    "options sampled": [
+        request(PROMPTS[2], 16, **{"temperature": 0.9, "seed": 11, **options})
+        for options in (KEPT | TRUNCATION).values()
+    ],
+    "refused": [request(PROMPTS[0], 4, **options) for options, _ in REFUSED.values()],
+    "token logprobs": [request(PROMPTS[0], 8, logprob_token_ids=[5, 6, 7])],
+}
 NO_PLUGINS = {"VLLM_PLUGINS": ""}
 
+PROCESSORS: Phases = {
+    "thinking": [
+        request(f"{PROMPTS[3]}\n<think>", 20, thinking_token_budget=budget, **options)
+        for budget in (0, 1, 5, 9)
+        for options in ({}, {"temperature": 0.9, "seed": budget})
+    ],
+    "custom": [
+        request(prompt, 20, extra_args={"even": number % 3 != 2}, **options)
+        for number, prompt in enumerate(PROMPTS[:3])
+        for options in ({}, {"temperature": 0.9, "seed": number})
+    ],
+    "processed logprobs": [
+        request(prompt, 12, temperature=0.7, seed=number, logprobs=2, frequency_penalty=number % 2)
+        for number, prompt in enumerate(PROMPTS[:4])
+    ],
+}
+PROCESSOR_SETTINGS: dict[str, Any] = {
+    "reasoning_config": {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
+    "logits_processors": ["tests.vllm.processors:EvenWithoutRepeats"],
+    "logprobs_mode": "processed_logprobs",
+}
+MODELS = {"deepseek_v3": "float32", "qwen3_5": "bfloat16"}
+"""Configuration of a tiny model with dummy weights -> dtype that vLLM runs on the CPU."""
+
+
+def model_job(name: str, num_drafts: int) -> dict[str, Any]:
+    """Return an engine with dummy weights, which has no tokenizer."""
+    requests = [
+        {
+            "prompt": list(range(start, start + 3 * start)),
+            "params": {
+                "temperature": temperature,
+                "seed": start,
+                "max_tokens": 16,
+                "ignore_eos": True,
+                "detokenize": False,
+                "logprobs": 1,
+            },
+        }
+        for start in (3, 7, 11, 15)
+        for temperature in (0.0, 0.8)
+    ]
+    return job(
+        num_drafts,
+        {"plain": requests},
+        model=f"tests/vllm/models/{name}",
+        dtype=MODELS[name],
+        max_model_len=256,
+        max_num_seqs=4,
+        skip_tokenizer_init=True,
+        load_format="dummy",
+    )
+
+
 JOBS: dict[str, dict[str, Any]] = {
-    "k0": job(0, {**PLAIN, **LONG, **UNSEEDED, "random": RANDOM}),
-    "k3": job(3, {**PLAIN, **UNSEEDED, "random": RANDOM}),
+    "k0": job(0, {**PLAIN, **LONG, **FEW, **UNSEEDED, **OPTIONS, "random": RANDOM}),
+    "k3": job(3, {**PLAIN, **UNSEEDED, **OPTIONS, "random": RANDOM}),
     "k1": job(1, PLAIN),
     "k2": job(2, PLAIN),
     "few_slots": job(3, PLAIN, max_num_seqs=3, max_num_batched_tokens=20),
@@ -109,10 +176,29 @@ JOBS: dict[str, dict[str, Any]] = {
         num_gpu_blocks_override=13,
         max_model_len=256,
     ),
-    "triton_k3": job(3, {"random": RANDOM[:20]}, plugin={"kernels": "triton"}),
     "off": job(3, FEW, plugin=None),
     "without_package": job(3, FEW, plugin=None, env=NO_PLUGINS),
-    "without_package_k0": job(0, FEW, plugin=None, env=NO_PLUGINS),
+    "without_package_k0": job(0, {**FEW, **OPTIONS_GREEDY}, plugin=None, env=NO_PLUGINS),
+    "processors_k0": job(0, PROCESSORS, **PROCESSOR_SETTINGS),
+    "processors_k3": job(3, PROCESSORS, **PROCESSOR_SETTINGS),
+    "triton_k3": job(3, {"random": RANDOM[:20]}, plugin={"kernels": "triton"}),
+    "two_ranks": job(
+        3,
+        FEW,
+        env={"TORCHDYNAMO_DISABLE": "1"},
+        tensor_parallel_size=2,
+        distributed_executor_backend="mp",
+    ),
+    "server": job(
+        3,
+        {
+            **FEW,
+            "refused": [request(PROMPTS[0], 4, vllm_xargs={"mtp_relaxed_topk": 3})],
+        },
+        env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+    )
+    | {"module": "tests.vllm.run_server"},
+    **{f"{name}_k{k}": model_job(name, k) for name in MODELS for k in (0, 1, 2)},
 }
 """Name -> engine, in the order in which they start."""
 

@@ -38,15 +38,17 @@ def main() -> None:
 
 def generate(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Run the requests in one batch; one that vLLM refuses gets ``{"error": message}``."""
+    from vllm.exceptions import VLLMValidationError
+
     engine = llm.llm_engine
     results: list[dict[str, Any]] = []
     numbers = {}
     for number, request in enumerate(requests):
         results.append({"new_tokens": []})
+        numbers[str(number)] = number
         try:
             engine.add_request(str(number), prompt_of(request), sampling_params(request["params"]))
-            numbers[str(number)] = number
-        except ValueError as error:
+        except (ValueError, VLLMValidationError) as error:
             results[number] = {"error": str(error)}
     while engine.has_unfinished_requests():
         for output in engine.step():
@@ -94,13 +96,16 @@ def prompt_of(request: dict[str, Any]) -> Any:
 def sampling_params(options: dict[str, Any]) -> Any:
     """Return vLLM's ``SamplingParams`` of JSON values."""
     from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
+    from vllm.sampling_params import RepetitionDetectionParams, StructuredOutputsParams
 
     options = dict(options)
     if "structured_outputs" in options:
         options["structured_outputs"] = StructuredOutputsParams(**options["structured_outputs"])
     if "logit_bias" in options:
         options["logit_bias"] = {int(key): value for key, value in options["logit_bias"].items()}
+    if "repetition_detection" in options:
+        detection = options["repetition_detection"]
+        options["repetition_detection"] = RepetitionDetectionParams(**detection)
     return SamplingParams(**options)
 
 

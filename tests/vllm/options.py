@@ -1,0 +1,66 @@
+"""One request for each option of vLLM's ``SamplingParams``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+KEPT: dict[str, dict[str, Any]] = {
+    "presence_penalty": {"presence_penalty": 1.5},
+    "frequency_penalty": {"frequency_penalty": 1.5},
+    "repetition_penalty": {"repetition_penalty": 1.7},
+    "bad_words": {"bad_words": ["self", " if", ".", "("]},
+    "allowed_token_ids": {"allowed_token_ids": list(range(0, 2048, 3))},
+    "min_tokens": {"min_tokens": 10, "stop_token_ids": list(range(1, 121)), "ignore_eos": False},
+    "stop": {"stop": ["self", "\n", ")"], "include_stop_str_in_output": True},
+    "stop_token_ids": {"stop_token_ids": list(range(200, 300)), "ignore_eos": False},
+    "logprobs": {"logprobs": 3},
+    "logprobs of the sampled token": {"logprobs": 0},
+    "prompt_logprobs": {"prompt_logprobs": 2},
+    "flat_logprobs": {"logprobs": 2, "flat_logprobs": True},
+    "regex": {"structured_outputs": {"regex": "[a-z]{3,9}(, [a-z]{3,9}){2,6}"}},
+    "choice": {"structured_outputs": {"choice": ["return None", "raise ValueError", "pass"]}},
+    "json": {
+        "structured_outputs": {
+            "json": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "boolean"}},
+                "required": ["a", "b"],
+            }
+        }
+    },
+    "json_object": {"structured_outputs": {"json_object": True}},
+    "grammar": {"structured_outputs": {"grammar": 'root ::= ("ab" | "c" root "d")+'}},
+    "detokenize": {"detokenize": False},
+    "repetition_detection": {"repetition_detection": {"max_pattern_size": 4, "min_count": 2}},
+}
+"""Served with drafts; greedy output equals that of vLLM without the package."""
+
+TRUNCATION: dict[str, dict[str, Any]] = {
+    "temperature": {"temperature": 1.4},
+    "top_k": {"top_k": 4},
+    "top_p": {"top_p": 0.6},
+}
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "min_p": (
+        {"min_p": 0.1, "temperature": 0.8},
+        "The min_p and logit_bias sampling parameters are not yet supported with speculative",
+    ),
+    "logit_bias": (
+        {"logit_bias": {"5": 2.0}},
+        "The min_p and logit_bias sampling parameters are not yet supported with speculative",
+    ),
+    "thinking_token_budget": (
+        {"thinking_token_budget": 3},
+        "thinking_token_budget is set but reasoning_config is not configured",
+    ),
+    "trace_decode_token_ids": (
+        {"trace_decode_token_ids": [1, 2]},
+        "trace_decode_token_ids is not supported with speculative decoding",
+    ),
+    "extra_args": (
+        {"extra_args": {"mtp_relaxed_topk": 3}},
+        "extra_args: mtp_plugin has no request options, got mtp_relaxed_topk: leave them out",
+    ),
+}
+"""Options, and the start of the message with drafts."""
