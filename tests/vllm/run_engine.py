@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import sys
 import time
@@ -17,6 +18,8 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM
 
+    if job["engine"].get("load_format") == "dummy":
+        widen_dummy_weights()
     started = time.monotonic()
     llm = LLM(**job["engine"])
     config = llm.llm_engine.vllm_config
@@ -34,6 +37,26 @@ def main() -> None:
             "counters": {key: difference(after[key], before.get(key, 0)) for key in after},
         }
     Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+def widen_dummy_weights() -> None:
+    """Let dummy weights differ from each other and give logits that differ by about 1.
+
+    vLLM's are so small that all tokens are equally probable.
+    """
+    import torch
+    from vllm.model_executor.model_loader import dummy_loader
+
+    seeds = itertools.count()
+
+    @torch.no_grad()
+    def initialize(parameter: torch.Tensor) -> None:
+        if torch.is_floating_point(parameter):
+            rng = torch.Generator().manual_seed(next(seeds))
+            low, high = (0.5, 1.5) if parameter.ndim < 2 else (-0.15, 0.15)
+            parameter.uniform_(low, high, generator=rng)
+
+    dummy_loader.initialize_single_dummy_weight = initialize
 
 
 def generate(llm: Any, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -11,6 +11,7 @@ import pytest
 from mtp_plugin.hosts.vllm.metrics import alarm_of
 from mtp_plugin.hosts.vllm.requests import check_request
 from mtp_plugin.speculative.metrics.alarms import COLLAPSE_STEPS
+from tests.hosts.vllm import fake_vllm
 from tests.hosts.vllm.fake_vllm import make_config
 
 MAX_ACCEPTED = 3
@@ -23,8 +24,11 @@ MAX_ACCEPTED = 3
         ({"mtp_b": 1, "other": 2, "mtp_a": 1}, "mtp_a, mtp_b"),
     ],
 )
-def test_unknown_request_options_are_refused(extra: dict[str, Any], named: str) -> None:
-    with pytest.raises(ValueError, match="extra_args") as error:
+def test_unknown_request_options_are_refused(
+    monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], named: str
+) -> None:
+    exceptions = fake_vllm.install(monkeypatch)["vllm.exceptions"]
+    with pytest.raises(exceptions.VLLMValidationError, match="extra_args") as error:
         check_request(SimpleNamespace(extra_args=extra))
     assert str(error.value) == (
         f"extra_args: mtp_plugin has no request options, got {named}: leave them out"

@@ -155,7 +155,8 @@ def test_requests_are_checked_while_on(vllm: dict[str, ModuleType]) -> None:
     register()
     processor = object_of(vllm, WRAPPED_IN_EVERY_PROCESS[1])
     processor.__init__(make_config())
-    with pytest.raises(ValueError, match="mtp_x: leave"):
+    refused = vllm["vllm.exceptions"].VLLMValidationError
+    with pytest.raises(refused, match="mtp_x: leave"):
         processor._validate_params(SimpleNamespace(extra_args={"mtp_x": 1}), ("generate",))
     params = SimpleNamespace(extra_args=None)
     assert processor._validate_params(params, ("generate",)) == (params, ("generate",))
