@@ -35,6 +35,10 @@ def initialize(device: str = "cpu") -> None:
         backend = "gloo" if device == "cpu" else "nccl"
         torch.distributed.init_process_group(backend, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
+        if device != "cpu":
+            from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+            model_parallel_cuda_manual_seed(0)
 
 
 class Tokenizer:
@@ -57,7 +61,9 @@ class Tokenizer:
         return starts[:-1]
 
 
-def make_model(device: str = "cpu") -> tuple[Any, Any]:
+def make_model(
+    device: str = "cpu", dtype: torch.dtype = torch.float32, **options: Any
+) -> tuple[Any, Any]:
     """Return a model whose drafts are accepted sometimes at every position, and its config.
 
     Embeddings are one-hot, so the logits are a table by the last token, plus a little of the
@@ -79,8 +85,9 @@ def make_model(device: str = "cpu") -> tuple[Any, Any]:
         num_query_groups=2,
         ffn_hidden_size=128,
         use_cpu_initialization=True,
-        params_dtype=torch.float32,
-        pipeline_dtype=torch.float32,
+        params_dtype=dtype,
+        pipeline_dtype=dtype,
+        bf16=dtype is torch.bfloat16,
         normalization="RMSNorm",
         gated_linear_unit=True,
         add_bias_linear=False,
@@ -89,6 +96,7 @@ def make_model(device: str = "cpu") -> tuple[Any, Any]:
         mtp_num_layers=MTP_LAYERS,
         init_method_std=0.15,
         inference_sampling_seed=1234,
+        **options,
     )
     spec = get_gpt_layer_local_spec(normalization="RMSNorm")
     model = GPTModel(
