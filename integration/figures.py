@@ -18,7 +18,11 @@ from integration.bench.files import written_whole
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "integration" / "results"
-PAGES = (ROOT / "README.md", RESULTS / "README.md")
+PAGES = (
+    ROOT / "README.md",
+    RESULTS / "README.md",
+    ROOT / "mtp_plugin" / "hosts" / "vllm" / "README.md",
+)
 PLOT = RESULTS / "speed.svg"
 OPS_BATCHES, E2E_BATCHES, LONG_BATCHES = (1, 8, 64, 256), (1, 8, 64), (1, 8, 32)
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -209,6 +213,66 @@ def vllm_all() -> str:
     ]
     latency = _table(["milliseconds", "vLLM 0.24", "mtp_plugin"], rows)
     return f"{_throughput(tuple(VLLM))}\n\n{latency}\n"
+
+
+def in_vllm() -> str:
+    """The plugin inside vLLM: milliseconds of a step, acceptance length, equal outputs."""
+    found = result("vllm-0.24-plugin")
+    engines = {
+        "vLLM 0.24": "vllm",
+        "vLLM, `draft_sample_method: probabilistic`": "vllm_probabilistic",
+        "vLLM with the plugin": "mtp_plugin",
+    }
+    requests = {
+        "greedy": "greedy",
+        "T = 0.6, top-p 0.95": "t0.6-p0.95",
+    }
+    head = ["milliseconds of a step, K = 3", *(f"batch {size}" for size in found["batches"])]
+    rows = []
+    for label, key in requests.items():
+        theirs = found["step_ms"][key]["vllm"]
+        for engine, name in engines.items():
+            cells = [
+                "-"
+                if ms is None
+                else f"{ms:.2f}"
+                if name == "vllm"
+                else f"{ms:.2f} ({ms / their:.2f}x)"
+                for ms, their in zip(found["step_ms"][key][name], theirs, strict=True)
+            ]
+            rows.append([f"{label}: {engine}", *cells])
+    lengths = found["acceptance_length"]
+    accepted = _table(
+        ["acceptance length, trained tiny model", "greedy", "T = 0.8", "T = 0.8, top-p 0.95"],
+        [
+            [engine, *(f"{lengths[key][name]:.2f}" for key in ("greedy", "t0.8", "t0.8-p0.95"))]
+            for engine, name in engines.items()
+        ],
+    )
+    same = [
+        [where, *(f"{counts[key]} of 64" for key in ("greedy", "t0.8", "t0.8-p0.95"))]
+        for where, counts in found["same_output"].items()
+    ]
+    equal = _table(
+        ["equal outputs with the plugin", "greedy", "T = 0.8", "T = 0.8, top-p 0.95"], same
+    )
+    return f"{_table(head, rows)}\n\n{accepted}\n\n{equal}\n"
+
+
+def in_vllm_short() -> str:
+    """The plugin inside vLLM in a sentence, for the README."""
+    found = result("vllm-0.24-plugin")
+    ratios = {
+        key: [ours / theirs for ours, theirs in zip(ms["mtp_plugin"], ms["vllm"], strict=True)]
+        for key, ms in found["step_ms"].items()
+    }
+    lengths = found["acceptance_length"]["t0.8"]
+    return _text(
+        f"Inside vLLM 0.24 on one H100 (K = 3, batch {_each(found['batches'], 0)}) a step takes",
+        f"{_each(ratios['greedy'], 2)} of vLLM's time greedy and {_each(ratios['t0.6-p0.95'], 2)}",
+        "at T = 0.6 with top-p 0.95; at T = 0.8 the tiny model outputs",
+        f"{lengths['mtp_plugin']:.2f} tokens per step instead of {lengths['vllm']:.2f}.",
+    )
 
 
 def step_times() -> str:
@@ -470,6 +534,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "long-prompts": long_prompts,
     "vllm": vllm_all,
     "vllm-steps": step_times,
+    "in-vllm": in_vllm,
+    "in-vllm-short": in_vllm_short,
     "request-kinds": request_kinds,
     "parts": parts,
     "tiny-model": tiny_model,
