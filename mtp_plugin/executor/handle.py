@@ -2,90 +2,108 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Generator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
-from mtp_plugin.executor.async_steps import AsyncSteps, ResultLog
-from mtp_plugin.executor.dispatcher import Dispatcher, events_of
+from mtp_plugin.executor.engine import Engine
+from mtp_plugin.executor.event_stream import ResultLog, drop, events_of
 from mtp_plugin.executor.outputs import RequestOutput
 from mtp_plugin.executor.pending_request import PendingRequest
 from mtp_plugin.executor.py_executor import StepEvent
 from mtp_plugin.executor.request import LlmRequest
 
 
+def is_in_a_loop() -> bool:
+    """Whether an event loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
 class RequestHandle:
     """Returned by `LLM.submit`: iterate with ``async for``, ``await`` it, or call ``result()``.
 
-    Each of any number of readers gets all events. In a running event loop the request runs in the
-    background and is tokenised in a thread; elsewhere it runs in the steps of any other call.
-    Garbage collection of the handle cancels the request.
+    Each of any number of readers gets all events. Garbage collection of the handle aborts the
+    request.
 
     Raises:
         ExecutorError: the executor was shut down.
     """
 
     def __init__(
-        self, pending: PendingRequest, dispatcher: Dispatcher, steps: AsyncSteps, owner: object
+        self, pending: PendingRequest, engine: Engine, pool: Executor, owner: object
     ) -> None:
         self._pending = pending
-        self._dispatcher = dispatcher
-        self._steps = steps
+        self._engine = engine
+        self._pool = pool
         self._owner = owner
-        self._log = ResultLog()
+        self._log = ResultLog(len(pending.request_ids))
         if pending.is_made:
-            dispatcher.start(pending.result(), self._log.put)
-        else:
-            for request_id in pending.request_ids:
-                dispatcher.expect(request_id, self._log.put)
-            pending.on_made(partial(_submit, dispatcher, pending.request_ids))
-        steps.start_soon(pending)
+            engine.submit(pending.result(), self._log)
+            return
+        engine.expect(pending.request_ids, self._log)
+        pending.on_made(partial(_submit, engine, pending.request_ids))
+        # in a signal handler, submitting to the pool here could deadlock on the pool's own lock
+        asyncio.get_running_loop().call_soon_threadsafe(pool.submit, pending.make)
 
     @property
     def request_id(self) -> int:
-        """The id in its events, as `LLM.abort` expects it."""
+        """The id in its events, as `LLM.abort` expects it; with ``n`` > 1 that of the first."""
         return self._pending.request_id
 
     @property
     def is_finished(self) -> bool:
         """Whether all events have been produced."""
-        return not any(map(self._dispatcher.holds_id, self._pending.request_ids))
+        return self._log.done.done()
 
     def __aiter__(self) -> AsyncIterator[StepEvent]:
-        """Iterate over all events from the first; leaving early does not cancel the request."""
-        return self._steps.read(self._log, self._pending, self)
+        """Iterate over all events from the first; leaving early does not abort the request."""
+        return self._read()
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         """Wait for the output, as :meth:`result` does, in a coroutine."""
         return self._read_to_its_end().__await__()
 
     def result(self) -> RequestOutput:
-        """Run steps until the request has finished and return its output.
+        """Wait until the request has finished and return its output.
 
         In a coroutine, ``await`` the handle instead.
 
         Raises:
             RequestError: the prompt or an option cannot be served.
-            ExecutorError: the request ended with an error, the executor was shut down, or a step
-                runs in this thread.
+            ExecutorError: the request ended with an error, the executor was shut down, or this is
+                the engine thread.
             Exception: the error of a failed step.
         """
-        self._dispatcher.check_can_wait()
+        self._engine.check_can_wait()
         requests = self._pending.result()
-        while not self.is_finished:
-            self._dispatcher.advance()
-        self._dispatcher.drain()
+        self._log.done.result()
         for results in self._log.results:
-            events_of(results)
+            if results is not None:
+                events_of(results)
         return RequestOutput.of_success(*requests)
 
     def abort(self) -> bool:
-        """Cancel the request; see `LLM.abort`."""
-        return True in [self._dispatcher.cancel_id(i) for i in self._pending.request_ids]
+        """Abort the request; see `LLM.abort`."""
+        return True in [self._engine.abort(i) for i in self._pending.request_ids]
 
     def __del__(self) -> None:
-        self._steps.drop(self._pending)
+        drop(self._pending, self._engine)
+
+    async def _read(self) -> AsyncIterator[StepEvent]:
+        try:
+            self._engine.check_can_wait()
+            await self._pending.result_async(self._pool)
+            async for event in self._log.read():
+                yield event
+        finally:
+            # an asyncio task keeps the exception that ended it, whose traceback keeps this frame
+            del self
 
     async def _read_to_its_end(self) -> RequestOutput:
         try:
@@ -93,17 +111,12 @@ class RequestHandle:
                 pass
             return RequestOutput.of_success(*self._pending.result())
         finally:
-            # an asyncio task keeps the exception that ended it, whose traceback keeps this frame
             del self
 
 
-def _submit(
-    dispatcher: Dispatcher, request_ids: Sequence[int], made: Future[list[LlmRequest]]
-) -> None:
+def _submit(engine: Engine, request_ids: Sequence[int], made: Future[list[LlmRequest]]) -> None:
     error = made.exception()
     if isinstance(error, Exception):
-        for request_id in request_ids:
-            dispatcher.reject(request_id, error)
+        engine.reject(request_ids, error)
     else:
-        for request in made.result():
-            dispatcher.submit_expected(request)
+        engine.submit_expected(made.result())

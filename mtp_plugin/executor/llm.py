@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -13,12 +14,16 @@ from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, RequestError, expect_int, format_value
 from mtp_plugin.executor import gc_freeze
 from mtp_plugin.executor.admission import Admission
-from mtp_plugin.executor.async_steps import AsyncEventStream, AsyncSteps, is_in_a_loop
 from mtp_plugin.executor.build import BuiltExecutor, build_executor
 from mtp_plugin.executor.chat import Message, conversations_of, render_chat
-from mtp_plugin.executor.dispatcher import Dispatcher
-from mtp_plugin.executor.event_stream import EventStream
-from mtp_plugin.executor.handle import RequestHandle
+from mtp_plugin.executor.engine import Engine
+from mtp_plugin.executor.event_stream import (
+    AsyncEventStream,
+    BatchResult,
+    EventStream,
+    read_events,
+)
+from mtp_plugin.executor.handle import RequestHandle, is_in_a_loop
 from mtp_plugin.executor.metrics import PREFIX, Metric, read_metrics
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.outputs import RequestOutput
@@ -40,6 +45,9 @@ class LLM:
     folder. Without ``speculative_config``, the checkpoint's MTP layers draft if it has any (see
     `config_of_checkpoint`), and one line reports it; ``speculative_config=None`` disables drafting.
 
+    One thread runs all steps; every method may be called from any thread. The thread ends, and all
+    memory is freed, with :meth:`shutdown` or when the last reference to the object is dropped.
+
     Args:
         config: a checkpoint's folder, the path of a YAML file, a mapping with the keys of
             ``LLMConfig``, or an ``LLMConfig``.
@@ -47,8 +55,8 @@ class LLM:
             with other executors. Its attention modules stay replaced until the last
             :meth:`shutdown`.
         tokenizer: an object with ``encode`` and ``decode``, or the folder of a tokenizer; default:
-            the checkpoint's tokenizer, if any. One thread at a time calls ``encode``; the thread
-            that runs steps calls ``decode``. Within these methods and within signal handlers,
+            the checkpoint's tokenizer, if any. One thread at a time calls ``encode``; the engine
+            thread, and readers of ``decoded_token``, call ``decode``. Within these methods,
             prompts must be token ids.
         on_progress: called with lines of text during loading; None: progress is shown on standard
             error if that is a terminal.
@@ -57,9 +65,9 @@ class LLM:
         stop_callback: your own stop rule, as `MTPSampler` takes it: called once per step with
             request ids, whose tokens :meth:`find_request` returns. If it returns only ids, the
             output depends on how many drafts were accepted, hence on K; a mapping of ids to the
-            number of output tokens to keep is exact. It runs within the step and must not wait for
-            another step: it may call :meth:`find_request`, :meth:`submit`, :meth:`abort` and
-            :meth:`shutdown`.
+            number of output tokens to keep is exact. It runs in the engine thread and must not
+            wait for another step: it may call :meth:`find_request`, :meth:`submit`, :meth:`abort`
+            and :meth:`shutdown`.
         options: keys of ``LLMConfig``, as in a YAML file; only with a checkpoint's folder.
 
     Raises:
@@ -124,16 +132,16 @@ class LLM:
         self.blocks = built.blocks
         self.pools = built.pools
         self.seq_slots = built.seq_slots
-        self._dispatcher = dispatcher = Dispatcher(built.executor)
+        self._engine = engine = Engine(built.executor, built.device)
+        self._tokenising = ThreadPoolExecutor(1, thread_name_prefix="mtp-tokenising")
         self._admission = Admission(
             built.executor,
             built.model.facts,
             built.pieces,
             tokenizer=built.tokenizer,
             max_seq_len=built.max_seq_len,
-            is_stepping_here=lambda: dispatcher.is_stepping_here,
+            is_stepping_here=lambda: engine.is_current_thread,
         )
-        self._async_steps = AsyncSteps(self._dispatcher)
         if built.device.type == "cuda":
             self._thaw = gc_freeze.of_process.hold(self)
 
@@ -153,13 +161,19 @@ class LLM:
 
         Raises:
             RequestError: a prompt or option cannot be served; nothing was started.
-            ExecutorError: the executor was shut down, or a step runs in this thread.
+            ExecutorError: the executor was shut down, or this is the engine thread.
         """
-        self._dispatcher.check_can_wait()
+        self._engine.check_can_wait()
         requests = self._admission.make_batch(prompts, sampling_params)
         with batch_progress(len(requests), use_tqdm) as report:
-            for events in self._run(requests):
-                report(events)
+            result = BatchResult(len(requests), report)
+            try:
+                if requests:
+                    self._engine.submit(requests, result)
+                    result.wait()
+            except BaseException:
+                self._engine.abort_all([request.request_id for request in requests])
+                raise
         samples = groupby(requests, key=lambda request: request.prompt_index)
         return [RequestOutput.of(*of_prompt) for _, of_prompt in samples]
 
@@ -237,16 +251,17 @@ class LLM:
         """Iterate over the events of every step; an event has 0 to K+1 tokens of one request.
 
         ``prompt_index`` of an event is the index of its prompt in ``prompts``; request ids
-        increase over the life of the object. Closing or dropping the iterator cancels unfinished
-        requests and frees their resources. Other calls may run between two steps; events that
-        their steps produce for these requests are returned by the next ``next()``.
+        increase over the life of the object. Closing or dropping the iterator aborts unfinished
+        requests and frees their resources. A reader that lags by more than a few steps gets the
+        events of several steps merged into one event per request.
 
         Raises:
             RequestError: a prompt or option cannot be served; nothing was started.
-            ExecutorError: from the iterator: the executor was shut down, or a step runs in this
+            ExecutorError: from the iterator: the executor was shut down, or this is the engine
                 thread.
         """
-        return self._run(self._admission.make_batch(prompts, sampling_params))
+        requests = self._admission.make_batch(prompts, sampling_params)
+        return EventStream(requests, self._engine, self)
 
     def stream_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -259,11 +274,11 @@ class LLM:
         Raises:
             RequestError: a prompt or option cannot be served (also from the iterator); nothing was
                 started.
-            ExecutorError: from the iterator: the executor was shut down, or a step runs in this
+            ExecutorError: from the iterator: the executor was shut down, or this is the engine
                 thread.
         """
         pending = self._admission.make_pending(prompt, sampling_params)
-        return AsyncEventStream(pending, self._async_steps, self)
+        return AsyncEventStream(pending, self._engine, self._tokenising, self)
 
     async def generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
@@ -272,10 +287,10 @@ class LLM:
 
         Raises:
             RequestError: a prompt or option cannot be served; nothing was started.
-            ExecutorError: the request ended with an error, or a step runs in this thread.
+            ExecutorError: the request ended with an error, or this is the engine thread.
         """
         pending = self._admission.make_pending(prompt, sampling_params)
-        async for _ in self._async_steps.run(pending):
+        async for _ in read_events(pending, self._engine, self._tokenising):
             pass
         return RequestOutput.of_success(*pending.result())
 
@@ -295,27 +310,32 @@ class LLM:
             pending = self._admission.make_pending(prompt, sampling_params)
         else:
             pending = PendingRequest.of(self._admission.make_batch([prompt], sampling_params))
-        return RequestHandle(pending, self._dispatcher, self._async_steps, self)
+        return RequestHandle(pending, self._engine, self._tokenising, self)
 
     def abort(self, request_id: int) -> bool:
         """Cancel a request of any call, from any thread, without waiting.
 
-        Its last event or output has the finish reason ``cancelled``. Its resources are freed at
-        once, or when a running step ends. Returns False if no unfinished request has this id.
+        The reason of its last event is ``cancelled``, that of its output ``abort``. Its resources
+        are freed when a running step ends. Returns False if no unfinished request has this id.
 
         Raises:
             RequestError: ``request_id`` is not an integer.
         """
-        return self._dispatcher.cancel_id(expect_int("request_id", request_id, error=RequestError))
+        return self._engine.abort(expect_int("request_id", request_id, error=RequestError))
 
     def shutdown(self) -> None:
         """End all requests with an error and free all memory of the KV cache and CUDA graphs.
 
-        Waits for a running step. Within a step (called by a tokenizer, a stop callback or a signal
-        handler) the shutdown happens when that step ends.
+        Waits for a running step. In the engine thread (called by a tokenizer or a stop callback)
+        the shutdown happens when the step ends.
         """
-        self._dispatcher.shutdown()
+        self._engine.shutdown()
         self._thaw()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether requests can be submitted: neither shut down nor failed."""
+        return self._engine.is_running
 
     def __enter__(self) -> LLM:
         return self
@@ -327,7 +347,7 @@ class LLM:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        if self._dispatcher.is_stepping_here:
+        if self._engine.is_current_thread:
             self.shutdown()
         else:
             # wait for a running step without blocking the event loop
@@ -361,9 +381,6 @@ class LLM:
             RequestError: lists every reason and, of several prompts, which one.
         """
         return self._admission.make_batch(prompts, params)
-
-    def _run(self, requests: list[LlmRequest]) -> EventStream:
-        return EventStream(requests, self._dispatcher, self)
 
 
 def _set_stop_callback(pieces: SpeculativePieces, stop_callback: StopCallback) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -152,13 +153,34 @@ def wrap_worker(llm: LLM, wrap) -> None:
     engine.pieces = dataclasses.replace(engine.pieces, worker=wrap(engine.pieces.worker))
 
 
+def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:
+    """Whether a condition holds within some time; the engine thread acts after the caller."""
+    end = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.0005)
+    return True
+
+
+def assert_idle(llm: LLM) -> None:
+    """No request is left, and no step in flight."""
+    assert wait_until(lambda: not llm.executor.has_work)
+
+
 def assert_drained(llm: LLM) -> None:
     """Every slot and block was given back."""
-    assert llm.blocks.num_free_blocks == llm.blocks.num_blocks
-    assert not llm.seq_slots.slots.slot_mapping
     slots = llm.pieces.manager.slot_manager
-    assert not slots.slot_mapping
-    assert len(set(slots.free_slots)) == slots.max_num_requests
+
+    def is_drained() -> bool:
+        return (
+            llm.blocks.num_free_blocks == llm.blocks.num_blocks
+            and not llm.seq_slots.slots.slot_mapping
+            and not slots.slot_mapping
+            and len(set(slots.free_slots)) == slots.max_num_requests
+        )
+
+    assert wait_until(is_drained)
 
 
 @pytest.fixture

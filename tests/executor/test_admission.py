@@ -18,7 +18,7 @@ from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, Plugin
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.models import load_model
 from mtp_plugin.tools.terminal.parity import make_prompts
-from tests.executor.conftest import VOCAB, assert_drained
+from tests.executor.conftest import VOCAB, assert_drained, assert_idle
 
 END = VOCAB - 1
 
@@ -317,7 +317,7 @@ def test_requests_refused_before_anything_starts(harness, case: Case, call: str)
     with pytest.raises(RequestError, match=f"^{re.escape(case.message)}$") as caught:
         getattr(llm, call)(case.prompts, case.params)
     assert isinstance(caught.value, (MTPPluginError, ValueError))
-    assert not llm.executor.has_work
+    assert_idle(llm)
     assert llm.executor.num_steps == 0
     assert_drained(llm)
 
@@ -412,7 +412,7 @@ def test_enqueue_checks_the_size_too(harness) -> None:
     request = llm.make_request([1] * 8, SamplingParams(max_new_tokens=100))
     with pytest.raises(RequestError, match=r"^request 0: 108 tokens .* need \d+ KV blocks"):
         llm.executor.enqueue(request)
-    assert not llm.executor.has_work
+    assert_idle(llm)
 
 
 def test_history_rows_need_budget(harness) -> None:

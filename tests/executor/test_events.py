@@ -11,7 +11,7 @@ import torch
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.step import StepResult
-from tests.executor.conftest import assert_drained, wrap_worker
+from tests.executor.conftest import assert_drained, assert_idle, wrap_worker
 
 LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 
@@ -202,7 +202,7 @@ def test_a_failed_step_returns_no_results(harness, target, prompts) -> None:
     wrap_worker(llm, lambda _: CallingWorker(worker, fail))
     with pytest.raises(RuntimeError, match="broken kernel"):
         llm.executor.step()
-    assert not llm.executor.has_work
+    assert_idle(llm)
     for request in requests:
         assert request.finish_reason is FinishReason.ERROR
         assert request.error == "a step failed: RuntimeError: broken kernel"

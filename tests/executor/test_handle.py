@@ -13,7 +13,7 @@ import pytest
 
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.executor import RequestHandle, RequestOutput, StepEvent
-from tests.executor.conftest import assert_drained
+from tests.executor.conftest import assert_drained, assert_idle
 from tests.executor.test_llm_api import LOOPS, Breaking, fail_in_step, greedy
 
 
@@ -41,7 +41,7 @@ def test_a_step_in_flight_after_the_last_token_is_finished(harness, target) -> N
         llm = harness.llm(disable_overlap_scheduler=no_overlap)
         output = llm.submit([3, 4], greedy(20, stop_token_ids=[stop])).result()
         assert output.finish_reason == "stop"
-        assert not llm.executor.has_work
+        assert_idle(llm)
         assert_drained(llm)
 
 
@@ -301,7 +301,7 @@ def test_what_cannot_be_served_is_refused_at_once(harness) -> None:
     llm = harness.llm()
     with pytest.raises(RequestError, match="the prompt is empty"):
         llm.submit([])
-    assert not llm.executor.has_work
+    assert_idle(llm)
 
 
 # --- async with ---

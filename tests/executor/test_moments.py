@@ -12,7 +12,7 @@ import pytest
 
 from tests.executor.moments import cases
 
-WITHIN_A_STEP = {"step", "decode", "stop callback", "signal", "collected"}
+WITHIN_A_STEP = {"step", "decode", "stop callback", "collected"}
 WAITING = {
     "generate",
     "generate text",

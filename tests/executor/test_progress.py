@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, SamplingParams, progress
 from mtp_plugin.executor.progress import batch_progress
 
@@ -140,7 +141,7 @@ def test_an_interrupt_leaves_the_terminal_as_it_was(terminal, llm, monkeypatch) 
         raise KeyboardInterrupt
 
     monkeypatch.setattr(llm.executor, "_responses", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(ExecutorError, match="interrupted"):
         llm.generate(PROMPTS, greedy(3))
     shown = screen.end()
     assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")

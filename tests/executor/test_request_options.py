@@ -13,6 +13,7 @@ import pytest
 from mtp_plugin.errors import ConfigError, RequestError
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams
 from mtp_plugin.executor.admission import Admission
+from mtp_plugin.executor.event_stream import EventStream
 from mtp_plugin.infer import decode
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.seeds import seed_words
@@ -296,7 +297,11 @@ def test_drafts_are_counted_as_requested(harness, prompts) -> None:
         for most, stop in enumerate(stops)
     ]
     requests = llm.make_requests(prompts[2:6], params)
-    last = {event.request_id: event for step in llm._run(requests) for event in step}
+    last = {
+        event.request_id: event
+        for step in EventStream(requests, llm._engine, llm)
+        for event in step
+    }
     for most, request in enumerate(requests):
         event, stats = last[request.request_id], request.py_acceptance
         assert event.finish_reason is FinishReason.END_ID
@@ -340,7 +345,7 @@ def test_the_stop_string_stays_on_request(harness, prompts, no_overlap) -> None:
     params = [greedy(stop=(s,), include_stop_str_in_output=i != 2) for i, s in enumerate(stops)]
     requests = llm.make_requests(prompts, params)
     shown = dict.fromkeys((request.request_id for request in requests), "")
-    for events in llm._run(requests):
+    for events in EventStream(requests, llm._engine, llm):
         for event in events:
             shown[event.request_id] += event.text
     for i, (text, stop, request) in enumerate(zip(free, stops, requests, strict=True)):

@@ -10,10 +10,11 @@ import torch
 
 from mtp_plugin.errors import RequestError
 from mtp_plugin.executor import SamplingParams
+from mtp_plugin.executor.event_stream import EventStream
 from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.infer import decode
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason
-from tests.executor.conftest import VOCAB, assert_drained, pads_batches, wrap_worker
+from tests.executor.conftest import VOCAB, assert_drained, assert_idle, pads_batches, wrap_worker
 from tests.executor.oracles import Oracle, ScriptedDrafts
 from tests.executor.test_llm_api import Pieces
 from tests.greedy import greedy_decode
@@ -483,7 +484,7 @@ def test_r26_a_stop_string_over_two_accepted_runs(harness, target, prompts, no_o
     script(llm, {0: prompt + truth}, lambda *_: 3)
     params = greedy(max_new_tokens=24, stop=(stop,), include_stop_str_in_output=include)
     (request,) = llm.make_requests([prompt], [params])
-    events = [event for step in llm._run([request]) for event in step]
+    events = [event for step in EventStream([request], llm._engine, llm) for event in step]
     assert max(len(event.token_ids) for event in events) == 4
     assert [token for event in events for token in event.token_ids] == truth[: first + 3]
     assert request.finish_reason is FinishReason.STOP_WORDS
@@ -521,7 +522,7 @@ def test_r31_refused_before_the_stream_with_every_reason(harness, target, prompt
         with pytest.raises(RequestError) as caught:
             call()
         assert str(caught.value) == f"request {number}: {message}"
-        assert not llm.executor.has_work
+        assert_idle(llm)
     with pytest.raises(RequestError) as caught:
         llm.stream(prompts[:3], [greedy(), params, greedy()])
     assert str(caught.value) == f"prompt 2 of 3: {message}"

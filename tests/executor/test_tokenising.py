@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.executor import LLM, RequestHandle, RequestOutput
-from tests.executor.conftest import VOCAB, assert_drained
+from tests.executor.conftest import VOCAB, assert_drained, assert_idle
 from tests.executor.test_llm_api import Pieces, greedy
 
 
@@ -187,7 +187,8 @@ def test_what_needs_no_tokenizer_is_refused_at_the_call(harness, prompt, options
             await llm.generate_async(prompt, greedy(**options))
 
     asyncio.run(main())
-    assert not llm._dispatcher.has_work
+    assert_idle(llm)
+    assert not llm._engine._sinks
 
 
 def test_a_vocabulary_is_read_once_for_its_size(harness) -> None:
@@ -289,7 +290,8 @@ def test_errors_of_tokens_are_raised_where_they_are_awaited(
         asyncio.run(asyncio.wait_for(call(llm, prompt, greedy(**options)), 30))
     with pytest.raises(RequestError, match=f"^request 1: {message}"):
         llm.submit(prompt, greedy(**options))
-    assert not llm._dispatcher.has_work
+    assert_idle(llm)
+    assert not llm._engine._sinks
 
 
 # --- handles ---
@@ -355,7 +357,8 @@ def test_abandoned_prompts_are_not_tokenised(harness) -> None:
     asyncio.run(asyncio.wait_for(main(), 30))
     assert tokenizer.texts == ["&'", "d"]
     assert_drained(llm)
-    assert not llm._dispatcher.has_work
+    assert_idle(llm)
+    assert not llm._engine._sinks
 
 
 def test_a_handle_outlives_its_loop(harness, target) -> None:
