@@ -133,26 +133,36 @@ MODELS = {"deepseek_v3": "float32", "qwen3_5": "bfloat16"}
 """Configuration of a tiny model with dummy weights -> dtype that vLLM runs on the CPU."""
 
 
-def model_job(name: str, num_drafts: int) -> dict[str, Any]:
-    """Return an engine with dummy weights, which has no tokenizer."""
-    requests = [
-        {
-            "prompt": list(range(start, start + 3 * start)),
-            "params": {
-                "temperature": temperature,
-                "seed": start,
-                "max_tokens": 16,
-                "ignore_eos": True,
-                "detokenize": False,
-                "logprobs": 1,
-            },
-        }
-        for start in (3, 7, 11, 15)
-        for temperature in (0.0, 0.8)
-    ]
-    return job(
+def model_job(name: str, num_drafts: int, *, wide: bool = False, on: bool = True) -> dict[str, Any]:
+    """Return an engine with dummy weights, which has no tokenizer.
+
+    Args:
+        wide: weights of which logits differ by about 1; vLLM's own give nearly equal logits.
+        on: with the plugin; else vLLM without the package, greedy requests alone.
+    """
+    temperatures = {"greedy": 0.0, "sampled": 0.8} if on else {"greedy": 0.0}
+    phases = {
+        phase: [
+            {
+                "prompt": list(range(start, 4 * start)),
+                "params": {
+                    "temperature": temperature,
+                    "seed": start,
+                    "max_tokens": 16,
+                    "ignore_eos": True,
+                    "detokenize": False,
+                    "logprobs": 1,
+                },
+            }
+            for start in (3, 7, 11, 15)
+        ]
+        for phase, temperature in temperatures.items()
+    }
+    made = job(
         num_drafts,
-        {"plain": requests},
+        phases,
+        plugin=PLUGIN if on else None,
+        env=None if on else NO_PLUGINS,
         model=f"tests/vllm/models/{name}",
         dtype=MODELS[name],
         max_model_len=256,
@@ -160,6 +170,7 @@ def model_job(name: str, num_drafts: int) -> dict[str, Any]:
         skip_tokenizer_init=True,
         load_format="dummy",
     )
+    return made | {"wide_dummy_weights": wide}
 
 
 JOBS: dict[str, dict[str, Any]] = {
@@ -199,6 +210,12 @@ JOBS: dict[str, dict[str, Any]] = {
     )
     | {"module": "tests.vllm.run_server"},
     **{f"{name}_k{k}": model_job(name, k) for name in MODELS for k in (0, 1, 2)},
+    **{f"{name}_wide_k{k}": model_job(name, k, wide=True) for name in MODELS for k in (0, 1, 2)},
+    **{
+        f"{name}_without_package_k{k}": model_job(name, k, wide=True, on=False)
+        for name in MODELS
+        for k in (0, 1, 2)
+    },
 }
 """Name -> engine, in the order in which they start."""
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 import time
@@ -18,7 +17,7 @@ def main() -> None:
     job = json.loads(Path(sys.argv[1]).read_text())
     from vllm import LLM
 
-    if job["engine"].get("load_format") == "dummy":
+    if job.get("wide_dummy_weights"):
         widen_dummy_weights()
     started = time.monotonic()
     llm = LLM(**job["engine"])
@@ -40,19 +39,14 @@ def main() -> None:
 
 
 def widen_dummy_weights() -> None:
-    """Let dummy weights differ from each other and give logits that differ by about 1.
-
-    vLLM's are so small that all tokens are equally probable.
-    """
+    """Make dummy weights that give logits which differ by about 1, instead of 1e-6."""
     import torch
     from vllm.model_executor.model_loader import dummy_loader
-
-    seeds = itertools.count()
 
     @torch.no_grad()
     def initialize(parameter: torch.Tensor) -> None:
         if torch.is_floating_point(parameter):
-            rng = torch.Generator().manual_seed(next(seeds))
+            rng = torch.Generator().manual_seed(parameter.numel())
             low, high = (0.5, 1.5) if parameter.ndim < 2 else (-0.15, 0.15)
             parameter.uniform_(low, high, generator=rng)
 
