@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -220,6 +222,16 @@ def test_rewind_of_made_up_mamba_states(
         assert torch.equal(ours[name], theirs[name])
         assert torch.equal(ours[name][:, 0], intermediate[name][:, 0, 3])
         assert torch.equal(ours[name][:, 2], current[name][:, 2])
+
+
+def test_example_of_the_page_runs(
+    model_and_config: tuple[Any, Any],  # noqa: ARG001
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    page = Path(megatron.__file__).with_name("README.md").read_text(encoding="utf-8")
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0], {})
+    assert capsys.readouterr().out.startswith("mtp_plugin is installed in Megatron-Core 0.19.2: ")
+    assert not megatron.status().installed
 
 
 def test_uninstall_restores_megatrons_names(model_and_config: tuple[Any, Any]) -> None:  # noqa: ARG001

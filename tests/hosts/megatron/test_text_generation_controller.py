@@ -648,6 +648,47 @@ def test_the_wrapped_model_is_an_argument_too(checkpoint: Path) -> None:
     controller.shutdown()
 
 
+def test_a_failed_request_is_finished_as_failed(shared: Make) -> None:
+    controller = shared(3)
+    params = SamplingParams(num_tokens_to_generate=8, top_k=1, termination_id=-1)
+    made = batch(params)
+    for each in made.values():
+        controller._context.add_request(each)
+    controller.generate_output_tokens_dynamic_batch()
+    controller._context.llm_request_of(7).fail("no finite logit")
+    output = controller.generate_output_tokens_dynamic_batch()
+    assert output["finished_request_ids"].tolist() == [7]
+    assert sorted(output["active_request_ids"].tolist()) == [1, 3]
+    assert made[7].status is Status.FAILED
+    run_dynamic(controller)
+    assert [made[n].status for n in (1, 3)] == [Status.COMPLETED] * 2
+
+
+def test_a_failed_step_drops_all_requests(shared: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    controller = shared(3)
+
+    def fail(*_: Any) -> None:
+        raise RuntimeError("the device failed")
+
+    controller._context.add_request(request(3, [1, 2, 3], greedy()))
+    with monkeypatch.context() as patch:
+        patch.setattr(controller._context.built.executor.engine, "forward", fail)
+        with pytest.raises(RuntimeError, match="the device failed"):
+            controller.generate_output_tokens_dynamic_batch()
+    assert not controller._context.has_unfinished_requests()
+    controller._context.add_request(request(3, [1, 2, 3], greedy()))
+    assert len(run_dynamic(controller)[3]) == 4
+
+
+def test_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[3]
+    page = (root / "mtp_plugin" / "hosts" / "megatron" / "README.md").read_text(encoding="utf-8")
+    example = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1]
+    exec(example.replace("integration/tiny_model", str(root / "integration" / "tiny_model")), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert all(line.startswith("[0] [") for line in lines[-3:])
+
+
 def test_the_package_loads_no_executor() -> None:
     code = (
         "import sys, mtp_plugin.hosts.megatron\n"
