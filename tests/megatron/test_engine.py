@@ -160,6 +160,32 @@ def test_prefix_caching_and_chunked_prefill_give_megatrons_tokens(
     assert tokens() == theirs
 
 
+@pytest.mark.parametrize("setting", ["greedy", "temperature"])
+def test_paused_and_evicted_requests_give_the_same_tokens(
+    model_and_config: tuple[Any, Any], setting: str
+) -> None:
+    from megatron.core.inference.sampling_params import SamplingParams
+
+    params = SamplingParams(num_tokens_to_generate=60, **SETTINGS[setting])
+    tokens, evicted = [], []
+    megatron.install(sampling=True)
+    for num_drafts, buffer_size_gb in ((0, 0.05), (0, 0.00008), (3, 0.00008)):
+        built = engine.make_engine(*model_and_config, num_drafts, buffer_size_gb=buffer_size_gb)
+        update = built.context.update_requests
+
+        def counted(*args: Any, update: Callable[..., Any] = update, **named: Any) -> Any:
+            result = update(*args, **named) or {}
+            ids = result.get("evict_request_ids")
+            evicted.append(0 if ids is None else len(ids))
+            return result
+
+        evicted.clear()
+        built.context.update_requests = counted
+        tokens.append(engine.generate(built, params).tokens)
+        assert (sum(evicted) > 0) == (buffer_size_gb < 0.01)
+    assert tokens[0] == tokens[1] == tokens[2]
+
+
 def test_log_probs_are_those_of_megatron(model_and_config: tuple[Any, Any]) -> None:
     from megatron.core.inference.sampling_params import SamplingParams
 

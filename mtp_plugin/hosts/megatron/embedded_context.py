@@ -298,14 +298,24 @@ class InferenceWrappedModel:
                 f"{format_value(inference_sampling_seed)}"
             )
         if isinstance(config, LLMConfig):
-            given = dict(config)
+            given = {name: getattr(config, name) for name in config.model_fields_set}
+            given.pop("model", None)
         elif config is None or isinstance(config, Mapping):
             given = dict(config or {})
         else:
             raise ConfigError(
                 f"config: expected a mapping with the keys of LLMConfig, got {format_value(config)}"
             )
-        given.pop("model", None)
+        if "model" in given:
+            raise ConfigError(
+                f"config: expected no model next to the path {path}, got "
+                f"{format_value(given['model'])}"
+            )
+        if given.get("disable_overlap_scheduler", True) is not True:
+            raise ConfigError(
+                "disable_overlap_scheduler: expected True, since a step returns its tokens, got "
+                f"{format_value(given['disable_overlap_scheduler'])}"
+            )
         given["disable_overlap_scheduler"] = True
         requested = read_requested_config(str(path), None, given, None)
         first_chunks: dict[int, int] = {}

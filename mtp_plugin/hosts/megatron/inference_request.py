@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from enum import Enum
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from mtp_plugin.hosts.megatron.sampling_params import SamplingParams
 
@@ -70,3 +72,19 @@ class InferenceRequest:
             name: ("tensor", value.tolist()) if isinstance(value, torch.Tensor) else value
             for name, value in values.items()
         }
+
+    @classmethod
+    def deserialize(cls, obj: Mapping[str, Any]) -> Self:
+        """Return the request of a mapping that `serialize` made."""
+        values = dict(obj)
+        values["status"] = None if obj["status"] is None else Status[obj["status"]]
+        for name in ("sampling_params", "inference_parameters"):
+            params = values[name]
+            values[name] = None if params is None else SamplingParams.deserialize(params)
+        for name, value in values.items():
+            if isinstance(value, (tuple, list)) and len(value) == 2 and value[0] == "tensor":
+                values[name] = torch.tensor(value[1])
+        own = {each.name for each in fields(cls)}
+        request = cls(**{name: value for name, value in values.items() if name in own})
+        vars(request).update(values)
+        return request

@@ -403,6 +403,44 @@ def test_a_foreign_request_keeps_its_class(shared: Make) -> None:
     assert foreign.generated_length == 5
 
 
+def test_a_request_is_serialized(shared: Make) -> None:
+    made = OrderedDict({3: request(3, [1, 2, 3], greedy())})
+    shared(3).generate_all_output_tokens_static_batch(made)
+    values = made[3].serialize()
+    assert values["status"] == "COMPLETED"
+    assert values["generated_tokens"] == ("tensor", made[3].generated_tokens.tolist())
+    again = InferenceRequest.deserialize(values)
+    assert again.serialize() == values
+    assert again.sampling_params == made[3].sampling_params
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_replay_graphs(checkpoint: Path) -> None:
+    """Graphs are replayed; skipped bookkeeping and dummies change nothing there either."""
+    controller = TextGenerationController.from_checkpoint(
+        checkpoint,
+        options_of(3, device="cuda", cuda_graph_config={}),
+        tokenizer=Tokenizer(),
+        inference_sampling_seed=SEED,
+    )
+    try:
+        params = SamplingParams(num_tokens_to_generate=16, termination_id=-1, temperature=0.9)
+        outputs = []
+        for peeks in ((), (0, 1, 3)):
+            for each in batch(params).values():
+                controller._context.add_request(each)
+            first = controller.generate_output_tokens_dynamic_batch()
+            assert first["cuda_graph_request_count"] is None
+            controller.dummy_forward()
+            second = controller.generate_output_tokens_dynamic_batch()
+            assert second["cuda_graph_request_count"] >= len(second["active_request_ids"])
+            outputs.append(run_dynamic(controller, peeks))
+        assert outputs[0] == outputs[1]
+        invariants.check_dynamic(controller, SamplingParams, request)
+    finally:
+        controller.shutdown()
+
+
 def greedy(**changed: Any) -> SamplingParams:
     return SamplingParams(**{"num_tokens_to_generate": 4, "top_k": 1, **changed})
 
@@ -628,6 +666,11 @@ def test_wrong_calls_are_refused(shared: Make, name: str) -> None:
         ({"config": 5}, "config: expected a mapping with the keys of LLMConfig, got 5"),
         ({"inference_sampling_seed": 1.5}, "inference_sampling_seed: expected an integer, got 1.5"),
         ({"config": {"max_batchsize": 4}}, "max_batchsize"),
+        ({"config": {"model": "other"}}, "config: expected no model next to the path .*, got 'oth"),
+        (
+            {"config": {"disable_overlap_scheduler": False}},
+            "disable_overlap_scheduler: expected True, .*, got False",
+        ),
         ({"config": OPTIONS}, "tokenizer: .* has none; expected one as an argument"),
     ],
 )
