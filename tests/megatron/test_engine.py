@@ -91,6 +91,15 @@ def test_triton_sampling_gives_the_reference_tokens(run: Callable[..., Run]) -> 
     assert runs[0] == runs[1]
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_both_sampling_backends_give_the_same_tokens(
+    run: Callable[..., Run], num_drafts: int
+) -> None:
+    megatron.install(sampling=True)
+    tokens = run(num_drafts, "top-p").tokens
+    assert run(num_drafts, "top-p", sampling_backend="flashinfer").tokens == tokens
+
+
 def test_default_parameters_sample(model_and_config: tuple[Any, Any]) -> None:
     from megatron.core.inference.sampling_params import SamplingParams
 
@@ -186,23 +195,31 @@ def test_paused_and_evicted_requests_give_the_same_tokens(
     assert tokens[0] == tokens[1] == tokens[2]
 
 
-def test_log_probs_are_those_of_megatron(model_and_config: tuple[Any, Any]) -> None:
+@pytest.mark.parametrize("skip_prompt", [True, False])
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_log_probs_are_those_of_megatron(
+    model_and_config: tuple[Any, Any], num_drafts: int, skip_prompt: bool
+) -> None:
     from megatron.core.inference.sampling_params import SamplingParams
 
     params = SamplingParams(
         num_tokens_to_generate=20,
         top_k=1,
         return_log_probs=True,
-        skip_prompt_log_probs=True,
+        skip_prompt_log_probs=skip_prompt,
         top_n_logprobs=3,
     )
+    # prompt log-probabilities need all logits, of which rows are gathered for sampling
+    options = {"materialize_only_last_token_logits": skip_prompt}
     runs = []
     for is_installed in (False, True):
         if is_installed:
             megatron.install(sampling=True)
-        built = engine.make_engine(*model_and_config, 3)
+        built = engine.make_engine(*model_and_config, num_drafts, **options)
         runs.append(engine.generate(built, params, arrivals=LATE))
+    assert runs[0].tokens == runs[1].tokens
     for theirs, ours in zip(runs[0].requests, runs[1].requests, strict=True):
+        assert ours.prompt_log_probs == theirs.prompt_log_probs
         assert ours.generated_log_probs == theirs.generated_log_probs
         assert ours.generated_top_n_logprobs == theirs.generated_top_n_logprobs
 

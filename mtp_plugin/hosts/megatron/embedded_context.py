@@ -220,6 +220,7 @@ class InferenceContext:
         """
         scheduler, captured = self._executor.scheduler, self.built.executor.engine.captured
         replays = 0 if captured is None else captured.num_replays
+        # the executor returns events only; decode steps and paused requests are in the batch
         batches: list[ScheduledRequests] = []
         schedule = scheduler.schedule
 

@@ -90,21 +90,21 @@ class _PluginSampling:
             "the rows that are verified",
         )
         first, lengths = _query_rows(context)
-        positions = to_device((first + lengths)[:n], torch.int64, logits.device)
-        slots, column = self._slots, self._draft_column
+        ends = to_device((first + lengths)[:n], torch.int64, logits.device)
         if context.num_speculative_tokens == 0:
-            slots, column = self._slots_of(context, logits.device), -1
-        expect(
-            slots is not None,
-            HostError,
-            "sample_kernel: expected a call of sample_speculative before drafts are sampled",
-        )
-        self._draft_column = max(column, 0) + 1
-        # the KV cache was rewound: the positions are those of the last target tokens
-        rows = LogitRows(0, 1, positions + min(column, 0), column=max(column, 0))
+            slots, rows = self._slots_of(context, logits.device), LogitRows(0, 1, ends - 1)
+        else:
+            expect(
+                self._slots is not None,
+                HostError,
+                "sample_kernel: expected a call of sample_speculative before drafts are sampled",
+            )
+            # the KV cache was rewound: the last target token is at the end of the sequence
+            slots = cast(SlotRows, self._slots)
+            rows = LogitRows(0, 1, ends, column=self._draft_column)
+            self._draft_column += 1
         requests = torch.arange(n, device=logits.device)
-        logits = _rows(logits, n, gather_indices)
-        tokens = self._sample(logits, rows, cast(SlotRows, slots), requests)
+        tokens = self._sample(_rows(logits, n, gather_indices), rows, slots, requests)
         return tokens if output is None else output.copy_(tokens)
 
     def _sample(
