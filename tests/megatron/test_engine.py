@@ -82,6 +82,18 @@ def test_sampled_output_depends_on_neither_drafts_nor_batch(
         assert all(0 < count < found.proposed[0] for count in found.accepted)
 
 
+@pytest.mark.parametrize("setting", ["temperature", "top-p"])
+def test_drafts_share_the_noise_of_their_target_token(
+    run: Callable[..., Run], setting: str
+) -> None:
+    """Acceptance is higher than with independent random numbers, or those of another index."""
+    theirs = run(3, setting)
+    megatron.install(sampling=True)
+    ours = run(3, setting)
+    rates = [sum(each.accepted) / each.proposed[0] for each in (theirs, ours)]
+    assert rates[1] > 1.5 * rates[0]
+
+
 def test_triton_sampling_gives_the_reference_tokens(run: Callable[..., Run]) -> None:
     runs = []
     for kernels in ("reference", "triton"):
