@@ -16,7 +16,7 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.requests.logprobs import Logprobs
 
 UNREAD_STEPS = 2
-"""Steps that `LLM.stream` runs ahead of its reader; no further one runs while nobody else needs
+"""Steps that `LLM.stream` runs ahead of its reader; no further one runs while no other caller needs
 it, so that a reader that computes does not compete with the steps for Python's lock."""
 UNREAD_STEPS_ASYNC = 32
 """The same for asynchronous readers."""
