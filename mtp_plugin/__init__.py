@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from mtp_plugin.executor import RequestHandle as RequestHandle
     from mtp_plugin.executor import RequestOutput as RequestOutput
     from mtp_plugin.executor import StepEvent as StepEvent
+    from mtp_plugin.plugin import CustomVerification as CustomVerification
     from mtp_plugin.plugin import DraftPlan as DraftPlan
     from mtp_plugin.plugin import HostFacts as HostFacts
     from mtp_plugin.plugin import SpeculativePieces as SpeculativePieces
+    from mtp_plugin.plugin import custom_verifications as custom_verifications
     from mtp_plugin.plugin import find_plugin as find_plugin
     from mtp_plugin.plugin import register_plugin as register_plugin
+    from mtp_plugin.plugin import register_verification as register_verification
     from mtp_plugin.requests.options import SamplingParams as SamplingParams
     from mtp_plugin.requests.states import FinishReason as FinishReason
     from mtp_plugin.speculative.drafting import MTPEagleWorker as MTPEagleWorker
@@ -37,6 +40,7 @@ if TYPE_CHECKING:
 _MODULES = {
     "Accepted": "speculative.step",
     "CompletionOutput": "executor",
+    "CustomVerification": "plugin",
     "DraftPlan": "plugin",
     "FinishReason": "requests.states",
     "HostFacts": "plugin",
@@ -56,14 +60,17 @@ _MODULES = {
     "SpeculativePieces": "plugin",
     "StepEvent": "executor",
     "StepOutput": "speculative.step",
+    "custom_verifications": "plugin",
     "find_plugin": "plugin",
     "register_plugin": "plugin",
+    "register_verification": "plugin",
 }
 
 __all__ = [
     "LLM",
     "Accepted",
     "CompletionOutput",
+    "CustomVerification",
     "DraftPlan",
     "FinishReason",
     "HostFacts",
@@ -82,8 +89,10 @@ __all__ = [
     "SpeculativePieces",
     "StepEvent",
     "StepOutput",
+    "custom_verifications",
     "find_plugin",
     "register_plugin",
+    "register_verification",
 ]
 
 if not TYPE_CHECKING:  # a checker reads the imports above

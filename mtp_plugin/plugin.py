@@ -38,10 +38,14 @@ from mtp_plugin.speculative.sampler import MTPSampler, SamplerHooks
 from mtp_plugin.speculative.state import SlotStateManager
 from mtp_plugin.speculative.step import Accepted, StepLayout, StepOutput, StepResult
 from mtp_plugin.speculative.verification import (
+    CustomVerification,
     StrictVerification,
     VerificationInputs,
     VerificationMode,
     Verifier,
+    custom_verifications,
+    register_verification,
+    unregister_verification,
 )
 
 __all__ = [
@@ -50,6 +54,7 @@ __all__ = [
     "Accepted",
     "Backend",
     "ConfigError",
+    "CustomVerification",
     "DecodingOptions",
     "DraftPlan",
     "DraftState",
@@ -81,7 +86,10 @@ __all__ = [
     "VerificationInputs",
     "VerificationMode",
     "Verifier",
+    "custom_verifications",
     "find_plugin",
     "register_plugin",
+    "register_verification",
     "unregister_plugin",
+    "unregister_verification",
 ]

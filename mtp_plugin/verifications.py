@@ -1,12 +1,16 @@
 """The verification methods: their names in configs and requests, codes in slots, kinds of drafts.
 
-The methods are implemented in ``mtp_plugin.speculative.verification``.
+The methods are implemented in ``mtp_plugin.speculative.verification``. Methods from outside the
+package have only a name and a code here; ``custom`` in that folder has the methods themselves.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import EntryPoint, entry_points
 
 _SAMPLED = "rejection sampling, which keeps the distribution but not the output of a seed"
 
@@ -37,9 +41,56 @@ METHODS: Mapping[str, VerificationMethod] = {
         "random acceptance at given rates, for benchmarks only", ("coupled", "greedy")
     ),
 }
-"""Method name -> method."""
+"""Method name -> method, of the methods in this package."""
+
+ENTRY_POINT_GROUP = "mtp_plugin.verifications"
+CUSTOM_DRAFTS = METHODS["coupled"].drafts
+"""Supported values of ``draft_sampling`` of methods from outside the package."""
+
+_custom_codes: dict[str, int] = {}
+# codes are not used again, so that slots of a running engine stay valid
+_next_code = itertools.count(16)
 
 
 def codes() -> dict[str, int]:
-    """Return name -> code of the methods that requests can choose."""
+    """Return name -> code of the methods in this package that requests can choose."""
     return {name: method.code for name, method in METHODS.items() if method.code is not None}
+
+
+def custom_codes() -> dict[str, int]:
+    """Return name -> code of the methods from outside: registered, or offered by entry points."""
+    for name in sorted(offered_methods()):
+        if name not in METHODS:
+            add_custom(name)
+    return dict(_custom_codes)
+
+
+def add_custom(name: str) -> None:
+    """Give a method from outside the package a code, if it has none."""
+    if name not in _custom_codes:
+        _custom_codes[name] = next(_next_code)
+
+
+def remove_custom(name: str) -> None:
+    _custom_codes.pop(name, None)
+
+
+def is_custom(name: object) -> bool:
+    """Return whether ``name`` is a method from outside the package."""
+    return isinstance(name, str) and (
+        name in _custom_codes or (name not in METHODS and name in offered_methods())
+    )
+
+
+def drafts_of(name: str) -> tuple[str, ...]:
+    """Return the supported values of ``draft_sampling`` of a method; the first is the default."""
+    return METHODS[name].drafts if name in METHODS else CUSTOM_DRAFTS
+
+
+@functools.cache
+def offered_methods() -> Mapping[str, Sequence[EntryPoint]]:
+    """Return the entry points of `ENTRY_POINT_GROUP` by name. They are searched once."""
+    offered: dict[str, list[EntryPoint]] = {}
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        offered.setdefault(point.name, []).append(point)
+    return offered

@@ -23,7 +23,7 @@ from mtp_plugin.config.values import (
     Verification,
 )
 from mtp_plugin.errors import ConfigError, expect_int
-from mtp_plugin.verifications import METHODS, VerificationMethod, codes
+from mtp_plugin.verifications import METHODS, VerificationMethod, codes, drafts_of
 
 
 def _grouped(
@@ -64,7 +64,8 @@ class MTPPluginOptions(ConfigModel):
         default="coupled",
         description=f"how drafts are verified; {_methods_text(codes())}; a list: "
         "methods that requests may choose, the first is the default; "
-        f"{_methods_text(name for name in METHODS if name not in codes())}",
+        f"{_methods_text(name for name in METHODS if name not in codes())}; or the name of a "
+        "registered method",
     )
     synthetic_acceptance: SyntheticAcceptance | None = Field(
         default=None,
@@ -154,7 +155,7 @@ class MTPPluginOptions(ConfigModel):
             yield "verification", "expected at least one, got a list without any"
         for method in sorted(method for method, count in Counter(methods).items() if count > 1):
             yield "verification", f"expected each at most once, got {method!r} twice"
-        kinds = (kind for method in methods for kind in METHODS[method].drafts)
+        kinds = (kind for method in methods for kind in drafts_of(method))
         allowed = list(dict.fromkeys(kinds))
         if methods and self.draft_sampling not in (None, *allowed):
             yield (
@@ -215,7 +216,7 @@ class MTPPluginOptions(ConfigModel):
 
     def drafts_of(self, verification: str) -> str:
         """The default of a request's ``draft_sampling`` with one of `verifications`."""
-        allowed = METHODS[verification].drafts
+        allowed = drafts_of(verification)
         return self.draft_sampling if self.draft_sampling in allowed else allowed[0]
 
     @property

@@ -9,10 +9,19 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import BeforeValidator, Discriminator, Field, Tag
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    PlainSerializer,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+)
 from pydantic_core import PydanticCustomError
 
-from mtp_plugin.verifications import METHODS, codes
+from mtp_plugin.config.messages import got, join
+from mtp_plugin.verifications import METHODS, codes, custom_codes, is_custom
 
 MAX_DRAFT_LEN = 16
 MAX_SEED = 2**32 - 1
@@ -72,6 +81,23 @@ def _verification_tag(value: Any) -> str:
     return "<methods>" if isinstance(value, (list, tuple)) else "<method>"
 
 
+def _known_method(names: Mapping[str, Any]) -> WrapValidator:
+    """Accept methods registered from outside the package in addition to ``names``."""
+
+    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
+        if not isinstance(value, str) or value in names:
+            return handler(value)
+        if is_custom(value):
+            return value
+        known = join([*names, *custom_codes()])
+        problem = f"expected one of {known}, got {got(value)}"
+        raise PydanticCustomError("problems", "problems", {"problems": [("", problem)]})
+
+    return WrapValidator(check)
+
+
+_AS_TEXT = PlainSerializer(str)  # the literal's serializer warns of registered names
+
 if TYPE_CHECKING:
     _AnyMethod: TypeAlias = str
     _RequestedMethod: TypeAlias = str
@@ -79,9 +105,9 @@ else:  # a checker cannot read the names off a table
     _AnyMethod, _RequestedMethod = Literal[tuple(METHODS)], Literal[tuple(codes())]
 
 Verification = Annotated[
-    Annotated[_AnyMethod, Tag("<method>")]
+    Annotated[_AnyMethod, _known_method(METHODS), _AS_TEXT, Tag("<method>")]
     | Annotated[
-        tuple[_RequestedMethod, ...],
+        tuple[Annotated[_RequestedMethod, _known_method(codes()), _AS_TEXT], ...],
         BeforeValidator(_tuple_from_list),
         Tag("<methods>"),
     ],

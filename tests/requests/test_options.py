@@ -158,7 +158,11 @@ REFUSED = [
     out_of_range("speculate", 1, "True or False"),
     out_of_range("max_draft_len", -1, "an integer >= 0"),
     out_of_range("max_draft_len", 1.5, "an integer >= 0"),
-    out_of_range("verification", "strict", "one of coupled, rejection, block"),
+    out_of_range(
+        "verification",
+        "strict",
+        "one of coupled, rejection, block, or the name of a registered method",
+    ),
     out_of_range("draft_sampling", "beam", "one of coupled, plain, greedy"),
     Refused(
         {"temperature": 1, "verification": "block", "draft_sampling": "coupled"},
@@ -320,7 +324,8 @@ def test_all_wrong_values_are_named_at_once() -> None:
             },
             (
                 "max_tokens must be an integer >= 1, got 0",
-                "verification must be one of coupled, rejection, block, got 'x'",
+                "verification must be one of coupled, rejection, block, or the name of a "
+                "registered method, got 'x'",
             ),
         ),
     ],
@@ -1100,7 +1105,8 @@ def test_no_value_ends_in_another_error(value: Any) -> None:
         ({"top_k": HOSTILE["an array"]}, "top_k must be an integer >= -1, got array([0, 1, 2])"),
         (
             {"verification": HOSTILE["an array"]},
-            "verification must be one of coupled, rejection, block, got array([0, 1, 2])",
+            "verification must be one of coupled, rejection, block, or the name of a registered "
+            "method, got array([0, 1, 2])",
         ),
         (
             {"min_tokens": 10**5000},

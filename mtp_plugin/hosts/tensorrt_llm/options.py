@@ -66,7 +66,9 @@ def read_options(spec_config: Any) -> HostOptions:
             f"{name}: expected {only!r}, got {value!r}: mtp_plugin truncates the "
             "distributions of drafts and targets alike",
         )
-    refused = [method for method in mtp.verifications if not METHODS[method].keeps_output]
+    refused = [
+        name for name in mtp.verifications if name not in METHODS or not METHODS[name].keeps_output
+    ]
     if getattr(spec_config, "use_rejection_sampling", False):
         refused.append("use_rejection_sampling")
     expect(

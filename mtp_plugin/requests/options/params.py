@@ -33,7 +33,7 @@ from mtp_plugin.requests.options.option import (
     row,
     unset_or,
 )
-from mtp_plugin.requests.options.rules import DRAFTS_OF_VERIFICATION, is_greedy, problems_of
+from mtp_plugin.requests.options.rules import VERIFICATION, is_greedy, problems_of
 from mtp_plugin.requests.options.spellings import named_here, normalize_values
 
 # ruff: noqa: RUF009 (a function of ours gives a field, as ``dataclasses.field`` does)
@@ -140,7 +140,7 @@ class SamplingParams:
     )
     verification: str | None = row(
         None,
-        one_of(*DRAFTS_OF_VERIFICATION),
+        VERIFICATION,
         "verification method; unset: the first one of the config",
         differs="only coupled inside TensorRT-LLM",
         of_drafts=True,

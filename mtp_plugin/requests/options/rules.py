@@ -12,13 +12,22 @@ from mtp_plugin.requests.options.option import (
     MAX_BAD_WORDS,
     MAX_BIAS_IDS,
     Option,
+    Values,
 )
-from mtp_plugin.verifications import METHODS, codes
+from mtp_plugin.verifications import METHODS, codes, drafts_of, is_custom
 
 DRAFTS_OF_VERIFICATION: Mapping[str, tuple[str, ...]] = {
     name: METHODS[name].drafts for name in codes()
 }
-"""How drafts may be sampled for each verification method; the first is the default."""
+"""How drafts may be sampled for each method in this package; the first is the default."""
+
+VERIFICATION = Values(
+    f"one of {', '.join(codes())}, or the name of a registered method",
+    lambda value: (
+        value is None or (isinstance(value, str) and (value in codes() or is_custom(value)))
+    ),
+)
+"""Values of the option ``verification``."""
 
 
 def is_greedy(values: Mapping[str, Any]) -> bool:
@@ -81,7 +90,7 @@ def _not_together(values: Mapping[str, Any], spelled: Mapping[str, str]) -> Iter
             yield f"{name}={format_value(value)} contradicts relaxed_acceptance=False"
     verification, drafts = values["verification"], values["draft_sampling"]
     if verification is not None and drafts is not None:
-        expected = DRAFTS_OF_VERIFICATION[verification]
+        expected = drafts_of(verification)
         if drafts not in expected:
             yield (
                 f"draft_sampling={drafts!r} cannot be verified by {verification!r}, expected one "

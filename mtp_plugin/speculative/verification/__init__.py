@@ -29,14 +29,16 @@ Words used in this package:
   thinking budgets).
 
 A *mode* (:class:`VerificationMode`) implements one or more verification methods. A config enables
-modes; if it enables several of the methods ``coupled``, ``rejection`` and ``block``, a request
-selects one with its option ``verification``:
+modes; if it enables several of the methods ``coupled``, ``rejection``, ``block`` and those from
+outside the package, a request selects one with its option ``verification``:
 
 - ``coupled`` (:class:`StrictVerification`): a draft is accepted if it is the target token.
   Lossless. With coupled drafts target and draft use the same noise, so equal distributions give
   equal tokens.
 - ``rejection``, ``block`` (:class:`RejectionVerification`): for requests that sample. Accepts
   drafts with probability min(1, p / q), one by one or as a block. Lossless in distribution.
+- methods from outside the package (:class:`CustomVerificationMode`): `register_verification` or an
+  entry point gives them a name. A :class:`CustomVerification` returns numbers of accepted drafts.
 - relaxed acceptance (:class:`RelaxedVerification`): enabled by
   ``use_relaxed_acceptance_for_thinking``. While a greedy request thinks, a draft among the
   ``relaxed_topk`` most probable tokens of its row is accepted if its probability is at least
@@ -57,7 +59,8 @@ selects one with its option ``verification``:
 5. Make the `AcceptanceRules`: a draft is accepted if it is the target token of its row.
 6. ``rejection`` and ``block``: test the drafts of requests that select them. The rules get the
    number of accepted drafts, and as target token after them one from the recovered distribution,
-   or from p if all were accepted.
+   or from p if all were accepted. Methods from outside the package: likewise, for requests with
+   and without a temperature, without a change of target tokens.
 7. Other enabled modes extend the rules: relaxed acceptance by its limits, synthetic verification
    by numbers of accepted drafts.
 8. `ops.acceptance.accept` counts the accepted drafts by the rules in one launch, appends the bonus
@@ -71,10 +74,18 @@ selects one with its option ``verification``:
 ``draft_rules`` has the choice of the drafts for the next step.
 
 Modules: ``mode`` is the base class, ``registry`` lists the modes, ``verifier`` runs those of a
-worker. One file per mode: ``strict``, ``rejection``, ``relaxed``, ``synthetic``. ``method_choice``
-resolves the options of requests.
+worker. One file per mode: ``strict``, ``rejection``, ``custom``, ``relaxed``, ``synthetic``.
+``method_choice`` resolves the options of requests.
 """
 
+from mtp_plugin.speculative.verification.custom import (
+    CustomVerification,
+    CustomVerificationMode,
+    count_accepted,
+    custom_verifications,
+    register_verification,
+    unregister_verification,
+)
 from mtp_plugin.speculative.verification.draft_rules import DraftPass
 from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 from mtp_plugin.speculative.verification.registry import (
@@ -95,6 +106,8 @@ from mtp_plugin.speculative.verification.verifier import Verifier
 __all__ = [
     "BUILT",
     "MODES",
+    "CustomVerification",
+    "CustomVerificationMode",
     "DraftPass",
     "RejectionVerification",
     "RelaxedVerification",
@@ -104,8 +117,12 @@ __all__ = [
     "Verifier",
     "changes_text",
     "check_modes",
+    "count_accepted",
+    "custom_verifications",
     "label_of",
     "make_modes",
     "most_draft_probs",
     "refusals",
+    "register_verification",
+    "unregister_verification",
 ]

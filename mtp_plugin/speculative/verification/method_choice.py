@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_plugin.config import MTPPluginOptions
-from mtp_plugin.requests.options import DRAFTS_OF_VERIFICATION
+from mtp_plugin.verifications import drafts_of
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class MethodChoice:
                 f"speculative_config.mtp.verification (enabled: {', '.join(listed)})"
             )
             return
-        allowed = DRAFTS_OF_VERIFICATION[verification]
+        allowed = drafts_of(verification)
         if drafts not in allowed:
             yield (
                 f"draft_sampling={drafts!r} cannot be verified by {verification!r}, expected one "

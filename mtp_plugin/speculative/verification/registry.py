@@ -10,15 +10,18 @@ import torch
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.metrics.acceptance import Label
+from mtp_plugin.speculative.verification.custom import CustomVerificationMode
 from mtp_plugin.speculative.verification.mode import VerificationMode
 from mtp_plugin.speculative.verification.rejection import RejectionVerification
 from mtp_plugin.speculative.verification.relaxed import RelaxedVerification
 from mtp_plugin.speculative.verification.strict import StrictVerification
 from mtp_plugin.speculative.verification.synthetic import SyntheticVerification
+from mtp_plugin.verifications import custom_codes, is_custom
 
 MODES: tuple[type[VerificationMode], ...] = (
     StrictVerification,
     RejectionVerification,
+    CustomVerificationMode,
     RelaxedVerification,
     SyntheticVerification,
 )
@@ -85,9 +88,9 @@ def _has_drafts(requested: Mapping[str, Any]) -> bool:
 def _enabled(options: DecodingOptions) -> list[type[VerificationMode]]:
     for name in options.mtp.verifications:
         expect(
-            name in BUILT,
+            name in BUILT or is_custom(name),
             ConfigError,
-            f"mtp.verification: expected one of {', '.join(BUILT)}, got {name!r}, which is not "
-            "built in this version",
+            f"mtp.verification: expected one of {', '.join([*BUILT, *custom_codes()])}, got "
+            f"{name!r}, which is not registered in this process",
         )
     return [mode for mode in MODES if mode.is_enabled(options)]

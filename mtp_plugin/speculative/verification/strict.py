@@ -15,7 +15,7 @@ from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.ops.sampling import DRAFT_COLUMNS, DraftedBy
 from mtp_plugin.speculative.verification.method_choice import MethodChoice
 from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
-from mtp_plugin.verifications import codes
+from mtp_plugin.verifications import codes, custom_codes
 
 
 class StrictVerification(VerificationMode):
@@ -34,7 +34,7 @@ class StrictVerification(VerificationMode):
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
         self.method_choice = MethodChoice(options.mtp)
-        self.codes = codes()
+        self.codes = {**codes(), **custom_codes()}
 
     @classmethod
     @override

@@ -269,4 +269,5 @@ def resampling_method(config: LLMConfig, params: SamplingParams) -> str | None:
     if params.is_greedy or not isinstance(speculative, MTPDecodingConfig):
         return None
     presumed = params.verification or speculative.mtp.verifications[0]
-    return None if METHODS[presumed].keeps_output else presumed
+    method = METHODS.get(presumed)  # None: a registered one, which `label_of` covers
+    return None if method is None or method.keeps_output else presumed

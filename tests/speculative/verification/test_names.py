@@ -20,7 +20,9 @@ def test_every_name_has_a_mode() -> None:
 
 
 def test_requests_and_slots_know_the_names_of_the_table() -> None:
-    assert OPTIONS["verification"].values.words == f"one of {', '.join(codes())}"
+    assert OPTIONS["verification"].values.words == (
+        f"one of {', '.join(codes())}, or the name of a registered method"
+    )
     assert {method.name.lower(): int(method) for method in VerifiedBy}.items() <= codes().items()
     assert len(set(codes().values())) == len(codes())
 

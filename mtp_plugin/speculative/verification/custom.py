@@ -1,0 +1,301 @@
+"""Verification methods from outside the package: their interface, registry and mode."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from mtp_plugin.errors import PluginError, describe_error, expect, format_value
+from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
+from mtp_plugin.speculative.host import DecodingOptions
+from mtp_plugin.speculative.logit_rows import process_logits
+from mtp_plugin.speculative.metrics.acceptance import Label
+from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
+from mtp_plugin.speculative.step import SamplingKind
+from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
+from mtp_plugin.verifications import (
+    ENTRY_POINT_GROUP,
+    METHODS,
+    add_custom,
+    custom_codes,
+    is_custom,
+    offered_methods,
+    remove_custom,
+)
+
+
+class CustomVerification(ABC):
+    """A verification method from outside the package."""
+
+    description: str
+    """Description for users."""
+    keeps_output: bool = False
+    """Whether sampled output equals decoding without drafts."""
+
+    @abstractmethod
+    def num_accepted(
+        self, logits: torch.Tensor, draft_tokens: torch.Tensor, target_tokens: torch.Tensor
+    ) -> torch.Tensor:
+        """Return how many leading drafts of each request are accepted.
+
+        Called once per step with all generations, also those of requests with other methods, whose
+        results are ignored. It may be captured in a CUDA graph: torch ops only, no host
+        synchronization, no Python branch on a device value. It must not change its arguments.
+
+        Drafts that are absent or that their row masks are rejected whatever this returns.
+
+        Args:
+            logits: [G, K+1, V] of the target, any float dtype, after bias, masks and penalties,
+                before temperature and truncation. Masked tokens are -inf, or NaN in raw logits.
+            draft_tokens: [G, K] integer; -1: absent.
+            target_tokens: [G, K+1] int32: the argmax of each row, or the sampled token of a request
+                with a temperature; -1: the row has no finite logit.
+
+        Returns:
+            [G] integer, clamped to 0..K.
+        """
+
+
+_registered: dict[str, CustomVerification] = {}
+
+
+def register_verification(name: str, method: CustomVerification) -> None:
+    """Register a verification method in this process; the entry-point group
+    ``mtp_plugin.verifications`` registers one in every process.
+
+    Configs and requests then select it with ``verification: name``.
+
+    Raises:
+        PluginError: the name is taken or empty, or the object is not a `CustomVerification`.
+    """
+    expect(
+        isinstance(name, str) and name.strip() != "",
+        PluginError,
+        f"register_verification: expected a name, got {format_value(name)}",
+    )
+    _expect_method(method, f"register_verification({name!r})")
+    if _registered.get(name) is method:
+        return
+    if name in METHODS:
+        taken_by = "a method of mtp_plugin"
+    elif name in _registered:
+        taken_by = type(_registered[name]).__name__
+    elif name in offered_methods():
+        taken_by = f"entry point {offered_methods()[name][0].value}"
+    else:
+        _registered[name] = method
+        add_custom(name)
+        return
+    raise PluginError(f"verification method {name!r} is already registered: {taken_by}")
+
+
+def unregister_verification(name: str) -> None:
+    """Remove a registered method. Engines that use it keep it.
+
+    Raises:
+        PluginError: no method was registered under this name.
+    """
+    if _registered.pop(name, None) is None:
+        raise PluginError(f"verification method {name!r} was not registered")
+    remove_custom(name)
+
+
+def custom_verifications() -> Mapping[str, CustomVerification]:
+    """Return the methods from outside the package: registered, or offered by entry points.
+
+    An entry point is imported when its method is first looked up.
+    """
+    return _CustomVerifications()
+
+
+class _CustomVerifications(Mapping[str, CustomVerification]):
+    @override
+    def __getitem__(self, name: str) -> CustomVerification:
+        """Return the method of a name.
+
+        Raises:
+            KeyError: there is none.
+            PluginError: its entry point cannot be loaded, or several have this name.
+        """
+        if name not in _registered:
+            if not is_custom(name):
+                raise KeyError(name)
+            _registered[name] = _load(name)
+        return _registered[name]
+
+    @override
+    def __contains__(self, name: object) -> bool:
+        return is_custom(name)
+
+    @override
+    def __iter__(self) -> Iterator[str]:
+        return iter(custom_codes())
+
+    @override
+    def __len__(self) -> int:
+        return len(custom_codes())
+
+
+def _load(name: str) -> CustomVerification:
+    """Import the method of an entry point."""
+    point, *others = offered_methods()[name]
+    source = f"entry point {name!r} of {ENTRY_POINT_GROUP} ({point.value})"
+    if others:
+        values = ", ".join(other.value for other in others)
+        raise PluginError(f"{source}: another entry point has the same name ({values})")
+    try:
+        loaded = point.load()
+        method = loaded() if isinstance(loaded, type) else loaded
+    except (Exception, SystemExit) as error:  # an import may call sys.exit
+        raise PluginError(f"{source} cannot be loaded: {describe_error(error)}") from error
+    _expect_method(method, source)
+    checked: CustomVerification = method
+    return checked
+
+
+def _expect_method(method: object, source: str) -> None:
+    """Check that an object is a `CustomVerification` with valid attributes.
+
+    Raises:
+        PluginError: it is not.
+    """
+    keeps_output: object = getattr(method, "keeps_output", None)
+    description: object = getattr(method, "description", None)
+    if isinstance(method, type):
+        problem = "is a class; create an object of it"
+    elif not isinstance(method, CustomVerification):
+        problem = "does not derive from that class"
+    elif not isinstance(description, str) or not description:
+        problem = f"has description {format_value(description)}, expected text"
+    elif not isinstance(keeps_output, bool):
+        problem = f"has keeps_output {format_value(keeps_output)}, expected True or False"
+    else:
+        return
+    raise PluginError(
+        f"{source}: expected a CustomVerification object, but {format_value(method)} {problem}"
+    )
+
+
+def count_accepted(
+    name: str,
+    method: CustomVerification,
+    logits: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    target_tokens: torch.Tensor,
+) -> torch.Tensor:
+    """Call ``num_accepted`` of a method, check its result and clamp it to 0..K, [G] int32.
+
+    Args:
+        draft_tokens: [G, K] integer; those outside the vocabulary become -1.
+
+    Raises:
+        TensorContractError: the result has another type, shape or device.
+    """
+    num_requests, draft_len = draft_tokens.shape
+    is_token = (draft_tokens >= 0) & (draft_tokens < logits.shape[-1])
+    counts = method.num_accepted(logits, torch.where(is_token, draft_tokens, -1), target_tokens)
+    checked = expect_tensor(
+        f"verification method {name!r}: result of num_accepted",
+        counts,
+        dtype=INTEGERS,
+        shape=(num_requests,),
+        device=logits.device,
+    )
+    return checked.clamp(0, draft_len).to(torch.int32)
+
+
+class CustomVerificationMode(VerificationMode):
+    """Verifies the requests that select a method from outside the package.
+
+    In PROCESSED steps the methods read a float32 copy of the logits; else the step's own rows.
+    """
+
+    name = "custom"
+
+    def __init__(self, options: DecodingOptions, device: torch.device) -> None:
+        super().__init__(options, device)
+        codes = custom_codes()
+        self.methods = {name: (codes[name], method) for name, method in _enabled(options).items()}
+        """Method name -> its code in the slot column ``verification``, and the method."""
+
+    @classmethod
+    @override
+    def is_enabled(cls, options: DecodingOptions) -> bool:
+        return any(is_custom(name) for name in options.mtp.verifications)
+
+    @classmethod
+    @override
+    def check(cls, options: DecodingOptions) -> None:
+        """Check the mode's options, and load the methods.
+
+        Raises:
+            PluginError: a method cannot be loaded.
+        """
+        _enabled(options)
+
+    @classmethod
+    @override
+    def label(cls, options: DecodingOptions) -> Label | None:
+        changing = {n: m for n, m in _enabled(options).items() if not m.keeps_output}
+        if not changing:
+            return None
+        note = "; ".join(method.description for method in changing.values())
+        return Label(
+            name=cls.name, settings=", ".join(changing), note=f"{note}; may change the output"
+        )
+
+    @classmethod
+    @override
+    def changes_text(cls, options: DecodingOptions, requested: Mapping[str, Any]) -> bool:
+        method = _enabled(options).get(
+            requested.get("verification") or options.mtp.verifications[0]
+        )
+        return method is not None and not method.keeps_output
+
+    @override
+    def verify(
+        self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
+    ) -> AcceptanceRules:
+        step, layout = inputs.step, inputs.layout
+        if layout.draft_len == 0 or layout.num_generations == 0:
+            return rules
+        generations = slice(layout.num_contexts, layout.num_requests)
+        code = step.expect_slots().read("verification", generations)
+        shape = (layout.num_generations, layout.step_rows)
+        logits = self._processed_logits(inputs)[layout.num_contexts :].unflatten(0, shape)
+        targets = _argmax(logits) if rules.choices is None else rules.choices
+        targets = targets.reshape(-1)[-layout.num_generations * layout.step_rows :].view(shape)
+        drafts = step.draft_tokens.reshape(layout.num_generations, layout.draft_len)
+        if step.draft_lens is not None:
+            columns = torch.arange(layout.draft_len, device=drafts.device)
+            drafts = torch.where(columns < step.draft_lens.unsqueeze(1), drafts, -1)
+        matches = rules.forced_matches
+        if matches is None:
+            matches = torch.full_like(code, -1, dtype=torch.int32)
+        for name, (own_code, method) in self.methods.items():
+            counts = count_accepted(name, method, logits, drafts, targets)
+            matches = torch.where(code == own_code, counts, matches)
+        return replace(rules, forced_matches=matches)
+
+    def _processed_logits(self, inputs: VerificationInputs) -> torch.Tensor:
+        if inputs.step.sampling_kind is not SamplingKind.PROCESSED:
+            return inputs.logits
+        return process_logits(inputs.logits, inputs.expect_rows(), inputs.step.sampling_slots())
+
+
+def _enabled(options: DecodingOptions) -> dict[str, CustomVerification]:
+    """Return the methods from outside the package that a config enables."""
+    known = custom_verifications()
+    return {name: known[name] for name in options.mtp.verifications if name in known}
+
+
+def _argmax(logits: torch.Tensor) -> torch.Tensor:
+    """Return the argmax of each row as int32; NaN counts as -inf; -1: no finite logit."""
+    best, tokens = logits.masked_fill(logits.isnan(), -torch.inf).max(dim=-1)
+    return torch.where(best > -torch.inf, tokens, -1).to(torch.int32)
