@@ -40,9 +40,9 @@ def test_registered_verification_method_runs() -> None:
     checkpoint = str(ROOT / "integration" / "tiny_model" / "checkpoint")
     mtp = {"verification": ["coupled", "top2"]}
     speculative_config = {"decoding_type": "MTP", "max_draft_len": 2, "mtp": mtp}
-    params = SamplingParams(max_tokens=16, ignore_eos=True, verification="top2")
     exec(CUSTOM_VERIFICATION, {"__name__": "example"})
     try:
+        params = SamplingParams(max_tokens=16, ignore_eos=True, verification="top2")
         with LLM(checkpoint, speculative_config=speculative_config) as llm:
             (output,) = llm.generate(["class HTTPServer:\n"], params)
     finally:
