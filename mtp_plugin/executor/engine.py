@@ -230,15 +230,11 @@ class Engine:
             _set_done(done)
         if self._is_closed:
             return False
-        executor = self._executor
-        is_waited_for = not self._running or not all(s.is_full for s in self._running.values())
-        if not (executor.has_work and is_waited_for):
+        if all(sink.is_full for sink in self._running.values()):
             return False
         try:
-            events = executor.step()
+            events = self._executor.step()
         except BaseException as error:
-            if not self._running:
-                _logger.exception("a step without submitted requests failed")
             known = error if isinstance(error, Exception) else ExecutorError(INTERRUPTED)
             self._fail(list(self._running), known)
             del known  # its traceback refers to this frame

@@ -209,6 +209,8 @@ class PyExecutor:
         events = self._responses(results)
         if previous is not None:
             self.resources.update_resources(previous.batch)
+        if not self._requests:
+            self._launched = None  # all of its results would be dropped
         return cancelled + events
 
     def _schedule(self, in_flight: set[int]) -> ScheduledRequests:

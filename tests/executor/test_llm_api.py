@@ -720,10 +720,12 @@ def test_who_comes_while_a_step_fails_is_served(harness, target) -> None:
 
 def test_event_loops_are_not_kept(harness) -> None:
     llm = harness.llm()
+    gc.collect()
+    before = set(event_stream._wakers)
     for _ in range(3):
         asyncio.run(llm.generate_async([1, 2], greedy(3)))
     gc.collect()
-    assert not [loop for loop in event_stream._wakers if loop.is_closed()]
+    assert set(event_stream._wakers) <= before
 
 
 def test_a_loop_that_was_closed_loses_its_requests(harness) -> None:
@@ -771,9 +773,7 @@ def test_a_stream_that_is_collected_within_a_step(harness, target) -> None:
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_a_failure_after_the_last_token_keeps_the_outputs(
-    harness, target, no_overlap, caplog
-) -> None:
+def test_a_failure_after_the_last_token_keeps_the_outputs(harness, target, no_overlap) -> None:
     llm = harness.llm(disable_overlap_scheduler=no_overlap)
     text = target.greedy([1, 2, 3], 30)
     stop = next(t for i, t in enumerate(text) if i > 8 and t not in text[:i])
@@ -787,8 +787,6 @@ def test_a_failure_after_the_last_token_keeps_the_outputs(
     llm.executor.sampler.update_requests = update_requests
     (output,) = llm.generate([[1, 2, 3]], greedy(40, stop_token_ids=(stop,)))
     assert output.token_ids == text[: text.index(stop) + 1]
-    message = "a step without submitted requests failed"
-    assert no_overlap or wait_until(lambda: message in caplog.text)
     assert_drained(llm)
 
 
