@@ -213,7 +213,23 @@ TOP_LEVEL: Mapping[str, HostKey] = _table(
         "moe_config",
     ),
 )
-"""At the top level of the file."""
+"""TensorRT-LLM's, at the top level of the file."""
+
+VLLM: Mapping[str, HostKey] = _table(
+    ("cuda_graph_config selects CUDA graphs", (False,), "enforce_eager"),
+    (_NO_REUSE, (False, None), "enable_prefix_caching"),
+    ("quantized weights are not supported", (None,), "quantization"),
+    ("speculative_config.mtp.seed is the engine's seed", (0, None), "seed"),
+    (_NO_ITERATION_LOG, (bool,), "disable_log_stats disable_log_requests"),
+    (_ONE_GPU, (1,), "data_parallel_size"),
+    (_ONE_GPU, (False,), "enable_expert_parallel"),
+    (_ONE_GPU, (bool,), "disable_custom_all_reduce"),
+    (_OWN_CACHE, (0, 0.0), "swap_space cpu_offload_gb"),
+    ("the cache has the model's type", ("auto",), "kv_cache_dtype"),
+)
+"""vLLM's, at the top level."""
+
+TOP_LEVEL_OF_BOTH: Mapping[str, HostKey] = {**TOP_LEVEL, **VLLM}
 
 KV_CACHE: Mapping[str, HostKey] = _table(
     ("the KV cache has the model's dtype", ("auto",), "dtype"),

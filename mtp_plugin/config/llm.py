@@ -11,7 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 from typing_extensions import Self, override
 
 from mtp_plugin.config import host_keys
-from mtp_plugin.config.messages import join
+from mtp_plugin.config.messages import got, join
 from mtp_plugin.config.schema import ConfigModel, Problem, drop_host_keys, whole_file
 from mtp_plugin.config.speculative import MTPDecodingConfig, SpeculativeConfig, is_mtp
 from mtp_plugin.config.values import BatchSizes, Switch
@@ -98,7 +98,7 @@ class CudaGraphConfig(ConfigModel):
 class LLMConfig(ConfigModel):
     """The YAML file of the embedded executor, or one of TensorRT-LLM's for one GPU."""
 
-    host_keys = host_keys.TOP_LEVEL
+    host_keys = host_keys.TOP_LEVEL_OF_BOTH
 
     renamed: ClassVar[Mapping[str, str]] = {
         "enable_overlap_scheduler": "write disable_overlap_scheduler with the opposite value",
@@ -111,10 +111,16 @@ class LLMConfig(ConfigModel):
         "model_dir": "write model",
         "model_path": "write model",
         "max_input_len": "write max_seq_len (prompt plus output)",
-        "max_model_len": "write max_seq_len",
-        "max_num_seqs": "write max_batch_size",
-        "max_num_batched_tokens": "write max_num_tokens",
-        "torch_dtype": "write dtype",
+        "block_size": "write kv_cache_config: {tokens_per_block: _}",
+        "num_gpu_blocks_override": "write kv_cache_config: {max_tokens: _}, a number of tokens",
+        "async_scheduling": "write disable_overlap_scheduler with the opposite value",
+    }
+
+    aliases: ClassVar[Mapping[str, str]] = {
+        "max_model_len": "max_seq_len",
+        "max_num_seqs": "max_batch_size",
+        "max_num_batched_tokens": "max_num_tokens",
+        "torch_dtype": "dtype",
     }
 
     model: str = Field(
@@ -136,6 +142,13 @@ class LLMConfig(ConfigModel):
     )
     kv_cache_config: KVCacheConfig = Field(
         default_factory=KVCacheConfig, description="the paged KV cache"
+    )
+    gpu_memory_utilization: float | None = Field(
+        default=None,
+        gt=0,
+        le=1,
+        description="share of the whole device memory for weights, cache and everything else, as "
+        "in vLLM; null: kv_cache_config.free_gpu_memory_fraction",
     )
     attn_backend: Literal["auto", "sdpa", "triton"] = Field(
         default="auto",
@@ -161,6 +174,7 @@ class LLMConfig(ConfigModel):
     @classmethod
     @override
     def _prepare(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:
+        yield from _read_vllm(data)
         names = drop_host_keys(cls, data)
         for section, model in _SECTIONS.items():
             inner = data.get(section)
@@ -184,6 +198,7 @@ class LLMConfig(ConfigModel):
     @override
     def _checks(self) -> Iterator[Iterator[Problem]]:
         yield self._mode_problems()
+        yield self._memory_problems()
         yield self._budget_problems()
         yield self._graph_device_problems()
         yield self._graph_problems()
@@ -192,6 +207,14 @@ class LLMConfig(ConfigModel):
         if isinstance(self.speculative_config, MTPDecodingConfig):
             for key, message in self.speculative_config.mode_problems():
                 yield f"speculative_config.{key}", message
+
+    def _memory_problems(self) -> Iterator[Problem]:
+        is_given = "free_gpu_memory_fraction" in self.kv_cache_config.model_fields_set
+        if self.gpu_memory_utilization is not None and is_given:
+            yield (
+                "gpu_memory_utilization",
+                "expected either this or kv_cache_config.free_gpu_memory_fraction, got both",
+            )
 
     def _budget_problems(self) -> Iterator[Problem]:
         spec = self.speculative_config
@@ -219,6 +242,21 @@ class LLMConfig(ConfigModel):
                 f"cuda_graph_config.{name}",
                 f"expected at most max_batch_size ({self.max_batch_size}), got {graphs.largest}",
             )
+
+
+def _read_vllm(data: dict[Any, Any]) -> Iterator[Problem]:
+    """Rewrite vLLM's keys that have no equal here."""
+    if data.get("enforce_eager") is True:
+        del data["enforce_eager"]
+        if data.get("cuda_graph_config") is not None:
+            yield "enforce_eager", "true contradicts cuda_graph_config; leave one of them out"
+    speculative = data.get("speculative_config")
+    if not isinstance(speculative, Mapping) or "method" not in speculative:
+        return
+    method, inner = speculative["method"], {k: v for k, v in speculative.items() if k != "method"}
+    data["speculative_config"] = {"decoding_type": "MTP", **inner}
+    if not (isinstance(method, str) and method.casefold().endswith("mtp")):
+        yield "speculative_config.method", f"expected 'mtp', got {got(method)}"
 
 
 _SECTIONS: Mapping[str, type[ConfigModel]] = {

@@ -70,6 +70,9 @@ class ConfigModel(BaseModel):
     renamed: ClassVar[Mapping[str, str]] = {}
     """Keys of other versions and engines -> the key to write instead."""
 
+    aliases: ClassVar[Mapping[str, str]] = {}
+    """Keys of other engines -> the key here with the same meaning."""
+
     host_keys: ClassVar[Mapping[str, HostKey]] = {}
     """TensorRT-LLM keys without effect, with their accepted values."""
 
@@ -114,7 +117,7 @@ class ConfigModel(BaseModel):
         if not isinstance(data, Mapping):
             return handler(data)
         data = dict(data)
-        problems = list(cls._prepare(data, info))
+        problems = [*cls._rename(data), *cls._prepare(data, info)]
         errors: list[ErrorDetails] = []
         try:
             model: Self | None = cls._without_reported(data, handler)
@@ -131,6 +134,18 @@ class ConfigModel(BaseModel):
         raise ValidationError.from_exception_data(
             cls.__name__, [*map(_to_init_error, errors), *_line_errors(problems)]
         )
+
+    @classmethod
+    def _rename(cls, data: dict[Any, Any]) -> Iterator[Problem]:
+        """Move the values of aliases to our keys, and yield those that contradict ours."""
+        for alias in [key for key in data if key in cls.aliases]:
+            name, value = cls.aliases[alias], data.pop(alias)
+            if data.setdefault(name, value) != value:
+                yield (
+                    alias,
+                    f"{got(value)} is {name} under another name, and {name}: {got(data[name])} is "
+                    f"given as well",
+                )
 
     @classmethod
     def _prepare(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:  # noqa: ARG003
@@ -241,11 +256,9 @@ def _mark(model: type[ConfigModel], data: dict[Any, Any], path: Sequence[Any]) -
 
 
 def _config_error(model: type[ConfigModel], error: ValidationError, source: str) -> ConfigError:
-    problems = (
-        problem
-        for details in error.errors(include_url=False)
-        for problem in _problems_of(model, details)
-    )
+    found = error.errors(include_url=False)
+    is_short = sum(details["type"] == "extra_forbidden" for details in found) > 1
+    problems = (problem for details in found for problem in _problems_of(model, details, is_short))
     lines = [
         f"{source}: {key}: {message}" if key else f"{source}: {message}"
         for key, message in itertools.islice(problems, MAX_PROBLEMS)
@@ -255,8 +268,14 @@ def _config_error(model: type[ConfigModel], error: ValidationError, source: str)
     return ConfigError("\n".join(lines))
 
 
-def _problems_of(root: type[ConfigModel], details: ErrorDetails) -> Iterator[Problem]:
-    """Convert one pydantic error to (dotted key path, message) pairs."""
+def _problems_of(
+    root: type[ConfigModel], details: ErrorDetails, is_short: bool = False
+) -> Iterator[Problem]:
+    """Yield what pydantic found, as (dotted key path, sentence).
+
+    Args:
+        is_short: do not list the known keys for an unknown one.
+    """
     steps = details["loc"]
     not_in_file = ("[key]", *_tags(ConfigModel.outermost))
     path = ".".join(spelled(step) for step in steps if step not in not_in_file)
@@ -270,7 +289,9 @@ def _problems_of(root: type[ConfigModel], details: ErrorDetails) -> Iterator[Pro
         case "extra_forbidden":
             owner, _ = _find(root, steps[:-1])
             refused = list(_key_problems(owner, str(steps[-1]), path, details["input"]))
-            yield from refused or [(path, f"unknown key; {_advice(owner, str(steps[-1]))}")]
+            advice = _advice(owner, str(steps[-1]))
+            is_list = is_short and advice.startswith("expected one of ")
+            yield from refused or [(path, "unknown key" if is_list else f"unknown key; {advice}")]
         case "invalid_key":
             owner, _ = _find(root, steps[:-1])
             yield path, f"expected a key that is text; {_advice(owner, '')}"

@@ -60,9 +60,10 @@ class MTPDecodingConfig(ConfigModel):
 
     host_keys = host_keys.SPECULATIVE
 
+    aliases: ClassVar[Mapping[str, str]] = {"num_speculative_tokens": "max_draft_len"}
+
     renamed: ClassVar[Mapping[str, str]] = {
         "num_draft_tokens": "write max_draft_len",
-        "num_speculative_tokens": "write max_draft_len",
         "max_total_draft_tokens": "write max_draft_len (drafts are linear)",
         "num_nextn_predict_layers_from_model_config": "read from the checkpoint; leave it out",
         "mtp_eagle_one_model": "MTP always runs in one engine; leave it out",

@@ -27,6 +27,7 @@ from mtp_plugin.executor.kv_cache.sizing import (
     bytes_per_token,
     num_kv_blocks,
     probe_pools,
+    total_bytes,
 )
 from mtp_plugin.executor.memory import check_requests, memory_line, shortage_named, token_bytes
 from mtp_plugin.executor.model_engine import ModelEngine, StepLimits
@@ -239,6 +240,7 @@ def _engine(
         max_seq_len=resolved.max_seq_len,
         token_bytes=bytes_per_token(probe),
         available=available_bytes(device),
+        total=total_bytes(device),
     )
     blocks = BlockManager(num_blocks, config.kv_cache_config.tokens_per_block)
     pools = PagedKVPools(blocks.num_blocks, blocks.block_size, fill=kv_fill)

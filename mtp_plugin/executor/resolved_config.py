@@ -113,6 +113,8 @@ def check_graphs(config: LLMConfig, device: torch.device, report: Callable[[str]
     """Report that CUDA graphs were requested on a device without them."""
     if config.cuda_graph_config is not None and device.type != "cuda":
         report("no CUDA device: steps run eagerly, padded as the graphs would be")
+    if config.gpu_memory_utilization is not None and device.type != "cuda":
+        report("no CUDA device: gpu_memory_utilization has no effect")
 
 
 def check_model(resolved: ResolvedConfig, model: LoadedModel) -> None:

@@ -30,6 +30,7 @@ from mtp_plugin.config import (
     parse_config,
     speculative,
 )
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 
 calm = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
@@ -329,6 +330,44 @@ class TestOtherPlugins:
         assert spec.model_dump() == {"decoding_type": "Toy", "sizes": [1, 2]}
 
 
+def test_keys_of_vllm_are_those_here() -> None:
+    theirs = {
+        "model": "m",
+        "max_model_len": 64,
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 128,
+        "torch_dtype": "float32",
+        "enforce_eager": True,
+        "enable_prefix_caching": False,
+        "quantization": None,
+        "tensor_parallel_size": 1,
+        "seed": 0,
+        "disable_log_stats": True,
+        "gpu_memory_utilization": 0.5,
+        "speculative_config": {"method": "mtp", "num_speculative_tokens": 3},
+    }
+    ours = {
+        "model": "m",
+        "max_seq_len": 64,
+        "max_batch_size": 4,
+        "max_num_tokens": 128,
+        "dtype": "float32",
+        "gpu_memory_utilization": 0.5,
+        "speculative_config": {"decoding_type": "MTP", "max_draft_len": 3},
+    }
+    assert parse_config(theirs) == parse_config(ours)
+
+
+def test_several_unknown_keys_have_a_short_line_each() -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({"model": "m", "zebra": 1, "yonder": 2, "max_batchsize": 3})
+    assert sorted(str(caught.value).splitlines()) == [
+        "<mapping>: max_batchsize: unknown key; did you mean max_batch_size?",
+        "<mapping>: yonder: unknown key",
+        "<mapping>: zebra: unknown key",
+    ]
+
+
 class TestFile:
     def test_defaults(self) -> None:
         config = parse_config({"model": "m"})
@@ -345,6 +384,7 @@ class TestFile:
                 "free_gpu_memory_fraction": 0.9,
                 "enable_block_reuse": False,
             },
+            "gpu_memory_utilization": None,
             "attn_backend": "auto",
             "fused_layers": "auto",
             "cuda_graph_config": None,

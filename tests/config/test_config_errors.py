@@ -34,8 +34,8 @@ class Case(NamedTuple):
 
 TOP_LEVEL_KEYS = (
     "model, dtype, device, max_batch_size, max_num_tokens, max_seq_len, kv_cache_config, "
-    "attn_backend, fused_layers, cuda_graph_config, disable_overlap_scheduler, "
-    "enable_chunked_prefill, speculative_config"
+    "gpu_memory_utilization, attn_backend, fused_layers, cuda_graph_config, "
+    "disable_overlap_scheduler, enable_chunked_prefill, speculative_config"
 )
 
 
@@ -205,9 +205,43 @@ KEY_CASES = [
         "use_cuda_graph: unknown key; write cuda_graph_config: {} (graphs) or null (none)",
     ),
     Case(
-        "another engine's batch size",
-        "model: m\nmax_num_seqs: 8\n",
-        "max_num_seqs: unknown key; write max_batch_size",
+        "another engine's block size",
+        "model: m\nblock_size: 8\n",
+        "block_size: unknown key; write kv_cache_config: {tokens_per_block: _}",
+    ),
+    Case(
+        "two names of one key",
+        "model: m\nmax_num_seqs: 8\nmax_batch_size: 4\n",
+        "max_num_seqs: 8 is max_batch_size under another name, and max_batch_size: 4 is given as "
+        "well",
+    ),
+    Case(
+        "another engine's prefix caching",
+        "model: m\nenable_prefix_caching: true\n",
+        "enable_prefix_caching: KV blocks are not reused between requests; expected false or null, "
+        "got true",
+    ),
+    Case(
+        "another engine's seed",
+        "model: m\nseed: 7\n",
+        "seed: speculative_config.mtp.seed is the engine's seed; expected 0 or null, got 7",
+    ),
+    Case(
+        "another engine's method",
+        "model: m\nspeculative_config:\n  method: ngram\n",
+        "speculative_config.method: expected 'mtp', got 'ngram'",
+    ),
+    Case(
+        "two shares of memory",
+        "model: m\ngpu_memory_utilization: 0.5\nkv_cache_config:\n  "
+        "free_gpu_memory_fraction: 0.5\n",
+        "gpu_memory_utilization: expected either this or kv_cache_config.free_gpu_memory_fraction, "
+        "got both",
+    ),
+    Case(
+        "graphs and none",
+        "model: m\nenforce_eager: true\ncuda_graph_config: {}\n",
+        "enforce_eager: true contradicts cuda_graph_config; leave one of them out",
     ),
     Case(
         "another engine's K",

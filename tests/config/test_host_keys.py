@@ -25,7 +25,7 @@ from mtp_plugin.config.host_keys import HostKey
 from mtp_plugin.errors import ConfigError
 
 SECTIONS: dict[str, Mapping[str, HostKey]] = {
-    "": host_keys.TOP_LEVEL,
+    "": host_keys.TOP_LEVEL_OF_BOTH,
     "kv_cache_config": host_keys.KV_CACHE,
     "cuda_graph_config": host_keys.CUDA_GRAPHS,
     "speculative_config": host_keys.SPECULATIVE,
@@ -161,8 +161,9 @@ REFUSED = [
     (
         {"tensor_paralel_size": 1},
         "tensor_paralel_size: unknown key; expected one of model, dtype, device, max_batch_size, "
-        "max_num_tokens, max_seq_len, kv_cache_config, attn_backend, fused_layers, "
-        "cuda_graph_config, disable_overlap_scheduler, enable_chunked_prefill, speculative_config",
+        "max_num_tokens, max_seq_len, kv_cache_config, gpu_memory_utilization, attn_backend, "
+        "fused_layers, cuda_graph_config, disable_overlap_scheduler, enable_chunked_prefill, "
+        "speculative_config",
     ),
 ]
 

@@ -193,6 +193,31 @@ def test_the_cache_takes_no_more_than_there_is(path: Path) -> None:
         blocks(2 * 32 * 1024 - 1)
 
 
+def test_gpu_memory_utilization_is_a_share_of_the_whole_device(path: Path) -> None:
+    block = 32 * 1024
+
+    def blocks(share: float | None, available: int) -> int:
+        config = doctor.LLMConfig(
+            model=str(path),
+            max_batch_size=10**6,
+            max_num_tokens=10**7,
+            gpu_memory_utilization=share,
+        )
+        return sizing.num_kv_blocks(
+            config,
+            torch.device("cuda"),
+            max_seq_len=3200,
+            token_bytes=1024,
+            available=available,
+            total=100 * block,
+        )
+
+    assert blocks(None, 80 * block) == 80 * 9 // 10 - 1
+    assert blocks(0.5, 80 * block) == 50 - 20 - 1  # 20 blocks are in use
+    with pytest.raises(ConfigError, match="are available for the KV cache"):
+        blocks(0.5, 50 * block)
+
+
 # --- what there is ---
 
 

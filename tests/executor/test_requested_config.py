@@ -252,8 +252,9 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     ),
     "an option of another engine": (
         ("CHECKPOINT",),
-        {"max_model_len": 3},
-        "LLM: max_model_len: unknown key; write max_seq_len",
+        {"num_gpu_blocks_override": 3},
+        "LLM: num_gpu_blocks_override: unknown key; write kv_cache_config: {max_tokens: _}, a "
+        "number of tokens",
     ),
     "an odd value": (
         ("CHECKPOINT",),

@@ -76,6 +76,11 @@ def available_bytes(device: torch.device) -> int | None:
     return available_host_bytes()
 
 
+def total_bytes(device: torch.device) -> int | None:
+    """Return the memory of a CUDA device; None: a CPU."""
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else None
+
+
 def available_host_bytes(root: Path = Path("/")) -> int | None:
     """Return the available bytes of a CPU, see `available_bytes`.
 
@@ -104,6 +109,7 @@ def num_kv_blocks(
     max_seq_len: int,
     token_bytes: int,
     available: int | None,
+    total: int | None = None,
 ) -> int:
     """Return the number of usable KV blocks; together with the sentinel block they fit into memory.
 
@@ -113,6 +119,7 @@ def num_kv_blocks(
         max_seq_len: maximum number of tokens of a request.
         token_bytes: see `bytes_per_token`.
         available: see `available_bytes`.
+        total: the device's memory, of which ``gpu_memory_utilization`` is a share.
 
     Raises:
         ConfigError: ``kv_cache_config.max_tokens`` holds no block, or memory does not hold the
@@ -132,7 +139,10 @@ def num_kv_blocks(
         return configured
     most = CPU_KV_BYTES if available is None else available
     if device.type == "cuda":
-        most = int(most * cache.free_gpu_memory_fraction)
+        if config.gpu_memory_utilization is None or total is None:
+            most = int(most * cache.free_gpu_memory_fraction)
+        else:
+            most = max(0, int(total * config.gpu_memory_utilization) - (total - most))
     else:
         most = min(most, CPU_KV_BYTES)
     holds = most // block_bytes - 1

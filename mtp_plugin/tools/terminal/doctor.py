@@ -18,6 +18,7 @@ from mtp_plugin.executor.kv_cache.sizing import (
     configured_blocks,
     format_bytes,
     num_kv_blocks,
+    total_bytes,
 )
 from mtp_plugin.executor.memory import check_requests, token_bytes
 from mtp_plugin.executor.models import (
@@ -224,7 +225,12 @@ def _examine_memory(
     if available is not None:
         available = max(0, available - weights)
     blocks = num_kv_blocks(
-        config, device, max_seq_len=max_seq_len, token_bytes=row, available=available
+        config,
+        device,
+        max_seq_len=max_seq_len,
+        token_bytes=row,
+        available=available,
+        total=total_bytes(device),
     )
     size = format_bytes((blocks + 1) * config.kv_cache_config.tokens_per_block * row)
     share = "" if available is None else f" of {format_bytes(available)} available"
