@@ -33,8 +33,8 @@ from mtp_plugin.verifications import (
 class CustomVerification(ABC):
     """A verification method from outside the package."""
 
-    description: str
-    """Description for users."""
+    description: str = ""
+    """Description for users; required."""
     keeps_output: bool = False
     """Whether sampled output equals decoding without drafts."""
 
@@ -165,16 +165,15 @@ def _expect_method(method: object, source: str) -> None:
     Raises:
         PluginError: it is not.
     """
-    keeps_output: object = getattr(method, "keeps_output", None)
-    description: object = getattr(method, "description", None)
+    checked: Any = method
     if isinstance(method, type):
         problem = "is a class; create an object of it"
     elif not isinstance(method, CustomVerification):
         problem = "does not derive from that class"
-    elif not isinstance(description, str) or not description:
-        problem = f"has description {format_value(description)}, expected text"
-    elif not isinstance(keeps_output, bool):
-        problem = f"has keeps_output {format_value(keeps_output)}, expected True or False"
+    elif not isinstance(checked.description, str) or not checked.description:
+        problem = f"has description {format_value(checked.description)}, expected text"
+    elif not isinstance(checked.keeps_output, bool):
+        problem = f"has keeps_output {format_value(checked.keeps_output)}, expected True or False"
     else:
         return
     raise PluginError(

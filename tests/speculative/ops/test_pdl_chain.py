@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields, replace
 import pytest
 import torch
 
-from mtp_plugin.kernels import top_k
+from mtp_plugin.kernels import top1
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops import draft_triton
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
@@ -213,7 +213,7 @@ def test_every_step_is_the_reference(
     if in_graph and DEVICE.type == "cpu":
         pytest.skip("needs a CUDA device")
     if not pdl:
-        for module in (acceptance, draft_inputs_triton, draft_triton, top_k):
+        for module in (acceptance, draft_inputs_triton, draft_triton, top1):
             monkeypatch.setattr(module, "pdl_options", lambda _: {"PDL": False})
     state = State.of(batch, k, vocab, hidden)
 
