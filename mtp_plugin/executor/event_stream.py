@@ -191,7 +191,8 @@ class LoopWaker:
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = weakref.ref(loop)
-        self._due: deque[asyncio.Event] = deque()
+        # weak: an event refers to its loop, which a loop that was closed would then keep
+        self._due: deque[weakref.ref[asyncio.Event]] = deque()
         self._is_scheduled = False
 
     @classmethod
@@ -208,7 +209,7 @@ class LoopWaker:
         loop = self._loop()
         if loop is None or loop.is_closed():
             return False
-        self._due.append(event)
+        self._due.append(weakref.ref(event))
         if not self._is_scheduled:
             self._is_scheduled = True
             try:
@@ -220,7 +221,9 @@ class LoopWaker:
     def _set_due(self) -> None:
         self._is_scheduled = False
         while self._due:
-            self._due.popleft().set()
+            event = self._due.popleft()()
+            if event is not None:
+                event.set()
 
 
 _wakers: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWaker] = (
