@@ -79,7 +79,7 @@ def test_one_that_could_not_be_built_keeps_nothing(harness: Harness, model: Load
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("part", ["AsyncSteps", "Admission", "_set_stop_callback", "on_progress"])
+@pytest.mark.parametrize("part", ["Engine", "Admission", "_set_stop_callback", "on_progress"])
 def test_error_after_the_build_releases_the_attention(
     harness: Harness, model: LoadedModel, monkeypatch, part: str, error: type[BaseException]
 ) -> None:
