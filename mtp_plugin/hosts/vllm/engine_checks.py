@@ -5,36 +5,40 @@ from __future__ import annotations
 from typing import Any
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.hosts.vllm.options import VllmOptions, read_options
+from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions, read_settings
+from mtp_plugin.hosts.vllm.requests import method_problems
 from mtp_plugin.hosts.vllm.versions import TESTED, is_tested, release
 
 PIPELINE_SINCE = (0, 32)
 """Earlier versions send no draft tokens to earlier pipeline stages."""
+PROBS_SINCE = (0, 26)
+"""Earlier versions do not mark the rows that pad a batch, which would overwrite probabilities."""
 
 
-def checked_options(vllm_config: Any) -> VllmOptions | None:
-    """Return the options of an engine; None if the plugin is off.
+def checked_settings(vllm_config: Any) -> EngineSettings | None:
+    """Return the settings of an engine; None if the plugin is off.
 
     Raises:
         ConfigError: an unknown option, or a configuration that the plugin cannot serve; lists
             every problem and what to change.
     """
-    options = read_options(vllm_config)
-    if options is None:
+    settings = read_settings(vllm_config)
+    if settings is None:
         return None
-    problems = problems_of(vllm_config, options)
+    problems = problems_of(vllm_config, settings)
     if problems:
         raise ConfigError(
             "additional_config.mtp_plugin is on, but "
             + "; ".join(problems)
             + ". Change this, or turn the plugin off by leaving out additional_config.mtp_plugin."
         )
-    return options
+    return settings
 
 
-def problems_of(vllm_config: Any, options: VllmOptions) -> list[str]:
+def problems_of(vllm_config: Any, settings: EngineSettings) -> list[str]:
     """Return one line for every reason why the plugin cannot serve an engine."""
-    problems = []
+    options = settings.options
+    problems = _option_problems(options, settings)
     version = release()
     if not options.allow_untested and not is_tested():
         problems.append(
@@ -50,6 +54,18 @@ def problems_of(vllm_config: Any, options: VllmOptions) -> list[str]:
     spec = vllm_config.speculative_config
     if spec is not None:
         problems += _speculative_problems(vllm_config, spec, version)
+    return problems
+
+
+def _option_problems(options: VllmOptions, settings: EngineSettings) -> list[str]:
+    problems = method_problems("verification", options.verification, settings)
+    tokens = (options.thinking_begin_token, options.thinking_end_token)
+    if not options.is_relaxed and (
+        tokens != (None, None) or options.relaxed_topk > 1 or options.relaxed_delta > 0
+    ):
+        problems.append(
+            "relaxed acceptance needs thinking_begin_token and thinking_end_token: set both"
+        )
     return problems
 
 
@@ -78,10 +94,10 @@ def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int])
             f"the speculative method is {spec.method!r}: set speculative_config.method to 'mtp', "
             "or leave out speculative_config"
         )
-    if getattr(spec, "draft_sample_method", "greedy") != "greedy":
+    if getattr(spec, "draft_sample_method", "greedy") == "probabilistic" and version < PROBS_SINCE:
         problems.append(
-            f"speculative_config.draft_sample_method is {spec.draft_sample_method!r}: leave it "
-            "out, the plugin samples drafts itself"
+            "speculative_config.draft_sample_method is 'probabilistic': that needs vLLM "
+            f"{PROBS_SINCE[0]}.{PROBS_SINCE[1]} or newer with the plugin; leave it out"
         )
     if getattr(spec, "rejection_sample_method", "standard") not in ("standard", "synthetic"):
         problems.append(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from mtp_plugin.config.messages import expected, got
 from mtp_plugin.errors import ConfigError
@@ -17,13 +18,58 @@ class VllmOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    verification: Literal["coupled"] = "coupled"
-    """``coupled``: drafts and target tokens are sampled with the same noise, so that a seed gives
-    the same output with any number of drafts."""
+    verification: str = "coupled"
+    """Verification method of requests that name none. ``coupled``: drafts and target tokens are
+    sampled with the same noise, so that a seed gives the same output with any number of drafts."""
+    thinking_begin_token: int | None = Field(default=None, ge=0)
+    """Token ids that begin and end the thinking phase; both given: relaxed acceptance is
+    available."""
+    thinking_end_token: int | None = Field(default=None, ge=0)
+    relaxed_topk: int = Field(default=1, ge=1)
+    """In the thinking phase of a greedy request, drafts among the so many most probable tokens are
+    accepted, ..."""
+    relaxed_delta: float = Field(default=0.0, ge=0.0, le=1.0)
+    """... if their probability is at most so far below the highest one."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """``auto``: Triton kernels on CUDA devices, else torch."""
     allow_untested: bool = False
     """Try a vLLM version that was not tested, if its methods have known signatures."""
+
+    @property
+    def is_relaxed(self) -> bool:
+        """Whether relaxed acceptance is available."""
+        return self.thinking_begin_token is not None and self.thinking_end_token is not None
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What requests and ops need to know about an engine with the plugin."""
+
+    options: VllmOptions
+    num_drafts: int  # K, 0 without speculative decoding
+    keeps_draft_probs: bool = False
+    """``draft_sample_method: probabilistic``, which ``rejection`` and ``block`` need."""
+    synthetic_rates: tuple[float, ...] | None = None
+    """Share of steps that accept at least i+1 drafts; None: real acceptance."""
+
+
+def read_settings(vllm_config: Any) -> EngineSettings | None:
+    """Return the settings of an engine; None if the plugin is off.
+
+    Raises:
+        ConfigError: lists every wrong option.
+    """
+    options = read_options(vllm_config)
+    if options is None:
+        return None
+    spec = vllm_config.speculative_config
+    if spec is None:
+        return EngineSettings(options, 0)
+    rates = None
+    if getattr(spec, "rejection_sample_method", "standard") == "synthetic":
+        rates = tuple(spec.synthetic_acceptance_rates)
+    keeps = getattr(spec, "draft_sample_method", "greedy") == "probabilistic"
+    return EngineSettings(options, spec.num_speculative_tokens, keeps, rates)
 
 
 def read_options(vllm_config: Any) -> VllmOptions | None:

@@ -137,15 +137,17 @@ def _cache_folder() -> Path:
 
 
 def compile_launch(launch: Launch) -> None:
-    """Compile the kernels of `engine.RowOps` for logits of one tiling, without a GPU."""
+    """Compile the kernels of `row_ops.RowOps` for logits of one tiling, without a GPU."""
+    import numpy as np
     import torch
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import CompiledKernel
     from triton.runtime.driver import driver
 
-    from mtp_plugin.hosts.vllm.engine import RowOps
+    from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
     from mtp_plugin.hosts.vllm.request_slots import RequestSlots
+    from mtp_plugin.hosts.vllm.row_ops import RowOps, StepRows
     from mtp_plugin.kernels import launching, programmatic_launch
     from mtp_plugin.kernels.backend import Backend
 
@@ -179,7 +181,8 @@ def compile_launch(launch: Launch) -> None:
 
     device, rows = torch.device("cpu"), launch.rows
     width = launch.num_drafts + 1
-    ops = RowOps(RequestSlots(rows, device), launch.num_drafts, Backend.TRITON)
+    settings = EngineSettings(VllmOptions(), launch.num_drafts)
+    ops = RowOps(RequestSlots(rows, device), settings, Backend.TRITON, launch.vocab)
     padded = -(-launch.vocab // VOCAB_PADDING) * VOCAB_PADDING
     dtype = getattr(torch, launch.dtype)
     logits = torch.empty(rows * width, padded, dtype=dtype)[:, : launch.vocab]
@@ -187,13 +190,22 @@ def compile_launch(launch: Launch) -> None:
     positions = torch.zeros(rows * width, dtype=torch.int64)
     ops.sample(logits[:rows], indices[:rows], positions[:rows])
     if launch.num_drafts:
-        drafts, choices = indices, indices
         starts = torch.arange(0, rows * width + 1, width, dtype=torch.int32)
-        ops.verify(logits, drafts, choices, starts, indices[:rows], positions)
-        fewer = rows * width - 1  # ragged
-        ops.verify(
-            logits[:fewer], drafts[:fewer], choices[:fewer], starts, indices[:rows], positions
-        )
+        hosts = np.zeros(rows, dtype=np.int32)
+        for count in (rows * width, rows * width - 1):  # uniform, ragged
+            step = StepRows(
+                logits[:count],
+                drafts=indices[:count],
+                positions=positions[:count],
+                row_indices=indices[:count],
+                offsets=indices[:count],
+                cu_num_logits=starts,
+                indices=indices[:rows],
+                host_indices=hosts,
+                seq_lens=indices[:rows],
+                prefill_lens=indices[:rows],
+            )
+            ops.verify(step)
 
 
 def main(launch: str) -> None:

@@ -1,29 +1,196 @@
-"""Admission of requests to an engine with the plugin."""
+"""Options of a request: keys of ``SamplingParams.extra_args`` (``vllm_xargs`` in the server)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from mtp_plugin.config.messages import expected, got
+from mtp_plugin.errors import RequestError
+from mtp_plugin.hosts.vllm.options import EngineSettings
+from mtp_plugin.hosts.vllm.request_slots import DRAFT_LIMIT
+from mtp_plugin.requests.columns import Number
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.requests.thinking import thinking_after
+from mtp_plugin.speculative.ops.sampling import DraftedBy
+from mtp_plugin.verifications import codes
+
 PREFIX = "mtp_"
+BY_DRAFT_PROBS = ("rejection", "block")
+"""Methods that compare the probabilities of target and draft."""
 
 
-def check_request(params: Any) -> None:
-    """Refuse options of ours that do not exist.
+class RequestOptions(BaseModel):
+    """The plugin's options of one request; each is a key after the prefix ``mtp_``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    verification: str | None = None
+    """Verification method; unset: the engine's."""
+    relaxed_topk: int | None = Field(default=None, ge=1)
+    relaxed_delta: float | None = Field(default=None, ge=0.0, le=1.0)
+    """Relaxed acceptance in the thinking phase; unset: the engine's."""
+    speculate: bool = True
+    """False (or 0): no draft is accepted."""
+    max_draft_len: int | None = Field(default=None, ge=0)
+    """Most drafts of a step that may be accepted; unset: K."""
+
+    @field_validator("speculate", mode="before")
+    @classmethod
+    def _flag(cls, value: Any) -> Any:
+        return bool(value) if type(value) is int and value in (0, 1) else value
+
+    @field_validator("relaxed_delta", mode="before")
+    @classmethod
+    def _number(cls, value: Any) -> Any:
+        return float(value) if type(value) is int else value
+
+
+def read_request(extra_args: Mapping[str, Any] | None, settings: EngineSettings) -> RequestOptions:
+    """Return the options of a request; keys without the prefix are left alone.
+
+    Raises:
+        RequestError: lists every unknown key and impossible value.
+    """
+    ours = {
+        str(key)[len(PREFIX) :]: value
+        for key, value in (extra_args or {}).items()
+        if str(key).startswith(PREFIX)
+    }
+    if not ours:
+        return RequestOptions()
+    try:
+        options = RequestOptions.model_validate(ours)
+    except ValidationError as error:
+        raise RequestError("; ".join(_problem(entry, ours) for entry in error.errors())) from None
+    problems = _impossible(options, settings)
+    if problems:
+        raise RequestError("; ".join(problems))
+    return options
+
+
+def check_request(params: Any, settings: EngineSettings) -> None:
+    """Check a request at admission.
 
     Args:
         params: vLLM's ``SamplingParams`` or ``PoolingParams``.
 
     Raises:
-        VLLMValidationError: a key of ``extra_args`` begins with ``mtp_``; vLLM answers with
-            HTTP 400.
+        VLLMValidationError: wrong options; vLLM answers with HTTP 400.
     """
-    extra = getattr(params, "extra_args", None) or {}
-    unknown = sorted(key for key in extra if str(key).startswith(PREFIX))
-    if unknown:
+    try:
+        read_request(getattr(params, "extra_args", None), settings)
+        if settings.synthetic_rates is not None:
+            _check_synthetic(params)
+    except RequestError as error:
         from vllm.exceptions import VLLMValidationError
 
         # 0.32 answers to any other exception with HTTP 500, to ValueError too
-        raise VLLMValidationError(
-            f"extra_args: mtp_plugin has no request options, got {', '.join(unknown)}: leave "
-            "them out"
+        raise VLLMValidationError(f"extra_args: {error}") from None
+
+
+def slot_values(
+    params: Any,
+    options: RequestOptions,
+    settings: EngineSettings,
+    prefill: Sequence[int],
+    num_output: int,
+) -> dict[str, Number | Sequence[Number]]:
+    """Return the columns of a request's row.
+
+    Args:
+        params: vLLM's ``SamplingParams``. prefill: ids of the prompt, and of the output so far if
+            the request was preempted; only read with relaxed acceptance. num_output: their number.
+    """
+    method = options.verification or settings.options.verification
+    values: dict[str, Number | Sequence[Number]] = {
+        "temperature": params.temperature,
+        "top_k": max(params.top_k, 0),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "verification": codes()[method],
+        "draft_sampling": DraftedBy.PLAIN if method in BY_DRAFT_PROBS else DraftedBy.COUPLED,
+        # a request takes no more steps than it has output tokens: no noise is used twice
+        "draft_step": num_output,
+    }
+    limit = options.max_draft_len if options.speculate else 0
+    if limit is not None and limit < settings.num_drafts:
+        values[DRAFT_LIMIT] = limit
+    if settings.options.is_relaxed:
+        values |= _relaxed_values(params, options, settings, prefill)
+    return values
+
+
+def _relaxed_values(
+    params: Any, options: RequestOptions, settings: EngineSettings, prefill: Sequence[int]
+) -> dict[str, Number | Sequence[Number]]:
+    engine = settings.options
+    begin, end = engine.thinking_begin_token or 0, engine.thinking_end_token or 0
+    stop_ids = sorted(params.all_stop_token_ids)
+    # stop ids are accepted only as the argmax, so a request with too many is verified strictly
+    is_served = len(stop_ids) <= MAX_STOP_IDS
+    topk = engine.relaxed_topk if options.relaxed_topk is None else options.relaxed_topk
+    delta = engine.relaxed_delta if options.relaxed_delta is None else options.relaxed_delta
+    return {
+        "thinking": int(thinking_after(prefill, begin, end)),
+        "relaxed_topk": topk if is_served else 1,
+        "relaxed_limit": delta if is_served else 0.0,
+        "stop_ids": stop_ids if is_served else (),
+    }
+
+
+def _impossible(options: RequestOptions, settings: EngineSettings) -> list[str]:
+    problems = []
+    method = options.verification
+    if method is not None:
+        problems += method_problems(f"{PREFIX}verification", method, settings)
+    if not settings.options.is_relaxed:
+        problems += [
+            f"{PREFIX}{name}: relaxed acceptance needs additional_config.mtp_plugin."
+            "thinking_begin_token and thinking_end_token"
+            for name in ("relaxed_topk", "relaxed_delta")
+            if getattr(options, name) is not None
+        ]
+    most = options.max_draft_len
+    if most is not None and most > settings.num_drafts:
+        problems.append(
+            f"{PREFIX}max_draft_len: expected at most num_speculative_tokens = "
+            f"{settings.num_drafts}, got {most}"
         )
+    return problems
+
+
+def method_problems(name: str, method: str, settings: EngineSettings) -> list[str]:
+    """Return why a verification method cannot be used, in one line or none."""
+    if method not in codes():
+        return [f"{name}: expected one of {', '.join(codes())}, got {got(method)}"]
+    if settings.synthetic_rates is not None and method != "coupled":
+        return [f"{name}: {method} cannot be combined with rejection_sample_method 'synthetic'"]
+    if method in BY_DRAFT_PROBS and settings.num_drafts and not settings.keeps_draft_probs:
+        return [
+            f"{name}: {method} needs speculative_config.draft_sample_method 'probabilistic', with "
+            "which the engine keeps the probabilities of drafts"
+        ]
+    return []
+
+
+def _check_synthetic(params: Any) -> None:
+    """Synthetic acceptance would accept drafts that these options forbid."""
+    for name in ("structured_outputs", "bad_words", "allowed_token_ids"):
+        if getattr(params, name, None):
+            raise RequestError(
+                f"{name}: not possible with rejection_sample_method 'synthetic', which accepts "
+                "drafts whatever the model says"
+            )
+
+
+def _problem(entry: Any, given: Mapping[str, Any]) -> str:
+    name = str(entry["loc"][0])
+    field = RequestOptions.model_fields.get(name)
+    if field is None:
+        known = ", ".join(f"{PREFIX}{known}" for known in RequestOptions.model_fields)
+        return f"{PREFIX}{name}: unknown option of mtp_plugin; known ones are {known}"
+    wanted = expected(field.annotation, tuple(field.metadata))
+    return f"{PREFIX}{name}: expected {wanted.removesuffix(' or null')}, got {got(given[name])}"

@@ -7,8 +7,11 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from mtp_plugin.hosts.vllm.engine import RowOps
+from mtp_plugin.hosts.vllm.requests import read_request, slot_values
+from mtp_plugin.hosts.vllm.row_ops import RowOps, valid_ids
 
+PREFILL = "_mtp_plugin_prefill"
+"""Attribute of vLLM's ``RequestState``: request state index -> ids of a new request's prefill."""
 PROCESSED = ("processed_logprobs", "processed_logits")
 """Values of ``logprobs_mode`` that need the logits after all sampling options."""
 
@@ -25,6 +28,7 @@ class SamplerParts:
     edits_in_place = True
     """Whether a version's ``apply_sampling_params`` may edit its argument instead of a copy."""
     sampling_states: Any
+    req_states: Any
     logprobs_mode: str
 
     @classmethod
@@ -56,15 +60,14 @@ class SamplerParts:
     def add_request(self, req_idx: int, *args: Any) -> None:
         """Stage the row of a request; the last argument is its ``SamplingParams``."""
         super().add_request(req_idx, *args)  # type: ignore[misc]
-        params = args[-1]
-        options = {
-            "temperature": params.temperature,
-            "top_k": max(params.top_k, 0),
-            "top_p": params.top_p,
-            "min_p": params.min_p,
-        }
+        params, states, settings = args[-1], self.req_states, self.ops.settings
+        num_output = states.prefill_len.np[req_idx] - states.prompt_len.np[req_idx]
+        prefill = getattr(states, PREFILL, {}).pop(req_idx, ())
+        values = slot_values(
+            params, read_request(params.extra_args, settings), settings, prefill, int(num_output)
+        )
         # vLLM draws a seed for requests without one, alike on all ranks
-        self.ops.slots.stage(req_idx, options, int(self.sampling_states.seeds.np[req_idx]))
+        self.ops.slots.stage(req_idx, values, int(self.sampling_states.seeds.np[req_idx]))
 
     def apply_staged_writes(self) -> None:
         """Write what `add_request` staged."""
@@ -99,11 +102,17 @@ class SamplerParts:
         self, logits: torch.Tensor, positions: torch.Tensor, return_logprobs: bool, *rows: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sample rows of target logits [N, V]; returns tokens [N] int64 and what scores them."""
-        from mtp_plugin.hosts.vllm.engine import valid_ids
-
         processed = self.processed(logits, *rows)
         tokens = valid_ids(self.ops.sample(processed, rows[0], positions))
         return tokens, self.scored(logits, processed, *rows) if return_logprobs else logits
+
+    def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
+        """Sample a step without drafts, and update thinking phases."""
+        output = super().__call__(logits, input_batch)  # type: ignore[misc]
+        self.ops.follow_phase(
+            output.sampled_token_ids[:, 0], input_batch.idx_mapping, output.num_sampled > 0
+        )
+        return output
 
     def host_indices(self, rows: tuple[Any, ...]) -> Any:
         """Return the argument ``idx_mapping_np`` of a call."""

@@ -12,7 +12,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
-from mtp_plugin.hosts.vllm.engine import valid_ids
+from mtp_plugin.hosts.vllm.row_ops import DraftRows, StepRows, valid_ids
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts
 
 
@@ -72,9 +72,19 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
             batch.expanded_local_pos,
         )
         processed = sampler.processed(logits, *rows)
-        choices = sampler.ops.sample(processed, batch.expanded_idx_mapping, positions)
         accepted = sampler.ops.verify(
-            processed, drafts, choices, batch.cu_num_logits, batch.idx_mapping, positions
+            StepRows(
+                processed,
+                drafts,
+                positions,
+                batch.expanded_idx_mapping,
+                batch.expanded_local_pos,
+                batch.cu_num_logits,
+                batch.idx_mapping,
+                batch.idx_mapping_np,
+                batch.seq_lens[: batch.num_reqs],
+                sampler.req_states.prefill_len.gpu,
+            )
         )
         tokens, num_sampled = valid_ids(accepted.tokens), accepted.num_accepted
         logprobs = None
@@ -97,15 +107,16 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
         )
 
 
-def draft_logits(
+def draft_rows(
     speculator: Any,
     hidden_states: torch.Tensor,
     positions: torch.Tensor,
     idx_mapping: torch.Tensor,
-    *_unused: Any,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Read a call of ``sample_draft``: logits, request state indices, positions and column.
-
-    ``positions`` are one before the token that the draft follows.
-    """
-    return speculator.model.compute_logits(hidden_states), idx_mapping, positions, 1
+    temperature: torch.Tensor,  # noqa: ARG001
+    seeds: torch.Tensor,  # noqa: ARG001
+    draft_step: torch.Tensor,
+    draft_logits: torch.Tensor | None,  # noqa: ARG001
+) -> DraftRows:
+    """Read a call of ``sample_draft``; ``positions`` are one before the token that it follows."""
+    logits = speculator.model.compute_logits(hidden_states)
+    return DraftRows(logits, idx_mapping, positions, 1, draft_step)

@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     gather_draft_sampled,
 )
 
-from mtp_plugin.hosts.vllm.engine import valid_ids
+from mtp_plugin.hosts.vllm.row_ops import DraftRows, StepRows, valid_ids
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts
 
 
@@ -93,11 +93,21 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
             batch.seq_lens_cpu_upper_bound.numpy(),
         )
         processed = sampler.processed(logits, *rows)
-        choices = sampler.ops.sample(processed, batch.expanded_idx_mapping, positions)
         if invalid_drafts is not None:
             drafts = drafts.masked_fill(invalid_drafts, -1)
         accepted = sampler.ops.verify(
-            processed, drafts, choices, batch.cu_num_logits, batch.idx_mapping, positions
+            StepRows(
+                processed,
+                drafts,
+                positions,
+                batch.expanded_idx_mapping,
+                batch.expanded_local_pos,
+                batch.cu_num_logits,
+                batch.idx_mapping,
+                batch.idx_mapping_np,
+                batch.seq_lens[: batch.num_reqs],
+                sampler.req_states.prefill_len.gpu,
+            )
         )
         tokens, num_sampled = valid_ids(accepted.tokens), accepted.num_accepted
         max_num_logprobs = sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
@@ -127,17 +137,17 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
         )
 
 
-def draft_logits(
+def draft_rows(
     speculator: Any,
     hidden_states: torch.Tensor,
     sample_src_positions: torch.Tensor,
     idx_mapping: torch.Tensor,
     temperature: torch.Tensor,  # noqa: ARG001
     seeds: torch.Tensor,  # noqa: ARG001
-    draft_step: torch.Tensor,  # noqa: ARG001
+    draft_step: torch.Tensor,
     draft_logits: torch.Tensor | None,  # noqa: ARG001
     spec_step_idx: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Read a call of ``sample_draft``: logits, request state indices, positions and column."""
+) -> DraftRows:
+    """Read a call of ``sample_draft``."""
     logits = speculator.compute_draft_logits(hidden_states, spec_step_idx)
-    return logits, idx_mapping, sample_src_positions, 0
+    return DraftRows(logits, idx_mapping, sample_src_positions, 0, draft_step)

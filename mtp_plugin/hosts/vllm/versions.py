@@ -61,6 +61,13 @@ _COMMON: Signatures = {
         "expanded_idx_mapping",
         "idx_mapping_np",
     ),
+    f"{_GPU}.states:RequestState.add_request": (
+        "req_id",
+        "prompt_len",
+        "all_token_ids",
+        "num_computed_tokens",
+        "max_tokens",
+    ),
     f"{_GPU}.input_batch:get_num_sampled_and_rejected": (
         "num_sampled",
         "seq_lens",

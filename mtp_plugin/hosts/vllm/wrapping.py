@@ -10,6 +10,7 @@ Imports the standard library alone: vLLM only logs a plugin that fails to import
 from __future__ import annotations
 
 import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -20,7 +21,7 @@ Method = Callable[..., Any]
 _logger = logging.getLogger("vllm.mtp_plugin")
 _ORIGINAL = "_mtp_plugin_original"
 _ENGINE = "_mtp_plugin_engine"
-_ALARM = "_mtp_plugin_alarm"
+_COUNTER = "_mtp_plugin_counter"
 _ADMISSION = "_mtp_plugin_admission"
 
 
@@ -44,7 +45,7 @@ def wrap_worker() -> None:
 
 def _worker_init(original: Method) -> Method:
     def wrapper(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if _options(vllm_config) is not None:
+        if _settings(vllm_config) is not None:
             from mtp_plugin.hosts.vllm.versions import fitting_module
 
             fitting_module()
@@ -58,7 +59,7 @@ def _worker_init(original: Method) -> Method:
 def _precompile(vllm_config: Any, local_rank: int = 0, *_args: Any, **_kwargs: Any) -> None:
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cuda() or _options(vllm_config).kernels == "reference":
+    if not current_platform.is_cuda() or _settings(vllm_config).options.kernels == "reference":
         return
     from mtp_plugin.hosts.vllm.precompile import start
 
@@ -68,7 +69,7 @@ def _precompile(vllm_config: Any, local_rank: int = 0, *_args: Any, **_kwargs: A
 
 def _input_processor_init(original: Method) -> Method:
     def wrapper(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(self, _ADMISSION, _options(vllm_config))
+        setattr(self, _ADMISSION, _settings(vllm_config))
         return original(self, vllm_config, *args, **kwargs)
 
     return wrapper
@@ -76,10 +77,11 @@ def _input_processor_init(original: Method) -> Method:
 
 def _validate_params(original: Method) -> Method:
     def wrapper(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self, _ADMISSION, None) is not None:
+        settings = getattr(self, _ADMISSION, None)
+        if settings is not None:
             from mtp_plugin.hosts.vllm.requests import check_request
 
-            check_request(params)
+            check_request(params, settings)
         return original(self, params, *args, **kwargs)
 
     return wrapper
@@ -87,19 +89,22 @@ def _validate_params(original: Method) -> Method:
 
 def _make_spec_decoding_stats(original: Method) -> Method:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        alarm = self.__dict__.get(_ALARM, self)
-        if alarm is self:  # the first call of this scheduler
-            alarm = None
+        counter = self.__dict__.get(_COUNTER, self)
+        if counter is self:  # the first call of this scheduler
+            counter = None
             if _is_on(self.vllm_config):
-                from mtp_plugin.hosts.vllm.metrics import alarm_of
+                from mtp_plugin.hosts.vllm.metrics import counter_of
 
-                alarm = alarm_of(self.vllm_config)
-            self.__dict__[_ALARM] = alarm
-        if alarm is not None:
-            # drafts that a grammar forbids are no sign of wrong MTP weights
-            invalid = (kwargs.get("num_invalid_spec_tokens") or {}).get(kwargs["request_id"], 0)
-            alarm(kwargs["num_draft_tokens"] - invalid, kwargs["num_accepted_tokens"])
-        return original(self, *args, **kwargs)
+                counter = counter_of(self.vllm_config)
+            self.__dict__[_COUNTER] = counter
+        if counter is None:
+            return original(self, *args, **kwargs)
+        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
+        given.pop("self")
+        counted = counter.counted(self.requests.get(given["request_id"]), given)
+        if counted is None:
+            return given["spec_decoding_stats"]
+        return original(self, **counted)
 
     return wrapper
 
@@ -107,8 +112,8 @@ def _make_spec_decoding_stats(original: Method) -> Method:
 def _custom_sampler(original: Method) -> Method:
     def wrapper(self: Any, sampler: Any) -> Any:
         given = original(self, sampler)
-        options = _options(self.vllm_config)
-        if options is None:
+        settings = _settings(self.vllm_config)
+        if settings is None:
             return given
         from mtp_plugin.errors import HostError
         from mtp_plugin.hosts.vllm.engine import Engine
@@ -119,7 +124,7 @@ def _custom_sampler(original: Method) -> Method:
                 f"mtp_plugin cannot sample for {type(self).__name__}, which brings a sampler of "
                 "its own: leave out additional_config.mtp_plugin"
             )
-        engine = Engine(self.vllm_config, options, sampler, self.device, of_worker())
+        engine = Engine(self.vllm_config, settings, sampler, self.device, of_worker())
         setattr(self, _ENGINE, engine)
         return engine.sampler, engine.verifier
 
@@ -137,6 +142,21 @@ def _sample_draft(original: Method) -> Method:
 
 
 _WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
+
+
+def _add_request_state(original: Method) -> Method:
+    def wrapper(
+        self: Any, req_id: str, prompt_len: int, all_token_ids: Any, *rest: Any, **named: Any
+    ) -> Any:
+        result = original(self, req_id, prompt_len, all_token_ids, *rest, **named)
+        # read when the sampler gets the request; relaxed acceptance derives the phase from it
+        prefill = self.__dict__.setdefault("_mtp_plugin_prefill", {})
+        prefill[self.req_id_to_index[req_id]] = all_token_ids
+        return result
+
+    return wrapper
+
+
 START: Mapping[str, Callable[[Method], Method]] = {
     _WORKER_INIT: _worker_init,
     "vllm.v1.engine.input_processor:InputProcessor.__init__": _input_processor_init,
@@ -146,6 +166,7 @@ START: Mapping[str, Callable[[Method], Method]] = {
 WORKER: Mapping[str, Callable[[Method], Method]] = {
     "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler": _custom_sampler,
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft": _sample_draft,
+    "vllm.v1.worker.gpu.states:RequestState.add_request": _add_request_state,
 }
 
 
@@ -155,12 +176,12 @@ def _is_on(vllm_config: Any) -> bool:
     return given is not None and given is not False
 
 
-def _options(vllm_config: Any) -> Any:
+def _settings(vllm_config: Any) -> Any:
     if not _is_on(vllm_config):
         return None
-    from mtp_plugin.hosts.vllm.engine_checks import checked_options
+    from mtp_plugin.hosts.vllm.engine_checks import checked_settings
 
-    return checked_options(vllm_config)
+    return checked_settings(vllm_config)
 
 
 def _wrap_all(table: Mapping[str, Callable[[Method], Method]]) -> dict[str, str]:

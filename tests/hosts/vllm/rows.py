@@ -6,10 +6,12 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from mtp_plugin.hosts.vllm.engine import RowOps
+from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
+from mtp_plugin.hosts.vllm.row_ops import RowOps, StepRows
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import Number
 from mtp_plugin.speculative.step import Accepted
@@ -83,7 +85,10 @@ def make_ops(
         seed = (seeds or {}).get(index, 1000 + index)
         slots.stage(index, SAMPLING[index % len(SAMPLING)], seed)
     slots.apply()
-    return RowOps(slots, num_drafts, backend, rates)
+    settings = EngineSettings(
+        VllmOptions(), num_drafts, synthetic_rates=None if rates is None else tuple(rates)
+    )
+    return RowOps(slots, settings, backend, VOCAB)
 
 
 def make_batch(seed: int, sizes: Sequence[int]) -> Batch:
@@ -117,14 +122,23 @@ def sample(ops: RowOps, batch: Batch) -> torch.Tensor:
     return ops.sample(batch.logits, *batch.expanded())
 
 
-def verify(ops: RowOps, batch: Batch, choices: torch.Tensor) -> Accepted:
+def verify(ops: RowOps, batch: Batch) -> Accepted:
+    row_indices, positions = batch.expanded()
+    offsets = [offset for size in batch.sizes for offset in range(size)]
+    indices = vector(batch.indices)
     return ops.verify(
-        batch.logits,
-        batch.input_ids(),
-        choices,
-        vector(batch.first_rows, torch.int32),
-        vector(batch.indices),
-        batch.expanded()[1],
+        StepRows(
+            batch.logits,
+            batch.input_ids(),
+            positions,
+            row_indices,
+            vector(offsets),
+            vector(batch.first_rows, torch.int32),
+            indices,
+            np.array(batch.indices),
+            seq_lens=torch.full_like(indices, 9),
+            prefill_lens=torch.zeros(NUM_SLOTS, dtype=torch.int32, device=indices.device),
+        )
     )
 
 

@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from mtp_plugin.hosts.vllm.engine import valid_ids
+from mtp_plugin.hosts.vllm.row_ops import valid_ids
 from mtp_plugin.kernels.backend import Backend
 from tests.hosts.vllm.rows import (
     NUM_DRAFTS,
@@ -44,7 +44,7 @@ def test_backends_and_the_expectation_agree(shape: str, seed: int) -> None:
     assert sampled[Backend.TRITON] == choices
     batch = with_drafts(batch, choices, seed)
     for backend in Backend:
-        accepted = verify(make_ops(backend), batch, vector(choices, torch.int32))
+        accepted = verify(make_ops(backend), batch)
         assert output_of(accepted) == expected(batch, choices)
         assert accepted.tokens.shape == (len(batch.indices), NUM_DRAFTS + 1)
 
@@ -74,7 +74,7 @@ def test_placeholders_are_never_accepted(backend: Backend, sizes: list[int]) -> 
     choices = sample(ops, batch)
     drafts = [[-1] * (size - 1) for size in sizes]
     batch = Batch(batch.indices, drafts, batch.positions, batch.logits)
-    accepted = verify(ops, batch, choices)
+    accepted = verify(ops, batch)
     assert accepted.num_accepted.tolist() == [1] * len(sizes)
     assert output_of(accepted) == [[int(choices[row])] for row in batch.first_rows[:-1]]
 
@@ -94,7 +94,7 @@ def test_rows_without_finite_values_give_valid_tokens(backend: Backend, sizes: l
         choices[first : first + size - 1].tolist()
         for first, size in zip(batch.first_rows, sizes, strict=False)
     ]
-    accepted = verify(ops, Batch(batch.indices, drafts, batch.positions, batch.logits), choices)
+    accepted = verify(ops, Batch(batch.indices, drafts, batch.positions, batch.logits))
     assert accepted.num_accepted.min() >= 1
     for tokens in output_of(accepted):
         assert all(0 <= token < VOCAB for token in tokens)
@@ -159,11 +159,11 @@ def test_a_seed_gives_the_same_tokens_in_any_batch(backend: Backend) -> None:
     ops = make_ops(backend)
     batch = make_batch(8, [4, 2, 1, 3, 4])
     batch = with_drafts(batch, sample(ops, batch).tolist(), 8)
-    together = output_of(verify(ops, batch, sample(ops, batch)))
+    together = output_of(verify(ops, batch))
     rng = random.Random(8)
     for requests in (*([r] for r in range(5)), rng.sample(range(5), 5), rng.sample(range(5), 3)):
         part = batch.of(requests)
-        assert output_of(verify(ops, part, sample(ops, part))) == [together[r] for r in requests]
+        assert output_of(verify(ops, part)) == [together[r] for r in requests]
     moved = make_ops(backend, seeds={(index + 5) % NUM_SLOTS: 1000 + index for index in range(7)})
     low = Batch([0, 1, 2, 3, 4], batch.drafts, batch.positions, batch.logits)
     high = Batch([5, 6, 7, 8, 9], batch.drafts, batch.positions, batch.logits)
@@ -176,7 +176,7 @@ def test_the_number_of_drafts_does_not_change_a_seed(backend: Backend) -> None:
     batch = make_batch(21, [4, 4, 4, 4, 4])
     batch = with_drafts(batch, sample(make_ops(backend), batch).tolist(), 21)
     ops, without_drafts = make_ops(backend), make_ops(backend, num_drafts=0)
-    output = output_of(verify(ops, batch, sample(ops, batch)))
+    output = output_of(verify(ops, batch))
     indices, positions = batch.expanded()
     single = []
     for row in range(len(indices)):
@@ -210,7 +210,7 @@ def test_synthetic_rates_decide_whatever_the_drafts_are(
     choices = sample(ops, batch)
     drafts = [[1] * (size - 1) for size in sizes]  # valid ids
     batch = Batch(batch.indices, drafts, batch.positions, batch.logits)
-    accepted = verify(ops, batch, choices)
+    accepted = verify(ops, batch)
     assert accepted.num_accepted.tolist() == [min(output_tokens, size) for size in sizes]
 
 
@@ -222,13 +222,13 @@ def test_synthetic_acceptance_is_alike_in_both_backends_and_any_batch(sizes: lis
     together = []
     for backend in Backend:
         ops = make_ops(backend, rates=rates)
-        together.append(verify(ops, batch, sample(ops, batch)).num_accepted.tolist())
+        together.append(verify(ops, batch).num_accepted.tolist())
     assert together[0] == together[1]
     assert len(set(together[0])) > 1
     ops = make_ops(Backend.TORCH, rates=rates)
     for request in range(len(sizes)):
         part = batch.of([request])
-        accepted = verify(ops, part, sample(ops, part))
+        accepted = verify(ops, part)
         assert accepted.num_accepted.tolist() == [together[0][request]]
 
 
@@ -238,7 +238,7 @@ def test_synthetic_rates_are_shares_of_steps() -> None:
     for seed in range(100):
         batch = make_batch(seed, [4] * 10)
         batch = Batch(batch.indices, [[1] * 3] * 10, batch.positions, batch.logits)
-        accepted = verify(ops, batch, sample(ops, batch)).num_accepted.cpu()
+        accepted = verify(ops, batch).num_accepted.cpu()
         counts += torch.tensor([(accepted > i).sum() for i in range(4)])
     shares = (counts / 1000).tolist()
     assert shares == pytest.approx([1.0, 0.8, 0.5, 0.1], abs=0.05)
@@ -249,6 +249,6 @@ def test_no_op_writes_logits(backend: Backend) -> None:
     ops = make_ops(backend)
     batch = make_batch(9, [4, 2, 1])
     before = batch.logits.clone()
-    verify(ops, batch, sample(ops, batch))
+    verify(ops, batch)
     ops.sample_drafts(batch.logits, *batch.expanded(), 0)
     assert torch.equal(batch.logits, before)
