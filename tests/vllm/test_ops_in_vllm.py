@@ -35,9 +35,10 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch  # no
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
-from mtp_plugin.hosts.vllm.engine import Engine, RowOps  # noqa: E402
-from mtp_plugin.hosts.vllm.options import VllmOptions  # noqa: E402
+from mtp_plugin.hosts.vllm.engine import Engine  # noqa: E402
+from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions  # noqa: E402
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots  # noqa: E402
+from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps  # noqa: E402
 from mtp_plugin.hosts.vllm.versions import fitting_module, is_tested, release  # noqa: E402
 from mtp_plugin.kernels.backend import Backend  # noqa: E402
 
@@ -105,7 +106,8 @@ class Harness:
 
     def __post_init__(self) -> None:
         self.states = make_request_states()
-        self.ops = RowOps(RequestSlots(MAX_REQUESTS, CPU), NUM_DRAFTS, self.backend)
+        settings = EngineSettings(VllmOptions(), NUM_DRAFTS)
+        self.ops = RowOps(RequestSlots(MAX_REQUESTS, CPU), settings, self.backend, VOCAB)
         given = make_vllm_sampler(self.states, self.mode)
         self.sampler = VERSION.PluginSampler.replacing(given, self.ops)
         self.verifier = VERSION.PluginVerifier(self.sampler, SPEC, CPU)
@@ -360,7 +362,8 @@ def test_dummy_calls_before_any_request(backend: Backend, num_requests: int) -> 
     batch = InputBatch.make_dummy(num_requests, num_requests, buffers)
     output = harness.sampler(torch.full_like(logits, float("nan")), batch)
     assert output.sampled_token_ids.tolist() == [[0]] * num_requests
-    drafts = harness.ops.sample_drafts(logits, batch.idx_mapping, batch.positions, 0)
+    rows = DraftRows(logits, batch.idx_mapping, batch.positions, 0, torch.tensor(0))
+    drafts = harness.ops.sample_drafts(rows)
     assert drafts.tolist() == logits.argmax(1).tolist()
 
 
@@ -419,14 +422,17 @@ def test_batches_without_logits_processors_copy_no_logits() -> None:
     assert harness.sampler.processed(logits, *rows) is logits
 
 
-def make_engine(spec: object) -> Engine:
+def make_engine(spec: object, rates: tuple[float, ...] | None = None) -> Engine:
     config = SimpleNamespace(
         speculative_config=spec,
         scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQUESTS),
-        model_config=SimpleNamespace(),
+        model_config=SimpleNamespace(get_vocab_size=lambda: VOCAB),
     )
     given = make_vllm_sampler(make_request_states(), "raw_logprobs")
-    return Engine(config, VllmOptions(kernels="reference"), given, CPU)
+    settings = EngineSettings(
+        VllmOptions(kernels="reference"), NUM_DRAFTS if spec else 0, synthetic_rates=rates
+    )
+    return Engine(config, settings, given, CPU)
 
 
 def test_an_engine_with_drafts_has_both_sampler_and_verifier() -> None:
@@ -446,7 +452,7 @@ def test_an_engine_without_drafts_has_no_verifier() -> None:
 @pytest.mark.parametrize(("rates", "length"), [([1.0, 1.0, 1.0], 4), ([1.0, 0.0, 0.0], 2)])
 def test_synthetic_acceptance_of_an_engine(rates: list[float], length: int) -> None:
     changes = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": rates}
-    engine = make_engine(SimpleNamespace(**{**vars(SPEC), **changes}))
+    engine = make_engine(SimpleNamespace(**{**vars(SPEC), **changes}), tuple(rates))
     harness = Harness()
     harness.states, harness.sampler = engine.sampler.req_states, engine.sampler
     harness.add(seeded(1), seeded(2))

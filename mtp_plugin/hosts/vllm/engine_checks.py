@@ -38,7 +38,7 @@ def checked_settings(vllm_config: Any) -> EngineSettings | None:
 def problems_of(vllm_config: Any, settings: EngineSettings) -> list[str]:
     """Return one line for every reason why the plugin cannot serve an engine."""
     options = settings.options
-    problems = _option_problems(options, settings)
+    problems = _option_problems(options, settings) + _thinking_problems(options, vllm_config)
     version = release()
     if not options.allow_untested and not is_tested():
         problems.append(
@@ -66,6 +66,22 @@ def _option_problems(options: VllmOptions, settings: EngineSettings) -> list[str
         problems.append(
             "relaxed acceptance needs thinking_begin_token and thinking_end_token: set both"
         )
+    return problems
+
+
+def _thinking_problems(options: VllmOptions, vllm_config: Any) -> list[str]:
+    problems = []
+    begin, end = options.thinking_begin_token, options.thinking_end_token
+    if begin is not None and begin == end:
+        problems.append(
+            f"thinking_begin_token and thinking_end_token must differ, both are {begin}"
+        )
+    largest = vllm_config.model_config.get_vocab_size() - 1
+    for name, token in (("thinking_begin_token", begin), ("thinking_end_token", end)):
+        if token is not None and token > largest:
+            problems.append(
+                f"{name}: expected a token id of the model, at most {largest}, got {token}"
+            )
     return problems
 
 

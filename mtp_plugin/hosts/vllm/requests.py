@@ -81,14 +81,17 @@ def check_request(params: Any, settings: EngineSettings) -> None:
         VLLMValidationError: wrong options; vLLM answers with HTTP 400.
     """
     try:
-        read_request(getattr(params, "extra_args", None), settings)
+        try:
+            read_request(getattr(params, "extra_args", None), settings)
+        except RequestError as error:
+            raise RequestError(f"extra_args: {error}") from None
         if settings.synthetic_rates is not None:
             _check_synthetic(params)
     except RequestError as error:
         from vllm.exceptions import VLLMValidationError
 
         # 0.32 answers to any other exception with HTTP 500, to ValueError too
-        raise VLLMValidationError(f"extra_args: {error}") from None
+        raise VLLMValidationError(str(error)) from None
 
 
 def slot_values(

@@ -74,7 +74,9 @@ def make_config(given: Any = None, **changes: Any) -> SimpleNamespace:
     config = SimpleNamespace(
         additional_config={"mtp_plugin": {} if given is None else given},
         use_v2_model_runner=True,
-        model_config=SimpleNamespace(runner_type="generate", is_diffusion=False),
+        model_config=SimpleNamespace(
+            runner_type="generate", is_diffusion=False, get_vocab_size=lambda: 900
+        ),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         speculative_config=SimpleNamespace(
             method="mtp",

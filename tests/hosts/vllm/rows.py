@@ -11,7 +11,7 @@ import torch
 
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
-from mtp_plugin.hosts.vllm.row_ops import RowOps, StepRows
+from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps, StepRows
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.requests.columns import Number
 from mtp_plugin.speculative.step import Accepted
@@ -120,6 +120,18 @@ def with_drafts(batch: Batch, choices: Sequence[int], seed: int) -> Batch:
 
 def sample(ops: RowOps, batch: Batch) -> torch.Tensor:
     return ops.sample(batch.logits, *batch.expanded())
+
+
+def draft(
+    ops: RowOps,
+    logits: torch.Tensor,
+    indices: torch.Tensor,
+    positions: torch.Tensor,
+    column: int = 0,
+    step: int = 0,
+) -> torch.Tensor:
+    step_tensor = torch.tensor(step, dtype=torch.int32, device=logits.device)
+    return ops.sample_drafts(DraftRows(logits, indices, positions, column, step_tensor))
 
 
 def verify(ops: RowOps, batch: Batch) -> Accepted:

@@ -10,12 +10,17 @@ import pytest
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts import vllm as vllm_host
-from mtp_plugin.hosts.vllm.engine_checks import checked_options
-from mtp_plugin.hosts.vllm.options import VllmOptions, read_options
+from mtp_plugin.hosts.vllm.engine_checks import checked_settings
+from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions, read_options
+from mtp_plugin.hosts.vllm.requests import RequestOptions
 from tests.hosts.vllm import fake_vllm
 from tests.hosts.vllm.fake_vllm import make_config
 
 OPTION = "additional_config.mtp_plugin"
+KNOWN = (
+    "known ones are verification, thinking_begin_token, thinking_end_token, relaxed_topk, "
+    "relaxed_delta, kernels, allow_untested"
+)
 WRONG_OPTIONS: list[tuple[Any, str]] = [
     (True, f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got true"),
     ("on", f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got 'on'"),
@@ -23,11 +28,22 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     ([], f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got a list"),
     (
         {"verify": "coupled"},
-        f"{OPTION}.verify: unknown option; known ones are verification, kernels, allow_untested",
+        f"{OPTION}.verify: unknown option; {KNOWN}",
+    ),
+    ({"verification": 1}, f"{OPTION}.verification: expected text, got 1"),
+    ({"relaxed_topk": 0}, f"{OPTION}.relaxed_topk: expected an integer of at least 1, got 0"),
+    ({"relaxed_topk": 2.0}, f"{OPTION}.relaxed_topk: expected an integer of at least 1, got 2.0"),
+    (
+        {"relaxed_delta": 1.5},
+        f"{OPTION}.relaxed_delta: expected a number from 0.0 to 1.0, got 1.5",
     ),
     (
-        {"verification": "rejection"},
-        f"{OPTION}.verification: expected 'coupled', got 'rejection'",
+        {"thinking_begin_token": -1},
+        f"{OPTION}.thinking_begin_token: expected an integer of at least 0 or null, got -1",
+    ),
+    (
+        {"thinking_end_token": "</think>"},
+        f"{OPTION}.thinking_end_token: expected an integer of at least 0 or null, got '</think>'",
     ),
     (
         {"kernels": "cuda"},
@@ -42,7 +58,7 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     (
         {"kernels": 3, "x": 1},
         f"{OPTION}.kernels: expected one of 'auto', 'triton', 'reference', got 3; "
-        f"{OPTION}.x: unknown option; known ones are verification, kernels, allow_untested",
+        f"{OPTION}.x: unknown option; {KNOWN}",
     ),
 ]
 
@@ -60,11 +76,6 @@ WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (
         {"speculative_config__method": "ngram", "use_v2_model_runner": False},
         f"{V1}; {ANOTHER_METHOD.replace('eagle3', 'ngram')}",
-    ),
-    (
-        {"speculative_config__draft_sample_method": "probabilistic"},
-        "speculative_config.draft_sample_method is 'probabilistic': leave it out, the plugin "
-        "samples drafts itself",
     ),
     (
         {"speculative_config__rejection_sample_method": "block"},
@@ -113,6 +124,45 @@ WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
 ]
 
+PROBABILISTIC = {"speculative_config__draft_sample_method": "probabilistic"}
+SYNTHETIC = {
+    "speculative_config__rejection_sample_method": "synthetic",
+    "speculative_config__synthetic_acceptance_rates": [0.5, 0.5, 0.5],
+}
+NEEDS_PROBS = (
+    "needs speculative_config.draft_sample_method 'probabilistic', with which the engine keeps the "
+    "probabilities of drafts"
+)
+NEEDS_TOKENS = "relaxed acceptance needs thinking_begin_token and thinking_end_token: set both"
+WRONG_VERIFICATION: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (
+        {"verification": "typical"},
+        {},
+        "verification: expected one of coupled, rejection, block, got 'typical'",
+    ),
+    ({"verification": "rejection"}, {}, f"verification: rejection {NEEDS_PROBS}"),
+    ({"verification": "block"}, {}, f"verification: block {NEEDS_PROBS}"),
+    (
+        {"verification": "rejection"},
+        PROBABILISTIC | SYNTHETIC,
+        "verification: rejection cannot be combined with rejection_sample_method 'synthetic'",
+    ),
+    ({"thinking_begin_token": 5}, {}, NEEDS_TOKENS),
+    ({"thinking_end_token": 5}, {}, NEEDS_TOKENS),
+    ({"relaxed_topk": 3}, {}, NEEDS_TOKENS),
+    ({"relaxed_delta": 0.5}, {}, NEEDS_TOKENS),
+    (
+        {"thinking_begin_token": 5, "thinking_end_token": 5},
+        {},
+        "thinking_begin_token and thinking_end_token must differ, both are 5",
+    ),
+    (
+        {"thinking_begin_token": 5, "thinking_end_token": 900},
+        {},
+        "thinking_end_token: expected a token id of the model, at most 899, got 900",
+    ),
+]
+
 
 @pytest.fixture
 def vllm_32(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -121,7 +171,7 @@ def vllm_32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def message_of(config: Any) -> str:
     with pytest.raises(ConfigError) as error:
-        checked_options(config)
+        checked_settings(config)
     return str(error.value)
 
 
@@ -155,7 +205,7 @@ def test_untested_versions_are_refused_unless_allowed(
         f"vLLM {shown} was not tested (tested: 0.24, 0.26, 0.32): install one of these, or set "
         "additional_config.mtp_plugin.allow_untested to true"
     )
-    assert checked_options(make_config({"allow_untested": True})) is not None
+    assert checked_settings(make_config({"allow_untested": True})) is not None
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.26.0"])
@@ -169,18 +219,46 @@ def test_pipeline_parallelism_with_drafts_needs_vllm_32(
         "set it to 1 or leave out speculative_config"
     )
     config.speculative_config = None
-    assert checked_options(config) == VllmOptions()
+    assert checked_settings(config) == EngineSettings(VllmOptions(), 0)
 
 
 @pytest.mark.usefixtures("vllm_32")
 def test_configurations_that_are_served() -> None:
-    assert checked_options(make_config()) == VllmOptions()
-    assert checked_options(make_config(speculative_config=None)) == VllmOptions()
-    assert checked_options(make_config(parallel_config__pipeline_parallel_size=2)) is not None
-    synthetic = make_config(speculative_config__rejection_sample_method="synthetic")
-    assert checked_options(synthetic) is not None
-    options = checked_options(make_config({"kernels": "reference", "verification": "coupled"}))
-    assert options == VllmOptions(kernels="reference")
+    assert checked_settings(make_config()) == EngineSettings(VllmOptions(), 3)
+    assert checked_settings(make_config(speculative_config=None)) == EngineSettings(
+        VllmOptions(), 0
+    )
+    assert checked_settings(make_config(parallel_config__pipeline_parallel_size=2)) is not None
+    settings = checked_settings(make_config({"kernels": "reference", "verification": "coupled"}))
+    assert settings == EngineSettings(VllmOptions(kernels="reference"), 3)
+    synthetic = make_config(**SYNTHETIC)
+    assert checked_settings(synthetic) == EngineSettings(
+        VllmOptions(), 3, synthetic_rates=(0.5, 0.5, 0.5)
+    )
+    given = {"verification": "block", "thinking_begin_token": 5, "thinking_end_token": 7}
+    settings = checked_settings(make_config(given, **PROBABILISTIC))
+    assert settings == EngineSettings(VllmOptions(**given), 3, keeps_draft_probs=True)
+    assert settings.options.is_relaxed
+    # without drafts, nothing is verified
+    assert checked_settings(make_config({"verification": "rejection"}, speculative_config=None))
+
+
+@pytest.mark.usefixtures("vllm_32")
+@pytest.mark.parametrize(("given", "changes", "problem"), WRONG_VERIFICATION)
+def test_verification_that_an_engine_cannot_do_is_refused(
+    given: dict[str, Any], changes: dict[str, Any], problem: str
+) -> None:
+    assert message_of(make_config(given, **changes)) == refusal(problem)
+
+
+def test_draft_probabilities_need_vllm_26(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm.install(monkeypatch, "0.24.0")
+    assert message_of(make_config(**PROBABILISTIC)) == refusal(
+        "speculative_config.draft_sample_method is 'probabilistic': that needs vLLM 0.26 or newer "
+        "with the plugin; leave it out"
+    )
+    fake_vllm.install(monkeypatch, "0.26.0")
+    assert checked_settings(make_config(**PROBABILISTIC)) is not None
 
 
 @pytest.mark.parametrize(
@@ -191,14 +269,16 @@ def test_engines_without_options_are_off_whatever_else_they_have(additional: obj
     config = make_config(use_v2_model_runner=False, speculative_config__method="ngram")
     config.additional_config = additional
     assert read_options(config) is None
-    assert checked_options(config) is None
-    assert checked_options(object()) is None
+    assert checked_settings(config) is None
+    assert checked_settings(object()) is None
 
 
 def test_readme_lists_every_option() -> None:
     readme = (Path(vllm_host.__file__).parent / "README.md").read_text(encoding="utf-8")
     table = re.findall(r"^\| `(\w+)` \| `", readme, re.MULTILINE)
-    assert table == list(VllmOptions.model_fields)
+    requests = [f"mtp_{name}" for name in RequestOptions.model_fields]
+    assert table[: -len(requests)] == list(VllmOptions.model_fields)
+    assert sorted(table[-len(requests) :]) == sorted(requests)
 
 
 def test_readme_names_every_refused_feature() -> None:

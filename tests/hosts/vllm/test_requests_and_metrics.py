@@ -1,4 +1,4 @@
-"""Admission of requests, and the alarm on collapsed acceptance."""
+"""Options of requests, and the counts of drafts."""
 
 from __future__ import annotations
 
@@ -8,88 +8,367 @@ from typing import Any
 
 import pytest
 
-from mtp_plugin.hosts.vllm.metrics import alarm_of
-from mtp_plugin.hosts.vllm.requests import check_request
+from mtp_plugin.hosts.vllm.metrics import DraftCounter, counter_of
+from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
+from mtp_plugin.hosts.vllm.requests import (
+    RequestOptions,
+    check_request,
+    read_request,
+    slot_values,
+)
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.metrics.alarms import COLLAPSE_STEPS
+from mtp_plugin.speculative.ops.sampling import DraftedBy, VerifiedBy
 from tests.hosts.vllm import fake_vllm
 from tests.hosts.vllm.fake_vllm import make_config
 
-MAX_ACCEPTED = 3
+THINKING = VllmOptions(thinking_begin_token=5, thinking_end_token=7)
+COUPLED = EngineSettings(VllmOptions(), 3)
+SETTINGS = EngineSettings(THINKING, 3, keeps_draft_probs=True)
+SYNTHETIC = EngineSettings(VllmOptions(), 3, True, (0.5, 0.5, 0.5))
+
+KNOWN = (
+    "unknown option of mtp_plugin; known ones are mtp_verification, mtp_relaxed_topk, "
+    "mtp_relaxed_delta, mtp_speculate, mtp_max_draft_len"
+)
+NO_THINKING = (
+    "relaxed acceptance needs additional_config.mtp_plugin.thinking_begin_token and "
+    "thinking_end_token"
+)
+NO_PROBS = (
+    "needs speculative_config.draft_sample_method 'probabilistic', with which the engine keeps the "
+    "probabilities of drafts"
+)
+DELTA = "mtp_relaxed_delta: expected a number from 0.0 to 1.0, got"
+TOPK = "mtp_relaxed_topk: expected an integer of at least 1, got"
+LIMIT = "mtp_max_draft_len: expected an integer of at least 0, got"
+SPECULATE = "mtp_speculate: expected true or false, got"
+WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
+    (SETTINGS, {"mtp_x": 1}, f"mtp_x: {KNOWN}"),
+    (SETTINGS, {"mtp_": 1}, f"mtp_: {KNOWN}"),
+    (SETTINGS, {"mtp_Speculate": True}, f"mtp_Speculate: {KNOWN}"),
+    (SETTINGS, {"mtp_verification": 1}, "mtp_verification: expected text, got 1"),
+    (
+        SETTINGS,
+        {"mtp_verification": "greedy"},
+        "mtp_verification: expected one of coupled, rejection, block, got 'greedy'",
+    ),
+    (
+        SETTINGS,
+        {"mtp_verification": "synthetic"},
+        "mtp_verification: expected one of coupled, rejection, block, got 'synthetic'",
+    ),
+    (COUPLED, {"mtp_verification": "rejection"}, f"mtp_verification: rejection {NO_PROBS}"),
+    (COUPLED, {"mtp_verification": "block"}, f"mtp_verification: block {NO_PROBS}"),
+    (
+        SYNTHETIC,
+        {"mtp_verification": "block"},
+        "mtp_verification: block cannot be combined with rejection_sample_method 'synthetic'",
+    ),
+    (SETTINGS, {"mtp_relaxed_topk": 0}, f"{TOPK} 0"),
+    (SETTINGS, {"mtp_relaxed_topk": 2.0}, f"{TOPK} 2.0"),
+    (SETTINGS, {"mtp_relaxed_topk": True}, f"{TOPK} true"),
+    (SETTINGS, {"mtp_relaxed_topk": "3"}, f"{TOPK} '3'"),
+    (COUPLED, {"mtp_relaxed_topk": 3}, f"mtp_relaxed_topk: {NO_THINKING}"),
+    (SETTINGS, {"mtp_relaxed_delta": -0.1}, f"{DELTA} -0.1"),
+    (SETTINGS, {"mtp_relaxed_delta": 2}, f"{DELTA} 2"),
+    (SETTINGS, {"mtp_relaxed_delta": float("nan")}, f"{DELTA} nan"),
+    (SETTINGS, {"mtp_relaxed_delta": "0.5"}, f"{DELTA} '0.5'"),
+    (SETTINGS, {"mtp_relaxed_delta": True}, f"{DELTA} true"),
+    (COUPLED, {"mtp_relaxed_delta": 0.5}, f"mtp_relaxed_delta: {NO_THINKING}"),
+    (SETTINGS, {"mtp_speculate": 2}, f"{SPECULATE} 2"),
+    (SETTINGS, {"mtp_speculate": "false"}, f"{SPECULATE} 'false'"),
+    (SETTINGS, {"mtp_speculate": 1.0}, f"{SPECULATE} 1.0"),
+    (SETTINGS, {"mtp_speculate": None}, f"{SPECULATE} null"),
+    (SETTINGS, {"mtp_max_draft_len": -1}, f"{LIMIT} -1"),
+    (SETTINGS, {"mtp_max_draft_len": 1.0}, f"{LIMIT} 1.0"),
+    (SETTINGS, {"mtp_max_draft_len": [1]}, f"{LIMIT} a list"),
+    (
+        SETTINGS,
+        {"mtp_max_draft_len": 4},
+        "mtp_max_draft_len: expected at most num_speculative_tokens = 3, got 4",
+    ),
+    (SETTINGS, {"mtp_speculate": 2, "mtp_a": 1}, f"{SPECULATE} 2; mtp_a: {KNOWN}"),
+    (
+        COUPLED,
+        {"mtp_verification": "block", "mtp_relaxed_topk": 2, "mtp_max_draft_len": 9},
+        f"mtp_verification: block {NO_PROBS}; mtp_relaxed_topk: {NO_THINKING}; "
+        "mtp_max_draft_len: expected at most num_speculative_tokens = 3, got 9",
+    ),
+]
+
+
+@pytest.mark.parametrize(("settings", "extra", "message"), WRONG)
+def test_wrong_options_are_refused_at_admission(
+    monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, extra: dict[str, Any], message: str
+) -> None:
+    exceptions = fake_vllm.install(monkeypatch)["vllm.exceptions"]
+    with pytest.raises(exceptions.VLLMValidationError) as error:
+        check_request(SimpleNamespace(extra_args=extra), settings)
+    assert str(error.value) == f"extra_args: {message}"
 
 
 @pytest.mark.parametrize(
-    ("extra", "named"),
+    ("extra", "options"),
     [
-        ({"mtp_speculate": False}, "mtp_speculate"),
-        ({"mtp_b": 1, "other": 2, "mtp_a": 1}, "mtp_a, mtp_b"),
+        ({"mtp_verification": "block"}, {"verification": "block"}),
+        (
+            {"mtp_relaxed_topk": 3, "mtp_relaxed_delta": 1},
+            {"relaxed_topk": 3, "relaxed_delta": 1.0},
+        ),
+        ({"mtp_relaxed_delta": 0.25}, {"relaxed_delta": 0.25}),
+        ({"mtp_speculate": 0}, {"speculate": False}),
+        ({"mtp_speculate": 1}, {"speculate": True}),
+        ({"mtp_speculate": False}, {"speculate": False}),
+        ({"mtp_max_draft_len": 0}, {"max_draft_len": 0}),
+        ({"mtp_max_draft_len": 3, "other": object()}, {"max_draft_len": 3}),
     ],
 )
-def test_unknown_request_options_are_refused(
-    monkeypatch: pytest.MonkeyPatch, extra: dict[str, Any], named: str
-) -> None:
-    exceptions = fake_vllm.install(monkeypatch)["vllm.exceptions"]
-    with pytest.raises(exceptions.VLLMValidationError, match="extra_args") as error:
-        check_request(SimpleNamespace(extra_args=extra))
-    assert str(error.value) == (
-        f"extra_args: mtp_plugin has no request options, got {named}: leave them out"
-    )
+def test_options_of_a_request_are_read(extra: dict[str, Any], options: dict[str, Any]) -> None:
+    assert read_request(extra, SETTINGS) == RequestOptions(**options)
+    check_request(SimpleNamespace(extra_args=extra), SETTINGS)
 
 
 @pytest.mark.parametrize("extra", [None, {}, {"kv_transfer_params": {}}, {"my_mtp_": 1}, {3: 1}])
 def test_options_of_others_are_left_alone(extra: dict[Any, Any] | None) -> None:
-    check_request(SimpleNamespace(extra_args=extra))
+    check_request(SimpleNamespace(extra_args=extra), SETTINGS)
+    assert read_request(extra, SETTINGS) == RequestOptions()
 
 
 def test_pooling_params_have_no_extra_args() -> None:
-    check_request(SimpleNamespace())
+    check_request(SimpleNamespace(), SETTINGS)
+
+
+def test_methods_by_probability_are_accepted_without_drafts() -> None:
+    """The same request can be sent to an engine without speculative decoding."""
+    without = EngineSettings(VllmOptions(), 0)
+    assert read_request({"mtp_verification": "block"}, without).verification == "block"
+
+
+@pytest.mark.parametrize("name", ["structured_outputs", "bad_words", "allowed_token_ids"])
+def test_synthetic_acceptance_refuses_options_that_forbid_tokens(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    exceptions = fake_vllm.install(monkeypatch)["vllm.exceptions"]
+    params = SimpleNamespace(extra_args=None, **{name: [1]})
+    check_request(params, SETTINGS)
+    with pytest.raises(exceptions.VLLMValidationError) as error:
+        check_request(params, SYNTHETIC)
+    assert str(error.value).startswith(
+        f"{name}: not possible with rejection_sample_method 'synthetic'"
+    )
+
+
+# ---- columns of the slot table
+
+
+def params_of(**options: Any) -> SimpleNamespace:
+    defaults = {"temperature": 0.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return SimpleNamespace(**{**defaults, "all_stop_token_ids": set(), **options})
+
+
+def values_of(
+    settings: EngineSettings = SETTINGS,
+    prefill: tuple[int, ...] = (1, 2),
+    num_output: int = 0,
+    params: SimpleNamespace | None = None,
+    **extra: Any,
+) -> dict[str, Any]:
+    options = read_request({f"mtp_{name}": value for name, value in extra.items()}, settings)
+    return slot_values(params or params_of(), options, settings, prefill, num_output)
+
+
+@pytest.mark.parametrize(
+    ("engine", "request_method", "verified_by", "drafted_by"),
+    [
+        ("coupled", None, VerifiedBy.COUPLED, DraftedBy.COUPLED),
+        ("coupled", "rejection", VerifiedBy.REJECTION, DraftedBy.PLAIN),
+        ("rejection", None, VerifiedBy.REJECTION, DraftedBy.PLAIN),
+        ("rejection", "block", VerifiedBy.BLOCK, DraftedBy.PLAIN),
+        ("block", "coupled", VerifiedBy.COUPLED, DraftedBy.COUPLED),
+    ],
+)
+def test_the_method_of_a_request_replaces_that_of_the_engine(
+    engine: str, request_method: str | None, verified_by: VerifiedBy, drafted_by: DraftedBy
+) -> None:
+    settings = EngineSettings(VllmOptions(verification=engine), 3, keeps_draft_probs=True)
+    extra = {} if request_method is None else {"verification": request_method}
+    values = values_of(settings, **extra)
+    assert (values["verification"], values["draft_sampling"]) == (verified_by, drafted_by)
+
+
+@pytest.mark.parametrize(
+    ("extra", "limit"),
+    [
+        ({}, None),
+        ({"speculate": True}, None),
+        ({"speculate": False}, 0),
+        ({"speculate": False, "max_draft_len": 2}, 0),
+        ({"max_draft_len": 0}, 0),
+        ({"max_draft_len": 2}, 2),
+        ({"max_draft_len": 3}, None),  # K
+    ],
+)
+def test_draft_limit_of_a_request(extra: dict[str, Any], limit: int | None) -> None:
+    assert values_of(**extra).get("draft_limit") == limit
+
+
+def test_a_preempted_request_continues_the_step_count_at_its_output_tokens() -> None:
+    assert values_of()["draft_step"] == 0
+    assert values_of(prefill=(1, 2, 3, 4, 5), num_output=3)["draft_step"] == 3
+
+
+@pytest.mark.parametrize(
+    ("prefill", "thinking"),
+    [
+        ((), 0),
+        ((1, 2), 0),
+        ((5,), 1),
+        ((5, 1, 2), 1),
+        ((5, 1, 7), 0),
+        ((7, 5, 1), 1),
+        ((5, 7, 5), 1),
+    ],
+)
+def test_the_phase_of_a_request_is_that_of_its_prefill(
+    prefill: tuple[int, ...], thinking: int
+) -> None:
+    assert values_of(prefill=prefill)["thinking"] == thinking
+
+
+def test_relaxed_limits_of_a_request_replace_those_of_the_engine() -> None:
+    options = VllmOptions(
+        thinking_begin_token=5, thinking_end_token=7, relaxed_topk=4, relaxed_delta=0.3
+    )
+    settings = EngineSettings(options, 3)
+    values = values_of(settings)
+    assert (values["relaxed_topk"], values["relaxed_limit"]) == (4, 0.3)
+    values = values_of(settings, relaxed_topk=1, relaxed_delta=0)
+    assert (values["relaxed_topk"], values["relaxed_limit"]) == (1, 0.0)
+
+
+def test_a_request_with_too_many_stop_ids_is_verified_strictly() -> None:
+    for count, topk in ((MAX_STOP_IDS, 4), (MAX_STOP_IDS + 1, 1)):
+        params = params_of(all_stop_token_ids=set(range(count)))
+        values = values_of(params=params, relaxed_topk=4, relaxed_delta=0.5)
+        assert values["relaxed_topk"] == topk
+        assert (values["relaxed_limit"] > 0) == (topk == 4)
+        assert list(values["stop_ids"]) == (list(range(count)) if topk == 4 else [])
+
+
+def test_without_relaxed_acceptance_no_stop_ids_are_stored() -> None:
+    assert not {"thinking", "stop_ids", "relaxed_topk"} & values_of(COUPLED).keys()
+
+
+# ---- counts of drafts
+
+
+def request_of(**extra: Any) -> SimpleNamespace:
+    args = {f"mtp_{name}": value for name, value in extra.items()}
+    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args=args))
+
+
+def counts(
+    counter: DraftCounter, request: object, proposed: int, accepted: int, invalid: int = 0
+) -> int | None:
+    """The number of drafts that vLLM counts as proposed; None: the step is not counted."""
+    arguments = {
+        "spec_decoding_stats": None,
+        "num_draft_tokens": proposed,
+        "num_accepted_tokens": accepted,
+        "num_invalid_spec_tokens": {"a": invalid} if invalid else None,
+        "request_id": "a",
+    }
+    counted = counter.counted(request, arguments)
+    if counted is None:
+        return None
+    assert counted == {**arguments, "num_draft_tokens": counted["num_draft_tokens"]}
+    return int(counted["num_draft_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("request_", "proposed", "invalid", "expected"),
+    [
+        (None, 3, 0, 3),  # finished in this step
+        (request_of(), 3, 0, 3),
+        (SimpleNamespace(), 3, 0, 3),
+        (request_of(max_draft_len=2), 3, 0, 2),
+        (request_of(max_draft_len=2), 1, 0, 1),
+        (request_of(max_draft_len=0), 3, 0, None),
+        (request_of(speculate=False), 3, 0, None),
+        (request_of(speculate=False), 3, 2, None),
+        (request_of(speculate=False), 0, 0, 0),
+        (request_of(), 3, 2, 3),
+        # vLLM subtracts the invalid drafts, which may be withheld ones: never below 0
+        (request_of(max_draft_len=1), 3, 2, 2),
+        (request_of(max_draft_len=2), 3, 1, 2),
+    ],
+)
+def test_withheld_drafts_are_not_counted(
+    request_: object, proposed: int, invalid: int, expected: int | None
+) -> None:
+    assert counts(DraftCounter(SETTINGS), request_, proposed, 0, invalid) == expected
+
+
+def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage()[:20] for record in caplog.records]
 
 
 def test_collapsed_acceptance_is_logged_once_where_vllm_logs(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    count = alarm_of(make_config())
-    assert count is not None
+    counter = DraftCounter(SETTINGS)
     with caplog.at_level(logging.INFO):
         for _ in range(2 * COLLAPSE_STEPS):
-            count(MAX_ACCEPTED, 0)
-        collapsed = list(caplog.records)
+            counts(counter, request_of(), 3, 0)
+        (record,) = caplog.records
         for _ in range(COLLAPSE_STEPS):
-            count(MAX_ACCEPTED, 2)
-    (record,) = collapsed
+            counts(counter, request_of(), 3, 2)
     assert record.name == "vllm.mtp_plugin"
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("acceptance collapsed: 1.000 tokens per step")
-    assert [each.getMessage()[:20] for each in caplog.records] == [
-        "acceptance collapsed",
-        "acceptance recovered",
-    ]
+    assert messages(caplog) == ["acceptance collapsed", "acceptance recovered"]
 
 
-def test_steps_without_drafts_do_not_count(caplog: pytest.LogCaptureFixture) -> None:
-    count = alarm_of(make_config())
-    assert count is not None
+@pytest.mark.parametrize(
+    ("request_", "proposed", "invalid"),
+    [
+        (request_of(), 0, 0),
+        (request_of(), 3, 3),
+        (request_of(speculate=False), 3, 0),
+        (request_of(max_draft_len=0), 3, 0),
+        (request_of(max_draft_len=1), 3, 2),
+    ],
+)
+def test_steps_that_verify_no_draft_raise_no_alarm(
+    caplog: pytest.LogCaptureFixture, request_: object, proposed: int, invalid: int
+) -> None:
+    counter = DraftCounter(SETTINGS)
     for _ in range(2 * COLLAPSE_STEPS):
-        count(0, 0)
+        counts(counter, request_, proposed, 0, invalid)
     for _ in range(COLLAPSE_STEPS - 1):
-        count(MAX_ACCEPTED, 0)
+        counts(counter, request_of(), 3, 0)
     assert not caplog.records
 
 
 def test_accepted_drafts_raise_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
-    count = alarm_of(make_config())
-    assert count is not None
+    counter = DraftCounter(SETTINGS)
     for step in range(2 * COLLAPSE_STEPS):
-        count(MAX_ACCEPTED, int(step % 10 == 0))  # 1.1 tokens per step
+        counts(counter, request_of(), 3, int(step % 10 == 0))  # 1.1 tokens per step
     assert not caplog.records
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"additional_config": {}},
-        {"speculative_config": None},
-        {"speculative_config__rejection_sample_method": "synthetic"},
-    ],
-)
-def test_engines_without_an_alarm(changes: dict[str, Any]) -> None:
-    assert alarm_of(make_config(**changes)) is None
+def test_synthetic_acceptance_raises_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
+    counter = DraftCounter(SYNTHETIC)
+    for _ in range(2 * COLLAPSE_STEPS):
+        assert counts(counter, request_of(), 3, 0) == 3
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("changes", [{"additional_config": {}}, {"speculative_config": None}])
+def test_engines_that_count_no_drafts(changes: dict[str, Any]) -> None:
+    assert counter_of(make_config(**changes)) is None
+
+
+def test_an_engine_with_drafts_has_a_counter() -> None:
+    assert counter_of(make_config()) is not None

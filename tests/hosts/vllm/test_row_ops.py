@@ -14,6 +14,7 @@ from tests.hosts.vllm.rows import (
     NUM_SLOTS,
     VOCAB,
     Batch,
+    draft,
     expected,
     make_batch,
     make_ops,
@@ -119,7 +120,7 @@ def test_drafts_have_the_noise_of_the_row_that_verifies_them(backend: Backend, c
     ops = make_ops(backend)
     batch = make_batch(column, [1] * 8)
     indices, positions = vector(batch.indices), vector(batch.positions)
-    drafts = ops.sample_drafts(batch.logits, indices, positions, column)
+    drafts = draft(ops, batch.logits, indices, positions, column)
     assert drafts.dtype == torch.int64
     assert drafts.tolist() == ops.sample(batch.logits, indices, positions + column).tolist()
     elsewhere = ops.sample(batch.logits, indices, positions + column + 1)
@@ -131,10 +132,10 @@ def test_padding_rows_of_drafts_give_valid_tokens(backend: Backend) -> None:
     ops = make_ops(backend)
     batch = make_batch(2, [1] * 6)
     indices, positions = vector(batch.indices), vector(batch.positions)
-    plain = ops.sample_drafts(batch.logits, indices, positions, 0)
+    plain = draft(ops, batch.logits, indices, positions, 0)
     batch.logits[4:] = float("nan")
     indices[4:] = -1
-    padded = ops.sample_drafts(batch.logits, indices, positions, 0)
+    padded = draft(ops, batch.logits, indices, positions, 0)
     assert padded[:4].tolist() == plain[:4].tolist()
     assert all(0 <= token < VOCAB for token in padded.tolist())
 
@@ -147,8 +148,8 @@ def test_index_dtypes_of_all_vllm_versions_are_accepted(
     ops = make_ops(backend)
     batch = make_batch(2, [1] * 4)
     indices, positions = vector(batch.indices), vector(batch.positions)
-    drafts = ops.sample_drafts(batch.logits, indices.to(dtype), positions, 1)
-    assert drafts.tolist() == ops.sample_drafts(batch.logits, indices, positions, 1).tolist()
+    drafts = draft(ops, batch.logits, indices.to(dtype), positions, 1)
+    assert drafts.tolist() == draft(ops, batch.logits, indices, positions, 1).tolist()
     choices = ops.sample(batch.logits, indices.to(dtype), positions)
     assert choices.tolist() == ops.sample(batch.logits, indices, positions).tolist()
 
@@ -207,7 +208,6 @@ def test_synthetic_rates_decide_whatever_the_drafts_are(
 ) -> None:
     ops = make_ops(backend, rates=rates)
     batch = make_batch(4, sizes)
-    choices = sample(ops, batch)
     drafts = [[1] * (size - 1) for size in sizes]  # valid ids
     batch = Batch(batch.indices, drafts, batch.positions, batch.logits)
     accepted = verify(ops, batch)
@@ -250,5 +250,5 @@ def test_no_op_writes_logits(backend: Backend) -> None:
     batch = make_batch(9, [4, 2, 1])
     before = batch.logits.clone()
     verify(ops, batch)
-    ops.sample_drafts(batch.logits, *batch.expanded(), 0)
+    draft(ops, batch.logits, *batch.expanded(), 0)
     assert torch.equal(batch.logits, before)

@@ -14,6 +14,7 @@ import pytest
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm import register
+from mtp_plugin.hosts.vllm.sampler_parts import PREFILL
 from mtp_plugin.hosts.vllm.versions import SIGNATURES
 from mtp_plugin.hosts.vllm.wrapping import START, WORKER, wrap_worker
 from tests.hosts.vllm import fake_vllm
@@ -32,6 +33,7 @@ WRAPPED_IN_EVERY_PROCESS = [
 WRAPPED_IN_WORKERS = [
     "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft",
+    "vllm.v1.worker.gpu.states:RequestState.add_request",
 ]
 
 
@@ -105,7 +107,7 @@ def test_wrappers_return_the_original_result_while_off(
     params = SimpleNamespace(extra_args={"mtp_x": 1})
     assert processor._validate_params(params, ("generate",)) == (params, ("generate",))
     scheduler = object_of(vllm, WRAPPED_IN_EVERY_PROCESS[3])
-    scheduler.vllm_config = config
+    scheduler.vllm_config = config  # without the attribute ``requests``, which is not read
     counts = {"num_draft_tokens": 3, "num_accepted_tokens": 1}
     for _ in range(2):
         assert scheduler.make_spec_decoding_stats("stats", **counts) == ("stats", 3, 1, None, None)
@@ -156,28 +158,38 @@ def test_requests_are_checked_while_on(vllm: dict[str, ModuleType]) -> None:
     processor = object_of(vllm, WRAPPED_IN_EVERY_PROCESS[1])
     processor.__init__(make_config())
     refused = vllm["vllm.exceptions"].VLLMValidationError
-    with pytest.raises(refused, match="mtp_x: leave"):
+    with pytest.raises(refused, match="mtp_x: unknown option of mtp_plugin"):
         processor._validate_params(SimpleNamespace(extra_args={"mtp_x": 1}), ("generate",))
     params = SimpleNamespace(extra_args=None)
     assert processor._validate_params(params, ("generate",)) == (params, ("generate",))
 
 
-def test_the_alarm_counts_drafts_that_a_grammar_allows(
-    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    counted: list[tuple[int, int]] = []
-    monkeypatch.setattr(
-        "mtp_plugin.hosts.vllm.metrics.alarm_of", lambda _: lambda *each: counted.append(each)
-    )
+def test_metrics_leave_out_withheld_drafts(vllm: dict[str, ModuleType]) -> None:
     register()
     scheduler = object_of(vllm, WRAPPED_IN_EVERY_PROCESS[3])
     scheduler.vllm_config = make_config()
-    for invalid in (None, {}, {"a": 2}, {"b": 1}):
-        given = ("stats", 3, 1, invalid, "a")
-        names = SIGNATURES["v32"][WRAPPED_IN_EVERY_PROCESS[3]]
-        call = dict(zip(names, given, strict=True))
-        assert scheduler.make_spec_decoding_stats(call.pop(names[0]), **call) == given
-    assert counted == [(3, 1), (3, 1), (1, 1), (3, 1)]
+    names = SIGNATURES["v32"][WRAPPED_IN_EVERY_PROCESS[3]]
+    options = {"plain": None, "one": {"mtp_max_draft_len": 1}, "none": {"mtp_speculate": False}}
+    scheduler.requests = {
+        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
+        for name, extra in options.items()
+    }
+    counted = {"plain": 3, "one": 1, "gone": 3}
+    for name, num_drafts in counted.items():
+        call = dict(zip(names, ("stats", 3, 1, None, name), strict=True))
+        result = scheduler.make_spec_decoding_stats(call.pop(names[0]), **call)
+        assert result == ("stats", num_drafts, 1, None, name)
+    assert scheduler.make_spec_decoding_stats("stats", 3, 0, None, "none") == "stats"
+
+
+def test_ids_of_a_prefill_are_kept_for_the_sampler(vllm: dict[str, ModuleType]) -> None:
+    wrap_worker()
+    states = object_of(vllm, WRAPPED_IN_WORKERS[2])
+    states.req_id_to_index = {"a": 2, "b": 5}
+    result = states.add_request("a", 2, [1, 2, 3], 3, 10)
+    assert result == ("a", 2, [1, 2, 3], 3, 10)
+    states.add_request("b", prompt_len=1, all_token_ids=[4], num_computed_tokens=0, max_tokens=1)
+    assert vars(states)[PREFILL] == {2: [1, 2, 3], 5: [4]}
 
 
 @pytest.mark.parametrize(
