@@ -1,4 +1,4 @@
-"""The extra ``executor``: packages that the plugin inside a host engine does not need.
+"""The extras: packages that the plugin inside a host engine does not need.
 
 Code that needs them calls `require` first, so that a missing package gives one line with the
 command that installs it instead of a failed import.
@@ -22,21 +22,24 @@ DISPLAY_PACKAGES = ("typer", "rich")
 """Needed to parse arguments and show results."""
 COMMAND_LINE_PACKAGES = (*MODEL_PACKAGES, *DISPLAY_PACKAGES)
 """Needed by the command line."""
+SERVE_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+"""Needed by the server, in the extra ``serve``."""
 
 TRANSFORMERS_RANGE = ((5, 17), (6, 0))
 """Supported transformers versions (major, minor): from, below. Host engines may pin older ones."""
 
 
-def require(user: str, *packages: str) -> None:
-    """Check that packages of the extra are installed.
+def require(user: str, *packages: str, extra: str = "executor") -> None:
+    """Check that packages of an extra are installed.
 
     Args:
         user: name of what needs them, for the message.
+        extra: name of the extra.
 
     Raises:
         MissingExtraError: a package is missing, or transformers has an unsupported version.
     """
-    _require_installed(user, packages)
+    _require_installed(user, packages, extra)
     if "transformers" in packages:
         least, below = TRANSFORMERS_RANGE
         installed = _transformers_version()
@@ -60,13 +63,14 @@ def require_or_exit(user: str, *packages: str) -> None:
         sys.exit(2)
 
 
-def _require_installed(user: str, packages: Sequence[str]) -> None:
+def _require_installed(user: str, packages: Sequence[str], extra: str = "executor") -> None:
     missing = [package for package in packages if not _is_installed(package)]
     if missing:
         what = "the package" if len(missing) == 1 else "the packages"
         which = "which is" if len(missing) == 1 else "which are"
         raise MissingExtraError(
-            f"{user} needs {what} {', '.join(missing)}, {which} not installed: {INSTALL}"
+            f"{user} needs {what} {', '.join(missing)}, {which} not installed: "
+            f"{INSTALL.replace('executor', extra)}"
         )
 
 

@@ -61,7 +61,8 @@ def test_what_the_extra_adds() -> None:
     assert sorted(extras.COMMAND_LINE_PACKAGES) == sorted(EXTRA)
     (least, below) = (".".join(map(str, end)) for end in extras.TRANSFORMERS_RANGE)
     assert f"transformers>={least},<{below.removesuffix('.0')}" in optional["executor"]
-    assert "mtp-plugin[executor]" in optional["dev"]
+    assert sorted(map(name_of, optional["serve"])) == sorted(("mtp-plugin", *extras.SERVE_PACKAGES))
+    assert {"mtp-plugin[executor]", "mtp-plugin[serve]"} <= set(optional["dev"])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="kernels are imported, which need Triton")
@@ -226,3 +227,10 @@ print(tokens)
 """
     done = without((*EXTRA, "numpy"), code)
     assert done.stdout.strip() == "[5, 6]", done.stderr
+
+
+@pytest.mark.parametrize("package", extras.SERVE_PACKAGES)
+def test_server_names_its_own_extra(package: str) -> None:
+    last = without((package,), "import mtp_plugin.serving").stderr.splitlines()[-1]
+    want = message("mtp-plugin serve", package).replace("[executor]", "[serve]")
+    assert last == f"mtp_plugin.errors.MissingExtraError: {want}"

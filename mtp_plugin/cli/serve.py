@@ -1,0 +1,125 @@
+"""``mtp-plugin serve``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtp_plugin.cli.flags import ConfigFile, PluginOptions
+from mtp_plugin.cli.opening import errors_of, import_engine, load
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.extras import SERVE_PACKAGES, require
+from mtp_plugin.tools.terminal.console import messages
+
+API_KEY = "MTP_PLUGIN_API_KEY"
+
+
+def command(
+    model: Annotated[
+        Path | None,
+        typer.Argument(metavar="[MODEL]", help="Checkpoint; overrides the one of the YAML file."),
+    ] = None,
+    config: ConfigFile = None,
+    plugin_options: PluginOptions = None,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port to listen on.")
+    ] = 8000,
+    served_model_name: Annotated[
+        str | None,
+        typer.Option(
+            "--served-model-name",
+            metavar="NAME",
+            help="Name of the model in requests. Default: the name of the checkpoint's folder.",
+        ),
+    ] = None,
+    api_key_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--api-key-file",
+            metavar="FILE",
+            help=f"File with the API key that clients must send. Default: the variable {API_KEY}; "
+            "without either, no key is needed.",
+        ),
+    ] = None,
+    metrics_prefix: Annotated[
+        str,
+        typer.Option(
+            "--metrics-prefix",
+            metavar="NAME",
+            help="Prefix of the names in /metrics; `vllm` gives vLLM's names.",
+        ),
+    ] = "mtp_plugin",
+    max_queued: Annotated[
+        int,
+        typer.Option(
+            "--max-queued",
+            metavar="N",
+            min=1,
+            help="Maximum number of unfinished sequences; requests above it get HTTP 429.",
+        ),
+    ] = 1024,
+    drain_seconds: Annotated[
+        float,
+        typer.Option(
+            "--drain-seconds",
+            metavar="S",
+            min=0,
+            help="Time that a shutdown waits for running requests before it aborts them.",
+        ),
+    ] = 30.0,
+) -> None:
+    """Serve a checkpoint over HTTP with OpenAI's API.
+
+    The endpoints are /v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize,
+    /health, /version and /metrics; / is a page to try it. Exit code 2: a named error.
+    """
+    require("mtp-plugin serve", *SERVE_PACKAGES, extra="serve")
+    api_key = _read_api_key(api_key_file)
+    prefix = _read_prefix(metrics_prefix)
+    log = messages()
+    settings = load(config, log, model, plugin_options)
+    with errors_of(config):
+        import_engine(log)
+        from mtp_plugin.executor import LLM
+        from mtp_plugin.serving import ServerSettings, serve
+
+        server = ServerSettings(
+            model_name=served_model_name or Path(settings.model).resolve().name,
+            host=host,
+            port=port,
+            api_key=api_key,
+            metrics_prefix=prefix,
+            max_queued=max_queued,
+            drain_seconds=drain_seconds,
+        )
+        with LLM(settings) as llm:
+            log.write_line(f"serving {server.model_name} on http://{host}:{port}")
+            serve(llm, server)
+
+
+def _read_api_key(file: Path | None) -> str | None:
+    if file is None:
+        key, source = os.environ.get(API_KEY), f"the variable {API_KEY}"
+    else:
+        source = str(file)
+        try:
+            key = file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"--api-key-file {file}: cannot be read: {type(error).__name__}"
+            ) from None
+    if key is not None and not (key.isascii() and key.isprintable() and key.strip()):
+        raise ConfigError(f"API key in {source}: expected printable ASCII characters")
+    return key
+
+
+def _read_prefix(name: str) -> str:
+    if not name.isidentifier() or not name.isascii():
+        raise ConfigError(f"--metrics-prefix: expected a name such as vllm, got {name!r}")
+    return f"{name}:"

@@ -1,0 +1,280 @@
+"""The HTTP endpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from functools import partial
+from typing import Any, TypeVar
+
+from fastapi import FastAPI
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from mtp_plugin import __version__
+from mtp_plugin.executor import LLM
+from mtp_plugin.serving import page
+from mtp_plugin.serving.errors import APIError, Problem, json_response
+from mtp_plugin.serving.generation import EngineService
+from mtp_plugin.serving.protocol import (
+    Body,
+    ChatBody,
+    CompletionBody,
+    ConversationBody,
+    DetokenizeBody,
+    TokenizeBody,
+    TokenizeChatBody,
+    check_sizes,
+    parse_body,
+    sampling_params,
+)
+from mtp_plugin.serving.reasoning import ReasoningSplit
+from mtp_plugin.serving.responses import ChatWriter, CompletionWriter, Writer
+from mtp_plugin.serving.security import Guard, read_json
+from mtp_plugin.serving.settings import ServerSettings
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class EventStreamResponse(StreamingResponse):
+    """A stream that aborts its generation when it ends, also before its first event."""
+
+    def __init__(self, writer: Writer) -> None:
+        super().__init__(writer.stream(), media_type="text/event-stream")
+        self._generation = writer.generation
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._generation.close()
+
+
+class Endpoints:
+    """One method for each endpoint."""
+
+    def __init__(self, service: EngineService) -> None:
+        self._service = service
+        self._settings = service.settings
+        self._llm = service.llm
+
+    # ---- generation -------------------------------------------------------------------------
+
+    async def completions(self, request: Request) -> Response:
+        """``POST /v1/completions``."""
+        body, problems = await self._read(request, CompletionBody)
+        if body is None:
+            raise APIError(400, *problems)
+        prompts, settings = body.prompts(), self._settings
+        check_sizes(prompts, "prompt", settings.max_prompts, settings.max_prompt_chars)
+        params, more = sampling_params(body)
+        generation = await self._service.submit(prompts, params, problems + more, "prompt")
+        decode = self._service.decoder(params)
+        texts = [
+            prompt if isinstance(prompt, str) else decode(prompt) if body.echo else ""
+            for prompt in prompts
+        ]
+        splits = [
+            ReasoningSplit(None, prompt, decode)
+            for prompt in generation.prompts
+            for _ in range(params.n)
+        ]
+        writer = CompletionWriter(
+            body, generation, self._settings.model_name, texts, splits, decode
+        )
+        return await self._respond(request, writer)
+
+    async def chat_completions(self, request: Request) -> Response:
+        """``POST /v1/chat/completions``."""
+        body, problems = await self._read(request, ChatBody)
+        if body is None:
+            raise APIError(400, *problems)
+        params, more = sampling_params(body)
+        problems += more
+        prompt = await self._render(body, problems)
+        generation = await self._service.submit([prompt], params, problems, "messages")
+        decode = self._service.decoder(params)
+        splits = [
+            ReasoningSplit(self._service.thinking, generation.prompts[0], decode)
+            for _ in range(params.n)
+        ]
+        writer = ChatWriter(body, generation, self._settings.model_name, [prompt], splits, decode)
+        return await self._respond(request, writer)
+
+    async def _respond(self, request: Request, writer: Writer) -> Response:
+        if writer.body.stream:
+            return EventStreamResponse(writer)
+        try:
+            whole = await unless_disconnected(request, writer.whole())
+        finally:
+            writer.generation.close()
+        # nobody reads the response of a client that has disconnected
+        return json_response(whole) if whole is not None else Response(status_code=499)
+
+    async def _render(self, body: ConversationBody, problems: list[Problem]) -> str:
+        """Return the prompt of a conversation."""
+        options = body.template_options()
+        sizes = [len(str(message.get("content") or "")) for message in options["messages"]]
+        if sum(sizes) > self._settings.max_prompt_chars:
+            message = f"messages: at most {self._settings.max_prompt_chars} characters are served"
+            raise APIError(400, *problems, ("messages", message))
+        render = partial(self._llm.apply_chat_template, **options)
+        try:
+            return await self._service.run_tokenizer(render, "messages")
+        except APIError as error:
+            raise APIError(error.status, *problems, *error.problems) from None
+
+    async def _read(self, request: Request, kind: type[Body]) -> tuple[Body | None, list[Problem]]:
+        """Return the body of a request and its problems.
+
+        Raises:
+            APIError: no body can be read, or it names another model.
+        """
+        return self._parse(kind, await read_json(request, self._settings))
+
+    def _parse(
+        self, kind: type[Body], content: dict[str, Any]
+    ) -> tuple[Body | None, list[Problem]]:
+        body, problems = parse_body(kind, content)
+        model = getattr(body, "model", None)
+        if model not in (None, self._settings.model_name) and not problems:
+            message = (
+                f"model: {model[:100]!r} is not served, expected {self._settings.model_name!r}"
+            )
+            raise APIError(404, ("model", message), code="model_not_found")
+        return body, problems
+
+    # ---- tokenizer --------------------------------------------------------------------------
+
+    async def tokenize(self, request: Request) -> Response:
+        """``POST /tokenize``."""
+        content = await read_json(request, self._settings)
+        text: str
+        body: TokenizeBody | TokenizeChatBody | None
+        if "messages" in content:
+            chat, problems = self._parse(TokenizeChatBody, content)
+            text = await self._render(chat, problems) if chat is not None else ""
+            body = chat
+        else:
+            body, problems = self._parse(TokenizeBody, content)
+            text = body.prompt if body is not None else ""
+        if body is None or problems:
+            raise APIError(400, *problems)
+        check_sizes([text], "prompt", 1, self._settings.max_prompt_chars)
+        tokens = await self._service.tokenize(text, body.add_special_tokens)
+        answer: dict[str, Any] = {
+            "count": len(tokens),
+            "max_model_len": self._llm.max_seq_len,
+            "tokens": tokens,
+        }
+        if body.return_token_strs:
+            to_strings = getattr(self._service.tokenizer, "convert_ids_to_tokens", None)
+            answer["token_strs"] = None if to_strings is None else to_strings(tokens)
+        return json_response(answer)
+
+    async def detokenize(self, request: Request) -> Response:
+        """``POST /detokenize``."""
+        body, problems = await self._read(request, DetokenizeBody)
+        if body is None or problems:
+            raise APIError(400, *problems)
+        if len(body.tokens) > self._settings.max_prompt_chars:
+            message = f"tokens: at most {self._settings.max_prompt_chars} are served"
+            raise APIError(400, ("tokens", message))
+        return json_response({"prompt": await self._service.detokenize(body.tokens)})
+
+    # ---- state ------------------------------------------------------------------------------
+
+    async def models(self) -> Response:
+        """``GET /v1/models``."""
+        model = {
+            "id": self._settings.model_name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "mtp_plugin",
+            "max_model_len": self._llm.max_seq_len,
+        }
+        return json_response({"object": "list", "data": [model]})
+
+    async def health(self) -> Response:
+        """``GET /health``: 200, or 503 when the engine has ended."""
+        return Response(status_code=200 if self._service.is_healthy else 503)
+
+    async def version(self) -> Response:
+        """``GET /version``."""
+        return json_response({"version": __version__})
+
+    async def metrics(self) -> Response:
+        """``GET /metrics``."""
+        return Response(self._service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
+    """Return the result of ``work``; None: the client disconnected, and ``work`` was cancelled."""
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(wait_for_disconnect())
+    try:
+        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
+
+
+def make_app(llm: LLM, settings: ServerSettings | None = None) -> FastAPI:
+    """Return the ASGI application that serves an `LLM`; ``app.state.service`` is its state."""
+    settings = settings or ServerSettings()
+    service = EngineService(llm, settings)
+    endpoints = Endpoints(service)
+    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
+    app.state.service = service
+    for method, path, endpoint in (
+        ("POST", "/v1/completions", endpoints.completions),
+        ("POST", "/v1/chat/completions", endpoints.chat_completions),
+        ("POST", "/tokenize", endpoints.tokenize),
+        ("POST", "/detokenize", endpoints.detokenize),
+        ("GET", "/v1/models", endpoints.models),
+        ("GET", "/health", endpoints.health),
+        ("GET", "/version", endpoints.version),
+        ("GET", "/metrics", endpoints.metrics),
+        ("GET", "/", page.page),
+    ):
+        app.add_api_route(path, endpoint, methods=[method], response_model=None)
+    app.add_exception_handler(APIError, _on_api_error)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_defect)
+    app.add_middleware(Guard, settings=settings)
+    return app
+
+
+Handler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+async def _on_api_error(_: Request, error: Exception) -> Response:
+    if not isinstance(error, APIError):
+        raise error
+    return error.response()
+
+
+async def _on_http_exception(_: Request, error: Exception) -> Response:
+    """Return OpenAI's error object for an unknown path or method."""
+    status = error.status_code if isinstance(error, HTTPException) else 500
+    detail = error.detail if isinstance(error, HTTPException) else "internal error"
+    headers = error.headers if isinstance(error, HTTPException) else None
+    return APIError(status, (None, detail), headers=headers).response()
+
+
+async def _on_defect(_: Request, error: Exception) -> Response:  # noqa: ARG001
+    """Hide the details of a defect, which the server logs."""
+    return APIError(500, (None, "internal error")).response()

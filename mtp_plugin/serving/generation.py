@@ -1,0 +1,303 @@
+"""Runs the prompts of one HTTP request in the engine and collects their results."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from mtp_plugin.errors import ExecutorError, MTPPluginError, RequestError
+from mtp_plugin.executor import LLM, RequestHandle, RequestOutput, SamplingParams, StepEvent
+from mtp_plugin.requests.thinking import ThinkingEnd, resolve_thinking_end
+from mtp_plugin.requests.tokenizer import encode, named_failures
+from mtp_plugin.serving.errors import APIError, Problem, problem_of
+from mtp_plugin.serving.metrics import SequenceClock, ServerMetrics
+from mtp_plugin.serving.reasoning import ThinkingTracker
+from mtp_plugin.serving.settings import ServerSettings
+
+_logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+SECONDS_PER_STREAM = 0.0002
+"""Minimum time between two chunks of a stream, times the number of unfinished sequences: under
+load, chunks have the tokens of several steps."""
+Result = tuple[int, "StepEvent | RequestOutput"]
+"""Index of a prompt, and an event of it or its output."""
+
+
+class Generation:
+    """Submitted prompts of one HTTP request; :meth:`close` aborts what is unfinished."""
+
+    def __init__(
+        self,
+        service: EngineService,
+        handles: list[RequestHandle],
+        prompts: list[list[int]],
+        num_samples: int,
+    ) -> None:
+        self.prompts = prompts
+        """Token ids of each prompt."""
+        self.num_samples = num_samples
+        self._service = service
+        self._handles: list[RequestHandle] | None = handles
+        self.clocks = [
+            [
+                SequenceClock(service.metrics, ThinkingTracker(service.thinking, prompt))
+                for _ in range(num_samples)
+            ]
+            for prompt in prompts
+        ]
+
+    async def results(self, *, is_paced: bool) -> AsyncIterator[list[Result]]:
+        """Yield all results that arrived since the last ones; the output of a prompt comes last.
+
+        Args:
+            is_paced: wait between two yields if the server is loaded.
+
+        Raises:
+            APIError: the engine failed.
+        """
+        queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
+        handles = self._handles or []
+        readers = [
+            asyncio.ensure_future(self._read(index, handle, queue))
+            for index, handle in enumerate(handles)
+        ]
+        unfinished = len(readers)
+        try:
+            while unfinished:
+                found = [await queue.get()]
+                while not queue.empty():
+                    found.append(queue.get_nowait())
+                results: list[Result] = []
+                for index, result in found:
+                    if isinstance(result, Exception):
+                        raise self._service.failure(result)
+                    unfinished -= isinstance(result, RequestOutput)
+                    results.append((index, result))
+                yield results
+                if is_paced and unfinished:
+                    await asyncio.sleep(self._service.num_sequences * SECONDS_PER_STREAM)
+        finally:
+            for reader in readers:
+                reader.cancel()
+            self.close()
+
+    async def _read(
+        self, index: int, handle: RequestHandle, queue: asyncio.Queue[tuple[int, Any]]
+    ) -> None:
+        try:
+            async for event in handle:
+                self.clocks[index][event.sample_index].observe(event)
+                queue.put_nowait((index, event))
+            output = await handle
+            for completion in output.outputs:
+                self._service.metrics.observe_output(completion)
+            queue.put_nowait((index, output))
+        except Exception as error:
+            queue.put_nowait((index, error))
+
+    @property
+    def num_thinking(self) -> int:
+        """Number of thinking tokens of all sequences."""
+        return sum(c.tracker.num_thinking for clocks in self.clocks for c in clocks)
+
+    def abort(self) -> None:
+        """Abort all sequences; their outputs have the finish reason ``abort``."""
+        for handle in self._handles or ():
+            handle.abort()
+
+    def close(self) -> None:
+        """Abort unfinished sequences and release their places in the queue."""
+        if self._handles is None:
+            return
+        self.abort()
+        self._handles = None
+        self._service.release(self, len(self.prompts) * self.num_samples)
+
+
+class EngineService:
+    """The engine, its tokenizer worker and the server's counters.
+
+    All uses of the tokenizer's ``encode`` are in one thread.
+    """
+
+    def __init__(self, llm: LLM, settings: ServerSettings) -> None:
+        self.llm = llm
+        self.settings = settings
+        self.num_sequences = 0
+        """Unfinished sequences of all requests."""
+        self.is_draining = False
+        self.metrics = ServerMetrics(llm, settings, lambda: self.num_sequences)
+        self._generations: set[Generation] = set()
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="mtp-serving")
+        self.tokenizer = llm.get_tokenizer()
+        self.thinking: ThinkingEnd | None = None
+        if self.tokenizer is not None:
+            self.thinking = resolve_thinking_end(llm.config.speculative_config, self._encode_tag)
+
+    def _encode_tag(self, text: str) -> list[int]:
+        return encode(self.tokenizer, text, add_special_tokens=False)
+
+    def decoder(self, params: SamplingParams) -> Callable[[list[int]], str]:
+        """Return the function that decodes a sequence of a request."""
+
+        def decode(tokens: list[int]) -> str:
+            return str(
+                self.tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
+            )
+
+        return decode
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine accepts requests."""
+        return self.llm.is_running
+
+    def check_accepts(self) -> None:
+        """Refuse requests while the server shuts down or after the engine's end.
+
+        Raises:
+            APIError: see above.
+        """
+        if self.is_draining:
+            raise APIError(503, (None, "the server is shutting down"))
+        if not self.is_healthy:
+            raise APIError(503, (None, "the engine is not running"))
+
+    async def run_tokenizer(self, work: Callable[[], T], field: str) -> T:
+        """Run ``work``, which uses the tokenizer, in its thread and within the deadline.
+
+        Raises:
+            APIError: the request is invalid, or the deadline passed.
+        """
+        loop = asyncio.get_running_loop()
+        seconds = self.settings.tokenizer_seconds
+        try:
+            return await asyncio.wait_for(loop.run_in_executor(self._worker, work), seconds)
+        except asyncio.TimeoutError:
+            raise APIError(503, (field, f"{field}: not tokenized within {seconds} s")) from None
+        except RequestError as error:
+            raise APIError(400, problem_of(error, field)) from None
+        except MTPPluginError as error:
+            raise self.failure(error) from None
+
+    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
+        """Return the token ids of a text."""
+
+        def work() -> list[int]:
+            try:
+                return encode(self._expect_tokenizer(), text, add_special_tokens=add_special_tokens)
+            except RequestError:
+                raise
+            except MTPPluginError:
+                raise RequestError("prompt: the tokenizer cannot encode it") from None
+
+        return await self.run_tokenizer(work, "prompt")
+
+    async def detokenize(self, tokens: list[int]) -> str:
+        """Return the text of token ids."""
+
+        def work() -> str:
+            tokenizer = self._expect_tokenizer()
+            vocab = self.llm.model.facts.vocab_size
+            wrong = [token for token in tokens if token >= vocab]
+            if wrong:
+                raise RequestError(f"tokens: expected ids below {vocab}")
+            try:
+                with named_failures(tokenizer, lambda: "cannot decode"):
+                    return str(tokenizer.decode(tokens, skip_special_tokens=False))
+            except MTPPluginError:
+                raise RequestError("tokens: the tokenizer cannot decode them") from None
+
+        return await self.run_tokenizer(work, "tokens")
+
+    def _expect_tokenizer(self) -> Any:
+        if self.tokenizer is None:
+            raise RequestError("prompt: the model has no tokenizer")
+        return self.tokenizer
+
+    async def submit(
+        self,
+        prompts: Sequence[Any],
+        params: SamplingParams,
+        problems: Sequence[Problem],
+        field: str,
+    ) -> Generation:
+        """Check prompts and options and submit them all, or none.
+
+        Args:
+            problems: known problems of other fields; the error has these and those found here.
+            field: the field of the prompts.
+
+        Raises:
+            APIError: the request is invalid, or the server has too many unfinished sequences.
+        """
+        self.check_accepts()
+        count, limit = len(prompts) * params.n, self.settings.max_sequences
+        if count > limit:
+            message = f"n: at most {limit} sequences (prompts times n) are served, got {count}"
+            raise APIError(400, *problems, ("n", message))
+        if self.num_sequences + count > self.settings.max_queued:
+            message = f"at most {self.settings.max_queued} unfinished sequences are served"
+            raise APIError(429, (None, message), headers={"Retry-After": "1"})
+        self.num_sequences += count
+        try:
+            generation = await self._submit(prompts, params, problems, field)
+        except BaseException:
+            self.num_sequences -= count
+            raise
+        self._generations.add(generation)
+        return generation
+
+    async def _submit(
+        self,
+        prompts: Sequence[Any],
+        params: SamplingParams,
+        problems: Sequence[Problem],
+        field: str,
+    ) -> Generation:
+        def work() -> tuple[list[RequestHandle], list[list[int]]]:
+            requests = self.llm.make_requests(list(prompts), [params] * len(prompts))
+            ids = [r.tokens[: r.py_orig_prompt_len] for r in requests if r.sample_index == 0]
+            longest = max(map(len, ids))
+            if longest >= self.llm.max_seq_len:
+                raise RequestError(
+                    f"{field}: {longest} tokens leave no room for output, the maximum is "
+                    f"{self.llm.max_seq_len} tokens of prompt and output"
+                )
+            if problems:
+                return [], ids
+            return [self.llm.submit(each, params) for each in ids], ids
+
+        try:
+            handles, ids = await self.run_tokenizer(work, field)
+        except APIError as error:
+            if problems and error.status == 400:
+                raise APIError(400, *problems, *error.problems) from None
+            raise
+        if problems:
+            raise APIError(400, *problems)
+        return Generation(self, handles, ids, params.n)
+
+    def release(self, generation: Generation, count: int) -> None:
+        """Forget a generation that has ended."""
+        self.num_sequences -= count
+        self._generations.discard(generation)
+
+    def abort_all(self) -> None:
+        """Abort all sequences."""
+        for generation in list(self._generations):
+            generation.abort()
+
+    def failure(self, error: Exception) -> APIError:
+        """Return the error that clients see in place of an engine's error, which is logged."""
+        if not self.is_healthy:
+            return APIError(503, (None, "the engine is not running"))
+        if not isinstance(error, ExecutorError):
+            _logger.error("a request failed", exc_info=error)
+        else:
+            _logger.error("a request failed: %s", error)
+        return APIError(500, (None, "the engine could not finish the request"))

@@ -1,0 +1,344 @@
+"""Bodies of requests: their fields, and the engine's options that they describe."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from mtp_plugin.errors import RequestError, format_value
+from mtp_plugin.requests.options import MAX_LOGPROBS, SamplingParams
+from mtp_plugin.serving.errors import APIError, Problem, problem_of
+
+REFUSED = {
+    **dict.fromkeys(
+        ["structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"],
+        "guided decoding is not supported",
+    ),
+    **dict.fromkeys(("lora_name", "lora_request"), "LoRA adapters are not supported"),
+    **dict.fromkeys(("functions", "function_call"), "expected tools instead"),
+    "suffix": "insertion is not supported",
+    "chat_template": "a template in a request is not accepted",
+    "logits_processors": "logits processors are not supported",
+}
+"""Fields of other servers that are refused with a reason."""
+TEMPLATE_VARIABLES_REFUSED = ("chat_template", "tokenize")
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class StreamOptions(_Model):
+    """What a stream contains besides text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class EngineFields(_Model):
+    """Fields with the names of `SamplingParams`, which checks those of type Any."""
+
+    max_tokens: Any = None
+    min_tokens: Any = None
+    stop: Any = None
+    stop_token_ids: Any = None
+    include_stop_str_in_output: Any = None
+    ignore_eos: Any = None
+    skip_special_tokens: Any = None
+    spaces_between_special_tokens: Any = None
+    add_special_tokens: Any = None
+    temperature: Any = 1.0
+    top_p: Any = None
+    top_k: Any = None
+    min_p: Any = None
+    seed: Any = None
+    repetition_penalty: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    prompt_ignore_length: Any = None
+    logit_bias: dict[str, Any] | None = None
+    allowed_token_ids: Any = None
+    bad_words: Any = None
+    prompt_logprobs: Any = None
+    thinking_token_budget: Any = None
+    n: Any = None
+    best_of: Any = None
+    use_beam_search: Any = None
+    length_penalty: Any = None
+    max_draft_len: Any = None
+    verification: Any = None
+    draft_sampling: Any = None
+    relaxed_acceptance: Any = None
+    relaxed_topk: Any = None
+    relaxed_delta: Any = None
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _has_ids(cls, value: dict[str, Any] | None) -> Any:
+        if value is None:
+            return None
+        wrong = [key for key in value if not (key.isascii() and key.isdecimal() and len(key) < 12)]
+        if wrong:
+            raise ValueError(f"expected token ids as keys, got {format_value(wrong[0])}")
+        return {int(key): bias for key, bias in value.items()}
+
+
+class GenerationBody(EngineFields):
+    """The fields of both endpoints."""
+
+    default_max_tokens: ClassVar[int | None] = None
+
+    model: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    speculative: bool = True
+    return_token_ids: bool = False
+    return_draft_segments: bool = False
+    response_format: dict[str, Any] | None = None
+
+    # without meaning here
+    user: Any = None
+    store: Any = None
+    metadata: Any = None
+    service_tier: Any = None
+    parallel_tool_calls: Any = None
+
+    @field_validator("response_format")
+    @classmethod
+    def _is_text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and value != {"type": "text"}:
+            raise ValueError("only the type text is supported")
+        return value
+
+    def engine_options(self) -> dict[str, Any]:
+        """Return the given options of `SamplingParams`."""
+        options = {name: getattr(self, name) for name in EngineFields.model_fields}
+        options = {name: value for name, value in options.items() if value is not None}
+        options.setdefault("max_tokens", self.default_max_tokens)
+        if options["max_tokens"] is None:
+            options["max_new_tokens"] = options.pop("max_tokens")
+        return {**options, "speculate": self.speculative}
+
+    def problems(self) -> list[Problem]:
+        """Return problems between fields."""
+        found: list[Problem] = []
+        if self.stream_options is not None and not self.stream:
+            found.append(("stream_options", "stream_options: needs stream=true"))
+        if self.stream and self.prompt_logprobs is not None:
+            found.append(("prompt_logprobs", "prompt_logprobs: needs stream=false"))
+        return found
+
+
+class CompletionBody(GenerationBody):
+    """``/v1/completions``."""
+
+    default_max_tokens: ClassVar[int | None] = 16
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    echo: bool = False
+    logprobs: Any = None
+
+    def prompts(self) -> list[Any]:
+        """Return the prompts."""
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]
+        return list(self.prompt)
+
+    def engine_options(self) -> dict[str, Any]:
+        """Return the given options of `SamplingParams`."""
+        options = super().engine_options()
+        if self.logprobs is not None:
+            options["logprobs"] = self.logprobs
+            if self.echo:
+                options.setdefault("prompt_logprobs", self.logprobs)
+        return options
+
+
+class ContentPart(_Model):
+    """A part of a message's content."""
+
+    type: str
+    text: str = ""
+
+    @field_validator("type")
+    @classmethod
+    def _is_text(cls, value: str) -> str:
+        if value != "text":
+            raise ValueError(f"only text is supported, got {format_value(value)}")
+        return value
+
+
+class ChatMessage(BaseModel):
+    """A message; the chat template gets all its fields."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    role: str
+    content: str | list[ContentPart] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """Return the message with its content as text and arguments of tool calls as objects."""
+        message = self.model_dump(exclude_unset=True)
+        if isinstance(self.content, list):
+            message["content"] = "".join(part.text for part in self.content)
+        for call in message.get("tool_calls") or ():
+            function = call.get("function")
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                try:
+                    function["arguments"] = json.loads(function["arguments"])
+                except (ValueError, RecursionError):
+                    continue
+        return message
+
+
+class ConversationBody(_Model):
+    """The fields that the chat template reads."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @field_validator("chat_template_kwargs")
+    @classmethod
+    def _are_variables(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        for name in value or ():
+            if name in TEMPLATE_VARIABLES_REFUSED or not name.isidentifier():
+                raise ValueError(f"{format_value(name)} is not accepted")
+        return value
+
+    def template_options(self) -> dict[str, Any]:
+        """Return the arguments of `LLM.apply_chat_template`."""
+        return {
+            "messages": [message.for_template() for message in self.messages],
+            "tools": self.tools,
+            # clients set continue_final_message alone
+            "add_generation_prompt": self.add_generation_prompt and not self.continue_final_message,
+            "continue_final_message": self.continue_final_message,
+            "chat_template_kwargs": self.chat_template_kwargs,
+        }
+
+
+class ChatBody(ConversationBody, GenerationBody):
+    """``/v1/chat/completions``."""
+
+    max_completion_tokens: Any = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _is_not_forced(cls, value: Any) -> Any:
+        if value not in (None, "none", "auto"):
+            raise ValueError("expected none or auto, as calls are not parsed")
+        return value
+
+    def engine_options(self) -> dict[str, Any]:
+        """Return the given options of `SamplingParams`."""
+        options = super().engine_options()
+        if self.max_completion_tokens is not None:
+            options.pop("max_new_tokens", None)
+            options["max_tokens"] = self.max_completion_tokens
+        if self.logprobs:
+            options["logprobs"] = self.top_logprobs or 0
+        # the template writes the special tokens
+        options.setdefault("add_special_tokens", False)
+        return options
+
+    def problems(self) -> list[Problem]:
+        """Return problems between fields."""
+        found = super().problems()
+        if self.top_logprobs is not None and not self.logprobs:
+            found.append(("top_logprobs", "top_logprobs: needs logprobs=true"))
+        given = (self.max_tokens, self.max_completion_tokens)
+        if None not in given and given[0] != given[1]:
+            found.append(("max_tokens", "max_tokens: differs from max_completion_tokens"))
+        return found
+
+
+class TokenizeBody(_Model):
+    """``/tokenize`` of a text."""
+
+    model: str | None = None
+    prompt: str
+    add_special_tokens: bool = True
+    return_token_strs: bool = False
+
+
+class TokenizeChatBody(ConversationBody):
+    """``/tokenize`` of a conversation."""
+
+    model: str | None = None
+    add_special_tokens: bool = False
+    return_token_strs: bool = False
+
+
+class DetokenizeBody(_Model):
+    """``/detokenize``."""
+
+    model: str | None = None
+    tokens: list[Annotated[int, Field(ge=0)]]
+
+
+Body = TypeVar("Body", bound=BaseModel)
+
+
+def parse_body(kind: type[Body], content: Mapping[str, Any]) -> tuple[Body | None, list[Problem]]:
+    """Return the body with its valid fields, and the problems of the others.
+
+    The body is None if a required field is missing or invalid. Fields that are null count as not
+    given.
+    """
+    given = {name: value for name, value in content.items() if value is not None}
+    try:
+        return kind.model_validate(given), []
+    except ValidationError as error:
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+    problems: dict[str, Problem] = {}
+    for each in found:
+        field = str(each["loc"][0])
+        reason = each["msg"].removeprefix("Value error, ")
+        if each["type"] == "extra_forbidden" and len(each["loc"]) == 1:
+            reason = REFUSED.get(field, "unknown field")
+        where = ".".join(map(str, each["loc"]))[:200]
+        # a union reports every alternative: keep the first
+        problems.setdefault(field, (field[:200], f"{where}: {reason}"))
+    valid = {name: value for name, value in given.items() if name not in problems}
+    try:
+        return kind.model_validate(valid), list(problems.values())
+    except ValidationError:
+        return None, list(problems.values())
+
+
+def sampling_params(body: GenerationBody) -> tuple[SamplingParams, list[Problem]]:
+    """Return the engine's options of a body without the invalid ones, and the problems of these."""
+    options = body.engine_options()
+    problems = body.problems()
+    try:
+        return SamplingParams(**options), problems
+    except RequestError as error:
+        problems.append(problem_of(error, "sampling parameters"))
+    return SamplingParams(max_new_tokens=1), problems
+
+
+def check_sizes(prompts: Sequence[Any], what: str, max_prompts: int, max_chars: int) -> None:
+    """Refuse too many or too long prompts before anything reads them.
+
+    Raises:
+        APIError: see above.
+    """
+    if not prompts:
+        raise APIError(400, (what, f"{what}: expected at least one"))
+    if len(prompts) > max_prompts:
+        raise APIError(400, (what, f"{what}: at most {max_prompts} are served, got {len(prompts)}"))
+    size = sum(map(len, prompts))
+    if size > max_chars:
+        raise APIError(
+            400, (what, f"{what}: at most {max_chars} characters or ids are served, got {size}")
+        )

@@ -1,0 +1,411 @@
+"""Responses of the completion endpoints, streamed and whole."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from mtp_plugin.executor import RequestOutput, StepEvent
+from mtp_plugin.executor.outputs import CompletionOutput
+from mtp_plugin.requests.logprobs import Logprob, TokenLogprobs
+from mtp_plugin.serving.errors import APIError, encode_json
+from mtp_plugin.serving.generation import Generation
+from mtp_plugin.serving.protocol import ChatBody, CompletionBody
+from mtp_plugin.serving.reasoning import THINKING, ReasoningSplit
+
+LOWEST_LOGPROB = -9999.0
+"""In place of minus infinity, which JSON does not have."""
+
+
+class Writer:
+    """Writes the response of one request; a subclass for each endpoint.
+
+    Args:
+        model: name of the model.
+        prompts: texts of the prompts, for ``echo``.
+        splits: splits the text of each sequence into thinking and answer.
+        decode: token ids -> text.
+    """
+
+    chunk_object = whole_object = id_prefix = ""
+
+    def __init__(
+        self,
+        body: CompletionBody | ChatBody,
+        generation: Generation,
+        model: str,
+        prompts: Sequence[str],
+        splits: list[ReasoningSplit],
+        decode: Callable[[list[int]], str],
+    ) -> None:
+        self.body = body
+        self.decode = decode
+        self.generation = generation
+        self.prompts = prompts
+        self.splits = splits
+        self._head = {
+            "id": f"{self.id_prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        self.offsets = [0] * len(splits)
+        """Length of the text of each sequence so far."""
+        self._outputs: list[RequestOutput] = []
+        self._num_tokens = 0
+
+    # ---- streams ----------------------------------------------------------------------------
+
+    async def stream(self) -> AsyncIterator[str]:
+        """Yield the server-sent events of a stream."""
+        options = self.body.stream_options
+        try:
+            for chunk in self.first_chunks():
+                yield self._event([chunk])
+            async for results in self.generation.results(is_paced=True):
+                for choice in self._choices(results):
+                    yield self._event([choice])
+            if options is not None and options.include_usage:
+                yield self._event([], usage=self._usage(), metrics=self._metrics())
+        except APIError as error:
+            yield f"data: {encode_json(error.body())}\n\n"
+        yield "data: [DONE]\n\n"
+
+    def _event(self, choices: list[dict[str, Any]], **more: Any) -> str:
+        chunk = {**self._head, "object": self.chunk_object, "choices": choices, **more}
+        options = self.body.stream_options
+        if options is not None and choices:
+            continuous = options.continuous_usage_stats
+            chunk["usage"] = self._counts() if continuous else None
+        return f"data: {encode_json(chunk)}\n\n"
+
+    def _choices(self, results: Iterable[tuple[int, Any]]) -> Iterable[dict[str, Any]]:
+        """Yield one choice for each sequence with new tokens, and the last one of ended prompts."""
+        events: dict[int, list[StepEvent]] = {}
+        ended: list[tuple[int, RequestOutput]] = []
+        for prompt_index, result in results:
+            if isinstance(result, RequestOutput):
+                ended.append((prompt_index, result))
+            else:
+                index = prompt_index * self.generation.num_samples + result.sample_index
+                events.setdefault(index, []).append(result)
+        for index, of_sequence in events.items():
+            self._num_tokens += sum(len(event.token_ids) for event in of_sequence)
+            yield from self._progress(index, of_sequence)
+        for prompt_index, output in ended:
+            self._outputs.append(output)
+            for completion in output.outputs:
+                index = prompt_index * self.generation.num_samples + completion.index
+                reason = {
+                    "finish_reason": completion.finish_reason,
+                    "stop_reason": completion.stop_reason,
+                }
+                yield {**self.delta(index, [], [], None), **reason}
+
+    def _progress(self, index: int, events: list[StepEvent]) -> Iterable[dict[str, Any]]:
+        tokens = [token for event in events for token in event.token_ids]
+        text = "".join(event.text for event in events)
+        logprobs: list[TokenLogprobs] | None = None
+        if events[0].logprobs is not None:
+            logprobs = [each for event in events for each in event.logprobs or ()]
+        pieces = self.splits[index].push(tokens, text, is_last=events[-1].finish_reason is not None)
+        if not (tokens or pieces):
+            return
+        choice = self.delta(index, tokens, pieces, logprobs)
+        if self.body.return_token_ids:
+            choice["token_ids"] = tokens
+        if self.body.return_draft_segments:
+            choice["draft_segments"] = [
+                {"text": segment.text, "from_draft": segment.from_draft}
+                for event in events
+                for segment in event.segments
+            ]
+            choice["num_tokens"] = len(tokens)
+            choice["num_steps"] = sum(bool(event.token_ids) for event in events)
+        yield {**choice, "finish_reason": None}
+
+    def first_chunks(self) -> Iterable[dict[str, Any]]:
+        """Yield choices that precede the output."""
+        return ()
+
+    def delta(
+        self,
+        index: int,
+        tokens: list[int],
+        pieces: list[tuple[str, str]],
+        logprobs: list[TokenLogprobs] | None,
+    ) -> dict[str, Any]:
+        """Return a choice of a chunk."""
+        raise NotImplementedError
+
+    # ---- whole responses --------------------------------------------------------------------
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the whole response.
+
+        Raises:
+            APIError: the engine failed.
+        """
+        outputs: dict[int, RequestOutput] = {}
+        async for results in self.generation.results(is_paced=False):
+            outputs.update((i, r) for i, r in results if isinstance(r, RequestOutput))
+        self._outputs = [outputs[index] for index in range(len(self.generation.prompts))]
+        choices = []
+        for prompt_index, output in enumerate(self._outputs):
+            for completion in output.outputs:
+                index = prompt_index * self.generation.num_samples + completion.index
+                choice = {
+                    "index": index,
+                    **self.choice(index, prompt_index, output, completion),
+                    "finish_reason": completion.finish_reason,
+                    "stop_reason": completion.stop_reason,
+                }
+                if self.body.return_token_ids:
+                    choice["token_ids"] = completion.token_ids
+                    choice["prompt_token_ids"] = output.prompt_token_ids
+                if self.body.prompt_logprobs is not None:
+                    choice["prompt_logprobs"] = _prompt_logprobs(output)
+                choices.append(choice)
+        return {
+            **self._head,
+            "object": self.whole_object,
+            "choices": choices,
+            "usage": self._usage(),
+            "metrics": self._metrics(),
+        }
+
+    def choice(
+        self, index: int, prompt_index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> dict[str, Any]:
+        """Return the content of a choice of the whole response."""
+        raise NotImplementedError
+
+    # ---- numbers ----------------------------------------------------------------------------
+
+    def _counts(self) -> dict[str, Any]:
+        prompt = sum(map(len, self.generation.prompts))
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": self._num_tokens,
+            "total_tokens": prompt + self._num_tokens,
+        }
+
+    def _usage(self) -> dict[str, Any]:
+        completions = [completion for output in self._outputs for completion in output.outputs]
+        self._num_tokens = sum(len(completion.token_ids) for completion in completions)
+        accepted = sum(num_accepted(completion) for completion in completions)
+        drafted = sum(completion.acceptance.num_drafted for completion in completions)
+        details = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": max(drafted - accepted, 0),
+            "reasoning_tokens": self.generation.num_thinking,
+        }
+        return {**self._counts(), "completion_tokens_details": details}
+
+    def _metrics(self) -> dict[str, Any] | None:
+        """Return acceptance statistics with vLLM's names; None for several sequences."""
+        completions = [completion for output in self._outputs for completion in output.outputs]
+        if len(completions) != 1 or completions[0].acceptance.max_draft_len == 0:
+            return None
+        stats = completions[0].acceptance
+        none, *histogram = stats.histogram
+        histogram[0] += none
+        return {
+            "speculative_decoding": {
+                "mean_acceptance_length": stats.acceptance_length,
+                "draft_acceptance_rate": stats.acceptance_rate,
+                "acceptance_histogram": histogram,
+                "num_spec_steps": stats.steps,
+                "num_accepted_draft_tokens": num_accepted(completions[0]),
+                "num_draft_tokens": stats.num_drafted,
+                "num_spec_tokens": stats.max_draft_len,
+            }
+        }
+
+
+class CompletionWriter(Writer):
+    """``/v1/completions``."""
+
+    body: CompletionBody
+    chunk_object = whole_object = "text_completion"
+    id_prefix = "cmpl"
+
+    def first_chunks(self) -> Iterable[dict[str, Any]]:
+        """Yield the echoed prompts and their token ids."""
+        if not (self.body.echo or self.body.return_token_ids):
+            return
+        for index in range(len(self.splits)):
+            prompt = index // self.generation.num_samples
+            text = self.prompts[prompt] if self.body.echo else ""
+            self.offsets[index] += len(text)
+            choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
+            if self.body.return_token_ids:
+                choice["prompt_token_ids"] = self.generation.prompts[prompt]
+            yield {**choice, "finish_reason": None}
+
+    def delta(
+        self,
+        index: int,
+        tokens: list[int],
+        pieces: list[tuple[str, str]],
+        logprobs: list[TokenLogprobs] | None,
+    ) -> dict[str, Any]:
+        """Return a choice of a chunk."""
+        found = None
+        if logprobs is not None:
+            found = self._logprobs(tokens, logprobs, self.offsets[index])
+            self.offsets[index] += sum(len(token) for token in found["tokens"])
+        return {
+            "index": index,
+            "text": "".join(text for _, text in pieces),
+            "logprobs": found,
+        }
+
+    def choice(
+        self,
+        index: int,  # noqa: ARG002
+        prompt_index: int,
+        output: RequestOutput,
+        completion: CompletionOutput,
+    ) -> dict[str, Any]:
+        """Return the content of a choice of the whole response."""
+        text, tokens = completion.text, list(completion.token_ids)
+        logprobs: list[TokenLogprobs | None] | None = None
+        if completion.logprobs is not None:
+            logprobs = list(completion.logprobs)
+        if self.body.echo:
+            text = self.prompts[prompt_index] + text
+            tokens = output.prompt_token_ids + tokens
+            if logprobs is not None:
+                logprobs = [*(output.prompt_logprobs or ()), *logprobs]
+        found = None if logprobs is None else self._logprobs(tokens, logprobs, 0)
+        return {"text": text, "logprobs": found}
+
+    def _logprobs(
+        self, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int
+    ) -> dict[str, Any]:
+        """Return log-probabilities in OpenAI's older format."""
+        texts, values, tops, offsets = [], [], [], []
+        for token, known in zip(tokens, logprobs, strict=False):
+            # the first token of a prompt has no log-probability
+            text = token_text(token, known[token]) if known else self.decode([token])
+            texts.append(text)
+            values.append(clamped(known[token]) if known else None)
+            top = {token_text(t, each): clamped(each) for t, each in (known or {}).items()}
+            tops.append(top if known else None)
+            offsets.append(offset)
+            offset += len(text)
+        return {
+            "tokens": texts,
+            "token_logprobs": values,
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+
+class ChatWriter(Writer):
+    """``/v1/chat/completions``."""
+
+    body: ChatBody
+    chunk_object = "chat.completion.chunk"
+    whole_object = "chat.completion"
+    id_prefix = "chatcmpl"
+
+    def first_chunks(self) -> Iterable[dict[str, Any]]:
+        """Yield the role of each sequence."""
+        for index in range(len(self.splits)):
+            delta = {"role": "assistant", "content": ""}
+            yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def delta(
+        self,
+        index: int,
+        tokens: list[int],
+        pieces: list[tuple[str, str]],
+        logprobs: list[TokenLogprobs] | None,
+    ) -> dict[str, Any]:
+        """Return a choice of a chunk."""
+        found = None if logprobs is None else self._logprobs(tokens, logprobs)
+        return {"index": index, "delta": _message(pieces), "logprobs": found}
+
+    def choice(
+        self,
+        index: int,
+        prompt_index: int,  # noqa: ARG002
+        output: RequestOutput,  # noqa: ARG002
+        completion: CompletionOutput,
+    ) -> dict[str, Any]:
+        """Return the content of a choice of the whole response."""
+        tokens = completion.token_ids
+        pieces = self.splits[index].push(tokens, completion.text, is_last=True)
+        message = {"role": "assistant", "content": "", **_message(pieces)}
+        found = None
+        if completion.logprobs is not None:
+            found = self._logprobs(tokens, list(completion.logprobs))
+        return {"message": message, "logprobs": found}
+
+    def _logprobs(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> dict[str, Any]:
+        """Return log-probabilities in OpenAI's chat format."""
+        content = []
+        for token, known in zip(tokens, logprobs, strict=False):
+            entry = _chat_entry(token, known[token])
+            top = [
+                _chat_entry(t, each)
+                for t, each in known.items()
+                if each.rank <= (self.body.top_logprobs or 0)
+            ]
+            entry["top_logprobs"] = sorted(top, key=lambda each: -each["logprob"])
+            content.append(entry)
+        return {"content": content}
+
+
+def num_accepted(completion: CompletionOutput) -> int:
+    """Return the number of accepted draft tokens of a sequence."""
+    histogram = completion.acceptance.histogram
+    return sum(count * max(emitted - 1, 0) for emitted, count in enumerate(histogram))
+
+
+def token_text(token: int, logprob: Logprob) -> str:
+    """Return the text of a token."""
+    text = logprob.decoded_token
+    return f"token_id:{token}" if text is None else text
+
+
+def clamped(logprob: Logprob) -> float:
+    """Return a log-probability that JSON can represent."""
+    return max(logprob.logprob, LOWEST_LOGPROB)
+
+
+def _message(pieces: list[tuple[str, str]]) -> dict[str, str]:
+    message: dict[str, str] = {}
+    for phase, text in pieces:
+        name = "reasoning_content" if phase == THINKING else "content"
+        message[name] = message.get(name, "") + text
+    return message
+
+
+def _chat_entry(token: int, logprob: Logprob) -> dict[str, Any]:
+    text = token_text(token, logprob)
+    return {
+        "token": text,
+        "bytes": list(text.encode("utf-8", "replace")),
+        "logprob": clamped(logprob),
+    }
+
+
+def _prompt_logprobs(output: RequestOutput) -> list[Mapping[int, Any] | None]:
+    """Return log-probabilities of the prompt in vLLM's format."""
+    return [
+        None
+        if known is None
+        else {
+            token: {
+                "logprob": clamped(each),
+                "rank": each.rank,
+                "decoded_token": each.decoded_token,
+            }
+            for token, each in known.items()
+        }
+        for known in output.prompt_logprobs or ()
+    ]

@@ -1,0 +1,48 @@
+"""Settings and limits of the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from ipaddress import ip_address
+
+from mtp_plugin.executor.metrics import PREFIX
+
+
+@dataclass(frozen=True)
+class ServerSettings:
+    """Where the server listens, what it serves, and its limits."""
+
+    model_name: str = "model"
+    """The name that requests give and responses have."""
+    host: str = "127.0.0.1"
+    port: int = 8000
+    api_key: str | None = field(default=None, repr=False)
+    """Required as ``Authorization: Bearer KEY`` by everything except ``/health``."""
+    metrics_prefix: str = PREFIX
+    """Prefix of Prometheus names; ``vllm:`` gives vLLM's names."""
+
+    max_body_bytes: int = 4 * 2**20
+    max_json_depth: int = 32
+    max_prompt_chars: int = 2**20
+    """Maximum number of characters (or token ids) of all prompts or messages of a body."""
+    max_prompts: int = 128
+    max_sequences: int = 128
+    """Maximum number of sequences of a body: prompts times ``n``."""
+    max_queued: int = 1024
+    """Maximum number of unfinished sequences of all requests; more get HTTP 429."""
+    tokenizer_seconds: float = 30.0
+    """Deadline for the tokenizer and the chat template."""
+    header_seconds: float = 10.0
+    body_seconds: float = 30.0
+    idle_seconds: float = 60.0
+    """Idle connections are closed after this time."""
+    drain_seconds: float = 30.0
+    """A shutdown waits this long for running requests, then it aborts them."""
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine reaches the server."""
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return self.host == "localhost"

@@ -1,0 +1,99 @@
+"""Servers over loopback with the tiny model."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import httpx
+import pytest
+
+from mtp_plugin import LLM
+from mtp_plugin.serving import Server, ServerSettings, make_app
+
+TRAINED = str(Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint")
+TEMPLATE = (
+    "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% for tool in tools or [] %}# tool: {{ tool.function.name }}\n{% endfor %}"
+    "{% if add_generation_prompt %}{{ begin | default('class HTTPServer:\n') }}{% endif %}"
+)
+SETTINGS = ServerSettings(model_name="tiny", port=0)
+
+
+@dataclass
+class Running:
+    """A server that runs in a thread of its own."""
+
+    server: Server
+    thread: threading.Thread
+    url: str
+
+    @property
+    def service(self):
+        return self.server._service
+
+    def client(self, **options) -> httpx.Client:
+        return httpx.Client(base_url=self.url, timeout=60, trust_env=False, **options)
+
+    def post(self, path: str, **body) -> httpx.Response:
+        with self.client() as client:
+            return client.post(path, json=body)
+
+    def get(self, path: str) -> httpx.Response:
+        with self.client() as client:
+            return client.get(path)
+
+
+@contextmanager
+def running(llm: LLM, **options) -> Iterator[Running]:
+    """Start a server on a free port and stop it at the end."""
+    settings = replace(SETTINGS, **options)
+    server = Server(make_app(llm, settings), settings)
+
+    def run() -> None:
+        asyncio.run(server.serve())
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive()
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Running(server, thread, f"http://127.0.0.1:{port}")
+    finally:
+        server.should_exit = True
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+def tiny_llm(**options) -> LLM:
+    llm = LLM(
+        TRAINED,
+        device="cpu",
+        dtype="float32",
+        **{
+            "max_batch_size": 8,
+            "speculative_config": {"decoding_type": "MTP", "max_draft_len": 3},
+            **options,
+        },
+    )
+    llm.tokenizer.chat_template = TEMPLATE
+    return llm
+
+
+@pytest.fixture(scope="session")
+def llm() -> Iterator[LLM]:
+    with tiny_llm() as llm:
+        yield llm
+
+
+@pytest.fixture(scope="session")
+def server(llm: LLM) -> Iterator[Running]:
+    with running(llm) as started:
+        yield started
