@@ -71,10 +71,11 @@ class Endpoints:
         body, problems = await self._read(request, CompletionBody)
         if body is None:
             raise APIError(400, *problems)
-        prompts, settings = body.prompts(), self._settings
-        check_sizes(prompts, "prompt", settings.max_prompts, settings.max_prompt_chars)
+        prompts = body.prompts()
         params, more = sampling_params(body)
-        generation = await self._service.submit(prompts, params, problems + more, "prompt")
+        problems += more
+        self._check_sizes(prompts, "prompt", problems)
+        generation = await self._service.submit(prompts, params, problems, "prompt")
         decode = self._service.decoder(params)
         texts = [
             prompt if isinstance(prompt, str) else decode(prompt) if body.echo else ""
@@ -120,10 +121,8 @@ class Endpoints:
     async def _render(self, body: ConversationBody, problems: list[Problem]) -> str:
         """Return the prompt of a conversation."""
         options = body.template_options()
-        sizes = [len(str(message.get("content") or "")) for message in options["messages"]]
-        if sum(sizes) > self._settings.max_prompt_chars:
-            message = f"messages: at most {self._settings.max_prompt_chars} characters are served"
-            raise APIError(400, *problems, ("messages", message))
+        contents = [str(message.get("content") or "") for message in options["messages"]]
+        self._check_sizes(["".join(contents)], "messages", problems)
         render = partial(self._llm.apply_chat_template, **options)
         try:
             return await self._service.run_tokenizer(render, "messages")
@@ -143,12 +142,22 @@ class Endpoints:
     ) -> tuple[Body | None, list[Problem]]:
         body, problems = parse_body(kind, content)
         model = getattr(body, "model", None)
-        if model not in (None, self._settings.model_name) and not problems:
-            message = (
-                f"model: {model[:100]!r} is not served, expected {self._settings.model_name!r}"
-            )
-            raise APIError(404, ("model", message), code="model_not_found")
+        expected = self._settings.model_name
+        if model not in (None, expected):
+            message = f"model: {model[:100]!r} is not served, expected {expected!r}"
+            if not problems:
+                raise APIError(404, ("model", message), code="model_not_found")
+            problems.append(("model", message))
         return body, problems
+
+    def _check_sizes(self, prompts: list[Any], field: str, problems: list[Problem]) -> None:
+        check_sizes(
+            prompts,
+            field,
+            problems,
+            max_prompts=self._settings.max_prompts,
+            max_chars=self._settings.max_prompt_chars,
+        )
 
     # ---- tokenizer --------------------------------------------------------------------------
 
@@ -166,7 +175,7 @@ class Endpoints:
             text = body.prompt if body is not None else ""
         if body is None or problems:
             raise APIError(400, *problems)
-        check_sizes([text], "prompt", 1, self._settings.max_prompt_chars)
+        self._check_sizes([text], "prompt", [])
         tokens = await self._service.tokenize(text, body.add_special_tokens)
         answer: dict[str, Any] = {
             "count": len(tokens),

@@ -10,10 +10,12 @@ from typing import Any
 from starlette.responses import Response
 
 from mtp_plugin.errors import RequestError
+from mtp_plugin.requests.options import OPTIONS
 
 Problem = tuple[str | None, str]
 """The field at fault, and a message that names it."""
 
+OPTION_NAMES = {*OPTIONS, "max_tokens"}
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -56,7 +58,7 @@ class APIError(Exception):
         return json_response(self.body(), self.status, self.headers)
 
 
-def problem_of(error: RequestError, default: str) -> Problem:
+def problem_of(error: RequestError, default: str | None) -> Problem:
     """Return the problem that an engine's error describes.
 
     Args:
@@ -64,8 +66,9 @@ def problem_of(error: RequestError, default: str) -> Problem:
     """
     message = re.sub(r"request \d+: ", "", str(error)).removeprefix("sampling parameters: ")
     message = message.removeprefix("not supported: ")
-    named = re.match(r"(?:not supported: )?([a-z]+(?:_[a-z]+)*)(?= must be |=|: )", message)
-    return (named.group(1) if named else default, message)
+    named = re.match("[a-z_]+", message)
+    is_field = named is not None and named.group() in OPTION_NAMES
+    return (named.group() if named and is_field else default, message)
 
 
 def encode_json(content: object) -> str:

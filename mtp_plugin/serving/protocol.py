@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -307,8 +308,9 @@ def parse_body(kind: type[Body], content: Mapping[str, Any]) -> tuple[Body | Non
         if each["type"] == "extra_forbidden" and len(each["loc"]) == 1:
             reason = REFUSED.get(field, "unknown field")
         where = ".".join(map(str, each["loc"]))[:200]
-        # a union reports every alternative: keep the first
-        problems.setdefault(field, (field[:200], f"{where}: {reason}"))
+        # a union reports every alternative: keep the first, or the one with a reason of ours
+        if field not in problems or each["type"] == "value_error":
+            problems[field] = (field[:200], f"{where}: {reason}")
     valid = {name: value for name, value in given.items() if name not in problems}
     try:
         return kind.model_validate(valid), list(problems.values())
@@ -323,22 +325,38 @@ def sampling_params(body: GenerationBody) -> tuple[SamplingParams, list[Problem]
     try:
         return SamplingParams(**options), problems
     except RequestError as error:
-        problems.append(problem_of(error, "sampling parameters"))
-    return SamplingParams(max_new_tokens=1), problems
+        found = problem_of(error, None)
+    problems.append(found)
+    # the other options are checked further, so that one error names all
+    valid = {
+        name: value for name, value in options.items() if not re.search(rf"\b{name}\b", found[1])
+    }
+    try:
+        return SamplingParams(**valid), problems
+    except RequestError:
+        return SamplingParams(max_new_tokens=1), problems
 
 
-def check_sizes(prompts: Sequence[Any], what: str, max_prompts: int, max_chars: int) -> None:
+def check_sizes(
+    prompts: Sequence[Any],
+    field: str,
+    problems: Sequence[Problem],
+    *,
+    max_prompts: int,
+    max_chars: int,
+) -> None:
     """Refuse too many or too long prompts before anything reads them.
 
     Raises:
-        APIError: see above.
+        APIError: see above; it names the known ``problems`` too.
     """
-    if not prompts:
-        raise APIError(400, (what, f"{what}: expected at least one"))
-    if len(prompts) > max_prompts:
-        raise APIError(400, (what, f"{what}: at most {max_prompts} are served, got {len(prompts)}"))
     size = sum(map(len, prompts))
-    if size > max_chars:
-        raise APIError(
-            400, (what, f"{what}: at most {max_chars} characters or ids are served, got {size}")
-        )
+    message = None
+    if not prompts:
+        message = "expected at least one"
+    elif len(prompts) > max_prompts:
+        message = f"at most {max_prompts} are served, got {len(prompts)}"
+    elif size > max_chars:
+        message = f"at most {max_chars} characters or ids are served, got {size}"
+    if message is not None:
+        raise APIError(400, *problems, (field, f"{field}: {message}"))

@@ -1,0 +1,272 @@
+"""Requests that are refused: status, error object, and that nothing gives HTTP 500."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.serving.protocol import ChatBody, CompletionBody
+from tests.serving.conftest import Running
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+MESSAGES = [{"role": "user", "content": "a"}]
+IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
+
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+    # body besides a prompt, param, part of the message
+    ({"temperature": -1}, "temperature", "temperature must be a number >= 0, got -1"),
+    ({"temperature": "hot"}, "temperature", "got 'hot'"),
+    ({"temperature": [1]}, "temperature", "temperature must be"),
+    ({"top_p": 1.5}, "top_p", "top_p must be a number from 0 to 1, got 1.5"),
+    ({"top_k": -2}, "top_k", "top_k must be an integer >= -1, got -2"),
+    ({"top_k": 1.5}, "top_k", "top_k must be"),
+    ({"min_p": 2}, "min_p", "min_p must be"),
+    ({"max_tokens": 0}, "max_tokens", "max_tokens must be an integer >= 1, got 0"),
+    ({"max_tokens": True}, "max_tokens", "max_tokens must be"),
+    ({"max_tokens": "8"}, "max_tokens", "max_tokens must be"),
+    ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "min_tokens 9 is above max_tokens 8"),
+    ({"seed": 2**64}, "seed", "seed must be"),
+    ({"seed": "x"}, "seed", "seed must be"),
+    ({"stop": [""]}, "stop", "stop must be"),
+    ({"stop": ["a"] * 65}, "stop", "stop: at most 64 strings are served, got 65"),
+    ({"stop": {"a": 1}}, "stop", "stop must be"),
+    ({"stop_token_ids": [-1]}, "stop_token_ids", "stop_token_ids must be"),
+    ({"stop_token_ids": [10**7]}, "stop_token_ids", "outside the vocabulary"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "repetition_penalty must be"),
+    ({"presence_penalty": "x"}, "presence_penalty", "presence_penalty must be"),
+    ({"logit_bias": {"a": 1}}, "logit_bias", "expected token ids as keys, got 'a'"),
+    ({"logit_bias": {"1": "x"}}, "logit_bias", "logit_bias must be"),
+    ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias", "at most 1024"),
+    ({"logit_bias": [1]}, "logit_bias", "logit_bias: "),
+    ({"allowed_token_ids": []}, "allowed_token_ids", "allowed_token_ids: names no id"),
+    ({"bad_words": [""]}, "bad_words", "bad_words must be"),
+    ({"logprobs": 21}, "logprobs", "logprobs must be an integer from 0 to 20, got 21"),
+    ({"prompt_logprobs": -1}, "prompt_logprobs", "prompt_logprobs must be"),
+    ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "needs stream=false"),
+    ({"n": 0}, "n", "n must be an integer >= 1, got 0"),
+    ({"n": 129, "temperature": 1}, "n", "n: at most 128 sequences"),
+    ({"n": 2, "temperature": 0}, "n", "n=2 needs sampling"),
+    ({"best_of": 3}, "best_of", "best_of=3 is not enabled"),
+    ({"use_beam_search": True}, "use_beam_search", "use_beam_search=True"),
+    ({"stream": "yes"}, "stream", "stream: Input should be a valid boolean"),
+    ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
+    (
+        {"stream": True, "stream_options": {"x": 1}},
+        "stream_options",
+        "stream_options.x: Extra inputs",
+    ),
+    ({"response_format": {"type": "json_object"}}, "response_format", "only the type text"),
+    ({"structured_outputs": {"json": {}}}, "structured_outputs", "guided decoding is not"),
+    ({"guided_json": {}}, "guided_json", "guided decoding is not supported"),
+    ({"lora_request": {}}, "lora_request", "LoRA adapters are not supported"),
+    ({"suffix": "a"}, "suffix", "insertion is not supported"),
+    ({"temprature": 1}, "temprature", "temprature: unknown field"),
+    ({"speculative": 1}, "speculative", "speculative: Input should be a valid boolean"),
+    ({"max_draft_len": -1}, "max_draft_len", "max_draft_len must be"),
+    ({"verification": "magic"}, "verification", "verification must be one of"),
+    ({"verification": "rejection"}, "verification", "verification="),
+    ({"relaxed_topk": 2, "temperature": 0}, "relaxed_topk", "relaxed_topk=2 is not enabled"),
+    ({"thinking_token_budget": -5}, "thinking_token_budget", "thinking_token_budget must be"),
+    ({"prompt": []}, "prompt", "prompt: expected at least one"),
+    ({"prompt": ""}, "prompt", "the prompt is empty"),
+    ({"prompt": [[]]}, "prompt", "the prompt is empty"),
+    ({"prompt": [10**7]}, "prompt", "prompt ids must be integers in"),
+    ({"prompt": [True]}, "prompt", "prompt"),
+    ({"prompt": {"text": "a"}}, "prompt", "prompt"),
+    ({"prompt": ["a"] * 129}, "prompt", "at most 128 are served, got 129"),
+    ({"prompt": [1] * 5000}, "prompt", "5000 tokens"),
+    ({"prompt": "x " * 600_000}, "prompt", "at most 1048576 characters"),
+    ({"prompt": "\ud800"}, "prompt", "prompt"),
+]
+BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": []}, "messages", "messages: List should have at least 1 item"),
+    ({"messages": "hi"}, "messages", "messages: Input should be a valid list"),
+    ({"messages": [{"content": "a"}]}, "messages", "messages.0.role: Field required"),
+    ({"messages": [{"role": 1, "content": "a"}]}, "messages", "messages.0.role"),
+    ({"messages": IMAGE}, "messages", "only text is supported, got 'image_url'"),
+    ({"max_completion_tokens": 0}, "max_tokens", "max_tokens must be an integer >= 1"),
+    ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differs from max_completion"),
+    ({"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs", "less than or equal to 20"),
+    ({"logprobs": 5}, "logprobs", "logprobs: Input should be a valid boolean"),
+    ({"tool_choice": "required"}, "tool_choice", "expected none or auto"),
+    ({"tool_choice": {"type": "function"}}, "tool_choice", "expected none or auto"),
+    ({"tools": "find"}, "tools", "tools: Input should be a valid list"),
+    ({"chat_template": "{{ 1 }}"}, "chat_template", "a template in a request is not accepted"),
+    ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "is not accepted"),
+    ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "is not accepted"),
+    ({"functions": []}, "functions", "expected tools instead"),
+    ({"echo": True}, "echo", "echo: unknown field"),
+    ({"audio": {}, "modalities": ["audio"]}, "audio", "modalities: unknown field"),
+]
+
+
+def check(response: Any, status: int, param: str | None, message: str) -> None:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    assert message in error["message"]
+    assert "/" not in error["message"].replace("application/json", "")
+    assert "Traceback" not in response.text
+
+
+@pytest.mark.parametrize(("body", "param", "message"), BAD_COMPLETIONS)
+def test_bad_completion_is_refused(server: Running, body, param: str, message: str) -> None:
+    content = json.dumps({"model": "tiny", "prompt": "a", "max_tokens": 2, **body})
+    with server.client(headers={"Content-Type": "application/json"}) as client:
+        check(client.post(COMPLETIONS, content=content), 400, param, message)
+
+
+@pytest.mark.parametrize(("body", "param", "message"), BAD_CHATS)
+def test_bad_chat_is_refused(server: Running, body, param: str, message: str) -> None:
+    response = server.post(CHAT, **{"model": "tiny", "messages": MESSAGES, **body})
+    check(response, 400, param, message)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (COMPLETIONS, {"model": "tiny"}, "prompt", "prompt: Field required"),
+        ("/tokenize", {"prompt": 1}, "prompt", "prompt: Input should be a valid string"),
+        ("/tokenize", {"messages": []}, "messages", "messages: List should have at least 1"),
+        ("/detokenize", {"tokens": [-1]}, "tokens", "tokens.0: Input should be greater"),
+        ("/detokenize", {"tokens": [2**70]}, "tokens", "tokens: expected ids below"),
+        ("/detokenize", {"tokens": "a"}, "tokens", "tokens: Input should be a valid list"),
+    ],
+)
+def test_bad_body_of_another_endpoint_is_refused(
+    server: Running, path: str, body, param: str, message: str
+) -> None:
+    check(server.post(path, **body), 400, param, message)
+
+
+@pytest.mark.parametrize(
+    ("content", "status", "message"),
+    [
+        (b"", 400, "the body is not valid JSON"),
+        (b"{", 400, "the body is not valid JSON"),
+        (b"\xff", 400, "the body is not valid JSON"),
+        (b"[]", 400, "the body must be a JSON object"),
+        (b'{"prompt": NaN}', 400, "the body is not valid JSON"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", 400, "the body is not valid JSON"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "nested deeper than 32"),
+        (b'{"prompt": "' + b"a" * 2**22 + b'"}', 413, "the body exceeds 4194304 bytes"),
+    ],
+)
+def test_body_that_is_no_json_is_refused(
+    server: Running, content: bytes, status: int, message: str
+) -> None:
+    with server.client(headers={"Content-Type": "application/json"}) as client:
+        check(client.post(COMPLETIONS, content=content), status, None, message)
+
+
+def test_other_content_types_paths_and_methods_are_refused(server: Running) -> None:
+    with server.client() as client:
+        form = client.post(COMPLETIONS, data={"prompt": "a"})
+        check(form, 415, None, "expected application/json")
+        check(client.post(COMPLETIONS, content=b"{}"), 415, None, "expected application/json")
+        check(client.get("/v1/nothing"), 404, None, "Not Found")
+        check(client.get(COMPLETIONS), 405, None, "Method Not Allowed")
+        check(client.get("/docs"), 404, None, "Not Found")
+
+
+def test_every_field_at_fault_is_named_in_one_error(server: Running) -> None:
+    response = server.post(
+        COMPLETIONS,
+        model="other",
+        prompt="a",
+        temperature=-1,
+        top_p=7,
+        stream="yes",
+        unknown=1,
+        response_format={"type": "json_object"},
+        stop_token_ids=[10**7],
+    )
+    message = response.json()["error"]["message"]
+    for field in (
+        "model",
+        "temperature",
+        "top_p",
+        "stream",
+        "unknown",
+        "response_format",
+        "stop_token_ids",
+    ):
+        assert field in message
+    response = server.post(COMPLETIONS, prompt="a", unknown=1, stop_token_ids=[10**7])
+    message = response.json()["error"]["message"]
+    assert "unknown" in message
+    assert "stop_token_ids" in message
+    assert "request " not in message
+
+
+def test_ignored_fields_and_null_are_accepted(server: Running) -> None:
+    response = server.post(
+        COMPLETIONS,
+        prompt="a",
+        max_tokens=2,
+        user="u",
+        store=True,
+        metadata={"a": "b"},
+        service_tier="auto",
+        parallel_tool_calls=True,
+        response_format={"type": "text"},
+        temperature=None,
+        stop=None,
+        logit_bias=None,
+    )
+    assert response.status_code == 200
+
+
+# --- any body ---
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.integers(-3, 30)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8)
+    | st.sampled_from(["a", "auto", "text", "user", "coupled", "\ud800"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["type", "text", "1", "role", "a"]), inner, max_size=3)
+    ),
+    max_leaves=6,
+)
+
+
+@pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/tokenize", "/detokenize"])
+def test_no_body_gives_a_server_error(server: Running, path: str) -> None:
+    kind = {COMPLETIONS: CompletionBody, CHAT: ChatBody}.get(path)
+    names = sorted(kind.model_fields) if kind else ["prompt", "messages", "tokens", "model"]
+    sound: dict[str, Any] = {COMPLETIONS: {"prompt": "ab"}, CHAT: {"messages": MESSAGES}}.get(
+        path, {}
+    )
+    fields = st.dictionaries(st.sampled_from(names) | st.text(max_size=5), VALUES, max_size=4)
+
+    with server.client(headers={"Content-Type": "application/json"}) as client:
+
+        @settings(
+            max_examples=120,
+            deadline=None,
+            suppress_health_check=[HealthCheck.function_scoped_fixture],
+        )
+        @given(fields, st.booleans())
+        def check_body(body: dict[str, Any], is_nearly_sound: bool) -> None:
+            if is_nearly_sound:
+                body = {**sound, **body}
+            body.setdefault("max_tokens", 2) if kind else None
+            response = client.post(path, content=json.dumps(body))
+            assert response.status_code in (200, 400, 404), response.text
+            if response.status_code != 200:
+                assert response.json()["error"]["message"]
+            elif body.get("stream"):
+                assert '"error"' not in response.text
+
+        check_body()
