@@ -115,7 +115,7 @@ class Endpoints:
             whole = await unless_disconnected(request, writer.whole())
         finally:
             writer.generation.close()
-        # nobody reads the response of a client that has disconnected
+        # the response to a client that has disconnected is not sent
         return json_response(whole) if whole is not None else Response(status_code=499)
 
     async def _render(self, body: ConversationBody, problems: list[Problem]) -> str:

@@ -34,6 +34,7 @@ class Server(uvicorn.Server):
                 http=_protocol(settings.header_seconds),
                 ws="none",
                 lifespan="off",
+                log_config=None,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
