@@ -88,7 +88,7 @@ class ReasoningSplit:
         for token in tokens:
             self._push_token(token)
         pieces = []
-        while self._cuts and (self._cuts[0][0] <= len(self._text)):
+        while self._cuts and self._cuts[0][0] <= len(self._text):
             start, end, phase = self._cuts[0]
             pieces.append((self._phase, self._text[self._position : start]))
             if len(self._text) < end and not is_last:
@@ -96,13 +96,13 @@ class ReasoningSplit:
                 break
             self._position, self._phase = max(self._position, end), phase
             del self._cuts[0]
-        if not self._cuts:
-            limit = len(self._text)
-            progress = 0 if is_last else self._tracker.end_progress
-            if progress:
-                limit = min(limit, len(self._decode(self._tokens[:-progress])))
-            pieces.append((self._phase, self._text[self._position : limit]))
-            self._position = max(self._position, limit)
+        limit = len(self._text)
+        if self._cuts:  # a tag whose text has not arrived
+            limit = min(limit, self._cuts[0][0])
+        elif self._tracker.end_progress and not is_last:
+            limit = min(limit, len(self._decode(self._tokens[: -self._tracker.end_progress])))
+        pieces.append((self._phase, self._text[self._position : limit]))
+        self._position = max(self._position, limit)
         return [piece for piece in pieces if piece[1]]
 
     def _push_token(self, token: int) -> None:

@@ -1,0 +1,121 @@
+"""Output over HTTP equals that of `LLM.generate` for random requests with random options."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+import pytest
+
+from mtp_plugin import LLM, SamplingParams
+from tests.serving.conftest import Running
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
+PROMPTS = ["class HTTPServer:\n", "def f(a):\n    ", "import ", "# a comment\n", "for i in "]
+
+
+def request_of(rng: random.Random, ids: list[int]) -> dict[str, Any]:
+    """Return a body; its options have the same names in `SamplingParams`."""
+
+    def some(share: float = 0.25) -> bool:
+        return rng.random() < share
+
+    body: dict[str, Any] = {
+        "max_tokens": rng.choice((1, 2, 5, 12, 24)),
+        "temperature": rng.choice((0, 0, 0.6, 1.0, 1.3)),
+        "seed": rng.getrandbits(32),
+        "ignore_eos": some(0.5),
+    }
+    for name, values in (
+        ("top_k", (0, 1, 5, 50)),
+        ("top_p", (0.95, 0.9, 0.5)),
+        ("min_p", (0.05, 0.3)),
+        ("repetition_penalty", (0.8, 1.1, 1.5)),
+        ("presence_penalty", (-0.5, 0.4)),
+        ("frequency_penalty", (-0.1, 0.3)),
+        ("max_draft_len", (0, 1, 2)),
+        ("logprobs", (0, 2)),
+        ("include_stop_str_in_output", (True,)),
+        ("skip_special_tokens", (False,)),
+        ("thinking_token_budget", (-1,)),
+    ):
+        if some():
+            body[name] = rng.choice(values)
+    if some():
+        body["logit_bias"] = {str(t): rng.uniform(-3, 3) for t in rng.sample(ids, 5)}
+    if some():
+        body["bad_words"] = [rng.choice(("self", "def", "return", "in"))]
+    if some():
+        body["stop"] = ["".join(rng.choices(LETTERS, k=rng.randint(1, 2))) for _ in range(3)]
+    if some():
+        body["stop_token_ids"] = rng.sample(ids, 5)
+    if some():
+        body["min_tokens"] = rng.randint(0, body["max_tokens"])
+    if some():
+        body["speculative"] = False
+    if some() and body["temperature"] and body.get("top_k") != 1:
+        body["n"] = rng.choice((2, 3))
+    return body
+
+
+def params_of(body: dict[str, Any]) -> SamplingParams:
+    options = dict(body)
+    options["speculate"] = options.pop("speculative", True)
+    if "logit_bias" in options:
+        options["logit_bias"] = {int(t): bias for t, bias in options["logit_bias"].items()}
+    return SamplingParams(**options)
+
+
+def whole_and_streamed(server: Running, body: dict[str, Any]) -> list[list[dict[str, Any]]]:
+    """Return the choices of a whole response and of a stream."""
+    whole = server.post("/v1/completions", **body)
+    assert whole.status_code == 200, whole.text
+    streamed = server.post("/v1/completions", **body, stream=True)
+    choices: dict[int, dict[str, Any]] = {}
+    for line in streamed.text.splitlines():
+        if not line.startswith("data: {"):
+            continue
+        (chunk,) = json.loads(line[6:])["choices"]
+        own = choices.setdefault(chunk["index"], {"text": "", "token_ids": [], "logprobs": []})
+        own["text"] += chunk["text"]
+        own["token_ids"] += chunk.get("token_ids", [])
+        own["logprobs"] += (chunk["logprobs"] or {}).get("token_logprobs", [])
+        own["finish_reason"] = chunk["finish_reason"]
+        own["stop_reason"] = chunk.get("stop_reason")
+    found = whole.json()["choices"]
+    for choice in found:
+        choice["logprobs"] = (choice["logprobs"] or {}).get("token_logprobs", [])
+    return [found, [choices[index] for index in sorted(choices)]]
+
+
+def check_request(server: Running, llm: LLM, number: int) -> None:
+    rng = random.Random(number)
+    text = rng.choice(PROMPTS) + "".join(rng.choices(LETTERS, k=rng.randint(0, 4)))
+    ids = llm.get_tokenizer().encode("\n".join(PROMPTS))
+    body = request_of(rng, sorted(set(ids)))
+    prompt: Any = text if number % 2 else llm.get_tokenizer().encode(text)
+    (expected,) = llm.generate([prompt], params_of(body))
+    body |= {"prompt": prompt, "return_token_ids": True}
+    for choices in whole_and_streamed(server, body):
+        assert len(choices) == len(expected.outputs)
+        for choice, output in zip(choices, expected.outputs, strict=True):
+            assert choice["token_ids"] == output.token_ids
+            assert choice["text"] == output.text
+            assert choice["finish_reason"] == output.finish_reason
+            assert choice["stop_reason"] == output.stop_reason
+            if output.logprobs is not None:
+                pairs = zip(output.token_ids, output.logprobs, strict=True)
+                values = [known[token].logprob for token, known in pairs]
+                assert choice["logprobs"] == pytest.approx(values, abs=1e-3)
+
+
+@pytest.mark.parametrize("number", range(24))
+def test_output_over_http_is_that_of_generate(server: Running, llm: LLM, number: int) -> None:
+    check_request(server, llm, number)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("number", range(24, 200))
+def test_output_of_more_requests(server: Running, llm: LLM, number: int) -> None:
+    check_request(server, llm, number)
