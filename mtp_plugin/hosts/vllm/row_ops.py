@@ -187,6 +187,11 @@ class RowOps:
                 first_rows = None
         forced = None
         of_requests = slots.of(step.indices)
+        is_relaxed = self.settings.options.is_relaxed
+        if by_probs or is_relaxed:
+            # the token of an unfinished prompt is no output: no step and no phase follows from it
+            unfinished = step.seq_lens < step.prefill_lens[step.indices.to(torch.int64)]
+            of_requests = slots.of_padded(step.indices.masked_fill(unfinished, -1))
         if self._synthetic is not None:
             layout = self._layout(requests, first_positions.repeat_interleave(width))
             forced = synthetic_acceptance(
@@ -204,12 +209,7 @@ class RowOps:
                 backend=self.backend,
             )
             choices, forced = result.tokens, result.num_accepted
-        relaxed = None
-        if self.settings.options.is_relaxed:
-            # the token of an unfinished prompt is no output, so its phase does not change
-            unfinished = step.seq_lens < step.prefill_lens[step.indices.to(torch.int64)]
-            indices = step.indices.masked_fill(unfinished, -1)
-            relaxed = self._relaxed_rule(slots.of_padded(indices))
+        relaxed = self._relaxed_rule(of_requests) if is_relaxed else None
         return accept(
             self._layout(requests),
             logits,

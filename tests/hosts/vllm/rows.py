@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 import torch
@@ -45,7 +46,7 @@ class Batch:
 
     @property
     def first_rows(self) -> list[int]:
-        return [sum(self.sizes[:request]) for request in range(len(self.sizes) + 1)]
+        return list(accumulate(self.sizes, initial=0))
 
     def expanded(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Request state index and position of every row."""
@@ -78,15 +79,26 @@ def make_ops(
     num_drafts: int = NUM_DRAFTS,
     rates: list[float] | None = None,
     seeds: Mapping[int, int] | None = None,
+    options: VllmOptions | None = None,
+    columns: Mapping[int, Mapping[str, Number | Sequence[Number]]] | None = None,
+    keeps_draft_probs: bool = False,
 ) -> RowOps:
-    """Ops with `NUM_SLOTS` requests; slot i has the options ``SAMPLING[i % 5]``."""
+    """Ops with `NUM_SLOTS` requests; slot i has the options ``SAMPLING[i % 5]``.
+
+    Args:
+        columns: slot -> columns in place of these options.
+    """
     slots = RequestSlots(NUM_SLOTS, DEVICE)
     for index in range(NUM_SLOTS):
         seed = (seeds or {}).get(index, 1000 + index)
-        slots.stage(index, SAMPLING[index % len(SAMPLING)], seed)
+        given = {**SAMPLING[index % len(SAMPLING)], **(columns or {}).get(index, {})}
+        slots.stage(index, given, seed)
     slots.apply()
     settings = EngineSettings(
-        VllmOptions(), num_drafts, synthetic_rates=None if rates is None else tuple(rates)
+        options or VllmOptions(),
+        num_drafts,
+        keeps_draft_probs,
+        synthetic_rates=None if rates is None else tuple(rates),
     )
     return RowOps(slots, settings, backend, VOCAB)
 
@@ -134,7 +146,12 @@ def draft(
     return ops.sample_drafts(DraftRows(logits, indices, positions, column, step_tensor))
 
 
-def verify(ops: RowOps, batch: Batch) -> Accepted:
+def verify(ops: RowOps, batch: Batch, unfinished: Sequence[int] = ()) -> Accepted:
+    """Verify the drafts of a batch.
+
+    Args:
+        unfinished: slots whose prompt is not complete after the step.
+    """
     row_indices, positions = batch.expanded()
     offsets = [offset for size in batch.sizes for offset in range(size)]
     indices = vector(batch.indices)
@@ -149,7 +166,7 @@ def verify(ops: RowOps, batch: Batch) -> Accepted:
             indices,
             np.array(batch.indices),
             seq_lens=torch.full_like(indices, 9),
-            prefill_lens=torch.zeros(NUM_SLOTS, dtype=torch.int32, device=indices.device),
+            prefill_lens=vector([99 * (s in unfinished) for s in range(len(ops.slots.table))]),
         )
     )
 
