@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.vllm.options import KEPT, REFUSED, TRUNCATION
+from tests.vllm.options import KEPT, REFUSED, TRUNCATION, WRONG_XARGS
 from tests.vllm.random_requests import random_requests
 
 ROOT = Path(__file__).parents[2]
@@ -129,6 +129,73 @@ PROCESSOR_SETTINGS: dict[str, Any] = {
     "logits_processors": ["tests.vllm.processors:EvenWithoutRepeats"],
     "logprobs_mode": "processed_logprobs",
 }
+
+LIMITS: list[dict[str, Any]] = [
+    {},
+    {"mtp_speculate": False},
+    {"mtp_max_draft_len": 1},
+    {"mtp_max_draft_len": 0},
+    {"mtp_speculate": 1, "mtp_max_draft_len": 2},
+]
+"""Options that withhold drafts."""
+RELAXED = {"mtp_relaxed_topk": 5, "mtp_relaxed_delta": 0.9}
+
+
+def with_extra(requests: list[Request], *extra: dict[str, Any]) -> list[Request]:
+    """Return the requests with these options of the plugin, in turn."""
+    return [
+        {**each, "params": {**each["params"], "extra_args": extra[number % len(extra)]}}
+        for number, each in enumerate(requests)
+    ]
+
+
+SAMPLED = [
+    request(prompt, 48, temperature=0.8, seed=seed)
+    for number, prompt in enumerate(PROMPTS)
+    for seed in (number, 100 + number)
+]
+THINKING = [request(f"{prompt}\n<think>", 32) for prompt in PROMPTS]
+METHODS: Phases = {
+    "withheld": with_extra(PLAIN["plain"], *LIMITS),
+    **{
+        method: with_extra(SAMPLED, {"mtp_verification": method})
+        for method in ("coupled", "rejection", "block")
+    },
+    # one batch; coupled requests among them
+    "mixed": with_extra(
+        PLAIN["plain"], {}, {"mtp_verification": "rejection"}, {}, {"mtp_verification": "block"}, {}
+    ),
+    "strict": THINKING,
+    "relaxed": with_extra(THINKING, RELAXED),
+    "relaxed outside": with_extra(
+        [
+            request(prompt, 32, **options)
+            for prompt in PROMPTS
+            for options in ({}, {"temperature": 0.8, "seed": 3})
+        ],
+        RELAXED,
+    ),
+    "strict outside": [
+        request(prompt, 32, **options)
+        for prompt in PROMPTS
+        for options in ({}, {"temperature": 0.8, "seed": 3})
+    ],
+}
+THINKING_TOKENS = {"thinking_begin_token": 1, "thinking_end_token": 2}
+"""Token ids of ``<think>`` and ``</think>``."""
+
+
+def keeps_probs(num_drafts: int) -> dict[str, Any]:
+    """Return the setting that rejection sampling needs."""
+    return {
+        "speculative_config": {
+            "method": "mtp",
+            "num_speculative_tokens": num_drafts,
+            "draft_sample_method": "probabilistic",
+        }
+    }
+
+
 MODELS = {"deepseek_v3": "float32", "qwen3_5": "bfloat16"}
 """Configuration of a tiny model with dummy weights -> dtype that vLLM runs on the CPU."""
 
@@ -200,13 +267,34 @@ JOBS: dict[str, dict[str, Any]] = {
         tensor_parallel_size=2,
         distributed_executor_backend="mp",
     ),
+    "methods_k3": job(3, METHODS, plugin=PLUGIN | THINKING_TOKENS, **keeps_probs(3)),
+    "rejection_k1": job(
+        1,
+        {"plain": PLAIN["plain"][:8], **LONG},
+        plugin=PLUGIN | {"verification": "rejection"},
+        enable_prefix_caching=True,
+        block_size=32,
+        num_gpu_blocks_override=13,
+        max_model_len=256,
+        **keeps_probs(1),
+    ),
     "server": job(
         3,
         {
             **FEW,
-            "refused": [request(PROMPTS[0], 4, vllm_xargs={"mtp_relaxed_topk": 3})],
+            "options": [
+                {**each, "params": {**each["params"], "vllm_xargs": LIMITS[number % len(LIMITS)]}}
+                for number, each in enumerate(FEW["few"])
+            ],
+            "methods": [
+                request(PROMPTS[0], 8, temperature=0.8, vllm_xargs=options)
+                for options in ({"mtp_verification": "rejection"}, RELAXED, {"other": 1})
+            ],
+            "refused": [request(PROMPTS[0], 4, vllm_xargs=options) for options, _ in WRONG_XARGS],
         },
+        plugin=PLUGIN | THINKING_TOKENS,
         env={"VLLM_ENABLE_V1_MULTIPROCESSING": "1"},
+        **keeps_probs(3),
     )
     | {"module": "tests.vllm.run_server"},
     **{f"{name}_k{k}": model_job(name, k) for name in MODELS for k in (0, 1, 2)},

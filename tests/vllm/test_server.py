@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from tests.vllm.options import WRONG_XARGS
+
 pytest.importorskip("vllm")
 
 
@@ -13,8 +15,20 @@ def test_seed_gives_the_same_text_over_http(results):
     assert [output["text"] for output in results("server")["few"]["outputs"]] == expected
 
 
+@pytest.mark.engines("k0", "server")
+def test_withheld_drafts_do_not_change_the_text_over_http(results):
+    expected = [output["completions"]["0"]["text"] for output in results("k0")["few"]["outputs"]]
+    assert [output.get("text") for output in results("server")["options"]["outputs"]] == expected
+
+
 @pytest.mark.engines("server")
-def test_unknown_option_of_a_request_gives_http_400(results):
-    (answer,) = results("server")["refused"]["outputs"]
+def test_methods_of_requests_are_accepted_over_http(results):
+    assert all(output.get("text") for output in results("server")["methods"]["outputs"])
+
+
+@pytest.mark.engines("server")
+@pytest.mark.parametrize("number", range(len(WRONG_XARGS)))
+def test_wrong_option_of_a_request_gives_http_400(results, number):
+    answer = results("server")["refused"]["outputs"][number]
     assert answer["status"] == 400
-    assert "mtp_plugin has no request options, got mtp_relaxed_topk" in answer["error"]
+    assert f"extra_args: {WRONG_XARGS[number][1]}" in answer["error"]

@@ -1,0 +1,108 @@
+"""Verification methods and limits of drafts of single requests."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.vllm.engines import LIMITS, METHODS, PLAIN
+
+pytest.importorskip("vllm")
+
+LIMIT_OF = [3, 0, 1, 0, 2]
+"""Of each of `LIMITS`."""
+
+
+def tokens(result, phase):
+    return [output["tokens"] for output in result[phase]["outputs"]]
+
+
+def acceptance_length(result, phase):
+    counters = result[phase]["counters"]
+    return 1 + counters["spec_decode_num_accepted_tokens"] / counters["spec_decode_num_drafts"]
+
+
+@pytest.mark.engines("k0", "methods_k3")
+def test_withheld_drafts_do_not_change_the_output(results):
+    assert tokens(results("methods_k3"), "withheld") == tokens(results("k0"), "plain")
+
+
+@pytest.mark.engines("methods_k3")
+def test_steps_accept_no_more_drafts_than_the_limit(results):
+    for number, output in enumerate(results("methods_k3")["withheld"]["outputs"]):
+        limit = LIMIT_OF[number % len(LIMITS)]
+        assert max(output["new_tokens"]) <= limit + 1
+        if limit < 3:
+            assert (1 + limit in output["new_tokens"][1:-1]) or limit == 2
+
+
+@pytest.mark.engines("methods_k3")
+def test_metrics_count_no_withheld_drafts(results):
+    phase = results("methods_k3")["withheld"]
+    steps = drafts = 0
+    for number, output in enumerate(phase["outputs"]):
+        limit = LIMIT_OF[number % len(LIMITS)]
+        later_steps = len(output["new_tokens"]) - 1
+        steps += later_steps * (limit > 0)
+        drafts += later_steps * limit
+    assert phase["counters"]["spec_decode_num_drafts"] == steps
+    assert phase["counters"]["spec_decode_num_draft_tokens"] == drafts
+
+
+@pytest.mark.engines("methods_k3")
+def test_methods_by_probability_accept_more_sampled_drafts(results, report):
+    result = results("methods_k3")
+    lengths = {m: acceptance_length(result, m) for m in ("coupled", "rejection", "block")}
+    report(f"acceptance length at T = 0.8: {lengths}")
+    assert lengths["rejection"] >= lengths["coupled"] > 1.5
+    assert lengths["block"] >= lengths["coupled"]
+    for method in ("rejection", "block"):
+        assert tokens(result, method) != tokens(result, "coupled")
+        assert all(len(output) == 48 for output in tokens(result, method))
+
+
+@pytest.mark.engines("k0", "methods_k3")
+def test_other_methods_in_a_batch_do_not_change_coupled_requests(results):
+    """Greedy requests with these methods are verified as coupled ones."""
+    pairs = zip(
+        METHODS["mixed"],
+        tokens(results("methods_k3"), "mixed"),
+        tokens(results("k0"), "plain"),
+        strict=True,
+    )
+    differ = 0
+    for given, output, expected in pairs:
+        if given["params"]["extra_args"] and given["params"]["temperature"] > 0:
+            differ += output != expected
+            assert len(output) == len(expected)
+        else:
+            assert output == expected
+    assert differ > 0
+
+
+@pytest.mark.engines("methods_k3")
+def test_relaxed_acceptance_accepts_more_drafts_while_thinking(results, report):
+    result = results("methods_k3")
+    strict, relaxed = (acceptance_length(result, phase) for phase in ("strict", "relaxed"))
+    report(f"acceptance length while thinking: strict {strict:.2f}, relaxed {relaxed:.2f}")
+    assert relaxed > strict + 0.1
+
+
+@pytest.mark.engines("methods_k3")
+def test_relaxed_acceptance_changes_nothing_outside_the_thinking_phase(results):
+    result = results("methods_k3")
+    assert tokens(result, "relaxed outside") == tokens(result, "strict outside")
+    assert tokens(result, "relaxed") != tokens(result, "strict")
+
+
+@pytest.mark.engines("rejection_k1")
+def test_rejection_with_one_draft_and_preemptions_finishes(results, report):
+    result = results("rejection_k1")
+    assert "mtp_plugin on: verification rejection, 1 drafts per step" in result["log"]
+    for phase in ("plain", "long"):
+        assert all(len(output) == 32 for output in tokens(result, phase))
+    preemptions = [result[phase]["counters"]["num_preemptions"] for phase in ("plain", "long")]
+    length = acceptance_length(result, "plain")
+    report(f"rejection, K = 1: acceptance length {length:.2f}, preemptions {preemptions}")
+    assert sum(preemptions) > 0
+    assert length > 1.4
+    assert len(PLAIN["plain"]) >= 8
