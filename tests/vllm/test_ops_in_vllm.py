@@ -39,6 +39,7 @@ from mtp_plugin.hosts.vllm.engine import Engine  # noqa: E402
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions  # noqa: E402
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots  # noqa: E402
 from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps  # noqa: E402
+from mtp_plugin.hosts.vllm.sampler_parts import PREFILL  # noqa: E402
 from mtp_plugin.hosts.vllm.versions import fitting_module, is_tested, release  # noqa: E402
 from mtp_plugin.kernels.backend import Backend  # noqa: E402
 
@@ -102,12 +103,12 @@ class Harness:
 
     mode: str = "raw_logprobs"
     backend: Backend = Backend.TORCH
+    settings: EngineSettings = EngineSettings(VllmOptions(), NUM_DRAFTS)  # noqa: RUF009
     indices: list[int] = field(default_factory=list)  # of the requests, in the order of adding
 
     def __post_init__(self) -> None:
         self.states = make_request_states()
-        settings = EngineSettings(VllmOptions(), NUM_DRAFTS)
-        self.ops = RowOps(RequestSlots(MAX_REQUESTS, CPU), settings, self.backend, VOCAB)
+        self.ops = RowOps(RequestSlots(MAX_REQUESTS, CPU), self.settings, self.backend, VOCAB)
         given = make_vllm_sampler(self.states, self.mode)
         self.sampler = VERSION.PluginSampler.replacing(given, self.ops)
         self.verifier = VERSION.PluginVerifier(self.sampler, SPEC, CPU)
@@ -119,6 +120,8 @@ class Harness:
             tokens = [*PROMPT, *outputs]
             self.states.add_request(name, len(PROMPT), tokens, len(tokens), 64)
             self.indices.append(self.states.req_id_to_index[name])
+            # as the wrapper of ``RequestState.add_request`` does
+            vars(self.states).setdefault(PREFILL, {})[self.indices[-1]] = tokens
             add_to(self.sampler, self.indices[-1], each)
         self.states.apply_staged_writes()
         self.sampler.apply_staged_writes()
@@ -413,6 +416,72 @@ def test_a_freed_index_serves_the_next_request_with_its_own_options() -> None:
     batches = [each.batch([[1, 2, 3]]) for each in (harness, fresh)]
     outputs = [each.verifier(logits, b) for each, b in zip((harness, fresh), batches, strict=True)]
     assert tokens_of(outputs[0]) == tokens_of(outputs[1])
+
+
+THINKING = EngineSettings(
+    VllmOptions(thinking_begin_token=50, thinking_end_token=51, relaxed_topk=VOCAB),
+    NUM_DRAFTS,
+    True,
+)
+
+
+@pytest.mark.parametrize(("outputs", "thinking"), [((), 0), ((50, 10), 1), ((50, 10, 51), 0)])
+def test_phase_and_steps_of_a_preempted_request_are_those_of_its_output(
+    outputs: tuple[int, ...], thinking: int
+) -> None:
+    harness = Harness(settings=THINKING).add(
+        SamplingParams(temperature=0.0, extra_args={"mtp_relaxed_delta": 0.5}), outputs=outputs
+    )
+    slots, only = harness.ops.slots.of(torch.tensor(harness.indices)), slice(0, 1)
+    assert slots.read("draft_step", only).tolist() == [len(outputs)]
+    assert slots.read("thinking", only).tolist() == [thinking]
+    assert harness.ops.slots.delta_in_force[harness.indices].tolist() == [0.5 * thinking]
+    assert not vars(harness.states)[PREFILL]
+
+
+def test_sampler_without_drafts_follows_the_phase() -> None:
+    harness = Harness(settings=THINKING).add(
+        SamplingParams(temperature=0.0, extra_args={"mtp_relaxed_delta": 1})
+    )
+    logits = torch.linspace(0, 1, VOCAB).repeat(4, 1)
+    draft = [30, 31, 32]
+    assert tokens_of(harness.verifier(logits, harness.batch([draft]))) == [[VOCAB - 1]]
+    begins = logits[:1].clone()
+    begins[0, 50] = 2.0
+    unfinished = harness.batch([[]])
+    unfinished.seq_lens[0] = len(PROMPT) - 1
+    harness.sampler(begins, unfinished)
+    assert tokens_of(harness.verifier(logits, harness.batch([draft]))) == [[VOCAB - 1]]
+    assert tokens_of(harness.sampler(begins, harness.batch([[]]))) == [[50]]
+    assert tokens_of(harness.verifier(logits, harness.batch([draft]))) == [[*draft, VOCAB - 1]]
+
+
+def test_drafts_beyond_the_limit_of_a_request_are_withheld() -> None:
+    limits = [{}, {"mtp_speculate": 0}, {"mtp_max_draft_len": 2}]
+    params = [SamplingParams(temperature=0.0, extra_args=extra) for extra in limits]
+    harness = Harness().add(*params)
+    logits = make_logits(12)
+    top = logits.argmax(1).tolist()
+    drafts = [top[4 * i : 4 * i + 3] for i in range(3)]
+    output = harness.verifier(logits, harness.batch(drafts))
+    assert tokens_of(output) == [top[:4], top[4:5], top[8:11]]
+    assert output.num_rejected.tolist() == [0, 3, 1]
+
+
+def test_methods_share_a_batch() -> None:
+    """Drafts of the argmax, and probabilities that are all at another token."""
+    methods = [{}, {"mtp_verification": "rejection"}, {"mtp_verification": "block"}]
+    params = [seeded(7, extra_args=extra) for extra in methods]
+    harness = Harness(settings=EngineSettings(VllmOptions(), NUM_DRAFTS, True)).add(*params)
+    alone = Harness().add(seeded(7))
+    logits = make_logits(4).repeat(3, 1)
+    drafts = [logits[:3].argmax(1).tolist()] * 3
+    expected = tokens_of(alone.verifier(logits[:4], alone.batch(drafts[:1])))
+    output = tokens_of(harness.verifier(logits, harness.batch(drafts)))
+    assert output[:1] == expected
+    assert all(output)
+    steps = harness.ops.slots.of(torch.tensor(harness.indices)).read("draft_step", slice(0, 3))
+    assert steps.tolist() == [1, 1, 1]
 
 
 def test_batches_without_logits_processors_copy_no_logits() -> None:
