@@ -18,7 +18,8 @@ PLUGIN = {"kernels": "reference"}
 
 Request = dict[str, Any]
 """``prompt`` and ``params``."""
-Phases = dict[str, list[Request]]
+Phases = dict[str, list[Request] | dict[str, Any]]
+"""By name: requests, or the arguments of `run_engine.continuations` with the phase ``of``."""
 
 
 def request(prompt: str, max_tokens: int = 32, **params: Any) -> Request:
@@ -155,6 +156,11 @@ SAMPLED = [
     for seed in (number, 100 + number)
 ]
 THINKING = [request(f"{prompt}\n<think>", 32) for prompt in PROMPTS]
+LONG_THINKING = [
+    request(f"{prompt}{middle}<think>", 48) for prompt in PROMPTS for middle in ("", "\n")
+]
+NEWLINE = 201
+"""A token that ends the thinking phase in some outputs."""
 METHODS: Phases = {
     "withheld": with_extra(PLAIN["plain"], *LIMITS),
     **{
@@ -268,6 +274,21 @@ JOBS: dict[str, dict[str, Any]] = {
         distributed_executor_backend="mp",
     ),
     "methods_k3": job(3, METHODS, plugin=PLUGIN | THINKING_TOKENS, **keeps_probs(3)),
+    "relaxed_k3": job(
+        3,
+        {
+            "strict": LONG_THINKING,
+            "relaxed": with_extra(LONG_THINKING, RELAXED),
+            "continued": {
+                "of": "relaxed",
+                "options": {
+                    "after": NEWLINE,
+                    "params": {"temperature": 0.0, "ignore_eos": True},
+                },
+            },
+        },
+        plugin=PLUGIN | {"thinking_begin_token": 1, "thinking_end_token": NEWLINE},
+    ),
     "rejection_k1": job(
         1,
         {"plain": PLAIN["plain"][:8], **LONG},

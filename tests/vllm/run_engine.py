@@ -27,6 +27,8 @@ def main() -> None:
         "start_seconds": time.monotonic() - started,
     }
     for name, requests in job["phases"].items():
+        if isinstance(requests, dict):
+            requests = continuations(result[requests["of"]]["outputs"], **requests["options"])
         before, started = counters(llm), time.monotonic()
         outputs = generate(llm, requests)
         seconds, after = time.monotonic() - started, counters(llm)
@@ -36,6 +38,20 @@ def main() -> None:
             "counters": {key: difference(after[key], before.get(key, 0)) for key in after},
         }
     Path(sys.argv[2]).write_text(json.dumps(result))
+
+
+def continuations(
+    outputs: list[dict[str, Any]], after: int, params: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Return requests that continue outputs from the first token ``after`` on."""
+    found = []
+    for output in outputs:
+        end = output["tokens"].index(after) + 1 if after in output["tokens"] else 0
+        rest = len(output["tokens"]) - end
+        if end and rest:
+            prompt = output["prompt_token_ids"] + output["tokens"][:end]
+            found.append({"prompt": prompt, "params": {**params, "max_tokens": rest}})
+    return found
 
 
 def widen_dummy_weights() -> None:
@@ -90,6 +106,7 @@ def record(result: dict[str, Any], output: Any) -> None:
         }
     if output.prompt_logprobs is not None:
         result["prompt_logprobs"] = plain(output.prompt_logprobs)
+    result["prompt_token_ids"] = list(output.prompt_token_ids)
     if 0 in kept:
         result["tokens"] = kept[0]["tokens"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.engines import LIMITS, METHODS, PLAIN
+from tests.vllm.engines import LIMITS, METHODS, NEWLINE, PLAIN
 
 pytest.importorskip("vllm")
 
@@ -92,6 +92,24 @@ def test_relaxed_acceptance_changes_nothing_outside_the_thinking_phase(results):
     result = results("methods_k3")
     assert tokens(result, "relaxed outside") == tokens(result, "strict outside")
     assert tokens(result, "relaxed") != tokens(result, "strict")
+
+
+@pytest.mark.engines("relaxed_k3")
+def test_output_after_the_thinking_phase_is_that_of_strict_acceptance(results, report):
+    result = results("relaxed_k3")
+    strict, relaxed = tokens(result, "strict"), tokens(result, "relaxed")
+    ended = [output for output in relaxed if NEWLINE in output[:-1]]
+    after = [output[output.index(NEWLINE) + 1 :] for output in ended]
+    report(f"relaxed: {len(ended)} of {len(relaxed)} outputs leave the thinking phase")
+    assert tokens(result, "continued") == after
+    assert len(ended) >= 3
+    assert sum(map(len, after)) > 30
+    changed = [
+        output[: output.index(NEWLINE)] != expected[: output.index(NEWLINE)]
+        for output, expected in zip(relaxed, strict, strict=True)
+        if NEWLINE in output[:-1]
+    ]
+    assert any(changed)
 
 
 @pytest.mark.engines("rejection_k1")
