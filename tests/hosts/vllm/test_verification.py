@@ -305,6 +305,19 @@ def test_rejection_and_block_give_the_same_on_ragged_and_uniform_rows(seed: int)
 
 
 @BACKENDS
+def test_drafts_that_rejection_verifies_have_noise_of_their_own(backend: Backend) -> None:
+    """With equal logits, coupled drafts are the target's tokens and these are not."""
+    ops = mixed_ops(backend)
+    positions = vector(range(40))
+    for slot in (6, 1, 11, 8):  # of these methods, all sampled
+        method = METHODS[slot % 3]
+        flat, indices = torch.zeros(40, VOCAB, device=DEVICE), vector([slot] * 40)
+        drafts = draft(ops, flat, indices, positions)
+        equal = (drafts == ops.sample(flat, indices, positions)).sum()
+        assert equal == 40 if method == VerifiedBy.COUPLED else equal < 25
+
+
+@BACKENDS
 def test_draft_probs_of_padding_rows_go_to_the_last_row(backend: Backend) -> None:
     ops = mixed_ops(backend)
     before = ops.draft_probs.clone()
