@@ -20,7 +20,7 @@ API_KEY = "MTP_PLUGIN_API_KEY"
 def command(
     model: Annotated[
         Path | None,
-        typer.Argument(metavar="[MODEL]", help="Checkpoint; overrides the one of the YAML file."),
+        typer.Argument(metavar="MODEL", help="Checkpoint; overrides the one of the YAML file."),
     ] = None,
     config: ConfigFile = None,
     plugin_options: PluginOptions = None,
@@ -80,6 +80,8 @@ def command(
     /health, /version and /metrics; / is a page to try it. Exit code 2: a named error.
     """
     require("mtp-plugin serve", *SERVE_PACKAGES, extra="serve")
+    if model is None and config is None:
+        raise typer.BadParameter("expected MODEL or --config FILE")
     api_key = _read_api_key(api_key_file)
     prefix = _read_prefix(metrics_prefix)
     log = messages()

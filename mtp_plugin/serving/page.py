@@ -22,7 +22,8 @@ def _content() -> tuple[str, str]:
     )
     policy = (
         f"default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; "
-        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src data:; connect-src 'self'; base-uri 'none'; form-action 'none'; "
+        "frame-ancestors 'none'"
     )
     return text, policy
 

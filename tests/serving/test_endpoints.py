@@ -1,0 +1,139 @@
+"""Endpoints other than completions, and fields of their responses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from mtp_plugin import LLM, SamplingParams, __version__
+from mtp_plugin.serving import page
+from tests.serving.conftest import Running
+
+PROMPT = "class HTTPServer:\n"
+
+
+def chunks_of(server: Running, path: str = "/v1/completions", **body: object) -> list[dict]:
+    with server.client() as client:
+        response = client.post(path, json={**body, "stream": True})
+    assert response.headers["Content-Type"].startswith("text/event-stream")
+    *events, last, end = response.text.split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    return [json.loads(event.removeprefix("data: ")) for event in events]
+
+
+def test_version_models_and_health(server: Running, llm: LLM) -> None:
+    assert server.get("/version").json() == {"version": __version__}
+    (model,) = server.get("/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("tiny", llm.max_seq_len)
+    health = server.get("/health")
+    assert (health.status_code, health.content) == (200, b"")
+
+
+def test_tokenize_and_detokenize(server: Running, llm: LLM) -> None:
+    ids = llm.get_tokenizer().encode(PROMPT)
+    answer = server.post("/tokenize", prompt=PROMPT, return_token_strs=True).json()
+    assert (answer["tokens"], answer["count"]) == (ids, len(ids))
+    assert answer["max_model_len"] == llm.max_seq_len
+    assert answer["token_strs"] == llm.get_tokenizer().convert_ids_to_tokens(ids)
+    assert server.post("/detokenize", tokens=ids).json() == {"prompt": PROMPT}
+    assert server.post("/detokenize", tokens=[]).json() == {"prompt": ""}
+
+
+def test_tokenize_of_a_conversation(server: Running, llm: LLM) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    answer = server.post("/tokenize", messages=messages, add_generation_prompt=False).json()
+    assert answer["tokens"] == llm.get_tokenizer().encode("# user: a\n")
+
+
+def test_usage_is_in_every_chunk_on_request(server: Running) -> None:
+    options = {"include_usage": True, "continuous_usage_stats": True}
+    body = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0}
+    *chunks, last = chunks_of(server, **body, stream_options=options)
+    counts = [chunk["usage"]["completion_tokens"] for chunk in chunks]
+    assert counts == sorted(counts)
+    assert counts[-1] == last["usage"]["completion_tokens"] == 12
+    assert last["choices"] == []
+    assert last["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
+    *chunks, last = chunks_of(server, **body, stream_options={"include_usage": True})
+    assert all(chunk["usage"] is None for chunk in chunks)
+    assert all("usage" not in chunk for chunk in chunks_of(server, **body))
+
+
+def test_draft_segments_are_the_text(server: Running) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "return_draft_segments": True}
+    choices = [chunk["choices"][0] for chunk in chunks_of(server, **body)]
+    parts = [choice for choice in choices if "draft_segments" in choice]
+    segments = [segment for choice in parts for segment in choice["draft_segments"]]
+    assert "".join(segment["text"] for segment in segments) == "".join(
+        choice["text"] for choice in choices
+    )
+    assert {segment["from_draft"] for segment in segments} == {True, False}
+    assert sum(choice["num_tokens"] for choice in parts) == 24
+    assert sum(choice["num_steps"] for choice in parts) < 24
+
+
+def test_token_ids_and_echo_are_streamed(server: Running, llm: LLM) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
+    first, *rest = chunks_of(server, **body, echo=True)
+    assert first["choices"][0]["text"] == PROMPT
+    ids = llm.get_tokenizer().encode(PROMPT)
+    assert first["choices"][0]["prompt_token_ids"] == ids
+    (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=8))
+    found = [t for chunk in rest for t in chunk["choices"][0].get("token_ids", [])]
+    assert found == expected.token_ids
+
+
+def test_prompt_logprobs_have_the_format_of_vllm(server: Running) -> None:
+    body = {"prompt": "def f(", "max_tokens": 1, "temperature": 0, "prompt_logprobs": 1}
+    (choice,) = server.post("/v1/completions", **body).json()["choices"]
+    first, *others = choice["prompt_logprobs"]
+    assert first is None
+    for known in others:
+        assert all(set(one) == {"logprob", "rank", "decoded_token"} for one in known.values())
+
+
+def test_temperature_defaults_to_1_and_tokens_to_16(server: Running, llm: LLM) -> None:
+    answer = server.post("/v1/completions", prompt=PROMPT, seed=4, ignore_eos=True).json()
+    params = SamplingParams(max_tokens=16, temperature=1.0, seed=4, ignore_eos=True)
+    (expected,) = llm.generate(PROMPT, params)
+    assert answer["choices"][0]["text"] == expected.text
+    assert answer["usage"]["completion_tokens"] == 16
+
+
+def test_chat_without_maximum_ends_at_max_seq_len(server: Running, llm: LLM) -> None:
+    unit = len(llm.get_tokenizer().encode("def f(a):\n" * 10)) // 10
+    content = "def f(a):\n" * ((llm.max_seq_len - 100) // unit)
+    body = {"messages": [{"role": "user", "content": content}], "temperature": 0}
+    body["ignore_eos"] = True
+    answer = server.post("/v1/chat/completions", **body).json()
+    assert answer["usage"]["total_tokens"] == llm.max_seq_len
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+# --- the page ---
+
+
+def test_page_loads_nothing_and_allows_only_its_own_script(server: Running) -> None:
+    response = server.get("/")
+    policy = response.headers["Content-Security-Policy"]
+    assert policy.startswith("default-src 'none'; script-src 'sha256-")
+    assert "unsafe" not in policy
+    assert "connect-src 'self'" in policy
+    assert "frame-ancestors 'none'" in policy
+    text, _ = page._content()
+    assert response.text == text
+    assert "http:" not in text.replace("http-equiv", "")
+    assert "https:" not in text
+    for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
+        assert unsafe not in text
+    assert "textContent" in text
+    assert "onclick" not in text
+    assert "style=" not in text
+
+
+@pytest.mark.parametrize("field", ["draft_segments", "num_tokens", "num_steps"])
+def test_page_reads_fields_that_exist(server: Running, field: str) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 4, "return_draft_segments": True}
+    assert any(field in chunk["choices"][0] for chunk in chunks_of(server, **body))
+    assert field in page._content()[0]

@@ -1,0 +1,81 @@
+"""``mtp-plugin serve`` as a process."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.serving.conftest import TRAINED
+
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "MTP_PLUGIN_API_KEY"}
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def serving(*arguments: str, key: str | None = None) -> Iterator[tuple[str, subprocess.Popen]]:
+    port = free_port()
+    command = [sys.executable, "-m", "mtp_plugin", "serve", *arguments, "--port", str(port)]
+    environment = ENVIRONMENT if key is None else {**ENVIRONMENT, "MTP_PLUGIN_API_KEY": key}
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, env=environment, text=True)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        while True:
+            assert process.poll() is None, process.stderr.read()
+            try:
+                httpx.get(f"{url}/health", trust_env=False)
+                break
+            except httpx.TransportError:
+                time.sleep(0.1)
+        yield url, process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_serve_answers_and_ends_on_sigterm() -> None:
+    with serving(TRAINED, "--metrics-prefix", "vllm", key="k") as (url, process):
+        headers = {"Authorization": "Bearer k"}
+        body = {"model": "checkpoint", "prompt": "def f(", "max_tokens": 4}
+        with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=60) as client:
+            answer = client.post("/v1/completions", json=body)
+            assert answer.status_code == 200
+            assert "vllm:num_requests_running" in client.get("/metrics").text
+        assert httpx.get(f"{url}/v1/models", trust_env=False).status_code == 401
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode in (0, -signal.SIGTERM)
+        assert "Traceback" not in err
+        assert f"serving checkpoint on {url}" in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "expected MODEL or --config FILE"),
+        (["x", "--api-key-file", "missing"], "--api-key-file missing: cannot be read"),
+        (["x", "--metrics-prefix", "a b"], "--metrics-prefix: expected a name such as vllm"),
+    ],
+)
+def test_bad_arguments_are_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mtp_plugin", "serve", *arguments]
+    found = subprocess.run(
+        command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, timeout=60
+    )
+    assert found.returncode == 2
+    assert message in found.stderr
+    assert "Traceback" not in found.stderr
