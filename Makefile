@@ -29,11 +29,14 @@ VLLM_VENV := .venv-vllm
 # verification methods at a temperature, for `e2e --ask`
 methods = coupled-t$(1),rejection-t$(1),block-t$(1),greedy-drafts-t$(1)
 
+# clients of the server that have many dependencies
+CLIENTS_VENV := .venv-clients
+
 # Megatron-Core, which needs Python 3.12, in an environment of its own
 MEGATRON_PYTHON ?= python3.12
 MEGATRON_VENV := .venv-megatron
 
-.PHONY: setup demo test test-fast test-full test-triton-3.5 test-vllm test-megatron lint results recording clean
+.PHONY: setup demo test test-fast test-full test-triton-3.5 test-vllm test-megatron test-clients lint results recording clean
 
 setup: $(STAMP)
 
@@ -92,6 +95,15 @@ $(MEGATRON_VENV)/.installed: pyproject.toml constraints.txt
 	$(MEGATRON_VENV)/bin/python -m pip install --quiet --no-deps megatron-core==0.19.2 einops
 	@touch $@
 
+# not part of `test`: aiperf and lm-eval on the server; the environment takes 1.5 GB
+test-clients: $(STAMP) $(CLIENTS_VENV)/.installed
+	MTP_PLUGIN_TEST_CLIENTS=$(CLIENTS_VENV)/bin $(BIN)/python -m pytest -q tests/serving/test_clients.py
+
+$(CLIENTS_VENV)/.installed:
+	$(PYTHON) -m venv --clear $(CLIENTS_VENV)
+	$(CLIENTS_VENV)/bin/python -m pip install --quiet "lm-eval[api]==0.4.13" aiperf==0.13.0
+	@touch $@
+
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -127,6 +139,6 @@ recording: $(STAMP)
 		--title "A small trained model on two CPU cores" -- $(BIN)/$(DEMO)
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(MEGATRON_VENV) $(OLD_TRITON) build dist *.egg-info .coverage
+	rm -rf $(VENV) $(VLLM_VENV) $(MEGATRON_VENV) $(CLIENTS_VENV) $(OLD_TRITON) build dist *.egg-info .coverage
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
