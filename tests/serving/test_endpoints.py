@@ -8,7 +8,7 @@ import pytest
 
 from mtp_plugin import LLM, SamplingParams, __version__
 from mtp_plugin.serving import page
-from tests.serving.conftest import Running
+from tests.serving.conftest import Running, running, tiny_llm
 
 PROMPT = "class HTTPServer:\n"
 
@@ -137,3 +137,30 @@ def test_page_reads_fields_that_exist(server: Running, field: str) -> None:
     body = {"prompt": PROMPT, "max_tokens": 4, "return_draft_segments": True}
     assert any(field in chunk["choices"][0] for chunk in chunks_of(server, **body))
     assert field in page._content()[0]
+
+
+def test_verification_method_and_relaxed_acceptance_of_a_request() -> None:
+    speculative = {
+        "decoding_type": "MTP",
+        "max_draft_len": 3,
+        "mtp": {"verification": ["coupled", "rejection"]},
+        "use_relaxed_acceptance_for_thinking": True,
+        "relaxed_topk": 4,
+        "relaxed_delta": 0.8,
+        "begin_thinking_phase_token": 5,
+        "end_thinking_phase_token": 6,
+    }
+    options = {"prompt": PROMPT, "max_tokens": 12}
+    with tiny_llm(speculative_config=speculative) as llm, running(llm) as server:
+        for fields in (
+            {"temperature": 0.8, "seed": 1, "verification": "rejection"},
+            {"temperature": 0.8, "seed": 1, "verification": "coupled", "draft_sampling": "greedy"},
+            {"temperature": 0, "relaxed_topk": 2, "relaxed_delta": 0.5},
+            {"temperature": 0, "relaxed_acceptance": False},
+        ):
+            (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, **fields))
+            answer = server.post("/v1/completions", **options, **fields)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["choices"][0]["text"] == expected.text
+        refused = server.post("/v1/completions", **options, verification="block")
+        assert refused.json()["error"]["param"] == "verification"
