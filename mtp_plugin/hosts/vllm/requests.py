@@ -8,14 +8,15 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from mtp_plugin.config.messages import expected, got
-from mtp_plugin.errors import RequestError
+from mtp_plugin.errors import PluginError, RequestError
 from mtp_plugin.hosts.vllm.options import EngineSettings
 from mtp_plugin.hosts.vllm.request_slots import DRAFT_LIMIT
 from mtp_plugin.requests.columns import Number
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.requests.thinking import thinking_after
 from mtp_plugin.speculative.ops.sampling import DraftedBy
-from mtp_plugin.verifications import codes
+from mtp_plugin.speculative.verification import custom_verifications
+from mtp_plugin.verifications import codes, custom_codes
 
 PREFIX = "mtp_"
 BY_DRAFT_PROBS = ("rejection", "block")
@@ -113,7 +114,7 @@ def slot_values(
         "top_k": max(params.top_k, 0),
         "top_p": params.top_p,
         "min_p": params.min_p,
-        "verification": codes()[method],
+        "verification": (codes() | custom_codes())[method],
         "draft_sampling": DraftedBy.PLAIN if method in BY_DRAFT_PROBS else DraftedBy.COUPLED,
         # a request takes no more steps than it has output tokens: no noise is used twice
         "draft_step": num_output,
@@ -167,8 +168,14 @@ def _impossible(options: RequestOptions, settings: EngineSettings) -> list[str]:
 
 def method_problems(name: str, method: str, settings: EngineSettings) -> list[str]:
     """Return why a verification method cannot be used, in one line or none."""
+    known = codes() | custom_codes()
+    if method not in known:
+        return [f"{name}: expected one of {', '.join(known)}, got {got(method)}"]
     if method not in codes():
-        return [f"{name}: expected one of {', '.join(codes())}, got {got(method)}"]
+        try:  # a worker that could not load it would end the engine
+            custom_verifications()[method]
+        except PluginError as error:
+            return [f"{name}: {error}"]
     if settings.synthetic_rates is not None and method != "coupled":
         return [f"{name}: {method} cannot be combined with rejection_sample_method 'synthetic'"]
     if method in BY_DRAFT_PROBS and settings.num_drafts and not settings.keeps_draft_probs:

@@ -34,6 +34,8 @@ from mtp_plugin.speculative.ops.synthetic_acceptance import (
     synthetic_rule,
 )
 from mtp_plugin.speculative.step import Accepted, SlotRows, StepLayout
+from mtp_plugin.speculative.verification import count_accepted, custom_verifications
+from mtp_plugin.verifications import custom_codes
 
 _logger = logging.getLogger("vllm.mtp_plugin")
 
@@ -84,7 +86,6 @@ class RowOps:
         self._synthetic: SyntheticRule | None = None
         if settings.synthetic_rates is not None:
             self._synthetic = synthetic_rule(settings.synthetic_rates, 0, device)
-        self._custom: list[tuple[int, Any]] = []
         self.draft_probs: torch.Tensor | None = None
         """[S, K, V] float32: distributions of the drafts of rejection sampling."""
         if settings.keeps_draft_probs:
@@ -160,7 +161,7 @@ class RowOps:
         slots = self.slots
         codes = set(slots.verified_by[step.host_indices].tolist())
         by_probs = not codes.isdisjoint((VerifiedBy.REJECTION, VerifiedBy.BLOCK))
-        by_method = [(code, custom) for code, custom in self._custom if code in codes]
+        by_method = [(name, code) for name, code in custom_codes().items() if code in codes]
         truncation = self._truncation(step.logits) if by_probs else None
         choices = self.sample(step.logits, step.row_indices, step.positions, truncation)
         drafts = step.drafts
@@ -209,6 +210,11 @@ class RowOps:
                 backend=self.backend,
             )
             choices, forced = result.tokens, result.num_accepted
+        for name, code in by_method:
+            counts = self._count_accepted(name, logits, drafts, choices, lens)
+            others = torch.full_like(counts, -1) if forced is None else forced
+            own = slots.of(step.indices).read("verification", slice(0, requests)) == code
+            forced = torch.where(own, counts, others)
         relaxed = self._relaxed_rule(of_requests) if is_relaxed else None
         return accept(
             self._layout(requests),
@@ -219,6 +225,22 @@ class RowOps:
             first_rows=first_rows,
             backend=self.backend,
         )
+
+    def _count_accepted(
+        self,
+        name: str,
+        logits: torch.Tensor,
+        drafts: torch.Tensor,
+        choices: torch.Tensor,
+        lens: torch.Tensor | None,
+    ) -> torch.Tensor:
+        """Return how many drafts [R, K] a method from outside the package accepts."""
+        requests, width = drafts.shape[0], self.num_drafts + 1
+        if lens is not None:
+            drafts = torch.where(self._columns <= lens.unsqueeze(1), drafts, -1)
+        method = custom_verifications()[name]
+        rows = logits.view(requests, width, logits.shape[1])
+        return count_accepted(name, method, rows, drafts, choices.view(requests, width))
 
     def follow_phase(
         self, tokens: torch.Tensor, indices: torch.Tensor, is_output: torch.Tensor

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 import torch
 
+from integration.examples.top2 import Top2Verification
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
+from mtp_plugin.hosts.vllm.requests import method_problems
 from mtp_plugin.hosts.vllm.row_ops import RowOps
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.plugin import register_verification, unregister_verification
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.sampling import (
     DraftedBy,
@@ -22,6 +25,7 @@ from mtp_plugin.speculative.ops.sampling import (
     rejection_reference,
 )
 from mtp_plugin.speculative.step import StepLayout
+from mtp_plugin.verifications import custom_codes
 from tests.distribution.shares import tail
 from tests.hosts.vllm.rows import (
     NUM_DRAFTS,
@@ -404,3 +408,51 @@ def test_shared_noise_of_draft_and_recovered_token_is_noticed(
     shared = SimpleNamespace(ACCEPTANCE=Role.ACCEPTANCE, RECOVERED=Role.PLAIN_DRAFT)
     monkeypatch.setattr(rejection_reference, "Role", shared)
     assert min(distribution_tails(VerifiedBy.REJECTION)) < 1e-5
+
+
+# ---- methods from outside the package
+
+
+@BACKENDS
+@SIZES
+def test_a_registered_method_decides_for_its_requests_alone(
+    backend: Backend, sizes: list[int]
+) -> None:
+    """Every second request accepts drafts among the two most probable tokens."""
+    register_verification("top2", Top2Verification())
+    try:
+        plain, ops = make_ops(backend), make_ops(backend)
+        batch = make_batch(3, sizes)
+        rng, choices = random.Random(3), sample(plain, batch).tolist()
+        top2 = batch.logits.topk(2, dim=-1).indices.tolist()
+        rows = [range(f, f + s) for f, s in zip(batch.first_rows, sizes, strict=False)]
+        drafts = [[rng.choice([choices[row], *top2[row]]) for row in each[:-1]] for each in rows]
+        batch = Batch(batch.indices, drafts, batch.positions, batch.logits)
+        coupled = output_of(verify(plain, batch))
+        for index in batch.indices[::2]:
+            ops.slots.verified_by[index] = custom_codes()["top2"]
+            column = ops.slots.columns.offset("verification")
+            ops.slots.table[index, column] = custom_codes()["top2"]
+        output = output_of(verify(ops, batch))
+        assert output[1::2] == coupled[1::2]
+        for each, own, tokens in zip(rows[::2], drafts[::2], output[::2], strict=True):
+            accepted = 0
+            while accepted < len(own) and own[accepted] in (
+                choices[each[accepted]],
+                *top2[each[accepted]],
+            ):
+                accepted += 1
+            assert tokens == [*own[:accepted], choices[each[accepted]]]
+        assert sum(map(len, output)) > sum(map(len, coupled))
+    finally:
+        unregister_verification("top2")
+
+
+def test_a_registered_method_is_a_choice_of_requests() -> None:
+    register_verification("top2", Top2Verification())
+    try:
+        settings = EngineSettings(VllmOptions(), NUM_DRAFTS)
+        assert not method_problems("name", "top2", settings)
+        assert "block, top2, got 'other'" in method_problems("name", "other", settings)[0]
+    finally:
+        unregister_verification("top2")
