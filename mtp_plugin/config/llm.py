@@ -66,6 +66,11 @@ class CudaGraphConfig(ConfigModel):
         default=False,
         description="pad a batch up to the next captured size instead of running eagerly",
     )
+    capture: Literal["lazy", "all"] = Field(
+        default="lazy",
+        description="lazy: at start-up the graphs of greedy and sampled requests, the others when "
+        "the executor is idle or at the 4th step that needs one; all: every graph at start-up",
+    )
 
     @field_validator("batch_sizes", mode="after")
     @classmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -20,7 +21,12 @@ from mtp_plugin.executor.attention import (
     PagedAttentionMetadata,
     select_backend,
 )
-from mtp_plugin.executor.cuda_graphs import captured_sizes, padded_sizes
+from mtp_plugin.executor.cuda_graphs import (
+    captured_sizes,
+    generation_shapes,
+    graph_bytes,
+    padded_sizes,
+)
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.kv_cache.sizing import (
     available_bytes,
@@ -49,6 +55,7 @@ from mtp_plugin.executor.resolved_config import (
     resolve_fusing,
 )
 from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
+from mtp_plugin.executor.row_table import StepShape
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
 from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.host import ResourceManager
@@ -230,6 +237,13 @@ def _engine(
     if pieces.draft_vocab_ids is not None:
         report(f"cutting the draft head to {len(pieces.draft_vocab_ids)} ids")
         draft_head = model.draft_head(pieces.draft_vocab_ids)
+    padded = padded_sizes(config)
+    graphs = config.cuda_graph_config if device.type == "cuda" else None
+    shapes = generation_shapes(
+        captured_sizes(config) if graphs is not None else (),
+        pieces.draft_lens,
+        padded=bool(padded),
+    )
     report("allocating the KV cache")
     probe = probe_pools(
         partial(_write_one_token, model, attn_backend, resolved.plan.num_draft_layers)
@@ -241,6 +255,7 @@ def _engine(
         token_bytes=bytes_per_token(probe),
         available=available_bytes(device),
         total=total_bytes(device),
+        reserved=_graph_bytes(resolved, shapes),
     )
     blocks = BlockManager(num_blocks, config.kv_cache_config.tokens_per_block)
     pools = PagedKVPools(blocks.num_blocks, blocks.block_size, fill=kv_fill)
@@ -251,17 +266,22 @@ def _engine(
         pieces,
         blocks,
         pools,
-        StepLimits(resolved.max_seq_len, config.max_batch_size, padded_sizes(config)),
+        StepLimits(resolved.max_seq_len, config.max_batch_size, padded),
         attn_backend=attn_backend,
         draft_head=draft_head,
         lease=lease,
     )
-    if config.cuda_graph_config is not None and device.type == "cuda":
+    if graphs is not None:
         model.keep_experts_on_device()
-        engine.capture(captured_sizes(config), report)
+        engine.capture(shapes, report, lazy=graphs.capture == "lazy")
     if on_progress is not None:
-        report(memory_line(engine))
+        pending = engine.captured.pending if engine.captured is not None else ()
+        report(memory_line(engine, _graph_bytes(resolved, pending)))
     return engine
+
+
+def _graph_bytes(resolved: ResolvedConfig, shapes: Sequence[StepShape]) -> int:
+    return graph_bytes(shapes, resolved.facts.vocab_size, resolved.facts.hidden_size)
 
 
 def _executor(

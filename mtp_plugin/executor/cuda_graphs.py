@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import pairwise
 from operator import is_
 from typing import Any
 
 import torch
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError
+from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, describe_error
 from mtp_plugin.executor.row_table import Row, RowTable, StepShape
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import ReplayCheck
+from mtp_plugin.speculative.step import SamplingKind
+
+_logger = logging.getLogger(__name__)
 
 WARM_UP_STEPS = 2
 """Eager steps before a capture: they compile kernels, initialise libraries and allocate pools."""
+CAPTURE_AT_STEP = 4
+"""A pending shape is captured at the latest when this many steps needed it."""
+
+GRAPH_BYTES = 4 * 2**20
+"""Estimate of what each graph adds: its results, and the driver's copy of its launches."""
+LOGIT_BYTES = 10
+"""Estimate of the bytes per logit: in the model's dtype, processed, and scratch memory."""
+STATE_BYTES = 32
+"""Estimate of the bytes per value of a hidden state: a layer's activations."""
 
 
 def captured_sizes(config: LLMConfig) -> list[int]:
@@ -39,6 +53,47 @@ def padded_sizes(config: LLMConfig) -> list[int]:
     """Batch sizes to which smaller batches are padded, also on a device without CUDA graphs."""
     graphs = config.cuda_graph_config
     return captured_sizes(config) if graphs is not None and graphs.enable_padding else []
+
+
+def generation_shapes(
+    sizes: Iterable[int], draft_lens: Callable[[range], Sequence[int]], *, padded: bool
+) -> list[StepShape]:
+    """Return the shapes of generation-only steps that have a graph, the largest batch first.
+
+    Args:
+        sizes: see `captured_sizes`.
+        draft_lens: batch sizes -> the draft lengths of their steps, ascending.
+        padded: whether a size also serves the batches between it and the next smaller size.
+    """
+    return [
+        StepShape((), size, draft_len, sampling_kind)
+        for size, smaller in pairwise([*sorted(sizes, reverse=True), 0])
+        for draft_len in reversed(draft_lens(range(smaller + 1 if padded else size, size + 1)))
+        for sampling_kind in SamplingKind
+    ]
+
+
+def is_captured_first(shape: StepShape, shapes: Iterable[StepShape]) -> bool:
+    """Return whether a shape is captured before the executor is ready: that of batches that only
+    generate, with the largest draft length, without logits processing."""
+    longest = max(s.draft_len for s in shapes if s.num_generations == shape.num_generations)
+    is_common = shape.sampling_kind is not SamplingKind.PROCESSED and not shape.chunk_lens
+    return is_common and shape.draft_len == longest
+
+
+def graph_bytes(shapes: Sequence[StepShape], vocab_size: int, hidden_size: int) -> int:
+    """Estimate the device memory of the graphs of ``shapes``.
+
+    Graphs share one memory pool, so that only the largest step counts; every graph adds
+    `GRAPH_BYTES`.
+    """
+    largest = 0
+    for shape in shapes:
+        rows = shape.num_generations * (shape.draft_len + 1)
+        logits = (rows + shape.num_contexts) * vocab_size * LOGIT_BYTES
+        states = (rows + sum(shape.chunk_lens)) * hidden_size * STATE_BYTES
+        largest = max(largest, logits + states)
+    return largest + len(shapes) * GRAPH_BYTES
 
 
 @contextmanager
@@ -66,6 +121,9 @@ class CapturedStep:
 
 class CapturedSteps:
     """One CUDA graph per step shape, all in one memory pool.
+
+    Shapes are captured at once, or queued: a step of a pending shape runs eagerly, until its graph
+    is captured between two steps.
 
     A replay reads its inputs from the row table (the host's decisions) and from the sampler's store
     (the previous step's tokens).
@@ -102,6 +160,8 @@ class CapturedSteps:
         self._pool_name = pool_name
         self._captured_pools: list[torch.Tensor] = []
         self._steps: dict[StepShape, CapturedStep] = {}
+        self._pending: dict[StepShape, int] = {}
+        """Shapes still to be captured -> how many steps needed them."""
         self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Context around every graph launch, for timing."""
         self.num_replays = 0
@@ -148,6 +208,35 @@ class CapturedSteps:
                 f"cuda_graph_config: a step of {size} requests cannot be captured: {error}"
             ) from error
 
+    @property
+    def pending(self) -> list[StepShape]:
+        """Step shapes that are still to be captured, in this order."""
+        return list(self._pending)
+
+    def defer(self, shapes: Iterable[StepShape]) -> None:
+        """Queue shapes for :meth:`capture_next`."""
+        self._pending.update(dict.fromkeys(shapes, 0))
+
+    def capture_next(self) -> bool:
+        """Capture the first pending shape, between two steps; False: no shape is pending."""
+        if not self._pending:
+            return False
+        self._capture_pending(next(iter(self._pending)))
+        return True
+
+    def _capture_pending(self, shape: StepShape) -> None:
+        """Capture a pending shape; without memory for it, no further graph is captured."""
+        del self._pending[shape]
+        try:
+            self.capture(shape)
+        except Exception as error:
+            _logger.warning(
+                "%s; steps of this shape, and of %d shapes that were not captured yet, run eagerly",
+                describe_error(error),
+                len(self._pending),
+            )
+            self._pending.clear()
+
     def _record(
         self, launch: Callable[[], dict[str, torch.Tensor]], spec_metadata: Any
     ) -> CapturedStep:
@@ -160,7 +249,13 @@ class CapturedSteps:
         with self._replay_checks() as checks, _nothing_collected():
             torch.cuda.empty_cache()  # memory reserved from here on belongs to the graph
             reserved = torch.cuda.memory_reserved()
-            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+            # thread_local: other threads of the process may use the device during the capture
+            with torch.cuda.graph(
+                graph,
+                pool=self._pool,
+                stream=self._stream,
+                capture_error_mode="thread_local",
+            ):
                 outputs = launch()
                 # a replay's logits are not read, and every graph would keep its own
                 outputs.pop("logits", None)
@@ -175,6 +270,10 @@ class CapturedSteps:
             MetadataError: in debug mode, if the draft loop left metadata changed.
             ExecutorError: a pool was replaced after capture.
         """
+        if shape in self._pending:
+            self._pending[shape] += 1
+            if self._pending[shape] >= CAPTURE_AT_STEP:
+                self._capture_pending(shape)
         captured = self._steps.get(shape)
         if captured is None:
             return None

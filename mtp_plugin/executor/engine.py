@@ -34,6 +34,9 @@ FORKED = (
     "this process was forked, and the engine thread runs in its parent: create the LLM in the "
     "child, or start the process with the method 'spawn'"
 )
+IDLE_SECONDS = 0.2
+"""Time without a command after which a pending CUDA graph is captured; a client that sends one
+request after the other is not held up."""
 EXIT_SECONDS = 10.0
 """Maximum time that the interpreter's exit waits for a running step."""
 
@@ -221,17 +224,24 @@ class Engine:
 
     # ---- the engine thread ------------------------------------------------------------------
 
-    def _iterate(self, command: Command) -> bool:
-        """Process the queue, then run a step; False: there is nothing to do until a command."""
+    def _iterate(self, command: Command, *, is_idle: bool) -> float | None:
+        """Process the queue, then run a step, or capture a CUDA graph if there was no command for
+        `IDLE_SECONDS`.
+
+        Returns:
+            How many seconds to wait for the next command; None: until there is one.
+        """
         barriers = self._process(command)
         if self._is_closing or self._executor.is_closed:
             self._close()
         for done in barriers:
             _set_done(done)
         if self._is_closed:
-            return False
+            return None
+        if is_idle:
+            self._executor.capture_next()
         if all(sink.is_full for sink in self._running.values()):
-            return False
+            return IDLE_SECONDS if self._executor.can_capture else None
         try:
             events = self._executor.step()
         except BaseException as error:
@@ -240,7 +250,7 @@ class Engine:
             del known  # its traceback refers to this frame
         else:
             self._deliver(events)
-        return True
+        return 0.0
 
     def _process(self, command: Command) -> list[Future[None]]:
         """Process ``command`` and the queue, and return the futures to set."""
@@ -333,19 +343,25 @@ def _run(
         torch.cuda.set_stream(stream)
     with torch.inference_mode():
         command: Command = None
+        is_idle = False
+        seconds: float | None = None
         while True:
             engine = engine_of()
             if engine is None:
                 return
             try:
-                goes_on = engine._iterate(command)
+                seconds = engine._iterate(command, is_idle=is_idle)
             except BaseException:
                 _logger.exception("the engine thread failed")
                 engine._close()
             if engine._is_closed:
                 return
             del engine  # while the thread waits, it keeps nothing alive
-            command = None if goes_on else commands.get()
+            try:
+                command = commands.get(timeout=seconds) if seconds != 0.0 else None
+                is_idle = False
+            except Empty:
+                command, is_idle = None, True
 
 
 def _set_done(done: Future[None]) -> None:

@@ -105,17 +105,22 @@ def shortage_named(option: str, what: str) -> Iterator[None]:
         raise ConfigError(f"{option}: {what} does not fit into memory: {reason}") from error
 
 
-def memory_line(engine: ModelEngine) -> str:
-    """Describe an engine's memory for KV cache, MTP state and CUDA graphs, in MiB."""
+def memory_line(engine: ModelEngine, pending_bytes: int = 0) -> str:
+    """Describe an engine's memory for KV cache, MTP state and CUDA graphs, in MiB.
+
+    Args:
+        pending_bytes: estimate for the graphs that are captured later.
+    """
     blocks, report = engine.blocks, engine.pieces.memory_report
     kv = _mib(engine.pools.num_bytes())
     parts = [f"KV cache {kv} ({blocks.num_blocks} blocks of {blocks.block_size} tokens)"]
     if report is not None:
         parts.append(report())
-    if engine.captured is not None:
-        parts.append(
-            f"CUDA graphs {_mib(engine.captured.num_bytes)} ({len(engine.captured.shapes)})"
-        )
+    if (captured := engine.captured) is not None:
+        parts.append(f"CUDA graphs {_mib(captured.num_bytes)} ({len(captured.shapes)})")
+        if captured.pending:
+            later = len(captured.pending)
+            parts.append(f"up to {_mib(pending_bytes)} for {later} graphs captured later")
     return f"memory: {', '.join(parts)}"
 
 

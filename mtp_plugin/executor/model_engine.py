@@ -17,7 +17,7 @@ from mtp_plugin.executor.attention import (
     AttentionLease,
     PagedAttentionMetadata,
 )
-from mtp_plugin.executor.cuda_graphs import CapturedSteps
+from mtp_plugin.executor.cuda_graphs import CapturedSteps, is_captured_first
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.prompt_logprobs import ScoredPrompts
@@ -96,12 +96,16 @@ class ModelEngine:
             device=self.device,
         )
 
-    def capture(self, sizes: Sequence[int], report: Callable[[str], None]) -> None:
-        """Capture generation-only steps in CUDA graphs, the largest batch first.
+    def capture(
+        self, shapes: Sequence[StepShape], report: Callable[[str], None], *, lazy: bool = False
+    ) -> None:
+        """Capture steps in CUDA graphs.
 
         Args:
-            sizes: batch sizes.
+            shapes: in the order of capture; the largest first takes the least memory.
             report: called with a line of text per graph.
+            lazy: capture only the most common shapes, see `is_captured_first`, and leave the others
+                to :meth:`capture_next`.
 
         Raises:
             ConfigError: the plugin's sampler keeps no tokens on the device, or its metadata no
@@ -130,21 +134,21 @@ class ModelEngine:
             lambda: [getattr(manager, name) for name in names] + self.pools.tensors(),
             lambda index: names[index] if index < len(names) else "a KV pool",
         )
-        ordered = sorted(sizes, reverse=True)
-        served = {
-            size: range(smaller + 1 if self._padded_sizes else size, size + 1)
-            for size, smaller in zip(ordered, [*ordered[1:], 0], strict=True)
-        }
-        shapes = [
-            StepShape((), size, draft_len, sampling_kind)
-            for size in ordered
-            for draft_len in reversed(self.pieces.draft_lens(served[size]))
-            for sampling_kind in SamplingKind
-        ]
-        for number, shape in enumerate(shapes, 1):
-            report(f"capturing CUDA graphs {number}/{len(shapes)}")
+        first = [s for s in shapes if not lazy or is_captured_first(s, shapes)]
+        for number, shape in enumerate(first, 1):
+            report(f"capturing CUDA graphs {number}/{len(first)}")
             captured.capture(shape)
+        captured.defer(shape for shape in shapes if shape not in first)
         self.captured = captured
+
+    @property
+    def has_pending_graphs(self) -> bool:
+        """Whether :meth:`capture_next` has something to do."""
+        return self.captured is not None and bool(self.captured.pending)
+
+    def capture_next(self) -> bool:
+        """Capture one of the pending shapes, between two steps; False: no shape is pending."""
+        return self.captured is not None and self.captured.capture_next()
 
     def release(self) -> None:
         """Free the memory of graphs and KV rows and restore the model's attention modules.

@@ -143,6 +143,18 @@ class PyExecutor:
             self._launched = None
         return events
 
+    @property
+    def can_capture(self) -> bool:
+        """Whether CUDA graphs are to be captured, and the executor is idle."""
+        return not self._closed and not self.has_work and self.engine.has_pending_graphs
+
+    def capture_next(self) -> bool:
+        """Capture one pending CUDA graph if the executor is idle; False: there was nothing to do.
+
+        A capture takes tenths of a second, in which no request makes progress.
+        """
+        return self.can_capture and self.engine.capture_next()
+
     def shutdown(self) -> None:
         """Cancel every request and free all resources."""
         for request in list(self._requests.values()):

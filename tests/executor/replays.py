@@ -5,7 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from mtp_plugin.executor import model_engine
-from mtp_plugin.executor.cuda_graphs import CapturedStep, CapturedSteps, captured_sizes
+from mtp_plugin.executor.cuda_graphs import (
+    CapturedStep,
+    CapturedSteps,
+    captured_sizes,
+    generation_shapes,
+)
 from mtp_plugin.executor.row_table import StepShape
 
 
@@ -39,7 +44,13 @@ class WatchedGraphs:
         if engine.captured is None:
             with monkeypatch.context() as patch:
                 patch.setattr(model_engine, "CapturedSteps", EagerReplays)
-                engine.capture(captured_sizes(llm.config), lambda _: None)
+                graphs = llm.config.cuda_graph_config
+                shapes = generation_shapes(
+                    captured_sizes(llm.config),
+                    llm.pieces.draft_lens,
+                    padded=graphs.enable_padding,
+                )
+                engine.capture(shapes, lambda _: None, lazy=graphs.capture == "lazy")
         self.captured = engine.captured
         replay = self.captured.replay
 

@@ -6,7 +6,10 @@ Without a GPU the graphs are substitutes that launch their step again (`replays.
 from __future__ import annotations
 
 import dataclasses
+import gc
 import random
+import threading
+import weakref
 from collections import Counter
 from types import SimpleNamespace
 
@@ -14,15 +17,16 @@ import pytest
 import torch
 
 from mtp_plugin.errors import ConfigError, ExecutorError, MetadataError, RequestError
-from mtp_plugin.executor import SamplingParams, model_engine, row_table
-from mtp_plugin.executor.row_table import Row, RowTable
+from mtp_plugin.executor import SamplingParams, engine, model_engine, row_table
+from mtp_plugin.executor.cuda_graphs import CAPTURE_AT_STEP
+from mtp_plugin.executor.row_table import Row, RowTable, StepShape
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.drafting import MTPEagleWorker, SpecWorker
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.trace_check import DeferredCheck
 from mtp_plugin.speculative.state import SlotStateManager
 from mtp_plugin.speculative.step import SamplingKind
-from tests.executor.conftest import VOCAB, assert_drained, pads_batches
+from tests.executor.conftest import VOCAB, assert_drained, pads_batches, wait_until
 from tests.executor.replays import WatchedGraphs
 from tests.greedy import greedy_decode
 
@@ -46,8 +50,8 @@ def graphed(harness, monkeypatch):
     """Executors of ``harness`` whose steps run in graphs of 1, 2, 4 and 8 requests."""
     pads_batches(harness)
 
-    def build(sizes=(1, 2, 4, 8), padding: bool = True, **options) -> WatchedGraphs:
-        graphs = {"batch_sizes": list(sizes), "enable_padding": padding}
+    def build(sizes=(1, 2, 4, 8), padding: bool = True, capture="all", **options) -> WatchedGraphs:
+        graphs = {"batch_sizes": list(sizes), "enable_padding": padding, "capture": capture}
         return WatchedGraphs(harness.llm(cuda_graph_config=graphs, **options), monkeypatch)
 
     return build
@@ -269,6 +273,124 @@ def test_every_draft_length_has_its_graphs(graphed, target, vanilla, keep_warm):
     assert not watched.eager_generations
 
 
+# --- lazy capture ---
+
+PENALTY = {"repetition_penalty": 1.1}
+
+
+def capture_when_idle(watched: WatchedGraphs) -> None:
+    """The engine thread of the substitutes was idle before there was a pending graph."""
+    watched.llm._engine.wake()
+
+
+def test_graphs_of_logits_processing_are_captured_when_idle(graphed, harness, prompts):
+    want = harness.llm(cuda_graph_config=None).generate(prompts[:3], greedy(**PENALTY))
+    watched = graphed(capture="lazy")
+    captured = watched.captured
+    deferred = [StepShape((), size, K, SamplingKind.PROCESSED) for size in (8, 4, 2, 1)]
+    first = captured.shapes[:8]
+    assert [shape.num_generations for shape in first] == [8, 8, 4, 4, 2, 2, 1, 1]
+    assert {shape.sampling_kind for shape in first} == {SamplingKind.GREEDY, SamplingKind.SAMPLED}
+    capture_when_idle(watched)
+    assert wait_until(lambda: not captured.pending)
+    assert wait_until(lambda: captured.shapes == [*first, *deferred])
+    assert watched.generate(prompts[:3], greedy(**PENALTY)) == [o.token_ids for o in want]
+    assert {shape.sampling_kind for shape in watched.replayed} == {SamplingKind.PROCESSED}
+    assert not watched.eager_generations
+
+
+def test_further_draft_lengths_are_captured_later(graphed):
+    """Of a size's draft lengths the largest comes first."""
+    watched = graphed(
+        sizes=(2,),
+        capture="lazy",
+        speculative={"draft_len_schedule": {2: K}},
+        mtp={"keep_warm": False},
+    )
+    shapes = [*watched.captured.shapes, *watched.captured.pending]
+    assert {shape.draft_len for shape in shapes} == {0, K}
+    assert {shape.draft_len for shape in watched.captured.shapes[:2]} == {K}
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_busy_executor_captures_at_the_fourth_step_of_a_shape(
+    graphed, harness, prompts, monkeypatch, no_overlap
+):
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
+    options = {"disable_overlap_scheduler": no_overlap}
+    want = harness.llm(cuda_graph_config=None, **options).generate(prompts[:2], greedy(**PENALTY))
+    watched = graphed(sizes=(2,), capture="lazy", **options)
+    assert watched.generate(prompts[:2], greedy(**PENALTY)) == [o.token_ids for o in want]
+    replayed = {shape for shape in watched.replayed if shape.sampling_kind.value == 2}
+    assert replayed == {StepShape((), 2, K, SamplingKind.PROCESSED)}
+    assert watched.eager_generations == [*replayed] * (CAPTURE_AT_STEP - 1)
+    assert not watched.captured.pending
+
+
+def test_graph_that_cannot_be_captured_later_leaves_the_step_eager(
+    graphed, prompts, monkeypatch, caplog
+):
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
+    watched = graphed(sizes=(1, 2), capture="lazy")
+
+    def fail(_):
+        raise ConfigError("cuda_graph_config: out of memory")
+
+    monkeypatch.setattr(watched.captured, "capture", fail)
+    assert all(map(len, watched.generate(prompts[:2], greedy(**PENALTY))))
+    assert watched.captured.pending == []
+    assert not any(shape.sampling_kind is SamplingKind.PROCESSED for shape in watched.replayed)
+    (record,) = [r for r in caplog.records if r.name == "mtp_plugin.executor.cuda_graphs"]
+    assert record.getMessage() == (
+        "ConfigError: cuda_graph_config: out of memory; steps of this shape, and of 1 shapes that "
+        "were not captured yet, run eagerly"
+    )
+
+
+def test_requests_come_before_the_next_capture(graphed, prompts, monkeypatch):
+    watched = graphed(capture="lazy")
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 0.01)
+    captured, captures = watched.captured, []
+    is_capturing, may_end = threading.Event(), threading.Event()
+
+    def capture(shape):
+        captures.append(shape)
+        is_capturing.set()
+        may_end.wait(20)
+
+    monkeypatch.setattr(captured, "capture", capture)
+    capture_when_idle(watched)
+    assert is_capturing.wait(20)
+    handle = watched.llm.submit(prompts[0], greedy(4))
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
+    may_end.set()
+    assert len(handle.result().token_ids) == 4
+    assert len(captures) == 1
+    assert captured.pending
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 0.01)
+    capture_when_idle(watched)
+    assert wait_until(lambda: len(captures) == 4)
+
+
+@pytest.mark.parametrize("end", ["drop", "shutdown"])
+def test_pending_graphs_keep_nothing_alive(graphed, prompts, monkeypatch, end: str):
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
+    watched = graphed(capture="lazy")
+    watched.generate(prompts[:1], greedy(4))
+    llm, thread = watched.llm, watched.llm._engine._thread
+    del watched.captured.replay  # the watch
+    watched.llm = watched.captured = None
+    if end == "shutdown":
+        llm.shutdown()
+    parts = [weakref.ref(part) for part in (llm, llm.executor, llm.pools)]
+    del llm
+    gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()
+    gc.collect()
+    assert [part() for part in parts] == [None] * 3
+
+
 # --- slots ---
 
 
@@ -423,7 +545,7 @@ def test_what_graphs_need_of_a_plugin(harness):
     ):
         engine.pieces = dataclasses.replace(pieces, **without)
         with pytest.raises(ConfigError, match=f"expected null with pieces that have no {name}"):
-            engine.capture([1], lambda _: None)
+            engine.capture([StepShape((), 1, K)], lambda _: None)
 
 
 def test_ones_that_a_graph_reads_are_kept():

@@ -12,10 +12,12 @@ from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import LLM, build, memory
 from mtp_plugin.executor.attention import HeadShape
+from mtp_plugin.executor.cuda_graphs import GRAPH_BYTES, graph_bytes
 from mtp_plugin.executor.kv_cache import sizing
 from mtp_plugin.executor.memory import shortage_named, token_bytes
 from mtp_plugin.executor.models import FAMILIES
 from mtp_plugin.executor.resolved_config import resolve_config
+from mtp_plugin.executor.row_table import StepShape
 from mtp_plugin.speculative.state import SlotStateManager
 from mtp_plugin.tools.terminal import doctor
 
@@ -216,6 +218,42 @@ def test_gpu_memory_utilization_is_a_share_of_the_whole_device(path: Path) -> No
     assert blocks(0.5, 80 * block) == 50 - 20 - 1  # 20 blocks are in use
     with pytest.raises(ConfigError, match="are available for the KV cache"):
         blocks(0.5, 50 * block)
+
+
+def test_cache_leaves_memory_for_graphs(path: Path) -> None:
+    block = 32 * 1024
+
+    def blocks(reserved: int, **options) -> int:
+        config = doctor.LLMConfig(
+            model=str(path), max_batch_size=10**6, max_num_tokens=10**7, **options
+        )
+        return sizing.num_kv_blocks(
+            config,
+            torch.device("cuda"),
+            max_seq_len=3200,
+            token_bytes=1024,
+            available=80 * block,
+            total=100 * block,
+            reserved=reserved * block,
+        )
+
+    assert blocks(8) == 80 - 8 - 1  # the tenth that the cache leaves anyway
+    assert blocks(20) == 80 - 20 - 1
+    assert blocks(20, gpu_memory_utilization=0.9) == 90 - 20 - 20 - 1
+    for options in ({}, {"gpu_memory_utilization": 0.5}):
+        with pytest.raises(ConfigError, match=r"0\.0 MiB are available for the KV cache"):
+            blocks(100, **options)
+
+
+def test_graphs_share_the_memory_of_the_largest_step() -> None:
+    small, large = StepShape((), 1, 3), StepShape((), 64, 3)
+    of_large = graph_bytes([large], vocab_size=1000, hidden_size=64)
+    assert graph_bytes([], vocab_size=1000, hidden_size=64) == 0
+    assert graph_bytes([small], vocab_size=1000, hidden_size=64) < of_large
+    both = graph_bytes([small, large], vocab_size=1000, hidden_size=64)
+    assert both == of_large + GRAPH_BYTES
+    prompts = StepShape((2048,), 64, 3)
+    assert graph_bytes([prompts], vocab_size=1000, hidden_size=64) > of_large
 
 
 # --- what there is ---

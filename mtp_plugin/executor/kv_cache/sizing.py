@@ -110,6 +110,7 @@ def num_kv_blocks(
     token_bytes: int,
     available: int | None,
     total: int | None = None,
+    reserved: int = 0,
 ) -> int:
     """Return the number of usable KV blocks; together with the sentinel block they fit into memory.
 
@@ -120,6 +121,7 @@ def num_kv_blocks(
         token_bytes: see `bytes_per_token`.
         available: see `available_bytes`.
         total: the device's memory, of which ``gpu_memory_utilization`` is a share.
+        reserved: bytes that a cache sized by free memory leaves for CUDA graphs.
 
     Raises:
         ConfigError: ``kv_cache_config.max_tokens`` holds no block, or memory does not hold the
@@ -140,9 +142,10 @@ def num_kv_blocks(
     most = CPU_KV_BYTES if available is None else available
     if device.type == "cuda":
         if config.gpu_memory_utilization is None or total is None:
-            most = int(most * cache.free_gpu_memory_fraction)
+            most = min(int(most * cache.free_gpu_memory_fraction), most - reserved)
         else:
-            most = max(0, int(total * config.gpu_memory_utilization) - (total - most))
+            most = int(total * config.gpu_memory_utilization) - (total - most) - reserved
+        most = max(0, most)
     else:
         most = min(most, CPU_KV_BYTES)
     holds = most // block_bytes - 1

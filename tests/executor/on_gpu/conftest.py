@@ -26,5 +26,5 @@ def host() -> dict:
         "device": "cuda",
         "dtype": "float32",
         "attn_backend": "auto",
-        "cuda_graph_config": {"batch_sizes": [1, 8], "enable_padding": True},
+        "cuda_graph_config": {"batch_sizes": [1, 8], "enable_padding": True, "capture": "all"},
     }
