@@ -71,6 +71,11 @@ class CudaGraphConfig(ConfigModel):
         description="lazy: at start-up the graphs of greedy and sampled requests, the others when "
         "the executor is idle or at the 4th step that needs one; all: every graph at start-up",
     )
+    prompt_tokens: BatchSizes | None = Field(
+        default=None,
+        description="prompt tokens of a step to capture, padded (needs enable_padding); null: 64 "
+        "to 1024; []: none",
+    )
 
     @field_validator("batch_sizes", mode="after")
     @classmethod
@@ -85,6 +90,11 @@ class CudaGraphConfig(ConfigModel):
     @override
     def _checks(self) -> Iterator[Iterator[Problem]]:
         yield self._size_problems()
+        yield self._prompt_problems()
+
+    def _prompt_problems(self) -> Iterator[Problem]:
+        if self.prompt_tokens and not self.enable_padding:
+            yield "prompt_tokens", "expected null or [] without enable_padding: true"
 
     def _size_problems(self) -> Iterator[Problem]:
         sizes = self.batch_sizes

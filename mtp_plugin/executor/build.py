@@ -46,6 +46,7 @@ from mtp_plugin.executor.models import (
     unread_tokenizer,
 )
 from mtp_plugin.executor.progress import Progress
+from mtp_plugin.executor.prompt_steps import prompt_shapes, prompt_token_sizes
 from mtp_plugin.executor.py_executor import PyExecutor
 from mtp_plugin.executor.resolved_config import (
     ResolvedConfig,
@@ -239,11 +240,7 @@ def _engine(
         draft_head = model.draft_head(pieces.draft_vocab_ids)
     padded = padded_sizes(config)
     graphs = config.cuda_graph_config if device.type == "cuda" else None
-    shapes = generation_shapes(
-        captured_sizes(config) if graphs is not None else (),
-        pieces.draft_lens,
-        padded=bool(padded),
-    )
+    shapes = captured_shapes(config, pieces, attn_backend) if graphs is not None else []
     report("allocating the KV cache")
     probe = probe_pools(
         partial(_write_one_token, model, attn_backend, resolved.plan.num_draft_layers)
@@ -278,6 +275,20 @@ def _engine(
         pending = engine.captured.pending if engine.captured is not None else ()
         report(memory_line(engine, _graph_bytes(resolved, pending)))
     return engine
+
+
+def captured_shapes(
+    config: LLMConfig, pieces: SpeculativePieces, attn_backend: AttentionBackend
+) -> list[StepShape]:
+    """Return the shapes of steps that have a graph: generation-only ones, then those with prompts.
+
+    Prompts run eagerly where the backend or the drafter needs the lengths of chunks on the host.
+    """
+    padded = bool(padded_sizes(config))
+    shapes = generation_shapes(captured_sizes(config), pieces.draft_lens, padded=padded)
+    if attn_backend.reads_lengths_on_device and pieces.plan.history_rows == 0:
+        shapes += prompt_shapes(prompt_token_sizes(config), shapes)
+    return shapes
 
 
 def _graph_bytes(resolved: ResolvedConfig, shapes: Sequence[StepShape]) -> int:

@@ -1,4 +1,4 @@
-"""CUDA graphs of generation-only steps: target forward, verification and the whole draft loop."""
+"""CUDA graphs of steps: target forward, verification and the whole draft loop."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from operator import is_
@@ -16,6 +16,7 @@ import torch
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, describe_error
+from mtp_plugin.executor.prompt_steps import PromptBuffer, PromptChunks
 from mtp_plugin.executor.row_table import Row, RowTable, StepShape
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import ReplayCheck
@@ -117,6 +118,7 @@ class CapturedStep:
     outputs: dict[str, torch.Tensor]  # all but the logits
     spec_metadata: Any  # whose tensors the graph reads
     checks: Sequence[ReplayCheck]  # run after every replay
+    prompts: PromptBuffer | None = None
 
 
 class CapturedSteps:
@@ -189,23 +191,33 @@ class CapturedSteps:
         Raises:
             ConfigError: the model or the worker is not graph-safe, or memory is short.
         """
-        size = shape.num_generations
+        size = shape.num_contexts + shape.num_generations
         step = self._table.upload([self._padding_row] * size)
+        prompts = PromptBuffer(shape, step.length.device) if shape.num_contexts else None
         spec_metadata = self._make_spec_metadata(size)
         spec_metadata.request_ids = [CUDA_GRAPH_DUMMY_REQUEST_ID] * size
         spec_metadata.prepare()
 
         def launch() -> dict[str, torch.Tensor]:
-            return self._launch(shape, step, self._previous, spec_metadata=spec_metadata)
+            contexts, order = (None, None) if prompts is None else prompts.inputs(step)
+            outputs = self._launch(
+                shape, step, self._previous, contexts, spec_metadata=spec_metadata
+            )
+            if order is None:
+                return outputs
+            logits = outputs.pop("logits")
+            return {name: value[order] for name, value in outputs.items()} | {"logits": logits}
 
         try:
-            self._steps[shape] = self._record(launch, spec_metadata)
+            captured = self._record(launch, spec_metadata)
+            self._steps[shape] = replace(captured, prompts=prompts)
             self._captured_pools = self._pools()
         except MTPPluginError:
             raise
         except RuntimeError as error:
             raise ConfigError(
-                f"cuda_graph_config: a step of {size} requests cannot be captured: {error}"
+                f"cuda_graph_config: a step of {size} requests and {shape.num_ctx_tokens} prompt "
+                f"tokens cannot be captured: {error}"
             ) from error
 
     @property
@@ -263,8 +275,14 @@ class CapturedSteps:
         self.num_bytes += torch.cuda.memory_reserved() - reserved
         return CapturedStep(graph, outputs, spec_metadata, checks)
 
-    def replay(self, shape: StepShape, rows: list[Row]) -> dict[str, torch.Tensor] | None:
+    def replay(
+        self, shape: StepShape, rows: list[Row], chunks: PromptChunks | None = None
+    ) -> dict[str, torch.Tensor] | None:
         """Replay the graph of a step shape; None if there is none and the step must run eagerly.
+
+        Args:
+            rows: of the batch, padded to the shape.
+            chunks: those of a step with prompts, padded likewise.
 
         Raises:
             MetadataError: in debug mode, if the draft loop left metadata changed.
@@ -288,6 +306,8 @@ class CapturedSteps:
                 "new LLM"
             )
         self._table.upload(rows)
+        if captured.prompts is not None and chunks is not None:
+            captured.prompts.upload(chunks)
         with self.around_replay():
             captured.graph.replay()
         self.num_replays += 1

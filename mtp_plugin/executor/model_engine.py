@@ -21,13 +21,18 @@ from mtp_plugin.executor.cuda_graphs import CapturedSteps, is_captured_first
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.prompt_logprobs import ScoredPrompts
+from mtp_plugin.executor.prompt_steps import (
+    CAPTURED_CHUNKS,
+    PromptChunks,
+    fitting_shape,
+)
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.row_table import Row, RowTable, StepRows, StepShape
 from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.executor.step_inputs import LastResults, StepInputs, generation_inputs
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import SpeculativePieces
-from mtp_plugin.speculative.step import SamplingKind, to_device
+from mtp_plugin.speculative.step import SamplingKind
 
 
 @dataclass(frozen=True)
@@ -81,15 +86,16 @@ class ModelEngine:
         self.captured: CapturedSteps | None = None
         """Graphs of generation-only steps, see :meth:`capture`."""
         self.draft_head = model.lm_head if draft_head is None else draft_head
-        self._padded_sizes = sorted(limits.padded_sizes)
         self._attn_backend = attn_backend
         self._lease = lease
+        self._padded_sizes = sorted(limits.padded_sizes)
+        self._prompt_shapes: Sequence[StepShape] = ()
         self._table = self.make_table()
 
     def make_table(self) -> RowTable:
         """Make the row table of this engine."""
         return RowTable(
-            self.max_batch_size,
+            self.max_batch_size + CAPTURED_CHUNKS,
             step_rows=self.pieces.plan.step_rows,
             table_width=self.blocks.blocks_for(self.max_seq_len),
             sentinel_block=self.blocks.sentinel_block,
@@ -138,7 +144,9 @@ class ModelEngine:
         for number, shape in enumerate(first, 1):
             report(f"capturing CUDA graphs {number}/{len(first)}")
             captured.capture(shape)
-        captured.defer(shape for shape in shapes if shape not in first)
+        later = [shape for shape in shapes if shape not in first]
+        captured.defer(sorted(later, key=lambda shape: shape.sampling_kind))
+        self._prompt_shapes = [shape for shape in shapes if shape.chunk_lens]
         self.captured = captured
 
     @property
@@ -186,25 +194,40 @@ class ModelEngine:
             rows.append(self._generation_row(request, is_pending))
         padding = self._num_padding_rows(batch)
         rows += [self.padding_row()] * padding
+        chunks = PromptChunks.of(batch.context_requests)
+        scored = ScoredPrompts.of(batch.context_requests, self.device)
         shape = StepShape(
-            chunk_lens=tuple(r.context_chunk_size for r in batch.context_requests),
+            chunk_lens=tuple(chunks.lens),
             num_generations=len(batch.generation_requests) + padding,
             draft_len=self._draft_len(batch),
             sampling_kind=max((r.sampling_kind for r in requests), default=SamplingKind.GREEDY),
         )
-        if self.captured is not None:
-            outputs = self.captured.replay(shape, rows)
+        if self.captured is not None and scored is None:
+            outputs = self._replay(self.captured, shape, rows, chunks)
             if outputs is not None:
                 return outputs
         step = self._table.upload(rows)
         # a backend that gathers pages then gathers only the required columns
         width = max(1, *(len(row.blocks) for row in rows))
         step = replace(step, block_table=step.block_table[:, :width])
-        contexts = scored = None
-        if batch.context_requests:
-            contexts = self._context_inputs(batch.context_requests, step)
-            scored = ScoredPrompts.of(batch.context_requests, self.device)
+        contexts = chunks.to_inputs(step) if chunks.lens else None
         return self.launch(shape, step, previous, contexts, scored)
+
+    def _replay(
+        self, captured: CapturedSteps, shape: StepShape, rows: list[Row], chunks: PromptChunks
+    ) -> dict[str, torch.Tensor] | None:
+        """Replay a step, with prompts in the smallest captured step that holds them; None: there is
+        no graph."""
+        padded = fitting_shape(shape, self._prompt_shapes) if chunks.lens else None
+        if padded is None:
+            return captured.replay(shape, rows)
+        padding = self.padding_row()
+        generations = rows[shape.num_contexts :]
+        rows = rows[: shape.num_contexts]
+        rows += [padding] * (padded.num_contexts - shape.num_contexts)
+        rows += generations
+        rows += [padding] * (padded.num_generations - shape.num_generations)
+        return captured.replay(padded, rows, chunks.padded(padded, shape.num_generations))
 
     def launch(
         self,
@@ -287,6 +310,7 @@ class ModelEngine:
             tokens=[0] * self.pieces.plan.step_rows,
             length=request.context_current_position + request.context_chunk_size,
             capacity=self._capacity(request),
+            state_slot=self.pieces.slot_of(request.request_id),
             blocks=self.blocks.table(request.request_id),
             request_id=request.request_id,
         )
@@ -323,44 +347,6 @@ class ModelEngine:
             return 0
         sizes = [size for size in self._padded_sizes if size >= batch.batch_size]
         return sizes[0] - batch.batch_size if sizes else 0
-
-    # ---- inputs -------------------------------------------------------------------------------
-
-    def _context_inputs(self, contexts: list[LlmRequest], step: StepRows) -> StepInputs:
-        ids: list[int] = []
-        positions: list[int] = []
-        next_prompt: list[int] = []
-        last_rows: list[int] = []
-        lens: list[int] = []
-        for request in contexts:
-            start = request.context_current_position
-            end = start + request.context_chunk_size
-            tokens = request.get_tokens()
-            ids += tokens[start:end]
-            positions += range(start, end)
-            next_prompt.append(-1 if request.is_last_context_chunk else tokens[end])
-            last_rows.append(len(ids) - 1)
-            lens.append(end - start)
-        parts = (ids, positions, next_prompt, last_rows, lens)
-        values = [value for part in parts for value in part]
-        # one copy to the device
-        together = to_device(values, torch.int32, self.device)
-        split = together.split([len(part) for part in parts])
-        ends = step.length[: len(contexts)]
-        none = together[:0]
-        return StepInputs(
-            input_ids=split[0],
-            positions=split[1].to(torch.int64),
-            seq_lens=split[4],
-            kv_lens=ends,
-            write_limit=ends,
-            capacity=step.capacity[: len(contexts)],
-            draft_tokens=none,
-            draft_lens=none,
-            state_slot=none,
-            next_prompt=split[2],
-            last_rows=split[3].to(torch.int64),
-        )
 
     # ---- metadata -----------------------------------------------------------------------------
 

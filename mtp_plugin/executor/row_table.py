@@ -69,7 +69,9 @@ class StepRows:
 class StepShape:
     """The host's decisions about a step: the key of a captured step."""
 
-    chunk_lens: tuple[int, ...]  # rows per context
+    chunk_lens: tuple[int, ...]
+    """Rows per context; of a captured step their sum is that of every replay, and the lengths of a
+    replay are read on the device."""
     num_generations: int  # padding rows included
     draft_len: int  # drafts that are verified and made
     sampling_kind: SamplingKind = SamplingKind.GREEDY  # what the requests need at most
@@ -78,6 +80,16 @@ class StepShape:
     def num_contexts(self) -> int:
         """C."""
         return len(self.chunk_lens)
+
+    @property
+    def num_ctx_tokens(self) -> int:
+        """Rows of all contexts."""
+        return sum(self.chunk_lens)
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.num_ctx_tokens + self.num_generations * (self.draft_len + 1)
 
 
 def copy_event(device: torch.device) -> Any:

@@ -44,7 +44,7 @@ class StepInputs:
     capacity: torch.Tensor  # [R] int32: KV rows that the request may use
     draft_tokens: torch.Tensor  # [G*K] int32
     draft_lens: torch.Tensor  # [G] int32: number of drafts
-    state_slot: torch.Tensor  # [G] int64
+    state_slot: torch.Tensor  # [R] int64
     next_prompt: torch.Tensor | None = None  # [C] int32: token after the chunk, -1: prompt's end
     last_rows: torch.Tensor | None = None  # [C] int64: last token of the chunk; None: no contexts
 
@@ -67,7 +67,15 @@ class StepInputs:
         return replace(self, **both, next_prompt=contexts.next_prompt, last_rows=contexts.last_rows)
 
 
-_OF_CONTEXTS_TOO = ("input_ids", "positions", "seq_lens", "kv_lens", "write_limit", "capacity")
+_OF_CONTEXTS_TOO = (
+    "input_ids",
+    "positions",
+    "seq_lens",
+    "kv_lens",
+    "write_limit",
+    "capacity",
+    "state_slot",
+)
 
 
 def generation_inputs(

@@ -744,6 +744,11 @@ COMBINATION_CASES = [
         "cuda_graph_config.batch_sizes: expected every size once, got 4 more than once",
     ),
     Case(
+        "prompts in graphs without padding",
+        "model: m\ncuda_graph_config: {prompt_tokens: [64]}\n",
+        "cuda_graph_config.prompt_tokens: expected null or [] without enable_padding: true",
+    ),
+    Case(
         "no graph sizes",
         "model: m\ncuda_graph_config: {batch_sizes: []}\n",
         "cuda_graph_config.batch_sizes: expected at least one batch size, got an empty list",

@@ -5,12 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 from mtp_plugin.executor import model_engine
-from mtp_plugin.executor.cuda_graphs import (
-    CapturedStep,
-    CapturedSteps,
-    captured_sizes,
-    generation_shapes,
-)
+from mtp_plugin.executor.build import captured_shapes
+from mtp_plugin.executor.cuda_graphs import CapturedStep, CapturedSteps
 from mtp_plugin.executor.row_table import StepShape
 
 
@@ -45,17 +41,13 @@ class WatchedGraphs:
             with monkeypatch.context() as patch:
                 patch.setattr(model_engine, "CapturedSteps", EagerReplays)
                 graphs = llm.config.cuda_graph_config
-                shapes = generation_shapes(
-                    captured_sizes(llm.config),
-                    llm.pieces.draft_lens,
-                    padded=graphs.enable_padding,
-                )
+                shapes = captured_shapes(llm.config, llm.pieces, llm.attn_backend)
                 engine.capture(shapes, lambda _: None, lazy=graphs.capture == "lazy")
         self.captured = engine.captured
         replay = self.captured.replay
 
-        def note(shape, rows):
-            outputs = replay(shape, rows)
+        def note(shape, *args):
+            outputs = replay(shape, *args)
             (self.eager if outputs is None else self.replayed).append(shape)
             return outputs
 

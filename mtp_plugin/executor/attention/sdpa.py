@@ -15,6 +15,7 @@ class SdpaBackend:
     name = "sdpa"
     attention_function = SDPA_BACKEND
     gathers_pages = True
+    reads_lengths_on_device = False
 
     def refusal(self, heads: HeadShape, device: torch.device) -> str | None:  # noqa: ARG002
         """Return None: every model is supported on every device."""

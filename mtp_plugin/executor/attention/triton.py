@@ -116,6 +116,7 @@ class TritonBackend:
     name = "triton"
     attention_function = TRITON_BACKEND
     gathers_pages = False
+    reads_lengths_on_device = True
 
     def refusal(self, heads: HeadShape, device: torch.device) -> str | None:
         """Return why heads or device are not supported, or None."""
@@ -280,7 +281,9 @@ class _Call:
         """Launch attention of the ragged sequences."""
         metadata, width = self.metadata, int(self.query.shape[2])
         tile = ragged_tile(max(counts.ragged) * self.group, width, self.query.element_size())
-        tiles = sum(-(-rows * self.group // tile.rows) for rows in counts.ragged)
+        # enough for any lengths with this sum, because a captured step has those of its replay;
+        # programs past the last tile do nothing
+        tiles = counts.ragged_rows * self.group // tile.rows + len(counts.ragged)
         table = metadata.block_table
         paged_ragged_kernel[(tiles, self.kv_heads)](
             self.query,

@@ -193,6 +193,12 @@ class AttentionBackend(Protocol):
         as latent attention requires; otherwise pages are read in place."""
         ...
 
+    @property
+    def reads_lengths_on_device(self) -> bool:
+        """Whether a captured step may be replayed with prompt chunks of other lengths, as long as
+        the number of chunks and the sum of their lengths stay the same."""
+        ...
+
     def refusal(self, heads: HeadShape, device: torch.device) -> str | None:
         """Return why the backend does not support these heads on this device, or None."""
         ...

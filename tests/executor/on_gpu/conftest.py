@@ -21,10 +21,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def host() -> dict:
-    """Every batch is padded to the next graph."""
+    """Every batch that only generates is padded to the next graph."""
     return {
         "device": "cuda",
         "dtype": "float32",
         "attn_backend": "auto",
-        "cuda_graph_config": {"batch_sizes": [1, 8], "enable_padding": True, "capture": "all"},
+        "cuda_graph_config": {
+            "batch_sizes": [1, 8],
+            "enable_padding": True,
+            "capture": "all",
+            "prompt_tokens": [],  # captured in test_prompt_graphs
+        },
     }
