@@ -341,15 +341,15 @@ class ResultLog:
         try:
             number = 0
             while True:
+                while number < len(self.results):
+                    results = self.results[number]
+                    if results is None:
+                        return
+                    for event in events_of(results):
+                        yield event
+                    number += 1
                 arrived.clear()
                 if number == len(self.results):
                     await arrived.wait()
-                    continue
-                results = self.results[number]
-                if results is None:
-                    return
-                for event in events_of(results):
-                    yield event
-                number += 1
         finally:
             self.wakes.remove(wake)

@@ -50,35 +50,67 @@ class Generation:
             for prompt in prompts
         ]
 
-    async def results(self, *, is_paced: bool) -> AsyncIterator[list[Result]]:
-        """Yield all results that arrived since the last ones; the output of a prompt comes last.
-
-        Args:
-            is_paced: wait between two yields if the server is loaded.
+    async def outputs(self) -> list[RequestOutput]:
+        """Return the outputs of all prompts.
 
         Raises:
             APIError: the engine failed.
         """
-        queue: asyncio.Queue[tuple[int, Any]] = asyncio.Queue()
         handles = self._handles or []
         readers = [
-            asyncio.ensure_future(self._read(index, handle, queue))
+            asyncio.ensure_future(self._read(index, handle, lambda _: None))
             for index, handle in enumerate(handles)
+        ]
+        try:
+            return list(await asyncio.gather(*readers))
+        except Exception as error:
+            raise self._service.failure(error) from None
+        finally:
+            for reader in readers:
+                reader.cancel()
+            self.close()
+
+    async def results(self) -> AsyncIterator[list[Result]]:
+        """Yield all results that arrived since the last ones; the output of a prompt comes last.
+
+        Between two yields it waits if the server is loaded.
+
+        Raises:
+            APIError: the engine failed.
+        """
+        found: list[Result | Exception] = []
+        has_found = asyncio.Event()
+
+        def put(result: Result | Exception) -> None:
+            found.append(result)
+            has_found.set()
+
+        async def read(index: int, handle: RequestHandle) -> None:
+            try:
+                output = await self._read(index, handle, lambda event: put((index, event)))
+            except Exception as error:
+                put(error)
+            else:
+                put((index, output))
+
+        readers = [
+            asyncio.ensure_future(read(index, handle))
+            for index, handle in enumerate(self._handles or ())
         ]
         unfinished = len(readers)
         try:
             while unfinished:
-                found = [await queue.get()]
-                while not queue.empty():
-                    found.append(queue.get_nowait())
+                await has_found.wait()
+                has_found.clear()
                 results: list[Result] = []
-                for index, result in found:
+                for result in found:
                     if isinstance(result, Exception):
                         raise self._service.failure(result)
-                    unfinished -= isinstance(result, RequestOutput)
-                    results.append((index, result))
+                    unfinished -= isinstance(result[1], RequestOutput)
+                    results.append(result)
+                found.clear()
                 yield results
-                if is_paced and unfinished:
+                if unfinished:
                     await asyncio.sleep(self._service.num_sequences * SECONDS_PER_STREAM)
         finally:
             for reader in readers:
@@ -86,18 +118,17 @@ class Generation:
             self.close()
 
     async def _read(
-        self, index: int, handle: RequestHandle, queue: asyncio.Queue[tuple[int, Any]]
-    ) -> None:
-        try:
-            async for event in handle:
-                self.clocks[index][event.sample_index].observe(event)
-                queue.put_nowait((index, event))
-            output = await handle
-            for completion in output.outputs:
-                self._service.metrics.observe_output(completion)
-            queue.put_nowait((index, output))
-        except Exception as error:
-            queue.put_nowait((index, error))
+        self, index: int, handle: RequestHandle, put: Callable[[StepEvent], object]
+    ) -> RequestOutput:
+        """Pass on the events of a prompt, count them, and return its output."""
+        clocks = self.clocks[index]
+        async for event in handle:
+            clocks[event.sample_index].observe(event)
+            put(event)
+        output = await handle
+        for completion in output.outputs:
+            self._service.metrics.observe_output(completion)
+        return output
 
     @property
     def num_thinking(self) -> int:

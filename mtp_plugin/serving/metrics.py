@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable
+from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client import CollectorRegistry, Gauge, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
@@ -90,45 +97,57 @@ class EngineCollector(Collector):
         families[family.name] = family
 
 
-class ServerMetrics:
-    """The registry of one server."""
+class Histogram:
+    """Counts values by bucket.
+
+    It is used in one thread, and an observation takes a fraction of the time of one of
+    `prometheus_client`: there is one for each step of each sequence.
+    """
+
+    def __init__(self, name: str, about: str, bounds: tuple[float, ...] = SECONDS) -> None:
+        self._name = name
+        self._about = about
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count a value."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family(self, prefix: str, labels: dict[str, str]) -> Family:
+        """Return the metric for Prometheus."""
+        family = HistogramMetricFamily(prefix + self._name, self._about, labels=list(labels))
+        names = [*(str(float(bound)) for bound in self._bounds), "+Inf"]
+        buckets = list(zip(names, accumulate(self._counts), strict=True))
+        family.add_metric(list(labels.values()), buckets, self._sum)
+        return family
+
+
+class ServerMetrics(Collector):
+    """The server's own metrics, and the registry of all."""
 
     def __init__(self, llm: LLM, settings: ServerSettings, num_queued: Callable[[], int]) -> None:
-        prefix = settings.metrics_prefix
+        self._prefix = prefix = settings.metrics_prefix
         self._labels = {"model_name": settings.model_name, "engine": "0"}
-        self._registry = CollectorRegistry()
-        self._registry.register(EngineCollector(llm, prefix, self._labels))
-
-        def histogram(name: str, about: str, buckets: tuple[float, ...] = SECONDS) -> Histogram:
-            made = Histogram(
-                prefix + name, about, list(self._labels), registry=self._registry, buckets=buckets
-            )
-            return made.labels(**self._labels)
-
-        self._first_token = histogram(
+        self._first_token = Histogram(
             "time_to_first_token_seconds", "From arrival to the first token."
         )
-        self._inter_token = histogram(
+        self._inter_token = Histogram(
             "inter_token_latency_seconds", "Time of a step divided by its output tokens."
         )
-        self._latency = histogram("e2e_request_latency_seconds", "From arrival to the last token.")
-        self._draft_length = histogram(
+        self._latency = Histogram("e2e_request_latency_seconds", "From arrival to the last token.")
+        self._draft_length = Histogram(
             "spec_decode_draft_length",
             "Mean number of draft tokens per step, one observation per finished sequence.",
             tuple(float(n) for n in range(17)),
         )
-        self._phase_steps = Counter(
-            f"{prefix}spec_decode_num_drafts_per_phase",
-            "Steps by phase: thinking or answer.",
-            [*self._labels, "phase"],
-            registry=self._registry,
-        )
-        self._phase_accepted = Counter(
-            f"{prefix}spec_decode_num_accepted_tokens_per_phase",
-            "Accepted draft tokens by phase and position in the step.",
-            [*self._labels, "phase", "position"],
-            registry=self._registry,
-        )
+        self._steps: Counter[tuple[str, int]] = Counter()
+        """Number of steps by phase and number of output tokens."""
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(llm, prefix, self._labels))
+        self._registry.register(self)
         Gauge(
             f"{prefix}num_sequences_in_server",
             "Unfinished sequences of all requests, tokenizing included.",
@@ -140,11 +159,36 @@ class ServerMetrics:
         """Return the text of ``/metrics``."""
         return generate_latest(self._registry)
 
+    def collect(self) -> Iterable[Family]:
+        """Return the server's own metrics."""
+        for each in (self._first_token, self._inter_token, self._latency, self._draft_length):
+            yield each.family(self._prefix, self._labels)
+        steps: Counter[str] = Counter()
+        accepted: Counter[tuple[str, int]] = Counter()
+        for (phase, num_tokens), count in self._steps.items():
+            steps[phase] += count
+            for position in range(num_tokens - 1):
+                accepted[phase, position] += count
+        family = CounterMetricFamily(
+            f"{self._prefix}spec_decode_num_drafts_per_phase",
+            "Steps by phase: thinking or answer.",
+            labels=[*self._labels, "phase"],
+        )
+        for phase, count in steps.items():
+            family.add_metric([*self._labels.values(), phase], count)
+        yield family
+        family = CounterMetricFamily(
+            f"{self._prefix}spec_decode_num_accepted_tokens_per_phase",
+            "Accepted draft tokens by phase and position in the step.",
+            labels=[*self._labels, "phase", "position"],
+        )
+        for (phase, position), count in accepted.items():
+            family.add_metric([*self._labels.values(), phase, str(position)], count)
+        yield family
+
     def observe_step(self, phase: str, num_tokens: int) -> None:
         """Count a generation step of a sequence, which began in a phase."""
-        self._phase_steps.labels(**self._labels, phase=phase).inc()
-        for position in range(num_tokens - 1):
-            self._phase_accepted.labels(**self._labels, phase=phase, position=str(position)).inc()
+        self._steps[phase, num_tokens] += 1
 
     def observe_output(self, output: CompletionOutput) -> None:
         """Count a finished sequence."""
@@ -184,7 +228,6 @@ class SequenceClock:
                 self._metrics.observe_inter_token((now - self._last) / len(event.token_ids))
                 self._metrics.observe_step(self.tracker.phase, len(event.token_ids))
             self._last = now
-            for token in event.token_ids:
-                self.tracker.push(token)
+            self.tracker.push_all(event.token_ids)
         if event.finish_reason is not None:
             self._metrics.observe_latency(now - self._started)

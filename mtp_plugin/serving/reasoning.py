@@ -47,6 +47,12 @@ class ThinkingTracker:
         self.num_thinking += THINKING in (before, self.phase)
         return before != self.phase
 
+    def push_all(self, tokens: Sequence[int]) -> None:
+        """Append output tokens."""
+        if self._tags is not None:
+            for token in tokens:
+                self.push(token)
+
     @property
     def end_len(self) -> int:
         """Number of tokens of the end tag that was just completed."""

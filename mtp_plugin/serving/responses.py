@@ -63,7 +63,7 @@ class Writer:
         try:
             for chunk in self.first_chunks():
                 yield self._event([chunk])
-            async for results in self.generation.results(is_paced=True):
+            async for results in self.generation.results():
                 for choice in self._choices(results):
                     yield self._event([choice])
             if options is not None and options.include_usage:
@@ -147,10 +147,7 @@ class Writer:
         Raises:
             APIError: the engine failed.
         """
-        outputs: dict[int, RequestOutput] = {}
-        async for results in self.generation.results(is_paced=False):
-            outputs.update((i, r) for i, r in results if isinstance(r, RequestOutput))
-        self._outputs = [outputs[index] for index in range(len(self.generation.prompts))]
+        self._outputs = await self.generation.outputs()
         choices = []
         for prompt_index, output in enumerate(self._outputs):
             for completion in output.outputs:
