@@ -129,6 +129,7 @@ results: $(STAMP)
 	$(BENCH) e2e --model integration/tiny_model/checkpoint --batch 16 --k 3 --isl 64 --osl 192 \
 		--dtype float32 --no-phases --no-transformers --ask greedy,$(call methods,0.6),$(call methods,1.0) \
 		--output integration/results/e2e-tiny_model-sampled.json
+	$(BENCH) serve --shape 8gb
 	$(BENCH) soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200
 	$(BIN)/python -m integration.tiny_model.relaxed
 	$(BIN)/python -m integration.figures

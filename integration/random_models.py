@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -171,6 +172,8 @@ def random_model(
     device: torch.device | str = "cpu",
     attn_implementation: str = "sdpa",
     init_std: float = 0.02,
+    residual_scale: float = 1.0,
+    echo_draft: bool = False,
     **config_overrides: Any,
 ) -> LoadedModel:
     """Create a model of a family with seeded random weights, in the form that `load_model` returns.
@@ -186,6 +189,7 @@ def random_model(
         device: device of the weights.
         attn_implementation: name of an attention function registered with transformers.
         init_std: standard deviation of linear weights.
+        residual_scale, echo_draft: see `write_random_checkpoint`.
         config_overrides: values of config.json, for example `hidden_size=4096`.
 
     Raises:
@@ -199,15 +203,16 @@ def random_model(
     entry = family_of(family)
     raw, config = random_config(entry, num_mtp_layers, dtype, config_overrides)
     target = _uninitialized_target(config, dtype, device, attn_implementation)
-    weights = _RandomWeights(seed, init_std, 1.0, _has_centred_norms(target), device)
+    weights = _RandomWeights(seed, init_std, residual_scale, _has_centred_norms(target), device)
     tied = config.tie_word_embeddings
     for key, tensor in target.state_dict().items():
         if not (tied and key == "lm_head.weight"):
             tensor.copy_(weights.sample(key, tuple(tensor.shape), tensor.dtype))
     layers = build_layers(target, target.config, entry, num_mtp_layers)
     kept_in_fp32 = tuple(getattr(target, "_keep_in_fp32_modules_strict", None) or ())
+    echo = _Echo(entry, weights, target.get_decoder().norm.weight) if echo_draft else None  # type: ignore[operator]
     for layer in layers:
-        _fill(layer, weights, dtype, kept_in_fp32)
+        _fill(layer, weights, dtype, kept_in_fp32, echo)
     return LoadedModel(
         target=target.eval().requires_grad_(False),
         mtp_layers=layers.eval().requires_grad_(False),
@@ -262,7 +267,8 @@ def _random_tensors(
         ):
             value = weights.sample(plan.module_key, plan.shape)
             if echo_draft:
-                value = _echo(plan.module_key, value, family, tensors, weights)
+                echo = _Echo(family, weights, tensors["model.norm.weight"])
+                value = echo.change(plan.module_key, value)
             tensors.update(plan.take_apart(value))
         for name in family.ignorable:
             source = "model.embed_tokens.weight" if "embed" in name else "lm_head.weight"
@@ -306,23 +312,28 @@ class _RandomWeights:
         return self.init_std * noise
 
 
-def _echo(
-    key: str,
-    value: torch.Tensor,
-    family: MTPFamily,
-    tensors: dict[str, torch.Tensor],
-    weights: _RandomWeights,
-) -> torch.Tensor:
-    if key == "eh_proj.weight":
-        identity = torch.eye(value.shape[0])
-        state_half = weights.residual_scale * value[:, : value.shape[0]]
-        embed_first = family.traits.concat == "embed_hidden"
-        return torch.cat((identity, state_half) if embed_first else (state_half, identity), dim=1)
-    if key == "enorm.weight":
-        return torch.full_like(value, weights.norm_one)
-    if key == "norm.weight":
-        return tensors["model.norm.weight"].clone()
-    return value
+@dataclass(frozen=True)
+class _Echo:
+    """Makes MTP layers predict from the newest token much as the target does."""
+
+    family: MTPFamily
+    weights: _RandomWeights
+    target_norm: torch.Tensor
+
+    def change(self, key: str, value: torch.Tensor) -> torch.Tensor:
+        """Return the weights of a tensor of an MTP layer in place of random ones."""
+        if key == "eh_proj.weight":
+            identity = torch.eye(value.shape[0], dtype=value.dtype, device=value.device)
+            state_half = self.weights.residual_scale * value[:, : value.shape[0]]
+            embed_first = self.family.traits.concat == "embed_hidden"
+            return torch.cat(
+                (identity, state_half) if embed_first else (state_half, identity), dim=1
+            )
+        if key == "enorm.weight":
+            return torch.full_like(value, self.weights.norm_one)
+        if key == "norm.weight":
+            return self.target_norm.clone()
+        return value
 
 
 def _has_centred_norms(target: nn.Module) -> bool:
@@ -344,12 +355,17 @@ def _uninitialized_target(
 
 
 def _fill(
-    layer: nn.Module, weights: _RandomWeights, dtype: torch.dtype, kept_in_fp32: tuple[str, ...]
+    layer: nn.Module,
+    weights: _RandomWeights,
+    dtype: torch.dtype,
+    kept_in_fp32: tuple[str, ...],
+    echo: _Echo | None,
 ) -> None:
     state = {}
     for key, tensor in layer.state_dict().items():
         kept = any(part in key for part in kept_in_fp32)
-        state[key] = weights.sample(key, tuple(tensor.shape), torch.float32 if kept else dtype)
+        value = weights.sample(key, tuple(tensor.shape), torch.float32 if kept else dtype)
+        state[key] = value if echo is None else echo.change(key, value)
     layer.load_state_dict(state, assign=True)
 
 

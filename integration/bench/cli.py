@@ -1,4 +1,4 @@
-"""``python -m integration.bench ops``, ``step``, ``e2e`` and ``soak``."""
+"""``python -m integration.bench ops``, ``step``, ``e2e``, ``serve`` and ``soak``."""
 
 from __future__ import annotations
 
@@ -244,6 +244,113 @@ def e2e(
         folder=RESULTS,
         path=output,
         trace=trace,
+        tie_ulps=tie_tolerance,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def serve(
+    model: Annotated[
+        Path | None, typer.Option("--model", "-m", metavar="DIR", help="Checkpoint.")
+    ] = None,
+    shape: Annotated[
+        str | None,
+        typer.Option(
+            "--shape",
+            metavar="NAME",
+            help="Random weights of a named size whose drafts are often right.",
+        ),
+    ] = None,
+    concurrency: Annotated[
+        int, typer.Option("--concurrency", metavar="N", help="Number of requests at a time.")
+    ] = 64,
+    requests: Annotated[
+        int, typer.Option("--requests", metavar="N", help="Number of requests.")
+    ] = 512,
+    isl: Annotated[int, typer.Option("--isl", metavar="N", help="Tokens of each prompt.")] = 128,
+    osl: Annotated[
+        int, typer.Option("--osl", metavar="N", help="Output tokens of each request.")
+    ] = 256,
+    k: Annotated[int, typer.Option("--k", metavar="K", help="Draft length.")] = 3,
+    clients: Annotated[
+        int, typer.Option("--clients", metavar="N", help="Number of client processes.")
+    ] = 4,
+    rounds: Annotated[
+        int, typer.Option("--rounds", metavar="N", help="Number of runs of each kind.")
+    ] = 3,
+    residual_scale: Annotated[
+        float | None,
+        typer.Option(
+            "--residual-scale",
+            metavar="X",
+            help="Scale of the layers' outputs with --shape: the smaller, the more drafts are "
+            "accepted.",
+        ),
+    ] = None,
+    text: Annotated[
+        bool,
+        typer.Option(
+            "--text/--ids",
+            help="Detokenize the output; with --shape, by a made-up tokenizer of its vocabulary.",
+        ),
+    ] = False,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="NAME", help="float32, bfloat16 or float16.")
+    ] = None,
+    device: Annotated[
+        str, typer.Option("--device", metavar="NAME", help="auto, cuda or cpu (not a benchmark).")
+    ] = "auto",
+    seed: Annotated[
+        int, typer.Option("--seed", metavar="N", help="Seed of weights and prompts.")
+    ] = 0,
+    graphs: Annotated[
+        bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs on a CUDA device.")
+    ] = True,
+    fused: Annotated[
+        bool | None,
+        typer.Option("--fused/--no-fused", help="Fused layers. Default: on a CUDA device."),
+    ] = None,
+    tie_tolerance: Annotated[
+        float | None,
+        typer.Option(
+            "--tie-tolerance", metavar="ULPS", help="In half precision; see `mtp-plugin parity`."
+        ),
+    ] = None,
+    output: Output = None,
+) -> None:
+    """Compare the throughput over HTTP, streamed and not, with that of `LLM.generate`.
+
+    All three run the same greedy requests in turn, with real acceptance. The server runs in a
+    thread, as in `mtp-plugin serve`; clients are processes of their own. Numbers are reported only
+    if all outputs match.
+
+    Exit code 1: an output differs. 2: a named error.
+    """
+    from integration.bench.serve.run import RESIDUAL_SCALE, ServeOptions, run
+
+    options = ServeOptions(
+        concurrency=concurrency,
+        requests=requests,
+        isl=isl,
+        osl=osl,
+        k=k,
+        clients=clients,
+        rounds=rounds,
+        residual_scale=RESIDUAL_SCALE if residual_scale is None else residual_scale,
+        text=text,
+        graphs=graphs,
+        fused=fused,
+        seed=seed,
+    )
+    code = run(
+        options,
+        checkpoint=model,
+        shape=shape,
+        device=device,
+        dtype=dtype,
+        folder=RESULTS,
+        path=output,
         tie_ulps=tie_tolerance,
     )
     raise typer.Exit(code)

@@ -115,9 +115,18 @@ def load_checkpoint(path: Path, device: torch.device, dtype: str | None, *, fuse
 
 
 def make_shape(
-    name: str, device: torch.device, dtype: str | None, seed: int, *, fused: bool
+    name: str,
+    device: torch.device,
+    dtype: str | None,
+    seed: int,
+    *,
+    fused: bool,
+    **weights: Any,
 ) -> Subject:
     """Create a model with random weights; the default dtype is bfloat16.
+
+    Args:
+        weights: options of `random_model`, for example `echo_draft`.
 
     Raises:
         BenchmarkError: the shape or dtype is unknown.
@@ -130,7 +139,7 @@ def make_shape(
     sizes = dict(SHAPES[name])
     family = sizes.pop("family")
     model = random_model(
-        family, seed=seed, dtype=_dtype(dtype) or torch.bfloat16, device=device, **sizes
+        family, seed=seed, dtype=_dtype(dtype) or torch.bfloat16, device=device, **sizes, **weights
     )
     return Subject(name, fuse(model) if fused else model, name, False)
 

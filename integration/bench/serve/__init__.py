@@ -1,0 +1,1 @@
+"""Throughput over HTTP compared with `LLM.generate`."""
