@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
+from contextlib import contextmanager
 from queue import Empty, SimpleQueue
 
 from mtp_plugin.executor.engine import Engine, StepResults
@@ -20,6 +22,8 @@ UNREAD_STEPS = 2
 it, so that a reader that computes does not compete with the steps for Python's lock."""
 UNREAD_STEPS_ASYNC = 32
 """The same for asynchronous readers."""
+TimedEvent = tuple[float, StepEvent]
+"""An event and its arrival time, from `time.monotonic`."""
 
 
 def events_of(results: StepResults) -> list[StepEvent]:
@@ -310,8 +314,12 @@ class ResultLog:
     def __init__(self, num_requests: int) -> None:
         self.results: list[StepResults | None] = []
         """None follows the last results."""
+        self.times: list[float] = []
+        """Arrival time of each of ``results``, from `time.monotonic`."""
         self.wakes: list[Callable[[], object]] = []
         """Called after every result, in the engine thread."""
+        self.end_wakes: list[Callable[[], object]] = []
+        """Called after the last result, in the engine thread."""
         self.done: Future[None] = Future()
         self._num_unfinished = num_requests
 
@@ -321,35 +329,75 @@ class ResultLog:
         if not isinstance(results, Exception):
             self._num_unfinished -= sum(event.finish_reason is not None for event in results)
             is_end = self._num_unfinished == 0
+        self.times.append(time.monotonic())
         self.results.append(results)
         if is_end:
             self.results.append(None)
+            if not self.done.done():
+                self.done.set_result(None)
         for wake in self.wakes.copy():
             wake()
-        if is_end and not self.done.done():
-            self.done.set_result(None)
+        if is_end:
+            for wake in self.end_wakes.copy():
+                wake()
         return True
 
     async def read(self) -> AsyncIterator[StepEvent]:
         """Yield all events from the first."""
-        arrived, waker = asyncio.Event(), LoopWaker.of_this_loop()
+        async for events in self.read_arrived():
+            for _, event in events:
+                yield event
 
-        def wake() -> None:
-            waker.wake(arrived)
-
-        self.wakes.append(wake)
-        try:
-            number = 0
+    async def read_arrived(self) -> AsyncIterator[list[TimedEvent]]:
+        """Yield all events from the first, those that have arrived since the last ones at once."""
+        number = 0
+        with _registered(self.wakes) as arrived:
             while True:
+                found: list[TimedEvent] = []
                 while number < len(self.results):
                     results = self.results[number]
                     if results is None:
+                        if found:
+                            yield found
                         return
-                    for event in events_of(results):
-                        yield event
+                    if isinstance(results, Exception) and found:
+                        break
+                    when = self.times[number]
+                    found += [(when, event) for event in events_of(results)]
                     number += 1
+                if found:
+                    yield found
+                    continue
                 arrived.clear()
                 if number == len(self.results):
                     await arrived.wait()
-        finally:
-            self.wakes.remove(wake)
+
+    async def wait(self) -> None:
+        """Wait until all results have arrived."""
+        with _registered(self.end_wakes) as arrived:
+            if not self.done.done():
+                await arrived.wait()
+
+    def arrived(self) -> list[TimedEvent]:
+        """Return the events that have arrived so far."""
+        return [
+            (when, event)
+            for when, results in zip(self.times, self.results, strict=False)
+            if isinstance(results, list)
+            for event in results
+        ]
+
+
+@contextmanager
+def _registered(wakes: list[Callable[[], object]]) -> Iterator[asyncio.Event]:
+    """Yield an event of the running event loop that is set by a function in ``wakes``."""
+    arrived, waker = asyncio.Event(), LoopWaker.of_this_loop()
+
+    def wake() -> None:
+        waker.wake(arrived)
+
+    wakes.append(wake)
+    try:
+        yield arrived
+    finally:
+        wakes.remove(wake)

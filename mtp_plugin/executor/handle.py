@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from mtp_plugin.executor.engine import Engine
-from mtp_plugin.executor.event_stream import ResultLog, drop, events_of
+from mtp_plugin.executor.event_stream import ResultLog, TimedEvent, drop, events_of
 from mtp_plugin.executor.outputs import RequestOutput
 from mtp_plugin.executor.pending_request import PendingRequest
 from mtp_plugin.executor.py_executor import StepEvent
@@ -95,10 +95,22 @@ class RequestHandle:
     def __del__(self) -> None:
         drop(self._pending, self._engine)
 
+    async def read_arrived(self) -> AsyncIterator[list[TimedEvent]]:
+        """Iterate over all events from the first, with all that have arrived in one list."""
+        try:
+            await self._made()
+            async for events in self._log.read_arrived():
+                yield events
+        finally:
+            del self
+
+    def arrived(self) -> list[TimedEvent]:
+        """Return the events that have arrived so far."""
+        return self._log.arrived()
+
     async def _read(self) -> AsyncIterator[StepEvent]:
         try:
-            self._engine.check_can_wait()
-            await self._pending.result_async(self._pool)
+            await self._made()
             async for event in self._log.read():
                 yield event
         finally:
@@ -107,9 +119,19 @@ class RequestHandle:
 
     async def _read_to_its_end(self) -> RequestOutput:
         try:
-            async for _ in self:
-                pass
-            return RequestOutput.of_success(*self._pending.result())
+            requests = await self._made()
+            await self._log.wait()
+            for results in self._log.results:
+                if results is not None:
+                    events_of(results)
+            return RequestOutput.of_success(*requests)
+        finally:
+            del self
+
+    async def _made(self) -> list[LlmRequest]:
+        try:
+            self._engine.check_can_wait()
+            return await self._pending.result_async(self._pool)
         finally:
             del self
 

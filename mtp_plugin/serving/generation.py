@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from mtp_plugin.errors import ExecutorError, MTPPluginError, RequestError
 from mtp_plugin.executor import LLM, RequestHandle, RequestOutput, SamplingParams, StepEvent
+from mtp_plugin.executor.event_stream import TimedEvent
 from mtp_plugin.requests.thinking import ThinkingEnd, resolve_thinking_end
 from mtp_plugin.requests.tokenizer import encode, named_failures
 from mtp_plugin.serving.errors import APIError, Problem, problem_of
@@ -57,44 +58,33 @@ class Generation:
             APIError: the engine failed.
         """
         handles = self._handles or []
-        readers = [
-            asyncio.ensure_future(self._read(index, handle, lambda _: None))
-            for index, handle in enumerate(handles)
-        ]
+        readers = [asyncio.ensure_future(_wait(handle)) for handle in handles]
         try:
-            return list(await asyncio.gather(*readers))
+            outputs = list(await asyncio.gather(*readers))
         except Exception as error:
             raise self._service.failure(error) from None
         finally:
             for reader in readers:
                 reader.cancel()
+            for index, handle in enumerate(handles):
+                self._observe(index, handle.arrived())
             self.close()
+        for output in outputs:
+            self._observe_output(output)
+        return outputs
 
     async def results(self) -> AsyncIterator[list[Result]]:
         """Yield all results that arrived since the last ones; the output of a prompt comes last.
 
-        Between two yields it waits if the server is loaded.
+        Under load, the results of several steps come together.
 
         Raises:
             APIError: the engine failed.
         """
         found: list[Result | Exception] = []
         has_found = asyncio.Event()
-
-        def put(result: Result | Exception) -> None:
-            found.append(result)
-            has_found.set()
-
-        async def read(index: int, handle: RequestHandle) -> None:
-            try:
-                output = await self._read(index, handle, lambda event: put((index, event)))
-            except Exception as error:
-                put(error)
-            else:
-                put((index, output))
-
         readers = [
-            asyncio.ensure_future(read(index, handle))
+            asyncio.ensure_future(self._read(index, handle, found, has_found))
             for index, handle in enumerate(self._handles or ())
         ]
         unfinished = len(readers)
@@ -110,25 +100,42 @@ class Generation:
                     results.append(result)
                 found.clear()
                 yield results
-                if unfinished:
-                    await asyncio.sleep(self._service.num_sequences * SECONDS_PER_STREAM)
         finally:
             for reader in readers:
                 reader.cancel()
             self.close()
 
     async def _read(
-        self, index: int, handle: RequestHandle, put: Callable[[StepEvent], object]
-    ) -> RequestOutput:
-        """Pass on the events of a prompt, count them, and return its output."""
+        self,
+        index: int,
+        handle: RequestHandle,
+        found: list[Result | Exception],
+        has_found: asyncio.Event,
+    ) -> None:
+        """Append the results of a prompt as they arrive."""
+        try:
+            async for events in handle.read_arrived():
+                self._observe(index, events)
+                found += [(index, event) for _, event in events]
+                has_found.set()
+                if not handle.is_finished:
+                    await asyncio.sleep(self._service.num_sequences * SECONDS_PER_STREAM)
+            output = await handle
+        except Exception as error:
+            found.append(error)
+        else:
+            self._observe_output(output)
+            found.append((index, output))
+        has_found.set()
+
+    def _observe(self, index: int, events: Iterable[TimedEvent]) -> None:
         clocks = self.clocks[index]
-        async for event in handle:
-            clocks[event.sample_index].observe(event)
-            put(event)
-        output = await handle
+        for when, event in events:
+            clocks[event.sample_index].observe(event, when)
+
+    def _observe_output(self, output: RequestOutput) -> None:
         for completion in output.outputs:
             self._service.metrics.observe_output(completion)
-        return output
 
     @property
     def num_thinking(self) -> int:
@@ -147,6 +154,10 @@ class Generation:
         self.abort()
         self._handles = None
         self._service.release(self, len(self.prompts) * self.num_samples)
+
+
+async def _wait(handle: RequestHandle) -> RequestOutput:
+    return await handle
 
 
 class EngineService:

@@ -218,9 +218,8 @@ class SequenceClock:
         self._started = time.monotonic()
         self._last: float | None = None
 
-    def observe(self, event: StepEvent) -> None:
-        """Count an event when it arrives."""
-        now = time.monotonic()
+    def observe(self, event: StepEvent, now: float) -> None:
+        """Count an event that arrived at ``now``, from `time.monotonic`."""
         if event.token_ids:
             if self._last is None:
                 self._metrics.observe_first_token(now - self._started)
