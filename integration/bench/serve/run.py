@@ -47,6 +47,7 @@ MODES = {
 GOALS = {WHOLE: 0.95, STREAM: 0.85}
 """Expected share of the throughput of `LLM.generate`."""
 CLIENT_SECONDS = 300.0
+NARROWEST = 120
 RESIDUAL_SCALE = 0.008
 """Of random weights; K = 3 has an acceptance length of about 2.8 with the shape `8gb`."""
 
@@ -234,6 +235,8 @@ def run(
     }
     store(path, content)
     out = OutputConsole(highlight=False, markup=False)
+    if not out.is_terminal:
+        out.width = max(out.width, NARROWEST)
     described = E2EOptions(isl=options.isl, osl=options.osl, acceptance=None)
     for line in heading(machine, subject, described)[:2]:
         out.print(line, soft_wrap=True)
