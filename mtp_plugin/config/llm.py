@@ -128,6 +128,7 @@ class LLMConfig(ConfigModel):
         "max_input_len": "write max_seq_len (prompt plus output)",
         "block_size": "write kv_cache_config: {tokens_per_block: _}",
         "num_gpu_blocks_override": "write kv_cache_config: {max_tokens: _}, a number of tokens",
+        "long_prefill_token_threshold": "write max_prompt_tokens_while_generating",
         "async_scheduling": "write disable_overlap_scheduler with the opposite value",
     }
 
@@ -181,6 +182,12 @@ class LLMConfig(ConfigModel):
     )
     enable_chunked_prefill: bool = Field(
         default=True, description="split prompts that do not fit into max_num_tokens"
+    )
+    max_prompt_tokens_while_generating: int | None = Field(
+        default=1024,
+        ge=1,
+        description="maximum number of prompt tokens in a step that also generates, for shorter "
+        "gaps between tokens; null: max_num_tokens",
     )
     speculative_config: SpeculativeConfig | None = Field(
         default=None, description="the drafter, chosen by decoding_type; null: target-only decoding"

@@ -46,6 +46,7 @@ from mtp_plugin.executor.models import (
     unread_tokenizer,
 )
 from mtp_plugin.executor.progress import Progress
+from mtp_plugin.executor.prompt_limit import MixedPromptLimit, equal_prefix_of
 from mtp_plugin.executor.prompt_steps import prompt_shapes, prompt_token_sizes
 from mtp_plugin.executor.py_executor import PyExecutor
 from mtp_plugin.executor.resolved_config import (
@@ -309,6 +310,7 @@ def _executor(
         max_num_tokens=config.max_num_tokens,
         chunk_policy=chunk_policy,
         chunking=config.enable_chunked_prefill,
+        mixed_limit=_mixed_limit(config, engine.model, chunk_policy),
     )
     managers: dict[str, ResourceManager] = {
         "spec_resource_manager": pieces.manager,
@@ -322,6 +324,15 @@ def _executor(
         ResourceManagers(managers),
         overlap=not config.disable_overlap_scheduler,
     )
+
+
+def _mixed_limit(
+    config: LLMConfig, model: LoadedModel, chunk_policy: ChunkPolicy
+) -> MixedPromptLimit | None:
+    most = config.max_prompt_tokens_while_generating
+    if most is None or not config.enable_chunked_prefill or chunk_policy is not whole_budget:
+        return None
+    return MixedPromptLimit(most, equal_prefix_of(model))
 
 
 @torch.inference_mode()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from mtp_plugin.errors import ExecutorError, format_value
 from mtp_plugin.executor.kv_cache import BlockManager
+from mtp_plugin.executor.prompt_limit import MixedPromptLimit
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.speculative.plugin import DraftPlan
 
@@ -61,6 +62,8 @@ class Scheduler:
         max_num_tokens: maximum number of target tokens per step, history rows included.
         chunk_policy: chooses the length of prompt chunks.
         chunking: False: a prompt is not split, except that of a preempted request.
+        mixed_limit: limit of the prompt tokens of a step that also has generation requests; None:
+            only ``max_num_tokens``.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class Scheduler:
         max_num_tokens: int,
         chunk_policy: ChunkPolicy = whole_budget,
         chunking: bool = True,
+        mixed_limit: MixedPromptLimit | None = None,
     ) -> None:
         self.plan = plan
         self.blocks = blocks
@@ -79,6 +83,7 @@ class Scheduler:
         self.max_num_tokens = max_num_tokens
         self.chunk_policy = chunk_policy
         self.chunking = chunking
+        self.mixed_limit = mixed_limit
         self.waiting: deque[LlmRequest] = deque()
         self.active: list[LlmRequest] = []  # oldest first
 
@@ -127,6 +132,8 @@ class Scheduler:
         """Add the request's next prompt chunk to the batch; False if it does not fit."""
         start = request.context_current_position
         room = self.max_num_tokens - batch.num_tokens - self.plan.chunk_tokens(start, 0)
+        if self.mixed_limit is not None and batch.generation_requests:
+            room = min(room, self._mixed_room(start, batch, self.mixed_limit))
         if room < 1:
             return False
         chunk = self.chunk_policy(request, room)
@@ -144,6 +151,16 @@ class Scheduler:
         batch.context_requests.append(request)
         batch.num_tokens += self.plan.chunk_tokens(start, chunk)
         return True
+
+    def _mixed_room(self, start: int, batch: ScheduledRequests, limit: MixedPromptLimit) -> int:
+        """Return how many prompt tokens from ``start`` the limit of mixed steps admits."""
+        used = 0.0
+        for request in batch.context_requests:
+            begin = request.context_current_position
+            history = self.plan.chunk_tokens(begin, 0)
+            used += limit.cost(begin - history, history + request.context_chunk_size)
+        history = self.plan.chunk_tokens(start, 0)
+        return limit.longest(start - history, used) - history
 
     def _reserve_or_pause(self, request: LlmRequest, rows: int, batch: ScheduledRequests) -> bool:
         """Reserve rows, pausing younger requests as needed; False if the request itself was

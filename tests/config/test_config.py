@@ -390,6 +390,7 @@ class TestFile:
             "cuda_graph_config": None,
             "disable_overlap_scheduler": False,
             "enable_chunked_prefill": True,
+            "max_prompt_tokens_while_generating": 1024,
             "speculative_config": None,
         }
 

@@ -35,7 +35,8 @@ class Case(NamedTuple):
 TOP_LEVEL_KEYS = (
     "model, dtype, device, max_batch_size, max_num_tokens, max_seq_len, kv_cache_config, "
     "gpu_memory_utilization, attn_backend, fused_layers, cuda_graph_config, "
-    "disable_overlap_scheduler, enable_chunked_prefill, speculative_config"
+    "disable_overlap_scheduler, enable_chunked_prefill, max_prompt_tokens_while_generating, "
+    "speculative_config"
 )
 
 

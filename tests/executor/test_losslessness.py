@@ -49,6 +49,31 @@ def test_mixed_lengths(harness, target, prompts, no_overlap, vanilla, k, chunked
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
+def test_prompts_limited_while_requests_generate(harness, target, prompts, no_overlap, vanilla):
+    llm = harness.llm(
+        vanilla=vanilla,
+        disable_overlap_scheduler=no_overlap,
+        max_batch_size=3,
+        max_prompt_tokens_while_generating=4,
+        kv_fill=float("nan"),
+    )
+    mixed = []
+    schedule = llm.executor.scheduler.schedule
+
+    def recorded(in_flight):
+        batch = schedule(in_flight)
+        if batch.generation_requests and batch.context_requests:
+            mixed.append(sum(r.context_chunk_size for r in batch.context_requests))
+        return batch
+
+    llm.executor.scheduler.schedule = recorded
+    assert generate(llm, prompts) == expected(target, prompts)
+    assert max(mixed) <= 4
+    assert len(mixed) > 5
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 6, 7, 8])
 def test_batch_sizes(harness, target, prompts, no_overlap, vanilla, batch):
     llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, max_batch_size=batch)
