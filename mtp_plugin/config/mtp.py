@@ -109,6 +109,11 @@ class MTPPluginOptions(ConfigModel):
         default=True,
         description="keep filling the draft KV while fewer than max_draft_len are drafted",
     )
+    adaptive_draft_len: bool = Field(
+        default=False,
+        description="draft 0 to max_draft_len tokens per step, whichever gives most tokens per "
+        "second by measured step times and live acceptance; needs keep_warm",
+    )
     gate_margin: float = Field(
         default=0.1,
         ge=0,
@@ -177,6 +182,11 @@ class MTPPluginOptions(ConfigModel):
             )
 
     def _gate_problems(self) -> Iterator[Problem]:
+        if self.adaptive_draft_len and not self.keep_warm:
+            yield (
+                "adaptive_draft_len",
+                "drafts again after steps without drafts; expected keep_warm: true with it",
+            )
         if self.gate_max_probe_interval < self.gate_probe_interval:
             yield (
                 "gate_max_probe_interval",

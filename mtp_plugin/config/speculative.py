@@ -313,6 +313,12 @@ class MTPDecodingConfig(ConfigModel):
 
     def _gate_problems(self) -> Iterator[Problem]:
         window, threshold = self.acceptance_window, self.acceptance_length_threshold
+        if self.mtp.adaptive_draft_len and (window, threshold) != (None, None):
+            yield (
+                "mtp.adaptive_draft_len",
+                "expected either this or the gate (acceptance_window and "
+                "acceptance_length_threshold), got both",
+            )
         if (window is None) != (threshold is None):
             given, other = "acceptance_window", "acceptance_length_threshold"
             if window is None:

@@ -220,6 +220,7 @@ def _host_facts(resolved: ResolvedConfig, model: LoadedModel, tokenizer: Any) ->
         chain=model.traits.chain,
         encode=partial(encode, tokenizer, add_special_tokens=False) if has_text else None,
         reads_states=False,
+        padded_sizes=padded_sizes(resolved.config),
     )
 
 

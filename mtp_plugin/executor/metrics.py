@@ -38,12 +38,14 @@ class Vector(Metric):
     """Counters by index, such as the position of a draft."""
 
     values: list[int]
+    index: str = "position"
+    """What the index is."""
 
 
 def read_metrics(executor: PyExecutor, prefix: str = PREFIX) -> list[Metric]:
     """Return the metrics of an executor; reading them does not synchronize the device.
 
-    Numbers of speculative decoding count finished requests.
+    Numbers of speculative decoding count finished requests, except the steps per draft length.
 
     Args:
         prefix: prefix of every name; ``vllm:`` gives vLLM's names.
@@ -66,6 +68,11 @@ def read_metrics(executor: PyExecutor, prefix: str = PREFIX) -> list[Metric]:
         Counter(f"{prefix}spec_decode_num_draft_tokens", stats.num_drafted),
         Counter(f"{prefix}spec_decode_num_accepted_tokens", sum(accepted)),
         Vector(f"{prefix}spec_decode_num_accepted_tokens_per_pos", accepted),
+        Vector(
+            f"{prefix}spec_decode_num_steps_per_draft_len",
+            list(executor.num_steps_per_draft_len),
+            "draft_len",
+        ),
     ]
 
 

@@ -84,6 +84,8 @@ class PyExecutor:
         self.num_steps = 0
         self.num_preemptions = 0
         self.num_prompt_tokens = self.num_generation_tokens = 0
+        self.num_steps_per_draft_len = [0] * (engine.pieces.plan.max_draft_len + 1)
+        """Steps with generation requests by draft length."""
         self.num_finished: Counter[FinishReason] = Counter()
         self._requests: dict[int, LlmRequest] = {}
         self._launched: _Launched | None = None
@@ -193,6 +195,7 @@ class PyExecutor:
         state = self.sampler.sample_async(batch, outputs)
         self._update_request_states(batch)
         results = self.sampler.update_requests(state)
+        self.engine.pieces.finish_step(batch)
         self._fail_without_token(batch, results)
         events = self._responses(results)
         self.resources.update_resources(batch)
@@ -211,6 +214,7 @@ class PyExecutor:
         results: Sequence[StepResult] = ()
         if previous is not None:
             results = self.sampler.update_requests(previous.state)
+            self.engine.pieces.finish_step(previous.batch)
             self._fail_without_token(previous.batch, results, previous.epochs)
         self._launched = None
         if outputs is not None:
@@ -233,6 +237,8 @@ class PyExecutor:
         if batch.batch_size > 0:
             self.num_steps += 1
             batch.draft_len = self.engine.pieces.choose_draft_len(batch)
+            if batch.generation_requests:
+                self.num_steps_per_draft_len[batch.draft_len] += 1
         elif not in_flight and self.scheduler.waiting and not self.scheduler.active:
             # admission checks that every request fits alone: this would be a scheduler defect
             waiting = [r.request_id for r in self.scheduler.waiting]

@@ -38,6 +38,7 @@ ABOUT = {
     "spec_decode_num_draft_tokens": "Verified draft tokens of finished sequences.",
     "spec_decode_num_accepted_tokens": "Accepted draft tokens of finished sequences.",
     "spec_decode_num_accepted_tokens_per_pos": "Accepted draft tokens by position in the step.",
+    "spec_decode_num_steps_per_draft_len": "Steps with generating sequences by draft length.",
 }
 
 
@@ -79,7 +80,7 @@ class EngineCollector(Collector):
             self._gauge(families, metric.name.removeprefix(self._prefix), metric.value, about)
             return
         if isinstance(metric, Vector):
-            family = CounterMetricFamily(metric.name, about, labels=[*labels, "position"])
+            family = CounterMetricFamily(metric.name, about, labels=[*labels, metric.index])
             for position, value in enumerate(metric.values):
                 family.add_metric([*labels.values(), str(position)], value)
             families[metric.name] = family

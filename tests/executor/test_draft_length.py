@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
 
 import pytest
@@ -304,6 +305,74 @@ def test_a_text_that_loops_at_the_ceiling_raises_the_alarm(looping_harness, righ
     assert llm.pieces.alarms.num_looping_requests == loops
     messages = [r.getMessage() for r in caplog.records if r.name == "mtp_plugin"]
     assert [message[:15] for message in messages] == ["request 0 loops"] * loops
+
+
+# --- adaptive draft length ---
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_adaptive_length_changes_no_output(harness, vanilla, no_overlap):
+    """Random arrivals, preemptions, and requests with limits; drafts are those of a fresh run."""
+    oracle = Oracle(harness.oracle_model, K, vanilla=vanilla)
+    watched = Watched(
+        harness.llm(
+            vanilla=vanilla,
+            disable_overlap_scheduler=no_overlap,
+            mtp={"adaptive_draft_len": True},
+            kv_cache_config={"tokens_per_block": 4, "max_tokens": 132},
+            kv_fill=float("nan"),
+        )
+    )
+    rng = random.Random(11)
+    # random step times, equal in every run of the test
+    times = itertools.accumulate(rng.random() for _ in itertools.count())
+    watched.llm.pieces.draft_lengths.gain._clock = times.__next__
+    rng, started = random.Random(12), []
+    for prompt in random_prompts(12, seed=11):
+        options = rng.choice([{}, {"max_draft_len": 1}, {"speculate": False}])
+        params = SamplingParams(max_new_tokens=rng.randrange(4, 60), ignore_eos=True, **options)
+        request = watched.llm.make_request(prompt, params)
+        watched.executor.enqueue(request)
+        started.append((prompt, request, options))
+        watched.run(rng.randrange(1, 20))
+    watched.run()
+    assert set(watched.lengths) == {0, 1, 2, K}
+    assert watched.executor.num_preemptions > 0
+    compared = {1: 0, 2: 0, K: 0}
+    for prompt, request, options in started:
+        output = prompt + oracle.greedy(prompt, request.params.max_new_tokens)
+        assert request.tokens == output
+        for before, num_emitted, drafted in watched.results.get(request.request_id, ()):
+            most = 0 if "speculate" in options else options.get("max_draft_len", K)
+            assert drafted <= most
+            if drafted:
+                drafts = oracle.fresh(tuple(output[:before])).drafts[:drafted]
+                right = next(
+                    (i for i in range(drafted) if drafts[i] != output[before + i]), drafted
+                )
+                assert num_emitted == min(right + 1, len(output) - before)
+                compared[drafted] += 1
+    assert min(compared.values()) > 4
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_adaptive_length_gives_the_output_of_a_static_one(harness, prompts, temperature):
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, seed=5, temperature=temperature)
+    expected = [o.token_ids for o in harness.llm().generate(prompts, params)]
+    llm = harness.llm(mtp={"adaptive_draft_len": True}, max_batch_size=5)
+    assert [o.token_ids for o in llm.generate(prompts, params)] == expected
+    assert sum(count > 0 for count in llm.executor.num_steps_per_draft_len) > 2
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_adaptive_length_measures_generation_steps(harness, prompts, no_overlap):
+    llm = harness.llm(mtp={"adaptive_draft_len": True}, disable_overlap_scheduler=no_overlap)
+    llm.generate(prompts[:1], greedy(100))
+    (shape,) = llm.pieces.draft_lengths.gain._shapes.values()
+    assert [shape.times.is_measured(k) for k in range(K + 1)] == [True] * (K + 1)
+    assert all(0 < shape.times.of(k) < 10 for k in range(K + 1))
+    assert shape.current is not None
 
 
 # --- shorter steps with the other options ---

@@ -213,3 +213,7 @@ def test_metrics_count_tokens_and_accepted_drafts(harness) -> None:
     assert isinstance(per_position, Vector)
     accepted = metrics["vllm:spec_decode_num_accepted_tokens",].value
     assert sum(per_position.values) == accepted == 22 - steps
+    per_length = metrics["vllm:spec_decode_num_steps_per_draft_len",]
+    assert per_length.index == "draft_len"
+    # all but the prompts' step
+    assert per_length.values == [0, 0, 0, llm.executor.num_steps - 1]

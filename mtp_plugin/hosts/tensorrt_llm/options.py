@@ -57,6 +57,12 @@ def read_options(spec_config: Any) -> HostOptions:
         "mtp.draft_vocab: not served inside TensorRT-LLM, whose draft layers have the target's "
         "head",
     )
+    expect(
+        not mtp.adaptive_draft_len,
+        ConfigError,
+        "mtp.adaptive_draft_len: not served inside TensorRT-LLM, whose ranks would measure "
+        "different times and draft different numbers of tokens; use draft_len_schedule",
+    )
     for name, only in _ONE_VALUE.items():
         value = getattr(spec_config, name, only)
         value = getattr(value, "value", value)  # an enum of the host's

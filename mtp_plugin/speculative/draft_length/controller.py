@@ -1,10 +1,11 @@
-"""The draft length of a step, by the schedule, the acceptance gate and cold requests.
+"""The draft length of a step, by the schedule, the gate or gain policy, and cold requests.
 
 A step launched with draft length K' verifies at most K' drafts per request and makes K' for the
 next step. The length is decided on the host before the launch, from the batch and from results up
-to the step before last (with overlap), so it never waits for the device. The controller counts
-steps and adds integers: ranks that run the same requests decide alike. Ranks with requests of their
-own (attention DP) agree on the smallest of their choices before any collective.
+to the step before last (with overlap), so it never waits for the device. Without
+``mtp.adaptive_draft_len``, which measures times, the controller counts steps and adds integers:
+ranks that run the same requests decide alike. Ranks with requests of their own (attention DP) agree
+on the smallest of their choices before any collective.
 
 What an executor does with K' (captured graphs are keyed by padded batch size and K'):
 
@@ -47,10 +48,12 @@ captured ones.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mtp_plugin.config import MTPDecodingConfig
+from mtp_plugin.speculative.draft_length.gain import GainPolicy
 from mtp_plugin.speculative.draft_length.gate import LengthGate
 from mtp_plugin.speculative.draft_length.schedule import DraftLengthSchedule
 from mtp_plugin.speculative.host import may_speculate
@@ -67,18 +70,30 @@ class DraftLengthController:
     Each length has a `LengthGate`, which counts the request-steps that verified exactly so many
     drafts.
 
+    With ``mtp.adaptive_draft_len`` the possible lengths are all from 0 to K, and a `GainPolicy`
+    chooses among those up to the schedule's.
+
     TensorRT-LLM's gate averages finished requests, does not count the bonus token, and never opens
     again: its threshold t is t + 1 here.
 
     Args:
         config: with K resolved (`MTPDecodingConfig.resolve`).
         max_batch_size: maximum number of requests of a batch.
+        padded_sizes: batch sizes to which generation-only batches are padded.
+        clock: returns seconds.
 
     Raises:
         ConfigError: K is not resolved.
     """
 
-    def __init__(self, config: MTPDecodingConfig, *, max_batch_size: int) -> None:
+    def __init__(
+        self,
+        config: MTPDecodingConfig,
+        *,
+        max_batch_size: int,
+        padded_sizes: Sequence[int] = (),
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
         self.max_draft_len = config.draft_len
         self.max_batch_size = max_batch_size
         self.keep_warm = config.mtp.keep_warm
@@ -89,6 +104,15 @@ class DraftLengthController:
             lengths |= {0, *(config.draft_len_schedule or {}).values()}
         self._lengths = sorted(lengths)
         self.gates: Mapping[int, LengthGate] = self._make_gates(config)
+        self.gain: GainPolicy | None = None
+        if config.mtp.adaptive_draft_len:
+            padded = sorted(padded_sizes)
+
+            def padded_size(size: int) -> int:
+                # steps without padding: close sizes have close times
+                return next((n for n in padded if n >= size), 1 << (size - 1).bit_length())
+
+            self.gain = GainPolicy(self.max_draft_len, padded_size, clock=clock)
         self._step = 0
 
     def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:
@@ -101,12 +125,14 @@ class DraftLengthController:
             ExecutorError: a size out of range.
         """
         most = self._schedule.lengths(batch_sizes)
+        if self.gain is not None:
+            return tuple(range(max(most) + 1)) if most else ()
         if self.gates or not self.keep_warm:
             return tuple(k for k in self._lengths if most and k <= max(most))
         return tuple(sorted(most))
 
     def choose(self, batch_size: int) -> int:
-        """Return the draft length for the next step; call once per step.
+        """Return the draft length for the next step by schedule and gate; call once per step.
 
         Raises:
             ExecutorError: a size out of range.
@@ -120,16 +146,25 @@ class DraftLengthController:
                     return length
         return 0
 
-    def record(self, num_emitted: int, num_drafted: int) -> None:
+    def record(self, num_emitted: int, num_drafted: int, request: Any = None) -> None:
         """Count one request-step.
 
         Args:
             num_emitted: output tokens, without those after a stop.
             num_drafted: verified drafts; steps without drafts do not count.
+            request: required with ``mtp.adaptive_draft_len``.
         """
+        if self.gain is not None:
+            self.gain.record(request, num_emitted, num_drafted)
+            return
         gate = self.gates.get(num_drafted)
         if gate is not None:
             gate.record(num_emitted, self._step)
+
+    def finish(self, batch: Any) -> None:
+        """Note that the results of a planned batch were read just now."""
+        if self.gain is not None:
+            self.gain.finish(batch)
 
     def plan(self, batch: Any) -> int:
         """Choose the draft length of a scheduled batch, and update ``py_draft_state`` of its
@@ -148,7 +183,11 @@ class DraftLengthController:
         for request in batch.context_requests:
             if request.is_first_context_chunk:
                 request.py_draft_state.restart(self.max_draft_len)
-        length = self._needed(requests, self.choose(len(requests)))
+        if self.gain is None:
+            length = self._needed(requests, self.choose(len(requests)))
+        else:
+            most = min(self._schedule.length(len(requests)), self._usable(requests))
+            length = self.gain.choose(batch, most)
         stays_warm = self._stays_warm(length)
         for request in requests:
             request.py_draft_state.launch(length, stays_warm)
@@ -156,11 +195,16 @@ class DraftLengthController:
 
     def _needed(self, requests: Sequence[Any], length: int) -> int:
         """Return ``length``, or less if no request can use more and that length is possible."""
-        usable = max(
-            request.py_draft_state.usable if may_speculate(request) else 0 for request in requests
-        )
+        usable = self._usable(requests)
         less = usable < length and usable in self.draft_lens((len(requests),))
         return usable if less else length
+
+    @staticmethod
+    def _usable(requests: Sequence[Any]) -> int:
+        """Return the maximum number of drafts that a request of the batch can use."""
+        return max(
+            request.py_draft_state.usable if may_speculate(request) else 0 for request in requests
+        )
 
     def _stays_warm(self, length: int) -> int:
         if self.keep_warm:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
+from mtp_plugin.speculative.draft_length.acceptance_rates import AcceptanceRates
+
 
 @dataclass
 class DraftState:
@@ -18,6 +20,8 @@ class DraftState:
     """Number of drafts that its last launched step makes for the next one."""
     most: int = sys.maxsize
     """Maximum number of drafts that the request allows (``max_draft_len``)."""
+    acceptance: AcceptanceRates | None = None
+    """Live acceptance rates, with ``mtp.adaptive_draft_len``; None before the first step."""
 
     @classmethod
     def fresh(cls, draft_len: int, most: int = sys.maxsize) -> DraftState:

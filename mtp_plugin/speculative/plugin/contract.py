@@ -51,6 +51,7 @@ class HostFacts:
     chain: str = "output"  # which hidden states the next MTP depth reads
     encode: Callable[[str], list[int]] | None = None  # text -> ids, if a tokenizer is loaded
     reads_states: bool = True  # hidden states of a step are read after the worker ran
+    padded_sizes: Sequence[int] = ()  # batch sizes to which generation-only batches are padded
 
     def __post_init__(self) -> None:
         for name in _HOST_SIZES:
@@ -296,6 +297,12 @@ class SpeculativePieces:
             return self.plan.max_draft_len
         chosen = self.draft_lengths.plan(batch)
         return chosen if self.shorter_steps else self.plan.max_draft_len
+
+    def finish_step(self, batch: Any) -> None:
+        """Note that the results of a launched batch were read; ``mtp.adaptive_draft_len`` measures
+        the time between two steps from it."""
+        if self.draft_lengths is not None:
+            self.draft_lengths.finish(batch)
 
 
 class SpeculativePlugin(Protocol):

@@ -93,13 +93,15 @@ class MTPPlugin:
                 device=host.device,
             )
 
-        lengths = DraftLengthController(config, max_batch_size=host.max_batch_size)
+        lengths = DraftLengthController(
+            config, max_batch_size=host.max_batch_size, padded_sizes=host.padded_sizes
+        )
         label = label_of(options)
         # synthetic acceptance does not measure the drafts
         alarms = None if label is not None and label.is_drawn else AcceptanceAlarms()
 
         def on_step(request: Any, num_emitted: int, num_drafted: int) -> None:
-            lengths.record(num_emitted, num_drafted)
+            lengths.record(num_emitted, num_drafted, request)
             if alarms is not None:
                 alarms.record(request, num_emitted, num_drafted)
 

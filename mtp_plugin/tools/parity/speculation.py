@@ -69,6 +69,7 @@ class Drafting:
             speculative.draft_len_schedule
             or speculative.max_concurrency
             or speculative.acceptance_window
+            or mtp.adaptive_draft_len
         ):
             return "the number of drafts depends on more than the text"
         if is_vanilla and (chain == "target_shift" or mtp.draft_window != "exact"):

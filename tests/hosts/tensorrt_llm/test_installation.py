@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from mtp_plugin.config import MTPPluginOptions
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts import tensorrt_llm as plugin
 from mtp_plugin.hosts.tensorrt_llm import checks, installation
@@ -296,6 +297,11 @@ def test_an_engine_built_before(line: str) -> None:
             {"sa_config": object()},
             "sa_config: not served with mtp_plugin: drafts are those of MTP layers; leave it out, "
             "or uninstall() the plugin",
+        ),
+        (
+            {"mtp": MTPPluginOptions(adaptive_draft_len=True)},
+            "mtp.adaptive_draft_len: not served inside TensorRT-LLM, whose ranks would measure "
+            "different times and draft different numbers of tokens; use draft_len_schedule",
         ),
         (
             {"draft_skip_top_k_top_p": True},
