@@ -112,7 +112,9 @@ class DraftLengthController:
                 # steps without padding: close sizes have close times
                 return next((n for n in padded if n >= size), 1 << (size - 1).bit_length())
 
-            self.gain = GainPolicy(self.max_draft_len, padded_size, clock=clock)
+            self.gain = GainPolicy(
+                self.max_draft_len, padded_size, longest_with_prompts=bool(padded), clock=clock
+            )
         self._step = 0
 
     def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:

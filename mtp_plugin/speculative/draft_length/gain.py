@@ -13,8 +13,9 @@ from mtp_plugin.speculative.draft_length.acceptance_rates import AcceptanceRates
 from mtp_plugin.speculative.draft_length.step_times import StepTimes
 from mtp_plugin.speculative.host import has_finished, may_speculate
 
-EXPLORATION_STEPS = 6
-"""Steps of each draft length when a batch size is new."""
+EXPLORATION_STEPS = 8
+"""Steps of each draft length when a batch size is new; the first ones may run before their CUDA
+graph is captured."""
 MAX_EXPLORATION_STEPS = 24
 """Steps after which a length that could not be measured is left to the probes."""
 DECISION_INTERVAL = 8
@@ -90,6 +91,8 @@ class GainPolicy:
     Args:
         max_draft_len: K.
         padded_size: number of requests -> batch size of the step, with padding.
+        longest_with_prompts: steps with prompts use the largest length, as only for that there are
+            CUDA graphs; False: the length in use.
         clock: returns seconds.
     """
 
@@ -98,10 +101,12 @@ class GainPolicy:
         max_draft_len: int,
         padded_size: Callable[[int], int],
         *,
+        longest_with_prompts: bool = False,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.max_draft_len = max_draft_len
         self._padded_size = padded_size
+        self._longest_with_prompts = longest_with_prompts
         self._clock = clock
         self._shapes: dict[tuple[int, int], _Shape] = {}
         self._rates = AcceptanceRates(max_draft_len, horizon=BATCH_HORIZON)
@@ -120,8 +125,10 @@ class GainPolicy:
         key = (self._padded_size(len(requests)), kind)
         shape = self._shapes.get(key)
         if batch.context_requests:
-            known = None if shape is None else shape.current
-            length = min(self._latest if known is None else known, most)
+            length = most
+            if not self._longest_with_prompts:
+                known = None if shape is None else shape.current
+                length = min(self._latest if known is None else known, most)
             self._add_launched(batch, None, length)
             return length
         if shape is None:

@@ -83,6 +83,7 @@ class Simulation:
         noise: float = 0.01,
         outliers: float = 0.01,
         seed: int = 0,
+        padded_sizes: Sequence[int] = SIZES,
         **config: object,
     ) -> None:
         self.times, self.noise, self.outliers = times, noise, outliers
@@ -91,7 +92,7 @@ class Simulation:
         self.controller = DraftLengthController(
             MTPDecodingConfig(max_draft_len=K, mtp={"adaptive_draft_len": True}, **config),
             max_batch_size=128,
-            padded_sizes=SIZES,
+            padded_sizes=padded_sizes,
             clock=lambda: self.now,
         )
         self.end = 0.0
@@ -250,6 +251,37 @@ def test_requests_without_drafts_gain_nothing() -> None:
     assert simulation.run(requests, 500)[0] > 450
 
 
+@pytest.mark.parametrize(("padded_sizes", "expected"), [(SIZES, K), ((), 0)])
+def test_length_of_steps_with_prompts(padded_sizes: tuple[int, ...], expected: int) -> None:
+    """Steps with prompts have CUDA graphs only for the largest length, and only with padding."""
+    simulation = Simulation(gpu_times, padded_sizes=padded_sizes)
+    requests = uniform(0.05, 8)
+    simulation.run(requests, 200)
+    batch = Batch(requests[:7], requests[7:])
+    assert simulation.step(batch) == expected
+    assert simulation.run(requests, 50)[0] > 40
+
+
+def test_slow_first_steps_of_a_length_are_not_its_time() -> None:
+    """Eager steps, and a capture, before there is a CUDA graph."""
+    seen = Counter[int]()
+
+    def times(length: int, size: int) -> float:
+        seen[length] += 1
+        return (
+            (20.0, 20.0, 20.0, 400.0)[seen[length] - 1]
+            if seen[length] < 5
+            else gpu_times(length, size)
+        )
+
+    simulation = Simulation(times, noise=0, outliers=0)
+    simulation.run(uniform(0.6, 8), 4 * EXPLORATION_STEPS + 2)
+    assert simulation.controller.gain is not None
+    (shape,) = simulation.controller.gain._shapes.values()
+    for length in range(K + 1):
+        assert shape.times.of(length) == pytest.approx(gpu_times(length, 8))
+
+
 def test_steps_with_prompts_are_not_measured() -> None:
     simulation = Simulation(gpu_times, noise=0, outliers=0)
     requests, prompt = uniform(0.9, 7), Request((0.9,) * K)
@@ -296,7 +328,9 @@ def test_every_sampling_kind_has_its_own_times() -> None:
     requests = uniform(0.6, 8)
     simulation.run(requests, 100)
     requests[3].sampling_kind = 1
-    assert simulation.run(requests, 24) == dict.fromkeys(range(K + 1), EXPLORATION_STEPS)
+    assert simulation.run(requests, 4 * EXPLORATION_STEPS) == dict.fromkeys(
+        range(K + 1), EXPLORATION_STEPS
+    )
 
 
 def test_finished_batches_are_not_kept_alive() -> None:
