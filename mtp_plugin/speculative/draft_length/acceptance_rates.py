@@ -43,10 +43,3 @@ class AcceptanceRates:
     def rate(self, position: int, expected: float, weight: float) -> float:
         """Return the rate of a position, with ``weight`` samples of the rate ``expected`` added."""
         return (self._accepted[position] + weight * expected) / (self._verified[position] + weight)
-
-    def forget(self, first: int, weight: float) -> None:
-        """Count the samples of positions from ``first`` on as at most ``weight`` ones."""
-        for i in range(first, len(self._verified)):
-            if self._verified[i] > weight:
-                self._accepted[i] *= weight / self._verified[i]
-                self._verified[i] = weight

@@ -34,8 +34,6 @@ REQUEST_PRIOR, BATCH_PRIOR = 8.0, 2.0
 """Samples as which the rates of all requests count for a request, and the first rate for all."""
 FIRST_RATE = 0.7
 """Acceptance rate before the first sample."""
-STALE_WEIGHT = 8.0
-"""Samples as which the old rates of a position count when it is probed."""
 
 
 @dataclass
@@ -208,9 +206,10 @@ class GainPolicy:
             shape.current, shape.advantage = best, 0.0
             shape.times.restart(best)
         self._latest = shape.current
-        self._start_probe(shape, requests, rates)
+        self._start_probe(shape, rates)
 
-    def _start_probe(self, shape: _Shape, requests: Sequence[Any], rates: list[float]) -> None:
+    @staticmethod
+    def _start_probe(shape: _Shape, rates: list[float]) -> None:
         """Start a probe of the length that has waited longest for one, by its expected cost."""
         others = [length for length in range(len(rates)) if length != shape.current]
         most_overdue = 1.0
@@ -223,10 +222,6 @@ class GainPolicy:
                 most_overdue, shape.probe, shape.probe_steps = overdue, length, PROBE_STEPS
         if shape.probe_steps:
             shape.times.restart(shape.probe)
-            undrafted = shape.current or 0
-            for rate in (self._rates, *(r.py_draft_state.acceptance for r in requests)):
-                if rate is not None:
-                    rate.forget(undrafted, STALE_WEIGHT)
 
     def _expected_tokens(self, requests: Sequence[Any], most: int) -> list[float]:
         """Return the expected output tokens of a step by draft length, 0 to ``most``."""
