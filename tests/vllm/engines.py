@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -187,6 +188,18 @@ METHODS: Phases = {
         for options in ({}, {"temperature": 0.8, "seed": 3})
     ],
 }
+TOP2: Phases = {
+    "top2": [
+        request(prompt, 32, logprobs=1, extra_args=options)
+        for prompt in PROMPTS[:6]
+        for options in (
+            {},
+            {"mtp_verification": "coupled"},
+            {"mtp_verification": "top2", "mtp_max_draft_len": 0},
+        )
+    ]
+}
+"""For an engine with the method of ``integration/examples/top2.py``."""
 THINKING_TOKENS = {"thinking_begin_token": 1, "thinking_end_token": 2}
 """Token ids of ``<think>`` and ``</think>``."""
 
@@ -298,6 +311,16 @@ JOBS: dict[str, dict[str, Any]] = {
         num_gpu_blocks_override=13,
         max_model_len=256,
         **keeps_probs(1),
+    ),
+    # the engine core, a process of its own, finds the method by the entry point in this folder
+    "top2_k3": job(
+        3,
+        TOP2,
+        plugin=PLUGIN | {"verification": "top2"},
+        env={
+            "PYTHONPATH": os.pathsep.join(("tests/vllm/shim", ".", "tests/vllm/top2")),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
+        },
     ),
     "server": job(
         3,

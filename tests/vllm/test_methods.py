@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from tests.vllm.engines import LIMITS, METHODS, NEWLINE, PLAIN
@@ -19,6 +21,15 @@ def tokens(result, phase):
 def acceptance_length(result, phase):
     counters = result[phase]["counters"]
     return 1 + counters["spec_decode_num_accepted_tokens"] / counters["spec_decode_num_drafts"]
+
+
+def ranks_of(output):
+    """Return the rank of each token of an output among the target's logits."""
+    found = output["completions"]["0"]["logprobs"]
+    return [
+        next(rank for token, _, rank in at if token == sampled)
+        for sampled, at in zip(output["tokens"], found, strict=True)
+    ]
 
 
 @pytest.mark.engines("k0", "methods_k3")
@@ -124,3 +135,28 @@ def test_rejection_with_one_draft_and_preemptions_finishes(results, report):
     assert sum(preemptions) > 0
     assert length > 1.4
     assert len(PLAIN["plain"]) >= 8
+
+
+@pytest.mark.engines("k0", "top2_k3")
+def test_a_method_from_outside_decides_on_the_drafts_of_its_requests(results, report):
+    """``top2`` accepts drafts of rank 2 too; the last token of a step is the target's own."""
+    result = results("top2_k3")
+    assert "mtp_plugin on: verification top2, 3 drafts per step" in result["log"]
+    outputs = result["top2"]["outputs"]
+    top2, coupled, without_drafts = (outputs[n::3] for n in range(3))
+    strict = tokens(results("k0"), "plain")[: 2 * len(top2) : 2]
+    assert [output["tokens"] for output in coupled] == strict
+    assert [output["tokens"] for output in without_drafts] == strict
+    assert [output["tokens"] for output in top2] != strict
+
+    second = 0
+    for output in top2:
+        ranks = ranks_of(output)
+        second += ranks.count(2)
+        assert set(ranks) <= {1, 2}
+        for end in itertools.accumulate(output["new_tokens"][:-1]):
+            assert ranks[end - 1] == 1
+    steps = [sum(len(output["new_tokens"]) for output in each) for each in (top2, coupled)]
+    report(f"top2: {second} tokens of rank 2; steps {steps[0]}, strict {steps[1]}")
+    assert second > 0
+    assert steps[0] < steps[1]

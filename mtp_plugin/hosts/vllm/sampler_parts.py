@@ -119,5 +119,15 @@ class SamplerParts:
         raise NotImplementedError
 
 
+def nans_per_request(num_nans: torch.Tensor, cu_num_logits: torch.Tensor) -> torch.Tensor:
+    """Sum NaN counts of rows [N] over each request, [R]: vLLM reads entry i as request i's.
+
+    Args:
+        cu_num_logits: [R + 1] first row of each request.
+    """
+    sums = torch.cat([num_nans.new_zeros(1), num_nans.cumsum(0)])
+    return sums[cu_num_logits.to(torch.int64)].diff()
+
+
 def _do_nothing(*_args: Any) -> None:
     return None

@@ -13,7 +13,7 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from mtp_plugin.hosts.vllm.row_ops import DraftRows, StepRows, valid_ids
-from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts
+from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
 
 
 class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
@@ -61,7 +61,9 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
             logits: [N, V] raw logits of the target.
         """
         batch, sampler = input_batch, self.sampler
-        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        num_nans = None
+        if sampler.compute_nans:
+            num_nans = nans_per_request(get_num_nans(logits), batch.cu_num_logits)
         drafts = batch.input_ids[batch.logits_indices]
         positions = batch.positions[batch.logits_indices]
         rows = (
