@@ -96,11 +96,10 @@ def test_log_reports_that_the_plugin_is_on(results):
 
 
 @pytest.mark.engines("without_package", "without_package_k0")
-def test_vllm_alone_is_reported(results, report):
-    """Negative control: vLLM's own seeded output depends on the number of drafts."""
+def test_sampled_output_of_vllm_alone_depends_on_drafts(results):
+    """Negative control of the tests above."""
     with_drafts, alone = (
         tokens(results(n), "few") for n in ("without_package", "without_package_k0")
     )
-    for kind, first in (("greedy", 0), ("sampled", 1)):
-        pairs = list(zip(with_drafts, alone, strict=True))[first::2]
-        report(f"vLLM alone, {kind}: {sum(a == b for a, b in pairs)} of {len(pairs)} equal")
+    assert with_drafts[::2] == alone[::2]
+    assert with_drafts[1::2] != alone[1::2]
