@@ -18,6 +18,7 @@ from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, describe_error
 from mtp_plugin.executor.prompt_steps import PromptBuffer, PromptChunks
 from mtp_plugin.executor.row_table import Row, RowTable, StepShape
+from mtp_plugin.kernels.parallel_compile import CompileJob, CompileRequest, record_launches
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import ReplayCheck
 from mtp_plugin.speculative.step import SamplingKind
@@ -164,6 +165,7 @@ class CapturedSteps:
         self._steps: dict[StepShape, CapturedStep] = {}
         self._pending: dict[StepShape, int] = {}
         """Shapes still to be captured -> how many steps needed them."""
+        self._compilation: CompileJob | None = None
         self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Context around every graph launch, for timing."""
         self.num_replays = 0
@@ -185,12 +187,39 @@ class CapturedSteps:
         return torch.cuda.Stream()
 
     @torch.inference_mode()
+    def launched_kernels(self, shapes: Iterable[StepShape]) -> dict[str, CompileRequest]:
+        """Return the kernels of steps, by name, that are not loaded yet, without running them."""
+        with record_launches() as requests:
+            for shape in shapes:
+                self._padding_step(shape)[0]()
+        return requests
+
+    @torch.inference_mode()
     def capture(self, shape: StepShape) -> None:
         """Capture a step of padding rows, which writes to sentinel slots only.
 
         Raises:
             ConfigError: the model or the worker is not graph-safe, or memory is short.
         """
+        size = shape.num_contexts + shape.num_generations
+        launch, spec_metadata, prompts = self._padding_step(shape)
+        try:
+            captured = self._record(launch, spec_metadata)
+            self._steps[shape] = replace(captured, prompts=prompts)
+            self._captured_pools = self._pools()
+        except MTPPluginError:
+            raise
+        except RuntimeError as error:
+            raise ConfigError(
+                f"cuda_graph_config: a step of {size} requests and {shape.num_ctx_tokens} prompt "
+                f"tokens cannot be captured: {error}"
+            ) from error
+
+    def _padding_step(
+        self, shape: StepShape
+    ) -> tuple[Callable[[], dict[str, torch.Tensor]], Any, PromptBuffer | None]:
+        """Upload padding rows; return a function that launches their step, its metadata and the
+        buffer of its prompts."""
         size = shape.num_contexts + shape.num_generations
         step = self._table.upload([self._padding_row] * size)
         prompts = PromptBuffer(shape, step.length.device) if shape.num_contexts else None
@@ -208,33 +237,51 @@ class CapturedSteps:
             logits = outputs.pop("logits")
             return {name: value[order] for name, value in outputs.items()} | {"logits": logits}
 
-        try:
-            captured = self._record(launch, spec_metadata)
-            self._steps[shape] = replace(captured, prompts=prompts)
-            self._captured_pools = self._pools()
-        except MTPPluginError:
-            raise
-        except RuntimeError as error:
-            raise ConfigError(
-                f"cuda_graph_config: a step of {size} requests and {shape.num_ctx_tokens} prompt "
-                f"tokens cannot be captured: {error}"
-            ) from error
+        return launch, spec_metadata, prompts
 
     @property
     def pending(self) -> list[StepShape]:
         """Step shapes that are still to be captured, in this order."""
         return list(self._pending)
 
-    def defer(self, shapes: Iterable[StepShape]) -> None:
-        """Queue shapes for :meth:`capture_next`."""
+    def defer(self, shapes: Iterable[StepShape], compilation: CompileJob | None = None) -> None:
+        """Queue shapes for :meth:`capture_next`.
+
+        Args:
+            compilation: of the kernels of logits processing, before which no step with it is
+                captured.
+        """
         self._pending.update(dict.fromkeys(shapes, 0))
+        self._compilation = compilation
 
     def capture_next(self) -> bool:
-        """Capture the first pending shape, between two steps; False: no shape is pending."""
-        if not self._pending:
+        """Capture the first pending shape, between two steps; False: no shape is pending, or its
+        kernels are still being compiled."""
+        shape = next(iter(self._pending), None)
+        if shape is None:
             return False
-        self._capture_pending(next(iter(self._pending)))
+        job = self._compilation_of(shape)
+        if job is not None and not job.is_done:
+            return False
+        self._finish_compilation(shape)
+        self._capture_pending(shape)
         return True
+
+    def _compilation_of(self, shape: StepShape) -> CompileJob | None:
+        return self._compilation if shape.sampling_kind is SamplingKind.PROCESSED else None
+
+    def _finish_compilation(self, shape: StepShape) -> None:
+        job = self._compilation_of(shape)
+        if job is not None:
+            job.wait()
+            self._compilation = None
+
+    def close(self) -> None:
+        """Capture nothing any more."""
+        self._pending.clear()
+        if self._compilation is not None:
+            self._compilation.close()
+        self._compilation = None
 
     def _capture_pending(self, shape: StepShape) -> None:
         """Capture a pending shape; without memory for it, no further graph is captured."""
@@ -289,6 +336,7 @@ class CapturedSteps:
             ExecutorError: a pool was replaced after capture.
         """
         if shape in self._pending:
+            self._finish_compilation(shape)  # sooner than this process would compile the kernels
             self._pending[shape] += 1
             if self._pending[shape] >= CAPTURE_AT_STEP:
                 self._capture_pending(shape)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from torch import nn
 
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, describe_error
 from mtp_plugin.executor.attention import (
     AttentionBackend,
     AttentionLease,
@@ -30,9 +32,17 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.row_table import Row, RowTable, StepRows, StepShape
 from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.executor.step_inputs import LastResults, StepInputs, generation_inputs
+from mtp_plugin.kernels.parallel_compile import CompileJob, num_processes, record_launches
+from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import SpeculativePieces
 from mtp_plugin.speculative.step import SamplingKind
+
+_logger = logging.getLogger(__name__)
+
+PROMPT_LENGTHS = (128, 100)
+"""Lengths of prompts whose kernels are compiled before the first request: Triton distinguishes
+multiples of 16."""
 
 
 @dataclass(frozen=True)
@@ -141,13 +151,67 @@ class ModelEngine:
             lambda index: names[index] if index < len(names) else "a KV pool",
         )
         first = [s for s in shapes if not lazy or is_captured_first(s, shapes)]
+        later = [s for s in shapes if s not in first]
+        processed = [s for s in later if s.sampling_kind is SamplingKind.PROCESSED]
+        compilation = self._compile(
+            captured, [s for s in shapes if s not in processed], processed, report
+        )
         for number, shape in enumerate(first, 1):
             report(f"capturing CUDA graphs {number}/{len(first)}")
             captured.capture(shape)
-        later = [shape for shape in shapes if shape not in first]
-        captured.defer(sorted(later, key=lambda shape: shape.sampling_kind))
+        captured.defer(sorted(later, key=lambda shape: shape.sampling_kind), compilation)
         self._prompt_shapes = [shape for shape in shapes if shape.chunk_lens]
         self.captured = captured
+
+    def _compile(
+        self,
+        captured: CapturedSteps,
+        first: Sequence[StepShape],
+        later: Sequence[StepShape],
+        report: Callable[[str], None],
+    ) -> CompileJob | None:
+        """Compile the kernels of the first shapes, and of eager prompts, in several processes.
+
+        Returns:
+            The compilation of the later shapes' other kernels, which runs in the background.
+        """
+        if not _launches_kernels(self.device):
+            return None
+        report("looking for kernels to compile")
+        try:
+            with record_launches() as of_prompts:
+                self._launch_prompts()
+            needed = of_prompts | captured.launched_kernels(first)
+            others = captured.launched_kernels(later)
+        except Exception as error:  # of a Triton with other hooks
+            _logger.warning("kernels are compiled in one process: %s", describe_error(error))
+            return None
+        job = CompileJob(list(needed.values()))
+        if not job.is_done:
+            report(f"compiling {len(needed)} kernels in {num_processes()} processes")
+        job.wait()
+        return CompileJob(
+            [request for name, request in others.items() if name not in needed], background=True
+        )
+
+    @torch.inference_mode()
+    def _launch_prompts(self) -> None:
+        """Launch steps of one prompt, whose rows have no KV blocks."""
+        for length in PROMPT_LENGTHS:
+            length = min(length, self.max_seq_len - 1)
+            prompt = LlmRequest(
+                CUDA_GRAPH_DUMMY_REQUEST_ID,
+                [0] * length,
+                SamplingParams(max_new_tokens=1),
+                max_seq_len=self.max_seq_len,
+            )
+            prompt.context_chunk_size = length
+            row = replace(self.padding_row(), length=length, capacity=length)
+            step = self._table.upload([row])
+            contexts = PromptChunks.of([prompt]).to_inputs(step)
+            for sampling_kind in (SamplingKind.GREEDY, SamplingKind.SAMPLED):
+                shape = StepShape((length,), 0, self.pieces.plan.max_draft_len, sampling_kind)
+                self.launch(shape, step, None, contexts)
 
     @property
     def has_pending_graphs(self) -> bool:
@@ -166,6 +230,8 @@ class ModelEngine:
         if self.device.type == "cuda":
             with suppress(RuntimeError):  # a failed device cannot be waited for
                 torch.cuda.synchronize(self.device)
+        if self.captured is not None:
+            self.captured.close()
         self.captured = None
         self.pools.release()
         if self._lease is not None:
@@ -371,3 +437,7 @@ class ModelEngine:
             check=self.pieces.checks_metadata,
             backend=self._attn_backend,
         )
+
+
+def _launches_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and find_spec("triton") is not None

@@ -372,6 +372,53 @@ def test_requests_come_before_the_next_capture(graphed, prompts, monkeypatch):
     assert wait_until(lambda: len(captures) == 4)
 
 
+class Compilation:
+    """Of the kernels of pending graphs, which takes as long as a test wants."""
+
+    is_done = False
+    is_closed = False
+
+    def wait(self) -> None:
+        self.is_done = True
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def test_graphs_of_logits_processing_wait_for_their_kernels(graphed, monkeypatch):
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 0.001)
+    watched = graphed(capture="lazy")
+    captured, compilation, answers = watched.captured, Compilation(), []
+    captured.defer(captured.pending, compilation)
+    processed = [s for s in captured.pending if s.sampling_kind is SamplingKind.PROCESSED]
+    capture_next = captured.capture_next
+    monkeypatch.setattr(captured, "capture_next", lambda: answers.append(capture_next()))
+    capture_when_idle(watched)
+    assert wait_until(lambda: answers.count(False) > 3)
+    assert captured.pending == processed
+    compilation.is_done = True
+    assert wait_until(lambda: not captured.pending)
+
+
+def test_step_of_a_pending_graph_waits_for_its_kernels(graphed, prompts, monkeypatch):
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
+    watched = graphed(capture="lazy")
+    compilation = Compilation()
+    watched.captured.defer(watched.captured.pending, compilation)
+    watched.generate(prompts[:1], greedy(2))
+    assert not compilation.is_done
+    watched.generate(prompts[:1], greedy(2, **PENALTY))
+    assert compilation.is_done
+
+
+def test_shutdown_ends_the_compilation(graphed):
+    watched = graphed(capture="lazy")
+    compilation = Compilation()
+    watched.captured.defer(watched.captured.pending, compilation)
+    watched.llm.shutdown()
+    assert compilation.is_closed
+
+
 @pytest.mark.parametrize("end", ["drop", "shutdown"])
 def test_pending_graphs_keep_nothing_alive(graphed, prompts, monkeypatch, end: str):
     monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)

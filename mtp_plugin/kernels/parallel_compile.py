@@ -1,0 +1,327 @@
+"""Compile Triton kernels in several processes, before the process that launches them needs them.
+
+Triton compiles a kernel at its first launch, one after the other. A dry run within
+`record_launches` collects what would be compiled; a `CompileJob` compiles that into Triton's cache
+on disk, without using the GPU, and the launches that follow find it there. What a job misses is
+compiled at its first launch, as ever.
+
+``python -m mtp_plugin.kernels.parallel_compile`` is a job's process; see `CompileJob`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_logger = logging.getLogger(__name__)
+
+MAX_PROCESSES = 8
+"""Compiling processes at most; further ones add little, as the longest compilations dominate."""
+LONGEST_WAIT = 180.0
+"""Seconds after which the launching process compiles by itself what is missing."""
+BACKGROUND_NICENESS = 10
+
+
+@dataclass(frozen=True)
+class CompileRequest:
+    """A kernel with the specialization of one launch."""
+
+    name: str
+    """Identifies source, specialization and options."""
+    num_parameters: int
+    content: bytes = field(repr=False)
+    """Pickled arguments of `_compile`."""
+
+
+class _ZeroFilled(TorchDispatchMode):
+    """Fill new tensors with zeros, as no kernel writes them and some are read as indices."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        created = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ in _UNINITIALISED:
+            created.zero_()
+        return created
+
+
+_UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
+
+
+_recording = threading.Lock()
+
+
+@contextmanager
+def record_launches() -> Iterator[dict[str, CompileRequest]]:
+    """Collect the kernels that this thread launches within, instead of compiling and running them.
+
+    Operations of torch run, on zeros where a kernel would have written a new tensor. Only steps
+    whose launches do not depend on values, as those of a CUDA graph, can run like this.
+
+    Yields:
+        Requests by their name, for kernels that are not loaded yet.
+    """
+    with _recording:  # one at a time changes Triton
+        yield from _record_launches()
+
+
+def _record_launches() -> Iterator[dict[str, CompileRequest]]:
+    import triton
+    from triton.compiler import CompiledKernel
+
+    requests: dict[str, CompileRequest] = {}
+    thread = threading.get_ident()
+    run, launch = triton.JITFunction.run, CompiledKernel.__getitem__
+    runtime = triton.knobs.runtime
+    hook = runtime.jit_cache_hook
+
+    def is_recorded() -> bool:
+        return threading.get_ident() == thread
+
+    def run_or_record(kernel: Any, *arguments: Any, **options: Any) -> Any:
+        if is_recorded():
+            options["warmup"] = True  # compile, do not launch
+        return run(kernel, *arguments, **options)
+
+    def launch_or_skip(kernel: Any, grid: Any) -> Any:
+        return (lambda *_: None) if is_recorded() else launch(kernel, grid)
+
+    def note(**given: Any) -> Any:
+        if not is_recorded():
+            return hook(**given) if hook is not None else None
+        request = _read_request(given["fn"], given["compile"])
+        if request is not None:
+            requests[request.name] = request
+        return True  # do not compile
+
+    changes: list[tuple[Any, str, Any, Any]] = [
+        (triton.JITFunction, "run", run_or_record, run),
+        (CompiledKernel, "__getitem__", launch_or_skip, launch),
+        (runtime, "jit_cache_hook", note, hook),
+    ]
+    try:
+        for owner, name, replacement, _ in changes:
+            setattr(owner, name, replacement)
+        with _ZeroFilled():  # type: ignore[no-untyped-call]
+            yield requests
+    finally:
+        for owner, name, _, original in changes:
+            setattr(owner, name, original)
+
+
+def _read_request(function: Any, compiled: dict[str, Any]) -> CompileRequest | None:
+    """Read the arguments of Triton's JIT hook; None: another process cannot find the kernel."""
+    from triton.runtime.driver import driver
+
+    target, kernel = driver.active.get_current_target(), function.jit_function
+    options = json.loads(compiled["specialization_data"])["options"]
+    arguments = (
+        function.module,
+        function.name,
+        kernel.cache_key,
+        compiled["signature"],
+        compiled["constants"],
+        compiled["configs"][0],
+        {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()},
+        (target.backend, target.arch, target.warp_size),
+    )
+    try:
+        content = pickle.dumps(arguments)
+    except Exception:  # a constant that only this process has
+        return None
+    name = f"{function.module}.{function.name} {kernel.cache_key} {compiled['key']}"
+    return CompileRequest(name, len(compiled["signature"]), content)
+
+
+class CompileJob:
+    """Processes that compile requests, into the cache of this process.
+
+    Args:
+        requests: to compile; those with the most parameters, which take longest, come first.
+        background: whether other processes have precedence.
+    """
+
+    def __init__(self, requests: Sequence[CompileRequest], *, background: bool = False) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        folder = _cache_folder()
+        names = "\n".join(sorted(request.name for request in requests))
+        mark = folder / f"mtp_plugin-{hashlib.sha256(names.encode()).hexdigest()[:32]}.compiled"
+        if not requests or mark.exists():
+            return
+        ordered = sorted(requests, key=lambda request: -request.num_parameters)
+        try:
+            self._process = self._start([r.content for r in ordered], mark, background)
+        except OSError as error:
+            _logger.warning("kernels are compiled in one process: %s", error)
+        else:
+            self._kill = weakref.finalize(self, _kill, self._process)
+
+    @staticmethod
+    def _start(contents: list[bytes], mark: Path, background: bool) -> subprocess.Popen[bytes]:
+        environment = {
+            **os.environ,
+            "CUDA_VISIBLE_DEVICES": "",
+            "OMP_NUM_THREADS": "1",
+            # what this process can import
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+            "TRITON_CACHE_DIR": str(mark.parent),
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # an interrupt is for this process
+        )
+        niceness = BACKGROUND_NICENESS if background else 0
+        job = pickle.dumps((contents, str(mark), num_processes(), niceness))
+        if process.stdin is not None:
+            with suppress(BrokenPipeError), process.stdin as pipe:  # it failed: see wait()
+                pipe.write(job)
+        return process
+
+    @property
+    def is_done(self) -> bool:
+        """Whether everything was compiled, or will not be."""
+        return self._process is None or self._process.poll() is not None
+
+    def wait(self) -> None:
+        """Wait until everything is compiled, at most `LONGEST_WAIT` seconds."""
+        if self._process is None:
+            return
+        try:
+            status = self._process.wait(LONGEST_WAIT)
+        except subprocess.TimeoutExpired:
+            self.close()
+            status = None
+        if status != 0:
+            _logger.warning(
+                "kernels are compiled in one process: the process that compiles them in parallel "
+                "%s",
+                f"took more than {LONGEST_WAIT:.0f} s"
+                if status is None
+                else f"ended with status {status}",
+            )
+        self._process = None
+
+    def close(self) -> None:
+        """End the processes; what they compiled stays in the cache."""
+        if self._process is not None:
+            self._kill()
+        self._process = None
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """End a process and those that it started, if it has not ended."""
+    if process.poll() is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def num_processes() -> int:
+    """Return how many processes compile: one per core of this process, at most `MAX_PROCESSES`."""
+    return min(len(os.sched_getaffinity(0)), MAX_PROCESSES)
+
+
+def _cache_folder() -> Path:
+    import triton
+
+    return Path(triton.knobs.cache.dir)
+
+
+# ---- the process of a job ------------------------------------------------------------------
+
+
+def main() -> None:
+    """Compile the job that is read from standard input."""
+    contents, mark, count, niceness = pickle.load(sys.stdin.buffer)
+    os.nice(niceness)
+    context = multiprocessing.get_context("fork")
+    next_index = context.Value("i", 0)
+    for content in contents:
+        with suppress(Exception):
+            importlib.import_module(pickle.loads(content)[0])  # once for all processes
+    processes = [
+        context.Process(target=_compile_all, args=(contents, next_index))
+        for _ in range(min(count, len(contents)))
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if all(process.exitcode == 0 for process in processes):
+        Path(mark).touch()
+
+
+def _compile_all(contents: list[bytes], next_index: Any) -> None:
+    """Compile what no other process has begun; exit with status 1 if something failed."""
+    has_failed = False
+    while True:
+        with next_index.get_lock():
+            index = next_index.value
+            next_index.value += 1
+        if index >= len(contents):
+            sys.exit(has_failed)
+        try:
+            compile_request(contents[index])
+        except Exception:  # the launch raises it
+            has_failed = True
+
+
+def compile_request(content: bytes) -> None:
+    """Compile the content of a `CompileRequest`, in a process that launches nothing."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    module, name, cache_key, signature, constants, attributes, options, target = pickle.loads(
+        content
+    )
+    kernel: Any = importlib.import_module(module)
+    for part in name.split("."):
+        kernel = getattr(kernel, part)
+    # Triton's key of a source depends on which kernel a process has hashed first: of a function
+    # that two kernels call, the global constants enter only the second one's key
+    kernel.hash = cache_key
+    _set_driver(target)
+    source = ASTSource(kernel, signature, constants, attributes)
+    triton.compile(source, target=GPUTarget(*target), options=options)
+
+
+def _set_driver(target: tuple[Any, ...]) -> None:
+    """Set the functions of Triton's driver that compiling needs, without a device."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver
+
+    class Driver:
+        def get_current_target(self) -> GPUTarget:
+            return GPUTarget(*target)
+
+        def get_current_device(self) -> int:
+            return 0
+
+        def get_current_stream(self, device: int) -> int:
+            return device
+
+    driver.set_active(Driver())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Kernels compiled by other processes are found in the cache by the launches that follow."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_plugin.kernels import parallel_compile
+from mtp_plugin.kernels.parallel_compile import CompileJob, CompileRequest
+
+pytest.importorskip("triton")
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty Triton cache."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+class Sleep:
+    """Sleeps when it is unpickled, that is in the process of a job."""
+
+    def __reduce__(self) -> Any:
+        return time.sleep, (60,)
+
+
+class Exit:
+    """Ends the process that unpickles it."""
+
+    def __reduce__(self) -> Any:
+        return os._exit, (3,)
+
+
+def request(*content: Any) -> CompileRequest:
+    return CompileRequest(f"kernel {len(content)}", 1, pickle.dumps(content))
+
+
+def test_launches_find_what_a_job_compiled(tmp_path: Path) -> None:
+    """In a process without the interpreter, for a Hopper GPU that is absent."""
+    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
+    child = subprocess.run(
+        [sys.executable, "-m", "tests.kernels.compile_and_launch"],
+        cwd=ROOT,
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr[-3000:]
+    found = json.loads(child.stdout)
+    assert found["errors"] == {}
+    assert found["recorded"] > 8
+    assert found["of_other_thread"] == ["one_kernel"]
+    assert found["empty"] == [0.0] * 3
+    assert found["compiled"] == found["recorded"]
+    assert found["at_launch"] == []
+    assert found["repeated"] == "nothing to do"
+
+
+@pytest.mark.usefixtures("cache")
+def test_without_requests_there_is_nothing_to_wait_for() -> None:
+    job = CompileJob([])
+    assert job.is_done
+    job.wait()
+    job.close()
+
+
+def test_kernel_that_does_not_compile_is_left_to_its_launch(cache: Path, caplog: Any) -> None:
+    job = CompileJob([request("no.such.module"), request("no.such.module", "kernel")])
+    job.wait()
+    assert job.is_done
+    assert list(cache.glob("*.compiled")) == []
+    assert caplog.records == []
+
+
+@pytest.mark.parametrize("how", ["close", "timeout", "collected"])
+@pytest.mark.usefixtures("cache")
+def test_job_that_is_given_up_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, caplog: Any, how: str
+) -> None:
+    job = CompileJob([request(Sleep())], background=True)
+    process = job._process
+    assert process is not None
+    assert not job.is_done
+    if how == "close":
+        job.close()
+        assert job.is_done
+    elif how == "timeout":
+        monkeypatch.setattr(parallel_compile, "LONGEST_WAIT", 0.01)
+        job.wait()
+        assert job.is_done
+        assert "kernels are compiled in one process: the process that" in caplog.text
+        assert "took more than 0 s" in caplog.text
+    else:
+        del job
+    assert process.returncode is not None
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+
+
+@pytest.mark.usefixtures("cache")
+def test_process_that_cannot_start_is_logged(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    job = CompileJob([request("module")])
+    assert job.is_done
+    assert "kernels are compiled in one process: " in caplog.text
+
+
+@pytest.mark.usefixtures("cache")
+def test_process_that_fails_is_logged(caplog: Any) -> None:
+    job = CompileJob([CompileRequest("kernel", 1, b"no pickle")])
+    job.wait()
+    assert caplog.text == ""
+    broken = CompileJob([request(Exit())])
+    broken.wait()
+    assert "the process that compiles them in parallel ended with status 3" in caplog.text
