@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -59,6 +60,7 @@ from mtp_plugin.executor.resolved_config import (
 from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.executor.row_table import StepShape
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
+from mtp_plugin.kernels.parallel_compile import launches_kernels, record_launches
 from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.host import ResourceManager
 from mtp_plugin.speculative.plugin import HostFacts, SpeculativePieces, build_pieces
@@ -244,9 +246,11 @@ def _engine(
     graphs = config.cuda_graph_config if device.type == "cuda" else None
     shapes = captured_shapes(config, pieces, attn_backend) if graphs is not None else []
     report("allocating the KV cache")
-    probe = probe_pools(
-        partial(_write_one_token, model, attn_backend, resolved.plan.num_draft_layers)
-    )
+    write = partial(_write_one_token, model, attn_backend, resolved.plan.num_draft_layers)
+    is_dry = graphs is not None and launches_kernels(device)
+    # kernels are compiled in parallel later, and the probe's values are not read
+    with record_launches() if is_dry else nullcontext():
+        probe = probe_pools(write)
     num_blocks = num_kv_blocks(
         config,
         device,

@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -32,7 +31,12 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.row_table import Row, RowTable, StepRows, StepShape
 from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.executor.step_inputs import LastResults, StepInputs, generation_inputs
-from mtp_plugin.kernels.parallel_compile import CompileJob, num_processes, record_launches
+from mtp_plugin.kernels.parallel_compile import (
+    CompileJob,
+    launches_kernels,
+    num_processes,
+    record_launches,
+)
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import SpeculativePieces
@@ -175,7 +179,7 @@ class ModelEngine:
         Returns:
             The compilation of the later shapes' other kernels, which runs in the background.
         """
-        if not _launches_kernels(self.device):
+        if not launches_kernels(self.device):
             return None
         report("looking for kernels to compile")
         try:
@@ -437,7 +441,3 @@ class ModelEngine:
             check=self.pieces.checks_metadata,
             backend=self._attn_backend,
         )
-
-
-def _launches_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" and find_spec("triton") is not None

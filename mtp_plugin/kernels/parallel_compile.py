@@ -25,10 +25,14 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from mtp_plugin.errors import describe_error
 
 _logger = logging.getLogger(__name__)
 
@@ -85,6 +89,7 @@ def _record_launches() -> Iterator[dict[str, CompileRequest]]:
     from triton.compiler import CompiledKernel
 
     requests: dict[str, CompileRequest] = {}
+    failures: list[str] = []
     thread = threading.get_ident()
     run, launch = triton.JITFunction.run, CompiledKernel.__getitem__
     runtime = triton.knobs.runtime
@@ -104,8 +109,11 @@ def _record_launches() -> Iterator[dict[str, CompileRequest]]:
     def note(**given: Any) -> Any:
         if not is_recorded():
             return hook(**given) if hook is not None else None
-        request = _read_request(given["fn"], given["compile"])
-        if request is not None:
+        try:
+            request = _read_request(given["fn"], given["compile"])
+        except Exception as error:  # a constant that only this process has, or another Triton
+            failures.append(describe_error(error))
+        else:
             requests[request.name] = request
         return True  # do not compile
 
@@ -122,10 +130,14 @@ def _record_launches() -> Iterator[dict[str, CompileRequest]]:
     finally:
         for owner, name, _, original in changes:
             setattr(owner, name, original)
+    if failures:
+        _logger.warning(
+            "%d kernels are compiled at their first launch: %s", len(failures), failures[0]
+        )
 
 
-def _read_request(function: Any, compiled: dict[str, Any]) -> CompileRequest | None:
-    """Read the arguments of Triton's JIT hook; None: another process cannot find the kernel."""
+def _read_request(function: Any, compiled: dict[str, Any]) -> CompileRequest:
+    """Read the arguments of Triton's JIT hook."""
     from triton.runtime.driver import driver
 
     target, kernel = driver.active.get_current_target(), function.jit_function
@@ -140,12 +152,13 @@ def _read_request(function: Any, compiled: dict[str, Any]) -> CompileRequest | N
         {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()},
         (target.backend, target.arch, target.warp_size),
     )
-    try:
-        content = pickle.dumps(arguments)
-    except Exception:  # a constant that only this process has
-        return None
     name = f"{function.module}.{function.name} {kernel.cache_key} {compiled['key']}"
-    return CompileRequest(name, len(compiled["signature"]), content)
+    return CompileRequest(name, len(compiled["signature"]), pickle.dumps(arguments))
+
+
+def launches_kernels(device: torch.device) -> bool:
+    """Return whether work on a device launches Triton kernels."""
+    return device.type == "cuda" and find_spec("triton") is not None
 
 
 class CompileJob:

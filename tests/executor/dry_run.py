@@ -78,7 +78,7 @@ def main() -> None:
             (build, "probe_pools", probe_dry),
             (model_engine, "CapturedSteps", NotCaptured),
             (model_engine, "CompileJob", Job),
-            (model_engine, "_launches_kernels", lambda _: True),
+            (model_engine, "launches_kernels", lambda _: True),
         ):
             patches.enter_context(patch.object(owner, name, replacement))
         model = fuse(random_model("glm4_moe", dtype=torch.bfloat16))

@@ -411,6 +411,22 @@ def test_step_of_a_pending_graph_waits_for_its_kernels(graphed, prompts, monkeyp
     assert compilation.is_done
 
 
+def test_kernels_of_another_triton_are_compiled_at_their_launch(
+    graphed, target, prompts, monkeypatch, caplog
+):
+    def fail():
+        raise AttributeError("no jit_cache_hook")
+
+    monkeypatch.setattr(model_engine, "launches_kernels", lambda _: True)
+    monkeypatch.setattr(model_engine, "record_launches", fail)
+    watched = graphed(capture="lazy")
+    assert watched.generate(prompts[:1], greedy(6)) == [target.greedy(prompts[0], 6)]
+    (record,) = [r for r in caplog.records if r.name == "mtp_plugin.executor.model_engine"]
+    assert record.getMessage() == (
+        "kernels are compiled in one process: AttributeError: no jit_cache_hook"
+    )
+
+
 def test_shutdown_ends_the_compilation(graphed):
     watched = graphed(capture="lazy")
     compilation = Compilation()
