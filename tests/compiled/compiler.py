@@ -31,6 +31,8 @@ SHARED_BYTES = {90: 227 * 1024, 89: 99 * 1024}
 Ampere."""
 OVERLAPPING = 90
 """Capability from which on launches overlap."""
+HOPPER = 90
+"""Capability for which prompt attention has a kernel of its own."""
 ERROR_LINES = 5
 """Of an error message, which first quotes the kernel's source; the reason comes last."""
 
@@ -110,6 +112,7 @@ class Compilations:
                 (launching, "expect", lambda *_: None),
                 (programmatic_launch, "_supports_pdl", lambda _: self.capability >= OVERLAPPING),
                 (attention, "_widens", lambda _: False),
+                (attention, "_is_hopper", lambda _: self.capability == HOPPER),
             ):
                 patches.enter_context(patch.object(target, name, replacement))
             yield

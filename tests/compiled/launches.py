@@ -429,7 +429,12 @@ def compile_step_inputs() -> None:
 
 
 def attend(
-    dtype: torch.dtype, width: int, chunks: tuple[int, ...], generations: int, rows: int
+    dtype: torch.dtype,
+    width: int,
+    chunks: tuple[int, ...],
+    generations: int,
+    rows: int,
+    block_size: int = 32,
 ) -> None:
     """One layer of a step: 32 query heads over 8 key heads, tables of 4096 tokens."""
     counts = RowCounts(chunks, generations, rows if generations else 0)
@@ -441,7 +446,7 @@ def attend(
         kv_lens_cuda=ints(sequences),
         kv_write_limit=ints(sequences),
         block_table=ints(sequences, 128),
-        pools=PagedKVPools(2, 32),
+        pools=PagedKVPools(2, block_size),
         row_counts=lambda: counts,
     )
     projected = floats(num_rows, 48 * width, dtype=dtype).unflatten(1, (48, width))
@@ -457,6 +462,11 @@ def compile_attention() -> None:
     attend(F16, 80, (9,), 8, 2)
     attend(F32, 128, (500,), 1, 4)
     attend(F32, 256, (9,), 1, 1)
+
+
+def compile_attention_of_long_prompts() -> None:
+    for dtype, block_size in ((BF16, 8), (BF16, 32), (F16, 256)):
+        attend(dtype, 128, (1000, 37), 8, 4, block_size)
 
 
 def compile_attention_of_large_batches() -> None:

@@ -122,6 +122,13 @@ def test_smaller_gpus_can_hold_every_program(compile_for: Callable[[int], Ended]
     assert int(error.split(" bytes")[0]) <= WIDE_HEAD_BYTES
 
 
+def test_prompt_attention_of_hopper_compiles(report: Report) -> None:
+    """For each page size and type; see `test_every_launch_compiles` for its errors."""
+    if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
+        pytest.skip("its Gluon needs Triton 3.6")
+    assert report.binaries["executor.attention.kernels_gluon.paged_prompt_kernel"] == 3
+
+
 def test_the_triton_is_that_of_this_process(report: Report) -> None:
     """So that a run over another version is one."""
     assert report.triton == triton.__version__

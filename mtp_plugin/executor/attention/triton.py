@@ -10,6 +10,8 @@ from __future__ import annotations
 import math
 import os
 from dataclasses import dataclass
+from functools import cache
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -39,6 +41,9 @@ SPLIT_KEYS = 128
 """Minimum number of keys of the widest block table per split: merging shorter ones costs more."""
 FEW_SPLITS, MAX_SPLITS, LONG_SPLIT = 16, 64, 512
 """More than a few splits pay off only if each has at least this many keys of the widest table."""
+HOPPER_ROWS = 1024
+"""Minimum number of rows of ragged sequences for the kernel of compute capability 9.0; measured on
+an H100."""
 WRITE_BLOCK = 2048
 
 
@@ -279,13 +284,14 @@ class _Call:
 
     def attend_ragged(self, counts: RowCounts) -> None:
         """Launch attention of the ragged sequences."""
+        kernels = self._hopper_kernels(counts)
+        if kernels is not None:
+            self._attend_prompts(counts, kernels)
+            return
         metadata, width = self.metadata, int(self.query.shape[2])
         tile = ragged_tile(max(counts.ragged) * self.group, width, self.query.element_size())
-        # enough for any lengths with this sum, because a captured step has those of its replay;
-        # programs past the last tile do nothing
-        tiles = counts.ragged_rows * self.group // tile.rows + len(counts.ragged)
         table = metadata.block_table
-        paged_ragged_kernel[(tiles, self.kv_heads)](
+        paged_ragged_kernel[self._ragged_grid(counts, tile.rows)](
             self.query,
             metadata.seq_lens_cuda,
             metadata.kv_lens_cuda,
@@ -312,6 +318,57 @@ class _Call:
             num_warps=tile.num_warps,
             num_stages=tile.num_stages,
             **pdl_options(self.query.device),
+        )
+
+    def _ragged_grid(self, counts: RowCounts, tile_rows: int) -> tuple[int, int]:
+        # enough for any lengths with this sum, because a captured step has those of its replay;
+        # programs past the last tile store nothing
+        tiles = counts.ragged_rows * self.group // tile_rows + len(counts.ragged)
+        return tiles, self.kv_heads
+
+    def _hopper_kernels(self, counts: RowCounts) -> ModuleType | None:
+        """Return the module of the kernel for long prompts where it serves this call, or None."""
+        query, block_size = self.query, self.metadata.pools.block_size
+        if counts.ragged_rows < HOPPER_ROWS or not _is_hopper(query.device):
+            return None
+        kernels = _gluon_kernels()
+        fits = (
+            kernels is not None
+            and query.element_size() == 2
+            and query.shape[2] == kernels.WIDTH
+            and block_size >= kernels.MIN_BLOCK_SIZE
+            and block_size & (block_size - 1) == 0
+        )
+        return kernels if fits else None
+
+    def _attend_prompts(self, counts: RowCounts, kernels: ModuleType) -> None:
+        metadata, query = self.metadata, self.query
+        block_size, table = metadata.pools.block_size, metadata.block_table
+        kernels.paged_prompt_kernel[self._ragged_grid(counts, kernels.ROWS)](
+            query,
+            metadata.seq_lens_cuda,
+            metadata.kv_lens_cuda,
+            metadata.kv_write_limit,
+            table,
+            kernels.pages_descriptor(self.key_pool, block_size),
+            kernels.pages_descriptor(self.value_pool, block_size),
+            self.output,
+            query.stride(0),
+            query.stride(1),
+            table.stride(0),
+            table.shape[1],
+            len(counts.ragged),
+            self.score_scale,
+            KV_HEADS=self.kv_heads,
+            GROUP=self.group,
+            WIDTH=kernels.WIDTH,
+            BLOCK_SIZE=block_size,
+            LANES=_lanes(counts),
+            BLOCK_M=kernels.ROWS,
+            BLOCK_N=kernels.KEYS,
+            PAGE=kernels.page_rows(block_size),
+            STAGES=kernels.STAGES,
+            num_warps=4,
         )
 
     def attend_uniform(self, counts: RowCounts) -> None:
@@ -378,6 +435,24 @@ class _Call:
                 num_warps=max(1, min(8, triton.next_power_of_2(splits) * tile.width // 2048)),
                 **pdl,
             )
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    # ROCm devices are named cuda too, with capability numbers of their own
+    if device.type != "cuda" or torch.version.hip is not None:
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
+
+
+@cache
+def _gluon_kernels() -> ModuleType | None:
+    """Return the module of Gluon kernels; None: this Triton is too old for them."""
+    try:
+        from mtp_plugin.executor.attention import kernels_gluon
+    except ImportError:
+        return None
+    return kernels_gluon
 
 
 def _lanes(counts: RowCounts) -> int:

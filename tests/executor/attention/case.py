@@ -158,8 +158,9 @@ class Case:
         )
 
     def load(self, pools: PagedKVPools, metadata: PagedAttentionMetadata) -> None:
-        """Put this step into the buffers of another one of the same sizes."""
+        """Copy this step into the buffers of another one of the same sizes."""
         for buffer, values in (
+            (metadata.seq_lens_cuda, self.seq_lens),
             (metadata.kv_lens_cuda, self.kv_lens),
             (metadata.kv_write_limit, self.limits),
             (metadata.block_table, self.tables),
