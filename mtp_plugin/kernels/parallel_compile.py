@@ -302,7 +302,6 @@ def compile_request(content: bytes) -> None:
     """Compile the content of a `CompileRequest`, in a process that launches nothing."""
     import triton
     from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
 
     module, name, cache_key, signature, constants, attributes, options, target = pickle.loads(
         content
@@ -314,7 +313,8 @@ def compile_request(content: bytes) -> None:
     # that two kernels call, the global constants enter only the second one's key
     kernel.hash = cache_key
     _set_driver(target)
-    source = ASTSource(kernel, signature, constants, attributes)
+    kernel.create_binder()  # sets the class of its language, Triton's or Gluon's
+    source = kernel.ASTSource(kernel, signature, constants, attributes)
     triton.compile(source, target=GPUTarget(*target), options=options)
 
 

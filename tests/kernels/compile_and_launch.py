@@ -15,10 +15,12 @@ import triton
 import triton.language as tl
 from triton.runtime.driver import driver
 
+from mtp_plugin.executor.attention import triton as attention
 from mtp_plugin.kernels import launching, programmatic_launch
 from mtp_plugin.kernels.parallel_compile import CompileJob, record_launches
 from tests.compiled.compiler import AbsentDriver, Compilations
 from tests.compiled.launches import (
+    compile_attention_of_long_prompts,
     compile_logprobs,
     compile_norms,
     compile_step_inputs,
@@ -39,7 +41,12 @@ def main() -> None:
             at_launch.append(src.name)
 
     def launch() -> None:
-        for call in (compile_step_inputs, compile_logprobs, compile_norms):
+        for call in (
+            compile_step_inputs,
+            compile_logprobs,
+            compile_norms,
+            compile_attention_of_long_prompts,
+        ):
             call()
 
     def compile_one() -> None:
@@ -52,6 +59,8 @@ def main() -> None:
         with (
             patch.object(launching, "expect", lambda *_: None),
             patch.object(programmatic_launch, "_supports_pdl", lambda _: True),
+            patch.object(attention, "_widens", lambda _: False),
+            patch.object(attention, "_is_hopper", lambda _: True),
             record_launches() as requests,
         ):
             launch()
