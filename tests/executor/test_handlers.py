@@ -185,7 +185,7 @@ def test_nothing_is_lost_wherever_a_handler_raises(
     generate(llm, handler, None, error)  # what is made once is there
     assert generate(llm, handler, None, error)[0]
     first = {place: number for number, place in reversed(list(enumerate(handler.places)))}
-    assert len(first) > 40
+    assert len(first) > 30  # Python 3.10 has fewer places than later versions
     for at in sorted(first.values()):
         is_whole, other = generate(llm, handler, at, error)
         code, offset = handler.places[at]
