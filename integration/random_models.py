@@ -210,7 +210,8 @@ def random_model(
             tensor.copy_(weights.sample(key, tuple(tensor.shape), tensor.dtype))
     layers = build_layers(target, target.config, entry, num_mtp_layers)
     kept_in_fp32 = tuple(getattr(target, "_keep_in_fp32_modules_strict", None) or ())
-    echo = _Echo(entry, weights, target.get_decoder().norm.weight) if echo_draft else None  # type: ignore[operator]
+    decoder: Any = target.get_decoder()
+    echo = _Echo(entry, weights, decoder.norm.weight) if echo_draft else None
     for layer in layers:
         _fill(layer, weights, dtype, kept_in_fp32, echo)
     return LoadedModel(

@@ -47,7 +47,7 @@ from mtp_plugin.executor.models import (
     unread_tokenizer,
 )
 from mtp_plugin.executor.progress import Progress
-from mtp_plugin.executor.prompt_limit import MixedPromptLimit, equal_prefix_of
+from mtp_plugin.executor.prompt_limit import SHORT_PREFIX, MixedPromptLimit, equal_prefix_of
 from mtp_plugin.executor.prompt_steps import prompt_shapes, prompt_token_sizes
 from mtp_plugin.executor.py_executor import PyExecutor
 from mtp_plugin.executor.resolved_config import (
@@ -337,7 +337,7 @@ def _mixed_limit(
     most = config.max_prompt_tokens_while_generating
     if most is None or not config.enable_chunked_prefill or chunk_policy is not whole_budget:
         return None
-    return MixedPromptLimit(most, equal_prefix_of(model))
+    return MixedPromptLimit(most, equal_prefix_of(model), SHORT_PREFIX)
 
 
 @torch.inference_mode()

@@ -25,6 +25,7 @@ from mtp_plugin.executor.prompt_logprobs import ScoredPrompts
 from mtp_plugin.executor.prompt_steps import (
     CAPTURED_CHUNKS,
     PromptChunks,
+    distinct_shapes,
     fitting_shape,
 )
 from mtp_plugin.executor.request import LlmRequest
@@ -185,8 +186,8 @@ class ModelEngine:
         try:
             with record_launches() as of_prompts:
                 self._launch_prompts()
-            needed = of_prompts | captured.launched_kernels(first)
-            others = captured.launched_kernels(later)
+            needed = of_prompts | captured.launched_kernels(distinct_shapes(first))
+            others = captured.launched_kernels(distinct_shapes(later))
         except Exception as error:  # of a Triton with other hooks
             _logger.warning("kernels are compiled in one process: %s", describe_error(error))
             return None

@@ -10,24 +10,31 @@ from mtp_plugin.executor.models import LoadedModel
 
 LEAST_CHUNK = 64
 """Tokens of a prompt that a step processes whatever their cost."""
+SHORT_PREFIX = 4096
+"""Positions up to which every prompt token costs the same, so that a short prompt divides into
+chunks of ``max_cost`` tokens, for which steps are captured."""
 
 
 @dataclass(frozen=True)
 class MixedPromptLimit:
     """Limits the prompt chunks of a mixed step, so that its generation requests do not stall.
 
-    A prompt token at position p costs 1 + p / ``equal_prefix``: the linear layers cost the same for
-    every token, attention grows with the prefix.
+    A prompt token at position p costs 1 up to ``short_prefix``, then 1 + (p - ``short_prefix``) /
+    ``equal_prefix``: the linear layers cost the same for every token, attention grows with the
+    prefix.
     """
 
     max_cost: int
     """Maximum cost of all prompt tokens of a step."""
     equal_prefix: float = math.inf
     """Prefix length at which attention costs as much as the linear layers."""
+    short_prefix: int = 0
 
     def cost(self, start: int, length: int) -> float:
         """Return the cost of ``length`` tokens from position ``start``."""
-        return length + length * (start + length / 2) / self.equal_prefix
+        short = min(length, max(self.short_prefix - start, 0))
+        start, rest = max(start - self.short_prefix, 0), length - short
+        return short + rest + rest * (start + rest / 2) / self.equal_prefix
 
     def longest(self, start: int, used: float) -> int:
         """Return how many tokens from position ``start`` fit if others already cost ``used``.
@@ -35,10 +42,12 @@ class MixedPromptLimit:
         The first chunk of a step has at least `LEAST_CHUNK` tokens (fewer with a smaller limit), so
         that every prompt advances.
         """
-        # positive root of cost(start, length) = room, in the form that does not cancel
-        room, first = self.max_cost - used, 1 + start / self.equal_prefix
-        root = math.sqrt(first * first + 2 * max(room, 0) / self.equal_prefix)
-        length = int(2 * room / (first + root))
+        room = self.max_cost - used
+        short = min(max(self.short_prefix - start, 0), max(int(room), 0))
+        # positive root of the rest's cost, in the form that does not cancel
+        rest, first = room - short, 1 + max(start - self.short_prefix, 0) / self.equal_prefix
+        root = math.sqrt(first * first + 2 * max(rest, 0) / self.equal_prefix)
+        length = short + int(2 * rest / (first + root))
         return length if used else max(length, min(LEAST_CHUNK, self.max_cost))
 
 

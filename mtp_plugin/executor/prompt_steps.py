@@ -183,6 +183,25 @@ def prompt_shapes(
     ]
 
 
+def distinct_shapes(shapes: Sequence[StepShape]) -> list[StepShape]:
+    """Return shapes that launch every kernel of ``shapes``.
+
+    Of those with prompts these are the ones with the fewest and the most tokens and generations.
+    """
+    prompts = [shape for shape in shapes if shape.chunk_lens]
+    tokens = sorted({shape.num_ctx_tokens for shape in prompts})
+    batches = sorted({shape.num_generations for shape in prompts})
+    return [
+        shape
+        for shape in shapes
+        if not shape.chunk_lens
+        or (
+            shape.num_ctx_tokens in (tokens[0], tokens[-1])
+            and shape.num_generations in (batches[0], batches[-1])
+        )
+    ]
+
+
 def fitting_shape(step: StepShape, shapes: Iterable[StepShape]) -> StepShape | None:
     """Return the smallest of ``shapes`` that serves a step with prompts; None: none does."""
 

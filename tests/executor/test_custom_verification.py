@@ -85,7 +85,11 @@ def test_methods_mix_in_one_batch(harness, prompts, monkeypatch, graphs, no_over
     expected = [o.token_ids for o in harness.llm(**options).generate(prompts, every)]
     if graphs:
         pads_batches(harness)
-        options["cuda_graph_config"] = {"batch_sizes": [1, 2, 4, 8], "enable_padding": True}
+        options["cuda_graph_config"] = {
+            "batch_sizes": [1, 2, 4, 8],
+            "enable_padding": True,
+            "capture": "all",
+        }
     llm = harness.llm(mtp={"verification": list(METHODS)}, **options)
     watched = WatchedGraphs(llm, monkeypatch) if graphs else None
     outputs = llm.generate(prompts, requests(lambda i: METHODS[i % 4], prompts))

@@ -15,6 +15,7 @@ from mtp_plugin.executor import SamplingParams
 from mtp_plugin.executor.prompt_steps import (
     CAPTURED_CHUNKS,
     PromptChunks,
+    distinct_shapes,
     fitting_shape,
     prompt_shapes,
 )
@@ -136,6 +137,14 @@ def test_fitting_shape():
                 # each chunk takes the place of a padding chunk and its token
                 size = 8 if num_tokens <= 8 + num_chunks else 16
                 assert shape.num_ctx_tokens == size + CAPTURED_CHUNKS
+    few = [shape for shape in distinct_shapes(shapes) if shape.sampling_kind == 0]
+    assert {(shape.num_ctx_tokens, shape.num_generations) for shape in few} == {
+        (16, 0),
+        (24, 0),
+        (16, 16),
+        (24, 16),
+    }
+    assert distinct_shapes(generations) == generations
     # of other drafts, kinds, more generations or more chunks there is none
     assert fitting_shape(StepShape((4,), 3, 3), shapes) is None
     assert fitting_shape(StepShape((4,), 3, 2), shapes).num_generations == 16

@@ -270,6 +270,16 @@ def test_chunks_shrink_as_the_prefix_grows() -> None:
             assert cost + 1 + start / 2000 > 1000  # no room for another token
 
 
+def test_short_prefixes_cost_nothing() -> None:
+    limit = MixedPromptLimit(1000, equal_prefix=2000, short_prefix=2500)
+    of = scheduler(EAGLE, blocks=4000, max_num_tokens=4000, mixed_limit=limit)
+    run(of, make(0, 8, max_seq_len=20000))
+    steps = scheduled_chunks(of, make(1, 8000, max_seq_len=20000))
+    # 500 tokens of the third chunk cost 1, the others 1 + (p - 2500) / 2000
+    assert [step[1] for step in steps[:3]] == [1000, 1000, 949]
+    assert limit.cost(2000, 949) == pytest.approx(500 + 449 + 449**2 / 2 / 2000)
+
+
 def test_a_prompt_advances_whatever_its_prefix_costs() -> None:
     limit = MixedPromptLimit(100, equal_prefix=10)
     of = scheduler(EAGLE, blocks=4000, max_num_tokens=4000, mixed_limit=limit)

@@ -119,7 +119,7 @@ class GainPolicy:
     def choose(self, batch: Any, most: int) -> int:
         """Return the draft length, 0 to ``most``, of the next step; call once per launched step."""
         requests = batch.all_requests()
-        kind = max(int(getattr(request, "sampling_kind", 0)) for request in requests)
+        kind = max(int(request.sampling_kind) for request in requests)
         key = (self._padded_size(len(requests)), kind)
         shape = self._shapes.get(key)
         if batch.context_requests:
