@@ -206,13 +206,51 @@ def throughput() -> str:
 
 
 def vllm_all() -> str:
-    """All rows next to vLLM, and the latencies at which vLLM is faster."""
-    found = result("vllm-0.24-throughput")
+    """All rows of tokens per second next to vLLM."""
+    return f"{_throughput(tuple(VLLM))}\n"
+
+
+def latency() -> str:
+    """First tokens, gaps and start-up next to vLLM."""
+    found = result("vllm-0.24-latency")
+
+    def cells(values: Json) -> list[str]:
+        theirs, ours = values["vllm"], values["mtp_plugin"]
+        return [f"{theirs:.1f}", f"{ours:.1f} ({ours / theirs:.2f}x)"]
+
     rows = [
-        [row, values["vllm"], values["mtp_plugin"]] for row, values in found["latency_ms"].items()
+        [row, *cells(values["off"]), *cells(values["k3"])]
+        for row, values in found["latency_ms"].items()
     ]
-    latency = _table(["milliseconds", "vLLM 0.24", "mtp_plugin"], rows)
-    return f"{_throughput(tuple(VLLM))}\n\n{latency}\n"
+    head = ["milliseconds", "vLLM 0.24, MTP off", "mtp_plugin", "vLLM 0.24, K = 3", "mtp_plugin"]
+    ready = found["ready_seconds"]["empty kernel caches"]
+    again = found["second_run"]
+    gap, first = list(again["latency_ms"].values())[2:4]
+    about = _text(
+        "Ready on empty kernel caches, batch sizes 1 to 64: vLLM",
+        f"{ready['vllm_off']:.0f} s (MTP off) and {ready['vllm_k3']:.0f} s (K = 3), mtp_plugin",
+        f"{ready['mtp_plugin_off']:.0f} s and {ready['mtp_plugin_k3']:.0f} s; with a warm cache",
+        f"{again['ready_seconds_warm_cache']:.0f}",
+        "s (K = 3). After this run short prompts were divided into equal chunks: on another H100",
+        f"the longest gap is then {gap:.1f} ms with K = 3 and the first token of the arriving",
+        f"prompt comes after {first:.1f} ms.",
+    )
+    return f"{_table(head, rows)}\n\n{about}"
+
+
+def over_http() -> str:
+    """Tokens per second over HTTP in the last round, in which no graph was captured."""
+    found = result("serving-8gb")
+    offline, http, stream = (
+        found["tokens_per_second_of_runs"][mode][-1] for mode in ("offline", "http", "http-stream")
+    )
+    asked = found["options"]
+    return _text(
+        f"One {found['machine']['gpu']}, {asked['concurrency']} requests at a time of",
+        f"{asked['isl']} + {asked['osl']} tokens, K = {asked['k']}: `LLM.generate` outputs",
+        f"{offline:,.0f} tokens per second, HTTP {http:,.0f} ({http / offline:.2f}x), streamed",
+        f"{stream:,.0f} ({stream / offline:.2f}x).",
+    )
 
 
 def in_vllm() -> str:
@@ -533,6 +571,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speed": speed,
     "long-prompts": long_prompts,
     "vllm": vllm_all,
+    "latency": latency,
+    "over-http": over_http,
     "vllm-steps": step_times,
     "in-vllm": in_vllm,
     "in-vllm-short": in_vllm_short,

@@ -213,7 +213,10 @@ def test_slow_async_reader_holds_few_events(harness, target) -> None:
 
 
 @pytest.mark.parametrize("wait", ["generate", "stream", "result"])
-def test_interrupt_of_a_waiting_caller_aborts_its_requests(harness, wait: str) -> None:
+def test_interrupt_of_a_waiting_caller_aborts_its_requests(harness, request, wait: str) -> None:
+    # a process in the background ignores interrupts
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     llm = harness.llm(max_batch_size=2)
     main_thread = threading.get_ident()
     in_step = threading.Event()

@@ -40,8 +40,8 @@ def executor_config(
         },
     }
     if on_device and options.graphs:
-        # a batch that shrinks runs in the next larger graph
-        config["cuda_graph_config"] = {"enable_padding": True}
+        # a batch that shrinks runs in the next larger graph; nothing is captured while it is timed
+        config["cuda_graph_config"] = {"enable_padding": True, "capture": "all"}
     if not case.is_off:
         speculative: dict[str, Any] = {
             "decoding_type": "MTP",

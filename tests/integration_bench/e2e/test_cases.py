@@ -124,7 +124,7 @@ def test_configs_hold_the_whole_batch(toy: Subject, case: E2ECase) -> None:
 def test_graphs_also_run_batches_that_shrink() -> None:
     on_device = SimpleNamespace(path="x", name="x", device=torch.device("cuda"))
     config = executor_config(on_device, E2ECase(6), E2EOptions(), None)
-    assert config["cuda_graph_config"] == {"enable_padding": True}
+    assert config["cuda_graph_config"] == {"enable_padding": True, "capture": "all"}
     eager = executor_config(on_device, E2ECase(6), E2EOptions(graphs=False), None)
     assert "cuda_graph_config" not in eager
 
