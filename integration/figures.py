@@ -244,10 +244,10 @@ def over_http() -> str:
     offline, http, stream = (
         found["tokens_per_second_of_runs"][mode][-1] for mode in ("offline", "http", "http-stream")
     )
-    asked = found["options"]
+    options = found["options"]
     return _text(
-        f"One {found['machine']['gpu']}, {asked['concurrency']} requests at a time of",
-        f"{asked['isl']} + {asked['osl']} tokens, K = {asked['k']}: `LLM.generate` outputs",
+        f"One {found['machine']['gpu']}, {options['concurrency']} requests at a time of",
+        f"{options['isl']} + {options['osl']} tokens, K = {options['k']}: `LLM.generate` outputs",
         f"{offline:,.0f} tokens per second, HTTP {http:,.0f} ({http / offline:.2f}x), streamed",
         f"{stream:,.0f} ({stream / offline:.2f}x).",
     )

@@ -38,6 +38,8 @@ _logger = logging.getLogger(__name__)
 
 MAX_PROCESSES = 8
 """Compiling processes at most; further ones add little, as the longest compilations dominate."""
+LEAST_REQUESTS = 8
+"""Fewer kernels are compiled at their first launch: starting the processes would take longer."""
 LONGEST_WAIT = 180.0
 """Seconds after which the launching process compiles by itself what is missing."""
 BACKGROUND_NICENESS = 10
@@ -51,7 +53,12 @@ class CompileRequest:
     """Identifies source, specialization and options."""
     num_parameters: int
     content: bytes = field(repr=False)
-    """Pickled arguments of `_compile`."""
+    """Pickled arguments of `compile_request`."""
+
+    @property
+    def mark(self) -> str:
+        """Name of the file that a job writes once the kernel is in the cache."""
+        return hashlib.sha256(self.name.encode()).hexdigest()[:32]
 
 
 class _ZeroFilled(TorchDispatchMode):
@@ -138,6 +145,7 @@ def _record_launches() -> Iterator[dict[str, CompileRequest]]:
 
 def _read_request(function: Any, compiled: dict[str, Any]) -> CompileRequest:
     """Read the arguments of Triton's JIT hook."""
+    import triton
     from triton.runtime.driver import driver
 
     target, kernel = driver.active.get_current_target(), function.jit_function
@@ -152,7 +160,10 @@ def _read_request(function: Any, compiled: dict[str, Any]) -> CompileRequest:
         {key: tuple(v) if isinstance(v, list) else v for key, v in options.items()},
         (target.backend, target.arch, target.warp_size),
     )
-    name = f"{function.module}.{function.name} {kernel.cache_key} {compiled['key']}"
+    name = (
+        f"{function.module}.{function.name} {kernel.cache_key} {compiled['key']} {target} "
+        f"{triton.__version__}"
+    )
     return CompileRequest(name, len(compiled["signature"]), pickle.dumps(arguments))
 
 
@@ -171,28 +182,31 @@ class CompileJob:
 
     def __init__(self, requests: Sequence[CompileRequest], *, background: bool = False) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        folder = _cache_folder()
-        names = "\n".join(sorted(request.name for request in requests))
-        mark = folder / f"mtp_plugin-{hashlib.sha256(names.encode()).hexdigest()[:32]}.compiled"
-        if not requests or mark.exists():
+        folder = _cache_folder() / "mtp_plugin-compiled"
+        missing = [request for request in requests if not (folder / request.mark).exists()]
+        if len(missing) < LEAST_REQUESTS:
             return
-        ordered = sorted(requests, key=lambda request: -request.num_parameters)
+        missing.sort(key=lambda request: -request.num_parameters)
         try:
-            self._process = self._start([r.content for r in ordered], mark, background)
+            folder.mkdir(parents=True, exist_ok=True)
+            jobs = [(request.content, str(folder / request.mark)) for request in missing]
+            self._process = self._start(jobs, folder.parent, background)
         except OSError as error:
             _logger.warning("kernels are compiled in one process: %s", error)
         else:
             self._kill = weakref.finalize(self, _kill, self._process)
 
     @staticmethod
-    def _start(contents: list[bytes], mark: Path, background: bool) -> subprocess.Popen[bytes]:
+    def _start(
+        jobs: list[tuple[bytes, str]], cache: Path, background: bool
+    ) -> subprocess.Popen[bytes]:
         environment = {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
             # what this process can import
             "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
-            "TRITON_CACHE_DIR": str(mark.parent),
+            "TRITON_CACHE_DIR": str(cache),
         }
         process = subprocess.Popen(
             [sys.executable, "-m", __name__],
@@ -203,7 +217,7 @@ class CompileJob:
             start_new_session=True,  # an interrupt is for this process
         )
         niceness = BACKGROUND_NICENESS if background else 0
-        job = pickle.dumps((contents, str(mark), num_processes(), niceness))
+        job = pickle.dumps((jobs, num_processes(), niceness))
         if process.stdin is not None:
             with suppress(BrokenPipeError), process.stdin as pipe:  # it failed: see wait()
                 pipe.write(job)
@@ -264,38 +278,35 @@ def _cache_folder() -> Path:
 
 def main() -> None:
     """Compile the job that is read from standard input."""
-    contents, mark, count, niceness = pickle.load(sys.stdin.buffer)
+    jobs, count, niceness = pickle.load(sys.stdin.buffer)
     os.nice(niceness)
     context = multiprocessing.get_context("fork")
     next_index = context.Value("i", 0)
-    for content in contents:
+    for content, _ in jobs:
         with suppress(Exception):
             importlib.import_module(pickle.loads(content)[0])  # once for all processes
     processes = [
-        context.Process(target=_compile_all, args=(contents, next_index))
-        for _ in range(min(count, len(contents)))
+        context.Process(target=_compile_all, args=(jobs, next_index))
+        for _ in range(min(count, len(jobs)))
     ]
     for process in processes:
         process.start()
     for process in processes:
         process.join()
-    if all(process.exitcode == 0 for process in processes):
-        Path(mark).touch()
 
 
-def _compile_all(contents: list[bytes], next_index: Any) -> None:
-    """Compile what no other process has begun; exit with status 1 if something failed."""
-    has_failed = False
+def _compile_all(jobs: list[tuple[bytes, str]], next_index: Any) -> None:
+    """Compile what no other process has begun, and mark it."""
     while True:
         with next_index.get_lock():
             index = next_index.value
             next_index.value += 1
-        if index >= len(contents):
-            sys.exit(has_failed)
-        try:
-            compile_request(contents[index])
-        except Exception:  # the launch raises it
-            has_failed = True
+        if index >= len(jobs):
+            return
+        content, mark = jobs[index]
+        with suppress(Exception):  # the launch raises it
+            compile_request(content)
+            Path(mark).touch()
 
 
 def compile_request(content: bytes) -> None:

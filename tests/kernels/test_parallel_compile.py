@@ -23,8 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty Triton cache."""
+    """An empty Triton cache, for jobs of any size."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(parallel_compile, "LEAST_REQUESTS", 1)
     return tmp_path
 
 
@@ -77,11 +78,27 @@ def test_without_requests_there_is_nothing_to_wait_for() -> None:
     job.close()
 
 
+@pytest.mark.usefixtures("cache")
+def test_few_kernels_are_left_to_their_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parallel_compile, "LEAST_REQUESTS", 3)
+    assert CompileJob([request("module"), request("module", "kernel")]).is_done
+
+
+def test_only_what_is_missing_is_compiled(cache: Path) -> None:
+    known, new = request(Sleep()), request(Sleep(), "kernel")
+    (cache / "mtp_plugin-compiled").mkdir()
+    (cache / "mtp_plugin-compiled" / known.mark).touch()
+    assert CompileJob([known]).is_done
+    job = CompileJob([known, new])
+    assert not job.is_done
+    job.close()
+
+
 def test_kernel_that_does_not_compile_is_left_to_its_launch(cache: Path, caplog: Any) -> None:
     job = CompileJob([request("no.such.module"), request("no.such.module", "kernel")])
     job.wait()
     assert job.is_done
-    assert list(cache.glob("*.compiled")) == []
+    assert [path for path in cache.rglob("*") if path.is_file()] == []
     assert caplog.records == []
 
 
