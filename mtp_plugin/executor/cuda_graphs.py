@@ -267,6 +267,11 @@ class CapturedSteps:
         self._capture_pending(shape)
         return True
 
+    def is_compiling(self, kind: SamplingKind) -> bool:
+        """Whether kernels of steps with this kind of requests are being compiled."""
+        job = self._compilation
+        return kind is SamplingKind.PROCESSED and job is not None and not job.is_done
+
     def _compilation_of(self, shape: StepShape) -> CompileJob | None:
         return self._compilation if shape.sampling_kind is SamplingKind.PROCESSED else None
 

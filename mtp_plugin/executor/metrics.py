@@ -55,7 +55,7 @@ def read_metrics(executor: PyExecutor, prefix: str = PREFIX) -> list[Metric]:
     used = 1 - blocks.num_free_blocks / blocks.num_blocks
     return [
         Gauge(f"{prefix}num_requests_running", len(executor.scheduler.active)),
-        Gauge(f"{prefix}num_requests_waiting", len(executor.scheduler.waiting)),
+        Gauge(f"{prefix}num_requests_waiting", executor.num_waiting),
         Gauge(f"{prefix}kv_cache_usage_perc", used),
         Counter(f"{prefix}num_preemptions", executor.num_preemptions),
         Counter(f"{prefix}prompt_tokens", executor.num_prompt_tokens),

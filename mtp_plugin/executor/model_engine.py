@@ -218,6 +218,10 @@ class ModelEngine:
                 shape = StepShape((length,), 0, self.pieces.plan.max_draft_len, sampling_kind)
                 self.launch(shape, step, None, contexts)
 
+    def is_compiling(self, kind: SamplingKind) -> bool:
+        """Whether kernels for requests of this kind are being compiled in the background."""
+        return self.captured is not None and self.captured.is_compiling(kind)
+
     @property
     def has_pending_graphs(self) -> bool:
         """Whether :meth:`capture_next` has something to do."""

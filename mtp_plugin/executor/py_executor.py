@@ -20,6 +20,9 @@ from mtp_plugin.speculative.host import Sampler
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 from mtp_plugin.speculative.step import StepResult
 
+KERNEL_POLL_SECONDS = 0.01
+"""Pause of a step in which every request waits for kernels that are being compiled."""
+
 
 class StepEvent(NamedTuple):
     """Result of one step for one request: 0 to K+1 tokens and the newly visible text."""
@@ -88,6 +91,7 @@ class PyExecutor:
         """Steps with generation requests by draft length."""
         self.num_finished: Counter[FinishReason] = Counter()
         self._requests: dict[int, LlmRequest] = {}
+        self._waiting_for_kernels: list[LlmRequest] = []
         self._launched: _Launched | None = None
         self._closed = False
 
@@ -118,7 +122,15 @@ class PyExecutor:
             raise RequestError(f"request {request.request_id}: the id is in use")
         self.check_fits(request)
         self._requests[request.request_id] = request
-        self.scheduler.waiting.append(request)
+        if self.engine.is_compiling(request.sampling_kind):
+            self._waiting_for_kernels.append(request)  # others go on
+        else:
+            self.scheduler.waiting.append(request)
+
+    @property
+    def num_waiting(self) -> int:
+        """Number of requests that wait for their first step, or for blocks after a preemption."""
+        return len(self.scheduler.waiting) + len(self._waiting_for_kernels)
 
     def find(self, request_id: int) -> LlmRequest | None:
         """Return the unfinished request of that id, or None."""
@@ -230,7 +242,13 @@ class PyExecutor:
         return cancelled + events
 
     def _schedule(self, in_flight: set[int]) -> ScheduledRequests:
+        held = [r for r in self._waiting_for_kernels if not r.is_finished]
+        is_compiling = self.engine.is_compiling
+        self._waiting_for_kernels = [r for r in held if is_compiling(r.sampling_kind)]
+        self.scheduler.waiting.extend(r for r in held if r not in self._waiting_for_kernels)
         batch = self.scheduler.schedule(in_flight)
+        if self._waiting_for_kernels and batch.batch_size == 0 and not in_flight:
+            time.sleep(KERNEL_POLL_SECONDS)
         for request in batch.paused_requests:
             self.num_preemptions += 1
             self.resources.free_resources(request)

@@ -400,15 +400,24 @@ def test_graphs_of_logits_processing_wait_for_their_kernels(graphed, monkeypatch
     assert wait_until(lambda: not captured.pending)
 
 
-def test_step_of_a_pending_graph_waits_for_its_kernels(graphed, prompts, monkeypatch):
+def test_requests_wait_for_their_kernels_and_others_go_on(graphed, target, prompts, monkeypatch):
     monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
     watched = graphed(capture="lazy")
     compilation = Compilation()
     watched.captured.defer(watched.captured.pending, compilation)
-    watched.generate(prompts[:1], greedy(2))
-    assert not compilation.is_done
-    watched.generate(prompts[:1], greedy(2, **PENALTY))
-    assert compilation.is_done
+    waits = watched.llm.submit(prompts[0], greedy(4, **PENALTY))
+    left = watched.llm.submit(prompts[1], greedy(4, **PENALTY))
+    assert watched.generate(prompts[2:4], greedy(6)) == [target.greedy(p, 6) for p in prompts[2:4]]
+    assert not waits.is_finished
+    assert watched.llm.executor.num_waiting == 2
+    left.abort()
+    assert left.result().finish_reason == "abort"
+    compilation.is_done = True
+    without = [
+        output.token_ids for output in watched.llm.generate([prompts[0]], greedy(4, **PENALTY))
+    ]
+    assert [waits.result().token_ids] == without
+    assert_drained(watched.llm)
 
 
 def test_kernels_of_another_triton_are_compiled_at_their_launch(
