@@ -21,7 +21,7 @@ from mtp_plugin.serving.settings import ServerSettings
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-SECONDS_PER_STREAM = 0.0002
+SECONDS_PER_STREAM = 0.0004
 """Minimum time between two chunks of a stream, times the number of unfinished sequences: under
 load, chunks have the tokens of several steps."""
 Result = tuple[int, "StepEvent | RequestOutput"]
