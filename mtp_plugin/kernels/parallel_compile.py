@@ -5,7 +5,7 @@ Triton compiles a kernel at its first launch, one after the other. A dry run wit
 on disk, without using the GPU, and the launches that follow find it there. What a job misses is
 compiled at its first launch, as ever.
 
-``python -m mtp_plugin.kernels.parallel_compile`` is a job's process; see `CompileJob`.
+`main` runs in a job's process; see `CompileJob`.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -41,7 +42,7 @@ MAX_PROCESSES = 8
 LEAST_REQUESTS = 8
 """Fewer kernels are compiled at their first launch: starting the processes would take longer."""
 LONGEST_WAIT = 180.0
-"""Seconds after which the launching process compiles by itself what is missing."""
+"""Seconds after the start of a job, from which on launches compile what is missing."""
 BACKGROUND_NICENESS = 10
 
 
@@ -182,9 +183,12 @@ class CompileJob:
 
     def __init__(self, requests: Sequence[CompileRequest], *, background: bool = False) -> None:
         self._process: subprocess.Popen[bytes] | None = None
+        self._begin = time.monotonic()
         folder = _cache_folder() / "mtp_plugin-compiled"
         missing = [request for request in requests if not (folder / request.mark).exists()]
-        if len(missing) < LEAST_REQUESTS:
+        # of a frozen program, the executable would start the program again
+        can_start = bool(sys.executable) and not getattr(sys, "frozen", False)
+        if len(missing) < LEAST_REQUESTS or not can_start:
             return
         missing.sort(key=lambda request: -request.num_parameters)
         try:
@@ -204,12 +208,16 @@ class CompileJob:
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
-            # what this process can import
-            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
             "TRITON_CACHE_DIR": str(cache),
         }
+        # it imports what this process imports: -m would put the working directory first, and
+        # another version there would be compiled into this version's cache entries
+        program = (
+            f"import sys; sys.path[:] = {[str(path) for path in sys.path]}; "
+            f"from {__name__} import main; main()"
+        )
         process = subprocess.Popen(
-            [sys.executable, "-m", __name__],
+            [sys.executable, "-c", program],
             env=environment,
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
@@ -225,15 +233,19 @@ class CompileJob:
 
     @property
     def is_done(self) -> bool:
-        """Whether everything was compiled, or will not be."""
-        return self._process is None or self._process.poll() is not None
+        """Whether everything was compiled, or is not waited for any longer."""
+        return self._process is None or self._process.poll() is not None or self._seconds_left <= 0
+
+    @property
+    def _seconds_left(self) -> float:
+        return self._begin + LONGEST_WAIT - time.monotonic()
 
     def wait(self) -> None:
-        """Wait until everything is compiled, at most `LONGEST_WAIT` seconds."""
+        """Wait until everything is compiled, at most `LONGEST_WAIT` seconds after the start."""
         if self._process is None:
             return
         try:
-            status = self._process.wait(LONGEST_WAIT)
+            status = self._process.wait(max(self._seconds_left, 0))
         except subprocess.TimeoutExpired:
             self.close()
             status = None
@@ -345,7 +357,3 @@ def _set_driver(target: tuple[Any, ...]) -> None:
             return device
 
     driver.set_active(Driver())
-
-
-if __name__ == "__main__":
-    main()

@@ -116,6 +116,8 @@ def test_job_that_is_given_up_leaves_no_process(
         assert job.is_done
     elif how == "timeout":
         monkeypatch.setattr(parallel_compile, "LONGEST_WAIT", 0.01)
+        time.sleep(0.01)
+        assert job.is_done  # requests that wait for it go on
         job.wait()
         assert job.is_done
         assert "kernels are compiled in one process: the process that" in caplog.text
@@ -133,6 +135,33 @@ def test_process_that_cannot_start_is_logged(monkeypatch: pytest.MonkeyPatch, ca
     job = CompileJob([request("module")])
     assert job.is_done
     assert "kernels are compiled in one process: " in caplog.text
+
+
+@pytest.mark.parametrize("values", [{"executable": None}, {"executable": ""}, {"frozen": True}])
+@pytest.mark.usefixtures("cache")
+def test_program_without_an_interpreter_starts_no_process(
+    monkeypatch: pytest.MonkeyPatch, values: dict[str, Any]
+) -> None:
+    for name, value in values.items():
+        monkeypatch.setattr(sys, name, value, raising=False)
+    assert CompileJob([request(Sleep())]).is_done
+
+
+@pytest.mark.usefixtures("cache")
+def test_job_imports_the_modules_of_its_parent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not those of the working directory, which may hold another version of the kernels."""
+    for folder in ("installed", "directory"):
+        (tmp_path / folder).mkdir()
+        text = (
+            f"from pathlib import Path\nPath({str(tmp_path / 'imported')!r}).write_text('{folder}')"
+        )
+        (tmp_path / folder / "module_of_a_kernel.py").write_text(text)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path / "installed")])
+    monkeypatch.chdir(tmp_path / "directory")
+    CompileJob([request("module_of_a_kernel")]).wait()
+    assert (tmp_path / "imported").read_text() == "installed"
 
 
 @pytest.mark.usefixtures("cache")
