@@ -160,7 +160,8 @@ class Scheduler:
             history = self.plan.chunk_tokens(begin, 0)
             used += limit.cost(begin - history, history + request.context_chunk_size)
         history = self.plan.chunk_tokens(start, 0)
-        return limit.longest(start - history, used) - history
+        room = limit.longest(start - history, used) - history
+        return room if used else max(room, 1)  # a limit below the history rows
 
     def _reserve_or_pause(self, request: LlmRequest, rows: int, batch: ScheduledRequests) -> bool:
         """Reserve rows, pausing younger requests as needed; False if the request itself was

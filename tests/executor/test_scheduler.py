@@ -297,6 +297,19 @@ def test_history_rows_count_for_the_limit() -> None:
     assert [step[1] for step in steps] == [10, 7, 7, 6]
 
 
+@pytest.mark.parametrize("most", [1, 3])
+def test_prompt_advances_with_a_limit_below_its_history_rows(most: int) -> None:
+    of = scheduler(VANILLA, max_num_tokens=64, mixed_limit=MixedPromptLimit(most))
+    run(of, make(0, 2))
+    waiting(of, make(1, 8), make(2, 8))
+    for _ in range(16):
+        batch = of.schedule(set())
+        assert len(batch.context_requests) == 1
+        batch.context_requests[0].move_to_next_context_chunk()
+        if all(request.is_generating for request in of.active):
+            break
+
+
 def test_a_preempted_request_is_limited_too() -> None:
     of = scheduler(EAGLE, max_num_tokens=64, mixed_limit=MixedPromptLimit(10))
     run(of, make(0, 8), make(1, 8))
