@@ -242,7 +242,7 @@ class PyExecutor:
         return cancelled + events
 
     def _schedule(self, in_flight: set[int]) -> ScheduledRequests:
-        held = [r for r in self._waiting_for_kernels if not r.is_finished]
+        held = self._waiting_for_kernels
         is_compiling = self.engine.is_compiling
         self._waiting_for_kernels = [r for r in held if is_compiling(r.sampling_kind)]
         self.scheduler.waiting.extend(r for r in held if r not in self._waiting_for_kernels)
@@ -342,6 +342,8 @@ class PyExecutor:
     def _terminate(self, request: LlmRequest) -> None:
         self.resources.free_resources(request)
         self.scheduler.remove(request)
+        if request in self._waiting_for_kernels:
+            self._waiting_for_kernels.remove(request)
         self.acceptance.merge(request.py_acceptance)
         request.finished_time = time.monotonic()
         if request.finish_reason is not None:

@@ -420,6 +420,16 @@ def test_requests_wait_for_their_kernels_and_others_go_on(graphed, target, promp
     assert_drained(watched.llm)
 
 
+def test_aborted_request_does_not_wait_for_kernels(graphed, prompts):
+    watched = graphed(capture="lazy")
+    watched.captured.defer(watched.captured.pending, Compilation())
+    left = watched.llm.submit(prompts[0], greedy(4, **PENALTY))
+    left.abort()
+    assert left.result().finish_reason == "abort"
+    assert watched.llm.executor.num_waiting == 0
+    assert_drained(watched.llm)
+
+
 def test_kernels_of_another_triton_are_compiled_at_their_launch(
     graphed, target, prompts, monkeypatch, caplog
 ):
