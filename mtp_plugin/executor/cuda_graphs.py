@@ -205,8 +205,9 @@ class CapturedSteps:
         launch, spec_metadata, prompts = self._padding_step(shape)
         try:
             captured = self._record(launch, spec_metadata)
+            if not self._steps:
+                self._captured_pools = self._pools()
             self._steps[shape] = replace(captured, prompts=prompts)
-            self._captured_pools = self._pools()
         except MTPPluginError:
             raise
         except RuntimeError as error:

@@ -420,6 +420,17 @@ def test_requests_wait_for_their_kernels_and_others_go_on(graphed, target, promp
     assert_drained(watched.llm)
 
 
+def test_pool_replaced_before_a_later_capture_is_refused(graphed, prompts, monkeypatch):
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
+    watched = graphed(capture="lazy", vanilla=True)
+    manager = watched.llm.pieces.manager
+    manager.mtp_past_tokens_pool = manager.mtp_past_tokens_pool.clone()
+    assert watched.captured.capture_next()
+    with pytest.raises(ExecutorError, match=r"^CUDA graphs: mtp_past_tokens_pool was replaced"):
+        watched.generate(prompts[:2], greedy(6))
+    assert_drained(watched.llm)
+
+
 def test_aborted_request_does_not_wait_for_kernels(graphed, prompts):
     watched = graphed(capture="lazy")
     watched.captured.defer(watched.captured.pending, Compilation())
