@@ -35,6 +35,24 @@ Dtype = Annotated[
     str | None,
     typer.Option("--dtype", metavar="NAME", help="Dtype of logits: float32 or bfloat16."),
 ]
+ModelDtype = Annotated[
+    str | None, typer.Option("--dtype", metavar="NAME", help="float32, bfloat16 or float16.")
+]
+Device = Annotated[
+    str, typer.Option("--device", metavar="NAME", help="auto, cuda or cpu (not a benchmark).")
+]
+Seed = Annotated[int, typer.Option("--seed", metavar="N", help="Seed of weights and prompts.")]
+Graphs = Annotated[bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs on a CUDA device.")]
+Fused = Annotated[
+    bool | None,
+    typer.Option("--fused/--no-fused", help="Fused layers. Default: on a CUDA device."),
+]
+TieTolerance = Annotated[
+    float | None,
+    typer.Option(
+        "--tie-tolerance", metavar="ULPS", help="In half precision; see `mtp-plugin parity`."
+    ),
+]
 Quick = Annotated[
     bool,
     typer.Option("--quick", help="Fewer batch sizes and samples, no variations of other sizes."),
@@ -158,22 +176,11 @@ def e2e(
             help="Number of token ids that may be drafted. Default: all.",
         ),
     ] = None,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="NAME", help="float32, bfloat16 or float16.")
-    ] = None,
-    device: Annotated[
-        str, typer.Option("--device", metavar="NAME", help="auto, cuda or cpu (not a benchmark).")
-    ] = "auto",
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", help="Seed of weights and prompts.")
-    ] = 0,
-    graphs: Annotated[
-        bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs on a CUDA device.")
-    ] = True,
-    fused: Annotated[
-        bool | None,
-        typer.Option("--fused/--no-fused", help="Fused layers. Default: on a CUDA device."),
-    ] = None,
+    dtype: ModelDtype = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    graphs: Graphs = True,
+    fused: Fused = None,
     text: Annotated[
         bool, typer.Option("--text/--ids", help="Detokenize the output of a checkpoint.")
     ] = False,
@@ -295,28 +302,12 @@ def serve(
             help="Detokenize the output; with --shape, by a made-up tokenizer of its vocabulary.",
         ),
     ] = False,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="NAME", help="float32, bfloat16 or float16.")
-    ] = None,
-    device: Annotated[
-        str, typer.Option("--device", metavar="NAME", help="auto, cuda or cpu (not a benchmark).")
-    ] = "auto",
-    seed: Annotated[
-        int, typer.Option("--seed", metavar="N", help="Seed of weights and prompts.")
-    ] = 0,
-    graphs: Annotated[
-        bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs on a CUDA device.")
-    ] = True,
-    fused: Annotated[
-        bool | None,
-        typer.Option("--fused/--no-fused", help="Fused layers. Default: on a CUDA device."),
-    ] = None,
-    tie_tolerance: Annotated[
-        float | None,
-        typer.Option(
-            "--tie-tolerance", metavar="ULPS", help="In half precision; see `mtp-plugin parity`."
-        ),
-    ] = None,
+    dtype: ModelDtype = None,
+    device: Device = "auto",
+    seed: Seed = 0,
+    graphs: Graphs = True,
+    fused: Fused = None,
+    tie_tolerance: TieTolerance = None,
     output: Output = None,
 ) -> None:
     """Compare the throughput over HTTP, streamed and not, with that of `LLM.generate`.
@@ -384,25 +375,13 @@ def soak(
     longest_output: Annotated[
         int, typer.Option("--longest-output", metavar="N", help="Maximum tokens of an output.")
     ] = 96,
-    dtype: Annotated[
-        str | None, typer.Option("--dtype", metavar="NAME", help="float32, bfloat16 or float16.")
-    ] = None,
+    dtype: ModelDtype = None,
     device: Annotated[
         str, typer.Option("--device", metavar="NAME", help="auto, cuda or cpu.")
     ] = "auto",
-    graphs: Annotated[
-        bool, typer.Option("--graphs/--no-graphs", help="CUDA graphs on a CUDA device.")
-    ] = True,
-    fused: Annotated[
-        bool | None,
-        typer.Option("--fused/--no-fused", help="Fused layers. Default: on a CUDA device."),
-    ] = None,
-    tie_tolerance: Annotated[
-        float | None,
-        typer.Option(
-            "--tie-tolerance", metavar="ULPS", help="In half precision; see `mtp-plugin parity`."
-        ),
-    ] = None,
+    graphs: Graphs = True,
+    fused: Fused = None,
+    tie_tolerance: TieTolerance = None,
     seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of the traffic.")] = 0,
     output: Output = None,
 ) -> None:
