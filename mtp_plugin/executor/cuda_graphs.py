@@ -91,9 +91,9 @@ def graph_bytes(shapes: Sequence[StepShape], vocab_size: int, hidden_size: int) 
     """
     largest = 0
     for shape in shapes:
-        rows = shape.num_generations * (shape.draft_len + 1)
-        logits = (rows + shape.num_contexts) * vocab_size * LOGIT_BYTES
-        states = (rows + sum(shape.chunk_lens)) * hidden_size * STATE_BYTES
+        logit_rows = shape.num_tokens - shape.num_ctx_tokens + shape.num_contexts
+        logits = logit_rows * vocab_size * LOGIT_BYTES
+        states = shape.num_tokens * hidden_size * STATE_BYTES
         largest = max(largest, logits + states)
     return largest + len(shapes) * GRAPH_BYTES
 
@@ -259,12 +259,8 @@ class CapturedSteps:
         """Capture the first pending shape, between two steps; False: no shape is pending, or its
         kernels are still being compiled."""
         shape = next(iter(self._pending), None)
-        if shape is None:
+        if shape is None or self.is_compiling(shape.sampling_kind):
             return False
-        job = self._compilation_of(shape)
-        if job is not None and not job.is_done:
-            return False
-        self._finish_compilation(shape)
         self._capture_pending(shape)
         return True
 
@@ -272,15 +268,6 @@ class CapturedSteps:
         """Whether kernels of steps with this kind of requests are being compiled."""
         job = self._compilation
         return kind is SamplingKind.PROCESSED and job is not None and not job.is_done
-
-    def _compilation_of(self, shape: StepShape) -> CompileJob | None:
-        return self._compilation if shape.sampling_kind is SamplingKind.PROCESSED else None
-
-    def _finish_compilation(self, shape: StepShape) -> None:
-        job = self._compilation_of(shape)
-        if job is not None:
-            job.wait()
-            self._compilation = None
 
     def close(self) -> None:
         """Capture nothing any more."""
@@ -291,6 +278,9 @@ class CapturedSteps:
 
     def _capture_pending(self, shape: StepShape) -> None:
         """Capture a pending shape; without memory for it, no further graph is captured."""
+        if shape.sampling_kind is SamplingKind.PROCESSED and self._compilation is not None:
+            self._compilation.wait()
+            self._compilation = None
         del self._pending[shape]
         try:
             self.capture(shape)
@@ -342,7 +332,6 @@ class CapturedSteps:
             ExecutorError: a pool was replaced after capture.
         """
         if shape in self._pending:
-            self._finish_compilation(shape)  # sooner than this process would compile the kernels
             self._pending[shape] += 1
             if self._pending[shape] >= CAPTURE_AT_STEP:
                 self._capture_pending(shape)

@@ -35,7 +35,7 @@ class PromptChunks(NamedTuple):
     positions: list[int]  # [T]
     next_prompt: list[int]  # [C] the token after the chunk, -1: the chunk ends its prompt
     lens: list[int]  # [C]
-    order: list[int] = []  # noqa: RUF012 - [R] captured steps: rows of the batch, then padding
+    order: Sequence[int] = ()  # [R] of a captured step: rows of the batch, then padding
 
     @classmethod
     def of(cls, requests: Sequence[LlmRequest]) -> Self:
@@ -124,7 +124,6 @@ class PromptBuffer:
     """Device buffer with the chunks of a captured step."""
 
     def __init__(self, shape: StepShape, device: torch.device) -> None:
-        self._shape = shape
         lens = list(shape.chunk_lens)
         zeros = [0] * shape.num_ctx_tokens
         order = list(range(shape.num_contexts + shape.num_generations))
