@@ -375,6 +375,15 @@ def soak(
     longest_output: Annotated[
         int, typer.Option("--longest-output", metavar="N", help="Maximum tokens of an output.")
     ] = 96,
+    request_kind: Annotated[
+        str | None,
+        typer.Option(
+            "--ask",
+            metavar="NAME,NAME",
+            help="Kinds of requests, chosen at random: greedy, sampled, sampled-penalty, coupled "
+            "or greedy-drafts with -t0.6 or -t1.0. Default: greedy.",
+        ),
+    ] = None,
     dtype: ModelDtype = None,
     device: Annotated[
         str, typer.Option("--device", metavar="NAME", help="auto, cuda or cpu.")
@@ -392,6 +401,7 @@ def soak(
 
     Exit code 1: a check failed. 2: a named error.
     """
+    from integration.bench.e2e.request_kinds import GREEDY
     from integration.bench.soak.run import SoakOptions, run
 
     options = SoakOptions(
@@ -406,6 +416,7 @@ def soak(
         longest_output=longest_output,
         graphs=graphs,
         fused=fused,
+        kinds=tuple(request_kind.split(",")) if request_kind else (GREEDY,),
     )
     code = run(
         options,

@@ -169,6 +169,8 @@ class CapturedSteps:
         self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Context around every graph launch, for timing."""
         self.num_replays = 0
+        self.num_prompt_replays = 0
+        """Replays of steps with prompts, which `num_replays` includes."""
         self.num_bytes = 0
         """Device memory of all graphs together."""
 
@@ -354,6 +356,7 @@ class CapturedSteps:
         with self.around_replay():
             captured.graph.replay()
         self.num_replays += 1
+        self.num_prompt_replays += shape.num_contexts > 0
         for check in captured.checks:
             check.verify()
         return captured.outputs

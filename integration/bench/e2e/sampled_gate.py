@@ -60,16 +60,28 @@ class SampledGate:
         A sampled request is among them if there is one.
         """
         count = min(self._num_oracle_requests, len(prompts))
+        found = self.match_tokens(prompts[:count], params[:count], run.token_ids[:count])
+        with transformers_attention(self._subject.model):
+            odd = [line for i in range(count) for line in self._logprobs(prompts, params, run, i)]
+        return replace(found, mismatches=[*found.mismatches, *odd])
+
+    def match_tokens(
+        self,
+        prompts: Sequence[list[int]],
+        params: Sequence[SamplingParams],
+        token_ids: Sequence[list[int]],
+    ) -> Match:
+        """Compare tokens with target-only decoding."""
         with transformers_attention(self._subject.model):
             found = [
-                self._compare(prompts[i], params[i], run.token_ids[i], 0) for i in range(count)
+                self._compare(prompt, given, tokens, 0)
+                for prompt, given, tokens in zip(prompts, params, token_ids, strict=True)
             ]
-            odd = [line for i in range(count) for line in self._logprobs(prompts, params, run, i)]
         return Match(
-            f"target-only decoding of {count} requests with the same seeds",
-            sum(len(tokens) for tokens in run.token_ids[:count]),
+            f"target-only decoding of {len(prompts)} requests with the same seeds",
+            sum(len(tokens) for tokens in token_ids),
             sum(len(each.ties) for each in found),
-            [*describe_differences(found), *odd],
+            describe_differences(found),
         )
 
     def match_texts(

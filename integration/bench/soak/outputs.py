@@ -1,20 +1,20 @@
-"""Outputs of finished requests, stored once per prompt, since all must be equal."""
+"""Outputs of finished requests, stored once per prompt and kind, since all must be equal."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from integration.bench.e2e.gate import Gate
-from integration.bench.soak.traffic import RequestPlan
+from integration.bench.e2e.sampled_gate import SampledGate
+from integration.bench.soak.traffic import OutputKey, RequestPlan
 from mtp_plugin.requests.states import FinishReason
 
 MAX_ODD = 200
-"""Maximum number of outputs that differ from others of their prompt and are kept for comparison."""
+"""Maximum number of outputs that differ from others of their key and are kept for comparison."""
 
 
 @dataclass
 class Texts:
-    """Outputs by prompt: the longest one, and those that are not a prefix of it.
+    """Outputs by prompt and kind: the longest one, and those that are not a prefix of it.
 
     Args:
         prompts: token ids.
@@ -23,8 +23,8 @@ class Texts:
 
     prompts: list[list[int]]
     end_ids: tuple[int, ...]
-    longest: dict[int, list[int]] = field(default_factory=dict)
-    odd: list[tuple[int, list[int]]] = field(default_factory=list)
+    longest: dict[OutputKey, list[int]] = field(default_factory=dict)
+    odd: list[tuple[OutputKey, list[int]]] = field(default_factory=list)
     num_tokens: int = 0
     wrong_ends: list[str] = field(default_factory=list)
 
@@ -33,14 +33,14 @@ class Texts:
         self.num_tokens += len(tokens)
         problem = self._wrong_end(planned, tokens, reason)
         if problem:
-            self.wrong_ends.append(f"prompt {planned.prompt}: {problem}")
-        known = self.longest.get(planned.prompt, [])
+            self.wrong_ends.append(f"prompt {planned.prompt}, {planned.kind}: {problem}")
+        known = self.longest.get(planned.key, [])
         shared = min(len(known), len(tokens))
         if known[:shared] != tokens[:shared]:
             if len(self.odd) < MAX_ODD:
-                self.odd.append((planned.prompt, tokens))
+                self.odd.append((planned.key, tokens))
         elif len(tokens) > len(known):
-            self.longest[planned.prompt] = tokens
+            self.longest[planned.key] = tokens
 
     def _wrong_end(
         self, planned: RequestPlan, tokens: list[int], reason: FinishReason | None
@@ -58,21 +58,19 @@ class Texts:
         name = "nothing" if reason is None else reason.value
         return f"{len(tokens)} of {planned.max_new_tokens} tokens, ended by {name}"
 
-    def compare(self, gate: Gate) -> tuple[list[str], int]:
+    def compare(self, gate: SampledGate) -> tuple[list[str], int]:
         """Return (differences from non-speculative decoding, number of ties)."""
         mismatches: list[str] = []
-        numbers = sorted(self.longest)
-        match = gate.match_oracle(
-            [self.prompts[number] for number in numbers],
-            [self.longest[number] for number in numbers],
-        )
-        ties = match.num_ties
-        mismatches += [f"longest outputs: {line}" for line in match.mismatches]
-        if self.odd:
-            match = gate.match_oracle(
-                [self.prompts[number] for number, _ in self.odd],
-                [tokens for _, tokens in self.odd],
+        ties = 0
+        for name, outputs in (
+            ("longest outputs", sorted(self.longest.items())),
+            ("outputs unlike others", self.odd),
+        ):
+            match = gate.match_tokens(
+                [self.prompts[key.prompt] for key, _ in outputs],
+                [key.params(len(tokens)) for key, tokens in outputs],
+                [tokens for _, tokens in outputs],
             )
             ties += match.num_ties
-            mismatches += [f"outputs unlike others: {line}" for line in match.mismatches]
+            mismatches += [f"{name}: {line}" for line in match.mismatches]
         return mismatches, ties

@@ -19,6 +19,8 @@ from integration.bench.case import BenchmarkError
 from integration.bench.e2e.cases import EAGLE, VANILLA, WORKERS
 from integration.bench.e2e.gate import Gate
 from integration.bench.e2e.prompts import make_pieces
+from integration.bench.e2e.request_kinds import GREEDY, REQUEST_KINDS, check_kinds
+from integration.bench.e2e.sampled_gate import SampledGate
 from integration.bench.e2e.subject import Subject, load_checkpoint
 from integration.bench.files import check_output, results_file, store, stored_line
 from integration.bench.machine import describe_machine
@@ -27,7 +29,7 @@ from integration.bench.soak.outputs import Texts
 from integration.bench.soak.traffic import RequestPlan, Traffic, random_chunks
 from mtp_plugin.config import MAX_DRAFT_LEN
 from mtp_plugin.errors import expect
-from mtp_plugin.executor import LLM, LlmRequest, SamplingParams
+from mtp_plugin.executor import LLM, LlmRequest
 from mtp_plugin.executor.resolved_config import resolve_device
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole, messages, progress
@@ -58,12 +60,15 @@ class SoakOptions:
     """Number of KV blocks relative to a full batch of the longest requests."""
     graphs: bool = True
     fused: bool | None = None
+    kinds: tuple[str, ...] = (GREEDY,)
+    """Kinds of requests, names of `REQUEST_KINDS`."""
 
     def check(self) -> None:
         """Check the options.
 
         Raises:
-            BenchmarkError: a number below its minimum, or an unknown worker.
+            BenchmarkError: a number below its minimum, an unknown worker, or a kind of requests
+                that cannot be compared.
         """
         low = [
             name
@@ -91,6 +96,19 @@ class SoakOptions:
             BenchmarkError,
             f"soak: expected some time, got {self.seconds} s and {self.steps} steps",
         )
+        check_kinds(self.kinds)
+        kinds = [REQUEST_KINDS[name] for name in self.kinds]
+        odd = [
+            kind.name
+            for kind in kinds
+            if kind.is_residual or kind.of_one or kind.num_logprobs is not None
+        ]
+        expect(
+            not odd,
+            BenchmarkError,
+            "--ask: a soak test compares the tokens of every request with those that its seed "
+            f"gives without drafts; expected kinds like sampled or coupled-t1.0, got {odd[:1]}",
+        )
 
 
 @dataclass(frozen=True)
@@ -104,6 +122,9 @@ class Counts:
     steps: int
     tokens: int
     seconds: float
+    graph_replays: int
+    prompt_graph_replays: int
+    """Those of steps with prompts."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +156,11 @@ class Soak:
         self._llm = llm
         self._options = options
         self._traffic = Traffic(
-            options.seed, len(prompts), options.longest_output, options.batch_size
+            options.seed,
+            len(prompts),
+            options.longest_output,
+            options.batch_size,
+            options.kinds,
         )
         self._prompts = prompts
         self._live: dict[int, tuple[LlmRequest, RequestPlan, int]] = {}
@@ -174,12 +199,7 @@ class Soak:
         raise BenchmarkError(f"soak: {len(self._live)} requests do not end")
 
     def _admit(self, planned: RequestPlan) -> None:
-        params = SamplingParams(
-            max_new_tokens=planned.max_new_tokens,
-            ignore_eos=planned.ignore_eos,
-            speculate=planned.speculate,
-        )
-        request = self._llm.make_request(self._prompts[planned.prompt], params)
+        request = self._llm.make_request(self._prompts[planned.prompt], planned.params())
         self._llm.executor.enqueue(request)
         self._live[request.request_id] = request, planned, self.step_number
         self.num_requests += 1
@@ -262,7 +282,7 @@ def _soak(
     report: Callable[[str], None],
     interrupts: Interrupts,
 ) -> Soaked:
-    gate = Gate(subject, 0, tie_ulps)
+    gate = SampledGate(subject, Gate(subject, 0, tie_ulps), 0)
     positions = subject.model.facts.max_position_embeddings
     length = options.longest_prompt + options.longest_output
     expect(
@@ -288,6 +308,7 @@ def _soak(
         warm.drain()
         before = first_third = Memory.now(subject.device)
         preemptions = llm.executor.num_preemptions
+        replays, prompt_replays = _replays(llm)
         run = Soak(llm, options, prompts)
         start = time.perf_counter()
         third, shown = 0, Progress(report, start)
@@ -305,6 +326,7 @@ def _soak(
         seconds = time.perf_counter() - start
         drained = Memory.now(subject.device)
         checks = leak_checks(llm) + memory_checks(before, first_third, drained)
+        replays, prompt_replays = _replays(llm, replays, prompt_replays)
     checks.append(run.thirds.check())
     wrong = run.texts.wrong_ends
     checks.append(Check("ends", not wrong, "; ".join(wrong[:3]) or "as requested"))
@@ -327,12 +349,22 @@ def _soak(
             steps=run.step_number,
             tokens=run.texts.num_tokens,
             seconds=seconds,
+            graph_replays=replays,
+            prompt_graph_replays=prompt_replays,
         ),
         checks,
         ties,
         run.thirds.stats[0].acceptance_length,
         complete,
     )
+
+
+def _replays(llm: LLM, before: int = 0, before_with_prompts: int = 0) -> tuple[int, int]:
+    """Return the numbers of graph replays since ``before``: of all steps, and with prompts."""
+    captured = llm.executor.engine.captured
+    if captured is None:
+        return 0, 0
+    return captured.num_replays - before, captured.num_prompt_replays - before_with_prompts
 
 
 class Progress:
@@ -430,6 +462,7 @@ def _show(found: Soaked) -> None:
     out.print(
         f"{counts.requests} requests, {counts.aborted} aborted, {counts.preemptions} preemptions, "
         f"{counts.tokens} tokens in {counts.steps} steps and {counts.seconds:.1f} s, "
+        f"{counts.graph_replays} graph replays, {counts.prompt_graph_replays} with prompts, "
         f"acceptance length {found.acceptance_length:.2f}",
         soft_wrap=True,
     )

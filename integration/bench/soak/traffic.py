@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from mtp_plugin.executor import LlmRequest
+from integration.bench.e2e.request_kinds import GREEDY, REQUEST_KINDS
+from mtp_plugin.executor import LlmRequest, SamplingParams
 
 IMPATIENT = 0.1
 """Share of requests that are aborted."""
@@ -16,6 +18,17 @@ STOPPING = 0.25
 """Share of requests that stop at an EOS token."""
 BURST = 3
 """Maximum number of requests that arrive in one step."""
+
+
+class OutputKey(NamedTuple):
+    """Prompt and kind: requests with equal keys have the same seed, and thus the same output."""
+
+    prompt: int
+    kind: str = GREEDY
+
+    def params(self, max_new_tokens: int) -> SamplingParams:
+        """Return the options of a request that does not stop at an EOS token."""
+        return REQUEST_KINDS[self.kind].params(1, max_new_tokens, seed=self.prompt)[0]
 
 
 @dataclass(frozen=True)
@@ -28,6 +41,16 @@ class RequestPlan:
     speculate: bool
     patience: int | None
     """Number of steps after which an unfinished request is aborted; None: never."""
+    kind: str = GREEDY
+
+    @property
+    def key(self) -> OutputKey:
+        return OutputKey(self.prompt, self.kind)
+
+    def params(self) -> SamplingParams:
+        """Return the options of the request."""
+        params = self.key.params(self.max_new_tokens)
+        return replace(params, ignore_eos=self.ignore_eos, speculate=self.speculate)
 
 
 class Traffic:
@@ -37,10 +60,21 @@ class Traffic:
         num_prompts: number of prompts to choose from.
         longest_output: maximum number of output tokens.
         batch_size: batch size of the executor; slightly more requests arrive than it can serve.
+        kinds: names of `REQUEST_KINDS` to choose from.
     """
 
-    def __init__(self, seed: int, num_prompts: int, longest_output: int, batch_size: int) -> None:
+    def __init__(
+        self,
+        seed: int,
+        num_prompts: int,
+        longest_output: int,
+        batch_size: int,
+        kinds: Sequence[str] = (GREEDY,),
+    ) -> None:
         self._rng = random.Random(seed)
+        # separate, so that arrivals do not depend on the kinds
+        self._rng_of_kinds = random.Random(f"{seed} kinds")
+        self._kinds = kinds
         self._num_prompts = num_prompts
         self._longest_output = longest_output
         # a step serves batch_size requests by about two tokens each
@@ -63,6 +97,7 @@ class Traffic:
             ignore_eos=rng.random() >= STOPPING,
             speculate=rng.random() >= SILENT,
             patience=rng.randint(0, self._longest_output // 4) if impatient else None,
+            kind=self._rng_of_kinds.choice(self._kinds),
         )
 
 

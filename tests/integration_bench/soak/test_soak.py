@@ -16,12 +16,13 @@ from typer.testing import CliRunner
 from integration.bench.case import BenchmarkError
 from integration.bench.cli import app
 from integration.bench.e2e.gate import Gate
+from integration.bench.e2e.sampled_gate import SampledGate
 from integration.bench.e2e.subject import Subject, load_checkpoint
 from integration.bench.soak import run
 from integration.bench.soak.checks import Memory, Thirds, leak_checks, memory_checks
 from integration.bench.soak.outputs import Texts
 from integration.bench.soak.run import SoakOptions, soak
-from integration.bench.soak.traffic import RequestPlan, Traffic, random_chunks
+from integration.bench.soak.traffic import OutputKey, RequestPlan, Traffic, random_chunks
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
@@ -32,6 +33,8 @@ from tests.greedy import greedy_decode
 SMALL = SoakOptions(
     steps=60, batch_size=3, k=2, num_prompts=4, longest_prompt=16, longest_output=10
 )
+
+KINDS = ("greedy", "sampled", "sampled-penalty", "coupled-t1.0")
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +60,7 @@ def failed(found: run.Soaked) -> list[str]:
 @pytest.mark.parametrize("worker", ["eagle", "vanilla"])
 def test_r47_a_soak_holds_and_repeats(subject: Subject, worker: str) -> None:
     """R47: random lengths, aborts and chunks leave no trend in acceptance, memory or free slots."""
-    options = run.replace(SMALL, worker=worker)
+    options = run.replace(SMALL, worker=worker, kinds=KINDS)
     one, two = (soak(subject, options, tie_ulps=TIE_ULPS) for _ in range(2))
     assert failed(one) == failed(two) == []
     for name in ("requests", "finished", "aborted", "preemptions", "steps", "tokens"):
@@ -72,13 +75,16 @@ def test_r47_a_soak_holds_and_repeats(subject: Subject, worker: str) -> None:
 @pytest.mark.parametrize("worker", ["eagle", "vanilla"])
 def test_r47_a_soak_holds_in_graphs(path, worker: str) -> None:
     """The same on a device: steps in graphs, and as many tokens per step as on the CPU."""
-    options = run.replace(SMALL, worker=worker, steps=400, batch_size=8)
+    options = run.replace(SMALL, worker=worker, steps=400, batch_size=8, kinds=KINDS)
     on_device = load_checkpoint(path, torch.device("cuda"), "float32", fused=True)
     found = soak(on_device, options, tie_ulps=TIE_ULPS)
     assert failed(found) == []
     assert found.counts.aborted > 0
     assert found.counts.preemptions > 0
     assert found.num_ties == 0
+    assert found.counts.graph_replays > found.counts.prompt_graph_replays
+    # a layer per depth reads the lengths of chunks on the host
+    assert (found.counts.prompt_graph_replays > 0) == (worker == "eagle")
     on_cpu = load_checkpoint(path, torch.device("cpu"), None, fused=False)
     expected = soak(on_cpu, options, tie_ulps=TIE_ULPS)
     assert found.acceptance_length == expected.acceptance_length
@@ -235,6 +241,11 @@ def test_what_would_lose_the_result_is_refused_first(
         ),
         (SoakOptions(seconds=math.nan), "expected some time, got nan s"),
         (SoakOptions(seconds=0), "expected some time, got 0 s"),
+        (SoakOptions(kinds=("greedy", "beam")), r"--ask: expected some of .*, got \['beam'\]"),
+        (
+            SoakOptions(kinds=("greedy", "rejection-t1.0")),
+            r"--ask: .*expected kinds like sampled or coupled-t1.0, got \['rejection-t1.0'\]",
+        ),
     ],
 )
 def test_wrong_options_are_named(subject: Subject, options: SoakOptions, message: str) -> None:
@@ -265,19 +276,22 @@ def test_a_leaked_slot_is_found(subject: Subject) -> None:
     assert wrong == ["sequence slots", "history slots", "requests"]
 
 
-def test_a_wrong_token_is_found(subject: Subject, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_token_is_found(
+    subject: Subject, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
     honest = Texts.add
     seen = iter(range(1000))
 
     def add(
         self: Texts, planned: RequestPlan, tokens: list[int], reason: FinishReason | None
     ) -> None:
-        if len(tokens) > 3 and next(seen) == 10:
+        if len(tokens) > 3 and planned.kind == kind and next(seen) == 4:
             tokens = [*tokens[:2], (tokens[2] + 1) % 64, *tokens[3:]]
         honest(self, planned, tokens, reason)
 
     monkeypatch.setattr(Texts, "add", add)
-    found = soak(subject, SMALL, tie_ulps=TIE_ULPS)
+    found = soak(subject, run.replace(SMALL, kinds=KINDS, steps=120), tie_ulps=TIE_ULPS)
     assert failed(found) == ["outputs like target-only decoding's"]
     assert "token 3: " in found.checks[-1].found
 
@@ -367,7 +381,7 @@ PLAN = RequestPlan(prompt=0, max_new_tokens=6, ignore_eos=False, speculate=True,
 def test_outputs_end_as_requested(tokens: list[int], reason: FinishReason | None, problem: str):
     texts = Texts([[0]], end_ids=(9,))
     texts.add(PLAN, tokens, reason)
-    assert texts.wrong_ends == ([f"prompt 0: {problem}"] if problem else [])
+    assert texts.wrong_ends == ([f"prompt 0, greedy: {problem}"] if problem else [])
 
 
 def test_outputs_of_a_prompt_are_kept_once(subject: Subject) -> None:
@@ -378,9 +392,9 @@ def test_outputs_of_a_prompt_are_kept_once(subject: Subject) -> None:
     planned = run.replace(PLAN, ignore_eos=True)
     for length in deque([3, 8, 5, 8]):
         texts.add(planned, truth[:length], FinishReason.CANCELLED)
-    assert texts.longest == {0: truth}
+    assert texts.longest == {OutputKey(0): truth}
     assert texts.odd == []
-    gate = Gate(subject, 0, TIE_ULPS)
+    gate = SampledGate(subject, Gate(subject, 0, TIE_ULPS), 0)
     assert texts.compare(gate) == ([], 0)
     texts.add(planned, [*truth[:3], (truth[3] + 1) % 64], FinishReason.CANCELLED)
     assert len(texts.odd) == 1
