@@ -34,6 +34,7 @@ from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.executor.step_inputs import LastResults, StepInputs, generation_inputs
 from mtp_plugin.kernels.parallel_compile import (
     CompileJob,
+    is_recording,
     launches_kernels,
     num_processes,
     record_launches,
@@ -443,6 +444,6 @@ class ModelEngine:
             kv_capacity=inputs.capacity,
             pools=self.pools,
             request_ids=[row.request_id for row in step.host],
-            check=self.pieces.checks_metadata,
+            check=self.pieces.checks_metadata and not is_recording(),
             backend=self._attn_backend,
         )

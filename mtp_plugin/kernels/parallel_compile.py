@@ -76,6 +76,12 @@ _UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empt
 
 
 _recording = threading.Lock()
+_thread = threading.local()
+
+
+def is_recording() -> bool:
+    """Return whether this thread is within `record_launches`, where values are meaningless."""
+    return getattr(_thread, "is_recording", False)
 
 
 @contextmanager
@@ -98,24 +104,20 @@ def _record_launches() -> Iterator[dict[str, CompileRequest]]:
 
     requests: dict[str, CompileRequest] = {}
     failures: list[str] = []
-    thread = threading.get_ident()
     run, launch = triton.JITFunction.run, CompiledKernel.__getitem__
     runtime = triton.knobs.runtime
     hook = runtime.jit_cache_hook
 
-    def is_recorded() -> bool:
-        return threading.get_ident() == thread
-
     def run_or_record(kernel: Any, *arguments: Any, **options: Any) -> Any:
-        if is_recorded():
+        if is_recording():
             options["warmup"] = True  # compile, do not launch
         return run(kernel, *arguments, **options)
 
     def launch_or_skip(kernel: Any, grid: Any) -> Any:
-        return (lambda *_: None) if is_recorded() else launch(kernel, grid)
+        return (lambda *_: None) if is_recording() else launch(kernel, grid)
 
     def note(**given: Any) -> Any:
-        if not is_recorded():
+        if not is_recording():
             return hook(**given) if hook is not None else None
         try:
             request = _read_request(given["fn"], given["compile"])
@@ -130,12 +132,14 @@ def _record_launches() -> Iterator[dict[str, CompileRequest]]:
         (CompiledKernel, "__getitem__", launch_or_skip, launch),
         (runtime, "jit_cache_hook", note, hook),
     ]
+    _thread.is_recording = True
     try:
         for owner, name, replacement, _ in changes:
             setattr(owner, name, replacement)
         with _ZeroFilled():  # type: ignore[no-untyped-call]
             yield requests
     finally:
+        _thread.is_recording = False
         for owner, name, _, original in changes:
             setattr(owner, name, original)
     if failures:

@@ -33,7 +33,11 @@ CONFIG = {
     "max_batch_size": 4,
     "max_seq_len": 200,
     "kv_cache_config": {"max_tokens": 1024},
-    "speculative_config": {"decoding_type": "MTP", "max_draft_len": 3},
+    "speculative_config": {
+        "decoding_type": "MTP",
+        "max_draft_len": 3,
+        "mtp": {"check_metadata": True},  # what it would compare has no values in a dry run
+    },
 }
 
 
