@@ -88,7 +88,9 @@ def _validate_params(original: Method) -> Method:
 
 
 def _make_spec_decoding_stats(original: Method) -> Method:
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+    names = tuple(inspect.signature(original).parameters)[1:]
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:  # called per request and step
         counter = self.__dict__.get(_COUNTER, self)
         if counter is self:  # the first call of this scheduler
             counter = None
@@ -99,8 +101,8 @@ def _make_spec_decoding_stats(original: Method) -> Method:
             self.__dict__[_COUNTER] = counter
         if counter is None:
             return original(self, *args, **kwargs)
-        given = inspect.signature(original).bind(self, *args, **kwargs).arguments
-        given.pop("self")
+        given = dict(zip(names, args))  # noqa: B905 (the rest is in kwargs)
+        given.update(kwargs)
         counted = counter.counted(self.requests.get(given["request_id"]), given)
         if counted is None:
             return given["spec_decoding_stats"]
