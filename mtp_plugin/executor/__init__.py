@@ -1,16 +1,36 @@
-"""The embedded PyExecutor: a small TensorRT-LLM-shaped engine on transformers models."""
+"""The embedded PyExecutor: a small TensorRT-LLM-shaped engine on transformers models.
+
+The names below are imported lazily, so that processes that compile kernels do not load models.
+"""
 # ruff: noqa: E402 - missing packages are reported before an import fails
 
 from mtp_plugin.extras import MODEL_PACKAGES, require
 
 require("the embedded executor (mtp_plugin.LLM)", *MODEL_PACKAGES)
 
-from mtp_plugin.executor.handle import RequestHandle
-from mtp_plugin.executor.llm import LLM
-from mtp_plugin.executor.outputs import CompletionOutput, RequestOutput
-from mtp_plugin.executor.py_executor import PyExecutor, StepEvent
-from mtp_plugin.executor.request import LlmRequest
-from mtp_plugin.requests.options import SamplingParams
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from mtp_plugin.executor.handle import RequestHandle as RequestHandle
+    from mtp_plugin.executor.llm import LLM as LLM
+    from mtp_plugin.executor.outputs import CompletionOutput as CompletionOutput
+    from mtp_plugin.executor.outputs import RequestOutput as RequestOutput
+    from mtp_plugin.executor.py_executor import PyExecutor as PyExecutor
+    from mtp_plugin.executor.py_executor import StepEvent as StepEvent
+    from mtp_plugin.executor.request import LlmRequest as LlmRequest
+    from mtp_plugin.requests.options import SamplingParams as SamplingParams
+
+_MODULES = {
+    "CompletionOutput": "executor.outputs",
+    "LLM": "executor.llm",
+    "LlmRequest": "executor.request",
+    "PyExecutor": "executor.py_executor",
+    "RequestHandle": "executor.handle",
+    "RequestOutput": "executor.outputs",
+    "SamplingParams": "requests.options",
+    "StepEvent": "executor.py_executor",
+}
 
 __all__ = [
     "LLM",
@@ -22,3 +42,12 @@ __all__ = [
     "SamplingParams",
     "StepEvent",
 ]
+
+if not TYPE_CHECKING:  # a checker reads the imports above
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"mtp_plugin.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError, format_value
+from mtp_plugin.errors import ConfigError, describe_error, format_value
 from mtp_plugin.executor.attention import (
     AttentionBackend,
     AttentionLease,
@@ -60,7 +59,12 @@ from mtp_plugin.executor.resolved_config import (
 from mtp_plugin.executor.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.executor.row_table import StepShape
 from mtp_plugin.executor.scheduler import ChunkPolicy, Scheduler, whole_budget
-from mtp_plugin.kernels.parallel_compile import launches_kernels, record_launches
+from mtp_plugin.kernels.parallel_compile import (
+    CompileProcess,
+    launches_kernels,
+    record_launches,
+    warn_of_failed_recording,
+)
 from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.host import ResourceManager
 from mtp_plugin.speculative.plugin import HostFacts, SpeculativePieces, build_pieces
@@ -121,6 +125,10 @@ def build_executor(
     check_requests(resolved, dtype=None if model is None else _dtype_of(model))
     if chunk_policy is not whole_budget and not config.enable_chunked_prefill:
         raise ConfigError("chunk_policy: enable_chunked_prefill is false, so there is none")
+    is_captured = resolved.device.type == "cuda" and config.cuda_graph_config is not None
+    # it imports what it needs while the weights are loaded
+    compiles = is_captured and launches_kernels(resolved.device)
+    process = CompileProcess.start_ahead() if compiles else None
     if model is None:
         model = _load(resolved, report)
     check_model(resolved, model)
@@ -140,7 +148,9 @@ def build_executor(
         pieces = build_pieces(resolved.plugin, speculative, resolved.plan, host)
     lease = AttentionLease(model, attn_backend.attention_function)
     try:
-        engine = _engine(resolved, model, pieces, attn_backend, lease, on_progress, kv_fill)
+        engine = _engine(
+            resolved, model, pieces, attn_backend, lease, on_progress, kv_fill, process
+        )
         seq_slots = SeqSlotManager(host.max_num_sequences)
         return BuiltExecutor(
             executor=_executor(resolved, engine, seq_slots, chunk_policy),
@@ -234,6 +244,7 @@ def _engine(
     lease: AttentionLease,
     on_progress: Progress | None,
     kv_fill: float,
+    process: CompileProcess | None,
 ) -> ModelEngine:
     """Make the draft head, size the KV cache by the memory that is left, then capture."""
     config, device = resolved.config, resolved.device
@@ -247,10 +258,7 @@ def _engine(
     shapes = captured_shapes(config, pieces, attn_backend) if graphs is not None else []
     report("allocating the KV cache")
     write = partial(_write_one_token, model, attn_backend, resolved.plan.num_draft_layers)
-    is_dry = graphs is not None and launches_kernels(device)
-    # kernels are compiled in parallel later, and the probe's values are not read
-    with record_launches() if is_dry else nullcontext():
-        probe = probe_pools(write)
+    probe = _probe(write, is_dry=graphs is not None and launches_kernels(device))
     num_blocks = num_kv_blocks(
         config,
         device,
@@ -273,15 +281,25 @@ def _engine(
         attn_backend=attn_backend,
         draft_head=draft_head,
         lease=lease,
-        early_tokens=not config.disable_overlap_scheduler,
     )
     if graphs is not None:
         model.keep_experts_on_device()
-        engine.capture(shapes, report, lazy=graphs.capture == "lazy")
+        engine.capture(shapes, report, lazy=graphs.capture == "lazy", process=process)
     if on_progress is not None:
         pending = engine.captured.pending if engine.captured is not None else ()
         report(memory_line(engine, _graph_bytes(resolved, pending)))
     return engine
+
+
+def _probe(write: Callable[[PagedKVPools], object], *, is_dry: bool) -> PagedKVPools:
+    """Return pools that ``write`` wrote to; in a dry run, kernels are not compiled one by one."""
+    if is_dry:
+        try:
+            with record_launches():
+                return probe_pools(write)  # its values are not read
+        except Exception as error:  # of a Triton with other hooks
+            warn_of_failed_recording(describe_error(error))
+    return probe_pools(write)
 
 
 def captured_shapes(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -34,22 +33,32 @@ from mtp_plugin.executor.scheduler import ScheduledRequests
 from mtp_plugin.executor.step_inputs import LastResults, StepInputs, generation_inputs
 from mtp_plugin.kernels.parallel_compile import (
     CompileJob,
+    CompileProcess,
+    CompileRequest,
     is_recording,
     launches_kernels,
     num_processes,
     record_launches,
+    warn_of_failed_recording,
 )
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import SpeculativePieces
-from mtp_plugin.speculative.step import Accepted, SamplingKind
-from mtp_plugin.speculative.verified_tokens import VerifiedTokens
-
-_logger = logging.getLogger(__name__)
+from mtp_plugin.speculative.step import SamplingKind
 
 PROMPT_LENGTHS = (128, 100)
 """Lengths of prompts whose kernels are compiled before the first request: Triton distinguishes
 multiples of 16."""
+
+
+class _Kernels(NamedTuple):
+    """Kernels to compile, by name."""
+
+    of_greedy: dict[str, CompileRequest]
+    """Of the steps that are captured first."""
+    needed: dict[str, CompileRequest]
+    """Those, and all others that are needed before the first request."""
+    later: dict[str, CompileRequest]
 
 
 @dataclass(frozen=True)
@@ -78,9 +87,6 @@ class ModelEngine:
         attn_backend: backend of paged attention; None: sdpa.
         draft_head: LM head of the drafts; None: the model's.
         lease: lease of the model's attention, released with the engine.
-        early_tokens: steps with prompts return the output tokens under the key ``verified`` as
-            `VerifiedTokens`, which the host reads before their drafts are done; for a loop whose
-            next step reads the drafts on the device.
     """
 
     def __init__(
@@ -94,7 +100,6 @@ class ModelEngine:
         attn_backend: AttentionBackend | None = None,
         draft_head: nn.Module | None = None,
         lease: AttentionLease | None = None,
-        early_tokens: bool = False,
     ) -> None:
         self.model = model
         self.pieces = pieces
@@ -109,7 +114,6 @@ class ModelEngine:
         self.draft_head = model.lm_head if draft_head is None else draft_head
         self._attn_backend = attn_backend
         self._lease = lease
-        self._early_tokens = early_tokens and pieces.plan.max_draft_len > 0
         self._padded_sizes = sorted(limits.padded_sizes)
         self._prompt_shapes: Sequence[StepShape] = ()
         self._table = self.make_table()
@@ -125,7 +129,12 @@ class ModelEngine:
         )
 
     def capture(
-        self, shapes: Sequence[StepShape], report: Callable[[str], None], *, lazy: bool = False
+        self,
+        shapes: Sequence[StepShape],
+        report: Callable[[str], None],
+        *,
+        lazy: bool = False,
+        process: CompileProcess | None = None,
     ) -> None:
         """Capture steps in CUDA graphs.
 
@@ -134,6 +143,7 @@ class ModelEngine:
             report: called with a line of text per graph.
             lazy: capture only the most common shapes, see `is_captured_first`, and leave the others
                 to :meth:`capture_next`.
+            process: compiles the kernels; None: one is started.
 
         Raises:
             ConfigError: the plugin's sampler keeps no tokens on the device, or its metadata no
@@ -163,48 +173,55 @@ class ModelEngine:
             lambda index: names[index] if index < len(names) else "a KV pool",
         )
         first = [s for s in shapes if not lazy or is_captured_first(s, shapes)]
+        first.sort(key=lambda shape: shape.sampling_kind)
         later = [s for s in shapes if s not in first]
         processed = [s for s in later if s.sampling_kind is SamplingKind.PROCESSED]
-        compilation = self._compile(
-            captured, [s for s in shapes if s not in processed], processed, report
-        )
-        for number, shape in enumerate(first, 1):
-            report(f"capturing CUDA graphs {number}/{len(first)}")
+        greedy = [s for s in first if s.sampling_kind is SamplingKind.GREEDY]
+        kernels = self._find_kernels(captured, greedy, shapes, processed, report)
+        job = CompileJob(list(kernels.needed.values()), urgent=kernels.of_greedy, process=process)
+        if not job.is_done:
+            report(f"compiling {len(kernels.needed)} kernels in {num_processes()} processes")
+        # the kernels of sampling take longest: meanwhile, greedy steps are captured
+        job.wait_for(kernels.of_greedy.values())
+        for number, shape in enumerate(first):
+            if number == len(greedy):
+                job.wait()
+            report(f"capturing CUDA graphs {number + 1}/{len(first)}")
             captured.capture(shape)
+        job.wait()
+        compilation = CompileJob(list(kernels.later.values()), background=True)
         captured.defer(sorted(later, key=lambda shape: shape.sampling_kind), compilation)
         self._prompt_shapes = [shape for shape in shapes if shape.chunk_lens]
         self.captured = captured
 
-    def _compile(
+    def _find_kernels(
         self,
         captured: CapturedSteps,
-        first: Sequence[StepShape],
-        later: Sequence[StepShape],
+        greedy: Sequence[StepShape],
+        shapes: Sequence[StepShape],
+        processed: Sequence[StepShape],
         report: Callable[[str], None],
-    ) -> CompileJob | None:
-        """Compile the kernels of the first shapes, and of eager prompts, in several processes.
+    ) -> _Kernels:
+        """Find the kernels of the steps of ``shapes`` and of eager prompts by a dry run.
 
-        Returns:
-            The compilation of the later shapes' other kernels, which runs in the background.
+        Args:
+            greedy: those of ``shapes`` that are captured first.
+            processed: those of ``shapes`` whose kernels are compiled in the background.
         """
         if not launches_kernels(self.device):
-            return None
+            return _Kernels({}, {}, {})
         report("looking for kernels to compile")
+        others = [s for s in shapes if s not in processed and s not in greedy]
         try:
+            of_greedy = captured.launched_kernels(greedy)
             with record_launches() as of_prompts:
                 self._launch_prompts()
-            needed = of_prompts | captured.launched_kernels(distinct_shapes(first))
-            others = captured.launched_kernels(distinct_shapes(later))
+            needed = of_greedy | of_prompts | captured.launched_kernels(distinct_shapes(others))
+            later = captured.launched_kernels(distinct_shapes(processed))
         except Exception as error:  # of a Triton with other hooks
-            _logger.warning("kernels are compiled in one process: %s", describe_error(error))
-            return None
-        job = CompileJob(list(needed.values()))
-        if not job.is_done:
-            report(f"compiling {len(needed)} kernels in {num_processes()} processes")
-        job.wait()
-        return CompileJob(
-            [request for name, request in others.items() if name not in needed], background=True
-        )
+            warn_of_failed_recording(describe_error(error))
+            return _Kernels({}, {}, {})
+        return _Kernels(of_greedy, needed, {n: r for n, r in later.items() if n not in needed})
 
     @torch.inference_mode()
     def _launch_prompts(self) -> None:
@@ -256,7 +273,7 @@ class ModelEngine:
     @torch.inference_mode()
     def forward(
         self, batch: ScheduledRequests, previous: Any | None, in_flight: set[int]
-    ) -> dict[str, Any]:
+    ) -> dict[str, torch.Tensor]:
         """Launch one step.
 
         Args:
@@ -297,7 +314,7 @@ class ModelEngine:
 
     def _replay(
         self, captured: CapturedSteps, shape: StepShape, rows: list[Row], chunks: PromptChunks
-    ) -> dict[str, Any] | None:
+    ) -> dict[str, torch.Tensor] | None:
         """Replay a step, with prompts in the smallest captured step that holds them; None: there is
         no graph."""
         padded = fitting_shape(shape, self._prompt_shapes) if chunks.lens else None
@@ -319,9 +336,8 @@ class ModelEngine:
         contexts: StepInputs | None = None,
         scored: ScoredPrompts | None = None,
         *,
-        order: torch.Tensor | None = None,
         spec_metadata: Any = None,
-    ) -> dict[str, Any]:
+    ) -> dict[str, torch.Tensor]:
         """Launch a step; reads nothing back, so that it can be captured.
 
         Args:
@@ -329,8 +345,6 @@ class ModelEngine:
             contexts: prompt chunks of the step, if any.
             previous: see :meth:`forward`.
             scored: prompt tokens whose log-probabilities are requested.
-            order: [R] int64, rows of the step in the order of the returned results; None: all rows
-                in their order.
             spec_metadata: metadata of a captured step, already on the device; None: use the
                 engine's own, filled from the host.
         """
@@ -363,18 +377,11 @@ class ModelEngine:
         else:
             attn_metadata.is_cuda_graph = True
             spec.slot_ids = inputs.state_slot
-        verified: list[VerifiedTokens] = []
-        if self._early_tokens and shape.num_contexts > 0:
-
-            def record(accepted: Accepted, logprob_entries: torch.Tensor | None) -> None:
-                verified.append(VerifiedTokens.record(accepted, logprob_entries, order))
-
-            attn_metadata.after_verification = record
         hidden_states = self.model.forward_target(inputs.input_ids, position_ids, attn_metadata)
         if scored is not None:
             scored.score(hidden_states, self.model.lm_head, backend=self.pieces.backend)
         with_logits = hidden_states if logit_rows is None else hidden_states[logit_rows]
-        outputs: dict[str, Any] = self.pieces.worker(
+        outputs: dict[str, torch.Tensor] = self.pieces.worker(
             input_ids=inputs.input_ids,
             position_ids=position_ids,
             hidden_states=hidden_states,
@@ -385,10 +392,7 @@ class ModelEngine:
             spec_metadata=spec,
             mtp_layers=self.model.mtp_layers,
         )
-        if order is not None:
-            logits = outputs.pop("logits")
-            outputs = {name: value[order] for name, value in outputs.items()} | {"logits": logits}
-        return outputs | {"verified": verified[0]} if verified else outputs
+        return outputs
 
     # ---- rows ---------------------------------------------------------------------------------
 

@@ -3,9 +3,10 @@
 Triton compiles a kernel at its first launch, one after the other. A dry run within
 `record_launches` collects what would be compiled; a `CompileJob` compiles that into Triton's cache
 on disk, without using the GPU, and the launches that follow find it there. What a job misses is
-compiled at its first launch, as ever.
+compiled at its first launch, as ever. A `CompileProcess` can start before the dry run, so that it
+has imported what a job needs by then.
 
-`main` runs in a job's process; see `CompileJob`.
+`main` runs in that process.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,7 @@ LEAST_REQUESTS = 8
 LONGEST_WAIT = 180.0
 """Seconds after the start of a job, from which on launches compile what is missing."""
 BACKGROUND_NICENESS = 10
+POLL_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -177,42 +180,25 @@ def launches_kernels(device: torch.device) -> bool:
     return device.type == "cuda" and find_spec("triton") is not None
 
 
-class CompileJob:
-    """Processes that compile requests, into the cache of this process.
+@cache
+def warn_of_failed_recording(error: str) -> None:
+    """Log, once per error, that launches cannot be recorded, as with a Triton of other hooks."""
+    _logger.warning("kernels are compiled in one process: %s", error)
 
-    Args:
-        requests: to compile; those with the most parameters, which take longest, come first.
-        background: whether other processes have precedence.
+
+class CompileProcess:
+    """A process that imports what compiling needs, then compiles the kernels of one job.
+
+    Raises:
+        OSError: it cannot start.
     """
 
-    def __init__(self, requests: Sequence[CompileRequest], *, background: bool = False) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._begin = time.monotonic()
-        folder = _cache_folder() / "mtp_plugin-compiled"
-        missing = [request for request in requests if not (folder / request.mark).exists()]
-        # of a frozen program, the executable would start the program again
-        can_start = bool(sys.executable) and not getattr(sys, "frozen", False)
-        if len(missing) < LEAST_REQUESTS or not can_start:
-            return
-        missing.sort(key=lambda request: -request.num_parameters)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            jobs = [(request.content, str(folder / request.mark)) for request in missing]
-            self._process = self._start(jobs, folder.parent, background)
-        except OSError as error:
-            _logger.warning("kernels are compiled in one process: %s", error)
-        else:
-            self._kill = weakref.finalize(self, _kill, self._process)
-
-    @staticmethod
-    def _start(
-        jobs: list[tuple[bytes, str]], cache: Path, background: bool
-    ) -> subprocess.Popen[bytes]:
+    def __init__(self) -> None:
         environment = {
             **os.environ,
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
-            "TRITON_CACHE_DIR": str(cache),
+            "TRITON_CACHE_DIR": str(_cache_folder()),
         }
         # it imports what this process imports: -m would put the working directory first, and
         # another version there would be compiled into this version's cache entries
@@ -220,7 +206,7 @@ class CompileJob:
             f"import sys; sys.path[:] = {[str(path) for path in sys.path]}; "
             f"from {__name__} import main; main()"
         )
-        process = subprocess.Popen(
+        self._process = subprocess.Popen(
             [sys.executable, "-c", program],
             env=environment,
             stdin=subprocess.PIPE,
@@ -228,21 +214,113 @@ class CompileJob:
             stderr=subprocess.DEVNULL,
             start_new_session=True,  # an interrupt is for this process
         )
+        self._kill = weakref.finalize(self, _kill, self._process)
+
+    @classmethod
+    def start(cls) -> CompileProcess | None:
+        """Start a process, or log why there is none."""
+        # of a frozen program, the executable would start the program again
+        if not sys.executable or getattr(sys, "frozen", False):
+            return None
+        try:
+            return cls()
+        except OSError as error:
+            _logger.warning("kernels are compiled in one process: %s", error)
+            return None
+
+    @classmethod
+    def start_ahead(cls) -> CompileProcess | None:
+        """Start a process for a later job, if the cache has no kernels of an earlier one."""
+        return None if _marks_folder().exists() else cls.start()
+
+    def send(self, jobs: list[tuple[bytes, str]], *, background: bool) -> None:
+        """Send kernels and the files that mark them as compiled; returns at once."""
         niceness = BACKGROUND_NICENESS if background else 0
         job = pickle.dumps((jobs, num_processes(), niceness))
-        if process.stdin is not None:
-            with suppress(BrokenPipeError), process.stdin as pipe:  # it failed: see wait()
-                pipe.write(job)
-        return process
+        # the process reads it once it has imported what it needs
+        threading.Thread(target=_write, args=(self._process.stdin, job), daemon=True).start()
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended."""
+        return self._process.poll() is not None
+
+    def wait(self, seconds: float) -> int:
+        """Return the exit status.
+
+        Raises:
+            TimeoutExpired: see `subprocess.Popen.wait`.
+        """
+        return self._process.wait(seconds)
+
+    def close(self) -> None:
+        """End the process and those that it started."""
+        self._kill()
+
+
+def _write(pipe: Any, content: bytes) -> None:
+    with suppress(BrokenPipeError), pipe:  # the process failed: see CompileJob.wait
+        pipe.write(content)
+
+
+class CompileJob:
+    """Processes that compile requests, into the cache of this process.
+
+    Args:
+        requests: to compile; those with the most parameters, which take longest, come first.
+        urgent: names of requests that half of the processes compile before the others.
+        background: whether other processes have precedence.
+        process: that was started ahead; None: start one if it is needed.
+    """
+
+    def __init__(
+        self,
+        requests: Sequence[CompileRequest],
+        *,
+        urgent: Container[str] = (),
+        background: bool = False,
+        process: CompileProcess | None = None,
+    ) -> None:
+        self._process: CompileProcess | None = None
+        self._begin = time.monotonic()
+        self._folder = _marks_folder() if requests else Path()
+        missing = [request for request in requests if not self._is_marked(request)]
+        if len(missing) >= LEAST_REQUESTS:
+            self._process = process or CompileProcess.start()
+        elif process is not None:
+            process.close()
+        if self._process is None:
+            return
+        missing.sort(key=lambda request: -request.num_parameters)
+        longest, others = missing[: num_processes() // 2], missing[num_processes() // 2 :]
+        others.sort(key=lambda request: request.name not in urgent)
+        missing = longest + others
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            _logger.warning("kernels are compiled in one process: %s", error)
+            self.close()
+        else:
+            jobs = [(request.content, str(self._folder / request.mark)) for request in missing]
+            self._process.send(jobs, background=background)
+
+    def _is_marked(self, request: CompileRequest) -> bool:
+        return (self._folder / request.mark).exists()
 
     @property
     def is_done(self) -> bool:
         """Whether everything was compiled, or is not waited for any longer."""
-        return self._process is None or self._process.poll() is not None or self._seconds_left <= 0
+        return self._process is None or self._process.has_ended or self._seconds_left <= 0
 
     @property
     def _seconds_left(self) -> float:
         return self._begin + LONGEST_WAIT - time.monotonic()
+
+    def wait_for(self, requests: Iterable[CompileRequest]) -> None:
+        """Wait until these are compiled, at most as long as :meth:`wait`."""
+        for request in requests:
+            while not self.is_done and not self._is_marked(request):
+                time.sleep(POLL_SECONDS)
 
     def wait(self) -> None:
         """Wait until everything is compiled, at most `LONGEST_WAIT` seconds after the start."""
@@ -266,7 +344,7 @@ class CompileJob:
     def close(self) -> None:
         """End the processes; what they compiled stays in the cache."""
         if self._process is not None:
-            self._kill()
+            self._process.close()
         self._process = None
 
 
@@ -276,6 +354,9 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
+    if process.stdin is not None:
+        with suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def num_processes() -> int:
@@ -289,11 +370,16 @@ def _cache_folder() -> Path:
     return Path(triton.knobs.cache.dir)
 
 
+def _marks_folder() -> Path:
+    return _cache_folder() / "mtp_plugin-compiled"
+
+
 # ---- the process of a job ------------------------------------------------------------------
 
 
 def main() -> None:
     """Compile the job that is read from standard input."""
+    _import_ahead()
     jobs, count, niceness = pickle.load(sys.stdin.buffer)
     os.nice(niceness)
     context = multiprocessing.get_context("fork")
@@ -309,6 +395,18 @@ def main() -> None:
         process.start()
     for process in processes:
         process.join()
+
+
+def _import_ahead() -> None:
+    """Import what most jobs need, before the job is known and for all processes."""
+    root = Path(__file__).parents[1]
+    for part in ("executor", "speculative"):
+        for path in (root / part).rglob("*_triton.py"):
+            name = ".".join(path.relative_to(root.parent).with_suffix("").parts)
+            with suppress(Exception):
+                importlib.import_module(name)
+    with suppress(Exception):  # hashes the files of Triton, for its keys
+        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def _compile_all(jobs: list[tuple[bytes, str]], next_index: Any) -> None:

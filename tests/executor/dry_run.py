@@ -53,10 +53,16 @@ class Job:
 
     is_done = True
     requested: list[list[str]] = []  # noqa: RUF012
+    waited_for: list[list[str]] = []  # noqa: RUF012
 
-    def __init__(self, requests, *, background: bool = False) -> None:
+    def __init__(self, requests, *, urgent=(), background=False, process=None) -> None:
+        assert process is None
+        assert bool(urgent) == (not background)
         self.requested.append([request.name.split()[0] for request in requests])
         assert background == (len(self.requested) == 2)
+
+    def wait_for(self, requests) -> None:
+        self.waited_for.append([request.name.split()[0] for request in requests])
 
     def wait(self) -> None:
         pass
@@ -94,7 +100,7 @@ def main() -> None:
         engine.capture(shapes, lambda _: None, lazy=True)
         after = built.pools.tensors()
         is_written = any(map(lambda a, b: not torch.equal(a, b), before, after))
-    sys.stdout.write(json.dumps([*Job.requested, is_written]))
+    sys.stdout.write(json.dumps([*Job.requested, *Job.waited_for, is_written]))
 
 
 if __name__ == "__main__":

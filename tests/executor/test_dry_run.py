@@ -7,10 +7,16 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import torch
 
-pytest.importorskip("triton")
+from mtp_plugin.executor import build
+from mtp_plugin.executor.kv_cache import PagedKVPools
+from mtp_plugin.kernels.parallel_compile import warn_of_failed_recording
+
+triton = pytest.importorskip("triton")
 
 ROOT = Path(__file__).parents[2]
 
@@ -27,8 +33,9 @@ def test_dry_run_finds_the_kernels_of_steps_and_prompts() -> None:
         check=False,
     )
     assert child.returncode == 0, child.stderr[-3000:]
-    needed, later, is_written = json.loads(child.stdout)
+    needed, later, first, is_written = json.loads(child.stdout)
     of_steps = {name.rpartition(".")[2] for name in needed}
+    of_greedy = {name.rpartition(".")[2] for name in first}
     of_processing = {name.rpartition(".")[2] for name in later}
     assert of_steps >= {
         "generation_inputs_kernel",
@@ -41,5 +48,24 @@ def test_dry_run_finds_the_kernels_of_steps_and_prompts() -> None:
         "write_drafts_kernel",
     }
     assert "mask_logits_kernel" not in of_steps
+    assert set(first) < set(needed)
+    assert of_greedy >= {"generation_inputs_kernel", "paged_uniform_kernel", "top1_kernel"}
+    assert not of_greedy & {"sample_finish_kernel", "paged_ragged_kernel"}
     assert of_processing >= {"mask_logits_kernel", "restore_logits_kernel", "token_history_kernel"}
     assert not is_written
+
+
+def test_kv_probe_runs_without_a_dry_run_where_triton_has_other_hooks(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(triton, "knobs", SimpleNamespace())
+    warn_of_failed_recording.cache_clear()
+
+    def write(pools: PagedKVPools) -> None:
+        rows = torch.ones(1, 2, 1, 4)
+        pools.layer(0, rows, rows)
+
+    for _ in range(2):
+        assert build._probe(write, is_dry=True).num_bytes() == 2 * (2 * 2 * 4 * 4)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("kernels are compiled in one process: AttributeError: ")

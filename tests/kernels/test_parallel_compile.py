@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from mtp_plugin.kernels import parallel_compile
-from mtp_plugin.kernels.parallel_compile import CompileJob, CompileRequest
+from mtp_plugin.kernels.parallel_compile import CompileJob, CompileProcess, CompileRequest
 
 pytest.importorskip("triton")
 
@@ -45,6 +46,11 @@ class Exit:
 
 def request(*content: Any) -> CompileRequest:
     return CompileRequest(f"kernel {len(content)}", 1, pickle.dumps(content))
+
+
+def popen_of(process: CompileProcess | None) -> subprocess.Popen[bytes]:
+    assert process is not None
+    return process._process
 
 
 def test_launches_find_what_a_job_compiled(tmp_path: Path) -> None:
@@ -108,8 +114,7 @@ def test_job_that_is_given_up_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch, caplog: Any, how: str
 ) -> None:
     job = CompileJob([request(Sleep())], background=True)
-    process = job._process
-    assert process is not None
+    process = popen_of(job._process)
     assert not job.is_done
     if how == "close":
         job.close()
@@ -172,3 +177,69 @@ def test_process_that_fails_is_logged(caplog: Any) -> None:
     broken = CompileJob([request(Exit())])
     broken.wait()
     assert "the process that compiles them in parallel ended with status 3" in caplog.text
+
+
+@pytest.mark.usefixtures("cache")
+def test_job_compiles_in_the_process_that_was_started_ahead() -> None:
+    ahead = CompileProcess.start_ahead()
+    job = CompileJob([request(Exit())], process=ahead)
+    assert job._process is ahead
+    job.wait()
+    assert popen_of(ahead).returncode == 3
+
+
+@pytest.mark.usefixtures("cache")
+def test_process_started_ahead_ends_if_nothing_is_missing() -> None:
+    ahead = CompileProcess.start_ahead()
+    assert CompileJob([], process=ahead).is_done
+    assert popen_of(ahead).returncode is not None
+
+
+def test_no_process_starts_ahead_where_an_earlier_job_compiled(cache: Path) -> None:
+    (cache / "mtp_plugin-compiled").mkdir()
+    assert CompileProcess.start_ahead() is None
+
+
+def test_kernels_that_are_waited_for_end_the_wait_before_the_job_ends(cache: Path) -> None:
+    one, other = request(Sleep()), request(Sleep(), "kernel")
+    job = CompileJob([one, other])
+    mark = cache / "mtp_plugin-compiled" / one.mark
+    begin = time.monotonic()
+    threading.Timer(0.3, mark.touch).start()
+    job.wait_for([one])
+    assert time.monotonic() - begin >= 0.3
+    assert mark.exists()
+    assert not job.is_done
+    job.close()
+    job.wait_for([other])  # does not wait for what is not compiled any more
+
+
+@pytest.mark.usefixtures("cache")
+def test_urgent_kernels_come_after_the_longest(monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[bytes] = []
+    monkeypatch.setattr(parallel_compile, "num_processes", lambda: 4)
+    monkeypatch.setattr(
+        CompileProcess, "send", lambda _, jobs, **__: sent.extend(content for content, _ in jobs)
+    )
+    requests = [CompileRequest(f"kernel {n}", n, str(n).encode()) for n in range(6)]
+    CompileJob(requests, urgent={"kernel 1", "kernel 2"}).close()
+    assert sent == [b"5", b"4", b"2", b"1", b"3", b"0"]
+
+
+def test_process_imports_kernels_without_models() -> None:
+    program = (
+        "import sys; from mtp_plugin.kernels.parallel_compile import _import_ahead; "
+        "_import_ahead(); print(*sys.modules)"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    imported = child.stdout.split()
+    assert "mtp_plugin.speculative.ops.sampling.sample_triton" in imported
+    assert "mtp_plugin.executor.layers.experts_triton" in imported
+    assert not {"transformers", "tokenizers", "mtp_plugin.executor.llm"} & set(imported)

@@ -7,7 +7,6 @@ on the device needs only the number of query rows per sequence, which the host k
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,8 @@ import torch
 
 from mtp_plugin.errors import MetadataError, expect
 from mtp_plugin.executor.attention.backend import find_backend
-from mtp_plugin.executor.attention.bridge import PagedCache
 from mtp_plugin.executor.attention.types import AttentionBackend, Group, Layout, RowCounts
 from mtp_plugin.executor.kv_cache import PagedKVPools
-from mtp_plugin.speculative.step import Accepted
 
 
 class PagedAttentionMetadata:
@@ -83,7 +80,6 @@ class PagedAttentionMetadata:
         self.request_ids = request_ids
         self.check = check
         self.backend: AttentionBackend = find_backend("sdpa") if backend is None else backend
-        self.after_verification: Callable[[Accepted, torch.Tensor | None], Any] | None = None
         self._pools = pools
         self._num_contexts = num_contexts
         self._layout: Layout | None = None
@@ -177,6 +173,9 @@ class PagedAttentionMetadata:
 
     def model_kwargs(self) -> dict[str, Any]:
         """Keyword arguments for transformers modules."""
+        # a process that compiles kernels imports this package, but not transformers
+        from mtp_plugin.executor.attention.bridge import PagedCache
+
         return {
             "past_key_values": PagedCache(self),
             "attention_mask": None,

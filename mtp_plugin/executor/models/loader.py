@@ -14,6 +14,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
+import mtp_plugin.executor.attention.bridge  # noqa: F401 - registers the attention functions
 from mtp_plugin.errors import CheckpointError, ConfigError
 from mtp_plugin.executor.models.block_layout import build_layers, target_class
 from mtp_plugin.executor.models.checkpoint_files import listed, read_tensors
