@@ -281,6 +281,7 @@ def _engine(
         attn_backend=attn_backend,
         draft_head=draft_head,
         lease=lease,
+        early_tokens=not config.disable_overlap_scheduler,
     )
     if graphs is not None:
         model.keep_experts_on_device()

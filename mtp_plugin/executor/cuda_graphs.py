@@ -116,7 +116,7 @@ class CapturedStep:
     """A graph, and the tensors that its replays write."""
 
     graph: torch.cuda.CUDAGraph
-    outputs: dict[str, torch.Tensor]  # all but the logits
+    outputs: dict[str, Any]  # all but the logits
     spec_metadata: Any  # whose tensors the graph reads
     checks: Sequence[ReplayCheck]  # run after every replay
     prompts: PromptBuffer | None = None
@@ -144,7 +144,7 @@ class CapturedSteps:
 
     def __init__(
         self,
-        launch: Callable[..., dict[str, torch.Tensor]],
+        launch: Callable[..., dict[str, Any]],
         table: RowTable,
         padding_row: Row,
         previous: Any,
@@ -220,7 +220,7 @@ class CapturedSteps:
 
     def _padding_step(
         self, shape: StepShape
-    ) -> tuple[Callable[[], dict[str, torch.Tensor]], Any, PromptBuffer | None]:
+    ) -> tuple[Callable[[], dict[str, Any]], Any, PromptBuffer | None]:
         """Upload padding rows; return a function that launches their step, its metadata and the
         buffer of its prompts."""
         size = shape.num_contexts + shape.num_generations
@@ -230,15 +230,11 @@ class CapturedSteps:
         spec_metadata.request_ids = [CUDA_GRAPH_DUMMY_REQUEST_ID] * size
         spec_metadata.prepare()
 
-        def launch() -> dict[str, torch.Tensor]:
+        def launch() -> dict[str, Any]:
             contexts, order = (None, None) if prompts is None else prompts.inputs(step)
-            outputs = self._launch(
-                shape, step, self._previous, contexts, spec_metadata=spec_metadata
+            return self._launch(
+                shape, step, self._previous, contexts, order=order, spec_metadata=spec_metadata
             )
-            if order is None:
-                return outputs
-            logits = outputs.pop("logits")
-            return {name: value[order] for name, value in outputs.items()} | {"logits": logits}
 
         return launch, spec_metadata, prompts
 
@@ -294,9 +290,7 @@ class CapturedSteps:
             )
             self._pending.clear()
 
-    def _record(
-        self, launch: Callable[[], dict[str, torch.Tensor]], spec_metadata: Any
-    ) -> CapturedStep:
+    def _record(self, launch: Callable[[], dict[str, Any]], spec_metadata: Any) -> CapturedStep:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_STEPS):
@@ -322,7 +316,7 @@ class CapturedSteps:
 
     def replay(
         self, shape: StepShape, rows: list[Row], chunks: PromptChunks | None = None
-    ) -> dict[str, torch.Tensor] | None:
+    ) -> dict[str, Any] | None:
         """Replay the graph of a step shape; None if there is none and the step must run eagerly.
 
         Args:

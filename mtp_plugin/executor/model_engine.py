@@ -44,7 +44,8 @@ from mtp_plugin.kernels.parallel_compile import (
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import SpeculativePieces
-from mtp_plugin.speculative.step import SamplingKind
+from mtp_plugin.speculative.step import Accepted, SamplingKind
+from mtp_plugin.speculative.verified_tokens import VerifiedTokens
 
 PROMPT_LENGTHS = (128, 100)
 """Lengths of prompts whose kernels are compiled before the first request: Triton distinguishes
@@ -87,6 +88,9 @@ class ModelEngine:
         attn_backend: backend of paged attention; None: sdpa.
         draft_head: LM head of the drafts; None: the model's.
         lease: lease of the model's attention, released with the engine.
+        early_tokens: steps with prompts return the output tokens under the key ``verified`` as
+            `VerifiedTokens`, which the host reads before their drafts are done; for a loop whose
+            next step reads the drafts on the device.
     """
 
     def __init__(
@@ -100,6 +104,7 @@ class ModelEngine:
         attn_backend: AttentionBackend | None = None,
         draft_head: nn.Module | None = None,
         lease: AttentionLease | None = None,
+        early_tokens: bool = False,
     ) -> None:
         self.model = model
         self.pieces = pieces
@@ -114,6 +119,7 @@ class ModelEngine:
         self.draft_head = model.lm_head if draft_head is None else draft_head
         self._attn_backend = attn_backend
         self._lease = lease
+        self._early_tokens = early_tokens and pieces.plan.max_draft_len > 0
         self._padded_sizes = sorted(limits.padded_sizes)
         self._prompt_shapes: Sequence[StepShape] = ()
         self._table = self.make_table()
@@ -273,7 +279,7 @@ class ModelEngine:
     @torch.inference_mode()
     def forward(
         self, batch: ScheduledRequests, previous: Any | None, in_flight: set[int]
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """Launch one step.
 
         Args:
@@ -314,7 +320,7 @@ class ModelEngine:
 
     def _replay(
         self, captured: CapturedSteps, shape: StepShape, rows: list[Row], chunks: PromptChunks
-    ) -> dict[str, torch.Tensor] | None:
+    ) -> dict[str, Any] | None:
         """Replay a step, with prompts in the smallest captured step that holds them; None: there is
         no graph."""
         padded = fitting_shape(shape, self._prompt_shapes) if chunks.lens else None
@@ -336,8 +342,9 @@ class ModelEngine:
         contexts: StepInputs | None = None,
         scored: ScoredPrompts | None = None,
         *,
+        order: torch.Tensor | None = None,
         spec_metadata: Any = None,
-    ) -> dict[str, torch.Tensor]:
+    ) -> dict[str, Any]:
         """Launch a step; reads nothing back, so that it can be captured.
 
         Args:
@@ -345,6 +352,8 @@ class ModelEngine:
             contexts: prompt chunks of the step, if any.
             previous: see :meth:`forward`.
             scored: prompt tokens whose log-probabilities are requested.
+            order: [R] int64, rows of the step in the order of the returned results; None: all rows
+                in their order.
             spec_metadata: metadata of a captured step, already on the device; None: use the
                 engine's own, filled from the host.
         """
@@ -377,11 +386,18 @@ class ModelEngine:
         else:
             attn_metadata.is_cuda_graph = True
             spec.slot_ids = inputs.state_slot
+        verified: list[VerifiedTokens] = []
+        if self._early_tokens and shape.num_contexts > 0:
+
+            def record(accepted: Accepted, logprob_entries: torch.Tensor | None) -> None:
+                verified.append(VerifiedTokens.record(accepted, logprob_entries, order))
+
+            attn_metadata.after_verification = record
         hidden_states = self.model.forward_target(inputs.input_ids, position_ids, attn_metadata)
         if scored is not None:
             scored.score(hidden_states, self.model.lm_head, backend=self.pieces.backend)
         with_logits = hidden_states if logit_rows is None else hidden_states[logit_rows]
-        outputs: dict[str, torch.Tensor] = self.pieces.worker(
+        outputs: dict[str, Any] = self.pieces.worker(
             input_ids=inputs.input_ids,
             position_ids=position_ids,
             hidden_states=hidden_states,
@@ -392,7 +408,10 @@ class ModelEngine:
             spec_metadata=spec,
             mtp_layers=self.model.mtp_layers,
         )
-        return outputs
+        if order is not None:
+            logits = outputs.pop("logits")
+            outputs = {name: value[order] for name, value in outputs.items()} | {"logits": logits}
+        return outputs | {"verified": verified[0]} if verified else outputs
 
     # ---- rows ---------------------------------------------------------------------------------
 

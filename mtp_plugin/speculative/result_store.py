@@ -144,10 +144,14 @@ class _HostEvent:
         """Nothing to wait for."""
 
 
-def recorded_event(device: torch.device) -> Any:
-    """Record an event after everything launched on ``device``; the caller synchronizes with it."""
+def recorded_event(device: torch.device, *, external: bool = False) -> Any:
+    """Record an event on the current stream of ``device``; the caller synchronizes with it.
+
+    Args:
+        external: in a graph, the event is a node that streams outside the graph can wait for.
+    """
     if device.type != "cuda":
         return _HostEvent()
-    event = torch.cuda.Event()
+    event = torch.cuda.Event(external=external)
     event.record()
     return event

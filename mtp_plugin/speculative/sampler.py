@@ -42,6 +42,7 @@ from mtp_plugin.speculative.result_store import (
 )
 from mtp_plugin.speculative.step import StepResult, to_device
 from mtp_plugin.speculative.stop_decisions import apply_stop_callback
+from mtp_plugin.speculative.verified_tokens import HostTokens, VerifiedTokens
 
 OWN_OPTIONS = SERVED_OPTIONS | {
     "speculate",
@@ -66,7 +67,7 @@ class SampleStateMTP:
 
     scheduled_requests: Any = None
     device: SampleStateTensorsMTP | None = None
-    host: SampleStateTensorsMTP | None = None
+    host: SampleStateTensorsMTP | HostTokens | None = None
     sampler_event: Any = None
     requests: list[Any] = field(default_factory=list)
     rows: list[PendingRow] = field(default_factory=list)
@@ -159,6 +160,7 @@ class MTPSampler:
         self.device = torch.device(device)
         self.store = self.create_store()
         self.backend = Backend.of(kernels, self.device)
+        self._copy_stream: torch.cuda.Stream | None = None
         self._slots: list[int] = []
         self._device_slots = torch.empty(0, dtype=torch.int64, device=self.device)
 
@@ -218,6 +220,9 @@ class MTPSampler:
         A host may not call `validate_request`, so a request is validated with the last row of its
         prompt too; if it is refused, `update_requests` finishes it with an error.
 
+        With `VerifiedTokens` under the key ``verified``, only those are copied to the host, without
+        waiting for the drafts; `update_requests` then leaves the requests without drafts.
+
         Args:
             scheduled_requests: the batch; its contexts, then its generations, are the first rows.
                 Contexts that the host lists as unfinished chunks come first and get no token.
@@ -241,19 +246,25 @@ class MTPSampler:
         rows += [self._pending(request, is_context=False) for request in generations]
         model_outputs = _without_first_rows(given, num_skipped)
         self._expect_width(model_outputs)
+        tokens = self._early_tokens(rows, model_outputs)
         self._write_store(rows, model_outputs)
-        copy = self.store.to_host()
         for request in contexts:
             # the next schedule must reserve rows for the drafts that the device already holds
             request.py_draft_tokens = [1] * self.draft_len
-        return SampleStateMTP(
+        state = SampleStateMTP(
             scheduled_requests=scheduled_requests,
             device=self.device_tensors(),
-            host=replace(copy.emitted(), log_probs=self._logprobs_of(rows, model_outputs)),
-            sampler_event=recorded_event(self.device),
             requests=requests,
             rows=rows,
             runtime_draft_len=min(int(model_outputs["new_tokens"].shape[1]) - 1, self.draft_len),
+        )
+        if tokens is not None:
+            return replace(state, host=tokens, sampler_event=tokens.event)
+        copy = self.store.to_host()
+        return replace(
+            state,
+            host=replace(copy.emitted(), log_probs=self._logprobs_of(rows, model_outputs)),
+            sampler_event=recorded_event(self.device),
             results=copy,
         )
 
@@ -281,13 +292,16 @@ class MTPSampler:
         # requests that finished or restarted since may have no slot any more
         all_rows = enumerate(state.rows or self._rows_of(state))
         kept = [(index, row) for index, row in all_rows if not row.is_late]
-        store = state.results
-        if store is None or not store.is_shown_by(host):
-            store = ResultStore.gathered(host)  # built by the host
-        draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
-        given = store.at(slots_of([row for _, row in kept]), draft_len)
-        log_probs = host.log_probs
         rows = [row for _, row in kept]
+        draft_len = self.draft_len if state.runtime_draft_len is None else state.runtime_draft_len
+        if isinstance(host, HostTokens):
+            given = host.at([index for index, _ in kept])
+        else:
+            store = state.results
+            if store is None or not store.is_shown_by(host):
+                store = ResultStore.gathered(host)  # built by the host
+            given = store.at(slots_of(rows), draft_len)
+        log_probs = host.log_probs
         results: list[StepResult] = []
         endings: list[Ending] = []
         try:
@@ -404,6 +418,16 @@ class MTPSampler:
             ),
             backend=self.backend,
         )
+
+    def _early_tokens(self, rows: list[PendingRow], outputs: dict[str, Any]) -> HostTokens | None:
+        """Start the copy of tokens that were recorded before drafting, if there are any."""
+        verified: VerifiedTokens | None = outputs.get("verified")
+        if verified is None:
+            return None
+        if self._copy_stream is None and self.device.type == "cuda":
+            self._copy_stream = torch.cuda.Stream(self.device)
+        wants_logprobs = any(row.facts.num_logprobs is not None for row in rows)
+        return verified.to_host(self._copy_stream, len(rows), with_logprobs=wants_logprobs)
 
     @staticmethod
     def _logprobs_of(rows: list[PendingRow], outputs: dict[str, Any]) -> torch.Tensor | None:

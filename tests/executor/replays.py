@@ -23,7 +23,9 @@ class EagerReplays(CapturedSteps):
 
         def replay() -> None:
             for name, value in launch().items():
-                if name in outputs:
+                if name == "verified":
+                    outputs[name] = value
+                elif name in outputs:
                     outputs[name].copy_(value)
 
         return CapturedStep(SimpleNamespace(replay=replay), outputs, spec_metadata, [])

@@ -59,6 +59,7 @@ def test_prompts_in_graphs_give_the_oracles_text(graphed, target, prompts, k, no
     want = [target.greedy(p, length) for p, length in zip(prompts, lengths, strict=True)]
     assert watched.generate(prompts, [params(length) for length in lengths]) == want
     with_prompts = [shape for shape in watched.replayed if shape.chunk_lens]
+    assert watched.captured.num_prompt_replays == len(with_prompts)
     assert any(shape.num_generations for shape in with_prompts)
     assert any(not shape.num_generations for shape in with_prompts)
     assert not watched.eager

@@ -7,6 +7,7 @@ on the device needs only the number of query rows per sequence, which the host k
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from mtp_plugin.errors import MetadataError, expect
 from mtp_plugin.executor.attention.backend import find_backend
 from mtp_plugin.executor.attention.types import AttentionBackend, Group, Layout, RowCounts
 from mtp_plugin.executor.kv_cache import PagedKVPools
+from mtp_plugin.speculative.step import Accepted
 
 
 class PagedAttentionMetadata:
@@ -80,6 +82,7 @@ class PagedAttentionMetadata:
         self.request_ids = request_ids
         self.check = check
         self.backend: AttentionBackend = find_backend("sdpa") if backend is None else backend
+        self.after_verification: Callable[[Accepted, torch.Tensor | None], Any] | None = None
         self._pools = pools
         self._num_contexts = num_contexts
         self._layout: Layout | None = None

@@ -90,7 +90,7 @@ class SamplerBody:
             own = state.mtp_plugin = self._received(state)
         self.mtp_plugin_sampler.update_requests(own)
 
-    def _tensors(self, own: SampleStateTensorsMTP | None) -> Any:
+    def _tensors(self, own: Any) -> Any:
         if own is None:
             return None
         return self.mtp_plugin_tensors(

@@ -227,6 +227,9 @@ class SpecWorker(nn.Module, ABC):
         accepted = self.verifier.verify(inputs, last_tokens=next_tokens[:, 0], backend=self.backend)
         if step.host.after_acceptance is not None:
             step.host.after_acceptance(accepted.num_accepted)
+        logprob_entries = self._logprobs(step, accepted)
+        if step.host.after_verification is not None:
+            step.host.after_verification(accepted, logprob_entries)
         if layout.draft_len > 0 or (self.keeps_warm and self.max_draft_len > 0):
             metadata = step.attn_metadata
             before = MetadataFingerprint.take(metadata) if self.check_metadata else None
@@ -245,7 +248,7 @@ class SpecWorker(nn.Module, ABC):
             next_draft_tokens=drafts,
             next_new_tokens=next_tokens,
             status=accepted.status,
-            logprob_entries=self._logprobs(step, accepted),
+            logprob_entries=logprob_entries,
         ).as_dict()
 
     @property

@@ -107,6 +107,8 @@ class AttentionMetadata(Protocol):
     - ``kv_capacity`` [R] int32: KV rows allocated for the request.
     - ``after_acceptance(num_accepted)``, [R] int32: called between verification and the first draft
       pass; recurrent layers, whose states cannot be truncated, advance them there in place.
+    - ``after_verification(accepted, logprob_entries)``: called before the first draft pass with the
+      step's `Accepted` tokens, and their log-probabilities [R, K+1, ENTRY_WIDTH] int32 or None.
     """
 
     _seq_lens: torch.Tensor

@@ -15,7 +15,7 @@ from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
 from mtp_plugin.requests.states import is_graph_dummy_id
 from mtp_plugin.speculative.host.protocols import AttentionMetadata
 from mtp_plugin.speculative.host.ranks import ALONE, RankRows
-from mtp_plugin.speculative.step import SamplingKind, SlotRows, StepLayout, to_device
+from mtp_plugin.speculative.step import Accepted, SamplingKind, SlotRows, StepLayout, to_device
 
 _NOT_RECORDED: Any = object()
 """Metadata of a host engine that does not record what `prepare` was called for."""
@@ -47,6 +47,8 @@ class HostStep:
     kv_lens: torch.Tensor | None = None  # [>= R] int32; None: the backend has none
     after_acceptance: Callable[[torch.Tensor], Any] | None = None
     """Called with the number of accepted tokens [R] int32 before the draft loop."""
+    after_verification: Callable[[Accepted, torch.Tensor | None], Any] | None = None
+    """Called with the accepted tokens and their log-probabilities before the draft loop."""
     ranks: RankRows = ALONE
 
     @classmethod
@@ -121,6 +123,7 @@ class HostStep:
             max_position=getattr(spec_metadata, "max_position", None),
             kv_lens=getattr(attn_metadata, "kv_lens_cuda", None),
             after_acceptance=getattr(attn_metadata, "after_acceptance", None),
+            after_verification=getattr(attn_metadata, "after_verification", None),
             ranks=RankRows.read(attn_metadata, spec_metadata),
         )
 

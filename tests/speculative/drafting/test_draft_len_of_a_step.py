@@ -141,6 +141,26 @@ def test_the_host_hears_of_acceptance_before_drafts_are_made() -> None:
     assert layer.passes == K
 
 
+@pytest.mark.parametrize("kind", WORKERS)
+def test_tokens_are_passed_on_before_drafts_are_made(kind: type) -> None:
+    step, heard = Step(K, [], [turn(K)]), []
+    layers = [CountingLayer(depth) for depth in range(K)]
+
+    def record(accepted: Any, logprob_entries: Any) -> None:
+        passes = sum(layer.passes for layer in layers)
+        heard.append((accepted.tokens.tolist(), accepted.num_accepted.tolist(), passes))
+        assert logprob_entries is None
+
+    step.attn.after_verification = record
+    if kind is MTPWorker:
+        widen(step)
+    outputs = kind(MTPDecodingConfig(max_draft_len=K), device="cpu")(
+        **step.inputs(), mtp_layers=layers
+    )
+    assert heard == [(outputs["new_tokens"].tolist(), [2], 0)]
+    assert sum(layer.passes for layer in layers) == K
+
+
 def test_a_config_of_a_host_has_few_fields() -> None:
     worker = MTPEagleWorker(SimpleNamespace(max_draft_len=2), device="cpu")
     assert (worker.max_draft_len, worker.keeps_warm, worker.chain) == (2, True, "output")
