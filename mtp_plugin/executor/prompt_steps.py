@@ -8,7 +8,7 @@ padding: they have the tokens that are left, at least one each, and write to sen
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -27,6 +27,8 @@ PROMPT_TOKENS = (64, 128, 256, 512, 1024)
 """Default numbers of prompt tokens for which steps are captured."""
 SMALLER_BATCHES = 4
 """Batch sizes of captured steps with prompts differ by this factor, so that there are few."""
+SMALLER_BATCHES_OF_LONG_CHUNKS = 2
+"""The same for steps with the most prompt tokens, whose time grows with every padding row."""
 
 
 class PromptChunks(NamedTuple):
@@ -158,8 +160,8 @@ def prompt_shapes(
 ) -> list[StepShape]:
     """Return the shapes of captured steps with prompts.
 
-    With generations they are captured for the largest batch, a quarter of it and so on, and the
-    largest draft length of each.
+    With generations they are captured for the largest batch, a quarter of it and so on (a half,
+    with the most prompt tokens), and the largest draft length of each.
 
     Args:
         token_sizes: prompt tokens of a step.
@@ -169,21 +171,35 @@ def prompt_shapes(
     for shape in generation_shapes:
         size = shape.num_generations
         draft_lens[size] = max(shape.draft_len, draft_lens.get(size, 0))
-    if not draft_lens:
+    token_sizes = list(token_sizes)
+    if not draft_lens or not token_sizes:
         return []
-    batches = {0: draft_lens[min(draft_lens)]}
-    wanted = max(draft_lens)
-    while wanted >= 1:
-        size = min(size for size in draft_lens if size >= wanted)
-        batches[size] = draft_lens[size]
-        wanted //= SMALLER_BATCHES
+    few = _spaced_sizes(draft_lens, SMALLER_BATCHES)
+    many = _spaced_sizes(draft_lens, SMALLER_BATCHES_OF_LONG_CHUNKS)
+    most = max(token_sizes)
     # every padding chunk has a token
     return [
-        StepShape((tokens + 1,) + (1,) * (CAPTURED_CHUNKS - 1), size, draft_len, kind)
+        StepShape(
+            (tokens + 1,) + (1,) * (CAPTURED_CHUNKS - 1),
+            size,
+            draft_lens[size or min(draft_lens)],
+            kind,
+        )
         for kind in SamplingKind
-        for size, draft_len in batches.items()
+        for size in (0, *many)
         for tokens in token_sizes
+        if tokens == most or size in (0, *few)
     ]
+
+
+def _spaced_sizes(sizes: Collection[int], factor: int) -> list[int]:
+    """Return the largest of ``sizes`` and those that serve it divided by powers of ``factor``."""
+    spaced: dict[int, None] = {}
+    wanted = max(sizes)
+    while wanted >= 1:
+        spaced[min(size for size in sizes if size >= wanted)] = None
+        wanted //= factor
+    return list(spaced)
 
 
 def distinct_shapes(shapes: Sequence[StepShape]) -> list[StepShape]:

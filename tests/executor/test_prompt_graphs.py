@@ -122,10 +122,21 @@ def test_padded_chunks():
     assert padded.last_rows == [1, 2, 6]
 
 
+def test_long_chunks_are_captured_with_more_batch_sizes():
+    generations = [StepShape((), size, 3) for size in (48, 32, 16, 8, 4, 2, 1)]
+    sizes: dict[int, list[int]] = {}
+    for shape in prompt_shapes([8, 16], generations):
+        if shape.sampling_kind is SamplingKind.GREEDY:
+            sizes.setdefault(shape.num_ctx_tokens - CAPTURED_CHUNKS, []).append(
+                shape.num_generations
+            )
+    assert sizes == {8: [0, 48, 16, 4], 16: [0, 48, 32, 16, 8, 4, 1]}
+
+
 def test_fitting_shape():
     generations = [StepShape((), size, k) for size, k in ((16, 2), (16, 0), (2, 3), (1, 3))]
     shapes = prompt_shapes([8, 16], generations)
-    assert len(set(shapes)) == len(shapes) == 3 * 3 * 2
+    assert len(set(shapes)) == len(shapes) == 3 * (3 + 4)
     for num_chunks in (1, 3, CAPTURED_CHUNKS - 1):
         for num_tokens in range(num_chunks, 30):
             step = StepShape((num_tokens - num_chunks + 1,) + (1,) * (num_chunks - 1), 0, 3)
