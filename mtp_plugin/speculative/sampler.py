@@ -259,14 +259,13 @@ class MTPSampler:
             runtime_draft_len=min(int(model_outputs["new_tokens"].shape[1]) - 1, self.draft_len),
         )
         if tokens is not None:
-            return replace(state, host=tokens, sampler_event=tokens.event)
-        copy = self.store.to_host()
-        return replace(
-            state,
-            host=replace(copy.emitted(), log_probs=self._logprobs_of(rows, model_outputs)),
-            sampler_event=recorded_event(self.device),
-            results=copy,
-        )
+            state.host, state.sampler_event = tokens, tokens.event
+        else:
+            state.results = copy = self.store.to_host()
+            log_probs = self._logprobs_of(rows, model_outputs)
+            state.host = replace(copy.emitted(), log_probs=log_probs)
+            state.sampler_event = recorded_event(self.device)
+        return state
 
     def update_requests(self, state: SampleStateMTP, *_: Any, **__: Any) -> list[StepResult]:
         """Append a step's tokens to its requests; late results are dropped.
