@@ -132,7 +132,7 @@ def _mask_groups(
     return tl.reshape(kept, [ROWS, EXPERTS])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def assign_experts_kernel(
     logits_ptr,  # [T, E] fp32
     bias_ptr,  # [E] fp32

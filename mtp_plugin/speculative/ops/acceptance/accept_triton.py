@@ -207,7 +207,7 @@ def _at(vector, columns, column):
     return tl.sum(tl.where(columns == column, vector, 0), axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_contexts"])
 def accept_kernel(
     # inputs
     value_ptr,

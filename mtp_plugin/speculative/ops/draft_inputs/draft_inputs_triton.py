@@ -279,7 +279,7 @@ def context_history_kernel(
     tl.store(pool_token_ptr + slot * K + rows, tokens, mask=used & first)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_contexts", "num_ctx_tokens"])
 def accepted_rows_kernel(
     token_ptr,
     count_ptr,
