@@ -13,24 +13,16 @@ from typing import Any
 
 import pytest
 
+from integration.vllm.engine_process import COMMON_ENVIRONMENT, CPU_ENVIRONMENT, SHIM
 from tests.vllm.engines import JOBS, ROOT
 
-SHIM = Path(__file__).parent / "shim"
 LIMIT_SECONDS = 500
 ENVIRONMENT = {
+    **COMMON_ENVIRONMENT,
+    **CPU_ENVIRONMENT,
     "PYTHONPATH": f"{SHIM}{os.pathsep}{ROOT}",
-    "TRITON_INTERPRET": "1",
-    "OMP_NUM_THREADS": "1",
-    "HF_HUB_OFFLINE": "1",
-    "TRANSFORMERS_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_LEVEL": "INFO",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    "VLLM_CPU_CI_ENV": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_USE_V2_MODEL_RUNNER": "1",
 }
 """Of every engine: vLLM on CPU, with the code of its GPU runner."""
 

@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from integration.vllm.random_requests import random_requests
 from tests.vllm.options import KEPT, REFUSED, TRUNCATION, WRONG_XARGS
-from tests.vllm.random_requests import random_requests
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = "integration/tiny_model/checkpoint"

@@ -22,15 +22,19 @@ def random_requests(prompts: list[str], count: int) -> list[dict[str, Any]]:
     ]
 
 
-def random_options(rng: random.Random, number: int) -> dict[str, Any]:
-    """Return keyword arguments of vLLM's ``SamplingParams``."""
+def random_options(rng: random.Random, number: int, longest: int = 16) -> dict[str, Any]:
+    """Return keyword arguments of vLLM's ``SamplingParams``.
+
+    Args:
+        number: determines the seed. longest: maximum of ``max_tokens``.
+    """
 
     def chance(share: float) -> bool:
         return rng.random() < share
 
     options: dict[str, Any] = {
         "temperature": rng.choice([0.0, 0.6, 0.8, 1.0, 1.3]),
-        "max_tokens": rng.randint(6, 16),
+        "max_tokens": rng.randint(6, longest),
         "seed": 7000 + number,
     }
     if chance(0.3):

@@ -1,0 +1,1 @@
+"""Checks of the vLLM plugin under load; run them where vLLM is installed, on a GPU or a CPU."""

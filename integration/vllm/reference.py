@@ -1,0 +1,199 @@
+"""Runs requests without drafts and compares the outputs."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+from integration.vllm.requests import prompt_of, record, sampling_params
+from integration.vllm.traffic import Request, Watchdog, leaks, model_runner
+
+
+def run_reference(
+    llm: Any, *, finished_file: str, margin: float, logprob_tolerance: float
+) -> dict[str, Any]:
+    """Run the requests of a file, which may still grow, and compare the outputs.
+
+    Args:
+        finished_file: of `run_traffic`.
+        margin: see `is_tie`.
+        logprob_tolerance: maximum difference of log-probabilities.
+
+    Returns:
+        counts, and problems (one line each).
+    """
+    engine = llm.llm_engine
+    most = 4 * engine.vllm_config.scheduler_config.max_num_seqs
+    counts = dict.fromkeys(("compared", "tokens", "equal", "ties", "failures"), 0)
+    problems: list[str] = []
+    running: dict[str, tuple[Request, dict[str, Any]]] = {}
+    unequal: list[tuple[Request, dict[str, Any], int]] = []
+    lines, watchdog, is_complete = _Lines(Path(finished_file)), Watchdog(), False
+    while running or not is_complete:
+        while len(running) < most and not is_complete:
+            request = lines.next()
+            if request is None:
+                break
+            is_complete = "end" in request
+            if not is_complete:
+                identifier = str(request["number"])
+                running[identifier] = (request, {"new_tokens": []})
+                engine.add_request(identifier, prompt_of(request), _params(request))
+        if not running:
+            time.sleep(0.01)
+            watchdog.pulse()
+            continue
+        for output in engine.step():
+            watchdog.pulse()
+            identifier = output.request_id.split("-")[0]
+            record(running[identifier][1], output)
+            if not output.finished:
+                continue
+            request, expected = running.pop(identifier)
+            counts["compared"] += 1
+            counts["tokens"] += len(request["result"].get("tokens", []))
+            position = first_difference(request, expected)
+            if position is not None:
+                unequal.append((request, expected, position))
+                continue
+            found = other_differences(request, expected, logprob_tolerance)
+            problems += [f"request {request['number']}: {line}" for line in found]
+            counts["failures" if found else "equal"] += 1
+    watchdog.stop()
+    problems += leaks(llm)
+    for request, expected, position in unequal:
+        tie = is_tie(llm, request, expected, position, margin)
+        counts["ties" if tie else "failures"] += 1
+        if not tie:
+            got, wanted = (
+                result.get("tokens", [])[position : position + 4]
+                for result in (request["result"], expected)
+            )
+            problems.append(
+                f"request {request['number']}: token {position}: {got} with drafts, {wanted} "
+                f"without; options {request['params']}"
+            )
+    return {"counts": counts, "problems": problems}
+
+
+def _params(request: Request) -> Any:
+    """Without our options, which only concern drafts."""
+    return sampling_params({k: v for k, v in request["params"].items() if k != "extra_args"})
+
+
+def first_difference(request: Request, expected: dict[str, Any]) -> int | None:
+    """Return the position of the first token that differs; None: the outputs are equal.
+
+    An aborted request must have the first tokens of the expected output.
+    """
+    got, wanted = request["result"].get("tokens", []), expected["tokens"]
+    for position, (token, other) in enumerate(zip(got, wanted, strict=False)):
+        if token != other:
+            return position
+    shorter = min(len(got), len(wanted))
+    is_whole = len(got) == len(wanted) or (request["is_aborted"] and len(got) == shorter)
+    return None if is_whole else shorter
+
+
+def other_differences(
+    request: Request, expected: dict[str, Any], logprob_tolerance: float
+) -> list[str]:
+    """Return how outputs with the same tokens differ."""
+    if request["is_aborted"]:
+        return []
+    got, wanted = request["result"]["completions"]["0"], expected["completions"][0]
+    found = [
+        f"{name} is {got[name]!r} with drafts, {wanted[name]!r} without"
+        for name in ("text", "finish_reason", "stop_reason")
+        if got[name] != wanted[name]
+    ]
+    for name, ours, theirs in (
+        ("logprobs", got["logprobs"], wanted["logprobs"]),
+        (
+            "prompt_logprobs",
+            request["result"].get("prompt_logprobs"),
+            expected.get("prompt_logprobs"),
+        ),
+    ):
+        difference = logprob_difference(ours, theirs)
+        if difference > logprob_tolerance:
+            found.append(f"{name} differ by {difference:.2g}")
+    return found
+
+
+def logprob_difference(ours: Any, theirs: Any) -> float:
+    """Return the largest difference of log-probabilities of the tokens that both lists hold."""
+    if ours is None or theirs is None or len(ours) != len(theirs):
+        return 0.0 if ours is None and theirs is None else float("inf")
+    largest = 0.0
+    for mine, other in zip(ours, theirs, strict=True):
+        values = {token: value for token, value, _ in mine or []}
+        for token, value, _ in other or []:
+            if token in values:
+                largest = max(largest, abs(values[token] - value))
+        if (mine is None) != (other is None):
+            return float("inf")
+    return largest
+
+
+def is_tie(
+    llm: Any, request: Request, expected: dict[str, Any], position: int, margin: float
+) -> bool:
+    """Whether a change of two logits by ``margin`` gives the token that was sampled with drafts.
+
+    Runs the request again, alone. At the position of the difference, the logit (after the logits
+    processors) of the token with drafts is raised by the margin, that of the token without drafts
+    is lowered by it, and our op samples again with the request's options and noise. This covers
+    greedy and sampled requests, and tokens at the border of top-k or top-p.
+    """
+    got, wanted = request["result"].get("tokens", []), expected["tokens"]
+    if position >= min(len(got), len(wanted)):
+        return False
+    engine, ops = llm.llm_engine, model_runner(llm).sampler.ops
+    target = len(expected["prompt_token_ids"]) - 1 + position
+    original, verdicts = ops.sample, []
+
+    def sample(logits: Any, indices: Any, positions: Any, *rest: Any) -> Any:
+        tokens = original(logits, indices, positions, *rest)
+        if int(positions[-1]) == target:
+            changed = logits[-1:].float().clone()
+            changed[0, got[position]] += margin
+            changed[0, wanted[position]] -= margin
+            other = original(changed, indices[-1:], positions[-1:])
+            is_repeated = int(tokens[-1]) in (wanted[position], got[position])
+            verdicts.append(is_repeated and int(other[0]) == got[position])
+        return tokens
+
+    ops.sample = sample
+    try:
+        engine.add_request(f"tie{request['number']}", prompt_of(request), _params(request))
+        while engine.has_unfinished_requests():
+            engine.step()
+    finally:
+        del ops.sample
+    return verdicts == [True]
+
+
+class _Lines:
+    """The lines of a file that another process writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._offset = 0
+        self._rest = b""
+        self._lines: list[bytes] = []
+
+    def next(self) -> Request | None:
+        """Return the next line's value; None: not written yet."""
+        if not self._lines and self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._offset)
+                data = file.read(1 << 20)
+            self._offset += len(data)
+            *self._lines, self._rest = (self._rest + data).split(b"\n")
+        if not self._lines:
+            return None
+        line: Request = json.loads(self._lines.pop(0))
+        return line

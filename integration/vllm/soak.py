@@ -1,0 +1,159 @@
+"""Soak test of the vLLM plugin: ``python -m integration.vllm.soak --seconds 120``.
+
+One engine with drafts serves random requests: random arrivals, options, aborts, preemptions. At the
+same time a second engine without drafts runs the requests whose output must be the same. Exit code
+1: an output differs by more than a tie, an engine hung or failed, or KV blocks or slots leaked.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from integration.vllm.engine_process import (
+    CHECKPOINT,
+    ROOT,
+    EngineError,
+    EngineProcess,
+    add_common_options,
+    engine_settings,
+    has_gpu,
+    prepare,
+    wait_for,
+)
+from integration.vllm.reference import run_reference
+from integration.vllm.traffic import THINKING_TOKENS, run_traffic
+
+BLOCK_SIZE = 32
+DRAIN_SECONDS = 600.0
+"""Most seconds after the traffic until all requests have finished and are compared."""
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=60.0, help="duration of the traffic")
+    parser.add_argument("--model", default=CHECKPOINT)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--k", type=int, default=3, help="number of drafts per step")
+    parser.add_argument("--max-num-seqs", type=int, default=8)
+    parser.add_argument("--kv-blocks", type=int, help="default: 3 per sequence, too few on purpose")
+    parser.add_argument("--longest", type=int, default=64, help="most output tokens of a request")
+    parser.add_argument(
+        "--methods",
+        choices=("coupled", "all"),
+        default="all",
+        help="all: also rejection and block, which need vLLM 0.26",
+    )
+    parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        help="change of two logits that explains a different token as a tie (default: 0.01 on a "
+        "GPU, whose matrix products round to TF32, 0.001 on a CPU)",
+    )
+    add_common_options(parser)
+    return parser.parse_args()
+
+
+def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run both engines; returns counts and problems."""
+    on_gpu = has_gpu()
+    prepare(folder, on_gpu)
+    margin = options.margin or (0.01 if on_gpu else 0.001)
+    common: dict[str, Any] = {"model": options.model, "max_model_len": 384}
+    if options.eager:
+        common["enforce_eager"] = True
+    seqs = options.max_num_seqs
+    drafting = EngineProcess(
+        "drafting",
+        engine_settings(
+            options.k,
+            on_gpu,
+            dict(THINKING_TOKENS),
+            max_num_seqs=seqs,
+            max_num_batched_tokens=max(64, 8 * seqs),
+            block_size=BLOCK_SIZE,
+            num_gpu_blocks_override=options.kv_blocks or 3 * seqs,
+            speculative_config=(
+                {"draft_sample_method": "probabilistic"} if options.methods == "all" else {}
+            ),
+            **common,
+        ),
+        folder,
+        in_process=True,
+    )
+    reference = EngineProcess(
+        "reference",
+        engine_settings(0, on_gpu, {}, max_num_seqs=4 * seqs, **common),
+        folder,
+        in_process=True,
+    )
+    finished_file = str(folder / "finished.jsonl")
+    Path(finished_file).unlink(missing_ok=True)
+    try:
+        described = [engine.wait_until_ready() for engine in (drafting, reference)]
+        wait_for(options.wait)
+        drafting.start_call(
+            run_traffic,
+            seconds=options.seconds,
+            seed=options.seed,
+            texts=prompt_texts(),
+            longest=options.longest,
+            finished_file=finished_file,
+        )
+        reference.start_call(
+            run_reference,
+            finished_file=finished_file,
+            margin=margin,
+            logprob_tolerance=5 * margin,
+        )
+        traffic = drafting.result(options.seconds + DRAIN_SECONDS)
+        compared = reference.result(2 * options.seconds + DRAIN_SECONDS)
+    finally:
+        drafting.close()
+        reference.close()
+    problems = traffic["problems"] + compared["problems"]
+    if compared["counts"]["compared"] != traffic["counts"]["compared"]:
+        problems.append("the reference did not run all compared requests")
+    return {
+        "engines": described,
+        "margin": margin,
+        "methods": ["coupled", *traffic["methods"]],
+        "traffic": traffic["counts"],
+        "comparison": compared["counts"],
+        "problems": problems,
+    }
+
+
+def prompt_texts() -> list[str]:
+    """Return the prompts of the tiny model."""
+    file = ROOT / "integration" / "tiny_model" / "prompts.json"
+    return [entry["prompt"] for entry in json.loads(file.read_text())]
+
+
+def main() -> int:
+    """Run the soak test; returns the exit code."""
+    options = arguments()
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            found = soak(options, options.folder or Path(temporary))
+        except EngineError as error:
+            found = {"problems": [str(error)]}
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    for name in ("traffic", "comparison"):
+        counts = ", ".join(f"{key} {value}" for key, value in found.get(name, {}).items())
+        sys.stdout.write(f"{name}: {counts}\n")
+    for problem in found["problems"][:20]:
+        sys.stdout.write(f"problem: {problem}\n")
+    sys.stdout.write("FAILED\n" if found["problems"] else "passed\n")
+    return 1 if found["problems"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

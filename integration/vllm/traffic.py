@@ -1,0 +1,217 @@
+"""Random requests to an engine with drafts: arrivals, options, aborts."""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from integration.vllm.random_requests import random_options
+from integration.vllm.requests import counters, prompt_of, record, sampling_params
+
+STALL_SECONDS = 180.0
+"""Without any output for so long, an engine with requests hangs: its process prints the stacks and
+ends."""
+ABORTED = 0.1
+"""Share of requests that are aborted, if they have not finished by then."""
+NOT_COMPARED = 0.3
+"""Share of requests whose output may differ from that without drafts."""
+LIMITED = 0.2
+"""Share of the compared requests whose drafts are withheld, all or some."""
+THINKING_TOKENS = {"thinking_begin_token": 1, "thinking_end_token": 2}
+"""``<think>`` and ``</think>`` of the tiny model."""
+Request = dict[str, Any]
+"""``number``, ``prompt``, ``params``, ``is_compared``, ``limit`` (most drafts of a step) and
+``patience`` (steps after which it is aborted; None: never)."""
+
+
+def make_requests(
+    texts: list[str], seed: int, num_drafts: int, longest: int, methods: tuple[str, ...]
+) -> Iterator[Request]:
+    """Yield requests without end, the same for the same arguments.
+
+    Args:
+        texts: prompts are pieces of them in a row. longest: maximum of ``max_tokens``.
+        methods: verification methods of requests that are not compared.
+    """
+    rng = random.Random(seed)
+    number = 0
+    while True:
+        text = "".join(rng.choices(texts, k=rng.choice([1, 1, 2, 4])))
+        request = {
+            "number": number,
+            "prompt": text[-rng.randint(10, 400) :],
+            "params": random_options(rng, number, longest),
+            "is_compared": rng.random() >= NOT_COMPARED,
+            "limit": num_drafts,
+            "patience": rng.randint(0, longest // 2) if rng.random() < ABORTED else None,
+        }
+        if not request["is_compared"]:
+            _make_incomparable(request, rng, methods)
+        elif rng.random() < LIMITED:
+            limit = rng.randrange(num_drafts)
+            request["limit"] = limit
+            extra = {"mtp_max_draft_len": limit} if limit else {"mtp_speculate": False}
+            request["params"]["extra_args"] = extra
+        yield request
+        number += 1
+
+
+def _make_incomparable(request: Request, rng: random.Random, methods: tuple[str, ...]) -> None:
+    params = request["params"]
+    kind = rng.choice(["unseeded", "relaxed", *methods])
+    if kind == "unseeded":
+        del params["seed"]
+    elif kind == "relaxed":
+        request["prompt"] += "<think>"
+        params["temperature"] = 0.0
+        params["extra_args"] = {"mtp_relaxed_topk": 5, "mtp_relaxed_delta": 0.9}
+    else:
+        params["extra_args"] = {"mtp_verification": kind}
+
+
+class Watchdog:
+    """Ends the process if `pulse` is not called for `STALL_SECONDS`; prints the stacks first."""
+
+    def __init__(self) -> None:
+        self._armed = 0.0
+        self.pulse()
+
+    def pulse(self) -> None:
+        """Report progress."""
+        if time.monotonic() - self._armed > STALL_SECONDS / 20:
+            self._armed = time.monotonic()
+            faulthandler.dump_traceback_later(STALL_SECONDS, exit=True)
+
+    def stop(self) -> None:
+        """End the supervision."""
+        faulthandler.cancel_dump_traceback_later()
+
+
+def run_traffic(
+    llm: Any,
+    *,
+    seconds: float,
+    seed: int,
+    texts: list[str],
+    longest: int,
+    finished_file: str,
+) -> dict[str, Any]:
+    """Serve random traffic, then all requests that are left.
+
+    Args:
+        finished_file: each compared request and its output is appended to it as a line of JSON,
+            and ``{"end": true}`` at the end.
+
+    Returns:
+        counts, and problems (one line each).
+    """
+    engine = llm.llm_engine
+    config = engine.vllm_config
+    num_drafts = config.speculative_config.num_speculative_tokens
+    num_seqs = config.scheduler_config.max_num_seqs
+    methods: tuple[str, ...] = ()
+    if config.speculative_config.draft_sample_method == "probabilistic":
+        methods = ("rejection", "block")
+    requests = make_requests(texts, seed, num_drafts, longest, methods)
+    rng = random.Random(seed + 1)
+    running: dict[str, tuple[Request, dict[str, Any]]] = {}
+    counts = dict.fromkeys(("requests", "tokens", "aborted", "compared", "steps"), 0)
+    problems: list[str] = []
+    before, started, load, watchdog = counters(llm), time.monotonic(), 0, Watchdog()
+    with Path(finished_file).open("w") as file:
+
+        def finish(identifier: str, is_aborted: bool) -> None:
+            request, result = running.pop(identifier)
+            tokens = result.get("tokens", [])
+            counts["tokens"] += len(tokens)
+            counts["aborted"] += is_aborted
+            counts["compared"] += request["is_compared"]
+            problems.extend(_problems(request, result, is_aborted))
+            if request["is_compared"]:
+                line = {**request, "is_aborted": is_aborted, "result": result}
+                file.write(json.dumps(line) + "\n")
+                file.flush()
+
+        while time.monotonic() - started < seconds or running:
+            if counts["steps"] % 40 == 0:  # from an idle engine to one with a long queue
+                load = rng.randint(0, 3 * num_seqs)
+            if time.monotonic() - started >= seconds:
+                load = 0
+            while len(running) < load and rng.random() < 0.7:
+                request = next(requests)
+                counts["requests"] += 1
+                identifier = str(request["number"])
+                running[identifier] = (request, {"new_tokens": [], "since": counts["steps"]})
+                params = sampling_params(request["params"])
+                engine.add_request(identifier, prompt_of(request), params)
+            for identifier, (request, result) in list(running.items()):
+                patience = request["patience"]
+                if patience is not None and counts["steps"] - result["since"] > patience:
+                    engine.abort_request([identifier])
+                    finish(identifier, True)
+            counts["steps"] += 1
+            for output in engine.step():
+                identifier = output.request_id.split("-")[0]
+                if identifier in running:
+                    record(running[identifier][1], output)
+                    if output.finished:
+                        finish(identifier, False)
+                watchdog.pulse()
+            if not running:
+                watchdog.pulse()
+        file.write(json.dumps({"end": True}) + "\n")
+    watchdog.stop()
+    counts["seconds"] = round(time.monotonic() - started, 1)
+    after = counters(llm)
+    counts["preemptions"] = after["num_preemptions"] - before["num_preemptions"]
+    drafts = after["spec_decode_num_drafts"] - before["spec_decode_num_drafts"]
+    accepted = after["spec_decode_num_accepted_tokens"] - before["spec_decode_num_accepted_tokens"]
+    counts["acceptance_length"] = round(1 + accepted / max(1, drafts), 3)
+    return {"counts": counts, "problems": problems + leaks(llm), "methods": methods}
+
+
+def _problems(request: Request, result: dict[str, Any], is_aborted: bool) -> list[str]:
+    """Return what is wrong with an output whatever the model says."""
+    tokens = result.get("tokens", [])
+    found = []
+    most = request["limit"] + 1
+    if any(count > most for count in result["new_tokens"]):
+        found.append(f"{max(result['new_tokens'])} tokens in a step, at most {most} are allowed")
+    if not is_aborted:
+        reason = result["completions"][0]["finish_reason"]
+        wanted = request["params"]["max_tokens"]
+        if reason not in ("length", "stop") or (reason == "length") != (len(tokens) == wanted):
+            is_last = reason == "stop" and len(tokens) == wanted
+            if not is_last:
+                found.append(f"{len(tokens)} of {wanted} tokens, finish reason {reason}")
+    return [f"request {request['number']}: {problem}" for problem in found]
+
+
+def leaks(llm: Any) -> list[str]:
+    """Return which KV blocks and slots an engine without requests holds."""
+    core = llm.llm_engine.engine_core.engine_core
+    for _ in range(4):  # the worker frees slots in the step after the last
+        llm.llm_engine.step()
+    pool = core.scheduler.kv_cache_manager.block_pool
+    states = model_runner(llm).req_states
+    free = {
+        # one block is never used
+        "KV blocks": (pool.get_num_free_blocks(), pool.num_gpu_blocks - 1),
+        "slots": (len(set(states.free_indices)), states.max_num_reqs),
+    }
+    return [
+        f"{name}: {count} of {whole} free without requests"
+        for name, (count, whole) in free.items()
+        if count != whole
+    ]
+
+
+def model_runner(llm: Any) -> Any:
+    """Return vLLM's model runner of an engine without a process of its own."""
+    core = llm.llm_engine.engine_core.engine_core
+    return core.model_executor.driver_worker.model_runner
