@@ -25,6 +25,7 @@ COMMON_ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_USE_V2_MODEL_RUNNER": "1",
 }
 CPU_ENVIRONMENT = {
@@ -64,6 +65,7 @@ def prepare(folder: Path, on_gpu: bool) -> None:
         (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mtp-plugin\nVersion: 0\n")
         (info / "entry_points.txt").write_text(_ENTRY_POINT)
         paths.append(str(info.parent))
+    sys.path[:0] = paths  # a started process gets it, whatever PYTHONPATH says
     paths += filter(None, [os.environ.get("PYTHONPATH")])
     os.environ.update(COMMON_ENVIRONMENT, PYTHONPATH=os.pathsep.join(paths))
     if on_gpu:
@@ -147,6 +149,7 @@ class EngineProcess:
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
+        self._has_plugin = "additional_config" in settings
         env = {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if in_process else "1",
             "VLLM_CACHE_ROOT": str(folder / f"cache-{name}"),
@@ -162,9 +165,11 @@ class EngineProcess:
         """Return what vLLM chose: runner, graphs, scheduling.
 
         Raises:
-            EngineError: vLLM did not start; see the message.
+            EngineError: vLLM did not start, or without the plugin; see the message.
         """
         found: dict[str, Any] = self.result(START_SECONDS)
+        if self._has_plugin and "mtp_plugin on" not in self.log.read_text(errors="replace"):
+            raise EngineError(self._message("started without the plugin"))
         return found
 
     def start_call(self, function: Callable[..., Any], **arguments: Any) -> None:

@@ -21,7 +21,6 @@ ENVIRONMENT = {
     **COMMON_ENVIRONMENT,
     **CPU_ENVIRONMENT,
     "PYTHONPATH": f"{SHIM}{os.pathsep}{ROOT}",
-    "VLLM_LOGGING_LEVEL": "INFO",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
 }
 """Of every engine: vLLM on CPU, with the code of its GPU runner."""
