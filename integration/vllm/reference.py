@@ -30,7 +30,7 @@ def run_reference(
     problems: list[str] = []
     running: dict[str, tuple[Request, dict[str, Any]]] = {}
     unequal: list[tuple[Request, dict[str, Any], int]] = []
-    lines, watchdog, is_complete = _Lines(Path(finished_file)), Watchdog(), False
+    lines, watchdog, is_complete = _Lines(Path(finished_file)), Watchdog(llm), False
     while running or not is_complete:
         while len(running) < most and not is_complete:
             request = lines.next()
@@ -43,10 +43,11 @@ def run_reference(
                 engine.add_request(identifier, prompt_of(request), _params(request))
         if not running:
             time.sleep(0.01)
-            watchdog.pulse()
+            watchdog.check(True)
             continue
-        for output in engine.step():
-            watchdog.pulse()
+        outputs = engine.step()
+        watchdog.check(bool(outputs))
+        for output in outputs:
             identifier = output.request_id.split("-")[0]
             record(running[identifier][1], output)
             if not output.finished:

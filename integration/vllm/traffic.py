@@ -14,8 +14,7 @@ from integration.vllm.random_requests import random_options
 from integration.vllm.requests import counters, prompt_of, record, sampling_params
 
 STALL_SECONDS = 180.0
-"""Without any output for so long, an engine with requests hangs: its process prints the stacks and
-ends."""
+"""Without any output for so long, an engine with requests hangs."""
 ABORTED = 0.1
 """Share of requests that are aborted, if they have not finished by then."""
 NOT_COMPARED = 0.3
@@ -76,21 +75,43 @@ def _make_incomparable(request: Request, rng: random.Random, methods: tuple[str,
 
 
 class Watchdog:
-    """Ends the process if `pulse` is not called for `STALL_SECONDS`; prints the stacks first."""
+    """Ends the process if an engine hangs; prints the stacks first."""
 
-    def __init__(self) -> None:
+    def __init__(self, llm: Any) -> None:
+        self._llm = llm
+        self._last = time.monotonic()
         self._armed = 0.0
-        self.pulse()
 
-    def pulse(self) -> None:
-        """Report progress."""
-        if time.monotonic() - self._armed > STALL_SECONDS / 20:
-            self._armed = time.monotonic()
+    def check(self, has_output: bool) -> None:
+        """Report a step.
+
+        Raises:
+            RuntimeError: no output for `STALL_SECONDS`; describes the requests.
+        """
+        now = time.monotonic()
+        if has_output:
+            self._last = now
+        if now - self._last > STALL_SECONDS:
+            raise RuntimeError(
+                f"no output for {STALL_SECONDS:.0f} s; requests: {_scheduled(self._llm)}"
+            )
+        if now - self._armed > STALL_SECONDS / 20:
+            self._armed = now
             faulthandler.dump_traceback_later(STALL_SECONDS, exit=True)
 
     def stop(self) -> None:
         """End the supervision."""
         faulthandler.cancel_dump_traceback_later()
+
+
+def _scheduled(llm: Any) -> list[str]:
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return [
+        f"{request.request_id} {request.status.name}, computed {request.num_computed_tokens} of "
+        f"{request.num_tokens} tokens, {len(request.spec_token_ids)} drafts, "
+        f"{request.num_output_tokens} of {request.max_tokens} output tokens"
+        for request in scheduler.requests.values()
+    ]
 
 
 def run_traffic(
@@ -123,7 +144,7 @@ def run_traffic(
     running: dict[str, tuple[Request, dict[str, Any]]] = {}
     counts = dict.fromkeys(("requests", "tokens", "aborted", "compared", "steps"), 0)
     problems: list[str] = []
-    before, started, load, watchdog = counters(llm), time.monotonic(), 0, Watchdog()
+    before, started, load, watchdog = counters(llm), time.monotonic(), 0, Watchdog(llm)
     with Path(finished_file).open("w") as file:
 
         def finish(identifier: str, is_aborted: bool) -> None:
@@ -156,15 +177,14 @@ def run_traffic(
                     engine.abort_request([identifier])
                     finish(identifier, True)
             counts["steps"] += 1
-            for output in engine.step():
+            outputs = engine.step()
+            watchdog.check(bool(outputs) or not running)
+            for output in outputs:
                 identifier = output.request_id.split("-")[0]
                 if identifier in running:
                     record(running[identifier][1], output)
                     if output.finished:
                         finish(identifier, False)
-                watchdog.pulse()
-            if not running:
-                watchdog.pulse()
         file.write(json.dumps({"end": True}) + "\n")
     watchdog.stop()
     counts["seconds"] = round(time.monotonic() - started, 1)
