@@ -209,7 +209,8 @@ class RowOps:
                 TargetSamples(choices, truncation),
                 backend=self.backend,
             )
-            choices, forced = result.tokens, result.num_accepted
+            # a row without finite value gives a token here too, see `sample`
+            choices, forced = result.tokens.clamp_min(0), result.num_accepted
         for name, code in by_method:
             counts = self._count_accepted(name, logits, drafts, choices, lens)
             others = torch.full_like(counts, -1) if forced is None else forced

@@ -9,6 +9,7 @@ import torch
 
 from mtp_plugin.hosts.vllm.row_ops import valid_ids
 from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.speculative.ops.sampling import VerifiedBy
 from tests.hosts.vllm.rows import (
     NUM_DRAFTS,
     NUM_SLOTS,
@@ -81,10 +82,14 @@ def test_placeholders_are_never_accepted(backend: Backend, sizes: list[int]) -> 
 
 
 @BACKENDS
+@pytest.mark.parametrize("method", [VerifiedBy.COUPLED, VerifiedBy.REJECTION, VerifiedBy.BLOCK])
 @pytest.mark.parametrize("sizes", [[4, 4, 4], [4, 1, 3]])
-def test_rows_without_finite_values_give_valid_tokens(backend: Backend, sizes: list[int]) -> None:
+def test_rows_without_finite_values_give_valid_tokens(
+    backend: Backend, method: VerifiedBy, sizes: list[int]
+) -> None:
     """vLLM embeds every token id, and repeats a step that gave no token for ever."""
-    ops = make_ops(backend)
+    columns = {slot: {"temperature": 1.3, "verification": method} for slot in range(NUM_SLOTS)}
+    ops = make_ops(backend, columns=columns, keeps_draft_probs=True)
     batch = make_batch(11, sizes)
     batch.logits[0] = float("nan")  # the first row of a request
     batch.logits[sizes[0]] = float("-inf")
