@@ -1,0 +1,125 @@
+"""The comparison of outputs, and the chi-square test, without vLLM."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from integration.vllm.methods import LEAST_P, chi_square
+from integration.vllm.reference import (
+    first_difference,
+    logprob_difference,
+    other_differences,
+)
+from integration.vllm.traffic import make_requests
+
+
+def given(tokens: list[int], *, is_aborted: bool = False, **completion: Any) -> dict[str, Any]:
+    result = {"tokens": tokens, "completions": {"0": completed(**completion)}}
+    return {"result": result, "is_aborted": is_aborted, "num_drafts": 3}
+
+
+def expected(tokens: list[int], **completion: Any) -> dict[str, Any]:
+    return {"tokens": tokens, "completions": {0: completed(**completion)}}
+
+
+def completed(**options: Any) -> dict[str, Any]:
+    defaults = {"text": "a", "finish_reason": "length", "stop_reason": None, "logprobs": None}
+    return defaults | options
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "is_aborted", "position"),
+    [
+        ([1, 2, 3], [1, 2, 3], False, None),
+        ([1, 5, 3], [1, 2, 3], False, 1),
+        ([1, 2], [1, 2, 3], False, 2),
+        ([1, 2, 3], [1, 2], False, 2),
+        ([1, 2], [1, 2, 3], True, None),
+        ([1, 5], [1, 2, 3], True, 1),
+        ([], [1], True, None),
+    ],
+)
+def test_first_difference(
+    got: list[int], wanted: list[int], is_aborted: bool, position: int | None
+) -> None:
+    assert first_difference(given(got, is_aborted=is_aborted), expected(wanted)) == position
+
+
+def test_tokens_after_a_stop_string_are_no_difference_within_one_step() -> None:
+    stopped = expected([1, 2], finish_reason="stop", stop_reason="e")
+    assert first_difference(given([1, 2, 3, 4, 5]), stopped) is None
+    assert first_difference(given([1, 2, 3, 4, 5, 6]), stopped) == 2
+    assert first_difference(given([1, 3, 2]), stopped) == 1
+    by_token = expected([1, 2], finish_reason="stop", stop_reason=2)
+    assert first_difference(given([1, 2, 3]), by_token) == 2
+
+
+def test_finish_reasons_and_logprobs_are_compared() -> None:
+    ours = given([1], logprobs=[[[1, -0.5, 1]]])
+    assert other_differences(ours, expected([1], logprobs=[[[1, -0.5, 1]]]), 0.01) == []
+    found = other_differences(
+        ours, expected([1], finish_reason="stop", logprobs=[[[1, -0.6, 1]]]), 0.01
+    )
+    assert found == [
+        "finish_reason is 'length' with drafts, 'stop' without",
+        "logprobs differ by 0.1",
+    ]
+
+
+def test_missing_logprobs_differ() -> None:
+    assert logprob_difference(None, None) == 0.0
+    assert logprob_difference(None, [[[1, -0.5, 1]]]) == float("inf")
+    assert logprob_difference([None, [[1, -0.5, 1]]], [None, [[1, -0.5, 1]]]) == 0.0
+    assert logprob_difference([None], [[[1, -0.5, 1]]]) == float("inf")
+
+
+def test_requests_are_the_same_for_the_same_seed() -> None:
+    def first(seed: int) -> str:
+        requests = make_requests(["abc def ", "ghi"], seed, 3, 32, ("rejection", "block"))
+        return json.dumps(list(itertools.islice(requests, 200)))
+
+    assert first(1) == first(1)
+    assert first(1) != first(2)
+
+
+def test_compared_requests_have_options_that_change_no_output() -> None:
+    requests = make_requests(["abc def "], 0, 3, 32, ("rejection", "block"))
+    kinds: Counter[Any] = Counter()
+    for request in itertools.islice(requests, 500):
+        extra = request["params"].get("extra_args", {})
+        if request["is_compared"]:
+            assert "seed" in request["params"]
+            assert set(extra) <= {"mtp_speculate", "mtp_max_draft_len"}
+        kinds.update([(request["is_compared"], *sorted(extra.items()))])
+    assert kinds[True, ("mtp_speculate", False)] > 5
+    assert kinds[True, ("mtp_max_draft_len", 2)] > 5
+    assert kinds[False, ("mtp_verification", "block")] > 5
+
+
+def sampled(seed: int, weights: list[float]) -> Counter[int]:
+    return Counter(random.Random(seed).choices(range(len(weights)), weights, k=4000))
+
+
+def test_chi_square_accepts_samples_of_one_distribution() -> None:
+    weights = [50.0, 20, 20, 9, 0.5, 0.3, 0.2]
+    least = min(
+        chi_square(sampled(seed, weights), sampled(100 + seed, weights))[0] for seed in range(20)
+    )
+    assert LEAST_P < least < 0.3
+
+
+def test_chi_square_finds_another_distribution() -> None:
+    one, other = sampled(1, [50, 20, 20, 10]), sampled(2, [44, 20, 20, 16])
+    assert chi_square(one, other)[0] < LEAST_P
+
+
+def test_chi_square_of_a_known_table() -> None:
+    p, freedom = chi_square(Counter(a=60, b=40), Counter(a=40, b=60))
+    assert freedom == 1
+    assert p == pytest.approx(0.00467773, rel=1e-5)  # statistic 8
