@@ -46,6 +46,8 @@ class Engine:
         if spec is not None:
             self.verifier = version.PluginVerifier(self.sampler, spec, device)
         self._draft_rows = version.draft_rows
+        self.draft_loop = version.draft_loop
+        """Returns what a speculator captures in place of one draft pass, or None."""
         _logger.info(
             "mtp_plugin on: verification %s, %d drafts per step, %s kernels",
             settings.options.verification,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
+from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
@@ -12,6 +15,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from mtp_plugin.hosts.vllm.draft_loop import can_capture, run_passes
 from mtp_plugin.hosts.vllm.row_ops import DraftRows, StepRows, valid_ids
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
 
@@ -122,3 +126,10 @@ def draft_rows(
     """Read a call of ``sample_draft``; ``positions`` are one before the token that it follows."""
     logits = speculator.model.compute_logits(hidden_states)
     return DraftRows(logits, idx_mapping, positions, 1, draft_step)
+
+
+def draft_loop(speculator: Any) -> Callable[..., None] | None:
+    """Return `run_passes` for a speculator whose attention backends allow to capture it."""
+    if not can_capture(speculator):
+        return None
+    return partial(run_passes, speculator, speculator._generate_draft, build_slot_mappings_by_layer)

@@ -94,6 +94,7 @@ _ROWS_32 = (
     "expanded_local_pos",
     "seq_lens_upper_bound_np",
 )
+_AUTOREGRESSIVE = f"{_GPU}.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator"
 _DRAFT = ("idx_mapping", "temperature", "seeds", "draft_step", "draft_logits")
 SIGNATURES: Mapping[str, Signatures] = {
     "v24": {
@@ -116,6 +117,27 @@ SIGNATURES: Mapping[str, Signatures] = {
             "hidden_states",
             "positions",
             *_DRAFT,
+        ),
+        f"{_GPU}.spec_decode.speculator:DraftModelSpeculator._build_draft_attn_metadata": (
+            "num_reqs",
+            "num_reqs_padded",
+            "num_tokens_padded",
+            "num_query_per_req",
+            "causal",
+        ),
+        f"{_AUTOREGRESSIVE}._generate_draft": (
+            "num_reqs",
+            "num_tokens_padded",
+            "attn_metadata",
+            "slot_mappings",
+            "num_tokens_across_dp",
+            "cudagraph_runtime_mode",
+        ),
+        f"{_AUTOREGRESSIVE}._multi_step_decode": (
+            "num_reqs",
+            "skip_attn",
+            "batch_desc",
+            "num_tokens_across_dp",
         ),
     },
     "v32": {

@@ -1,7 +1,7 @@
 """The methods of vLLM that the plugin wraps.
 
 Every wrapper returns the original's result for an engine without ``additional_config.mtp_plugin``,
-and imports nothing of ours then. `START` is wrapped in every process; `WORKER` only when a worker
+and imports nothing of ours then. `START` is wrapped in every process; the others only when a worker
 of an engine with the plugin starts, so that front ends never import our ops.
 
 Imports the standard library alone: vLLM only logs a plugin that fails to import.
@@ -23,6 +23,11 @@ _ORIGINAL = "_mtp_plugin_original"
 _ENGINE = "_mtp_plugin_engine"
 _COUNTER = "_mtp_plugin_counter"
 _ADMISSION = "_mtp_plugin_admission"
+_LOOP = "_mtp_plugin_captured_draft_loop"
+_WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
+_AUTOREGRESSIVE = (
+    "vllm.v1.worker.gpu.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator"
+)
 
 
 def wrap_start() -> None:
@@ -38,9 +43,10 @@ def wrap_start() -> None:
 
 
 def wrap_worker() -> None:
-    """Wrap the methods of `WORKER`, which `fitting_module` found; a repeated call changes
-    nothing."""
+    """Wrap the methods of `WORKER`, which `fitting_module` found, and of `DRAFT_LOOP`; a repeated
+    call changes nothing."""
     _wrap_all(WORKER)
+    _wrap_all(DRAFT_LOOP)
 
 
 def _worker_init(original: Method) -> Method:
@@ -143,7 +149,33 @@ def _sample_draft(original: Method) -> Method:
     return wrapper
 
 
-_WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
+def _speculator_capture(original: Method) -> Method:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
+        run_passes = None if engine is None else engine.draft_loop(self)
+        if run_passes is None:
+            return original(self, *args, **kwargs)
+        # captured in place of a single pass
+        self._generate_draft = run_passes
+        try:
+            result = original(self, *args, **kwargs)
+        finally:
+            del self._generate_draft
+        setattr(self, _LOOP, True)
+        return result
+
+    return wrapper
+
+
+def _multi_step_decode(original: Method) -> Method:
+    def wrapper(
+        self: Any, num_reqs: int, skip_attn: bool, batch_desc: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if getattr(self, _LOOP, False) and batch_desc.cg_mode.name == "FULL":
+            return self.decode_cudagraph_manager.run_fullgraph(batch_desc)
+        return original(self, num_reqs, skip_attn, batch_desc, *args, **kwargs)
+
+    return wrapper
 
 
 def _add_request_state(original: Method) -> Method:
@@ -170,6 +202,11 @@ WORKER: Mapping[str, Callable[[Method], Method]] = {
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft": _sample_draft,
     "vllm.v1.worker.gpu.states:RequestState.add_request": _add_request_state,
 }
+DRAFT_LOOP: Mapping[str, Callable[[Method], Method]] = {
+    f"{_AUTOREGRESSIVE}.capture": _speculator_capture,
+    f"{_AUTOREGRESSIVE}._multi_step_decode": _multi_step_decode,
+}
+"""For vLLM before 0.32, which has no such class and captures its draft loop by itself."""
 
 
 def _is_on(vllm_config: Any) -> bool:

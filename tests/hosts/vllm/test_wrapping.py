@@ -17,7 +17,7 @@ from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm import register
 from mtp_plugin.hosts.vllm.sampler_parts import PREFILL
 from mtp_plugin.hosts.vllm.versions import SIGNATURES
-from mtp_plugin.hosts.vllm.wrapping import START, WORKER, wrap_worker
+from mtp_plugin.hosts.vllm.wrapping import DRAFT_LOOP, START, WORKER, wrap_worker
 from tests.hosts.vllm import fake_vllm
 from tests.hosts.vllm.fake_vllm import make_config
 
@@ -71,7 +71,7 @@ def test_the_wrapped_methods_are_the_documented_ones() -> None:
     for signatures in SIGNATURES.values():
         assert {*START, *WORKER} <= signatures.keys()
     readme = README.read_text(encoding="utf-8")
-    for target in (*START, *WORKER):
+    for target in (*START, *WORKER, *DRAFT_LOOP):
         assert f"`{target.partition(':')[2]}`" in readme
 
 
