@@ -61,6 +61,7 @@ _COMMON: Signatures = {
         "expanded_idx_mapping",
         "idx_mapping_np",
     ),
+    f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.load_model": ("target_model",),
     f"{_GPU}.states:RequestState.add_request": (
         "req_id",
         "prompt_len",

@@ -149,6 +149,23 @@ def _sample_draft(original: Method) -> Method:
     return wrapper
 
 
+def _load_draft_model(original: Method) -> Method:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if _settings(self.vllm_config) is not None:
+            from vllm import envs, ir
+            from vllm.model_executor.layers.layernorm import RMSNorm
+
+            from mtp_plugin.hosts.vllm.draft_norms import fuse_norms
+
+            if not envs.VLLM_BATCH_INVARIANT:
+                ops = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
+                _logger.info("draft model: %d fused norms", fuse_norms(self.model, RMSNorm, *ops))
+        return result
+
+    return wrapper
+
+
 def _speculator_capture(original: Method) -> Method:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
@@ -199,6 +216,7 @@ START: Mapping[str, Callable[[Method], Method]] = {
 }
 WORKER: Mapping[str, Callable[[Method], Method]] = {
     "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler": _custom_sampler,
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model": _load_draft_model,
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft": _sample_draft,
     "vllm.v1.worker.gpu.states:RequestState.add_request": _add_request_state,
 }

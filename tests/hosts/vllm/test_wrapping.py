@@ -33,6 +33,7 @@ WRAPPED_IN_EVERY_PROCESS = [
 ]
 WRAPPED_IN_WORKERS = [
     "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler",
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft",
     "vllm.v1.worker.gpu.states:RequestState.add_request",
 ]
@@ -116,8 +117,10 @@ def test_wrappers_return_the_original_result_while_off(
     state.vllm_config = config
     assert state.custom_sampler("sampler") == ("sampler",)
     speculator = object_of(vllm, WRAPPED_IN_WORKERS[1])
+    speculator.vllm_config = config  # without the attribute ``model``, which is not read
+    assert speculator.load_model("target") == ("target",)
     speculator.model_state = state
-    names = SIGNATURES["v32"][WRAPPED_IN_WORKERS[1]]
+    names = SIGNATURES["v32"][WRAPPED_IN_WORKERS[2]]
     assert speculator.sample_draft(*names) == names
     assert speculator.sample_draft(**dict(zip(names, names, strict=True))) == names
 
@@ -189,7 +192,7 @@ def test_metrics_leave_out_withheld_drafts(
 
 def test_ids_of_a_prefill_are_kept_for_the_sampler(vllm: dict[str, ModuleType]) -> None:
     wrap_worker()
-    states = object_of(vllm, WRAPPED_IN_WORKERS[2])
+    states = object_of(vllm, WRAPPED_IN_WORKERS[3])
     states.req_id_to_index = {"a": 2, "b": 5}
     result = states.add_request("a", 2, [1, 2, 3], 3, 10)
     assert result == ("a", 2, [1, 2, 3], 3, 10)
