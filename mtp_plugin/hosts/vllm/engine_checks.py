@@ -11,8 +11,6 @@ from mtp_plugin.hosts.vllm.versions import TESTED, is_tested, release
 
 PIPELINE_SINCE = (0, 32)
 """Earlier versions send no draft tokens to earlier pipeline stages."""
-PROBS_SINCE = (0, 26)
-"""Earlier versions do not mark the rows that pad a batch, which would overwrite probabilities."""
 
 
 def checked_settings(vllm_config: Any) -> EngineSettings | None:
@@ -109,11 +107,6 @@ def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int])
         problems.append(
             f"the speculative method is {spec.method!r}: set speculative_config.method to 'mtp', "
             "or leave out speculative_config"
-        )
-    if getattr(spec, "draft_sample_method", "greedy") == "probabilistic" and version < PROBS_SINCE:
-        problems.append(
-            "speculative_config.draft_sample_method is 'probabilistic': that needs vLLM "
-            f"{PROBS_SINCE[0]}.{PROBS_SINCE[1]} or newer with the plugin; leave it out"
         )
     if getattr(spec, "rejection_sample_method", "standard") not in ("standard", "synthetic"):
         problems.append(

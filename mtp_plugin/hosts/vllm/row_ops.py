@@ -279,3 +279,12 @@ class RowOps:
 def valid_ids(tokens: torch.Tensor) -> torch.Tensor:
     """Return token ids as int64, with 0 in place of -1: vLLM embeds every id."""
     return tokens.clamp_min(0).to(torch.int64)
+
+
+def mark_padding(indices: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
+    """Return request state indices [R] with -1 for the rows without query tokens.
+
+    Args:
+        query_start_loc: at least [R + 1] first token of each row.
+    """
+    return indices.masked_fill(query_start_loc[: len(indices) + 1].diff() == 0, -1)

@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from mtp_plugin.hosts.vllm.draft_loop import can_capture, run_passes
-from mtp_plugin.hosts.vllm.row_ops import DraftRows, StepRows, valid_ids
+from mtp_plugin.hosts.vllm.row_ops import DraftRows, StepRows, mark_padding, valid_ids
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
 
 
@@ -121,10 +121,14 @@ def draft_rows(
     temperature: torch.Tensor,  # noqa: ARG001
     seeds: torch.Tensor,  # noqa: ARG001
     draft_step: torch.Tensor,
-    draft_logits: torch.Tensor | None,  # noqa: ARG001
+    draft_logits: torch.Tensor | None,
 ) -> DraftRows:
     """Read a call of ``sample_draft``; ``positions`` are one before the token that it follows."""
     logits = speculator.model.compute_logits(hidden_states)
+    if draft_logits is not None:
+        # 0.24 leaves indices of running requests in the rows that pad a captured batch: written by
+        # these rows, the draft probabilities of the requests would be wrong
+        idx_mapping = mark_padding(idx_mapping, speculator.input_buffers.query_start_loc)
     return DraftRows(logits, idx_mapping, positions, 1, draft_step)
 
 

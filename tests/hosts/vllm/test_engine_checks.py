@@ -251,13 +251,11 @@ def test_verification_that_an_engine_cannot_do_is_refused(
     assert message_of(make_config(given, **changes)) == refusal(problem)
 
 
-def test_draft_probabilities_need_vllm_26(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_vllm.install(monkeypatch, "0.24.0")
-    assert message_of(make_config(**PROBABILISTIC)) == refusal(
-        "speculative_config.draft_sample_method is 'probabilistic': that needs vLLM 0.26 or newer "
-        "with the plugin; leave it out"
-    )
-    fake_vllm.install(monkeypatch, "0.26.0")
+@pytest.mark.parametrize("version", ["0.24.0", "0.26.0"])
+def test_draft_probabilities_are_available_in_all_versions(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    fake_vllm.install(monkeypatch, version)
     assert checked_settings(make_config(**PROBABILISTIC)) is not None
 
 

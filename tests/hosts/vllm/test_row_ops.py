@@ -7,7 +7,7 @@ import random
 import pytest
 import torch
 
-from mtp_plugin.hosts.vllm.row_ops import valid_ids
+from mtp_plugin.hosts.vllm.row_ops import mark_padding, valid_ids
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.sampling import VerifiedBy
 from tests.hosts.vllm.rows import (
@@ -257,3 +257,8 @@ def test_no_op_writes_logits(backend: Backend) -> None:
     verify(ops, batch)
     draft(ops, batch.logits, *batch.expanded(), 0)
     assert torch.equal(batch.logits, before)
+
+
+def test_rows_without_query_tokens_are_marked_as_padding() -> None:
+    starts = torch.tensor([0, 4, 5, 5, 5, 5])  # of a captured batch of 4 with room for 5
+    assert mark_padding(torch.tensor([7, 2, 7, 3]), starts).tolist() == [7, 2, -1, -1]
