@@ -259,6 +259,7 @@ def in_vllm() -> str:
     engines = {
         "vLLM 0.24": "vllm",
         "vLLM, `draft_sample_method: probabilistic`": "vllm_probabilistic",
+        "vLLM with the plugin's sampling alone": "mtp_plugin_sampling",
         "vLLM with the plugin": "mtp_plugin",
     }
     requests = {
@@ -268,15 +269,13 @@ def in_vllm() -> str:
     head = ["milliseconds of a step, K = 3", *(f"batch {size}" for size in found["batches"])]
     rows = []
     for label, key in requests.items():
-        theirs = found["step_ms"][key]["vllm"]
+        step_ms = found["step_ms"][key]
         for engine, name in engines.items():
+            if name not in step_ms:
+                continue
             cells = [
-                "-"
-                if ms is None
-                else f"{ms:.2f}"
-                if name == "vllm"
-                else f"{ms:.2f} ({ms / their:.2f}x)"
-                for ms, their in zip(found["step_ms"][key][name], theirs, strict=True)
+                f"{ms:.2f}" if name == "vllm" else f"{ms:.2f} ({ms / theirs:.2f}x)"
+                for ms, theirs in zip(step_ms[name], step_ms["vllm"], strict=True)
             ]
             rows.append([f"{label}: {engine}", *cells])
     lengths = found["acceptance_length"]
@@ -285,6 +284,7 @@ def in_vllm() -> str:
         [
             [engine, *(f"{lengths[key][name]:.2f}" for key in ("greedy", "t0.8", "t0.8-p0.95"))]
             for engine, name in engines.items()
+            if name in lengths["greedy"]
         ],
     )
     same = [

@@ -47,7 +47,7 @@ def arguments() -> argparse.Namespace:
         "--methods",
         choices=("coupled", "all"),
         default="all",
-        help="all: also rejection and block, which need vLLM 0.26",
+        help="all: also rejection and block",
     )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument(
