@@ -29,6 +29,8 @@ from integration.vllm.reference import run_reference
 from integration.vllm.traffic import THINKING_TOKENS, run_traffic
 
 BLOCK_SIZE = 32
+MAX_MODEL_LEN = 384
+MIN_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 2
 DRAIN_SECONDS = 600.0
 """Most seconds after the traffic until all requests have finished and are compared."""
 
@@ -41,8 +43,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--k", type=int, default=3, help="number of drafts per step")
     parser.add_argument("--max-num-seqs", type=int, default=8)
-    parser.add_argument("--kv-blocks", type=int, help="default: 3 per sequence, too few on purpose")
-    parser.add_argument("--longest", type=int, default=64, help="most output tokens of a request")
+    parser.add_argument("--kv-blocks", type=int, help="default: 2 per sequence, too few on purpose")
+    parser.add_argument("--longest", type=int, default=96, help="most output tokens of a request")
     parser.add_argument(
         "--methods",
         choices=("coupled", "all"),
@@ -65,7 +67,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     on_gpu = has_gpu()
     prepare(folder, on_gpu)
     margin = options.margin or (0.01 if on_gpu else 0.001)
-    common: dict[str, Any] = {"model": options.model, "max_model_len": 384}
+    common: dict[str, Any] = {"model": options.model, "max_model_len": MAX_MODEL_LEN}
     if options.eager:
         common["enforce_eager"] = True
     seqs = options.max_num_seqs
@@ -78,7 +80,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             max_num_seqs=seqs,
             max_num_batched_tokens=max(64, 8 * seqs),
             block_size=BLOCK_SIZE,
-            num_gpu_blocks_override=options.kv_blocks or 3 * seqs,
+            num_gpu_blocks_override=options.kv_blocks or max(MIN_BLOCKS, 2 * seqs),
             speculative_config=(
                 {"draft_sample_method": "probabilistic"} if options.methods == "all" else {}
             ),
