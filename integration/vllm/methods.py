@@ -62,7 +62,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--isl", type=int, default=64)
     parser.add_argument("--osl", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=2, help="timed turns of every method")
-    parser.add_argument("--samples", type=int, default=4096, help="requests of a chi-square test")
+    parser.add_argument(
+        "--samples",
+        type=int,
+        default=4096,
+        help="requests of a chi-square test; with less than 200 the control fails",
+    )
     parser.add_argument("--only", help="comma-separated methods (default: all)")
     add_common_options(parser)
     return parser.parse_args()
@@ -92,39 +97,64 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 engines.pop(name).close()
         wait_for(options.wait)
         if "k0" in engines:
-            _measure_all(options, engines, names, found)
+            prompts = engines["k0"].call(
+                text_prompts, SHORT, texts=prompt_texts(), count=options.batch, length=options.isl
+            )
+            _time_all(options, engines, names, prompts, found)
+            _compare_distributions(options, engines, names, prompts[0], found)
+    except EngineError as error:
+        found["problems"].append(str(error))
     finally:
         for engine in engines.values():
             engine.close()
     return found
 
 
-def _measure_all(
+def _time_all(
     options: argparse.Namespace,
     engines: dict[str, EngineProcess],
     names: list[str],
+    prompts: list[list[int]],
     found: dict[str, Any],
 ) -> None:
-    texts = prompt_texts()
-    prompts = engines["k0"].call(
-        text_prompts, SHORT, texts=texts, count=options.batch, length=options.isl
-    )
     for turn in range(options.rounds):
         for name in names:
             engine_name, extra = METHODS[name]
-            if engine_name not in engines:
-                continue
-            engine = engines[engine_name]
-            if turn == 0:  # warm up
-                requests = _requests(prompts, 24, {"temperature": 0.8}, extra)
-                engine.call(run_batch, LONG, requests=requests)
-            for label, sampling in SAMPLING.items():
-                requests = _requests(prompts, options.osl, sampling, extra)
-                result = engine.call(run_batch, LONG, requests=requests)
-                kept = found["methods"].setdefault(name, {}).setdefault(label, {"median_ms": []})
-                kept["median_ms"].append(result["median_ms"])
-                kept["acceptance_length"] = result["acceptance_length"]
-    prompt = prompts[0]
+            if engine_name in engines:
+                try:
+                    _time(options, engines[engine_name], prompts, name, extra, turn == 0, found)
+                except EngineError as error:
+                    found["problems"].append(str(error))
+                    engines.pop(engine_name).close()
+
+
+def _time(
+    options: argparse.Namespace,
+    engine: EngineProcess,
+    prompts: list[list[int]],
+    name: str,
+    extra: dict[str, Any],
+    is_first: bool,
+    found: dict[str, Any],
+) -> None:
+    if is_first:  # warm up
+        requests = _requests(prompts, 24, {"temperature": 0.8}, extra)
+        engine.call(run_batch, LONG, requests=requests)
+    for label, sampling in SAMPLING.items():
+        requests = _requests(prompts, options.osl, sampling, extra)
+        result = engine.call(run_batch, LONG, requests=requests)
+        kept = found["methods"].setdefault(name, {}).setdefault(label, {"median_ms": []})
+        kept["median_ms"].append(result["median_ms"])
+        kept["acceptance_length"] = result["acceptance_length"]
+
+
+def _compare_distributions(
+    options: argparse.Namespace,
+    engines: dict[str, EngineProcess],
+    names: list[str],
+    prompt: list[int],
+    found: dict[str, Any],
+) -> None:
     for label, sampling in SAMPLING.items():
         expected = _sample(engines["k0"], prompt, sampling, {}, options.samples, first_seed=0)
         others = {"without drafts": ("k0", sampling, {})}
