@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def import_engine(log: OutputConsole) -> None:
     """Import the executor and show that the import is in progress."""
-    if "mtp_plugin.executor" in sys.modules:
+    if "mtp_plugin.executor.llm" in sys.modules:
         return
     with progress(log) as show_progress:
         show_progress("importing torch and transformers")
@@ -30,7 +30,7 @@ def import_engine(log: OutputConsole) -> None:
         collects = gc.isenabled()
         gc.disable()
         try:
-            import_module("mtp_plugin.executor")
+            import_module("mtp_plugin.executor.llm")
             from mtp_plugin.executor.gc_freeze import of_process
 
             of_process.freeze_imports()
