@@ -46,8 +46,13 @@ __all__ = [
 if not TYPE_CHECKING:  # a checker reads the imports above
 
     def __getattr__(name: str) -> Any:
+        if f"executor.{name}" in _MODULES.values():
+            return import_module(f"{__name__}.{name}")
         if name not in _MODULES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"mtp_plugin.{_MODULES[name]}"), name)
         globals()[name] = value
         return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

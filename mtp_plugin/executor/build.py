@@ -129,44 +129,49 @@ def build_executor(
     # it imports what it needs while the weights are loaded
     compiles = is_captured and launches_kernels(resolved.device)
     process = CompileProcess.start_ahead() if compiles else None
-    if model is None:
-        model = _load(resolved, report)
-    check_model(resolved, model)
-    attn_backend = select_backend(
-        config.attn_backend, HeadShape.of(model.target.config), resolved.device
-    )
-    _limit_threads(resolved)
-    if tokenizer is None and (Path(config.model) / "tokenizer.json").is_file():
-        report("loading the tokenizer")
-        tokenizer = read_tokenizer(checked or read_config(config.model))
-    elif tokenizer is None and (unread := unread_tokenizer(Path(config.model))):
-        report(f"no tokenizer: prompts must be token ids{unread}")
-    host = _host_facts(resolved, model, tokenizer)
-    _check_memory(resolved, model)
-    with shortage_named("max_batch_size", f"the state of {config.max_batch_size} requests"):
-        speculative = resolved.config.speculative_config
-        pieces = build_pieces(resolved.plugin, speculative, resolved.plan, host)
-    lease = AttentionLease(model, attn_backend.attention_function)
     try:
-        engine = _engine(
-            resolved, model, pieces, attn_backend, lease, on_progress, kv_fill, process
+        if model is None:
+            model = _load(resolved, report)
+        check_model(resolved, model)
+        attn_backend = select_backend(
+            config.attn_backend, HeadShape.of(model.target.config), resolved.device
         )
-        seq_slots = SeqSlotManager(host.max_num_sequences)
-        return BuiltExecutor(
-            executor=_executor(resolved, engine, seq_slots, chunk_policy),
-            config=resolved.config,
-            device=resolved.device,
-            max_seq_len=resolved.max_seq_len,
-            model=model,
-            tokenizer=tokenizer,
-            attn_backend=attn_backend,
-            pieces=pieces,
-            blocks=engine.blocks,
-            pools=engine.pools,
-            seq_slots=seq_slots,
-        )
-    except BaseException:
-        lease.release()
+        _limit_threads(resolved)
+        if tokenizer is None and (Path(config.model) / "tokenizer.json").is_file():
+            report("loading the tokenizer")
+            tokenizer = read_tokenizer(checked or read_config(config.model))
+        elif tokenizer is None and (unread := unread_tokenizer(Path(config.model))):
+            report(f"no tokenizer: prompts must be token ids{unread}")
+        host = _host_facts(resolved, model, tokenizer)
+        _check_memory(resolved, model)
+        with shortage_named("max_batch_size", f"the state of {config.max_batch_size} requests"):
+            speculative = resolved.config.speculative_config
+            pieces = build_pieces(resolved.plugin, speculative, resolved.plan, host)
+        lease = AttentionLease(model, attn_backend.attention_function)
+        try:
+            engine = _engine(
+                resolved, model, pieces, attn_backend, lease, on_progress, kv_fill, process
+            )
+            seq_slots = SeqSlotManager(host.max_num_sequences)
+            return BuiltExecutor(
+                executor=_executor(resolved, engine, seq_slots, chunk_policy),
+                config=resolved.config,
+                device=resolved.device,
+                max_seq_len=resolved.max_seq_len,
+                model=model,
+                tokenizer=tokenizer,
+                attn_backend=attn_backend,
+                pieces=pieces,
+                blocks=engine.blocks,
+                pools=engine.pools,
+                seq_slots=seq_slots,
+            )
+        except BaseException:
+            lease.release()
+            raise
+    except BaseException:  # a stored traceback would keep the process
+        if process is not None:
+            process.close()
         raise
 
 

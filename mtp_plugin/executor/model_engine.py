@@ -119,7 +119,12 @@ class ModelEngine:
         self.draft_head = model.lm_head if draft_head is None else draft_head
         self._attn_backend = attn_backend
         self._lease = lease
-        self._early_tokens = early_tokens and pieces.plan.max_draft_len > 0
+        self._early_tokens = (
+            early_tokens
+            and pieces.plan.max_draft_len > 0
+            and getattr(pieces.sampler, "reads_verified_tokens", False)
+            and torch.version.hip is None  # older ROCm has no external events
+        )
         self._padded_sizes = sorted(limits.padded_sizes)
         self._prompt_shapes: Sequence[StepShape] = ()
         self._table = self.make_table()
@@ -187,14 +192,18 @@ class ModelEngine:
         job = CompileJob(list(kernels.needed.values()), urgent=kernels.of_greedy, process=process)
         if not job.is_done:
             report(f"compiling {len(kernels.needed)} kernels in {num_processes()} processes")
-        # the kernels of sampling take longest: meanwhile, greedy steps are captured
-        job.wait_for(kernels.of_greedy.values())
-        for number, shape in enumerate(first):
-            if number == len(greedy):
-                job.wait()
-            report(f"capturing CUDA graphs {number + 1}/{len(first)}")
-            captured.capture(shape)
-        job.wait()
+        try:
+            # the kernels of sampling take longest: meanwhile, greedy steps are captured
+            job.wait_for(kernels.of_greedy.values())
+            for number, shape in enumerate(first):
+                if number == len(greedy):
+                    job.wait()
+                report(f"capturing CUDA graphs {number + 1}/{len(first)}")
+                captured.capture(shape)
+            job.wait()
+        except BaseException:
+            job.close()
+            raise
         compilation = CompileJob(list(kernels.later.values()), background=True)
         captured.defer(sorted(later, key=lambda shape: shape.sampling_kind), compilation)
         self._prompt_shapes = [shape for shape in shapes if shape.chunk_lens]

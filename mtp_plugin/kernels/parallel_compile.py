@@ -231,7 +231,11 @@ class CompileProcess:
     @classmethod
     def start_ahead(cls) -> CompileProcess | None:
         """Start a process for a later job, if the cache has no kernels of an earlier one."""
-        return None if _marks_folder().exists() else cls.start()
+        try:
+            has_earlier = _marks_folder().exists()
+        except Exception:  # no access to the cache, or another Triton: the job reports it
+            return None
+        return None if has_earlier else cls.start()
 
     def send(self, jobs: list[tuple[bytes, str]], *, background: bool) -> None:
         """Send kernels and the files that mark them as compiled; returns at once."""
@@ -329,9 +333,9 @@ class CompileJob:
         try:
             status = self._process.wait(max(self._seconds_left, 0))
         except subprocess.TimeoutExpired:
-            self.close()
             status = None
         if status != 0:
+            self.close()
             _logger.warning(
                 "kernels are compiled in one process: the process that compiles them in parallel "
                 "%s",
@@ -349,8 +353,8 @@ class CompileJob:
 
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
-    """End a process and those that it started, if it has not ended."""
-    if process.poll() is None:
+    """End a process and those that it started, unless it ended by itself."""
+    if process.poll() != 0:  # of a process that was killed, others may go on
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()

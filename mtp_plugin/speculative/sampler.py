@@ -129,6 +129,9 @@ class MTPSampler:
 
     SampleState: ClassVar[Any] = SampleStateMTP
     BEAM = BEAM
+    reads_verified_tokens: ClassVar[bool] = True
+    """Whether `sample_async` takes ``verified`` from the model outputs; a subclass that reads
+    ``state.host`` itself sets False."""
 
     def __init__(
         self,

@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from mtp_plugin.config import parse_config
+from mtp_plugin.errors import CheckpointError
 from mtp_plugin.executor import build
 from mtp_plugin.executor.kv_cache import PagedKVPools
 from mtp_plugin.kernels.parallel_compile import warn_of_failed_recording
@@ -69,3 +71,29 @@ def test_kv_probe_runs_without_a_dry_run_where_triton_has_other_hooks(
         assert build._probe(write, is_dry=True).num_bytes() == 2 * (2 * 2 * 4 * 4)
     (record,) = caplog.records
     assert record.getMessage().startswith("kernels are compiled in one process: AttributeError: ")
+
+
+def test_an_executor_that_cannot_be_built_ends_the_compile_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ended = []
+    process = SimpleNamespace(close=lambda: ended.append(True))
+    resolved = SimpleNamespace(
+        device=torch.device("cuda"), config=SimpleNamespace(cuda_graph_config="graphs")
+    )
+
+    def fail(*_: object) -> None:
+        raise CheckpointError("a tensor is missing")
+
+    for name, value in {
+        "resolve_config": lambda *_: resolved,
+        "check_requests": lambda *_, **__: None,
+        "launches_kernels": lambda _: True,
+        "CompileProcess": SimpleNamespace(start_ahead=lambda: process),
+        "_load": fail,
+    }.items():
+        monkeypatch.setattr(build, name, value)
+    config = parse_config({"model": "integration/tiny_model/checkpoint", "cuda_graph_config": {}})
+    with pytest.raises(CheckpointError):
+        build.build_executor(config)
+    assert ended == [True]

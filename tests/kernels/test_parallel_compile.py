@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -37,6 +38,14 @@ class Sleep:
         return time.sleep, (60,)
 
 
+class SleepInWorker:
+    """Sleeps when it is unpickled in a process that the process of a job has started."""
+
+    def __reduce__(self) -> Any:
+        code = "import multiprocessing as m, time; m.parent_process() and time.sleep(60)"
+        return exec, (code,)
+
+
 class Exit:
     """Ends the process that unpickles it."""
 
@@ -51,6 +60,13 @@ def request(*content: Any) -> CompileRequest:
 def popen_of(process: CompileProcess | None) -> subprocess.Popen[bytes]:
     assert process is not None
     return process._process
+
+
+def is_running(pid: str) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_launches_find_what_a_job_compiled(tmp_path: Path) -> None:
@@ -108,12 +124,13 @@ def test_kernel_that_does_not_compile_is_left_to_its_launch(cache: Path, caplog:
     assert caplog.records == []
 
 
-@pytest.mark.parametrize("how", ["close", "timeout", "collected"])
+@pytest.mark.parametrize("how", ["close", "timeout", "collected", "killed"])
 @pytest.mark.usefixtures("cache")
 def test_job_that_is_given_up_leaves_no_process(
     monkeypatch: pytest.MonkeyPatch, caplog: Any, how: str
 ) -> None:
-    job = CompileJob([request(Sleep())], background=True)
+    content = SleepInWorker() if how == "killed" else Sleep()
+    job = CompileJob([request(content)], background=True)
     process = popen_of(job._process)
     assert not job.is_done
     if how == "close":
@@ -127,6 +144,16 @@ def test_job_that_is_given_up_leaves_no_process(
         assert job.is_done
         assert "kernels are compiled in one process: the process that" in caplog.text
         assert "took more than 0 s" in caplog.text
+    elif how == "killed":
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        while not (workers := children.read_text().split()):
+            time.sleep(0.05)
+        os.kill(process.pid, signal.SIGKILL)
+        job.wait()
+        assert "ended with status -9" in caplog.text
+        while any(is_running(pid) for pid in workers):
+            time.sleep(0.05)
+        return
     else:
         del job
     assert process.returncode is not None
@@ -197,6 +224,16 @@ def test_process_started_ahead_ends_if_nothing_is_missing() -> None:
 
 def test_no_process_starts_ahead_where_an_earlier_job_compiled(cache: Path) -> None:
     (cache / "mtp_plugin-compiled").mkdir()
+    assert CompileProcess.start_ahead() is None
+
+
+def test_no_process_starts_ahead_without_access_to_the_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_access() -> Path:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(parallel_compile, "_marks_folder", no_access)
     assert CompileProcess.start_ahead() is None
 
 
