@@ -260,13 +260,13 @@ class PagedAttentionMetadata:
     def _build_layout(self) -> Layout:
         device = self.kv_lens_cuda.device
         lens = self._seq_lens_cuda.to(torch.int64)
-        seq = torch.repeat_interleave(
-            torch.arange(self.num_seqs, device=device), lens, output_size=self._num_tokens
-        )
+        tokens = torch.arange(self._num_tokens, device=device)
+        ends = lens.cumsum(0)
+        # unlike repeat_interleave, valid for the meaningless lengths of `record_launches` too
+        seq = torch.searchsorted(ends, tokens, right=True).clamp_max(self.num_seqs - 1)
         kv_lens = self.kv_lens_cuda.to(torch.int64)
         limit = self.kv_write_limit.to(torch.int64)
-        starts = lens.cumsum(0) - lens
-        offset = torch.arange(self._num_tokens, device=device) - starts[seq]
+        offset = tokens - (ends - lens)[seq]
         positions = (kv_lens - lens)[seq] + offset
         alive = (positions >= 0) & (positions < limit[seq])
 

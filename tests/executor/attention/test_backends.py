@@ -317,6 +317,19 @@ def test_a_limit_that_changes_no_index_leaves_none_stale() -> None:
     metadata.attend(LAYER, case.query, case.key, case.value)
 
 
+def test_lengths_that_no_kernel_wrote_give_indices_in_range() -> None:
+    """A dry run of a step launches no kernel, and must not trip a check on the device."""
+    case = Case([3, 3], [8, 5], [8, 5])
+    metadata = case.metadata(find_backend("sdpa"))
+    metadata.check = False
+    metadata._seq_lens_cuda.zero_()
+    metadata.on_update_kv_lens()
+    layout = metadata.layout()
+    assert layout.positions.shape == (6,)
+    rows = layout.write_rows
+    assert 0 <= int(rows.min()) <= int(rows.max()) < metadata._pools.num_rows
+
+
 def test_check_mode_finds_stale_row_counts() -> None:
     case, metadata = small()
     metadata.attend(LAYER, case.query, case.key, case.value)
