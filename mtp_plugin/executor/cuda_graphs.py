@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -96,6 +97,10 @@ def graph_bytes(shapes: Sequence[StepShape], vocab_size: int, hidden_size: int) 
         states = shape.num_tokens * hidden_size * STATE_BYTES
         largest = max(largest, logits + states)
     return largest + len(shapes) * GRAPH_BYTES
+
+
+_one_capture = threading.Lock()
+"""Held during a capture: two at once, by engines in two threads, break each other."""
 
 
 @contextmanager
@@ -297,7 +302,7 @@ class CapturedSteps:
                 launch()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with self._replay_checks() as checks, _nothing_collected():
+        with _one_capture, self._replay_checks() as checks, _nothing_collected():
             torch.cuda.empty_cache()  # memory reserved from here on belongs to the graph
             reserved = torch.cuda.memory_reserved()
             # thread_local: other threads of the process may use the device during the capture
