@@ -52,7 +52,12 @@ def graphed(harness, monkeypatch):
     pads_batches(harness)
 
     def build(sizes=(1, 2, 4, 8), padding: bool = True, capture="all", **options) -> WatchedGraphs:
-        graphs = {"batch_sizes": list(sizes), "enable_padding": padding, "capture": capture}
+        graphs = {
+            "batch_sizes": list(sizes),
+            "enable_padding": padding,
+            "capture": capture,
+            "prompt_tokens": [],
+        }
         return WatchedGraphs(harness.llm(cuda_graph_config=graphs, **options), monkeypatch)
 
     return build
