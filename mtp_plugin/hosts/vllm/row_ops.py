@@ -141,7 +141,8 @@ class RowOps:
         first = LogitRows(0, 1, draft.positions)
         keep_draft_probs(logits, first, slots, truncation, self._last_probs, backend=backend)
         kept = slots.slot_ids.to(torch.int64)
-        self.draft_probs[kept, draft.step.to(torch.int64)] = self._last_probs[kept, 0]
+        step = draft.step.to(torch.int64).view(1)  # as a scalar the host would read it
+        self.draft_probs[kept, step] = self._last_probs[kept, 0]
         return valid_ids(drafts)
 
     def _truncation(self, logits: torch.Tensor) -> torch.Tensor:

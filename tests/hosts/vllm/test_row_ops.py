@@ -6,6 +6,7 @@ import random
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_plugin.hosts.vllm.row_ops import mark_padding, valid_ids
 from mtp_plugin.kernels.backend import Backend
@@ -262,3 +263,23 @@ def test_no_op_writes_logits(backend: Backend) -> None:
 def test_rows_without_query_tokens_are_marked_as_padding() -> None:
     starts = torch.tensor([0, 4, 5, 5, 5, 5])  # of a captured batch of 4 with room for 5
     assert mark_padding(torch.tensor([7, 2, 7, 3]), starts).tolist() == [7, 2, -1, -1]
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the values that the host reads, which a CUDA graph cannot capture."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("keeps_draft_probs", [False, True])
+def test_draft_sampling_can_be_captured(keeps_draft_probs: bool) -> None:
+    ops = make_ops(Backend.TORCH, keeps_draft_probs=keeps_draft_probs)
+    logits = torch.randn(3, VOCAB, device=DEVICE)
+    indices, positions = vector([4, 0, -1]), vector([9, 3, 0])
+    with HostReads() as reads:
+        draft(ops, logits, indices, positions, step=1)
+    assert reads.count == 0
