@@ -289,3 +289,16 @@ def mark_padding(indices: torch.Tensor, query_start_loc: torch.Tensor) -> torch.
         query_start_loc: at least [R + 1] first token of each row.
     """
     return indices.masked_fill(query_start_loc[: len(indices) + 1].diff() == 0, -1)
+
+
+def keep_allowed_ids(logits: torch.Tensor, counts: torch.Tensor, ids: torch.Tensor) -> None:
+    """Set the logits [N, V] of a row to -inf, except those of its allowed ids.
+
+    Args:
+        counts: [N] number of allowed ids; 0: all. ids: [N, A], of which the first ones count.
+    """
+    counts = counts.unsqueeze(1)
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    ids = torch.where(columns < counts, ids, ids[:, :1]).to(torch.int64)
+    kept = logits.gather(1, ids)
+    logits.masked_fill_(counts > 0, float("-inf")).scatter_(1, ids, kept)

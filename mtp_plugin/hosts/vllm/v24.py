@@ -10,18 +10,34 @@ import torch
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logit_bias import apply_logit_bias
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from mtp_plugin.hosts.vllm.draft_loop import can_capture, run_passes
-from mtp_plugin.hosts.vllm.row_ops import DraftRows, StepRows, mark_padding, valid_ids
+from mtp_plugin.hosts.vllm.row_ops import (
+    DraftRows,
+    RowOps,
+    StepRows,
+    keep_allowed_ids,
+    mark_padding,
+    valid_ids,
+)
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
 
 
 class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
     """Samples rows without drafts."""
+
+    @classmethod
+    def replacing(cls, sampler: Any, ops: RowOps) -> PluginSampler:
+        """See `SamplerParts.replacing`."""
+        made = super().replacing(sampler, ops)
+        states = made.logit_bias_state
+        states.apply_logit_bias = partial(_apply_logit_bias, states)
+        return made
 
     def sample(
         self,
@@ -48,6 +64,39 @@ class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
             or self.logit_bias_state.use_logit_bias[indices].any()
             or (self.bad_words_state.num_bad_words.np[indices] > 0).any()
         )
+
+
+def _apply_logit_bias(
+    states: Any,
+    logits: torch.Tensor,
+    indices: torch.Tensor,
+    host_indices: Any,
+    positions: torch.Tensor,
+) -> None:
+    """Apply allowed ids, bias and min_tokens, in place of ``LogitBiasState.apply_logit_bias``.
+
+    The kernel of 0.24 reads the logits of allowed ids, overwrites all and writes those back without
+    barriers: on a GPU some of them stay -inf. 0.26 has the barriers.
+    """
+    if not states.use_logit_bias[host_indices].any():
+        return
+    counts, ids = states.num_allowed_token_ids, states.allowed_token_ids.gpu
+    if (counts.np[host_indices] > 0).any():
+        rows = indices.to(torch.int64)
+        keep_allowed_ids(logits, counts.gpu[rows], ids[rows])
+    apply_logit_bias(
+        logits,
+        indices,
+        positions,
+        torch.zeros_like(counts.gpu),
+        ids,
+        states.num_logit_bias.gpu,
+        states.logit_bias_token_ids.gpu,
+        states.logit_bias.gpu,
+        states.min_lens.gpu,
+        states.num_stop_token_ids.gpu,
+        states.stop_token_ids.gpu,
+    )
 
 
 class PluginVerifier(RejectionSampler):  # type: ignore[misc]

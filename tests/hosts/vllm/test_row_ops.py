@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtp_plugin.hosts.vllm.row_ops import mark_padding, valid_ids
+from mtp_plugin.hosts.vllm.row_ops import keep_allowed_ids, mark_padding, valid_ids
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.speculative.ops.sampling import VerifiedBy
 from tests.hosts.vllm.rows import (
@@ -263,6 +263,18 @@ def test_no_op_writes_logits(backend: Backend) -> None:
 def test_rows_without_query_tokens_are_marked_as_padding() -> None:
     starts = torch.tensor([0, 4, 5, 5, 5, 5])  # of a captured batch of 4 with room for 5
     assert mark_padding(torch.tensor([7, 2, 7, 3]), starts).tolist() == [7, 2, -1, -1]
+
+
+def test_only_allowed_ids_keep_their_logits() -> None:
+    logits = torch.arange(18.0).view(3, 6)
+    ids = torch.tensor([[4, 1, 4, 5], [3, 3, 3, 3], [5, 0, 0, 0]], dtype=torch.int32)
+    keep_allowed_ids(logits, torch.tensor([3, 0, 1], dtype=torch.int32), ids)
+    inf = float("inf")
+    assert logits.tolist() == [
+        [-inf, 1, -inf, -inf, 4, -inf],
+        [6, 7, 8, 9, 10, 11],
+        [-inf, -inf, -inf, -inf, -inf, 17],
+    ]
 
 
 class HostReads(TorchDispatchMode):
