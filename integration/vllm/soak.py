@@ -112,7 +112,8 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             run_reference,
             finished_file=finished_file,
             margin=margin,
-            logprob_tolerance=5 * margin,
+            # where rounding makes the router choose other experts, all logits change
+            logprob_tolerance=1.0 if on_gpu else 5 * margin,
         )
         traffic = drafting.result(options.seconds + DRAIN_SECONDS)
         compared = reference.result(2 * options.seconds + DRAIN_SECONDS)

@@ -21,7 +21,7 @@ from integration.vllm.traffic import make_requests
 
 def given(tokens: list[int], *, is_aborted: bool = False, **completion: Any) -> dict[str, Any]:
     result = {"tokens": tokens, "completions": {"0": completed(**completion)}}
-    return {"result": result, "is_aborted": is_aborted, "num_drafts": 3}
+    return {"result": result, "is_aborted": is_aborted, "num_drafts": 3, "params": {}}
 
 
 def expected(tokens: list[int], **completion: Any) -> dict[str, Any]:
@@ -58,6 +58,25 @@ def test_tokens_after_a_stop_string_are_no_difference_within_one_step() -> None:
     assert first_difference(given([1, 3, 2]), stopped) == 1
     by_token = expected([1, 2], finish_reason="stop", stop_reason=2)
     assert first_difference(given([1, 2, 3]), by_token) == 2
+
+
+def test_tokens_after_one_that_the_grammar_rejects_are_no_difference_within_one_step() -> None:
+    ended = expected([1, 2], text="ab", finish_reason="error")
+    ours = given([1, 2, 3], text="abc", finish_reason="error")
+    assert first_difference(ours, ended) is None
+    assert other_differences(ours, ended, 0.01) == []
+    other = given([1, 2, 3], text="bcd", finish_reason="error")
+    assert other_differences(other, ended, 0.01) == ["text is 'bcd' with drafts, 'ab' without"]
+
+
+def test_of_two_stop_strings_of_a_step_the_first_of_the_list_may_end_the_output() -> None:
+    def ended(stop: str, text: str) -> dict[str, Any]:
+        return {"finish_reason": "stop", "stop_reason": stop, "text": text}
+
+    ours = given([1, 2], **ended(")", "(self")) | {"params": {"stop": [")", "self"]}}
+    assert other_differences(ours, expected([1, 2], **ended("self", "(")), 0.01) == []
+    ours["params"] = {"stop": ["self", ")"]}
+    assert len(other_differences(ours, expected([1, 2], **ended("self", "(")), 0.01)) == 2
 
 
 def test_finish_reasons_and_logprobs_are_compared() -> None:
