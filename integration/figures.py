@@ -257,6 +257,8 @@ def in_vllm() -> str:
         "vLLM, `draft_sample_method: probabilistic`": "vllm_probabilistic",
         "vLLM with the plugin's sampling alone": "mtp_plugin_sampling",
         "vLLM with the plugin": "mtp_plugin",
+        "vLLM with the plugin, `rejection`": "mtp_plugin_rejection",
+        "vLLM with the plugin, `block`": "mtp_plugin_block",
     }
     requests = {
         "greedy": "greedy",
@@ -276,11 +278,11 @@ def in_vllm() -> str:
             rows.append([f"{label}: {engine}", *cells])
     lengths = found["acceptance_length"]
     accepted = _table(
-        ["acceptance length, trained tiny model", "greedy", "T = 0.8", "T = 0.8, top-p 0.95"],
+        ["acceptance length, trained tiny model", "T = 0.8", "T = 0.8, top-p 0.95"],
         [
-            [engine, *(f"{lengths[key][name]:.2f}" for key in ("greedy", "t0.8", "t0.8-p0.95"))]
+            [engine, *(f"{lengths[key][name]:.2f}" for key in ("t0.8", "t0.8-p0.95"))]
             for engine, name in engines.items()
-            if name in lengths["greedy"]
+            if name in lengths["t0.8"]
         ],
     )
     same = [
