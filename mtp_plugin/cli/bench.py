@@ -77,13 +77,9 @@ def command(
     texts = prompts_for_comparison(prompt or (), prompt_file, Path(settings.model))
     read_ahead(settings.model)
     import_engine(log)
-    import torch
-
     from mtp_plugin.executor.models import read_facts
     from mtp_plugin.tools.bench import run_bench
 
-    if config is None and graphs is None and device != "cpu" and torch.cuda.is_available():
-        graphs = True
     out = output()
     try:
         with errors_of(config), progress(log) as show_progress:

@@ -220,7 +220,7 @@ class CapturedSteps:
         except RuntimeError as error:
             raise ConfigError(
                 f"cuda_graph_config: a step of {size} requests and {shape.num_ctx_tokens} prompt "
-                f"tokens cannot be captured: {error}"
+                f"tokens cannot be captured (null: steps run eagerly): {error}"
             ) from error
 
     def _padding_step(

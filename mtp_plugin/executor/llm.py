@@ -42,8 +42,9 @@ class LLM:
     """Loads one checkpoint and generates text with the embedded executor.
 
     ``LLM("checkpoint")`` and ``LLM(model="checkpoint", max_batch_size=4)`` take a checkpoint's
-    folder. Without ``speculative_config``, the checkpoint's MTP layers draft if it has any (see
-    `config_of_checkpoint`), and one line reports it; ``speculative_config=None`` disables drafting.
+    folder. Without ``speculative_config``, the checkpoint's MTP layers draft if it has any, and
+    without ``cuda_graph_config`` steps run in CUDA graphs on a GPU (see `config_of_checkpoint`); a
+    line reports each choice, and None disables either.
 
     One thread runs all steps; every method may be called from any thread. The thread ends, and all
     memory is freed, with :meth:`shutdown` or when the last reference to the object is dropped.

@@ -11,11 +11,18 @@ from typing import Any
 
 from pydantic import BaseModel
 
-from mtp_plugin.config import LLMConfig, MTPDecodingConfig, load_config, parse_config
+from mtp_plugin.config import (
+    CudaGraphConfig,
+    LLMConfig,
+    MTPDecodingConfig,
+    load_config,
+    parse_config,
+)
 from mtp_plugin.errors import ConfigError, format_value
 from mtp_plugin.executor.models import LoadedModel, read_facts
 from mtp_plugin.executor.models.config_reader import TOKENIZER_FILE
 from mtp_plugin.executor.models.tokenizer_files import read_tokenizer_of
+from mtp_plugin.executor.resolved_config import resolve_device
 
 MAX_DEFAULT_DRAFT_LEN = 3
 """Maximum of the default draft length K."""
@@ -45,8 +52,8 @@ def read_requested_config(
     Args:
         config, model: arguments of `LLM`.
         options: keys of `LLMConfig`; only with a checkpoint's folder.
-        report: called with one line that describes a default ``speculative_config``; None: the
-            line goes to standard error.
+        report: called with a line for each default that `config_of_checkpoint` chooses; None: the
+            lines go to standard error.
 
     Raises:
         ConfigError: missing, conflicting or invalid arguments.
@@ -89,15 +96,27 @@ def config_of_checkpoint(
 
     The default ``speculative_config`` drafts with the first MTP layer (eagle). Its draft length is
     the number of MTP layers, at most `MAX_DEFAULT_DRAFT_LEN`, and such that a step of
-    ``max_batch_size`` requests fits ``max_num_tokens``; ``report`` is called with a line about it.
+    ``max_batch_size`` requests fits ``max_num_tokens``. The default ``cuda_graph_config`` of a GPU
+    captures all batch sizes. ``report`` is called with a line about each of them.
 
     Raises:
         ConfigError: an invalid option.
         CheckpointError: the checkpoint's config cannot be read.
     """
     config = parse_config({"model": _expanded(path), **options}, "LLM")
-    if "speculative_config" in options:
-        return config
+    chosen: dict[str, Any] = {}
+    if "speculative_config" not in options:
+        chosen["speculative_config"] = _default_drafting(config, report)
+    drafting = config.speculative_config
+    is_ours = drafting is None or isinstance(drafting, MTPDecodingConfig)  # others may not be able
+    on_gpu = resolve_device(config.device).type == "cuda"
+    if "cuda_graph_config" not in options and on_gpu and is_ours:
+        report("cuda_graph_config: none given: steps run in CUDA graphs")
+        chosen["cuda_graph_config"] = CudaGraphConfig(enable_padding=True)
+    return config.model_validate({**dict(config), **chosen})
+
+
+def _default_drafting(config: LLMConfig, report: Callable[[str], None]) -> MTPDecodingConfig | None:
     layers = read_facts(config.model).num_mtp_layers
     fitting = config.max_num_tokens // config.max_batch_size - 1
     draft_len = min(layers, MAX_DEFAULT_DRAFT_LEN, fitting)
@@ -114,10 +133,7 @@ def config_of_checkpoint(
             f"speculative_config: none given, {of_layers}: drafting with max_draft_len "
             f"{draft_len} (eagle)"
         )
-    if draft_len == 0:
-        return config
-    drafting = MTPDecodingConfig(max_draft_len=draft_len)
-    return config.model_validate({**dict(config), "speculative_config": drafting})
+    return MTPDecodingConfig(max_draft_len=draft_len) if draft_len else None
 
 
 def is_folder(path: str | Path) -> bool:

@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from integration.random_models import write_random_checkpoint
-from mtp_plugin.config import KVCacheConfig, LLMConfig, MTPDecodingConfig
+from mtp_plugin.config import CudaGraphConfig, KVCacheConfig, LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import CheckpointError, ConfigError, format_value
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.requested_config import config_of_checkpoint, read_requested_config
@@ -114,6 +115,25 @@ def test_how_many_drafts(tmp_path, layers, options, expected) -> None:
     else:
         assert f"{layers} MTP layer" in line
         assert f"max_draft_len {expected} (eagle)" in line
+
+
+@pytest.mark.parametrize(
+    ("options", "is_captured"),
+    [
+        ({}, True),
+        ({"cuda_graph_config": None}, False),
+        ({"device": "cpu"}, False),
+        ({"speculative_config": None}, True),
+    ],
+)
+def test_steps_run_in_graphs_on_a_gpu(harness, monkeypatch, options, is_captured) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    lines: list[str] = []
+    config = config_of_checkpoint(harness.path, options, lines.append)
+    graphs = CudaGraphConfig(enable_padding=True)
+    assert config.cuda_graph_config == (graphs if is_captured else None)
+    line = "cuda_graph_config: none given: steps run in CUDA graphs"
+    assert lines.count(line) == is_captured
 
 
 def test_the_other_forms_say_themselves_whether_to_draft(harness, file, capsys) -> None:
