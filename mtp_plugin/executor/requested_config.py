@@ -108,7 +108,8 @@ def config_of_checkpoint(
     if "speculative_config" not in options:
         chosen["speculative_config"] = _default_drafting(config, report)
     drafting = config.speculative_config
-    is_ours = drafting is None or isinstance(drafting, MTPDecodingConfig)  # others may not be able
+    # a drafter of another package need not support graphs
+    is_ours = drafting is None or isinstance(drafting, MTPDecodingConfig)
     on_gpu = resolve_device(config.device).type == "cuda"
     if "cuda_graph_config" not in options and on_gpu and is_ours:
         report("cuda_graph_config: none given: steps run in CUDA graphs")
