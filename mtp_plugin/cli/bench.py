@@ -73,7 +73,9 @@ def command(
         raise typer.BadParameter("expected at least one size", param_hint="--batch-size")
     log = messages()
     choices: list[str] = []
-    settings = load(config, log, model, plugin_options, choices.append)
+    # with these options, the default use of graphs is neither chosen nor reported
+    options = {"cuda_graph_config": None} if graphs is not None or device == "cpu" else {}
+    settings = load(config, log, model, plugin_options, choices.append, options)
     texts = prompts_for_comparison(prompt or (), prompt_file, Path(settings.model))
     read_ahead(settings.model)
     import_engine(log)

@@ -5,11 +5,11 @@ from __future__ import annotations
 import gc
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import typer
 
@@ -56,12 +56,14 @@ def load(
     model: Path | None = None,
     plugin_options: Path | None = None,
     report: Callable[[str], None] | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> LLMConfig:
     """Read a config file, or derive a config from a checkpoint; each warning is one line.
 
     Args:
-        report: receives the line about the choice of drafting for a checkpoint without a config
-            file; default: written to ``log``.
+        report: receives the lines about defaults for a checkpoint without a config file; default:
+            written to ``log``.
+        options: of a checkpoint without a config file, as `config_of_checkpoint` takes them.
 
     Raises:
         ConfigError: the config is invalid.
@@ -75,7 +77,7 @@ def load(
         import_engine(log)
         from mtp_plugin.executor.requested_config import config_of_checkpoint
 
-        return config_of_checkpoint(str(model), {}, report or log.write_line)
+        return config_of_checkpoint(str(model), options or {}, report or log.write_line)
     from mtp_plugin.config import load_config
 
     with warnings.catch_warnings(record=True) as caught:

@@ -180,7 +180,7 @@ def command(
     read_ahead(settings.model)
     import_engine(log)
     from mtp_plugin.executor.models import read_facts
-    from mtp_plugin.executor.requested_config import config_of_checkpoint
+    from mtp_plugin.executor.requested_config import default_drafting
     from mtp_plugin.tools.parity import TIE_ULPS
     from mtp_plugin.tools.terminal import parity
     from mtp_plugin.tools.terminal.parity_report import parity_document, show_parity
@@ -189,7 +189,7 @@ def command(
     with errors_of(config):
         num_layers = read_facts(settings.model).num_mtp_layers
         if config is None and not ks and num_layers:
-            drafting = config_of_checkpoint(settings.model, {}, choices.append).speculative_config
+            drafting = default_drafting(settings, choices.append)
             settings = settings.model_copy(update={"speculative_config": drafting})
         variants = parity.variants_of(
             settings,

@@ -270,7 +270,7 @@ def _read_vllm(data: dict[Any, Any]) -> Iterator[Problem]:
     """Rewrite vLLM's keys that have no equal here."""
     if data.get("enforce_eager") is True:
         del data["enforce_eager"]
-        if data.get("cuda_graph_config") is not None:
+        if data.setdefault("cuda_graph_config", None) is not None:
             yield "enforce_eager", "true contradicts cuda_graph_config; leave one of them out"
     speculative = data.get("speculative_config")
     if not isinstance(speculative, Mapping) or "method" not in speculative:

@@ -104,20 +104,26 @@ def config_of_checkpoint(
         CheckpointError: the checkpoint's config cannot be read.
     """
     config = parse_config({"model": _expanded(path), **options}, "LLM")
+    given = config.model_fields_set  # vLLM's enforce_eager gives cuda_graph_config
     chosen: dict[str, Any] = {}
-    if "speculative_config" not in options:
-        chosen["speculative_config"] = _default_drafting(config, report)
+    if "speculative_config" not in given:
+        chosen["speculative_config"] = default_drafting(config, report)
     drafting = config.speculative_config
     # a drafter of another package need not support graphs
     is_ours = drafting is None or isinstance(drafting, MTPDecodingConfig)
     on_gpu = resolve_device(config.device).type == "cuda"
-    if "cuda_graph_config" not in options and on_gpu and is_ours:
+    if "cuda_graph_config" not in given and on_gpu and is_ours:
         report("cuda_graph_config: none given: steps run in CUDA graphs")
         chosen["cuda_graph_config"] = CudaGraphConfig(enable_padding=True)
     return config.model_validate({**dict(config), **chosen})
 
 
-def _default_drafting(config: LLMConfig, report: Callable[[str], None]) -> MTPDecodingConfig | None:
+def default_drafting(config: LLMConfig, report: Callable[[str], None]) -> MTPDecodingConfig | None:
+    """Return the default ``speculative_config`` of a checkpoint, see `config_of_checkpoint`.
+
+    Raises:
+        CheckpointError: the checkpoint's config cannot be read.
+    """
     layers = read_facts(config.model).num_mtp_layers
     fitting = config.max_num_tokens // config.max_batch_size - 1
     draft_len = min(layers, MAX_DEFAULT_DRAFT_LEN, fitting)

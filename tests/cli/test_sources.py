@@ -6,9 +6,11 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 from integration.random_models import write_random_checkpoint
+from mtp_plugin.executor import requested_config
 from tests.cli.calls import EAGLE, VOCAB, Run, byte_tokenizer
 
 
@@ -76,6 +78,18 @@ def test_a_checkpoint_alone_that_is_none(run: Run, tmp_path: Path) -> None:
     result = run("doctor", "-m", "~nosuchuser")
     assert result.code == 1
     assert "problem: ~nosuchuser: Could not determine home directory." in result.out
+
+
+@pytest.mark.parametrize("command", ["bench", "parity"])
+def test_eager_steps_have_no_line_about_graphs(
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    """On a machine with a GPU, whose default is to use them."""
+    monkeypatch.setattr(requested_config, "resolve_device", lambda _: torch.device("cuda"))
+    result = run(command, "-m", str(checkpoint), "--device", "cpu", "-p", "ab")
+    assert result.code == 0, result.err
+    assert CHOSEN in result.err.splitlines()
+    assert "cuda_graph_config" not in result.err
 
 
 def test_a_refusal_has_no_line_about_drafting(run: Run, checkpoint: Path) -> None:

@@ -122,6 +122,8 @@ def test_how_many_drafts(tmp_path, layers, options, expected) -> None:
     [
         ({}, True),
         ({"cuda_graph_config": None}, False),
+        ({"enforce_eager": True}, False),
+        ({"enforce_eager": False}, True),
         ({"device": "cpu"}, False),
         ({"speculative_config": None}, True),
     ],
