@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -128,8 +129,10 @@ def build_executor(
     is_captured = resolved.device.type == "cuda" and config.cuda_graph_config is not None
     # it imports what it needs while the weights are loaded
     compiles = is_captured and launches_kernels(resolved.device)
-    process = CompileProcess.start_ahead() if compiles else None
-    try:
+    with ExitStack() as undo:
+        process = CompileProcess.start_ahead() if compiles else None
+        if process is not None:
+            undo.callback(process.close)  # a stored traceback would keep it
         if model is None:
             model = _load(resolved, report)
         check_model(resolved, model)
@@ -148,31 +151,26 @@ def build_executor(
             speculative = resolved.config.speculative_config
             pieces = build_pieces(resolved.plugin, speculative, resolved.plan, host)
         lease = AttentionLease(model, attn_backend.attention_function)
-        try:
-            engine = _engine(
-                resolved, model, pieces, attn_backend, lease, on_progress, kv_fill, process
-            )
-            seq_slots = SeqSlotManager(host.max_num_sequences)
-            return BuiltExecutor(
-                executor=_executor(resolved, engine, seq_slots, chunk_policy),
-                config=resolved.config,
-                device=resolved.device,
-                max_seq_len=resolved.max_seq_len,
-                model=model,
-                tokenizer=tokenizer,
-                attn_backend=attn_backend,
-                pieces=pieces,
-                blocks=engine.blocks,
-                pools=engine.pools,
-                seq_slots=seq_slots,
-            )
-        except BaseException:
-            lease.release()
-            raise
-    except BaseException:  # a stored traceback would keep the process
-        if process is not None:
-            process.close()
-        raise
+        undo.callback(lease.release)
+        engine = _engine(
+            resolved, model, pieces, attn_backend, lease, on_progress, kv_fill, process
+        )
+        seq_slots = SeqSlotManager(host.max_num_sequences)
+        built = BuiltExecutor(
+            executor=_executor(resolved, engine, seq_slots, chunk_policy),
+            config=resolved.config,
+            device=resolved.device,
+            max_seq_len=resolved.max_seq_len,
+            model=model,
+            tokenizer=tokenizer,
+            attn_backend=attn_backend,
+            pieces=pieces,
+            blocks=engine.blocks,
+            pools=engine.pools,
+            seq_slots=seq_slots,
+        )
+        undo.pop_all()
+    return built
 
 
 def _check_arguments(tokenizer: Any, chunk_policy: Any, kv_fill: Any) -> None:
