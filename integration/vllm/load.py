@@ -7,7 +7,7 @@ import statistics
 import time
 from typing import Any
 
-from integration.vllm.requests import counters, sampling_params
+from integration.vllm.requests import acceptance_length, counters, sampling_params
 
 Request = dict[str, Any]
 """``prompt`` (token ids) and ``params``."""
@@ -62,14 +62,9 @@ def run_batch(llm: Any, *, requests: list[Request], until_first_end: bool = Fals
             last = now
         if until_first_end and finished:
             engine.abort_request([str(number) for number in range(len(requests))])
-    after = counters(llm)
-    accepted, drafts = (
-        after.get(name, 0) - before.get(name, 0)
-        for name in ("spec_decode_num_accepted_tokens", "spec_decode_num_drafts")
-    )
     return {
         "tokens": tokens,
         "step_ms": step_ms,
         "median_ms": round(statistics.median(step_ms), 3) if step_ms else None,
-        "acceptance_length": round(1 + accepted / drafts, 3) if drafts else None,
+        "acceptance_length": acceptance_length(before, counters(llm)),
     }

@@ -69,6 +69,15 @@ def counters(llm: Any) -> dict[str, Any]:
     return found
 
 
+def acceptance_length(before: dict[str, Any], after: dict[str, Any]) -> float | None:
+    """Return tokens per request and step between two `counters`; None: no drafts."""
+    accepted, drafts = (
+        after.get(name, 0) - before.get(name, 0)
+        for name in ("spec_decode_num_accepted_tokens", "spec_decode_num_drafts")
+    )
+    return round(1 + accepted / drafts, 3) if drafts else None
+
+
 def difference(after: Any, before: Any) -> Any:
     """Return ``after - before`` of numbers or lists of numbers."""
     if isinstance(after, list):

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from integration.vllm.random_requests import random_options
-from integration.vllm.requests import counters, prompt_of, record, sampling_params
+from integration.vllm.requests import (
+    acceptance_length,
+    counters,
+    prompt_of,
+    record,
+    sampling_params,
+)
 
 STALL_SECONDS = 180.0
 """Without any output for so long, an engine with requests hangs."""
@@ -190,9 +196,7 @@ def run_traffic(
     counts["seconds"] = round(time.monotonic() - started, 1)
     after = counters(llm)
     counts["preemptions"] = after["num_preemptions"] - before["num_preemptions"]
-    drafts = after["spec_decode_num_drafts"] - before["spec_decode_num_drafts"]
-    accepted = after["spec_decode_num_accepted_tokens"] - before["spec_decode_num_accepted_tokens"]
-    counts["acceptance_length"] = round(1 + accepted / max(1, drafts), 3)
+    counts["acceptance_length"] = acceptance_length(before, after)
     return {"counts": counts, "problems": problems + leaks(llm), "methods": methods}
 
 
