@@ -288,7 +288,8 @@ def mark_padding(indices: torch.Tensor, query_start_loc: torch.Tensor) -> torch.
     Args:
         query_start_loc: at least [R + 1] first token of each row.
     """
-    return indices.masked_fill(query_start_loc[: len(indices) + 1].diff() == 0, -1)
+    starts = query_start_loc[: len(indices) + 1]
+    return torch.where(starts[1:] > starts[:-1], indices, -1)  # two launches of a captured graph
 
 
 def keep_allowed_ids(logits: torch.Tensor, counts: torch.Tensor, ids: torch.Tensor) -> None:

@@ -170,15 +170,17 @@ def draft_rows(
     temperature: torch.Tensor,  # noqa: ARG001
     seeds: torch.Tensor,  # noqa: ARG001
     draft_step: torch.Tensor,
-    draft_logits: torch.Tensor | None,
+    draft_logits: torch.Tensor | None,  # noqa: ARG001
 ) -> DraftRows:
-    """Read a call of ``sample_draft``; ``positions`` are one before the token that it follows."""
+    """Read a call of ``sample_draft``; ``positions`` are one before the token that it follows.
+
+    0.24 leaves indices of earlier requests in the rows that pad a captured batch. Sampled with the
+    options of those requests, a flat padding row would take longer than the draft model (0.8 ms),
+    and the draft probabilities that it writes would replace those of a running request.
+    """
     logits = speculator.model.compute_logits(hidden_states)
-    if draft_logits is not None:
-        # 0.24 leaves indices of running requests in the rows that pad a captured batch: written by
-        # these rows, the draft probabilities of the requests would be wrong
-        idx_mapping = mark_padding(idx_mapping, speculator.input_buffers.query_start_loc)
-    return DraftRows(logits, idx_mapping, positions, 1, draft_step)
+    indices = mark_padding(idx_mapping, speculator.input_buffers.query_start_loc)
+    return DraftRows(logits, indices, positions, 1, draft_step)
 
 
 def draft_loop(speculator: Any) -> Callable[..., None] | None:
