@@ -45,6 +45,16 @@ class RecordingWorker(torch.nn.Module):
         return self.worker(**kwargs)
 
 
+def padded_to(*sizes: int) -> dict:
+    """Every graph is captured at the start: a later capture is a step of padding rows as well."""
+    return {
+        "batch_sizes": list(sizes),
+        "enable_padding": True,
+        "capture": "all",
+        "prompt_tokens": [],
+    }
+
+
 def record(llm, look) -> None:
     wrap_worker(llm, lambda worker: RecordingWorker(worker, look))
 
@@ -120,7 +130,7 @@ def test_r06_padding_rows_never_reach_requests(harness, target, prompts, vanilla
     llm = harness.llm(
         vanilla=vanilla,
         disable_overlap_scheduler=no_overlap,
-        cuda_graph_config={"batch_sizes": [1, 2, 4, 8], "enable_padding": True},
+        cuda_graph_config=padded_to(1, 2, 4, 8),
     )
     padded = []
     record(
@@ -173,7 +183,7 @@ def test_r10_parked_slots_stay_as_they_are(harness, prompts):
         vanilla=True,
         max_batch_size=4,
         disable_overlap_scheduler=True,
-        cuda_graph_config={"batch_sizes": [4], "enable_padding": True},
+        cuda_graph_config=padded_to(4),
     )
     requests = [llm.make_request(p, greedy()) for p in prompts[3:6]]
     for request in requests:
