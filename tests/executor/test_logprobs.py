@@ -12,7 +12,7 @@ import torch
 from mtp_plugin.executor import SamplingParams, prompt_logprobs
 from mtp_plugin.requests.logprobs import ENTRY_WIDTH, Logprob
 from mtp_plugin.speculative.drafting import worker as worker_module
-from tests.executor.conftest import VOCAB, assert_drained, pads_batches
+from tests.executor.conftest import VOCAB, assert_drained, assert_idle, pads_batches
 from tests.executor.replays import WatchedGraphs
 from tests.executor.test_llm_api import Pieces
 from tests.executor.test_sampling import OPTIONS
@@ -350,6 +350,7 @@ def test_who_does_not_ask_costs_nothing(harness, target, prompts, monkeypatch):
     llm.generate(prompts, [params_of(1, logprobs=None)] * len(prompts))
     assert reported
     assert all(one is None for one in reported)
+    assert_idle(llm)
     llm.executor.engine.captured = None
     monkeypatch.setattr(worker_module, "logprobs", never)
     monkeypatch.setattr(prompt_logprobs, "logprobs", never)
