@@ -69,14 +69,44 @@ def test_tokens_after_one_that_the_grammar_rejects_are_no_difference_within_one_
     assert other_differences(other, ended, 0.01) == ["text is 'bcd' with drafts, 'ab' without"]
 
 
-def test_of_two_stop_strings_of_a_step_the_first_of_the_list_may_end_the_output() -> None:
+STOP_STRING = {"finish_reason": "stop", "stop_reason": "bc"}
+STOP_TOKEN = {"finish_reason": "stop", "stop_reason": 2}
+ERROR = {"finish_reason": "error"}
+
+
+@pytest.mark.parametrize(
+    ("got", "wanted", "is_same"),
+    [
+        ({**STOP_STRING, "text": "a"}, {**ERROR, "text": "ab"}, True),  # without "bc"
+        ({**STOP_STRING, "text": "a"}, {**ERROR, "text": "x"}, False),
+        ({**STOP_TOKEN, "text": "abc"}, {**ERROR, "text": "ab"}, False),
+        ({**ERROR, "text": "abc"}, {**STOP_STRING, "text": "a"}, True),
+        ({**ERROR, "text": "abc"}, {**STOP_TOKEN, "text": "ab"}, True),
+        ({**ERROR, "text": "bcd"}, {**STOP_TOKEN, "text": "ab"}, False),
+        ({"text": "abc"}, {**ERROR, "text": "ab"}, False),
+    ],
+)
+def test_a_step_at_the_end_of_a_grammar_may_end_with_error_or_stop(
+    got: dict[str, Any], wanted: dict[str, Any], is_same: bool
+) -> None:
+    ours = given([1, 2, 3], **got) | {"params": {"stop": ["bc"]}}
+    ended = expected([1, 2], **wanted)
+    assert first_difference(ours, ended) is None
+    assert (other_differences(ours, ended, 0.01) == []) == is_same
+
+
+@pytest.mark.parametrize(("first", "text"), [(")", "(self"), ("(self)", "")])
+def test_of_two_stop_strings_of_a_step_the_first_of_the_list_may_end_the_output(
+    first: str, text: str
+) -> None:
     def ended(stop: str, text: str) -> dict[str, Any]:
         return {"finish_reason": "stop", "stop_reason": stop, "text": text}
 
-    ours = given([1, 2], **ended(")", "(self")) | {"params": {"stop": [")", "self"]}}
-    assert other_differences(ours, expected([1, 2], **ended("self", "(")), 0.01) == []
-    ours["params"] = {"stop": ["self", ")"]}
-    assert len(other_differences(ours, expected([1, 2], **ended("self", "(")), 0.01)) == 2
+    ours = given([1, 2], **ended(first, text)) | {"params": {"stop": [first, "self"]}}
+    without = expected([1, 2], **ended("self", "("))
+    assert other_differences(ours, without, 0.01) == []
+    ours["params"] = {"stop": ["self", first]}
+    assert len(other_differences(ours, without, 0.01)) == 2
 
 
 def test_finish_reasons_and_logprobs_are_compared() -> None:
