@@ -10,6 +10,9 @@ from typing import Any
 from integration.vllm.requests import prompt_of, record, sampling_params
 from integration.vllm.traffic import Request, Watchdog, leaks, model_runner
 
+Unequal = tuple[Request, dict[str, Any], int]
+"""A request, its output without drafts, and the position of the first token that differs."""
+
 
 def run_reference(
     llm: Any, *, finished_file: str, margin: float, logprob_tolerance: float
@@ -18,7 +21,7 @@ def run_reference(
 
     Args:
         finished_file: of `run_traffic`.
-        margin: see `is_tie`.
+        margin: see `find_ties`.
         logprob_tolerance: maximum difference of log-probabilities.
 
     Returns:
@@ -29,7 +32,7 @@ def run_reference(
     counts = dict.fromkeys(("compared", "tokens", "equal", "ties", "failures"), 0)
     problems: list[str] = []
     running: dict[str, tuple[Request, dict[str, Any]]] = {}
-    unequal: list[tuple[Request, dict[str, Any], int]] = []
+    unequal: list[Unequal] = []
     lines, watchdog, is_complete = _Lines(Path(finished_file)), Watchdog(llm), False
     while running or not is_complete:
         while len(running) < most and not is_complete:
@@ -64,10 +67,11 @@ def run_reference(
             counts["failures" if found else "equal"] += 1
     watchdog.stop()
     problems += leaks(llm)
+    ties = find_ties(llm, unequal, margin)
     for request, expected, position in unequal:
-        tie = is_tie(llm, request, expected, position, margin)
-        counts["ties" if tie else "failures"] += 1
-        if not tie:
+        is_tie = str(request["number"]) in ties
+        counts["ties" if is_tie else "failures"] += 1
+        if not is_tie:
             got, wanted = (
                 result.get("tokens", [])[position : position + 4]
                 for result in (request["result"], expected)
@@ -79,9 +83,10 @@ def run_reference(
     return {"counts": counts, "problems": problems}
 
 
-def _params(request: Request) -> Any:
+def _params(request: Request, **changed: Any) -> Any:
     """Without our options, which only concern drafts."""
-    return sampling_params({k: v for k, v in request["params"].items() if k != "extra_args"})
+    options = {k: v for k, v in request["params"].items() if k != "extra_args"}
+    return sampling_params(options | changed)
 
 
 def first_difference(request: Request, expected: dict[str, Any]) -> int | None:
@@ -173,42 +178,55 @@ def logprob_difference(ours: Any, theirs: Any) -> float:
     return largest
 
 
-def is_tie(
-    llm: Any, request: Request, expected: dict[str, Any], position: int, margin: float
-) -> bool:
-    """Whether a change of two logits by ``margin`` gives the token that was sampled with drafts.
+def find_ties(llm: Any, unequal: list[Unequal], margin: float) -> set[str]:
+    """Return the numbers of the requests whose different token is a tie.
 
-    Runs the request again, alone. At the position of the difference, the logit (after the logits
-    processors) of the token with drafts is raised by the margin, that of the token without drafts
-    is lowered by it, and our op samples again with the request's options and noise. This covers
-    greedy and sampled requests, and tokens at the border of top-k or top-p.
+    Runs the requests again, each to the position of its difference, with the tokens that both
+    outputs have before it. There the logit (after the logits processors) of the token with drafts
+    is raised by ``margin``, that of the token without drafts is lowered by it, and our op samples
+    again with the request's options and noise: at a tie, that gives the token with drafts. This
+    covers greedy and sampled requests, and tokens at the border of top-k or top-p.
     """
-    got, wanted = request["result"].get("tokens", []), expected["tokens"]
-    if position >= min(len(got), len(wanted)):
-        return False
-    engine, ops = llm.llm_engine, model_runner(llm).sampler.ops
-    target = len(expected["prompt_token_ids"]) - 1 + position
-    original, verdicts = ops.sample, []
+    engine, runner = llm.llm_engine, model_runner(llm)
+    ops, original = runner.sampler.ops, runner.sampler.ops.sample
+    again, ties = {}, set()
+    for request, expected, position in unequal:
+        if position < min(len(request["result"].get("tokens", [])), len(expected["tokens"])):
+            again[str(request["number"])] = (request, expected, position)
 
     def sample(logits: Any, indices: Any, positions: Any, *rest: Any) -> Any:
-        tokens = original(logits, indices, positions, *rest)
-        if int(positions[-1]) == target:
-            changed = logits[-1:].float().clone()
-            changed[0, got[position]] += margin
-            changed[0, wanted[position]] -= margin
-            other = original(changed, indices[-1:], positions[-1:])
-            is_repeated = int(tokens[-1]) in (wanted[position], got[position])
-            verdicts.append(is_repeated and int(other[0]) == got[position])
+        tokens = original(logits, indices, positions, *rest).clone()
+        identifiers = runner.req_states.index_to_req_id
+        for row, (slot, at) in enumerate(zip(indices.tolist(), positions.tolist(), strict=True)):
+            if slot not in identifiers:  # a row that pads the batch
+                continue
+            number = identifiers[slot].split("-")[0]
+            request, expected, position = again[number]
+            index = at + 1 - len(expected["prompt_token_ids"])
+            if 0 <= index < position:
+                tokens[row] = expected["tokens"][index]
+            elif index == position:
+                got, wanted = request["result"]["tokens"][index], expected["tokens"][index]
+                changed = logits[row : row + 1].float().clone()
+                changed[0, got] += margin
+                changed[0, wanted] -= margin
+                other = original(changed, indices[row : row + 1], positions[row : row + 1])
+                if int(other[0]) == got:
+                    ties.add(number)
         return tokens
 
     ops.sample = sample
     try:
-        engine.add_request(f"tie{request['number']}", prompt_of(request), _params(request))
+        for number, (request, _, position) in again.items():
+            length = position + 1
+            least = min(request["params"].get("min_tokens", 0), length)
+            params = _params(request, max_tokens=length, min_tokens=least)
+            engine.add_request(number, prompt_of(request), params)
         while engine.has_unfinished_requests():
             engine.step()
     finally:
         del ops.sample
-    return verdicts == [True]
+    return ties
 
 
 class _Lines:
