@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +34,9 @@ BLOCK_SIZE = 32
 MAX_MODEL_LEN = 384
 MIN_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 2
 DRAIN_SECONDS = 600.0
-"""Most seconds after the traffic until all requests have finished and are compared."""
+"""Most seconds after the traffic until all requests have finished and are compared ..."""
+DRAIN_SECONDS_ON_GPU = 120.0
+"""... and on a GPU, where the engine without drafts keeps up with the traffic."""
 
 
 def arguments() -> argparse.Namespace:
@@ -66,6 +70,9 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run both engines; returns counts and problems."""
     on_gpu = has_gpu()
     prepare(folder, on_gpu)
+    # vLLM's Triton kernels round float32 to TF32: experts that nearly tie would be chosen otherwise
+    # with drafts, which changes all logits
+    os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
     margin = options.margin or (0.01 if on_gpu else 0.001)
     common: dict[str, Any] = {"model": options.model, "max_model_len": MAX_MODEL_LEN}
     if options.eager:
@@ -97,8 +104,10 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     )
     finished_file = str(folder / "finished.jsonl")
     Path(finished_file).unlink(missing_ok=True)
+    started = time.monotonic()
     try:
         described = [engine.wait_until_ready() for engine in (drafting, reference)]
+        seconds_to_start = time.monotonic() - started
         wait_for(options.wait)
         drafting.start_call(
             run_traffic,
@@ -115,8 +124,12 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             # where rounding makes the router choose other experts, all logits change
             logprob_tolerance=1.0 if on_gpu else 5 * margin,
         )
-        traffic = drafting.result(options.seconds + DRAIN_SECONDS)
-        compared = reference.result(2 * options.seconds + DRAIN_SECONDS)
+        end = time.monotonic() + options.seconds
+        end += DRAIN_SECONDS_ON_GPU if on_gpu else options.seconds + DRAIN_SECONDS
+        traffic = drafting.result(end - time.monotonic())
+        seconds_to_compare = -time.monotonic()
+        compared = reference.result(max(0.0, end - time.monotonic()))
+        seconds_to_compare += time.monotonic()
     finally:
         drafting.close()
         reference.close()
@@ -125,6 +138,11 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         problems.append("the reference did not run all compared requests")
     return {
         "engines": described,
+        "seconds": {
+            "start": round(seconds_to_start, 1),
+            "traffic": traffic["counts"].pop("seconds"),
+            "rest of the comparison": round(seconds_to_compare, 1),
+        },
         "margin": margin,
         "methods": ["coupled", *traffic["methods"]],
         "traffic": traffic["counts"],
@@ -149,7 +167,7 @@ def main() -> int:
             found = {"problems": [str(error)]}
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
-    for name in ("traffic", "comparison"):
+    for name in ("seconds", "traffic", "comparison"):
         counts = ", ".join(f"{key} {value}" for key, value in found.get(name, {}).items())
         sys.stdout.write(f"{name}: {counts}\n")
     for problem in found["problems"][:20]:
