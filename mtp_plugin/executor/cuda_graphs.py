@@ -176,6 +176,8 @@ class CapturedSteps:
         self.num_replays = 0
         self.num_prompt_replays = 0
         """Replays of steps with prompts, which `num_replays` includes."""
+        self.last_replayed: StepShape | None = None
+        """The shape of the newest replay."""
         self.num_bytes = 0
         """Device memory of all graphs together."""
 
@@ -354,6 +356,7 @@ class CapturedSteps:
             captured.prompts.upload(chunks)
         with self.around_replay():
             captured.graph.replay()
+        self.last_replayed = shape
         self.num_replays += 1
         self.num_prompt_replays += shape.num_contexts > 0
         for check in captured.checks:

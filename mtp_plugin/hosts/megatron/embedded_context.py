@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -39,8 +39,9 @@ class StepRecord:
 
     batch: ScheduledRequests
     events: list[StepEvent]
-    is_replay: bool
-    """Whether a CUDA graph was replayed."""
+    graph_size: int | None
+    """Number of requests of the CUDA graph that was replayed, with padding; None: the step ran
+    eagerly."""
 
 
 class InferenceContext:
@@ -218,7 +219,7 @@ class InferenceContext:
         Raises:
             Exception: an error of the step; all requests were dropped.
         """
-        scheduler, captured = self._executor.scheduler, self.built.executor.engine.captured
+        scheduler, captured = self._executor.scheduler, self._executor.engine.captured
         replays = 0 if captured is None else captured.num_replays
         # the executor returns events only; decode steps and paused requests are in the batch
         batches: list[ScheduledRequests] = []
@@ -236,8 +237,11 @@ class InferenceContext:
             raise
         finally:
             del scheduler.schedule
-        is_replay = captured is not None and captured.num_replays > replays
-        return StepRecord(batches[-1], events, is_replay)
+        graph_size = None
+        if captured is not None and captured.num_replays > replays:
+            shape = cast(StepShape, captured.last_replayed)
+            graph_size = shape.num_contexts + shape.num_generations
+        return StepRecord(batches[-1], events, graph_size)
 
     def snapshot(self) -> Snapshot:
         """Save requests, slots, block tables and the sampler's store, without the KV cache.
@@ -253,14 +257,6 @@ class InferenceContext:
         with torch.inference_mode():
             step = engine.make_table().upload([engine.padding_row()])
             engine.launch(StepShape((), 1, self.num_speculative_tokens), step, None)
-
-    def padded_request_count(self, record: StepRecord) -> int | None:
-        """Return the batch size of the CUDA graph that a step replayed; None: it ran eagerly."""
-        captured = self._executor.engine.captured
-        if not record.is_replay or captured is None:
-            return None
-        sizes = {shape.num_generations for shape in captured.shapes}
-        return min(size for size in sizes if size >= record.batch.batch_size)
 
     def shutdown(self) -> None:
         """Drop all requests and free the memory of the executor."""

@@ -563,7 +563,8 @@ class TextGenerationController:
           accepted drafts before it, then -1; None without decode requests or drafts.
         - ``log_probs``: a list per request, with those of the prompt first; ``top_n_logprobs``:
           index of the request -> (values, ids) per token. None: not requested.
-        - ``cuda_graph_request_count``: batch size of the replayed graph, else None.
+        - ``cuda_graph_request_count``: number of requests of the replayed graph, with padding;
+          None: the step ran eagerly.
 
         Raises:
             ExecutorError: an event loop runs in this thread.
@@ -574,11 +575,13 @@ class TextGenerationController:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return self._step(skip_bookkeeping=False).output
-        raise ExecutorError(
-            "generate_output_tokens_dynamic_batch: expected no running event loop; await "
-            "async_generate_output_tokens_dynamic_batch() in one"
-        )
+            pass  # errors of the step are raised outside of this block
+        else:
+            raise ExecutorError(
+                "generate_output_tokens_dynamic_batch: expected no running event loop; await "
+                "async_generate_output_tokens_dynamic_batch() in one"
+            )
+        return self._step(skip_bookkeeping=False).output
 
     def dummy_forward(self) -> None:
         """Run a step of target and K draft passes that changes no request, slot or KV row."""
@@ -605,7 +608,7 @@ class TextGenerationController:
             "accepted_tokens": accepted,
             "log_probs": [own for _, own in scores] if any(own for _, own in scores) else None,
             "top_n_logprobs": tops or None,
-            "cuda_graph_request_count": self._context.padded_request_count(record),
+            "cuda_graph_request_count": record.graph_size,
         }
 
     def _bookkeeping(self, record: StepRecord) -> dict[str, Any]:

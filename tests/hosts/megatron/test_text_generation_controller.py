@@ -24,6 +24,7 @@ from mtp_plugin.hosts.megatron.sampling_params import SamplingParams
 from mtp_plugin.hosts.megatron.text_generation_controller import TextGenerationController
 from mtp_plugin.requests import options
 from tests.checkpoints import write_echo_checkpoint
+from tests.executor.replays import WatchedGraphs
 from tests.megatron import invariants
 from tests.megatron.engine import Tokenizer
 
@@ -414,31 +415,66 @@ def test_a_request_is_serialized(shared: Make) -> None:
     assert again.sampling_params == made[3].sampling_params
 
 
-@pytest.mark.gpu
-def test_steps_on_a_gpu_replay_graphs(checkpoint: Path) -> None:
-    """Graphs are replayed; skipped bookkeeping and dummies change nothing there either."""
-    controller = TextGenerationController.from_checkpoint(
-        checkpoint,
-        options_of(3, device="cuda", cuda_graph_config={}),
-        tokenizer=Tokenizer(),
-        inference_sampling_seed=SEED,
-    )
-    try:
-        params = SamplingParams(num_tokens_to_generate=16, termination_id=-1, temperature=0.9)
-        outputs = []
-        for peeks in ((), (0, 1, 3)):
-            for each in batch(params).values():
-                controller._context.add_request(each)
-            first = controller.generate_output_tokens_dynamic_batch()
-            assert first["cuda_graph_request_count"] is None
-            controller.dummy_forward()
-            second = controller.generate_output_tokens_dynamic_batch()
-            assert second["cuda_graph_request_count"] >= len(second["active_request_ids"])
-            outputs.append(run_dynamic(controller, peeks))
-        assert outputs[0] == outputs[1]
-        invariants.check_dynamic(controller, SamplingParams, request)
-    finally:
+@pytest.fixture
+def graphed(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., tuple[TextGenerationController, WatchedGraphs]]]:
+    """Controllers whose steps run in graphs, on a CPU in substitutes."""
+    made: list[TextGenerationController] = []
+
+    def make(**graphs: Any) -> tuple[TextGenerationController, WatchedGraphs]:
+        controller = TextGenerationController.from_checkpoint(
+            checkpoint,
+            options_of(3, device="auto", attn_backend="triton", cuda_graph_config=graphs),
+            tokenizer=Tokenizer(),
+            inference_sampling_seed=SEED,
+        )
+        made.append(controller)
+        return controller, WatchedGraphs(controller._context.built, monkeypatch)
+
+    yield make
+    for controller in made:
         controller.shutdown()
+
+
+@pytest.mark.gpu
+def test_steps_on_a_gpu_replay_graphs(graphed: Callable[..., Any]) -> None:
+    check_replayed_steps(graphed)
+
+
+def test_steps_replay_graphs(graphed: Callable[..., Any]) -> None:
+    check_replayed_steps(graphed)
+
+
+def check_replayed_steps(graphed: Callable[..., Any]) -> None:
+    """Graphs are replayed; skipped bookkeeping and dummies change nothing there either."""
+    controller, _ = graphed(enable_padding=True, prompt_tokens=[])
+    params = SamplingParams(num_tokens_to_generate=16, termination_id=-1, temperature=0.9)
+    outputs = []
+    for peeks in ((), (0, 1, 3)):
+        for each in batch(params).values():
+            controller._context.add_request(each)
+        first = controller.generate_output_tokens_dynamic_batch()
+        assert first["cuda_graph_request_count"] is None
+        controller.dummy_forward()
+        second = controller.generate_output_tokens_dynamic_batch()
+        assert second["cuda_graph_request_count"] == 4  # of 3 requests, padded
+        outputs.append(run_dynamic(controller, peeks))
+    assert outputs[0] == outputs[1]
+    invariants.check_dynamic(controller, SamplingParams, request)
+
+
+def test_replayed_prompts_report_the_size_of_their_graph(graphed: Callable[..., Any]) -> None:
+    """Also of more prompts than a graph has generations."""
+    controller, watched = graphed(
+        enable_padding=True, batch_sizes=[1, 2], capture="all", prompt_tokens=[24]
+    )
+    for each in batch(greedy()).values():
+        controller._context.add_request(each)
+    output = controller.generate_output_tokens_dynamic_batch()
+    (shape,) = watched.replayed
+    assert output["cuda_graph_request_count"] == shape.num_contexts + shape.num_generations
+    run_dynamic(controller)
 
 
 def greedy(**changed: Any) -> SamplingParams:
