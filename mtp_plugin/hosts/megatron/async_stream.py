@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable
 from typing import Any
 
@@ -14,7 +15,7 @@ class AsyncStream:
 
     Args:
         cancel: called without arguments when the reader stops early.
-        loop: of the reader; None: the running loop, else a new one, which becomes the thread's.
+        loop: of the reader; None: the running loop, else the one in which `generator` is iterated.
     """
 
     def __init__(
@@ -27,19 +28,27 @@ class AsyncStream:
         self._cancel = cancel
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._finished = False
-        self._loop = _current_loop() if loop is None else loop
+        self._loop = _running_loop() if loop is None else loop
+        self._lock = threading.Lock()  # an item may be added while the loop becomes known
 
     def put(self, item: Any) -> None:
         """Add a result; does nothing after `finish`."""
         if not self._finished:
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+            self._add(item)
 
     def finish(self, exception: BaseException | type[BaseException] | None = None) -> None:
         """End the stream; ``exception`` is raised in the reader."""
         if not self._finished:
             self._finished = True
             last = exception if _is_raisable(exception) else STOP_ITERATION
-            self._loop.call_soon_threadsafe(self._queue.put_nowait, last)
+            self._add(last)
+
+    def _add(self, item: Any) -> None:
+        with self._lock:
+            if self._loop is None:  # nothing waits for the queue yet
+                self._queue.put_nowait(item)
+            else:
+                self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
     @property
     def finished(self) -> bool:
@@ -48,6 +57,9 @@ class AsyncStream:
 
     async def generator(self) -> AsyncGenerator[Any, None]:
         """Iterate over the results."""
+        with self._lock:
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
         try:
             while True:
                 result = await self._queue.get()
@@ -61,13 +73,11 @@ class AsyncStream:
             raise asyncio.CancelledError from None
 
 
-def _current_loop() -> asyncio.AbstractEventLoop:
+def _running_loop() -> asyncio.AbstractEventLoop | None:
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        loop = asyncio.new_event_loop()
-        asyncio.set__current_loop() if loop is None else loop
-        return loop
+        return None
 
 
 def _is_raisable(value: object) -> bool:

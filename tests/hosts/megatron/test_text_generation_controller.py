@@ -395,6 +395,18 @@ def test_phases_of_a_step_name_the_public_method(shared: Make, name: str) -> Non
         getattr(shared(3), name)
 
 
+def test_a_stream_made_outside_of_a_loop_delivers(shared: Make) -> None:
+    stream = AsyncStream(3, lambda: None)
+    made = OrderedDict({3: request(3, [1, 2, 3], greedy())})
+    shared(3).generate_all_output_tokens_static_batch(made, {3: stream})
+
+    async def read() -> list[Any]:
+        return [item async for item in stream.generator()]
+
+    found = asyncio.run(asyncio.wait_for(read(), 10))
+    assert found[-1].generated_tokens.tolist() == made[3].generated_tokens.tolist()
+
+
 def test_a_foreign_request_keeps_its_class(shared: Make) -> None:
     params = SimpleNamespace(**vars(SamplingParams(num_tokens_to_generate=5, top_k=1)))
     fields = {**vars(request(3, [1, 2, 3], params)), "prompt_tokens": torch.tensor([1, 2, 3])}
