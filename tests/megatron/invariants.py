@@ -142,28 +142,58 @@ def check_static(
     return {number: request.generated_tokens.tolist() for number, request in results.items()}
 
 
+def check_static_options(
+    controller: Any, make_params: Callable[..., Any], make_request: MakeRequest
+) -> None:
+    """Ids that are texts, log-probabilities without top-n of the prompt, and too many tokens."""
+    params = make_params(
+        num_tokens_to_generate=4,
+        top_k=1,
+        return_log_probs=True,
+        top_n_logprobs=2,
+        skip_prompt_log_probs=True,
+    )
+    requests = OrderedDict(
+        (str(n), make_request(str(n), list(p), params)) for n, p in PROMPTS.items()
+    )
+    results = controller.generate_all_output_tokens_static_batch(requests)
+    assert list(results) == list(requests)
+    for number, prompt in PROMPTS.items():
+        request = results[str(number)]
+        assert len(request.prompt_log_probs) == len(prompt) - 1
+        assert request.prompt_top_n_logprobs is None
+        assert len(request.generated_top_n_logprobs) == request.generated_length
+    params = make_params(num_tokens_to_generate=1000, top_k=1)
+    with pytest.raises(Exception, match=r"(?i)maximum (allowed )?sequence length"):
+        controller.generate_all_output_tokens_static_batch(
+            OrderedDict({3: make_request(3, [5, 6], params)})
+        )
+
+
 def check_streams(
     controller: Any,
     make_params: Callable[..., Any],
     make_request: MakeRequest,
     make_stream: Callable[..., Any],
 ) -> None:
-    async def read() -> list[Any]:
+    async def read(streamed: Any) -> list[Any]:
         params = make_params(num_tokens_to_generate=6, top_k=1, return_log_probs=True)
-        requests = OrderedDict((n, make_request(n, [n, 5], params)) for n in (4, 8))
-        stream = make_stream(8, lambda *_: None)
-        controller.generate_all_output_tokens_static_batch(requests, OrderedDict({8: stream}))
+        requests = OrderedDict((n, make_request(n, [8, 5], params)) for n in ("a", 8))
+        stream = make_stream(streamed, lambda *_: None)
+        controller.generate_all_output_tokens_static_batch(requests, {streamed: stream})
         assert stream.finished
         found = [item async for item in stream.generator()]
         assert found[-1].generated_tokens.tolist() == requests[8].generated_tokens.tolist()
         return found
 
-    found = asyncio.run(read())
-    lengths = [item.generated_length for item in found]
-    assert lengths == sorted(set(lengths))
-    for item in found:
-        assert item.request_id == 8
-        assert len(item.generated_tokens) == len(item.generated_log_probs) == item.generated_length
+    for streamed in ("a", 8):
+        found = asyncio.run(read(streamed))
+        lengths = [item.generated_length for item in found]
+        assert lengths == sorted(set(lengths))
+        for item in found:
+            length = item.generated_length
+            assert item.request_id == streamed
+            assert len(item.generated_tokens) == len(item.generated_log_probs) == length
 
 
 def check_dynamic(

@@ -80,6 +80,10 @@ def test_static_batch(static: Any) -> None:
     invariants.check_static(static, make_params, make_request)
 
 
+def test_static_options(static: Any) -> None:
+    invariants.check_static_options(static, make_params, make_request)
+
+
 def test_fields_equal_those_of_megatron(model_and_config: tuple[Any, Any]) -> None:  # noqa: ARG001
     from megatron.core.inference import inference_request as theirs_request
     from megatron.core.inference import sampling_params as theirs_params

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,14 @@ from torch import nn
 from typing_extensions import Self
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError, ExecutorError, RequestError, expect, format_value
+from mtp_plugin.errors import (
+    ConfigError,
+    ExecutorError,
+    RequestError,
+    expect,
+    expect_int,
+    format_value,
+)
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.build import BuiltExecutor, build_executor
 from mtp_plugin.executor.kv_cache import PagedKVPools
@@ -74,8 +82,7 @@ class InferenceContext:
         )
         self._first_chunks = first_chunks
         self._requests: dict[int, Any] = {}  # by the id in the executor
-        self._ids: dict[int, LlmRequest] = {}  # by the caller's id
-        self._num_forward_passes = 0
+        self._ids: dict[int | str, LlmRequest] = {}  # by the caller's id
 
     def is_dynamic_batching(self) -> bool:
         """True: requests may be added between two steps."""
@@ -92,7 +99,7 @@ class InferenceContext:
         Raises:
             RequestError: the request is not valid, its id is in use, or it can never run here.
         """
-        request_id = getattr(request, "request_id", None)
+        request_id: Any = getattr(request, "request_id", None)
         expect(
             isinstance(request_id, int) and not isinstance(request_id, bool),
             RequestError,
@@ -104,14 +111,15 @@ class InferenceContext:
             RequestError,
             f"request {request_id}: the id is in use; expected the id of no unfinished request",
         )
-        params = getattr(request, "sampling_params", None)
-        prompt = prompt_tokens_of(request)
-        if getattr(params, "stop_words", None):
+        params: Any = getattr(request, "sampling_params", None)
+        check_params(request_id, params)
+        prompt = prompt_tokens_of(request, request_id)
+        if params.stop_words:
             raise RequestError(
                 f"request {request_id}: stop_words: expected None in a dynamic batch; compare "
                 "tokens in set_stop_word_finished_ids_callback(), as Megatron's engine does"
             )
-        if getattr(params, "top_n_logprobs", 0) and not getattr(params, "return_log_probs", False):
+        if params.top_n_logprobs and not params.return_log_probs:
             raise RequestError(
                 f"request {request_id}: top_n_logprobs: expected return_log_probs=True with it in "
                 f"a dynamic batch"
@@ -124,30 +132,47 @@ class InferenceContext:
                 f"request {request_id}: prefill_chunk_length: expected 1 to {len(prompt)}, the "
                 f"length of the prompt, got {format_value(prefill_chunk_length)}"
             )
-        llm_request = self.enqueue(request, prompt, params, getattr(params, "termination_id", None))
+        own = _options_of(request_id, params, len(prompt), self)
+        llm_request = self._enqueue(request_id, request, prompt, own)
         if prefill_chunk_length is not None:
             self._first_chunks[llm_request.request_id] = prefill_chunk_length
 
-    def enqueue(
-        self, request: Any, prompt: list[int], params: Any, termination_id: int | None
-    ) -> LlmRequest:
-        """Add a request whose id and prompt were checked; ``termination_id`` -1: none."""
-        own = _options_of(
-            request.request_id,
-            params,
-            len(prompt),
-            self.max_sequence_length,
-            self.default_termination_id if termination_id is None else termination_id,
-            self.sampling_seed,
+    def add_static_request(self, key: int | str, request: Any) -> LlmRequest:
+        """Add a request of a static batch.
+
+        Args:
+            key: its id in the batch.
+
+        Raises:
+            RequestError: the request is not valid, or can never run here.
+        """
+        expect(
+            isinstance(key, (int, str)),
+            RequestError,
+            f"active_requests: expected ids that are integers or texts, got {format_value(key)}",
         )
+        params = getattr(request, "sampling_params", None)
+        check_params(key, params)
+        prompt = prompt_tokens_of(request, key)
+        return self._enqueue(
+            key, request, prompt, _options_of(key, params, len(prompt), self, is_static=True)
+        )
+
+    def _enqueue(
+        self,
+        request_id: int | str,
+        request: Any,
+        prompt: list[int],
+        own: options.SamplingParams,
+    ) -> LlmRequest:
         try:
             (made,) = self._admission.make_batch([prompt], own)
         except RequestError as error:
             why = str(error).split(": ", 1)[-1]
-            raise RequestError(f"request {request.request_id}: {why}") from error
+            raise RequestError(f"request {request_id}: {why}") from error
         self._executor.enqueue(made)
         self._requests[made.request_id] = request
-        self._ids[request.request_id] = made
+        self._ids[request_id] = made
         return made
 
     def has_unfinished_requests(self) -> bool:
@@ -188,7 +213,7 @@ class InferenceContext:
         """Return the executor's request of the caller's id."""
         return self._ids[request_id]
 
-    def finish(self, request_ids: Sequence[int]) -> None:
+    def finish(self, request_ids: Sequence[int | str]) -> None:
         """End unfinished requests and free their resources."""
         for request_id in request_ids:
             self._executor.cancel(self._ids[request_id].request_id)
@@ -363,7 +388,31 @@ class CheckpointTokenizer:
         return [min(len(self.detokenize(ids[:count])), len(text)) for count in range(len(ids))]
 
 
-def prompt_tokens_of(request: Any) -> list[int]:
+def check_params(request_id: int | str, params: Any) -> None:
+    """Check the types of sampling parameters that are read before the executor's own checks.
+
+    Raises:
+        RequestError: names the first wrong one.
+    """
+    of_request = f"request {request_id}: "
+    if params is None or not hasattr(params, "num_tokens_to_generate"):
+        raise RequestError(
+            f"{of_request}sampling_params: expected SamplingParams, got {format_value(params)}"
+        )
+    for name in ("num_tokens_to_generate", "num_tokens_total", "termination_id"):
+        value = getattr(params, name)
+        if value is not None:
+            expect_int(of_request + name, value, error=RequestError)
+    expect_int(f"{of_request}top_n_logprobs", params.top_n_logprobs, 0, error=RequestError)
+    words = params.stop_words
+    is_list = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
+    if words is not None and not is_list:
+        raise RequestError(
+            f"{of_request}stop_words: expected a list of texts, got {format_value(words)}"
+        )
+
+
+def prompt_tokens_of(request: Any, request_id: int | str) -> list[int]:
     """Return the prompt's ids, which may be a list or a tensor.
 
     Raises:
@@ -374,36 +423,39 @@ def prompt_tokens_of(request: Any) -> list[int]:
         tokens = tokens.tolist()
     if not isinstance(tokens, list):
         raise RequestError(
-            f"request {request.request_id}: prompt_tokens: expected a list of token ids, got "
+            f"request {request_id}: prompt_tokens: expected a list of token ids, got "
             f"{format_value(tokens)}; tokenize the prompt with tokenize_prompt()"
         )
     return tokens
 
 
-def request_seed(sampling_seed: int, request_id: int) -> int:
-    """Return the 64-bit seed of a request, as `install(sampling=True)` keys it."""
-    low, high = seed_words(None, request_id & _WORD, sampling_seed)
+def request_seed(sampling_seed: int, request_id: int | str) -> int:
+    """Return the 64-bit seed of a request, as `install(sampling=True)` keys it.
+
+    Of an id that is a text, which Megatron's static batches may have, the CRC-32 is the id.
+    """
+    number = zlib.crc32(request_id.encode()) if isinstance(request_id, str) else request_id
+    low, high = seed_words(None, number & _WORD, sampling_seed)
     return (low & _WORD) | (high & _WORD) << 32
 
 
 def _options_of(
-    request_id: int,
+    request_id: int | str,
     params: Any,
     prompt_len: int,
-    max_sequence_length: int,
-    termination_id: int | None,
-    sampling_seed: int,
+    context: InferenceContext,
+    *,
+    is_static: bool = False,
 ) -> options.SamplingParams:
     """Return the executor's options of Megatron's parameters.
+
+    Args:
+        is_static: the request of a static batch: too many tokens are refused, not limited, and
+            log-probabilities include those of the prompt.
 
     Raises:
         RequestError: lists every problem.
     """
-    if params is None or not hasattr(params, "num_tokens_to_generate"):
-        raise RequestError(
-            f"request {request_id}: sampling_params: expected SamplingParams, got "
-            f"{format_value(params)}"
-        )
     problems = []
     if params.top_k and params.top_p:
         problems.append(
@@ -415,31 +467,44 @@ def _options_of(
         problems.append("expected num_tokens_to_generate or num_tokens_total, got both")
     if problems:
         raise RequestError(f"request {request_id}: {'; '.join(problems)}")
-    room = max_sequence_length - prompt_len
+    longest = context.max_sequence_length
+    room = longest - prompt_len
     if params.num_tokens_total is not None:
         count = params.num_tokens_total - prompt_len
     count = room if count is None else count
-    if isinstance(count, int) and count > room > 0:
+    if count > room > 0 and is_static:
+        raise RequestError(
+            f"request {request_id}: expected at most {room} tokens to generate, since the prompt "
+            f"has {prompt_len} and the maximum sequence length is {longest}, got {count}; lower "
+            "num_tokens_to_generate, or load the model with a larger max_seq_len"
+        )
+    if count > room > 0:
         warnings.warn(
             f"request {request_id}: num_tokens_to_generate {count} is limited to {room} by the "
-            f"maximum sequence length {max_sequence_length}",
+            f"maximum sequence length {longest}",
             stacklevel=4,
         )
         count = room
+    if is_static and params.num_tokens_to_generate == 0:
+        count = 1  # it is dropped
+    end = params.termination_id
+    if is_static and getattr(params, "no_early_termination", False):
+        end = -1
+    end = context.default_termination_id if end is None else end
     is_scored = params.return_log_probs or params.top_n_logprobs > 0
     num_top = params.top_n_logprobs if is_scored else None
-    ends = () if termination_id is None or termination_id < 0 else (termination_id,)
+    skips_prompt = params.skip_prompt_log_probs and not (is_static and params.return_log_probs)
     try:
         return options.SamplingParams(
             max_new_tokens=count,
             temperature=0.0 if params.top_k == 1 else params.temperature,
             top_k=params.top_k or None,
             top_p=params.top_p or None,
-            seed=request_seed(sampling_seed, request_id),
+            seed=request_seed(context.sampling_seed, request_id),
             ignore_eos=True,
-            stop_token_ids=ends,
+            stop_token_ids=() if end is None or end < 0 else (end,),
             logprobs=num_top,
-            prompt_logprobs=None if params.skip_prompt_log_probs else num_top,
+            prompt_logprobs=None if skips_prompt else num_top,
         )
     except RequestError as error:
         raise RequestError(f"request {request_id}: {error}") from error

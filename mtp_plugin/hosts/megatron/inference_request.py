@@ -31,7 +31,7 @@ class InferenceRequest:
     Static batches also set ``text``: prompt and output.
     """
 
-    request_id: int
+    request_id: int | str  # a text in static batches only
     prompt: str
     sampling_params: SamplingParams | None = None
     inference_parameters: SamplingParams | None = None  # older name of sampling_params

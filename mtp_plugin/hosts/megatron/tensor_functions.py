@@ -47,22 +47,29 @@ def sample(
     return tokens if vocab_size is None else tokens.clamp(max=vocab_size - 1)
 
 
-def check_truncation(temperature: float, top_k: int, top_p: float, vocab_size: int) -> None:
+def check_truncation(
+    temperature: float, top_k: int, top_p: float, vocab_size: int | None = None
+) -> None:
     """Check sampling parameters.
+
+    Args:
+        vocab_size: None: ``top_k`` has no maximum.
 
     Raises:
         RequestError: names the first wrong one.
     """
     if not isinstance(temperature, (int, float)) or temperature < 0:
         raise RequestError(f"temperature: expected >= 0, got {format_value(temperature)}")
-    if not isinstance(top_k, int) or not 0 <= top_k <= vocab_size:
-        raise RequestError(
-            f"top_k: expected 0 (off) to {vocab_size}, the vocabulary, got {format_value(top_k)}"
-        )
+    if not isinstance(top_k, int) or top_k < 0:
+        raise RequestError(f"top_k: expected 0 (off) or more, got {format_value(top_k)}")
     if not isinstance(top_p, (int, float)) or not 0 <= top_p <= 1:
         raise RequestError(f"top_p: expected 0.0 (off) to 1.0, got {format_value(top_p)}")
     if top_k and top_p:
         raise RequestError(f"expected top_k or top_p, got top_k={top_k} and top_p={top_p}")
+    if vocab_size is not None and top_k > vocab_size:
+        raise RequestError(
+            f"top_k: expected 0 (off) to {vocab_size}, the vocabulary, got {format_value(top_k)}"
+        )
 
 
 def sample_buckets(

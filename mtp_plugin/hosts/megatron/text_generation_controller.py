@@ -8,7 +8,6 @@ are changed. Public methods have the names, arguments and results of Megatron-Co
 from __future__ import annotations
 
 import asyncio
-import copy
 import inspect
 import time
 from collections import OrderedDict
@@ -22,7 +21,14 @@ import torch
 from typing_extensions import Self
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError, ExecutorError, RequestError, expect, format_value
+from mtp_plugin.errors import (
+    ConfigError,
+    ExecutorError,
+    RequestError,
+    expect,
+    expect_int,
+    format_value,
+)
 from mtp_plugin.executor.py_executor import StepEvent
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.hosts.megatron import mtp_utils_pytorch
@@ -32,12 +38,12 @@ from mtp_plugin.hosts.megatron.embedded_context import (
     InferenceWrappedModel,
     StepRecord,
     expect_one_executor,
-    prompt_tokens_of,
 )
 from mtp_plugin.hosts.megatron.inference_request import InferenceRequest, Status
 from mtp_plugin.hosts.megatron.sampling_params import SamplingParams
 from mtp_plugin.hosts.megatron.tensor_functions import (
     Bucket,
+    check_truncation,
     make_buckets,
     sample,
     sample_buckets,
@@ -327,7 +333,14 @@ class TextGenerationController:
             raise RequestError(
                 f"sampling_params: expected SamplingParams, got {format_value(params)}"
             )
-        if params.top_n_logprobs > 0:
+        check_truncation(params.temperature, params.top_k, params.top_p)
+        num_top = expect_int("top_n_logprobs", params.top_n_logprobs, 0, error=RequestError)
+        if not isinstance(last_token_logits, torch.Tensor):
+            raise RequestError(
+                f"last_token_logits: expected a tensor [B, V], got "
+                f"{format_value(last_token_logits)}"
+            )
+        if num_top > 0:
             self._record_top_n(
                 last_token_logits, params, generation_started, top_n_logprobs_dict, logits
             )
@@ -689,8 +702,8 @@ class TextGenerationController:
             raise RequestError(f"active_streams: no request has the ids {unknown}")
         rows = []
         try:
-            for request in active_requests.values():
-                rows.append(self._enqueue_static(request))
+            for key, request in active_requests.items():
+                rows.append(self._add_static(key, request))
             self._run_static(rows, streams)
         finally:
             context.reset()
@@ -702,18 +715,13 @@ class TextGenerationController:
             self._finish_static(row)
         return active_requests
 
-    def _enqueue_static(self, request: Any) -> _StaticRow:
-        prompt, params = prompt_tokens_of(request), request.sampling_params
-        counted, termination_id = params, getattr(params, "termination_id", None)
-        if getattr(params, "no_early_termination", False):
-            termination_id = -1
-        if getattr(params, "num_tokens_to_generate", None) == 0:
-            counted = copy.copy(params)  # one token is generated and dropped
-            counted.num_tokens_to_generate = 1
-        llm_request = self._context.enqueue(request, prompt, counted, termination_id)
-        words = [self.tokenize_prompt(self.tokenizer, word) for word in params.stop_words or ()]
+    def _add_static(self, key: int | str, request: Any) -> _StaticRow:
+        llm_request = self._context.add_static_request(key, request)
+        prompt = llm_request.get_tokens()[: llm_request.py_orig_prompt_len]
+        words = request.sampling_params.stop_words or ()
+        words = [self.tokenize_prompt(self.tokenizer, word) for word in words]
         request.tpot = []
-        return _StaticRow(request, prompt, llm_request, words, llm_request.params.stop_token_ids)
+        return _StaticRow(key, request, prompt, llm_request, words)
 
     def _run_static(self, rows: Sequence[_StaticRow], streams: Mapping[Any, AsyncStream]) -> None:
         by_id = {row.llm_request.request_id: row for row in rows}
@@ -725,8 +733,8 @@ class TextGenerationController:
                 row = by_id[event.request_id]
                 row.add(event, now - last)
                 if row.is_stopped and event.finish_reason is None:
-                    self._context.finish([row.request.request_id])
-                stream = streams.get(row.request.request_id)
+                    self._context.finish([row.key])
+                stream = streams.get(row.key)
                 if stream is not None:
                     self._stream_row(row, stream, is_done=row.is_finished)
             last = now
@@ -735,7 +743,7 @@ class TextGenerationController:
         scores = row.scores(len(row.tokens))
         self.stream_tokens(
             row.request.sampling_params,
-            [row.request.request_id],
+            [row.key],
             [row.request],
             [stream],
             [True],
@@ -761,7 +769,7 @@ class TextGenerationController:
         if params.top_n_logprobs > 0:
             mappings = list(row.llm_request.logprobs or ())[:count]
             request.generated_top_n_logprobs = self._texts_of(mappings, params.top_n_logprobs)
-            if known is not None:
+            if known is not None and not params.skip_prompt_log_probs:
                 request.prompt_top_n_logprobs = self._texts_of(
                     list(known)[1:], params.top_n_logprobs
                 )
@@ -772,7 +780,9 @@ class TextGenerationController:
         request.text = text
         if segments is not None:
             request.segments = segments[0]
-        request.generated_text = text[len(request.prompt) :]
+        # request.prompt may have special tokens, or be None
+        prompt = self.detokenize(self.tokenizer, row.prompt, remove_EOD=False)
+        request.generated_text = text[_common_length(prompt, text) :]
         _set_status(request, is_failed=row.llm_request.error is not None)
 
     def _texts_of(
@@ -788,7 +798,7 @@ class TextGenerationController:
     def stream_tokens(
         self,
         sampling_params: Any,
-        request_ids: Sequence[int],
+        request_ids: Sequence[int | str],
         requests: Sequence[InferenceRequest],
         streams: Sequence[AsyncStream],
         generation_started: Sequence[Any],
@@ -853,17 +863,18 @@ class _StaticRow:
     """A request of a static batch and its output so far.
 
     Args:
-        words: token ids of the stop words. ends: ids that end the output and are not part of it.
+        key: the request's id in the batch. words: token ids of the stop words.
     """
 
     def __init__(
         self,
+        key: int | str,
         request: Any,
         prompt: list[int],
         llm_request: LlmRequest,
         words: list[list[int]],
-        ends: Sequence[int],
     ) -> None:
+        self.key = key
         self.request = request
         self.prompt = prompt
         self.llm_request = llm_request
@@ -871,7 +882,7 @@ class _StaticRow:
         self.seconds: list[float] = []
         self.is_stopped = request.sampling_params.num_tokens_to_generate == 0
         self._words = words
-        self._ends = ends
+        self._ends = llm_request.params.stop_token_ids  # not part of the output
 
     @property
     def is_finished(self) -> bool:
@@ -927,6 +938,13 @@ def _set_status(request: Any, *, is_failed: bool) -> None:
     """Set the status of a finished request, of the enumeration that its class uses."""
     kind = type(request.status) if isinstance(request.status, Enum) else Status
     request.status = kind["FAILED" if is_failed else "COMPLETED"]
+
+
+def _common_length(text: str, other: str) -> int:
+    """Return the length of the beginning that two texts have in common."""
+    pairs = enumerate(zip(text, other, strict=False))
+    shorter = min(len(text), len(other))
+    return next((index for index, (one, two) in pairs if one != two), shorter)
 
 
 def _stopped_ids(returned: Any, active: Sequence[int]) -> list[int]:

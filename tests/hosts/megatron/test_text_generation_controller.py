@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -73,7 +73,7 @@ def shared(checkpoint: Path) -> Iterator[Make]:
         controller.shutdown()
 
 
-def request(request_id: int, prompt: list[int], params: Any) -> InferenceRequest:
+def request(request_id: Any, prompt: list[int], params: Any) -> InferenceRequest:
     text = " ".join(map(str, prompt))
     return InferenceRequest(
         request_id=request_id, prompt=text, prompt_tokens=prompt, sampling_params=params
@@ -148,6 +148,7 @@ def test_ours_passes_the_checks_of_megatrons_class(shared: Make, num_drafts: int
     dynamic = invariants.check_dynamic(controller, SamplingParams, request)
     invariants.check_stop_words(controller, SamplingParams, request)
     invariants.check_skipped_bookkeeping(controller, SamplingParams, request)
+    invariants.check_static_options(controller, SamplingParams, request)
     for number, tokens in static.items():
         assert dynamic[number][: len(tokens)] == tokens
 
@@ -395,6 +396,28 @@ def test_phases_of_a_step_name_the_public_method(shared: Make, name: str) -> Non
         getattr(shared(3), name)
 
 
+class SpecialTokenizer(Tokenizer):
+    """Id 0 is a special token."""
+
+    def detokenize(self, ids: Sequence[int], skip_special_tokens: bool = True, **named: Any) -> str:
+        kept = [token for token in ids if token or not skip_special_tokens]
+        return super().detokenize(kept, **named)
+
+
+@pytest.mark.parametrize("prompt", ["0 5 0 6", None])
+def test_generated_text_begins_after_a_prompt_with_special_tokens(
+    shared: Make, monkeypatch: pytest.MonkeyPatch, prompt: str | None
+) -> None:
+    controller = shared(3)
+    monkeypatch.setattr(controller, "tokenizer", SpecialTokenizer())
+    made = request(3, [0, 5, 0, 6], greedy())
+    made.prompt = prompt
+    controller.generate_all_output_tokens_static_batch(OrderedDict({3: made}))
+    assert made.text.startswith("5 6 ")
+    assert made.generated_text == made.text[len("5 6") :]
+    assert made.generated_text.split() == [str(t) for t in made.generated_tokens.tolist() if t]
+
+
 def test_a_stream_made_outside_of_a_loop_delivers(shared: Make) -> None:
     stream = AsyncStream(3, lambda: None)
     made = OrderedDict({3: request(3, [1, 2, 3], greedy())})
@@ -405,6 +428,54 @@ def test_a_stream_made_outside_of_a_loop_delivers(shared: Make) -> None:
 
     found = asyncio.run(asyncio.wait_for(read(), 10))
     assert found[-1].generated_tokens.tolist() == made[3].generated_tokens.tolist()
+
+
+def test_requests_of_a_batch_are_known_by_their_key(shared: Make) -> None:
+    controller = shared(3)
+    params = SamplingParams(num_tokens_to_generate=9, temperature=0.9)
+    made = OrderedDict((key, request(3, [1, 2, 3], params)) for key in ("a", "b", 3, 4))
+    results = controller.generate_all_output_tokens_static_batch(made)
+    assert len({tuple(each.generated_tokens.tolist()) for each in results.values()}) == 4
+    alone = controller.generate_all_output_tokens_static_batch(
+        OrderedDict({"b": request("b", [1, 2, 3], params)})
+    )
+    assert torch.equal(alone["b"].generated_tokens, results["b"].generated_tokens)
+
+
+def test_dynamic_requests_are_limited_by_the_maximum_length(shared: Make) -> None:
+    controller = shared(3)
+    with pytest.warns(UserWarning, match="request 3: num_tokens_to_generate 1000 is limited to 93"):
+        add(greedy(num_tokens_to_generate=1000, termination_id=-1))(controller)
+    assert len(run_dynamic(controller)[3]) == 93
+
+
+WRONG_TYPES = {
+    "num_tokens_to_generate": "4",
+    "num_tokens_total": "9",
+    "termination_id": [2],
+    "top_n_logprobs": "2",
+    "stop_words": [5],
+}
+
+
+@pytest.mark.parametrize("name", WRONG_TYPES)
+def test_parameters_of_a_wrong_type_are_refused(shared: Make, name: str) -> None:
+    controller, value = shared(3), WRONG_TYPES[name]
+    params = SamplingParams(num_tokens_to_generate=4)
+    setattr(params, name, value)
+    expected = f"request 3: {name}: expected .*, got {re.escape(repr(value))}"
+    with pytest.raises(RequestError, match=expected):
+        add(params)(controller)
+    with pytest.raises(RequestError, match=expected):
+        controller.generate_all_output_tokens_static_batch(
+            OrderedDict({3: request(3, [1, 2, 3], params)})
+        )
+
+
+def test_stop_words_that_are_one_text_are_refused(shared: Make) -> None:
+    made = OrderedDict({3: request(3, [1, 2, 3], greedy(stop_words="5 6"))})
+    with pytest.raises(RequestError, match="request 3: stop_words: expected a list of texts, got"):
+        shared(3).generate_all_output_tokens_static_batch(made)
 
 
 def test_a_foreign_request_keeps_its_class(shared: Make) -> None:
@@ -607,6 +678,20 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         RequestError,
         "static batch: expected no unfinished requests in the inference context, got 1",
     ),
+    "static batch with an id of another type": (
+        lambda controller: controller.generate_all_output_tokens_static_batch(
+            {1.5: request(3, [1, 2], greedy())}
+        ),
+        RequestError,
+        "active_requests: expected ids that are integers or texts, got 1.5",
+    ),
+    "static request longer than a sequence": (
+        lambda controller: controller.generate_all_output_tokens_static_batch(
+            {3: request(3, [1, 2], greedy(num_tokens_to_generate=95))}
+        ),
+        RequestError,
+        "request 3: expected at most 94 tokens .* the prompt has 2 and .* is 96, got 95; lower",
+    ),
     "stream of no request": (
         lambda controller: controller.generate_all_output_tokens_static_batch(
             batch(greedy()), {99: None}
@@ -650,6 +735,21 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         lambda controller: controller.sample_from_logits(ONE),
         RequestError,
         "sampling_params: expected SamplingParams, got None",
+    ),
+    "sampling without logits": (
+        lambda controller: controller.sample_from_logits(None, greedy()),
+        RequestError,
+        r"last_token_logits: expected a tensor \[B, V\], got None",
+    ),
+    "sampling without logits, with top-k and top-p": (
+        lambda controller: controller.sample_from_logits(None, greedy(top_k=5, top_p=0.5)),
+        RequestError,
+        "expected top_k or top_p, got top_k=5 and top_p=0.5",
+    ),
+    "sampling with top-n of another type": (
+        lambda controller: controller.sample_from_logits(ONE, greedy(top_n_logprobs=1.5)),
+        RequestError,
+        "top_n_logprobs: expected an integer >= 0, got 1.5",
     ),
     "sampling with an unknown argument": (
         lambda controller: controller.sample_from_logits(ONE, greedy(), topk=1),
