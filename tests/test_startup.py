@@ -128,3 +128,22 @@ main()
 """
     done = subprocess.run([sys.executable, "-c", interrupted], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+def test_pytest_starts_next_to_pytest_benchmark(tmp_path: Path) -> None:
+    """Here, a plugin of that name which warns when pytest starts, as it does with ``-n``."""
+    (tmp_path / "warns.py").write_text("import warnings\nwarnings.warn('Benchmarks')\n")
+    installed = tmp_path / "pytest_benchmark-5.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text("Metadata-Version: 2.1\nName: pytest-benchmark\n")
+    (installed / "entry_points.txt").write_text("[pytest11]\nbenchmark = warns\n")
+    path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
+    command = [sys.executable, "-m", "pytest", "--noconftest", "--collect-only", "-p", "no:xdist"]
+    done = subprocess.run(
+        [*command, __file__],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
+        cwd=Path(__file__).parents[1],
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
