@@ -71,6 +71,9 @@ class Adapter:
     """Name of the field of a sampler state that holds its requests."""
     greedy_key: ClassVar[bool]
     """Whether the host captures separate CUDA graphs for greedy batches."""
+    eagle_layer_kwargs: ClassVar[frozenset[str]]
+    """Arguments that the host's eagle worker passes to every draft layer; its vanilla worker passes
+    none of them."""
 
     managers: WeakSet[Any] = field(default_factory=WeakSet)
     """Managers of engines that may still be running."""
@@ -114,7 +117,12 @@ class Adapter:
     ) -> Any:
         """Return a worker of the host's base class; ours is built once the config is final."""
         options = read_options(_with_draft_len(spec_config))  # report mistakes early
-        make = partial(make_worker, is_vanilla=options.is_vanilla, mapping=mapping)
+        make = partial(
+            make_worker,
+            is_vanilla=options.is_vanilla,
+            mapping=mapping,
+            layer_kwargs=frozenset() if options.is_vanilla else self.eagle_layer_kwargs,
+        )
         make(_with_draft_len(spec_config), model_config=model_config)
         self._expect_all_ranks(mapping, options)
         if use_separate_draft_kv_cache:
@@ -229,16 +237,23 @@ class Adapter:
 
 
 def make_worker(
-    spec_config: Any, *, is_vanilla: bool, mapping: Any, model_config: Any
+    spec_config: Any,
+    *,
+    is_vanilla: bool,
+    mapping: Any,
+    model_config: Any,
+    layer_kwargs: frozenset[str] = frozenset(),
 ) -> SpecWorker:
     """Build our worker from the current values of a host's config."""
     options = read_options(spec_config).decoding
     worker_type = MTPWorker if is_vanilla else MTPEagleWorker
     if mapping is None:
         mapping = getattr(model_config, "mapping", None)
-    return worker_type(
+    worker = worker_type(
         options, mapping=mapping, gather_logits=_gather(mapping), chain=options.mtp.chain
     )
+    worker.layer_kwargs = layer_kwargs
+    return worker
 
 
 def _gather(mapping: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:

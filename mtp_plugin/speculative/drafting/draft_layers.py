@@ -34,7 +34,8 @@ def run_layer(
     # under attention data parallelism ranks exchange all rows
     exchanges_rows = RANK_ROWS in extra
     optional = {RANK_ROWS: None, "spec_metadata": step.spec_metadata}
-    extra = {name: optional[name] for name in accepted_by(layer, tuple(optional))} | extra
+    accepted = accepted_by(layer, tuple(optional), step.layer_kwargs)
+    extra = {name: optional[name] for name in accepted} | extra
     selects = output_rows is not None and not exchanges_rows and takes_output_rows(layer)
     if selects:
         extra["output_rows"] = output_rows

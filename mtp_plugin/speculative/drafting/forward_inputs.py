@@ -71,6 +71,7 @@ class ForwardInputs:
     attn_metadata: AttentionMetadata
     mtp_layers: Any
     spec_metadata: Any = None  # the host's own, for layers that read it
+    layer_kwargs: frozenset[str] = frozenset()  # see SpecWorker
 
     @property
     def layout(self) -> StepLayout:
@@ -78,12 +79,18 @@ class ForwardInputs:
 
     @classmethod
     def read(
-        cls, max_draft_len: int, given: WorkerArguments, *, draft_len: int | None = None
+        cls,
+        max_draft_len: int,
+        given: WorkerArguments,
+        *,
+        draft_len: int | None = None,
+        layer_kwargs: frozenset[str] = frozenset(),
     ) -> Self:
         """Check the arguments; missing ones are taken from ``draft_model``.
 
         Args:
             draft_len: K of the step; None: read from the host engine's metadata.
+            layer_kwargs: see `SpecWorker`.
 
         Raises:
             TensorContractError, MetadataError: an input that does not fit the others.
@@ -111,6 +118,7 @@ class ForwardInputs:
             attn_metadata=attn_metadata,
             mtp_layers=given.resolve("mtp_layers"),
             spec_metadata=spec_metadata,
+            layer_kwargs=layer_kwargs,
         )
 
     def with_ranks(self, ranks: Ranks, further_rows: int) -> ForwardInputs:

@@ -108,6 +108,10 @@ class SpecWorker(nn.Module, ABC):
         self.may_overwrite_states = False
         """Set to True if the host engine does not read ``hidden_states`` after :meth:`forward`;
         prompt rows of a batch with generations are then not copied."""
+        self.layer_kwargs: frozenset[str] = frozenset()
+        """Of ``all_rank_num_tokens`` and ``spec_metadata``, those that draft layers with
+        ``**kwargs`` receive without naming them, because the host engine's own worker always
+        passes them."""
         self.draft_cache: Callable[[Any], AbstractContextManager[Any]] | None = None
         """Set if draft layers have their own KV cache: called with the target's attention
         metadata, it returns a context manager around the draft loop, whose value is the metadata of
@@ -169,7 +173,7 @@ class SpecWorker(nn.Module, ABC):
             draft_model,
             **others,
         )
-        return self._run(ForwardInputs.read(self.max_draft_len, given), logits)
+        return self._run(self._read(given), logits)
 
     @torch.no_grad()
     def skip_drafting(
@@ -206,10 +210,15 @@ class SpecWorker(nn.Module, ABC):
             draft_model=draft_model,
             **others,
         )
-        return self._run(ForwardInputs.read(self.max_draft_len, given, draft_len=0), logits)
+        return self._run(self._read(given, draft_len=0), logits)
 
     def _arguments(self, method: str, *args: Any, **named: Any) -> WorkerArguments:
         return WorkerArguments.read(f"{type(self).__name__}.{method}", *args, **named)
+
+    def _read(self, given: WorkerArguments, draft_len: int | None = None) -> ForwardInputs:
+        return ForwardInputs.read(
+            self.max_draft_len, given, draft_len=draft_len, layer_kwargs=self.layer_kwargs
+        )
 
     def _run(self, step: ForwardInputs, logits: torch.Tensor) -> dict[str, torch.Tensor]:
         """Run a step; ``logits`` are returned unchanged."""

@@ -12,23 +12,32 @@ def takes_output_rows(layer: Any) -> bool:
     return bool(getattr(layer, "takes_output_rows", False))
 
 
-def accepted_by(layer: Any, names: tuple[str, ...]) -> frozenset[str]:
-    """Return which of these keyword arguments a draft layer accepts; all with ``**kwargs``."""
+def accepted_by(
+    layer: Any, names: tuple[str, ...], through_kwargs: frozenset[str] = frozenset()
+) -> frozenset[str]:
+    """Return which of these keyword arguments to pass to a draft layer.
+
+    These are the ones that it names. A layer may pass its ``**kwargs`` on to attention that takes
+    no further argument, so it receives only the names in ``through_kwargs`` that way.
+    """
     kind: Any = type(layer)
-    return _accepted_by(kind, names)
+    return _accepted_by(kind, names, through_kwargs)
 
 
 @cache
-def _accepted_by(kind: Any, names: tuple[str, ...]) -> frozenset[str]:
+def _accepted_by(
+    kind: Any, names: tuple[str, ...], through_kwargs: frozenset[str]
+) -> frozenset[str]:
     called = getattr(kind, "forward", None) or kind.__call__
     try:
         parameters = signature(called).parameters
     except (TypeError, ValueError):  # builtins have no signature
         return frozenset()
+    keyword = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
+    named = frozenset(name for name, each in parameters.items() if each.kind in keyword)
     if any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values()):
-        return frozenset(names)
-    positional = Parameter.POSITIONAL_ONLY, Parameter.VAR_POSITIONAL
-    return frozenset(n for n in names if n in parameters and parameters[n].kind not in positional)
+        named |= through_kwargs
+    return named.intersection(names)
 
 
 def part_of(draft_model: Any, name: str) -> Any:

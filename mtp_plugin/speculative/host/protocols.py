@@ -137,8 +137,9 @@ class DraftLayer(Protocol):
     A layer with a true attribute ``takes_output_rows`` may be called with ``output_rows`` [N]
     integers: the flat rows whose states are read. It then returns [N, H], and needs to compute only
     keys and values for the other rows. The argument is not passed to other layers, nor if ranks
-    exchange rows (``all_rank_num_tokens``). A layer that accepts ``spec_metadata`` gets the host
-    engine's; one that accepts ``all_rank_num_tokens`` gets None if ranks exchange no rows.
+    exchange rows (``all_rank_num_tokens``). A layer that names ``spec_metadata`` gets the host
+    engine's; one that names ``all_rank_num_tokens`` gets None if ranks exchange no rows. Through
+    ``**kwargs`` a layer gets only what the host engine's own worker passes that way.
     """
 
     def __call__(

@@ -354,13 +354,11 @@ class ScriptedLayer:
         position_ids: torch.Tensor,
         hidden_states: torch.Tensor,
         attn_metadata: Any,
-        spec_metadata: Any,
-        all_rank_num_tokens: list[int] | None,
+        all_rank_num_tokens: list[int] | None = None,
         **extra: Any,
     ) -> torch.Tensor:
         if all_rank_num_tokens is not None:
             extra["all_rank_num_tokens"] = all_rank_num_tokens
-        assert spec_metadata is not None
         assert embed_tokens is None
         assert position_ids.shape == (1, len(input_ids))
         assert hidden_states.shape == (len(input_ids), H)

@@ -271,7 +271,7 @@ class Plain(torch.nn.Module):
 
     def run(self, inputs: dict[str, Any], **extra: Any) -> torch.Tensor:
         self.extra.append(extra)
-        return self.scripted(**inputs, spec_metadata=0, all_rank_num_tokens=None)
+        return self.scripted(**inputs)
 
     def forward(
         self, *, embed_tokens, input_ids, position_ids, hidden_states, attn_metadata
@@ -301,26 +301,35 @@ class ReadsMetadata(Plain):
         return self.run(dict(zip(names, values, strict=True)), **extra)
 
 
-class CountsRows(Plain):
-    def forward(self, *, all_rank_num_tokens, **inputs: Any) -> torch.Tensor:
-        extra = {"spec_metadata": inputs.pop("spec_metadata")}
-        return self.run(inputs, all_rank_num_tokens=all_rank_num_tokens, **extra)
+class ForwardsKwargs(Plain):
+    """DeepSeek's of 2025: what it does not name goes to attention, which takes nothing more."""
+
+    def forward(self, *, all_rank_num_tokens=None, **inputs: Any) -> torch.Tensor:
+        extra = {"all_rank_num_tokens": all_rank_num_tokens}
+        if "spec_metadata" in inputs:
+            extra["spec_metadata"] = inputs.pop("spec_metadata")
+        return self.run(inputs, **extra)
 
 
 @pytest.mark.parametrize("kind", [MTPEagleWorker, MTPWorker])
 @pytest.mark.parametrize(
-    ("layer", "names"),
+    ("layer", "layer_kwargs", "names"),
     [
-        (Plain, []),
-        (ReadsMetadata, ["all_rank_num_tokens", "spec_metadata"]),
-        (CountsRows, ["all_rank_num_tokens", "spec_metadata"]),
+        (Plain, ["spec_metadata"], []),
+        (ReadsMetadata, [], ["all_rank_num_tokens", "spec_metadata"]),
+        (ForwardsKwargs, [], ["all_rank_num_tokens"]),
+        (ForwardsKwargs, ["spec_metadata"], ["all_rank_num_tokens", "spec_metadata"]),
     ],
 )
-def test_layers_get_the_arguments_that_they_take(kind: Any, layer: Any, names: list[str]) -> None:
-    """The host's metadata, and of ranks that exchange nothing None."""
+def test_layers_get_the_arguments_that_they_name(
+    kind: Any, layer: Any, layer_kwargs: list[str], names: list[str]
+) -> None:
+    """The host's metadata, and of ranks that exchange nothing None; through ``**kwargs`` only what
+    the host's own worker passes."""
     step = Step(2, [Prompt([3, 4, 5])])
     layers = [layer() for _ in range(2)]
     worker = kind(SimpleNamespace(max_draft_len=2, mtp=None), device="cpu")
+    worker.layer_kwargs = frozenset(layer_kwargs)
     worker(**step.inputs(), mtp_layers=layers)
     calls = [extra for each in layers for extra in each.extra]
     assert len(calls) == 2

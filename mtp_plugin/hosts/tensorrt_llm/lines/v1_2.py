@@ -32,3 +32,4 @@ class Line12(Adapter):
     )
     state_requests = "scheduled_requests"
     greedy_key = False
+    eagle_layer_kwargs = frozenset({"all_rank_num_tokens"})

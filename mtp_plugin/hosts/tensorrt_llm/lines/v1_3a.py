@@ -23,3 +23,4 @@ class Line13a(Adapter):
     )
     state_requests = "requests"
     greedy_key = True
+    eagle_layer_kwargs = frozenset({"all_rank_num_tokens", "spec_metadata"})
