@@ -20,6 +20,7 @@ from tests.contract_host.behaviours import (
     update_spec_config_from_model_config,
 )
 from tests.contract_host.kv_cache import KVCacheManager, ResourceManager
+from tests.contract_host.layers import DeepseekLayer, MetadataLayer
 from tests.contract_host.line_rules import Line
 from tests.contract_host.metadata import AttentionMetadata
 from tests.contract_host.pieces import Factories, Pieces, Sizes, build_pieces
@@ -84,9 +85,13 @@ class ModelEngine:
         )
         update_spec_config_from_model_config(line, config, num_mtp_layers)
         self.attention_dp = attention_dp
-        layers = list(model.mtp_layers)[:num_mtp_layers]
+        is_vanilla = config.spec_dec_mode.is_mtp_vanilla()
+        kind = MetadataLayer if line.is_newer and not is_vanilla else DeepseekLayer
         self.draft_model = SimpleNamespace(
-            mtp_layers=[CountedLayer(layer) for layer in layers] if attention_dp else layers,
+            mtp_layers=[
+                kind(layer, attention_dp=attention_dp)
+                for layer in list(model.mtp_layers)[:num_mtp_layers]
+            ],
             embed_tokens=model.embed_tokens,
             lm_head=model.lm_head,
         )
@@ -342,23 +347,6 @@ def _token_after(request: LlmRequest) -> int:
     if request.is_last_context_chunk:
         return -1
     return request.get_tokens(0)[request.context_current_position + request.context_chunk_size]
-
-
-class CountedLayer:
-    """A draft layer that exchanges rows with other ranks: as many as were reported."""
-
-    takes_output_rows = True
-
-    def __init__(self, layer: Any) -> None:
-        self.layer = layer
-        self.shared_head = layer.shared_head
-
-    def __call__(self, *, all_rank_num_tokens: list[int], **inputs: Any) -> Any:
-        rows = len(inputs["input_ids"])
-        assert all_rank_num_tokens == [rows], (
-            f"ranks were given {all_rank_num_tokens} rows of this one, which has {rows}"
-        )
-        return self.layer(**inputs)
 
 
 @contextmanager

@@ -232,8 +232,6 @@ def test_a_step_that_fails(line, overlap, tiny_model, prompts, decoded):
 class FailingLayer:
     """Raises at its n-th call."""
 
-    takes_output_rows = True
-
     def __init__(self, layer: Any, at_call: int) -> None:
         self.layer = layer
         self.left = at_call
