@@ -251,7 +251,14 @@ class SlotStateManager:
         """Do nothing: the step updates the state on the device."""
 
     def free_resources(self, request: SpecRequest) -> None:
-        """Free the request's slot; does nothing if it has none."""
+        """Free the request's slot.
+
+        Does nothing if it has none, also if another request with its id has one: a request is freed
+        by the object that was prepared.
+        """
+        owner = self._owners.get(request.request_id)
+        if owner is not None and owner is not request:
+            return
         self.slot_manager.remove_slot(request.request_id)
         self._sampling_kinds.pop(request.request_id, None)
         self._dummies.discard(request.request_id)

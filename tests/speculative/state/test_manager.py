@@ -159,9 +159,9 @@ def test_a_first_chunk_gets_a_slot_and_a_later_one_keeps_it() -> None:
 
 def test_a_reused_slot_is_zero() -> None:
     manager = make()
-    manager.prepare_resources(batch(Request(1)))
+    manager.prepare_resources(batch(one := Request(1)))
     soil(manager)
-    manager.free_resources(Request(1))
+    manager.free_resources(one)
     soil(manager)
     manager.prepare_resources(batch(Request(2)))
     assert manager.slot_manager.get_slot(2) == 0
@@ -190,6 +190,23 @@ def test_two_live_requests_with_one_id_are_refused() -> None:
     manager.prepare_resources(batch(Request(7)))
 
 
+def test_freeing_a_refused_request_keeps_the_slot_of_the_live_one() -> None:
+    manager = make(max_num_requests=4)
+    state = SimpleNamespace(name="GENERATION_IN_PROGRESS")
+    first, second, third = Request(7, state=state), Request(7), Request(7)
+    manager.prepare_resources(batch(first))
+    with pytest.raises(MetadataError, match="another live request"):
+        manager.prepare_resources(batch(second))
+    manager.free_resources(second)
+    assert manager.slot_of(7) == 0
+    state.name = "GENERATION_COMPLETE"
+    manager.prepare_resources(batch(third))
+    manager.free_resources(first)  # hosts may free a finished request a step late
+    assert manager.slot_of(7) == 0
+    manager.free_resources(third)
+    assert manager.slot_manager.slot_mapping == {}
+
+
 def test_dummies_may_repeat_an_id() -> None:
     manager = make()
     for _ in range(2):
@@ -199,12 +216,12 @@ def test_dummies_may_repeat_an_id() -> None:
 
 def test_free_is_idempotent_and_knows_no_strangers() -> None:
     manager = make(RELAXED)
-    manager.prepare_resources(batch(Request(1), Request(2)))
+    manager.prepare_resources(batch(one := Request(1), Request(2)))
     manager.free_resources(Request(77))
     assert manager.slot_manager.slot_mapping == {1: 0, 2: 1}
-    manager.free_resources(Request(1))
+    manager.free_resources(one)
     manager.prepare_resources(batch(Request(3)))
-    manager.free_resources(Request(1))
+    manager.free_resources(one)
     assert manager.slot_manager.slot_mapping == {2: 1, 3: 0}
 
 
