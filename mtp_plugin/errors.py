@@ -8,7 +8,19 @@ from typing import SupportsIndex
 
 
 class MTPPluginError(Exception):
-    """Base class of the package's exceptions."""
+    """Base class of the package's exceptions.
+
+    Args:
+        message: what was given and what is expected.
+        next_command: the shell command to type next; it ends the message.
+    """
+
+    next_command: str | None = None
+
+    def __init__(self, message: str = "", next_command: str | None = None) -> None:
+        super().__init__(message if next_command is None else f"{message}: {next_command}")
+        if next_command is not None:
+            self.next_command = next_command
 
 
 class ConfigError(MTPPluginError, ValueError):

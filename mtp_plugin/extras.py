@@ -1,20 +1,28 @@
 """The extras: packages that the plugin inside a host engine does not need.
 
 Code that needs them calls `require` first, so that a missing package gives one line with the
-command that installs it instead of a failed import.
+command that installs it instead of a failed import. `vllm_command` is for what the embedded
+executor does not run.
 """
 
 from __future__ import annotations
 
+import json
 import re
+import shlex
 import sys
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 from mtp_plugin.errors import MissingExtraError
 
-INSTALL = "pip install 'mtp-plugin[executor]'"
+INSTALL = "pip install '.[executor]'"
+"""In a clone of the repository: the package is on no index."""
+IN_VLLM = "vLLM with this package's plugin may run it"
+"""Precedes `vllm_command` in the refusal of a model."""
 
 MODEL_PACKAGES = ("transformers", "tokenizers", "safetensors")
 """Needed by models and tokenizers."""
@@ -72,6 +80,24 @@ def _require_installed(user: str, packages: Sequence[str], extra: str = "executo
             f"{user} needs {what} {', '.join(missing)}, {which} not installed: "
             f"{INSTALL.replace('executor', extra)}"
         )
+
+
+def vllm_command(
+    model: str | Path, num_drafts: int = 3, *, drafter: str | Path | None = None
+) -> str:
+    """Return the shell command that serves a checkpoint in vLLM with this package's plugin.
+
+    Args:
+        num_drafts: drafts per step; 0: the checkpoint has no MTP layers.
+        drafter: another checkpoint with the MTP layers; None: ``model`` has them.
+    """
+    drafting: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": num_drafts}
+    if drafter is not None:
+        drafting["model"] = str(drafter)
+    options = [("--speculative-config", drafting)] if num_drafts else []
+    options.append(("--additional-config", {"mtp_plugin": {}}))
+    shown = " ".join(f"{name} {shlex.quote(json.dumps(value))}" for name, value in options)
+    return f"VLLM_USE_V2_MODEL_RUNNER=1 vllm serve {shlex.quote(str(model))} {shown}"
 
 
 def _is_installed(package: str) -> bool:

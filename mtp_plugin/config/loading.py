@@ -40,6 +40,7 @@ def load_config(
         ConfigError: one line per mistake: file, key path, what came, what is allowed.
     """
     source = _source_of(path)
+    _refuse_checkpoint_file(Path(path), source)
     data = dict(_read_yaml(Path(path), source, "a mapping with the key 'model'"))
     if model is not None:
         data["model"] = str(model)
@@ -76,6 +77,19 @@ def _source_of(path: str | Path) -> str:
     if not isinstance(path, (str, Path)):
         raise ConfigError(f"config: expected a file's path, got {got(path)}")
     return str(path) if len(str(path)) <= LONGEST_PATH else f"{str(path)[:LONGEST_PATH]}..."
+
+
+def _refuse_checkpoint_file(path: Path, source: str) -> None:
+    """Refuse a file of a checkpoint, such as its ``config.json``."""
+    try:
+        is_one = path.suffix not in (".yaml", ".yml") and (path.parent / "config.json").is_file()
+    except (OSError, ValueError):
+        return  # reading it reports the reason
+    if is_one:
+        raise ConfigError(
+            f"{source}: expected a YAML file, got a file of a checkpoint; give its folder "
+            f"{path.parent}"
+        )
 
 
 def load_plugin_options(path: str | Path, source: str) -> MTPPluginOptions:

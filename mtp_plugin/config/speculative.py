@@ -172,7 +172,8 @@ class MTPDecodingConfig(ConfigModel):
         num_mtp_layers = expect_int("num_mtp_layers", num_mtp_layers, error=ConfigError)
         if num_mtp_layers < 1:
             raise ConfigError(
-                f"speculative_config: expected a checkpoint with MTP layers, got {num_mtp_layers}"
+                f"speculative_config: expected a checkpoint with MTP layers, got {num_mtp_layers}; "
+                "null (--no-mtp on the command line) decodes without MTP"
             )
         draft_len = self.max_draft_len or (num_mtp_layers if self.use_mtp_vanilla else 1)
         if self.use_mtp_vanilla and draft_len > num_mtp_layers:

@@ -20,6 +20,7 @@ from mtp_plugin.config import (
 )
 from mtp_plugin.errors import ConfigError, format_value
 from mtp_plugin.executor.models import LoadedModel, read_facts
+from mtp_plugin.executor.models.checkpoint_files import download_command
 from mtp_plugin.executor.models.config_reader import TOKENIZER_FILE
 from mtp_plugin.executor.models.tokenizer_files import read_tokenizer_of
 from mtp_plugin.executor.resolved_config import resolve_device
@@ -174,7 +175,8 @@ def _check_file(path: str | Path) -> None:
         raise ConfigError(f"{format_value(str(path))}: {error.strerror}") from None
     raise ConfigError(
         f"{path}: expected a checkpoint's folder or a YAML file, there is neither (nothing is "
-        f"fetched from a hub)"
+        f"fetched from a hub)",
+        download_command(path),
     )
 
 

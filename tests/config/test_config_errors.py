@@ -992,7 +992,8 @@ CALLS: dict[str, tuple[Callable[[], object], str]] = {
     ),
     "a checkpoint without MTP layers": (
         lambda: MTPDecodingConfig().resolve(0),
-        "speculative_config: expected a checkpoint with MTP layers, got 0",
+        "speculative_config: expected a checkpoint with MTP layers, got 0; null (--no-mtp on the "
+        "command line) decodes without MTP",
     ),
     "K before resolution": (
         lambda: MTPDecodingConfig().draft_len,

@@ -254,7 +254,13 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         ("some/model",),
         {},
         "some/model: expected a checkpoint's folder or a YAML file, there is neither (nothing is "
-        "fetched from a hub)",
+        "fetched from a hub): hf download some/model --local-dir some/model",
+    ),
+    "a file of a checkpoint": (
+        ("CHECKPOINT/config.json",),
+        {},
+        "CHECKPOINT/config.json: expected a YAML file, got a file of a checkpoint; give its folder "
+        "CHECKPOINT",
     ),
     "no such file": (
         ("none.yaml",),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -34,6 +36,10 @@ class StoredTensor:
     shape: tuple[int, ...]
 
 
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
 def checkpoint_directory(path: str | Path) -> Path:
     """The directory of a checkpoint.
 
@@ -46,14 +52,45 @@ def checkpoint_directory(path: str | Path) -> Path:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {str(path)!r}: cannot be read: {error}") from None
     if not exists:
-        raise CheckpointError(f"checkpoint {directory}: expected a directory, it does not exist")
+        raise CheckpointError(
+            f"checkpoint {directory}: expected a directory, it does not exist",
+            download_command(path),
+        )
     if not is_directory:
-        raise CheckpointError(f"checkpoint {directory}: expected a directory, got a file")
+        raise CheckpointError(
+            f"checkpoint {directory}: expected a directory, got a file; give {directory.parent}"
+        )
     return directory
 
 
-def read_json(file: Path) -> dict[str, Any]:
+def download_command(path: str | Path) -> str | None:
+    """Return the command that downloads a model from the Hugging Face hub; None: no hub id."""
+    if _HUB_ID.fullmatch(str(path)) is None:
+        return None
+    return f"hf download {path} --local-dir {path}"
+
+
+def check_downloaded(file: Path) -> None:
+    """Refuse a git-lfs pointer in the place of a file.
+
+    Raises:
+        CheckpointError: with the command that downloads the file.
+        OSError: the file cannot be read.
+    """
+    with file.open("rb") as opened:
+        start = opened.read(len(_LFS_POINTER))
+    if start == _LFS_POINTER:
+        raise CheckpointError(
+            f"{file}: got a git-lfs pointer instead of the file; download it",
+            f"git -C {shlex.quote(str(file.parent))} lfs pull",
+        )
+
+
+def read_json(file: Path, *, allow_infinity: bool = False) -> dict[str, Any]:
     """Read the object in a JSON file, within bounds.
+
+    Args:
+        allow_infinity: accept ``Infinity`` and ``NaN``, which some released configs have.
 
     Raises:
         CheckpointError: the file is missing, cannot be read, is larger than `MAX_BYTES` or no JSON,
@@ -71,6 +108,7 @@ def read_json(file: Path) -> dict[str, Any]:
         size = file.stat().st_size
         if size > MAX_BYTES:
             raise CheckpointError(f"{file}: expected at most {MAX_BYTES} bytes, got {size}")
+        check_downloaded(file)
         text = file.read_text(encoding="utf-8")
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
@@ -80,7 +118,7 @@ def read_json(file: Path) -> dict[str, Any]:
         content = json.loads(
             text,
             parse_int=_integer,
-            parse_constant=_refuse,
+            parse_constant=float if allow_infinity else _refuse,
             object_pairs_hook=_without_doubles,
         )
     except RecursionError:
@@ -202,6 +240,7 @@ def _is_plain(file: object) -> bool:
 
 def _file_headers(file: Path) -> Iterator[tuple[str, StoredTensor]]:
     try:
+        check_downloaded(file)
         with safe_open(file, framework="pt", device="cpu") as opened:
             for name in opened.keys():  # noqa: SIM118  the handle is no mapping
                 tensor = opened.get_slice(name)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,14 +22,24 @@ from mtp_plugin.executor.models.config_schema import (
     GenerationConfig,
     beyond,
 )
-from mtp_plugin.executor.models.families import ModelFacts, MTPFamily, family_of
+from mtp_plugin.executor.models.families import (
+    FAMILIES,
+    NOT_RUNNABLE,
+    SEPARATE_DRAFTERS,
+    ModelFacts,
+    MTPFamily,
+    family_of,
+)
 from mtp_plugin.executor.models.rope_schema import Problem, problems_of
+from mtp_plugin.extras import IN_VLLM, vllm_command
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_FILE = "tokenizer.json"
 TOKENIZER_SETTINGS = "tokenizer_config.json"
+QUANTIZATION_FILE = "hf_quant_config.json"
+"""Written by NVIDIA's ModelOpt."""
 
 ACTING_KEYS = frozenset(
     {
@@ -51,6 +62,8 @@ ACTING_KEYS = frozenset(
 )
 """Keys by which transformers would act, in addition to all that begin with `_`."""
 _UNTOLD = frozenset({"quantization_config", "transformers_version"})
+_COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
+"""Number of MTP layers, in any family."""
 
 
 @dataclass(frozen=True)
@@ -64,8 +77,10 @@ class CheckedConfig:
     """The transformers config of the target, made of checked values alone."""
     token_ids: Mapping[str, Any]
     """`bos_token_id`, `eos_token_id` and `pad_token_id` where they are known."""
-    quantised: bool
-    """Whether the config describes quantised weights, which do not run."""
+    vllm_command: str
+    """The command that serves the checkpoint in vLLM."""
+    quantization: str | None
+    """Name of the method of quantized weights, which do not run; None: they are not quantized."""
     stripped: tuple[str, ...]
     """`FILE: KEY` of each key by which transformers would do something by itself."""
     unread: tuple[str, ...]
@@ -89,7 +104,7 @@ def read_config(path: str | Path) -> CheckedConfig:
     """
     directory = checkpoint_directory(path)
     where = directory / CONFIG_FILE
-    raw = read_json(where)
+    raw = read_json(where, allow_infinity=True)
     generation_file = directory / GENERATION_FILE
     generation = read_json(generation_file) if generation_file.is_file() else {}
     settings_file = directory / TOKENIZER_SETTINGS
@@ -100,10 +115,12 @@ def read_config(path: str | Path) -> CheckedConfig:
             f"checkpoint {directory}: expected a whole checkpoint, {ADAPTER_FILE} makes it an "
             f"adapter of another one"
         )
-    schema, facts, token_ids = _check(raw, generation, where, generation_file)
-    family = family_of(facts.model_type)
-    config = transformers_config(schema, family, where)
-    _check_layer_types(config, directory)
+    command = _vllm_command(directory, raw)
+    with _served_by(command):
+        schema, facts, token_ids = _check(raw, generation, where, generation_file)
+        family = family_of(facts.model_type)
+        config = transformers_config(schema, family, where)
+        _check_layer_types(config, directory)
     acting = [key for key in raw if _acts(key)]
     return CheckedConfig(
         directory=directory,
@@ -111,7 +128,8 @@ def read_config(path: str | Path) -> CheckedConfig:
         family=family,
         config=config,
         token_ids=token_ids,
-        quantised=raw.get("quantization_config") is not None,
+        vllm_command=command,
+        quantization=_quantization_method(raw, directory),
         stripped=(
             *(f"{CONFIG_FILE}: {spelled(key)}" for key in acting),
             *(f"{GENERATION_FILE}: {spelled(key)}" for key in generation if _acts(key)),
@@ -209,6 +227,39 @@ def _check_layer_types(config: PreTrainedConfig, directory: Path) -> None:
             f"checkpoint {directory}: expected only {FULL_ATTENTION} layers, got layer types "
             f"{', '.join(odd)} ({count} of {len(layer_types)} layers)"
         )
+
+
+@contextmanager
+def _served_by(command: str) -> Iterator[None]:
+    """Add the command that serves a model in vLLM to refusals of the model."""
+    try:
+        yield
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}; {IN_VLLM}", command) from None
+
+
+def _vllm_command(directory: Path, raw: Mapping[str, Any]) -> str:
+    """Return `vllm_command` for a config of any family."""
+    model_type = raw.get("model_type")
+    if model_type in SEPARATE_DRAFTERS:
+        return vllm_command("TARGET", drafter=directory)
+    sections = (section for section in (raw, raw.get("text_config")) if isinstance(section, dict))
+    given = [section[key] for section in sections for key in _COUNT_KEYS if key in section]
+    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    presumed = int(model_type in NOT_RUNNABLE) if family is None else family.default_count
+    layers = max((n for n in given if isinstance(n, int)), default=presumed)
+    # vLLM refuses 3 drafts by 2 layers
+    return vllm_command(directory, min(layers, 2) if layers in (0, 2) else 3)
+
+
+def _quantization_method(raw: Mapping[str, Any], directory: Path) -> str | None:
+    settings, key = raw.get("quantization_config"), "quant_method"
+    if settings is None and (directory / QUANTIZATION_FILE).is_file():
+        settings, key = read_json(directory / QUANTIZATION_FILE).get("quantization"), "quant_algo"
+    if settings is None:
+        return None
+    method = settings.get(key) if isinstance(settings, dict) else None
+    return method if isinstance(method, str) else "a method without a name"
 
 
 def _acts(key: str) -> bool:

@@ -199,6 +199,9 @@ NOT_RUNNABLE: dict[str, str] = {
 }
 """Families known to carry MTP layers that do not run here, each with the reason."""
 
+SEPARATE_DRAFTERS = frozenset({"gemma4_assistant"})
+"""Those whose checkpoint has the MTP layers of another checkpoint."""
+
 
 def family_of(model_type: str) -> MTPFamily:
     """Return the entry of a `model_type`.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +12,12 @@ from typing import Any
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from mtp_plugin.errors import CheckpointError, ConfigError, MTPPluginError
+from mtp_plugin.errors import (
+    CheckpointError,
+    ConfigError,
+    MTPPluginError,
+    UnsupportedModelError,
+)
 from mtp_plugin.executor.models.block_layout import (
     TensorPlan,
     build_layers,
@@ -26,8 +32,10 @@ from mtp_plugin.executor.models.checkpoint_files import (
 )
 from mtp_plugin.executor.models.config_reader import CheckedConfig, read_config
 from mtp_plugin.executor.models.families import ModelFacts, MTPFamily
+from mtp_plugin.extras import IN_VLLM
 
 FLOATING = ("F32", "F16", "BF16")
+WITHOUT_MTP = "to run without MTP, set speculative_config to null (None in Python), or type"
 _LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,9})\.")
 _ROUTER = ".mlp.gate.weight"
 _STALE_BUFFER = ".rotary_emb.inv_freq"
@@ -63,7 +71,8 @@ def preflight(path: str | Path, *, max_draft_len: int, vanilla: bool) -> Preflig
 
     Raises:
         ConfigError: a negative `max_draft_len`.
-        UnsupportedModelError: a family or a layer type that does not run here.
+        UnsupportedModelError: a family, a layer type or quantized weights that do not run here;
+            with the command for vLLM.
         CheckpointError: anything else that would make loading fail or draft from invalid weights:
             missing files, bad JSON, too few MTP layers, or tensors that are missing, unknown, of a
             wrong shape, or not fp32, fp16 or bf16.
@@ -86,7 +95,8 @@ def preflight(path: str | Path, *, max_draft_len: int, vanilla: bool) -> Preflig
         if declared == 0:
             raise CheckpointError(
                 f"checkpoint {checked.directory}: drafting needs at least 1 MTP layer, "
-                f"the checkpoint has 0"
+                f"the checkpoint has 0; {WITHOUT_MTP}",
+                _command_without_mtp(checked.directory),
             )
     return _examine_tensors(checked, needed)
 
@@ -115,19 +125,22 @@ def _examine_tensors(checked: CheckedConfig, needed: int) -> Preflight:
     """Check the safetensors headers of a checkpoint whose config is valid."""
     stored = read_headers(checked.directory)
     where = f"checkpoint {checked.directory}"
+    if checked.quantization is not None:
+        raise UnsupportedModelError(
+            f"{where}: expected weights that are not quantized, got {checked.quantization}; "
+            f"{IN_VLLM}",
+            checked.vllm_command,
+        )
     odd = sorted(
         f"{name} ({tensor.dtype})"
         for name, tensor in stored.items()
         if tensor.dtype not in FLOATING
     )
     if odd:
-        raise CheckpointError(
+        raise UnsupportedModelError(
             f"{where}: expected tensors of {', '.join(FLOATING)} only, got {len(odd)} of other "
-            f"dtypes: {listed(odd)}"
-        )
-    if checked.quantised:
-        raise CheckpointError(
-            f"{where}: expected an unquantised checkpoint, config.json has a quantization_config"
+            f"dtypes: {listed(odd)}; {IN_VLLM}",
+            checked.vllm_command,
         )
     check_counts(checked, stored, needed)
     with refused_by_transformers(where):
@@ -227,6 +240,10 @@ def _plan_mtp(
         )
 
 
+def _command_without_mtp(directory: Path) -> str:
+    return f"mtp-plugin generate --model {shlex.quote(str(directory))} --no-mtp"
+
+
 def _check_target(
     checked: CheckedConfig,
     stored: Mapping[str, StoredTensor],
@@ -259,6 +276,13 @@ def _check_mtp(
     family, facts = checked.family, checked.facts
     flat = tuple(plan for layer in plans for plan in layer)
     owner = f"{facts.num_mtp_layers} MTP layer(s)"
+    if not any(owned_by_mtp(name, family, facts.num_hidden_layers) for name in stored):
+        raise CheckpointError(
+            f"{where}: config.json declares {owner}, the files have none of their tensors "
+            f"(transformers leaves them out when it saves a model): take the files of the original "
+            f"checkpoint; {WITHOUT_MTP}",
+            _command_without_mtp(checked.directory),
+        )
     _check_present(stored, flat, owner, where)
     known = {name for plan in flat for name in plan.sources} | {
         template.format(layer=facts.num_hidden_layers + depth, depth=depth)

@@ -192,8 +192,6 @@ def test_values_and_their_relations(
         ('{"a":' * 10**5 + "1" + "}" * 10**5, "expected JSON, it nests too deeply"),
         ("[" * 10**5, "expected JSON, it nests too deeply"),
         ('{"vocab_size": %s}' % ("9" * 5000), "expected JSON, got a number of 5000 digits"),
-        ('{"vocab_size": NaN}', "expected JSON, got the number NaN"),
-        ('{"a": -Infinity}', "expected JSON, got the number -Infinity"),
         ('{"a": 1, "a": 2}', "expected JSON, got two values of the key 'a'"),
         ("", "expected JSON, got Expecting value: line 1 column 1 (char 0)"),
         ("[]", "expected a JSON object, got list"),
@@ -211,6 +209,39 @@ def test_bombs_and_broken_json(edited: Edited, file: str, content: str, message:
         whole(path)
 
     assert refusal(path, check) == f"PATH/{file}: {message}"
+
+
+@pytest.mark.parametrize("file", ["generation_config.json", "tokenizer.json"])
+def test_infinity_elsewhere_is_refused(edited: Edited, file: str) -> None:
+    path = edited("glm4_moe")
+    (path / file).write_text('{"a": -Infinity}')
+    message = refusal(path, lambda path: read_tokenizer(read_config(path)))
+    assert message == f"PATH/{file}: expected JSON, got the number -Infinity"
+
+
+def test_infinity_in_a_config_hides_no_other_reason(edited: Edited) -> None:
+    path = edited("glm4_moe", lambda config: config.update(time_step_limit=[0.0, float("inf")]))
+    assert whole(path)
+    path = edited("mimo", lambda config: config.update(hidden_size=float("nan")))
+    assert refusal(path) == (
+        "PATH/config.json: hidden_size: expected an integer from 1 to 1048576, got nan"
+    )
+
+
+@pytest.mark.parametrize(
+    "file", ["config.json", "tokenizer.json", "model.safetensors", "generation_config.json"]
+)
+def test_a_git_lfs_pointer_is_named(edited: Edited, file: str) -> None:
+    path = edited("glm4_moe")
+    (path / file).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+    def check(path: Path) -> None:
+        read_tokenizer(read_config(path))
+        whole(path)
+
+    assert refusal(path, check) == (
+        f"PATH/{file}: got a git-lfs pointer instead of the file; download it: git -C PATH lfs pull"
+    )
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from mtp_plugin.errors import CheckpointError, UnsupportedModelError
-from mtp_plugin.executor.models import ModelFacts, read_facts
+from mtp_plugin.executor.models import NOT_RUNNABLE, ModelFacts, read_facts
+from mtp_plugin.extras import vllm_command
 
 
 def test_facts_of_a_checkpoint(checkpoint: Callable[..., Path]) -> None:
@@ -132,6 +133,38 @@ def test_unknown_family(edited: Callable[..., Path]) -> None:
         read_facts(path)
 
 
+@pytest.mark.parametrize("family", [*NOT_RUNNABLE, "exaone_moe"])
+def test_families_of_vllm_are_refused_with_its_command(tmp_path: Path, family: str) -> None:
+    config = {"model_type": family, "num_nextn_predict_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_facts(tmp_path)
+    command = vllm_command(tmp_path)
+    if family == "gemma4_assistant":  # not a target
+        command = vllm_command("TARGET", drafter=tmp_path)
+    assert caught.value.next_command == command
+    assert str(caught.value).endswith(f"; vLLM with this package's plugin may run it: {command}")
+
+
+@pytest.mark.parametrize(
+    ("config", "drafts"),
+    [
+        ({"model_type": "llama"}, 0),
+        ({"model_type": "mamba", "time_step_limit": [0.0, float("inf")]}, 0),
+        ({"model_type": "new", "num_nextn_predict_layers": 2}, 2),
+        ({"model_type": "new", "text_config": {"mtp_num_hidden_layers": 1}}, 3),
+        ({"model_type": "glm_moe_dsa", "num_nextn_predict_layers": 0}, 0),
+    ],
+)
+def test_drafts_of_vllm_follow_the_declared_layers(
+    tmp_path: Path, config: dict[str, Any], drafts: int
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UnsupportedModelError) as caught:
+        read_facts(tmp_path)
+    assert caught.value.next_command == vllm_command(tmp_path, drafts)
+
+
 class TestFiles:
     def test_no_such_path(self, tmp_path: Path) -> None:
         path = tmp_path / "nowhere"
@@ -144,7 +177,9 @@ class TestFiles:
         path.touch()
         with pytest.raises(CheckpointError) as caught:
             read_facts(path)
-        assert str(caught.value) == f"checkpoint {path}: expected a directory, got a file"
+        assert str(caught.value) == (
+            f"checkpoint {path}: expected a directory, got a file; give {path.parent}"
+        )
 
     def test_no_config(self, tmp_path: Path) -> None:
         with pytest.raises(CheckpointError) as caught:

@@ -12,6 +12,8 @@ import torch
 
 from mtp_plugin.errors import CheckpointError, ConfigError, UnsupportedModelError
 from mtp_plugin.executor.models import FAMILIES, load_model, preflight
+from mtp_plugin.executor.models.preflight import WITHOUT_MTP
+from mtp_plugin.extras import IN_VLLM, vllm_command
 
 Edited = Callable[..., Path]
 
@@ -45,7 +47,8 @@ def test_vanilla_needs_a_layer_per_depth(checkpoint: Callable[..., Path]) -> Non
 def test_eagle_needs_one_layer(edited: Edited) -> None:
     path = edited("glm4_moe", lambda config: config.update(num_nextn_predict_layers=0))
     assert refusal(path) == (
-        "checkpoint PATH: drafting needs at least 1 MTP layer, the checkpoint has 0"
+        "checkpoint PATH: drafting needs at least 1 MTP layer, the checkpoint has 0; "
+        f"{WITHOUT_MTP}: mtp-plugin generate --model PATH --no-mtp"
     )
 
 
@@ -65,7 +68,7 @@ def test_recurrent_targets(checkpoint: Callable[..., Path]) -> None:
     path = checkpoint("qwen3_next", layer_types=["linear_attention", "full_attention"])
     message = (
         "checkpoint PATH: expected only full_attention layers, got layer types linear_attention "
-        "(1 of 2 layers)"
+        f"(1 of 2 layers); {IN_VLLM}: {vllm_command('PATH')}"
     )
     assert refusal(path) == message
     with pytest.raises(UnsupportedModelError):
@@ -75,7 +78,7 @@ def test_recurrent_targets(checkpoint: Callable[..., Path]) -> None:
 def test_recurrent_by_default_of_the_family(edited: Edited) -> None:
     # a qwen3_next config without layer types means three linear layers of four
     path = edited("qwen3_next", lambda config: config.pop("layer_types"), num_hidden_layers=4)
-    assert refusal(path).endswith("got layer types linear_attention (3 of 4 layers)")
+    assert "got layer types linear_attention (3 of 4 layers); vLLM" in refusal(path)
 
 
 def test_a_config_of_wrong_types(edited: Edited) -> None:
@@ -92,10 +95,9 @@ class TestTensors:
                 del tensors[name]
 
         assert refusal(edited("qwen3_next", edit_tensors=drop_mtp)) == (
-            "checkpoint PATH: expected 29 tensors of 1 MTP layer(s), 29 are missing: "
-            "mtp.fc.weight, mtp.layers.0.input_layernorm.weight, "
-            "mtp.layers.0.mlp.experts.0.down_proj.weight, "
-            "mtp.layers.0.mlp.experts.0.gate_proj.weight and 25 more"
+            "checkpoint PATH: config.json declares 1 MTP layer(s), the files have none of their "
+            "tensors (transformers leaves them out when it saves a model): take the files of the "
+            f"original checkpoint; {WITHOUT_MTP}: mtp-plugin generate --model PATH --no-mtp"
         )
 
     def test_one_expert_missing(self, edited: Edited) -> None:
@@ -170,7 +172,7 @@ class TestTensors:
 
         assert refusal(edited("glm4_moe", edit_tensors=cast)) == (
             "checkpoint PATH: expected tensors of F32, F16, BF16 only, got 1 of other dtypes: "
-            f"{name} ({named})"
+            f"{name} ({named}); {IN_VLLM}: {vllm_command('PATH')}"
         )
 
     def test_quantised_target_with_bf16_mtp(self, edited: Edited) -> None:
@@ -185,13 +187,29 @@ class TestTensors:
         assert "got 7 of other dtypes: model.layers.0.self_attn.kv_a_layernorm.weight" in message
         assert "model.layers.2" not in message
 
-    def test_quantisation_config(self, edited: Edited) -> None:
-        path = edited(
-            "glm4_moe", lambda config: config.update(quantization_config={"quant_method": "fp8"})
-        )
-        assert refusal(path) == (
-            "checkpoint PATH: expected an unquantised checkpoint, "
-            "config.json has a quantization_config"
+    @pytest.mark.parametrize(
+        ("config", "method"),
+        [
+            ({"quant_method": "fp8"}, "fp8"),
+            ({"quant_method": "awq", "bits": 4}, "awq"),
+            ({"bits": 4}, "a method without a name"),
+        ],
+    )
+    def test_quantization_config(self, edited: Edited, config: object, method: str) -> None:
+        path = edited("glm4_moe", lambda content: content.update(quantization_config=config))
+        assert refusal(path) == self.quantized(method)
+
+    def test_quantization_by_modelopt(self, edited: Edited) -> None:
+        path = edited("glm4_moe")
+        content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+        (path / "hf_quant_config.json").write_text(json.dumps(content))
+        assert refusal(path) == self.quantized("NVFP4")
+
+    @staticmethod
+    def quantized(method: str) -> str:
+        return (
+            f"checkpoint PATH: expected weights that are not quantized, got {method}; "
+            f"{IN_VLLM}: {vllm_command('PATH')}"
         )
 
 
