@@ -115,8 +115,8 @@ REFUSED = [
         "backend: there is only one backend; expected 'pytorch' or null, got '_autodeploy'",
     ),
     (
-        {"trust_remote_code": True},
-        "trust_remote_code: tokenizer and model are loaded from the checkpoint without remote "
+        {"skip_tokenizer_init": True},
+        "skip_tokenizer_init: tokenizer and model are loaded from the checkpoint without remote "
         "code; expected false, got true",
     ),
     (
