@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +20,8 @@ else:
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 EXTRA = ("transformers", "tokenizers", "safetensors", "typer", "rich")
-INSTALL = "pip install 'mtp-plugin[executor]'"
+INSTALL = "pip install '.[executor]'"
+VLLM_PAGE = Path(__file__).parents[1] / "mtp_plugin" / "hosts" / "vllm" / "README.md"
 
 WHAT_NEEDS_MODELS = {
     "from mtp_plugin import LLM": "the embedded executor (mtp_plugin.LLM)",
@@ -115,8 +117,9 @@ main()
 """
     result = without(EXTRA, code)
     assert result.returncode == 1
-    (line,) = result.stdout.splitlines()
-    assert line.startswith(f"problem: {host} cannot be imported: ")
+    problem, last = result.stdout.splitlines()
+    assert problem.startswith(f"problem: {host} cannot be imported: ")
+    assert last == f"next: mtp-plugin doctor --host {host}  # with this corrected"
 
 
 @pytest.mark.parametrize(
@@ -234,3 +237,14 @@ def test_server_names_its_own_extra(package: str) -> None:
     last = without((package,), "import mtp_plugin.serving").stderr.splitlines()[-1]
     want = message("mtp-plugin serve", package).replace("[executor]", "[serve]")
     assert last == f"mtp_plugin.errors.MissingExtraError: {want}"
+
+
+def test_command_of_vllm_is_that_of_its_page() -> None:
+    page = VLLM_PAGE.read_text().replace("\\\n", " ")
+    variable = re.search(r"export (VLLM_USE_V2_MODEL_RUNNER=1)", page)
+    serve = re.search(r"^vllm serve MODEL .*", page, re.MULTILINE)
+    assert variable is not None
+    assert serve is not None
+    assert shlex.split(extras.vllm_command("MODEL")) == [variable[1], *shlex.split(serve[0])]
+    assert "--speculative-config" not in extras.vllm_command("MODEL", 0)
+    assert "'two words'" in extras.vllm_command("two words")

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import shlex
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mtp_plugin.cli.flags import ConfigFile, ModelFolder, PluginOptions
+from mtp_plugin.cli.flags import (
+    ConfigFile,
+    DraftLength,
+    ModelFolder,
+    NoMTP,
+    PluginOptions,
+    draft_length,
+)
 from mtp_plugin.cli.opening import import_engine, load
 from mtp_plugin.errors import CheckpointError, ConfigError
 from mtp_plugin.tools.terminal.console import messages, output
@@ -16,6 +25,8 @@ def command(
     config: ConfigFile = None,
     model: ModelFolder = None,
     plugin_options: PluginOptions = None,
+    k: DraftLength = None,
+    no_mtp: NoMTP = False,
     host: Annotated[  # noqa: ARG001 - handled before any package of the extra is imported
         str | None,
         typer.Option(
@@ -28,7 +39,7 @@ def command(
 ) -> None:
     """Check whether a config and its checkpoint can run, without loading weights.
 
-    Exit code 1: there are problems.
+    The last line is the command to type next. Exit code 1: there are problems.
     """
     import_engine(messages())
     from mtp_plugin.config import LLMConfig
@@ -36,14 +47,38 @@ def command(
 
     choices: list[str] = []
     try:
-        diagnosis = examine(load(config, messages(), model, plugin_options, choices.append))
+        draft_len = draft_length(k, no_mtp)
+        settings = load(
+            config, messages(), model, plugin_options, choices.append, draft_len=draft_len
+        )
+        diagnosis = examine(settings)
     except ConfigError as error:
-        diagnosis = Diagnosis([("config", str(config or model))], str(error).splitlines())
+        diagnosis = Diagnosis([("config", str(config or model))])
+        diagnosis.add_problem(error)
     except CheckpointError:
         # examine() reports the problems of the checkpoint
         diagnosis = examine(LLMConfig(model=str(model)))
     if not diagnosis.problems:
         for choice in choices:
             messages().write_line(choice)
-    show_diagnosis(diagnosis, output())
+    arguments = _arguments(config, model, plugin_options, k, no_mtp)
+    show_diagnosis(diagnosis, output(), arguments)
     raise typer.Exit(diagnosis.exit_code)
+
+
+def _arguments(
+    config: Path | None,
+    model: Path | None,
+    plugin_options: Path | None,
+    k: int | None,
+    no_mtp: bool,
+) -> str:
+    """Return the options that were given, for the next command."""
+    given = {"--config": config, "--model": model, "--plugin-options": plugin_options, "--k": k}
+    words = [
+        word
+        for option, value in given.items()
+        if value is not None
+        for word in (option, str(value))
+    ]
+    return shlex.join([*words, *(["--no-mtp"] if no_mtp else [])])

@@ -31,6 +31,20 @@ PluginOptions = Annotated[
     ),
 ]
 
+DraftLength = Annotated[
+    int | None,
+    typer.Option(
+        "--k",
+        metavar="K",
+        min=1,
+        help="Drafts per step. Default: the config's; without a YAML file the number of MTP "
+        "layers, at most 3.",
+    ),
+]
+NoMTP = Annotated[
+    bool, typer.Option("--no-mtp", help="Decode without MTP; no MTP weights are needed.")
+]
+
 Temperature = Annotated[
     float | None,
     typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 or unset: greedy."),
@@ -73,6 +87,13 @@ OtherOptions = Annotated[
         "'bad_words=[[3, 4]]'; may be given repeatedly.",
     ),
 ]
+
+
+def draft_length(k: int | None, no_mtp: bool) -> int | None:
+    """Return the requested drafts per step; 0: none, None: the default."""
+    if k is not None and no_mtp:
+        raise typer.BadParameter("--k and --no-mtp exclude each other")
+    return 0 if no_mtp else k
 
 
 def names(text: str | None, allowed: tuple[str, ...], option: str) -> tuple[str, ...]:

@@ -10,9 +10,11 @@ import typer
 
 from mtp_plugin.cli.flags import (
     ConfigFile,
+    DraftLength,
     FrequencyPenalty,
     MinP,
     ModelFolder,
+    NoMTP,
     OtherOptions,
     PluginOptions,
     PresencePenalty,
@@ -20,6 +22,7 @@ from mtp_plugin.cli.flags import (
     Temperature,
     TopK,
     TopP,
+    draft_length,
 )
 from mtp_plugin.cli.opening import errors_of, import_engine, load
 from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output
@@ -29,6 +32,8 @@ def command(
     config: ConfigFile = None,
     model: ModelFolder = None,
     plugin_options: PluginOptions = None,
+    k: DraftLength = None,
+    no_mtp: NoMTP = False,
     prompt: Annotated[
         list[str] | None,
         typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be given repeatedly."),
@@ -126,10 +131,11 @@ def command(
     from mtp_plugin.tools.terminal.request_options import sampling_params
 
     log = messages()
+    draft_len = draft_length(k, no_mtp)
     if model is not None:
         read_ahead(model)
     choices: list[str] = []
-    settings = load(config, log, model, plugin_options, choices.append)
+    settings = load(config, log, model, plugin_options, choices.append, draft_len=draft_len)
     if model is None:
         read_ahead(settings.model)
     prompts = read_prompts(prompt or (), prompt_file, Path(settings.model), log.write_line)

@@ -57,6 +57,9 @@ def load(
     plugin_options: Path | None = None,
     report: Callable[[str], None] | None = None,
     options: Mapping[str, Any] | None = None,
+    *,
+    draft_len: int | None = None,
+    overrides: Mapping[str, Any] | None = None,
 ) -> LLMConfig:
     """Read a config file, or derive a config from a checkpoint; each warning is one line.
 
@@ -64,6 +67,8 @@ def load(
         report: receives the lines about defaults for a checkpoint without a config file; default:
             written to ``log``.
         options: of a checkpoint without a config file, as `config_of_checkpoint` takes them.
+        draft_len: drafts per step instead of the config's; 0: decode without MTP.
+        overrides: keys of `LLMConfig` with values instead of the config's.
 
     Raises:
         ConfigError: the config is invalid.
@@ -77,7 +82,10 @@ def load(
         import_engine(log)
         from mtp_plugin.executor.requested_config import config_of_checkpoint
 
-        return config_of_checkpoint(str(model), options or {}, report or log.write_line)
+        given = {**(options or {}), **(overrides or {})}
+        if draft_len is not None:
+            given["speculative_config"] = _drafting(draft_len)
+        return config_of_checkpoint(str(model), given, report or log.write_line)
     from mtp_plugin.config import load_config
 
     with warnings.catch_warnings(record=True) as caught:
@@ -85,4 +93,20 @@ def load(
         settings = load_config(file, model=model, plugin_options=plugin_options)
     for warning in caught:
         log.write_line(f"warning: {warning.message}")
-    return settings
+    given = dict(overrides or {})
+    if draft_len is not None:
+        given["speculative_config"] = _drafting(draft_len, settings.speculative_config)
+    if not given:
+        return settings
+    return settings.model_validate({**dict(settings), **given}, context={"source": str(file)})
+
+
+def _drafting(draft_len: int, config: Any = None) -> dict[str, Any] | None:
+    """Return a ``speculative_config`` of MTP with so many drafts; other keys are those given."""
+    from mtp_plugin.config import MTPDecodingConfig
+
+    if draft_len == 0:
+        return None
+    given = config.model_dump() if isinstance(config, MTPDecodingConfig) else {}
+    changed = {"max_draft_len": draft_len, "draft_len_schedule": None}
+    return {"decoding_type": "MTP", **given, **changed}

@@ -22,8 +22,28 @@ def command(
         Path | None,
         typer.Argument(metavar="MODEL", help="Checkpoint; overrides the one of the YAML file."),
     ] = None,
+    model_option: Annotated[
+        Path | None, typer.Option("--model", "-m", metavar="DIR", help="The same as MODEL.")
+    ] = None,
     config: ConfigFile = None,
     plugin_options: PluginOptions = None,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option(
+            "--max-model-len",
+            metavar="N",
+            help="Maximum length of prompt plus output, instead of the config's max_seq_len. "
+            "Default: from the model.",
+        ),
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype",
+            metavar="NAME",
+            help="auto, bfloat16, float16 or float32, instead of the config's dtype.",
+        ),
+    ] = None,
     host: Annotated[
         str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")
     ] = "127.0.0.1",
@@ -80,12 +100,17 @@ def command(
     /health, /version and /metrics; / is a page to try it. Exit code 2: a named error.
     """
     require("mtp-plugin serve", *SERVE_PACKAGES, extra="serve")
+    if model is not None and model_option not in (None, model):
+        raise typer.BadParameter(f"expected one checkpoint, got {model} and --model {model_option}")
+    model = model or model_option
     if model is None and config is None:
-        raise typer.BadParameter("expected MODEL or --config FILE")
+        raise typer.BadParameter("expected MODEL, --model DIR or --config FILE")
     api_key = _read_api_key(api_key_file)
     prefix = _read_prefix(metrics_prefix)
     log = messages()
-    settings = load(config, log, model, plugin_options)
+    given = {"max_seq_len": max_model_len, "dtype": dtype}
+    overrides = {key: value for key, value in given.items() if value is not None}
+    settings = load(config, log, model, plugin_options, overrides=overrides)
     with errors_of(config):
         import_engine(log)
         from mtp_plugin.executor import LLM

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import shutil
 from collections.abc import Callable
 from importlib.metadata import EntryPoint
@@ -15,6 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from mtp_plugin.config import json_schema, load_config
+from mtp_plugin.extras import vllm_command
 from mtp_plugin.speculative.plugin import registry
 from tests.cli.calls import EAGLE, VANILLA, VOCAB, Run
 
@@ -80,7 +82,61 @@ def test_doctor_finds_no_problem(run: Run, config: Callable[..., str]) -> None:
     assert found["slots"] == "26 and the sentinel"
     assert found["tokenizer"] == f"{VOCAB} tokens"
     assert found["draft head"].startswith("concat embed_hidden, target state post_norm")
-    assert result.out.splitlines()[-1] == "no problems found"
+    assert result.out.splitlines()[-2:] == [
+        "no problems found",
+        f"next: mtp-plugin generate --config {config(VANILLA)} --prompt 'Once upon a time'",
+    ]
+
+
+def next_of(run: Run, *arguments: str) -> str:
+    """The last line of ``doctor`` without its beginning."""
+    last = run("doctor", *arguments).out.splitlines()[-1]
+    assert last.startswith("next: ")
+    return last.removeprefix("next: ")
+
+
+def test_doctor_ends_with_a_command_for_other_models(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    odd = tmp_path / "odd"
+    shutil.copytree(checkpoint, odd)
+    content = json.loads((odd / "config.json").read_text())
+    for change in ({"model_type": "qwen3_5"}, {"quantization_config": {"quant_method": "fp8"}}):
+        (odd / "config.json").write_text(json.dumps(content | change))
+        assert next_of(run, "-m", str(odd)) == vllm_command(odd)
+    (odd / "config.json").write_text(json.dumps(content | {"num_key_value_heads": 3}))
+    corrected = f"mtp-plugin doctor --model {odd}  # with this corrected"
+    assert next_of(run, "-m", str(odd)) == corrected
+    (odd / "config.json").write_text(json.dumps(content))
+    (odd / "tokenizer.json").unlink()
+    assert next_of(run, "-m", str(odd)) == f"mtp-plugin bench --model {odd}"
+
+
+def test_doctor_ends_with_a_command_where_nothing_can_be_read(
+    run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    download = "hf download org/Model-1.5 --local-dir org/Model-1.5"
+    assert next_of(run, "-m", "org/Model-1.5") == download
+    file = config(EAGLE, max_batch_size=0)
+    assert next_of(run, "-c", file) == f"mtp-plugin doctor --config {file}  # with this corrected"
+
+
+def test_doctor_of_a_checkpoint_without_its_mtp_weights(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    """The command that it ends with runs."""
+    saved = tmp_path / "saved"
+    shutil.copytree(checkpoint, saved)
+    tensors = load_file(saved / "model.safetensors")
+    kept = {name: t for name, t in tensors.items() if not re.match(r"model\.layers\.[2-9]", name)}
+    save_file(kept, saved / "model.safetensors", {"format": "pt"})
+    command = f"mtp-plugin generate --model {saved} --no-mtp"
+    assert next_of(run, "-m", str(saved)) == command
+    result = run(*shlex.split(command)[1:], "-p", "ab", "-n", "4")
+    assert result.code == 0, result.err
+    assert "acceptance" not in result.out
+    assert next_of(run, "-m", str(saved), "--no-mtp") == f"{command} --prompt 'Once upon a time'"
 
 
 def test_doctor_reports_a_cut_draft_vocabulary(

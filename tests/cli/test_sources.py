@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import torch
 import yaml
 
 from integration.random_models import write_random_checkpoint
+from mtp_plugin.config import LLMConfig
 from mtp_plugin.executor import requested_config
 from tests.cli.calls import EAGLE, VOCAB, Run, byte_tokenizer
 
@@ -50,7 +53,7 @@ def test_doctor_of_a_checkpoint_alone(run: Run, checkpoint: Path) -> None:
     result = run("doctor", "--model", str(checkpoint))
     assert (result.code, result.err) == (0, f"{CHOSEN}\n")
     assert re.search(r"^drafts per step +K = 3 by 1 MTP layer$", result.out, re.MULTILINE)
-    assert result.out.splitlines()[-1] == "no problems found"
+    assert result.out.splitlines()[-2] == "no problems found"
 
 
 def test_a_checkpoint_alone_without_mtp_layers(run: Run, tmp_path: Path) -> None:
@@ -107,3 +110,43 @@ def test_neither_a_file_nor_a_checkpoint(run: Run, checkpoint: Path, command: st
     result = run(command, "-m", str(checkpoint), "--plugin-options", "some.yaml")
     assert result.code == 2
     assert "--plugin-options goes with --config alone" in result.err
+
+
+# --- options instead of keys of the config ---
+
+
+def test_draft_length_of_the_command_line(
+    run: Run, config: Callable[..., str], checkpoint: Path
+) -> None:
+    schedule = {**EAGLE, "draft_len_schedule": {4: 3, 8: 1}}
+    for source in (("-m", str(checkpoint)), ("-c", config(schedule)), ("-c", config(None))):
+        for options, drafts in ((("--k", "2"), "K = 2 by 1 MTP layer"), (("--no-mtp",), "none")):
+            result = run("doctor", *source, *options)
+            assert result.code == 0, result.out
+            assert re.search(rf"^drafts per step +{drafts}$", result.out, re.MULTILINE)
+    result = run("generate", "-m", str(checkpoint), "-p", "ab", "-n", "4", "--k", "1")
+    assert "acceptance rate at position 1 " in result.out
+    refused = run("generate", "-m", str(checkpoint), "--k", "1", "--no-mtp")
+    assert refused.code == 2
+    assert "--k and --no-mtp exclude each other" in refused.err
+
+
+def test_serve_takes_the_names_of_vllm(
+    run: Run, config: Callable[..., str], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[LLMConfig] = []
+    monkeypatch.setattr("mtp_plugin.executor.LLM", lambda settings: nullcontext(settings))
+    monkeypatch.setattr("mtp_plugin.serving.serve", lambda llm, _: served.append(llm))
+    options = ("--max-model-len", "100", "--dtype", "bfloat16")
+    for source in (
+        (str(checkpoint),),
+        ("--model", str(checkpoint)),
+        ("-c", config(EAGLE, max_seq_len=50)),
+    ):
+        assert run("serve", *source, *options).code == 0
+        assert (served[-1].model, served[-1].max_seq_len) == (str(checkpoint), 100)
+        assert served[-1].dtype == "bfloat16"
+    both = run("serve", str(checkpoint), "--model", "other")
+    assert both.code == 2
+    assert "expected one checkpoint, got" in both.err
+    assert run("serve", str(checkpoint), "--dtype", "fp4").code == 2

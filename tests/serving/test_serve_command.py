@@ -66,7 +66,7 @@ def test_serve_answers_and_ends_on_sigterm() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "expected MODEL or --config FILE"),
+        ([], "expected MODEL, --model DIR or --config FILE"),
         (["x", "--api-key-file", "missing"], "--api-key-file missing: cannot be read"),
         (["x", "--metrics-prefix", "a b"], "--metrics-prefix: expected a name such as vllm"),
     ],

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from dataclasses import dataclass, field
 from typing import TextIO
 
 from mtp_plugin.errors import MTPPluginError
+from mtp_plugin.hosts.tensorrt_llm import SITECUSTOMIZE
 from mtp_plugin.hosts.tensorrt_llm.lines import LINES, line_among, looked_for
 from mtp_plugin.hosts.tensorrt_llm.seams import PACKAGE, UTILS, Found, Need, look, named
 
@@ -70,7 +72,12 @@ def show(seen: Examination, out: TextIO) -> None:
 
 
 def main() -> int:
-    """Print the examination and return the exit code."""
+    """Print the examination and the command to type next, and return the exit code."""
     seen = examine()
     show(seen, sys.stdout)
+    command = "mtp-plugin doctor --host tensorrt_llm  # with this corrected"
+    if not seen.problems:
+        hook = f"TRTLLM_MTP_PLUGIN=1 PYTHONPATH={shlex.quote(str(SITECUSTOMIZE))}"
+        command = f"{hook} trtllm-serve CHECKPOINT --config configs/trtllm/{seen.line}_eagle.yaml"
+    sys.stdout.write(f"next: {command}\n")
     return seen.exit_code

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 from typing import TextIO
 
 from mtp_plugin.errors import HostError
+from mtp_plugin.extras import vllm_command
 from mtp_plugin.hosts.vllm.versions import (
     SIGNATURES,
     TESTED,
@@ -132,7 +133,9 @@ def show(seen: Examination, out: TextIO) -> None:
 
 
 def main() -> int:
-    """Print the examination and return the exit code."""
+    """Print the examination and the command to type next, and return the exit code."""
     seen = examine()
     show(seen, sys.stdout)
+    again = "mtp-plugin doctor --host vllm  # with this corrected"
+    sys.stdout.write(f"next: {again if seen.problems else vllm_command('MODEL')}\n")
     return seen.exit_code

@@ -66,6 +66,9 @@ class Diagnosis:
     findings: list[tuple[str, str]] = field(default_factory=list)
     """(name, value) pairs in the order of the examination."""
     problems: list[str] = field(default_factory=list)
+    next_command: str | None = None
+    """The command that the first problem with one names."""
+    has_tokenizer: bool = False
 
     @property
     def exit_code(self) -> int:
@@ -80,8 +83,21 @@ class Diagnosis:
         try:
             return check()
         except MTPPluginError as error:
-            self.problems += [p for p in str(error).splitlines() if p not in self.problems]
+            self.add_problem(error)
             return None
+
+    def add_problem(self, error: MTPPluginError) -> None:
+        """Add the lines of an error's message."""
+        self.problems += [p for p in str(error).splitlines() if p not in self.problems]
+        self.next_command = self.next_command or error.next_command
+
+    def next_step(self, arguments: str) -> str:
+        """Return the command to type next, given the options of this one."""
+        if self.problems:
+            return self.next_command or f"mtp-plugin doctor {arguments}  # with this corrected"
+        if self.has_tokenizer:
+            return f"mtp-plugin generate {arguments} --prompt 'Once upon a time'"
+        return f"mtp-plugin bench {arguments}"  # its prompts are token ids
 
     def holds(self, check: Callable[[], object]) -> bool:
         """Run a check, add its problems, and return whether there were none."""
@@ -143,8 +159,12 @@ def examine(config: LLMConfig) -> Diagnosis:
     return found
 
 
-def show_diagnosis(found: Diagnosis, console: OutputConsole) -> None:
-    """Print the findings, then the problems."""
+def show_diagnosis(found: Diagnosis, console: OutputConsole, arguments: str) -> None:
+    """Print the findings, the problems, and the command to type next.
+
+    Args:
+        arguments: options that name the config and the checkpoint.
+    """
     width = max(len(name) for name, _ in found.findings)
     for name, value in found.findings:
         console.write(f"{name:{width}}  ", "dim")
@@ -154,6 +174,8 @@ def show_diagnosis(found: Diagnosis, console: OutputConsole) -> None:
         console.write_line(problem)
     if not found.problems:
         console.write_line("no problems found", "green")
+    console.write("next: ", "bold")
+    console.write_line(found.next_step(arguments))
 
 
 def _examine_cache(found: Diagnosis, config: LLMConfig) -> None:
@@ -189,6 +211,7 @@ def _examine_device(found: Diagnosis, config: LLMConfig) -> None:
 
 def _examine_tokenizer(found: Diagnosis, checked: CheckedConfig) -> Any:
     tokenizer = read_tokenizer(checked)
+    found.has_tokenizer = tokenizer is not None
     found.add(
         "tokenizer",
         f"none: prompts must be token ids{unread_tokenizer(checked.directory)}"

