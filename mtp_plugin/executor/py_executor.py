@@ -42,6 +42,10 @@ class StepEvent(NamedTuple):
 
     sample_index: int = 0
     """Index among the ``n`` sequences of the prompt."""
+    stop_reason: int | str | None = None
+    """The id of ``stop_token_ids`` or the stop string that ended the sequence, else None."""
+    error: str | None = None
+    """Why the sequence ended, if ``finish_reason`` is `FinishReason.ERROR`."""
 
     @property
     def text(self) -> str:
@@ -337,6 +341,8 @@ class PyExecutor:
             request.prompt_index,
             request.first_prompt_logprobs(),
             request.sample_index,
+            request.stop_reason,
+            request.error,
         )
 
     def _terminate(self, request: LlmRequest) -> None:

@@ -50,6 +50,24 @@ def test_stop_reason_is_the_string_or_id_that_stopped(harness, target) -> None:
     assert (by_length.finish_reason, by_length.stop_reason) == ("length", None)
 
 
+def test_last_event_has_the_stop_reason_and_the_error(harness, target) -> None:
+    llm = harness.llm(tokenizer=Pieces())
+    tokens = target.greedy([1, 2, 3], 12)
+    at = next(i for i in range(4, 12) if tokens[i] not in tokens[:i])
+    stop = Pieces().decode([tokens[at]], skip_special_tokens=True)
+    for params in (greedy(stop_token_ids=[tokens[at]]), greedy(stop=stop), greedy(3)):
+        events = [event for step in llm.stream([[1, 2, 3]], params) for event in step]
+        (output,) = llm.generate([[1, 2, 3]], params)
+        found = [(event.stop_reason, event.error) for event in events]
+        assert found[-1] == (output.stop_reason, None)
+        assert set(found[:-1]) <= {(None, None)}
+    stream = llm.stream([[1, 2, 3]], greedy(60))
+    ((first,),) = [next(stream)]
+    llm.find_request(first.request_id).fail("a defect")
+    last = [event for step in stream for event in step][-1]
+    assert (last.finish_reason, last.error, last.stop_reason) == ("error", "a defect", None)
+
+
 def test_stop_reason_of_an_eos_id_is_none(harness, target) -> None:
     llm = harness.llm()
     tokens = target.greedy([1, 2, 3], 12)
