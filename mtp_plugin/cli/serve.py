@@ -126,6 +126,7 @@ def command(
             drain_seconds=drain_seconds,
         )
         with LLM(settings) as llm:
+            llm.capture_when_idle()
             log.write_line(f"serving {server.model_name} on http://{host}:{port}")
             serve(llm, server)
 

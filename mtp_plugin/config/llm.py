@@ -69,7 +69,8 @@ class CudaGraphConfig(ConfigModel):
     capture: Literal["lazy", "all"] = Field(
         default="lazy",
         description="lazy: at start-up the graphs of greedy and sampled requests, the others when "
-        "the executor is idle or at the 4th step that needs one; all: every graph at start-up",
+        "no request runs (mtp-plugin serve) or at the 4th step that needs one; all: every graph at "
+        "start-up",
     )
     prompt_tokens: BatchSizes | None = Field(
         default=None,

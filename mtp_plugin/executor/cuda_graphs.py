@@ -99,8 +99,9 @@ def graph_bytes(shapes: Sequence[StepShape], vocab_size: int, hidden_size: int) 
     return largest + len(shapes) * GRAPH_BYTES
 
 
-_one_capture = threading.Lock()
-"""Held during a capture: two at once, by engines in two threads, break each other."""
+capture_lock = threading.Lock()
+"""Held during a capture, and while another engine thread of the process synchronizes the device:
+that would break the capture, as a second capture would."""
 
 
 @contextmanager
@@ -302,9 +303,9 @@ class CapturedSteps:
         with torch.cuda.stream(self._stream):
             for _ in range(WARM_UP_STEPS):
                 launch()
-        torch.cuda.synchronize()
+        self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with _one_capture, self._replay_checks() as checks, _nothing_collected():
+        with capture_lock, self._replay_checks() as checks, _nothing_collected():
             torch.cuda.empty_cache()  # memory reserved from here on belongs to the graph
             reserved = torch.cuda.memory_reserved()
             # thread_local: other threads of the process may use the device during the capture
@@ -317,8 +318,7 @@ class CapturedSteps:
                 outputs = launch()
                 # a replay's logits are not read, and every graph would keep its own
                 outputs.pop("logits", None)
-        torch.cuda.synchronize()
-        self.num_bytes += torch.cuda.memory_reserved() - reserved
+            self.num_bytes += torch.cuda.memory_reserved() - reserved
         return CapturedStep(graph, outputs, spec_metadata, checks)
 
     def replay(

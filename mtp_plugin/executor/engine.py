@@ -80,6 +80,8 @@ class Engine:
         self._aborted: set[int] = set()
         """Expected requests that were aborted."""
         self._is_closing = self._is_closed = False
+        self.captures_when_idle = False
+        """See `LLM.capture_when_idle`."""
         self._pid = os.getpid()
         wake = self._commands.put
         reference = weakref.ref(self, lambda _: wake(None))
@@ -226,7 +228,7 @@ class Engine:
 
     def _iterate(self, command: Command, *, is_idle: bool) -> float | None:
         """Process the queue, then run a step, or capture a CUDA graph if there was no command for
-        `IDLE_SECONDS`.
+        `IDLE_SECONDS` and `captures_when_idle`.
 
         Returns:
             How many seconds to wait for the next command; None: until there is one.
@@ -238,10 +240,11 @@ class Engine:
             _set_done(done)
         if self._is_closed:
             return None
-        if is_idle:
+        if is_idle and self.captures_when_idle:
             self._executor.capture_next()
         if all(sink.is_full for sink in self._running.values()):
-            return IDLE_SECONDS if self._executor.can_capture else None
+            captures = self.captures_when_idle and self._executor.can_capture
+            return IDLE_SECONDS if captures else None
         try:
             events = self._executor.step()
         except BaseException as error:

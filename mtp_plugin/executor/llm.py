@@ -324,6 +324,15 @@ class LLM:
         """
         return self._engine.abort(expect_int("request_id", request_id, error=RequestError))
 
+    def capture_when_idle(self) -> None:
+        """Capture pending CUDA graphs while no request runs, not only in steps that need them.
+
+        For a process in which no other thread uses the device: if one waits for the device during
+        a capture (``torch.cuda.synchronize``), CUDA fails both. ``mtp-plugin serve`` calls it.
+        """
+        self._engine.captures_when_idle = True
+        self._engine.wake()
+
     def shutdown(self) -> None:
         """End all requests with an error and free all memory of the KV cache and CUDA graphs.
 

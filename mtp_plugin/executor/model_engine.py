@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -17,7 +18,7 @@ from mtp_plugin.executor.attention import (
     AttentionLease,
     PagedAttentionMetadata,
 )
-from mtp_plugin.executor.cuda_graphs import CapturedSteps, is_captured_first
+from mtp_plugin.executor.cuda_graphs import CapturedSteps, capture_lock, is_captured_first
 from mtp_plugin.executor.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.executor.prompt_logprobs import ScoredPrompts
@@ -173,14 +174,16 @@ class ModelEngine:
             for name, value in getattr(manager, "__dict__", {}).items()
             if name.endswith("_pool") and isinstance(value, torch.Tensor)
         ]
+        # no reference to this engine: a cycle would keep the memory of a dropped one
+        pools, engine = self.pools, weakref.ref(self)
         captured = CapturedSteps(
-            self.launch,
+            lambda *args, **options: cast(ModelEngine, engine()).launch(*args, **options),
             self.make_table(),
             self.padding_row(),
             store(),
             partial(make_metadata, self.spec_metadata),
             self.pieces.replay_checks,
-            lambda: [getattr(manager, name) for name in names] + self.pools.tensors(),
+            lambda: [getattr(manager, name) for name in names] + pools.tensors(),
             lambda index: names[index] if index < len(names) else "a KV pool",
         )
         first = [s for s in shapes if not lazy or is_captured_first(s, shapes)]
@@ -276,7 +279,7 @@ class ModelEngine:
         No step can run afterwards.
         """
         if self.device.type == "cuda":
-            with suppress(RuntimeError):  # a failed device cannot be waited for
+            with capture_lock, suppress(RuntimeError):  # a failed device cannot be waited for
                 torch.cuda.synchronize(self.device)
         if self.captured is not None:
             self.captured.close()

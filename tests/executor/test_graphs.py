@@ -27,7 +27,7 @@ from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.trace_check import DeferredCheck
 from mtp_plugin.speculative.state import SlotStateManager
 from mtp_plugin.speculative.step import SamplingKind
-from tests.executor.conftest import VOCAB, assert_drained, pads_batches, wait_until
+from tests.executor.conftest import VOCAB, assert_drained, assert_idle, pads_batches, wait_until
 from tests.executor.replays import WatchedGraphs
 from tests.greedy import greedy_decode
 
@@ -284,11 +284,6 @@ def test_every_draft_length_has_its_graphs(graphed, target, vanilla, keep_warm):
 PENALTY = {"repetition_penalty": 1.1}
 
 
-def capture_when_idle(watched: WatchedGraphs) -> None:
-    """The engine thread of the substitutes was idle before there was a pending graph."""
-    watched.llm._engine.wake()
-
-
 def test_graphs_of_logits_processing_are_captured_when_idle(graphed, harness, prompts):
     want = harness.llm(cuda_graph_config=None).generate(prompts[:3], greedy(**PENALTY))
     watched = graphed(capture="lazy")
@@ -298,7 +293,7 @@ def test_graphs_of_logits_processing_are_captured_when_idle(graphed, harness, pr
     assert [shape.num_generations for shape in first] == [8, 4, 2, 1, 8, 4, 2, 1]
     kinds = [SamplingKind.GREEDY] * 4 + [SamplingKind.SAMPLED] * 4
     assert [shape.sampling_kind for shape in first] == kinds
-    capture_when_idle(watched)
+    watched.llm.capture_when_idle()
     assert wait_until(lambda: not captured.pending)
     assert wait_until(lambda: captured.shapes == [*first, *deferred])
     assert watched.generate(prompts[:3], greedy(**PENALTY)) == [o.token_ids for o in want]
@@ -366,7 +361,7 @@ def test_requests_come_before_the_next_capture(graphed, prompts, monkeypatch):
         may_end.wait(20)
 
     monkeypatch.setattr(captured, "capture", capture)
-    capture_when_idle(watched)
+    watched.llm.capture_when_idle()
     assert is_capturing.wait(20)
     handle = watched.llm.submit(prompts[0], greedy(4))
     monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
@@ -375,7 +370,7 @@ def test_requests_come_before_the_next_capture(graphed, prompts, monkeypatch):
     assert len(captures) == 1
     assert captured.pending
     monkeypatch.setattr(engine, "IDLE_SECONDS", 0.01)
-    capture_when_idle(watched)
+    watched.llm.capture_when_idle()
     assert wait_until(lambda: len(captures) == 4)
 
 
@@ -400,7 +395,7 @@ def test_graphs_of_logits_processing_wait_for_their_kernels(graphed, monkeypatch
     processed = [s for s in captured.pending if s.sampling_kind is SamplingKind.PROCESSED]
     capture_next = captured.capture_next
     monkeypatch.setattr(captured, "capture_next", lambda: answers.append(capture_next()))
-    capture_when_idle(watched)
+    watched.llm.capture_when_idle()
     assert wait_until(lambda: answers.count(False) > 3)
     assert captured.pending == processed
     compilation.is_done = True
@@ -471,6 +466,32 @@ def test_shutdown_ends_the_compilation(graphed):
     watched.captured.defer(watched.captured.pending, compilation)
     watched.llm.shutdown()
     assert compilation.is_closed
+
+
+def test_no_graph_is_captured_while_other_threads_may_use_the_device(graphed, monkeypatch):
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 0.001)
+    watched = graphed(capture="lazy")
+    watched.llm._engine.wake()
+    pending = watched.captured.pending
+    assert not wait_until(lambda: watched.captured.pending != pending, seconds=0.3)
+
+
+def test_dropped_executor_is_freed_without_the_collector(graphed, prompts):
+    """Objects that `gc_freeze` excludes from collection while another executor exists are freed."""
+    watched = graphed()
+    watched.generate(prompts[:1], greedy(4))
+    assert_idle(watched.llm)
+    llm = watched.llm
+    del watched.captured.replay  # the watch
+    watched.llm = watched.captured = None
+    parts = [weakref.ref(part) for part in (llm, llm.executor, llm.executor.engine, llm.pools)]
+    gc.collect()
+    gc.disable()
+    try:
+        del llm
+        assert wait_until(lambda: [part() for part in parts] == [None] * 4)
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("end", ["drop", "shutdown"])
