@@ -83,7 +83,7 @@ class SlotSource(Protocol):
     def get_slot(self, request_id: int) -> int | None: ...
 
 
-def slot_or_sentinel(slots: SlotSource, request_id: int, sentinel: int) -> int | None:
+def slot_or_sentinel(slots: SlotSource, request_id: int, sentinel: int | None) -> int | None:
     """The request's slot; of an id that pads a graph, the sentinel; None: it has none."""
     slot = slots.get_slot(request_id)
     if slot is not None:

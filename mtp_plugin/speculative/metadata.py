@@ -11,15 +11,37 @@ import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError, MetadataError, expect, expect_int, format_value
-from mtp_plugin.requests.slots import slot_or_sentinel
 from mtp_plugin.speculative.host import (
+    STATES_POOL,
+    TOKENS_POOL,
     expect_distinct_ids,
     is_eagle,
     is_vanilla,
+    manager_device,
+    manager_slot,
     needs_sampling,
+    pool_of,
     sampling_kind_of,
 )
 from mtp_plugin.speculative.step import SamplingKind
+
+
+class SlotPointers:
+    """Attribute [max_num_requests] int64: where the row of each request's slot in a pool begins.
+
+    None without such a pool. A value that a host assigns replaces the computed one.
+    """
+
+    def __init__(self, pool: str) -> None:
+        self.pool = pool
+
+    def __get__(self, spec: Any, _: type | None = None) -> Any:
+        if spec is None:
+            return self
+        pool = pool_of(spec.mtp_hidden_states_manager, self.pool)
+        if pool is None:
+            return None
+        return pool.data_ptr() + spec.slot_ids * (pool.stride(0) * pool.element_size())
 
 
 @dataclass(kw_only=True)
@@ -29,8 +51,12 @@ class MTPSpecMetadata:
     The host assigns the per-step fields (``num_generations`` to ``all_rank_num_seqs``) and then
     calls :meth:`prepare` once per forward. Source of the names: TensorRT-LLM's ``MTPSpecMetadata``.
 
+    ``mtp_hidden_states_manager`` may be a host's own with ``slot_manager`` and the pools of past
+    tokens and hidden states, for steps whose requests are all greedy.
+
     Raises:
-        ConfigError: a size, a draft window or a position that is out of range.
+        ConfigError: a size, a draft window or a position that is out of range, or a manager without
+            ``slot_manager``.
     """
 
     max_num_requests: int
@@ -58,8 +84,6 @@ class MTPSpecMetadata:
     all_rank_max_num_tokens: int | None = None
     mtp_num_modules: int = 1
     mtp_hidden_states_manager: Any | None = None
-    mtp_hidden_states_ptrs: torch.Tensor | None = None  # carried for hosts, not read
-    mtp_past_tokens_ptrs: torch.Tensor | None = None  # carried for hosts, not read
     slot_ids: torch.Tensor | None = None  # [max_num_requests] int64
     batch_indices_cuda: torch.Tensor | None = None  # [max_num_requests] int32
     draft_token_indices_cuda: torch.Tensor | None = None  # [mtp_num_modules] int64: 0, 1, ...
@@ -77,6 +101,9 @@ class MTPSpecMetadata:
     _scanned: list[Any] = field(default_factory=list)  # requests of the last scan
     _scanned_greedy: bool = True
     _num_indices: int = 0  # entries of batch_indices_cuda that are written
+    # for kernels of hosts, not read here
+    mtp_hidden_states_ptrs = SlotPointers(STATES_POOL)
+    mtp_past_tokens_ptrs = SlotPointers(TOKENS_POOL)
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_requests", 1), ("max_draft_len", 0), ("mtp_num_modules", 0)):
@@ -91,12 +118,10 @@ class MTPSpecMetadata:
             f"MTPSpecMetadata: draft_window: expected exact or trtllm, got "
             f"{format_value(self.draft_window)}",
         )
+        manager = self.mtp_hidden_states_manager
+        device = manager_device(manager)
         if self.device is None:
-            manager = self.mtp_hidden_states_manager
-            if manager is not None:
-                self.device = torch.device(manager.device)
-            else:
-                self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            self.device = device
         if self.max_total_draft_tokens is None:
             self.max_total_draft_tokens = self.max_draft_len
         self.batch_indices_cuda = torch.zeros(
@@ -107,7 +132,7 @@ class MTPSpecMetadata:
         self.draft_token_indices_cuda = torch.arange(
             self.mtp_num_modules, dtype=torch.int64, device=self.device
         )
-        if self.mtp_hidden_states_manager is not None:
+        if manager is not None:
             self.slot_ids = torch.zeros(
                 self.max_num_requests, dtype=torch.int64, device=self.device
             )
@@ -214,13 +239,7 @@ class MTPSpecMetadata:
         Raises:
             MetadataError: the request has no slot.
         """
-        manager = self.mtp_hidden_states_manager
-        slot = None
-        if manager is not None:
-            slot = slot_or_sentinel(manager.slot_manager, request_id, manager.sentinel_slot)
-        if slot is None:
-            raise MetadataError(f"request {request_id} has no slot in the MTP manager")
-        return int(slot)
+        return manager_slot(self.mtp_hidden_states_manager, request_id)
 
     def _expect_served_by_graph(self) -> None:
         """Refuse to replay a greedy graph for a request that samples or processes its logits.

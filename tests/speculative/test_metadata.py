@@ -11,6 +11,7 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.requests.slots import SlotManager
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.drafting import MTPWorker
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop, draft_loop
@@ -170,6 +171,59 @@ def test_the_window_is_the_workers_by_default() -> None:
     assert [len(call.ids) for call in seen] == [step.spec.num_tokens] * 2
 
 
+def host_manager(**attributes: Any) -> SimpleNamespace:
+    """A host's own manager, with what TensorRT-LLM's has: slots and the two pools."""
+    return SimpleNamespace(slot_manager=SlotManager(4), **attributes)
+
+
+def test_managers_of_hosts_serve_greedy_steps() -> None:
+    def step(make: Any) -> dict[str, torch.Tensor]:
+        given = Step(2, [Prompt([1, 2, 3])], [Turn([1, 2], [5, 6], [5, 7, 8])])
+        given.spec = MTPSpecMetadata(
+            max_num_requests=2, max_draft_len=2, mtp_hidden_states_manager=make(given.manager)
+        )
+        given.spec.num_generations, given.spec.request_ids = 1, [0, 1]
+        given.spec.draft_tokens = int32([5, 6])
+        given.spec.prepare()
+        worker = MTPWorker(SimpleNamespace(max_draft_len=2), device="cpu")
+        return worker(**given.inputs(), mtp_layers=[ScriptedLayer(0), ScriptedLayer(1)])
+
+    names = "slot_manager", "mtp_past_hidden_states_pool", "mtp_past_tokens_pool"
+    ours = step(lambda manager: manager)
+    hosts = step(lambda manager: SimpleNamespace(**{n: getattr(manager, n) for n in names}))
+    for name in ("new_tokens", "new_tokens_lens", "next_draft_tokens"):
+        assert torch.equal(hosts[name], ours[name])
+
+
+def test_metadata_of_a_host_manager() -> None:
+    spec = make_spec(host_manager(mtp_past_tokens_pool=torch.zeros(4, 2)))
+    assert spec.device == torch.device("cpu")
+    for ids, missing in (([5], 5), ([CUDA_GRAPH_DUMMY_REQUEST_ID], CUDA_GRAPH_DUMMY_REQUEST_ID)):
+        spec.request_ids = ids
+        with pytest.raises(MetadataError, match=f"request {missing} has no slot in the MTP"):
+            spec.prepare()
+    assert make_spec(host_manager(relaxed_delta_pool=0)).slot_ids is not None
+    with pytest.raises(
+        ConfigError, match=r"_manager: expected an object with slot_manager\.get_slot"
+    ):
+        make_spec(SimpleNamespace(device="cpu"))
+
+
+def test_pointers_are_the_addresses_of_the_slots() -> None:
+    """Read by hosts' kernels; views of a larger pool have a stride of their own."""
+    assert make_spec().mtp_hidden_states_ptrs is make_spec().mtp_past_tokens_ptrs is None
+    manager = make_manager(70, 71, 72)
+    manager.mtp_past_tokens_pool = torch.zeros(manager.num_rows, 5, dtype=torch.int32)[:, 1:3]
+    spec = make_spec(manager)
+    spec.request_ids = [72, 70]
+    spec.prepare()
+    for name in ("hidden_states", "tokens"):
+        pointers = getattr(spec, f"mtp_{'past_' * (name == 'tokens')}{name}_ptrs")
+        pool = getattr(manager, f"mtp_past_{name}_pool")
+        assert (pointers.dtype, pointers.shape) == (torch.int64, (6,))
+        assert pointers[:2].tolist() == [pool[2].data_ptr(), pool[0].data_ptr()]
+
+
 def test_what_hosts_ask_for_that_mtp_has_no_use_for() -> None:
     spec = make_spec(mtp_num_modules=3)
     assert spec.draft_token_indices_cuda.tolist() == [0, 1, 2]
@@ -197,7 +251,8 @@ def test_what_hosts_ask_for_that_mtp_has_no_use_for() -> None:
 def test_fields_that_hosts_assign() -> None:
     spec = make_spec(max_total_draft_tokens=2, mtp_num_modules=2, runtime_draft_len=1)
     spec.runtime_draft_len = 2
-    spec.mtp_hidden_states_ptrs = spec.mtp_past_tokens_ptrs = torch.zeros(6)
+    spec.mtp_hidden_states_ptrs = spec.mtp_past_tokens_ptrs = pointers = torch.zeros(6)
+    assert spec.mtp_hidden_states_ptrs is spec.mtp_past_tokens_ptrs is pointers
     assert (spec.max_total_draft_tokens, spec.runtime_draft_len) == (2, 2)
     assert make_spec().max_total_draft_tokens == 2
     assert make_spec().spec_dec_mode.is_mtp()

@@ -19,6 +19,13 @@ from mtp_plugin.speculative.host.draft_model import (
     part_of,
     takes_output_rows,
 )
+from mtp_plugin.speculative.host.manager import (
+    STATES_POOL,
+    TOKENS_POOL,
+    manager_device,
+    manager_slot,
+    pool_of,
+)
 from mtp_plugin.speculative.host.plain import (
     LOOP_OPTIONS,
     PlainAttentionMetadata,
@@ -70,6 +77,8 @@ from mtp_plugin.speculative.host.step import (
 
 __all__ = [
     "LOOP_OPTIONS",
+    "STATES_POOL",
+    "TOKENS_POOL",
     "UNBOUNDED",
     "AttentionMetadata",
     "DecodingOptions",
@@ -97,6 +106,8 @@ __all__ = [
     "has_finished",
     "is_eagle",
     "is_vanilla",
+    "manager_device",
+    "manager_slot",
     "may_speculate",
     "needs_sampling",
     "num_drafted_of",
@@ -106,6 +117,7 @@ __all__ = [
     "own_vocabulary",
     "part_of",
     "phase_of",
+    "pool_of",
     "read_layout",
     "read_num_seqs",
     "read_positions",
