@@ -12,12 +12,12 @@ from mtp_plugin.speculative.drafting.attention_loop import draft_loop
 from mtp_plugin.speculative.drafting.draft_layers import run_layer
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
 from mtp_plugin.speculative.drafting.public_steps import EaglePublicSteps
-from mtp_plugin.speculative.drafting.worker import SpecWorker
+from mtp_plugin.speculative.drafting.vanilla import MTPWorker
 from mtp_plugin.speculative.ops.draft_inputs import build_reused_inputs
 from mtp_plugin.speculative.step import Accepted, DraftOutput
 
 
-class MTPEagleWorker(EaglePublicSteps, SpecWorker):
+class MTPEagleWorker(EaglePublicSteps, MTPWorker):  # type: ignore[misc] # as in TensorRT-LLM
     """Drafts with one layer in K passes; each reads the draft and the hidden state of the last one.
 
     Example with K = 3: the target read ``t u v w`` and its output is ``u v x`` (n = 3). Pass 1
@@ -26,6 +26,11 @@ class MTPEagleWorker(EaglePublicSteps, SpecWorker):
     ``z``; pass 3 reads ``z``. The first pass of the next step, which reads the target's states,
     overwrites the draft KV that passes 2 to K wrote.
     """
+
+    @property
+    def mtp_num_modules(self) -> int:
+        """K: passes of the layer."""
+        return self.max_draft_len
 
     @override
     def _draft(

@@ -30,6 +30,9 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
     overwritten from verified inputs.
     """
 
+    is_thop = False
+    """TensorRT-LLM's switch for its own kernels; hosts may set it, steps run the plugin's."""
+
     @override
     def _draft(
         self,

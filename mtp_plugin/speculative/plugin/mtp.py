@@ -76,7 +76,7 @@ class MTPPlugin:
             draft_vocab_ids=draft_vocab_ids,
         )
         worker.may_overwrite_states = not host.reads_states
-        manager = self._manager(options, worker, host)
+        manager = self._manager(options, worker, host, keeps_history=vanilla)
         mode = (
             SpeculativeDecodingMode.MTP if vanilla else SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
         )
@@ -135,9 +135,11 @@ class MTPPlugin:
         )
 
     @staticmethod
-    def _manager(options: DecodingOptions, worker: SpecWorker, host: HostFacts) -> SlotStateManager:
-        """Build the manager, with past hidden states and tokens if the worker is vanilla."""
-        if isinstance(worker, MTPWorker):
+    def _manager(
+        options: DecodingOptions, worker: SpecWorker, host: HostFacts, *, keeps_history: bool
+    ) -> SlotStateManager:
+        """Build the manager, with past hidden states and tokens if ``keeps_history``."""
+        if keeps_history:
             return MTPHiddenStatesManager(
                 options,
                 host.dtype,

@@ -103,6 +103,15 @@ class AcceptCase(NamedTuple):
     emitted: list[str]
 
 
+@pytest.mark.parametrize("worker_class", WORKERS)
+def test_attributes_that_hosts_read(worker_class: Any) -> None:
+    worker = make_worker(worker_class, 3)
+    assert isinstance(worker, MTPWorker)
+    assert worker.is_thop is False
+    if worker_class is MTPEagleWorker:
+        assert worker.mtp_num_modules == 3
+
+
 ACCEPT_CASES = [
     AcceptCase("prompt", 1, 1, "b", "", ["b"]),
     AcceptCase("prompts", 1, 4, "bddg", "", ["b", "d", "d", "g"]),
