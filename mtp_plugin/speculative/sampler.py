@@ -113,7 +113,7 @@ class MTPSampler:
     Args:
         args: any object with ``max_num_sequences`` (S) and ``max_seq_len``, as
             ``TorchSampler.Args``.
-        nextn: K, 0 for decoding without drafts.
+        nextn: K, 0 for decoding without drafts; that of ``args.max_draft_len``, if it has one.
         device: device of the store; default CUDA where present.
         kernels: backend that writes the store, see `kernels.backend.Backend`.
         served_options: names of request options that the worker applies, in addition to those of
@@ -128,6 +128,7 @@ class MTPSampler:
     """
 
     SampleState: ClassVar[Any] = SampleStateMTP
+    Store: ClassVar[Any] = ResultStore
     BEAM = BEAM
     reads_verified_tokens: ClassVar[bool] = True
     """Whether `sample_async` takes ``verified`` from the model outputs; a subclass that reads
@@ -149,6 +150,13 @@ class MTPSampler:
         hooks = hooks or SamplerHooks()
         sizes = SamplerSizes.read(args)
         self.draft_len = expect_int("MTPSampler: nextn", nextn, 0, error=ConfigError)
+        expect(
+            sizes.max_draft_len in (None, nextn),
+            ConfigError,
+            f"MTPSampler: expected nextn like args.max_draft_len, got nextn={nextn} and "
+            f"max_draft_len={sizes.max_draft_len}; read both from the same config",
+        )
+        self.mapping = None  # TensorRT-LLM's; every rank samples the same tokens
         self.always_greedy = hooks.always_greedy
         self.served_options = OWN_OPTIONS | frozenset(served_options)
         self.refusals = refusals or (lambda _: ())
@@ -157,6 +165,8 @@ class MTPSampler:
         self.stop_callback = hooks.stop_callback
         self.max_seq_len = sizes.max_seq_len
         self.max_num_sequences = sizes.max_num_sequences
+        self.NEW_TOKENS_SHAPE = (self.draft_len + 1, self.max_num_sequences, 1)
+        """Shape of the store's ``new_tokens``."""
         self._reasons = read_reasons(hooks.finish_reasons)
         if device is None:
             device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -121,6 +121,20 @@ def test_the_store() -> None:
     assert {tensor.dtype for tensor in vars(store).values()} == {torch.int32}
 
 
+def test_attributes_that_executors_read() -> None:
+    sampler = make()
+    assert sampler.mapping is None
+    assert sampler.NEW_TOKENS_SHAPE == tuple(sampler.store.new_tokens.shape) == (K + 1, S, 1)
+    assert type(sampler.store) is sampler.Store is MTPSampler.Store
+
+
+def test_another_draft_length_in_the_arguments_is_refused() -> None:
+    expected = r"^MTPSampler: expected nextn like args\.max_draft_len, got nextn=3 and .*_len=2;"
+    with pytest.raises(ConfigError, match=expected):
+        make(max_draft_len=K - 1)
+    make(max_draft_len=None)
+
+
 def test_methods_that_executors_call() -> None:
     sampler = make()
     typed: Sampler = sampler

@@ -113,6 +113,7 @@ class SamplerSizes:
 
     max_num_sequences: int  # S
     max_seq_len: int
+    max_draft_len: int | None = None  # K
 
     @classmethod
     def read(cls, args: Any) -> Self:
@@ -124,11 +125,11 @@ class SamplerSizes:
         beams = getattr(args, "max_beam_width", None)
         if beams not in (None, 1):
             raise ConfigError(f"MTPSampler: max_beam_width must be 1 with speculation, got {beams}")
-        sizes = (
+        slots, length = (
             expect_int(f"MTPSampler: {name}", getattr(args, name, None), 1, error=ConfigError)
             for name in ("max_num_sequences", "max_seq_len")
         )
-        return cls(*sizes)
+        return cls(slots, length, max_draft_len=getattr(args, "max_draft_len", None))
 
 
 def read_reasons(reasons: Any) -> dict[FinishReason, Any]:
