@@ -31,8 +31,10 @@ if TYPE_CHECKING:
     from mtp_plugin.speculative.drafting import MTPEagleWorker as MTPEagleWorker
     from mtp_plugin.speculative.drafting import MTPWorker as MTPWorker
     from mtp_plugin.speculative.metadata import MTPSpecMetadata as MTPSpecMetadata
+    from mtp_plugin.speculative.result_store import SampleStateTensorsMTP as SampleStateTensorsMTP
     from mtp_plugin.speculative.sampler import MTPSampler as MTPSampler
     from mtp_plugin.speculative.sampler import SamplerHooks as SamplerHooks
+    from mtp_plugin.speculative.sampler import SampleStateMTP as SampleStateMTP
     from mtp_plugin.speculative.state import MTPHiddenStatesManager as MTPHiddenStatesManager
     from mtp_plugin.speculative.step import Accepted as Accepted
     from mtp_plugin.speculative.step import StepOutput as StepOutput
@@ -54,6 +56,8 @@ _MODULES = {
     "MTPWorker": "speculative.drafting",
     "RequestHandle": "executor",
     "RequestOutput": "executor",
+    "SampleStateMTP": "speculative.sampler",
+    "SampleStateTensorsMTP": "speculative.result_store",
     "SamplerHooks": "speculative.sampler",
     "SamplingParams": "requests.options",
     "SpeculativeDecodingMode": "config",
@@ -83,6 +87,8 @@ __all__ = [
     "MTPWorker",
     "RequestHandle",
     "RequestOutput",
+    "SampleStateMTP",
+    "SampleStateTensorsMTP",
     "SamplerHooks",
     "SamplingParams",
     "SpeculativeDecodingMode",

@@ -12,7 +12,14 @@ import pytest
 
 import mtp_plugin
 
-PIECES = {"MTPHiddenStatesManager", "MTPWorker", "MTPEagleWorker", "MTPSampler"}
+PIECES = {
+    "MTPHiddenStatesManager",
+    "MTPWorker",
+    "MTPEagleWorker",
+    "MTPSampler",
+    "SampleStateMTP",
+    "SampleStateTensorsMTP",
+}
 
 
 @pytest.mark.parametrize("name", mtp_plugin.__all__)
