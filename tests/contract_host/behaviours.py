@@ -328,6 +328,9 @@ class SpecWorkerBase(nn.Module, ABC):
     def set_draft_model(self, draft_model: Any) -> None:
         """Nothing by default."""
 
+    def get_draft_kv_cache_manager(self, resource_manager: Any) -> Any:
+        """None: drafts share the target's cache."""
+
 
 # ---- metadata -----------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from tests.contract_host.host import make_host
 from tests.contract_host.line_rules import LINES
 from tests.contract_host.test_loop import ask
 
-MOST_CALLS = 16
+MOST_CALLS = 17  # one is of the host: its draft KV cache
 MOST_MICROSECONDS = 30.0
 """Many times what it takes: others may share the processor, and one launch takes longer."""
 

@@ -1,4 +1,4 @@
-"""A host whose draft layers have a KV cache of their own."""
+"""A host whose draft layers have a KV cache of their own, or a view of the target's."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from tests.contract_host.test_loop import ask, texts
 def test_the_draft_loop_runs_with_its_own(
     line, vanilla, yields, tiny_model, prompts, decoded, monkeypatch
 ):
-    """The loop alone, and with the metadata that the host's context gives."""
+    """The loop alone, and with the metadata that the host's context gives.
+
+    Newer hosts find a view of the target's cache without ``use_separate_draft_kv_cache``.
+    """
     host = make_host(line, tiny_model, vanilla=vanilla, overlap=False, warms_up=False)
     worker = host.engine.pieces.worker
     own, entered, drafted = worker.mtp_plugin_worker, [], []
@@ -39,7 +42,6 @@ def test_the_draft_loop_runs_with_its_own(
     monkeypatch.setattr(type(worker), "get_draft_kv_cache_manager", lambda *_: "the drafts'")
     monkeypatch.setattr(type(worker), "draft_kv_cache_context", context)
     monkeypatch.setattr(own, "_draft", noting)
-    worker.mtp_plugin_draft_kv = True
     assert host.generate(ask(prompts, [6, 6])) == texts(decoded, prompts, [6, 6])
     assert set(drafted) == {(not yields, "the drafts'")}
     assert entered == ["the drafts'", "left"] * len(drafted)

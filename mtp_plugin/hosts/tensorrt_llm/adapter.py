@@ -130,7 +130,6 @@ class Adapter:
         # older base classes take no such argument
         worker = self.classes.worker(*[True] * use_separate_draft_kv_cache)
         worker.mtp_plugin_make = partial(make, spec_config, model_config=model_config)
-        worker.mtp_plugin_draft_kv = use_separate_draft_kv_cache
         return worker
 
     def get_spec_resource_manager(

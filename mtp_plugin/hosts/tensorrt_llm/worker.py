@@ -23,7 +23,6 @@ class WorkerBody:
     """
 
     mtp_plugin_make: Callable[[], SpecWorker]
-    mtp_plugin_draft_kv: bool
 
     @property
     def mtp_plugin_worker(self) -> SpecWorker:
@@ -126,16 +125,21 @@ class WorkerBody:
         self.mtp_plugin_worker.set_draft_model(draft_model)
 
     def _prepared(self, attn_metadata: Any, resource_manager: Any) -> SpecWorker:
-        """Return our worker with the host's draft KV cache; ``after_acceptance`` of the attention
-        metadata updates the host's recurrent states until the caller removes it."""
+        """Return our worker with the host's draft KV cache, if it has one; ``after_acceptance`` of
+        the attention metadata updates the host's recurrent states until the caller removes it."""
         own = self.mtp_plugin_worker
         update = _recurrent_states(self, attn_metadata)
         if update is not None:
             attn_metadata.after_acceptance = update
-        if self.mtp_plugin_draft_kv:
-            host = cast(Any, self)
-            cache = host.get_draft_kv_cache_manager(resource_manager)
+        # newer hosts have a view of the target's cache for drafts, whatever
+        # use_separate_draft_kv_cache is
+        host = cast(Any, self)
+        find = getattr(host, "get_draft_kv_cache_manager", None)
+        cache = None if find is None else find(resource_manager)
+        if cache is not None:
             own.draft_cache = partial(host.draft_kv_cache_context, draft_kv_cache_manager=cache)
+        elif own.draft_cache is not None:
+            own.draft_cache = None
         return own
 
 

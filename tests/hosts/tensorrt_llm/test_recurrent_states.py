@@ -89,8 +89,7 @@ def test_the_hosts_metadata_is_as_before_after_a_step(fails: bool) -> None:
         return {}
 
     worker: Any = worker_class(object, "forward")()
-    worker.mtp_plugin_draft_kv = False
-    worker.mtp_plugin_make = lambda: SimpleNamespace(forward=forward)
+    worker.mtp_plugin_make = lambda: SimpleNamespace(forward=forward, draft_cache=None)
     metadata = step(Cache())
     before = dict(vars(metadata))
     names = ("input_ids", "position_ids", "hidden_states", "logits", "spec_metadata", "draft_model")
