@@ -325,6 +325,15 @@ def test_options_that_cannot_be(options: dict[str, Any], expected: str) -> None:
         assert str(error.value) == expected
 
 
+def test_hosts_without_a_separate_draft_engine() -> None:
+    """Newer ones have no two-model speculation, and need no `draft_model_engine`."""
+    facts = load_line("1.3b")
+    factory = facts.modules[UTILS].functions["get_spec_resource_manager"]
+    factory.parameters = factory.parameters[:1]
+    with fake_tree(facts):
+        assert plugin.install().line == "1.3b"
+
+
 @lines
 def test_a_base_that_wants_more_is_refused(line: str) -> None:
     """Before anything is changed."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mtp_plugin.hosts.tensorrt_llm.seams import PYEXECUTOR, SPECULATIVE, UTILS, Need
 
 SHARED_NEEDS = (
-    Need(UTILS, "get_spec_resource_manager", ("model_engine", "draft_model_engine")),
+    Need(UTILS, "get_spec_resource_manager", ("model_engine",)),
     Need(
         UTILS,
         "get_spec_metadata",
