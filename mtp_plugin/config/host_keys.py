@@ -2,7 +2,7 @@
 
 An accepted value has no effect: the key is dropped, and one log line lists all dropped keys. Any
 other value is an error (`schema`). Names and defaults are those of ``llmapi/llm_args.py`` of
-TensorRT-LLM 1.2 and 1.3.
+TensorRT-LLM 1.2 to 1.4.
 """
 
 from __future__ import annotations
@@ -276,6 +276,7 @@ SPECULATIVE: Mapping[str, HostKey] = _table(
     (_OWN_WEIGHTS, (None,), "load_format"),
     ("suffix-automaton drafting is not supported", (None,), "sa_config"),
     (_OWN_KERNELS, (str, None), "moe_backend"),
+    ("there is one way to draft and verify", (1,), "spec_dec_variant"),
     ("drafts use the top-k and top-p of their targets", (False,), "draft_skip_top_k_top_p"),
     ("MTP always runs in one engine", (True,), "mtp_eagle_one_model"),
     ("mtp.verification selects rejection sampling", (False,), "use_rejection_sampling"),

@@ -36,13 +36,15 @@ _logger = logging.getLogger("mtp_plugin")
 _OLDER_K = "num_nextn_predict_layers"
 _OLDER_LAYERS = "num_nextn_predict_layers_from_model_config"
 
-_WITHOUT_EFFECT: Mapping[str, tuple[bool, ...]] = {
+_WITHOUT_EFFECT: Mapping[str, tuple[Any, ...]] = {
     "use_advanced_mtp_sampler": (False, True),
     "use_advanced_spec_dec_sampling": (False, True),
     "allow_advanced_sampling": (False, True),
     "mtp_eagle_one_model": (True,),
+    "moe_backend": (None,),
+    "spec_dec_variant": (1,),
 }
-"""Switches of some API versions -> values that do not change what the plugin does."""
+"""Options of some API versions -> values that do not change what the plugin does."""
 
 _TWO_NAMES = (
     ("begin_thinking_phase_token", "BEGIN_THINKING_PHASE_TOKEN"),
@@ -78,6 +80,8 @@ class ConfigWithoutHost(BaseModel):
     draft_len_schedule: dict[int, int] | None = None
     speculative_model: str | Path | None = None
     load_format: str | None = None
+    moe_backend: str | None = None
+    spec_dec_variant: int = Field(default=1, ge=1)
     acceptance_rate_window_size: int | None = Field(default=None, ge=0)
     acceptance_rate_threshold: float | None = Field(default=None, ge=0, le=1)
     use_rejection_sampling: bool = False
@@ -245,7 +249,7 @@ def _as_host_reads(
         if name in given and name not in known:
             value = given.pop(name)
             expect(
-                isinstance(value, bool) and value in values,
+                any(type(value) is type(each) and value == each for each in values),
                 ConfigError,
                 f"{name}: expected {' or '.join(map(got, values))}, got {got(value)}",
             )

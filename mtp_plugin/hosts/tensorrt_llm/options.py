@@ -19,8 +19,13 @@ class HostOptions:
     is_vanilla: bool
 
 
-_ONE_VALUE = {"draft_skip_top_k_top_p": False, "advanced_sampling_mode": "full"}
-"""Options of a host's config of which only the default is served."""
+_TRUNCATION = "mtp_plugin truncates the distributions of drafts and targets alike"
+_ONE_VALUE: dict[str, tuple[Any, str]] = {
+    "draft_skip_top_k_top_p": (False, _TRUNCATION),
+    "advanced_sampling_mode": ("full", _TRUNCATION),
+    "spec_dec_variant": (1, "mtp_plugin has one way to draft and verify"),
+}
+"""Options of a host's config of which only the default is served, and why."""
 
 
 def serves(spec_config: Any) -> bool:
@@ -63,14 +68,13 @@ def read_options(spec_config: Any) -> HostOptions:
         "mtp.adaptive_draft_len: not served inside TensorRT-LLM, whose ranks would measure "
         "different times and draft different numbers of tokens; use draft_len_schedule",
     )
-    for name, only in _ONE_VALUE.items():
+    for name, (only, why) in _ONE_VALUE.items():
         value = getattr(spec_config, name, only)
         value = getattr(value, "value", value)  # an enum of the host's
         expect(
             value == only,
             ConfigError,
-            f"{name}: expected {only!r}, got {value!r}: mtp_plugin truncates the "
-            "distributions of drafts and targets alike",
+            f"{name}: expected {only!r}, got {value!r}: {why}",
         )
     refused = [
         name for name in mtp.verifications if name not in METHODS or not METHODS[name].keeps_output

@@ -67,6 +67,8 @@ class TestEverywhere:
             use_advanced_spec_dec_sampling=True,
             allow_advanced_sampling=False,
             mtp_eagle_one_model=True,
+            moe_backend=None,
+            spec_dec_variant=1,
             begin_thinking_phase_token=5,
             speculative_model="heads",
             num_nextn_predict_layers_from_model_config=2,

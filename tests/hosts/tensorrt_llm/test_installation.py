@@ -313,6 +313,10 @@ def test_an_engine_built_before(line: str) -> None:
             "advanced_sampling_mode: expected 'full', got 'skip_top_p': mtp_plugin truncates "
             "the distributions of drafts and targets alike",
         ),
+        (
+            {"spec_dec_variant": 2},
+            "spec_dec_variant: expected 1, got 2: mtp_plugin has one way to draft and verify",
+        ),
     ],
 )
 def test_options_that_cannot_be(options: dict[str, Any], expected: str) -> None:
