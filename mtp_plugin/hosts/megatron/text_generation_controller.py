@@ -64,13 +64,35 @@ __all__ = [
 
 TopNLogprobs = dict[int, list[dict[str, float]]]
 
-_PHASES = {
-    "_rewind_kv_cache": "generate_output_tokens_dynamic_batch()",
-    "_compute_serial_mtp_and_sample": "generate_output_tokens_dynamic_batch()",
-    "_dummy_serial_mtp_forward": "dummy_forward()",
-    "_run_dummy_serial_mtp_forward": "dummy_forward()",
-    "_router_record_bookkeeping": "generate_output_tokens_dynamic_batch()",
-}
+_PHASES = (
+    "_apply_stop_word_finished_ids",
+    "_compute_serial_mtp_and_sample",
+    "_prepare_speculative_tokens_for_next_forward_pass",
+    "_rewind_kv_cache",
+    "_run_legacy_step",
+    "_transfer_samples_to_cpu",
+)
+"""Megatron's phases of a step, in addition to those that begin with `_PHASE`."""
+_PHASE = "_dynamic_step_"
+_UNCALLED = (
+    "pad_input_prompt_tokens",
+    "prep_inference_input",
+    "sample_from_logits",
+    "unpad_input_prompt_tokens",
+    "update_generation_status",
+    "_get_mtp_num_heads",
+    "_get_required_logit_indices",
+    "_sample_from_logits_2d",
+    "_sample_speculative_logits",
+    "_torch_sampling_func",
+    "_update_top_n_logprobs_dict",
+    "_verify_speculative_tokens",
+)
+"""Methods that no step calls, but scripts may."""
+
+
+def _is_phase(name: str) -> bool:
+    return name in _PHASES or name.startswith(_PHASE)
 
 
 @dataclass(frozen=True)
@@ -132,8 +154,6 @@ class TextGenerationController:
         )
         self.inference_wrapped_model = inference_wrapped_model
         self.tokenizer = tokenizer
-        self.num_speculative_tokens = self._context.num_speculative_tokens
-        self.num_mtp_depths = self.num_speculative_tokens
         self.vocab_size: int = self._context.built.model.facts.vocab_size
         self.sampling_rng = torch.Generator(self._context.built.device)
         self.sampling_rng.manual_seed(self._context.sampling_seed)
@@ -141,6 +161,28 @@ class TextGenerationController:
         """For the functions of tensors; None: those of the unfinished requests."""
         self._context.default_termination_id = getattr(tokenizer, "eod", None)
         self._stop_word_callback: Callable[[list[int]], Collection[int]] | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a subclass with methods that Megatron's steps call and steps here do not.
+
+        Raises:
+            ConfigError: names the methods.
+        """
+        super().__init_subclass__(**options)
+        added = [base for base in cls.__mro__ if base not in TextGenerationController.__mro__]
+        overridden = sorted(
+            name
+            for name in {name for base in added for name in vars(base)}
+            if name in _UNCALLED or _is_phase(name)
+        )
+        expect(
+            not overridden,
+            ConfigError,
+            f"{cls.__name__}: overrides {', '.join(overridden)}, which no step calls, since the "
+            "phases of a step run in one CUDA graph here; use SamplingParams and "
+            "set_stop_word_finished_ids_callback(), or Megatron's own controller with "
+            "mtp_plugin.hosts.megatron.install()",
+        )
 
     @classmethod
     def from_checkpoint(
@@ -181,15 +223,40 @@ class TextGenerationController:
         """Drop all requests and free the memory of the executor."""
         self._context.shutdown()
 
-    def __getattr__(self, name: str) -> Any:
-        public = _PHASES.get(name)
-        if name.startswith("_dynamic_step_"):
-            public = "generate_output_tokens_dynamic_batch()"
-        why = (
-            f"; the phases of a step run in one CUDA graph here, use {public}"
-            if public is not None
-            else ""
+    @property
+    def num_speculative_tokens(self) -> int:
+        """The draft length K, which is fixed when the model is loaded."""
+        return self._context.num_speculative_tokens
+
+    @num_speculative_tokens.setter
+    def num_speculative_tokens(self, value: object) -> None:
+        self._expect_draft_len("num_speculative_tokens", value)
+
+    @property
+    def num_mtp_depths(self) -> int:
+        """The number of draft passes of a step, which is K."""
+        return self._context.num_speculative_tokens
+
+    @num_mtp_depths.setter
+    def num_mtp_depths(self, value: object) -> None:
+        self._expect_draft_len("num_mtp_depths", value)
+
+    def _expect_draft_len(self, name: str, value: object) -> None:
+        expect(
+            value == self.num_speculative_tokens,
+            ConfigError,
+            f"{name}: expected {self.num_speculative_tokens}, with which the model was loaded, got "
+            f"{format_value(value)}; load it with speculative_config={{'decoding_type': 'MTP', "
+            f"'max_draft_len': {format_value(value)}}}",
         )
+
+    def __getattr__(self, name: str) -> Any:
+        why = ""
+        if _is_phase(name):
+            why = (
+                "; the phases of a step run in one CUDA graph here, use "
+                "generate_output_tokens_dynamic_batch()"
+            )
         raise AttributeError(f"TextGenerationController has no attribute {name!r}{why}")
 
     # ---- text -------------------------------------------------------------------------------

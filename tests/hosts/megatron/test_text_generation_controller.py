@@ -387,13 +387,39 @@ def test_worked_examples_of_functions_of_tensors(shared: Make) -> None:
         "_dynamic_step_forward_logits",
         "_rewind_kv_cache",
         "_compute_serial_mtp_and_sample",
-        "_dummy_serial_mtp_forward",
-        "_router_record_bookkeeping",
     ],
 )
 def test_phases_of_a_step_name_the_public_method(shared: Make, name: str) -> None:
-    with pytest.raises(AttributeError, match=f"{name}.*use (generate_output|dummy_forward)"):
+    with pytest.raises(AttributeError, match=f"{name}.*use generate_output_tokens"):
         getattr(shared(3), name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "sample_from_logits",
+        "_torch_sampling_func",
+        "update_generation_status",
+        "prep_inference_input",
+        "_dynamic_step_log_probs_bookkeeping",
+        "_rewind_kv_cache",
+    ],
+)
+def test_overrides_that_no_step_calls_are_refused(name: str) -> None:
+    mixin = type("Mixin", (), {name: lambda *_: None})
+    for bases, own in (((), {name: None}), ((mixin,), {})):
+        with pytest.raises(ConfigError, match=f"Mine: overrides {name}, which no step calls"):
+            type("Mine", (*bases, TextGenerationController), own)
+    type("Mine", (TextGenerationController,), {"tokenize_prompt": None, "extra": None})
+
+
+@pytest.mark.parametrize("name", ["num_speculative_tokens", "num_mtp_depths"])
+def test_the_draft_length_cannot_be_changed(shared: Make, name: str) -> None:
+    controller = shared(3)
+    setattr(controller, name, 3)
+    with pytest.raises(ConfigError, match=f"{name}: expected 3, .* got 2; .*'max_draft_len': 2}}"):
+        setattr(controller, name, 2)
+    assert getattr(controller, name) == 3
 
 
 class SpecialTokenizer(Tokenizer):
