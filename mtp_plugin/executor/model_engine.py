@@ -356,6 +356,7 @@ class ModelEngine:
         *,
         order: torch.Tensor | None = None,
         spec_metadata: Any = None,
+        hidden_states: torch.Tensor | None = None,
     ) -> dict[str, Any]:
         """Launch a step; reads nothing back, so that it can be captured.
 
@@ -368,6 +369,7 @@ class ModelEngine:
                 in their order.
             spec_metadata: metadata of a captured step, already on the device; None: use the
                 engine's own, filled from the host.
+            hidden_states: [T, hidden size] of the step's tokens; None: run the target.
         """
         k = shape.draft_len
         inputs = generation_inputs(
@@ -405,7 +407,8 @@ class ModelEngine:
                 verified.append(VerifiedTokens.record(accepted, logprob_entries, order))
 
             attn_metadata.after_verification = record
-        hidden_states = self.model.forward_target(inputs.input_ids, position_ids, attn_metadata)
+        if hidden_states is None:
+            hidden_states = self.model.forward_target(inputs.input_ids, position_ids, attn_metadata)
         if scored is not None:
             scored.score(hidden_states, self.model.lm_head, backend=self.pieces.backend)
         with_logits = hidden_states if logit_rows is None else hidden_states[logit_rows]

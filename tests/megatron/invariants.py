@@ -311,3 +311,33 @@ def check_skipped_bookkeeping(
     assert not {"active_request_ids", "finished_request_ids"} & result.output.keys()
     assert context.has_unfinished_requests()
     context.reset()
+
+
+def check_bookkeeping(
+    controller: Any, make_params: Callable[..., Any], make_request: MakeRequest
+) -> None:
+    """A step that skips its bookkeeping, followed by the bookkeeping, is a normal step."""
+    context = controller.inference_wrapped_model.inference_context
+    options = {"num_tokens_to_generate": 12, "top_k": 1, "termination_id": -1}
+    first = make_params(return_log_probs=True, skip_prompt_log_probs=True, **options)
+    outputs: list[list[Any]] = []
+    for skips in (False, True):
+        for number, params in ((3, first), (7, make_params(**options))):
+            context.add_request(make_request(number, list(PROMPTS[number]), params))
+        steps, unfinished = [], {3, 7}
+        while context.has_unfinished_requests():
+            if skips:
+                step = controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)
+                skipped = asyncio.run(step).output["sample"].tolist()
+                scored, _ = controller._dynamic_step_log_probs_bookkeeping()
+                assert scored == (3 in unfinished)
+                assert controller._router_record_bookkeeping() is None
+                output = controller._dynamic_step_context_bookkeeping()
+                assert output["sample"].tolist() == skipped
+            else:
+                output = controller.generate_output_tokens_dynamic_batch()
+            unfinished -= set(output["finished_request_ids"].tolist())
+            steps.append((output["active_request_ids"].tolist(), output["sample"].tolist()))
+        outputs.append(steps)
+    assert outputs[0] == outputs[1]
+    assert controller._run_dummy_serial_mtp_forward() is None

@@ -74,6 +74,7 @@ def test_dynamic_batch(dynamic: Callable[[int], Any], num_drafts: int) -> None:
     invariants.check_dynamic(dynamic(num_drafts), make_params, make_dynamic_request)
     invariants.check_stop_words(dynamic(num_drafts), make_params, make_dynamic_request)
     invariants.check_skipped_bookkeeping(dynamic(num_drafts), make_params, make_dynamic_request)
+    invariants.check_bookkeeping(dynamic(num_drafts), make_params, make_dynamic_request)
 
 
 def test_static_batch(static: Any) -> None:

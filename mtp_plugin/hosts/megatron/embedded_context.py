@@ -83,6 +83,8 @@ class InferenceContext:
         self._first_chunks = first_chunks
         self._requests: dict[int, Any] = {}  # by the id in the executor
         self._ids: dict[int | str, LlmRequest] = {}  # by the caller's id
+        self.lacks_bookkeeping = False
+        """Whether the newest step was undone, see `undo_step`."""
 
     def is_dynamic_batching(self) -> bool:
         """True: requests may be added between two steps."""
@@ -205,6 +207,12 @@ class InferenceContext:
         """Return the unfinished requests in the order in which they were added."""
         return list(self._requests.values())
 
+    def unpaused_requests(self) -> list[Any]:
+        """Return the unfinished requests that are not paused."""
+        waiting = self._executor.scheduler.waiting
+        paused = {request.request_id for request in waiting if request.num_preemptions > 0}
+        return [each for number, each in self._requests.items() if number not in paused]
+
     def request_of(self, llm_request_id: int) -> Any:
         """Return the caller's request of an id in the executor."""
         return self._requests[llm_request_id]
@@ -232,6 +240,7 @@ class InferenceContext:
             self._first_chunks.pop(llm_request_id, None)
 
     def _forget(self) -> None:
+        self.lacks_bookkeeping = False
         self._ids.clear()
         self._requests.clear()
         self._first_chunks.clear()
@@ -246,6 +255,7 @@ class InferenceContext:
         """
         scheduler, captured = self._executor.scheduler, self._executor.engine.captured
         replays = 0 if captured is None else captured.num_replays
+        self.lacks_bookkeeping = False
         # the executor returns events only; decode steps and paused requests are in the batch
         batches: list[ScheduledRequests] = []
         schedule = scheduler.schedule
@@ -275,13 +285,28 @@ class InferenceContext:
         """
         return Snapshot(self._executor, (nn.Module, ModelEngine, PagedKVPools))
 
-    def dummy_step(self) -> None:
+    def undo_step(self, snapshot: Snapshot) -> None:
+        """Restore the state before the newest step; the next one generates the same tokens."""
+        snapshot.restore()
+        self.lacks_bookkeeping = True
+
+    @torch.inference_mode()
+    def dummy_step(self, *, with_target: bool = True) -> None:
         """Run target, verification and K draft passes on one padding row, which reads and writes
-        sentinel rows only."""
+        sentinel rows only.
+
+        Args:
+            with_target: False: the drafts start from hidden states of zeros.
+        """
         engine = self._executor.engine
-        with torch.inference_mode():
-            step = engine.make_table().upload([engine.padding_row()])
-            engine.launch(StepShape((), 1, self.num_speculative_tokens), step, None)
+        states = None
+        if not with_target:
+            weight = cast(torch.Tensor, self.built.model.lm_head.weight)
+            sizes = self.num_speculative_tokens + 1, self.built.model.facts.hidden_size
+            states = torch.zeros(sizes, dtype=weight.dtype, device=engine.device)
+        step = engine.make_table().upload([engine.padding_row()])
+        shape = StepShape((), 1, self.num_speculative_tokens)
+        engine.launch(shape, step, None, hidden_states=states)
 
     def shutdown(self) -> None:
         """Drop all requests and free the memory of the executor."""

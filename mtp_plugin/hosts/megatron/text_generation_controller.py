@@ -80,8 +80,11 @@ _UNCALLED = (
     "sample_from_logits",
     "unpad_input_prompt_tokens",
     "update_generation_status",
+    "_dummy_serial_mtp_forward",
     "_get_mtp_num_heads",
     "_get_required_logit_indices",
+    "_router_record_bookkeeping",
+    "_run_dummy_serial_mtp_forward",
     "_sample_from_logits_2d",
     "_sample_speculative_logits",
     "_torch_sampling_func",
@@ -624,7 +627,7 @@ class TextGenerationController:
         record = self._context.step()
         output = self._output(record)
         if snapshot is not None:
-            snapshot.restore()
+            self._context.undo_step(snapshot)
         else:
             output |= self._bookkeeping(record)
         is_decode_only = not record.batch.context_requests
@@ -666,6 +669,41 @@ class TextGenerationController:
     def dummy_forward(self) -> None:
         """Run a step of target and K draft passes that changes no request, slot or KV row."""
         self._context.dummy_step()
+
+    def _dummy_serial_mtp_forward(self) -> None:
+        """Run the draft passes of `dummy_forward` alone, from hidden states of zeros."""
+        if self.num_speculative_tokens > 0:
+            self._context.dummy_step(with_target=False)
+
+    _run_dummy_serial_mtp_forward = _dummy_serial_mtp_forward
+
+    def _dynamic_step_log_probs_bookkeeping(self) -> tuple[bool, bool]:
+        """Return whether a request that is not paused has ``return_log_probs``, and whether one has
+        ``top_n_logprobs``."""
+        params = [request.sampling_params for request in self._context.unpaused_requests()]
+        return (
+            any(each.return_log_probs for each in params),
+            any(each.top_n_logprobs > 0 for each in params),
+        )
+
+    def _dynamic_step_context_bookkeeping(self) -> dict[str, Any]:
+        """Complete the step that ``skip_bookkeeping`` undid: run it again, for its tokens and ids.
+
+        Raises:
+            ExecutorError: the newest step was not undone.
+        """
+        if not self._context.lacks_bookkeeping:
+            raise ExecutorError(
+                "_dynamic_step_context_bookkeeping: expected a step without bookkeeping before it; "
+                "await async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)"
+            )
+        record = self._context.step()
+        tokens = [event.token_ids[-1] for _, event in self._rows(record)]
+        return {"sample": torch.tensor(tokens, dtype=torch.int64), **self._bookkeeping(record)}
+
+    @staticmethod
+    def _router_record_bookkeeping() -> None:
+        """Return None, as Megatron's without routing replay: experts are not recorded."""
 
     def _output(self, record: StepRecord) -> dict[str, Any]:
         """Return what a step generated, decode requests first."""

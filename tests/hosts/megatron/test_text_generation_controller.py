@@ -148,6 +148,7 @@ def test_ours_passes_the_checks_of_megatrons_class(shared: Make, num_drafts: int
     dynamic = invariants.check_dynamic(controller, SamplingParams, request)
     invariants.check_stop_words(controller, SamplingParams, request)
     invariants.check_skipped_bookkeeping(controller, SamplingParams, request)
+    invariants.check_bookkeeping(controller, SamplingParams, request)
     invariants.check_static_options(controller, SamplingParams, request)
     for number, tokens in static.items():
         assert dynamic[number][: len(tokens)] == tokens
@@ -240,9 +241,12 @@ def test_skipped_bookkeeping_changes_nothing(
     assert outputs[0] == outputs[1]
 
 
+@pytest.mark.parametrize(
+    ("name", "num_targets"), [("dummy_forward", 1), ("_dummy_serial_mtp_forward", 0)]
+)
 @pytest.mark.parametrize("num_drafts", [0, 3])
 def test_dummy_forward_changes_nothing(
-    shared: Make, num_drafts: int, monkeypatch: pytest.MonkeyPatch
+    shared: Make, num_drafts: int, monkeypatch: pytest.MonkeyPatch, name: str, num_targets: int
 ) -> None:
     controller = shared(num_drafts)
     built = controller._context.built
@@ -268,8 +272,8 @@ def test_dummy_forward_changes_nothing(
         patch.setattr(type(model), "forward_target", counted("target", forward))
         for layer in model.mtp_layers:
             patch.setattr(layer, "forward", counted("draft", layer.forward))
-        controller.dummy_forward()
-    assert calls == {"target": 1, "draft": num_drafts}
+        assert getattr(controller, name)() is None
+    assert calls == {"target": num_targets, "draft": num_drafts}
     after = state_of(controller)
     sentinel = built.pieces.manager.sentinel_slot
     for state in (before, after):
@@ -473,6 +477,19 @@ def test_dynamic_requests_are_limited_by_the_maximum_length(shared: Make) -> Non
     with pytest.warns(UserWarning, match="request 3: num_tokens_to_generate 1000 is limited to 93"):
         add(greedy(num_tokens_to_generate=1000, termination_id=-1))(controller)
     assert len(run_dynamic(controller)[3]) == 93
+
+
+def test_bookkeeping_needs_a_step_that_skipped_it(shared: Make) -> None:
+    controller = shared(3)
+    controller._context.add_request(request(3, [1, 2, 3], greedy()))
+    asyncio.run(controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True))
+    controller._dynamic_step_context_bookkeeping()
+    with pytest.raises(ExecutorError, match="expected a step without bookkeeping before it"):
+        controller._dynamic_step_context_bookkeeping()
+    asyncio.run(controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True))
+    controller._context.reset()
+    with pytest.raises(ExecutorError, match="expected a step without bookkeeping before it"):
+        controller._dynamic_step_context_bookkeeping()
 
 
 WRONG_TYPES = {
