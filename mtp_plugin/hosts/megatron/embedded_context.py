@@ -108,6 +108,8 @@ class InferenceContext:
             f"add_request: expected a request with an integer request_id, got "
             f"{format_value(request)}",
         )
+        # the ids of a step are an int64 tensor
+        expect_int("request_id", request_id, -(2**63), 2**63 - 1, error=RequestError)
         expect(
             request_id not in self._ids,
             RequestError,
@@ -459,7 +461,11 @@ def request_seed(sampling_seed: int, request_id: int | str) -> int:
 
     Of an id that is a text, which Megatron's static batches may have, the CRC-32 is the id.
     """
-    number = zlib.crc32(request_id.encode()) if isinstance(request_id, str) else request_id
+    number = (
+        zlib.crc32(request_id.encode("utf-8", "replace"))
+        if isinstance(request_id, str)
+        else request_id
+    )
     low, high = seed_words(None, number & _WORD, sampling_seed)
     return (low & _WORD) | (high & _WORD) << 32
 

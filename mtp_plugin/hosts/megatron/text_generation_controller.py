@@ -822,6 +822,11 @@ class TextGenerationController:
 
     def _add_static(self, key: int | str, request: Any) -> _StaticRow:
         llm_request = self._context.add_static_request(key, request)
+        if request.sampling_params.return_segments and not hasattr(self.tokenizer, "offsets"):
+            raise RequestError(
+                f"request {key}: return_segments: expected False, since the tokenizer has no "
+                "offsets(ids, text)"
+            )
         prompt = llm_request.get_tokens()[: llm_request.py_orig_prompt_len]
         words = request.sampling_params.stop_words or ()
         words = [self.tokenize_prompt(self.tokenizer, word) for word in words]
@@ -1041,7 +1046,8 @@ def _top(mapping: TokenLogprobs, num_top: int | None) -> tuple[torch.Tensor, tor
 
 def _set_status(request: Any, *, is_failed: bool) -> None:
     """Set the status of a finished request, of the enumeration that its class uses."""
-    kind = type(request.status) if isinstance(request.status, Enum) else Status
+    status = getattr(request, "status", None)
+    kind = type(status) if isinstance(status, Enum) else Status
     request.status = kind["FAILED" if is_failed else "COMPLETED"]
 
 

@@ -463,13 +463,13 @@ def test_a_stream_made_outside_of_a_loop_delivers(shared: Make) -> None:
 def test_requests_of_a_batch_are_known_by_their_key(shared: Make) -> None:
     controller = shared(3)
     params = SamplingParams(num_tokens_to_generate=9, temperature=0.9)
-    made = OrderedDict((key, request(3, [1, 2, 3], params)) for key in ("a", "b", 3, 4))
+    made = OrderedDict((key, request(3, [1, 2, 3], params)) for key in ("a", "\ud800", 3, 4))
     results = controller.generate_all_output_tokens_static_batch(made)
     assert len({tuple(each.generated_tokens.tolist()) for each in results.values()}) == 4
     alone = controller.generate_all_output_tokens_static_batch(
-        OrderedDict({"b": request("b", [1, 2, 3], params)})
+        OrderedDict({"a": request("a", [1, 2, 3], params)})
     )
-    assert torch.equal(alone["b"].generated_tokens, results["b"].generated_tokens)
+    assert torch.equal(alone["a"].generated_tokens, results["a"].generated_tokens)
 
 
 def test_dynamic_requests_are_limited_by_the_maximum_length(shared: Make) -> None:
@@ -513,6 +513,18 @@ def test_parameters_of_a_wrong_type_are_refused(shared: Make, name: str) -> None
         controller.generate_all_output_tokens_static_batch(
             OrderedDict({3: request(3, [1, 2, 3], params)})
         )
+
+
+def test_segments_need_a_tokenizer_with_offsets(
+    shared: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    controller = shared(3)
+    plain = SimpleNamespace(detokenize=Tokenizer().detokenize, eod=Tokenizer.eod)
+    monkeypatch.setattr(controller, "tokenizer", plain)
+    made = OrderedDict({3: request(3, [1, 2, 3], greedy(return_segments=True))})
+    with pytest.raises(RequestError, match="request 3: return_segments: expected False, since"):
+        controller.generate_all_output_tokens_static_batch(made)
+    assert not controller._context.has_unfinished_requests()
 
 
 def test_stop_words_that_are_one_text_are_refused(shared: Make) -> None:
@@ -648,6 +660,11 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         add(request_id="3"),
         RequestError,
         "expected a request with an integer request_id",
+    ),
+    "request id that no tensor holds": (
+        add(request_id=2**63),
+        RequestError,
+        "request_id: expected an integer in .*, got 9223372036854775808",
     ),
     "no prompt tokens": (
         add(prompt=None),
