@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,6 +16,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 ATTENTION_LAYER_TYPES = ("full_attention", "sliding_attention", "chunked_attention")
+
+
+@cache
+def cache_argument() -> str:
+    """Return the name of the KV cache among the arguments of transformers' models and layers.
+
+    Newer versions call it ``cache`` and warn about ``past_key_values``.
+    """
+    from transformers.masking_utils import create_causal_mask
+
+    newer = "cache" in inspect.signature(create_causal_mask).parameters
+    return "cache" if newer else "past_key_values"
+
+
+def transformers_arguments(**named: Any) -> dict[str, Any]:
+    """Return arguments with ``past_key_values`` under the name of `cache_argument`."""
+    return {cache_argument() if name == "past_key_values" else name: v for name, v in named.items()}
 
 
 class LanguageModel(Protocol):
@@ -107,8 +126,7 @@ class TransformersLanguageModel:
             logits: torch.Tensor = model(
                 input_ids=query_token_ids,
                 position_ids=positions.expand(query_token_ids.shape[0], num_new),
-                past_key_values=states,
-                use_cache=True,
+                **transformers_arguments(past_key_values=states, use_cache=True),
             ).logits
         kv_cache.update(
             [KVState(keys[:, :, past:], values[:, :, past:]) for keys, values, _ in states]

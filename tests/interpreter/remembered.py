@@ -39,7 +39,8 @@ def remember_replacements(operators: dict[str, Any]) -> None:
 
     @functools.cache
     def replacement_of(member: Any) -> Any:
-        function = member.__wrapped__ if member.__code__ is checks_the_call else member
+        code = getattr(member, "__code__", None)  # Triton 3.8 has classes among them
+        function = member.__wrapped__ if code is checks_the_call else member
 
         def replacement(*args: Any, **named: Any) -> Any:
             named["_semantic"] = semantic

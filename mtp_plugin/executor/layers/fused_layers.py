@@ -17,6 +17,7 @@ from mtp_plugin.executor.layers.norm import Norm, add_rms_norm, rms_norm
 from mtp_plugin.executor.layers.packing import Packer
 from mtp_plugin.executor.layers.recognise import Attention, GatedMLP, Mixture
 from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
+from mtp_plugin.infer.language_model import cache_argument, transformers_arguments
 from mtp_plugin.kernels.backend import Backend
 
 Rows = torch.Tensor
@@ -91,7 +92,7 @@ class ForwardPass:
         kwargs: dict[str, Any] = dict(self._metadata.model_kwargs())
         if self._mask is not None:
             kwargs["attention_mask"] = self._mask(kwargs)
-        return {**kwargs, "position_ids": self.position_ids}
+        return transformers_arguments(**kwargs, position_ids=self.position_ids)
 
     @cached_property
     def position_embeddings(self) -> Any:
@@ -146,7 +147,7 @@ class FusedAttention:
         found = self._found
         q, k, v = (heads[None].transpose(1, 2) for heads in (queries, keys, values))
         kwargs = dict(step.model_kwargs)
-        cache, mask = kwargs.pop("past_key_values"), kwargs.pop("attention_mask")
+        cache, mask = kwargs.pop(cache_argument()), kwargs.pop("attention_mask")
         if cache is not None:
             k, v = cache.update(k, v, found.layer_idx)
         config = cast(Any, found.module).config

@@ -38,6 +38,7 @@ from mtp_plugin.executor.layers.recognise import (
 )
 from mtp_plugin.executor.models.loader import LoadedModel
 from mtp_plugin.executor.models.mtp_layer import MTPLayer, TransformersAttention
+from mtp_plugin.infer.language_model import transformers_arguments
 from mtp_plugin.kernels.backend import Backend
 
 
@@ -90,8 +91,8 @@ class FusedDecoder:
                 config=self._decoder.config,
                 inputs_embeds=embedded[None],
                 attention_mask=kwargs["attention_mask"],
-                past_key_values=kwargs["past_key_values"],
                 position_ids=position_ids,
+                **transformers_arguments(past_key_values=kwargs["past_key_values"]),
             )
 
         step = ForwardPass(

@@ -22,6 +22,7 @@ from mtp_plugin.executor.models.draft_head import cut_head
 from mtp_plugin.executor.models.families import DraftTraits, ModelFacts, MTPFamily
 from mtp_plugin.executor.models.mtp_layer import TransformersAttention
 from mtp_plugin.executor.models.preflight import Preflight, examine
+from mtp_plugin.infer.language_model import transformers_arguments
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +77,9 @@ class LoadedModel:
         """
         decoder: Any = self.target.get_decoder()
         output = decoder(
-            input_ids=input_ids[None], position_ids=position_ids, **attn_metadata.model_kwargs()
+            input_ids=input_ids[None],
+            position_ids=position_ids,
+            **transformers_arguments(**attn_metadata.model_kwargs()),
         )
         return output.last_hidden_state[0]  # type: ignore[no-any-return]
 

@@ -9,6 +9,7 @@ from torch import nn
 
 from mtp_plugin.errors import UnsupportedModelError
 from mtp_plugin.executor.models.families import DraftTraits
+from mtp_plugin.infer.language_model import transformers_arguments
 
 
 class TransformersAttention(Protocol):
@@ -115,7 +116,7 @@ class MTPLayer(nn.Module):
             x,
             position_embeddings=self.rotary(x, rope_ids),
             position_ids=rope_ids,
-            **attn_metadata.model_kwargs(),
+            **transformers_arguments(**attn_metadata.model_kwargs()),
         )[0]
         if output_rows is not None:
             x = x[output_rows]

@@ -246,7 +246,7 @@ class TestDtypes:
         for part in (model.target, model.mtp_layers):
             for name, tensor in part.state_dict().items():
                 # routers choose experts by these, and transformers keeps them as they are
-                kept = name.endswith("e_score_correction_bias")
+                kept = any(part in name for part in model.target._keep_in_fp32_modules_strict or ())
                 assert tensor.dtype is (torch.float32 if kept else torch.bfloat16), name
 
     def test_mixed_checkpoint(self, checkpoint: Checkpoint, edited: Edited) -> None:

@@ -10,6 +10,7 @@ from torch import nn
 
 from mtp_plugin.errors import UnsupportedModelError
 from mtp_plugin.executor.models import FAMILIES, DraftTraits, MTPLayer, load_model
+from mtp_plugin.infer.language_model import cache_argument
 
 H = 4
 
@@ -132,13 +133,13 @@ def test_keyword_arguments_come_from_the_metadata() -> None:
     assert set(call) == {
         "position_embeddings",
         "position_ids",
-        "past_key_values",
+        cache_argument(),
         "attention_mask",
         "use_cache",
         "attn_metadata",
     }
     assert call["attn_metadata"] is metadata
-    assert call["past_key_values"] == "pool"
+    assert call[cache_argument()] == "pool"
 
 
 def test_head_rows() -> None:
