@@ -126,7 +126,6 @@ def compare_with_transformers(folder: Path, ids: Tensor, tolerance: float = 1e-3
             position_embeddings=rotary,
             attention_mask=None,
             position_ids=positions,
-            past_key_values=None,
         )
         own_state, _ = own.mtp[depth](own.embed(shifted), own_state, own.rotary(length))
         differences.append(_difference(main.lm_head(their_state), own.lm_head(own_state)))
