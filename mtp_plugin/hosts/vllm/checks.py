@@ -103,6 +103,12 @@ def _examine_environment(
     plugins = environment.get(PLUGINS)
     if plugins is not None and PLUGIN_NAME not in plugins.split(","):
         seen.problems.append(f"{PLUGINS}={plugins} leaves out {PLUGIN_NAME}: add it, or unset it")
+    has_triton = _has_triton()
+    if not has_triton:
+        seen.problems.append(
+            "vLLM has switched Triton off here (vllm.triton_utils.HAS_TRITON is false), which its "
+            "V2 model runner needs: run this where the GPU of the engine is, with triton installed"
+        )
     runner = environment.get(V2_RUNNER)
     if runner is not None and runner.strip().lower() in ("0", "false"):
         seen.problems.append(f"{V2_RUNNER}={runner} selects the V1 model runner: set it to 1")
@@ -110,8 +116,15 @@ def _examine_environment(
         seen.notes.append(f"{V2_RUNNER}={runner}")
     elif version < (0, 32):
         seen.notes.append(f"{V2_RUNNER} is not set: set it to 1 for every engine with the plugin")
-    else:
+    elif has_triton:
         seen.notes.append(f"{V2_RUNNER} is not set: this version uses the V2 runner by default")
+
+
+def _has_triton() -> bool:
+    try:
+        return bool(import_module("vllm.triton_utils").HAS_TRITON)
+    except (ImportError, AttributeError):  # a version without this name uses Triton
+        return True
 
 
 def show(seen: Examination, out: TextIO) -> None:

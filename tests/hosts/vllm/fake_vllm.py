@@ -38,6 +38,7 @@ def install(
         setattr(getattr(module, owner_name), method, function)
     platforms = _module(modules, "vllm.platforms")
     platforms.current_platform = SimpleNamespace(is_cuda=lambda: False)  # type: ignore[attr-defined]
+    _module(modules, "vllm.triton_utils").HAS_TRITON = True  # type: ignore[attr-defined]
     exceptions = _module(modules, "vllm.exceptions")
     exceptions.VLLMValidationError = type("VLLMValidationError", (Exception,), {})  # type: ignore[attr-defined]
     for name, module in modules.items():

@@ -113,6 +113,16 @@ def test_environment_variables(
         assert output_of(seen)[-1] == "VLLM_USE_V2_MODEL_RUNNER=1"
 
 
+def test_triton_that_vllm_has_switched_off_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM 0.32 uses the V1 runner then."""
+    modules = fake_vllm.install(monkeypatch)
+    modules["vllm.triton_utils"].HAS_TRITON = False  # type: ignore[attr-defined]
+    seen = examine({})
+    (problem,) = seen.problems
+    assert problem.startswith("vLLM has switched Triton off here")
+    assert not seen.notes
+
+
 def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM finds the plugin by its entry point alone."""
     monkeypatch.setattr(checks, "entry_points", lambda **_: [])
