@@ -35,6 +35,7 @@ from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch  # no
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
+from mtp_plugin.errors import HostError  # noqa: E402
 from mtp_plugin.hosts.vllm.engine import Engine  # noqa: E402
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions  # noqa: E402
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots  # noqa: E402
@@ -310,6 +311,39 @@ def test_logits_processors_of_vllm_are_applied(options: dict[str, object], expec
     logits[:, 10], logits[:, 11], logits[:, 30] = 3.0, 2.0, 1.0
     assert tokens_of(harness.verifier(logits, harness.batch([[5]]))) == [[expected]]
     assert tokens_of(harness.sampler(logits[:1], harness.batch([[]]))) == [[expected]]
+
+
+def test_temperature_that_vllm_applies_elsewhere_is_not_applied_twice(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As if a version had moved the arithmetic out of ``SamplingStates``."""
+    original = vllm_sampler.Sampler.apply_sampling_params
+
+    def moved(self: vllm_sampler.Sampler, logits: torch.Tensor, *rows: object, **more: object):
+        edited = original(self, logits, *rows, **more)
+        return edited / self.sampling_states.temperature.gpu[rows[0].long()][:, None]
+
+    monkeypatch.setattr(vllm_sampler.Sampler, "apply_sampling_params", moved)
+    if not IS_32:
+        with pytest.raises(HostError, match="mtp_plugin would apply them twice"):
+            Harness()
+        return
+    params = SamplingParams(temperature=0.5, seed=1, bad_words=["a"])
+    params._bad_words_token_ids = [[3]]
+    harness = Harness().add(params)
+    logits = make_logits(1)
+    processed = harness.sampler.processed(logits, *rows_of(harness.batch([[]])))
+    assert torch.equal(processed[0, 4:], logits[0, 4:])
+    assert processed[0, 3] == -torch.inf
+
+
+def test_wrong_options_that_reach_the_worker_are_left_out() -> None:
+    """An error would end the engine."""
+    wrong = Harness().add(seeded(1, extra_args={"mtp_max_draft_len": 9}))
+    logits = make_logits(4)
+    output = wrong.verifier(logits, wrong.batch([[1, 2, 3]]))
+    right = Harness().add(seeded(1))
+    assert tokens_of(output) == tokens_of(right.verifier(logits, right.batch([[1, 2, 3]])))
 
 
 @NEEDS_32

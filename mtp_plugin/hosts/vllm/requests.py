@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from mtp_plugin.speculative.ops.sampling import DraftedBy
 from mtp_plugin.speculative.verification import custom_verifications
 from mtp_plugin.verifications import codes, custom_codes
 
+_logger = logging.getLogger("vllm.mtp_plugin")
 PREFIX = "mtp_"
 BY_DRAFT_PROBS = ("rejection", "block")
 """Methods that compare the probabilities of target and draft."""
@@ -37,6 +39,11 @@ class RequestOptions(BaseModel):
     """False (or 0): no draft is accepted."""
     max_draft_len: int | None = Field(default=None, ge=0)
     """Most drafts of a step that may be accepted; unset: K."""
+
+    @property
+    def draft_limit(self) -> int | None:
+        """Most drafts of a step that may be accepted; None: K."""
+        return self.max_draft_len if self.speculate else 0
 
     @field_validator("speculate", mode="before")
     @classmethod
@@ -72,11 +79,37 @@ def read_request(extra_args: Mapping[str, Any] | None, settings: EngineSettings)
     return options
 
 
+class AdmittedOptions:
+    """Reads the options of requests that are in the engine, where an error would end it.
+
+    Every front end's requests are checked by the engine core before. Wrong options that come
+    another way are logged once, and the request is served with the engine's defaults.
+    """
+
+    def __init__(self, settings: EngineSettings) -> None:
+        self._settings = settings
+        self._has_logged = False
+
+    def read(self, extra_args: Mapping[str, Any] | None) -> RequestOptions:
+        """Return the options of a request, or the defaults; raises nothing."""
+        try:
+            return read_request(extra_args, self._settings)
+        except RequestError as error:
+            if not self._has_logged:
+                self._has_logged = True
+                _logger.warning(
+                    "a request that was not checked has wrong options, which are left out, as in "
+                    "later requests: %s",
+                    error,
+                )
+            return RequestOptions()
+
+
 def check_request(params: Any, settings: EngineSettings) -> None:
     """Check a request at admission.
 
     Args:
-        params: vLLM's ``SamplingParams`` or ``PoolingParams``.
+        params: vLLM's ``SamplingParams`` or ``PoolingParams``; None has no options.
 
     Raises:
         VLLMValidationError: wrong options; vLLM answers with HTTP 400.
@@ -119,7 +152,7 @@ def slot_values(
         # a request takes no more steps than it has output tokens: no noise is used twice
         "draft_step": num_output,
     }
-    limit = options.max_draft_len if options.speculate else 0
+    limit = options.draft_limit
     if limit is not None and limit < settings.num_drafts:
         values[DRAFT_LIMIT] = limit
     if settings.options.is_relaxed:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from mtp_plugin.hosts.vllm.requests import read_request, slot_values
+from mtp_plugin.hosts.vllm.requests import AdmittedOptions, slot_values
 from mtp_plugin.hosts.vllm.row_ops import RowOps, valid_ids
 
 PREFILL = "_mtp_plugin_prefill"
@@ -25,8 +25,7 @@ class SamplerParts:
     """
 
     ops: RowOps
-    edits_in_place = True
-    """Whether a version's ``apply_sampling_params`` may edit its argument instead of a copy."""
+    _options: AdmittedOptions
     sampling_states: Any
     req_states: Any
     logprobs_mode: str
@@ -37,25 +36,8 @@ class SamplerParts:
         made = cls.__new__(cls)
         vars(made).update(vars(sampler))
         made.ops = ops
-        made._take_over(made.sampling_states)
+        made._options = AdmittedOptions(ops.settings)
         return made
-
-    def _take_over(self, states: Any) -> None:
-        """Let ``apply_sampling_params`` run the logits processors alone.
-
-        It ends with temperature and min-p, which our op applies; 0.32 also skips the processors
-        of batches without any option, among which it counts temperature, top-k, top-p and min-p.
-        """
-        self._apply_temperature = states.apply_temperature
-        self._apply_min_p = states.apply_min_p
-        add = states.add_request
-
-        def add_request(*args: Any) -> bool:
-            add(*args)
-            return False
-
-        states.add_request = add_request
-        states.apply_temperature = states.apply_min_p = _do_nothing
 
     def add_request(self, req_idx: int, *args: Any) -> None:
         """Stage the row of a request; the last argument is its ``SamplingParams``."""
@@ -63,9 +45,8 @@ class SamplerParts:
         params, states, settings = args[-1], self.req_states, self.ops.settings
         num_output = states.prefill_len.np[req_idx] - states.prompt_len.np[req_idx]
         prefill = getattr(states, PREFILL, {}).pop(req_idx, ())
-        values = slot_values(
-            params, read_request(params.extra_args, settings), settings, prefill, int(num_output)
-        )
+        options = self._options.read(params.extra_args)
+        values = slot_values(params, options, settings, prefill, int(num_output))
         # vLLM draws a seed for requests without one, alike on all ranks
         self.ops.slots.stage(req_idx, values, int(self.sampling_states.seeds.np[req_idx]))
 
@@ -82,10 +63,17 @@ class SamplerParts:
         """Return logits [N, V] after the logits processors; ``logits`` itself without any."""
         if not self.edits_logits(self.host_indices(rows)):
             return logits
-        if self.edits_in_place:  # raw log-probabilities are read from the given logits
-            logits = logits.to(torch.float32, copy=True)
-        edited: torch.Tensor = self.apply_sampling_params(logits, *rows, skip_top_k_top_p=True)  # type: ignore[attr-defined]
-        return edited
+        # raw log-probabilities are read from the given logits
+        return self.apply_processors(logits.to(torch.float32, copy=True), *rows)
+
+    def apply_processors(self, logits: torch.Tensor, *rows: Any) -> torch.Tensor:
+        """Run vLLM's logits processors alone, on a float32 copy [N, V] that they may edit."""
+        raise NotImplementedError
+
+    def apply_temperature(self, logits: torch.Tensor, *indices: Any) -> None:
+        """Apply vLLM's temperature and min-p, which our op applies by itself."""
+        self.sampling_states.apply_temperature(logits, *indices)
+        self.sampling_states.apply_min_p(logits, *indices)
 
     def scored(self, logits: torch.Tensor, processed: torch.Tensor, *rows: Any) -> torch.Tensor:
         """Return the logits [N, V] from which log-probabilities are taken."""
@@ -93,8 +81,7 @@ class SamplerParts:
             return logits
         indices, host_indices = rows[0], self.host_indices(rows)
         values = processed.to(torch.float32, copy=True)
-        self._apply_temperature(values, indices, host_indices)
-        self._apply_min_p(values, indices, host_indices)
+        self.apply_temperature(values, indices, host_indices)
         cut: torch.Tensor = self.sampling_states.apply_top_k_top_p(values, indices, host_indices)
         return cut
 
@@ -127,7 +114,3 @@ def nans_per_request(num_nans: torch.Tensor, cu_num_logits: torch.Tensor) -> tor
     """
     sums = torch.cat([num_nans.new_zeros(1), num_nans.cumsum(0)])
     return sums[cu_num_logits.to(torch.int64)].diff()
-
-
-def _do_nothing(*_args: Any) -> None:
-    return None

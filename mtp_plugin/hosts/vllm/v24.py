@@ -6,7 +6,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
+from vllm import SamplingParams
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
@@ -16,6 +18,7 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
+from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.draft_loop import can_capture, run_passes
 from mtp_plugin.hosts.vllm.row_ops import (
     DraftRows,
@@ -37,7 +40,44 @@ class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
         made = super().replacing(sampler, ops)
         states = made.logit_bias_state
         states.apply_logit_bias = partial(_apply_logit_bias, states)
+        made._leave_out_temperature()
         return made
+
+    def _leave_out_temperature(self) -> None:
+        """Let ``apply_sampling_params`` run the logits processors alone.
+
+        It ends with temperature and min-p, which our op applies.
+
+        Raises:
+            HostError: the method changes logits of a request without logits processors.
+        """
+        states = self.sampling_states
+        self._temperature_and_min_p = (states.apply_temperature, states.apply_min_p)
+        states.apply_temperature = states.apply_min_p = _do_nothing
+        params = SamplingParams(temperature=0.5, min_p=0.5, top_k=2, top_p=0.5, seed=0)
+        Sampler.add_request(self, 0, 1, params)  # the first request overwrites it
+        Sampler.apply_staged_writes(self)
+        device = self.req_states.prefill_len.gpu.device
+        logits = torch.linspace(-1.0, 1.0, 64, device=device)[None]
+        row = torch.zeros(1, dtype=torch.int32, device=device)
+        rows = (row, np.zeros(1, dtype=np.int32), row.to(torch.int64), row, row)
+        if not torch.equal(self.apply_processors(logits.clone(), *rows), logits):
+            raise HostError(
+                "Sampler.apply_sampling_params of this vLLM changes the logits of a request with "
+                "temperature and min_p, but without logits processors; mtp_plugin would apply them "
+                "twice. Install vLLM 0.24, 0.26 or 0.32, or leave out "
+                "additional_config.mtp_plugin"
+            )
+
+    def apply_processors(self, logits: torch.Tensor, *rows: Any) -> torch.Tensor:
+        """See `SamplerParts.apply_processors`."""
+        edited: torch.Tensor = self.apply_sampling_params(logits, *rows, skip_top_k_top_p=True)
+        return edited
+
+    def apply_temperature(self, logits: torch.Tensor, *indices: Any) -> None:
+        """See `SamplerParts.apply_temperature`."""
+        for apply in self._temperature_and_min_p:
+            apply(logits, *indices)
 
     def sample(
         self,
@@ -64,6 +104,10 @@ class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
             or self.logit_bias_state.use_logit_bias[indices].any()
             or (self.bad_words_state.num_bad_words.np[indices] > 0).any()
         )
+
+
+def _do_nothing(*_args: Any) -> None:
+    return None
 
 
 def _apply_logit_bias(

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
@@ -15,14 +16,38 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     gather_draft_sampled,
 )
 
-from mtp_plugin.hosts.vllm.row_ops import DraftRows, StepRows, valid_ids
+from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps, StepRows, valid_ids
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
+from mtp_plugin.hosts.vllm.versions import ROWS_32
+
+ROWS = ROWS_32[1:]
+"""What describes rows of logits, in the order of vLLM's ``Sampler.sample``."""
 
 
 class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
     """Samples rows without drafts."""
 
-    edits_in_place = False
+    @classmethod
+    def replacing(cls, sampler: Any, ops: RowOps) -> PluginSampler:
+        """See `SamplerParts.replacing`."""
+        made = super().replacing(sampler, ops)
+        add = made.sampling_states.add_request
+
+        def add_request(*args: Any) -> bool:
+            """Keep temperature, top-k, top-p and min-p from `needs_logits_processing`."""
+            add(*args)
+            return False
+
+        made.sampling_states.add_request = add_request
+        return made
+
+    def apply_processors(self, logits: torch.Tensor, *rows: Any) -> torch.Tensor:
+        """See `SamplerParts.apply_processors`; in the order of vLLM's ``apply_sampling_params``."""
+        context = LogitsContext(**dict(zip(ROWS, rows, strict=True)))
+        for processor in self.logits_processors:
+            logits = processor.apply(logits, context)
+        self.thinking_budget_state.apply(logits, context)
+        return logits
 
     def sample(
         self,

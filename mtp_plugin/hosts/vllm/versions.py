@@ -85,7 +85,7 @@ _ROWS_24 = (
     "input_ids",
     "expanded_local_pos",
 )
-_ROWS_32 = (
+ROWS_32 = (
     "logits",
     "expanded_idx_mapping",
     "idx_mapping",
@@ -163,8 +163,16 @@ SIGNATURES: Mapping[str, Signatures] = {
     "v32": {
         **_COMMON,
         f"{_GPU}.sample.sampler:Sampler.add_request": ("req_idx", "sampling_params"),
-        f"{_GPU}.sample.sampler:Sampler.apply_sampling_params": (*_ROWS_32, "skip_top_k_top_p"),
-        f"{_GPU}.sample.sampler:Sampler.sample": (*_ROWS_32, "return_logprobs"),
+        f"{_GPU}.sample.logits_processor.interface:LogitsContext": (
+            "expanded_idx_mapping",
+            "idx_mapping",
+            "idx_mapping_np",
+            "expanded_local_pos",
+            "input_ids",
+            "pos",
+            "seq_lens_upper_bound_np",
+        ),
+        f"{_GPU}.sample.sampler:Sampler.sample": (*ROWS_32, "return_logprobs"),
         f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__": (
             "logits",
             "input_batch",
