@@ -3,53 +3,70 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from typing import Any
 
 from mtp_plugin.hosts.vllm.options import EngineSettings, read_settings
-from mtp_plugin.hosts.vllm.requests import read_request
+from mtp_plugin.hosts.vllm.requests import AdmittedOptions
 from mtp_plugin.speculative.metrics.alarms import CollapseAlarm
 
 
 class DraftCounter:
-    """Corrects the arguments of ``Scheduler.make_spec_decoding_stats``.
+    """Corrects what vLLM's scheduler counts as proposed drafts, once per step.
 
     vLLM proposes K drafts for every request. Those beyond a request's own limit are never accepted
-    and must not count as proposed.
+    and must not count as proposed. A step costs time per request with a limit or a grammar, not per
+    request.
     """
 
     def __init__(self, settings: EngineSettings) -> None:
-        self._settings = settings
+        self._options = AdmittedOptions(settings)
+        self._limits: dict[str, int] = {}
         self._alarm = None
         if settings.synthetic_rates is None:
             self._alarm = CollapseAlarm(logging.getLogger("vllm.mtp_plugin"))
 
-    def counted(self, request: Any, arguments: Mapping[str, Any]) -> dict[str, Any] | None:
-        """Return the arguments for vLLM; None: no draft of the request was proposed.
+    def add(self, request: Any) -> None:
+        """Keep the limit of a request that the scheduler gets."""
+        self._limits.pop(request.request_id, None)
+        extra = getattr(request.sampling_params, "extra_args", None)
+        limit = self._options.read(extra).draft_limit if extra else None
+        if limit is not None:
+            self._limits[request.request_id] = limit
+
+    def correct(self, requests: Any, scheduled: Any, output: Any) -> set[str]:
+        """Count withheld drafts of a step as invalid ones, which vLLM subtracts.
 
         Args:
-            request: vLLM's, None if it is gone. arguments: by name.
-        """
-        proposed = int(arguments["num_draft_tokens"])
-        invalid = (arguments.get("num_invalid_spec_tokens") or {}).get(arguments["request_id"], 0)
-        limit = proposed if request is None else self._limit_of(request, proposed)
-        if limit == 0 and proposed:
-            return None
-        verified = min(proposed, limit)
-        # drafts that a grammar forbids are no sign of wrong MTP weights
-        if self._alarm is not None and verified > invalid:
-            self._alarm.record_step(arguments["num_accepted_tokens"] + 1)
-        return {**arguments, "num_draft_tokens": max(verified, invalid)}
+            requests: those of the scheduler, by id. scheduled: vLLM's ``SchedulerOutput``, changed.
+            output: vLLM's ``ModelRunnerOutput``.
 
-    def _limit_of(self, request: Any, proposed: int) -> int:
-        params = getattr(request, "sampling_params", None)
-        extra = getattr(params, "extra_args", None)
-        if not extra:
-            return proposed
-        options = read_request(extra, self._settings)
-        if not options.speculate:
-            return 0
-        return proposed if options.max_draft_len is None else options.max_draft_len
+        Returns:
+            ids of requests without any draft, whose steps must not count.
+        """
+        drafts = scheduled.scheduled_spec_decode_tokens
+        if not drafts:
+            return set()
+        invalid = dict(scheduled.num_invalid_spec_tokens or {})
+        withheld = set()
+        for identifier, limit in list(self._limits.items()):
+            if identifier not in requests:
+                del self._limits[identifier]
+            elif identifier in drafts:
+                beyond = max(0, len(drafts[identifier]) - limit)
+                invalid[identifier] = max(beyond, invalid.get(identifier, 0))
+                if limit == 0:
+                    withheld.add(identifier)
+        scheduled.num_invalid_spec_tokens = invalid or None
+        if self._alarm is not None:
+            # drafts that a grammar forbids are no sign of wrong MTP weights
+            count = len(drafts) - sum(
+                len(drafts.get(identifier, ())) == number for identifier, number in invalid.items()
+            )
+            tokens = output.sampled_token_ids
+            accepted = sum(map(len, tokens)) - len(tokens) + tokens.count([])
+            if count > 0:
+                self._alarm.record_steps(count, count + accepted)
+        return withheld
 
 
 def counter_of(vllm_config: Any) -> DraftCounter | None:

@@ -44,6 +44,17 @@ _COMMON: Signatures = {
         "num_invalid_spec_tokens",
         "request_id",
     ),
+    "vllm.v1.core.sched.scheduler:Scheduler.add_request": ("request",),
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
+        "scheduler_output",
+        "model_runner_output",
+    ),
+    "vllm.v1.engine.core:EngineCore.preprocess_add_request": ("request",),
+    "vllm.v1.engine.core:EngineCoreProc._handle_request_preproc_error": ("request",),
+    "vllm.v1.engine.core:EngineCoreProc._send_error_outputs_to_client": (
+        "req_ids",
+        "client_index",
+    ),
     f"{_GPU}.model_states.interface:ModelState.custom_sampler": ("sampler",),
     f"{_GPU}.sample.sampler:Sampler.apply_staged_writes": (),
     f"{_GPU}.sample.states:SamplingStates.apply_temperature": (
@@ -100,6 +111,7 @@ _DRAFT = ("idx_mapping", "temperature", "seeds", "draft_step", "draft_logits")
 SIGNATURES: Mapping[str, Signatures] = {
     "v24": {
         **_COMMON,
+        f"{_GPU}.model_runner:GPUModelRunner.load_model": ("load_dummy_weights", "args", "kwargs"),
         f"{_GPU}.sample.sampler:Sampler.add_request": ("req_idx", "prompt_len", "sampling_params"),
         f"{_GPU}.sample.sampler:Sampler.apply_sampling_params": (*_ROWS_24, "skip_top_k_top_p"),
         f"{_GPU}.sample.sampler:Sampler.sample": (*_ROWS_24, "return_logprobs"),
@@ -162,6 +174,12 @@ SIGNATURES: Mapping[str, Signatures] = {
     },
     "v32": {
         **_COMMON,
+        f"{_GPU}.model_runner:GPUModelRunner.load_model": (
+            "load_dummy_weights",
+            "args",
+            "model",
+            "kwargs",
+        ),
         f"{_GPU}.sample.sampler:Sampler.add_request": ("req_idx", "sampling_params"),
         f"{_GPU}.sample.logits_processor.interface:LogitsContext": (
             "expanded_idx_mapping",

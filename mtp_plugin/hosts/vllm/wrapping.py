@@ -10,8 +10,8 @@ Imports the standard library alone: vLLM only logs a plugin that fails to import
 from __future__ import annotations
 
 import functools
-import inspect
 import logging
+import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
@@ -93,26 +93,64 @@ def _validate_params(original: Method) -> Method:
     return wrapper
 
 
-def _make_spec_decoding_stats(original: Method) -> Method:
-    names = tuple(inspect.signature(original).parameters)[1:]
+def _preprocess_add_request(original: Method) -> Method:
+    """Every front end's requests come here, also those of other languages or without the plugin."""
 
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:  # called per request and step
-        counter = self.__dict__.get(_COUNTER, self)
-        if counter is self:  # the first call of this scheduler
-            counter = None
-            if _is_on(self.vllm_config):
-                from mtp_plugin.hosts.vllm.metrics import counter_of
+    def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        settings = _kept(self, _ADMISSION, _settings)
+        if settings is not None:
+            from mtp_plugin.hosts.vllm.requests import check_request
 
-                counter = counter_of(self.vllm_config)
-            self.__dict__[_COUNTER] = counter
-        if counter is None:
-            return original(self, *args, **kwargs)
-        given = dict(zip(names, args))  # noqa: B905 (the rest is in kwargs)
-        given.update(kwargs)
-        counted = counter.counted(self.requests.get(given["request_id"]), given)
-        if counted is None:
-            return given["spec_decoding_stats"]
-        return original(self, **counted)
+            check_request(request.sampling_params, settings)
+        return original(self, request, *args, **kwargs)
+
+    return wrapper
+
+
+def _handle_preproc_error(original: Method) -> Method:
+    """Log one line in place of a traceback: versions before 0.33 do not expect wrong requests."""
+
+    def wrapper(self: Any, request: Any) -> Any:
+        if not _is_on(self.vllm_config):
+            return original(self, request)
+        from vllm.exceptions import VLLMValidationError
+
+        error = sys.exc_info()[1]
+        if not isinstance(error, VLLMValidationError):
+            return original(self, request)
+        _logger.warning("request %s is refused: %s", request.request_id, error)
+        self._send_error_outputs_to_client([request.request_id], request.client_index)
+        return None
+
+    return wrapper
+
+
+def _add_scheduled_request(original: Method) -> Method:
+    def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        counter = _kept(self, _COUNTER, _counter_of)
+        if counter is not None:
+            counter.add(request)
+        return original(self, request, *args, **kwargs)
+
+    return wrapper
+
+
+def _update_from_output(original: Method) -> Method:
+    def wrapper(self: Any, scheduled: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+        counter = _kept(self, _COUNTER, _counter_of)
+        withheld = counter and counter.correct(self.requests, scheduled, output)
+        if not withheld:
+            return original(self, scheduled, output, *args, **kwargs)
+        make = self.make_spec_decoding_stats
+
+        def make_of_others(stats: Any, **named: Any) -> Any:
+            return stats if named["request_id"] in withheld else make(stats, **named)
+
+        self.make_spec_decoding_stats = make_of_others
+        try:
+            return original(self, scheduled, output, *args, **kwargs)
+        finally:
+            del self.make_spec_decoding_stats
 
     return wrapper
 
@@ -123,20 +161,38 @@ def _custom_sampler(original: Method) -> Method:
         settings = _settings(self.vllm_config)
         if settings is None:
             return given
-        from mtp_plugin.errors import HostError
         from mtp_plugin.hosts.vllm.engine import Engine
         from mtp_plugin.hosts.vllm.precompile import of_worker
 
         if given is not None:
-            raise HostError(
-                f"mtp_plugin cannot sample for {type(self).__name__}, which brings a sampler of "
-                "its own: leave out additional_config.mtp_plugin"
-            )
+            raise _own_sampler(self)
         engine = Engine(self.vllm_config, settings, sampler, self.device, of_worker())
         setattr(self, _ENGINE, engine)
         return engine.sampler, engine.verifier
 
     return wrapper
+
+
+def _load_model(original: Method) -> Method:
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        if self.is_last_pp_rank and _is_on(self.vllm_config):
+            engine = getattr(self.model_state, _ENGINE, None)
+            if engine is None or self.sampler is not engine.sampler:
+                raise _own_sampler(self.model_state)
+        return result
+
+    return wrapper
+
+
+def _own_sampler(model_state: Any) -> Exception:
+    from mtp_plugin.errors import HostError
+
+    return HostError(
+        f"mtp_plugin cannot sample for {type(model_state).__name__}, whose method custom_sampler "
+        "returns a sampler of its own: leave out additional_config.mtp_plugin, or return "
+        "super().custom_sampler(sampler)"
+    )
 
 
 def _sample_draft(original: Method) -> Method:
@@ -212,9 +268,13 @@ START: Mapping[str, Callable[[Method], Method]] = {
     _WORKER_INIT: _worker_init,
     "vllm.v1.engine.input_processor:InputProcessor.__init__": _input_processor_init,
     "vllm.v1.engine.input_processor:InputProcessor._validate_params": _validate_params,
-    "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": _make_spec_decoding_stats,
+    "vllm.v1.engine.core:EngineCore.preprocess_add_request": _preprocess_add_request,
+    "vllm.v1.engine.core:EngineCoreProc._handle_request_preproc_error": _handle_preproc_error,
+    "vllm.v1.core.sched.scheduler:Scheduler.add_request": _add_scheduled_request,
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": _update_from_output,
 }
 WORKER: Mapping[str, Callable[[Method], Method]] = {
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model": _load_model,
     "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler": _custom_sampler,
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model": _load_draft_model,
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft": _sample_draft,
@@ -231,6 +291,21 @@ def _is_on(vllm_config: Any) -> bool:
     extra = getattr(vllm_config, "additional_config", None)
     given = extra.get("mtp_plugin") if isinstance(extra, dict) else None
     return given is not None and given is not False
+
+
+def _kept(owner: Any, name: str, read: Callable[[Any], Any]) -> Any:
+    """Return what ``read`` finds in the configuration of ``owner``, read by its first call."""
+    if name not in owner.__dict__:
+        owner.__dict__[name] = read(owner.vllm_config)
+    return owner.__dict__[name]
+
+
+def _counter_of(vllm_config: Any) -> Any:
+    if not _is_on(vllm_config):
+        return None
+    from mtp_plugin.hosts.vllm.metrics import counter_of
+
+    return counter_of(vllm_config)
 
 
 def _settings(vllm_config: Any) -> Any:

@@ -80,21 +80,29 @@ class CollapseAlarm:
         self.collapsed = False
         self._logger = logger
         self.num_collapses = 0
-        self._emitted: deque[int] = deque(maxlen=COLLAPSE_STEPS)
+        self._window: deque[tuple[int, int]] = deque()  # request-steps, their output tokens
+        self._num_steps = 0
         self._total = 0
 
     @property
     def acceptance_length(self) -> float:
         """Output tokens per step over the latest steps with drafts; 0.0 before the first."""
-        return self._total / len(self._emitted) if self._emitted else 0.0
+        return self._total / self._num_steps if self._num_steps else 0.0
 
     def record_step(self, num_emitted: int) -> None:
         """Count the output tokens of a request's step that verified drafts."""
-        if len(self._emitted) == COLLAPSE_STEPS:
-            self._total -= self._emitted[0]
-        self._emitted.append(num_emitted)
+        self.record_steps(1, num_emitted)
+
+    def record_steps(self, num_steps: int, num_emitted: int) -> None:
+        """Count the output tokens of one or more steps that verified drafts."""
+        self._window.append((num_steps, num_emitted))
+        self._num_steps += num_steps
         self._total += num_emitted
-        if len(self._emitted) < COLLAPSE_STEPS:
+        while self._num_steps - self._window[0][0] >= COLLAPSE_STEPS:
+            oldest = self._window.popleft()
+            self._num_steps -= oldest[0]
+            self._total -= oldest[1]
+        if self._num_steps < COLLAPSE_STEPS:
             return
         mean = self.acceptance_length
         if not self.collapsed and mean < COLLAPSED_BELOW:

@@ -11,6 +11,7 @@ import pytest
 from mtp_plugin.hosts.vllm.metrics import DraftCounter, counter_of
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
 from mtp_plugin.hosts.vllm.requests import (
+    AdmittedOptions,
     RequestOptions,
     check_request,
     read_request,
@@ -263,51 +264,80 @@ def test_without_relaxed_acceptance_no_stop_ids_are_stored() -> None:
 # ---- counts of drafts
 
 
-def request_of(**extra: Any) -> SimpleNamespace:
-    args = {f"mtp_{name}": value for name, value in extra.items()}
-    return SimpleNamespace(sampling_params=SimpleNamespace(extra_args=args))
-
-
 def counts(
-    counter: DraftCounter, request: object, proposed: int, accepted: int, invalid: int = 0
+    counter: DraftCounter,
+    proposed: int,
+    accepted: int,
+    invalid: int = 0,
+    count: int = 1,
+    **extra: Any,
 ) -> int | None:
-    """The number of drafts that vLLM counts as proposed; None: the step is not counted."""
-    arguments = {
-        "spec_decoding_stats": None,
-        "num_draft_tokens": proposed,
-        "num_accepted_tokens": accepted,
-        "num_invalid_spec_tokens": {"a": invalid} if invalid else None,
-        "request_id": "a",
-    }
-    counted = counter.counted(request, arguments)
-    if counted is None:
+    """The number of drafts that vLLM counts as proposed in a step of ``count`` requests with the
+    same options; None: the step is not counted."""
+    names = [str(number) for number in range(count)]
+    requests = {}
+    for name in names:
+        args = {f"mtp_{key}": value for key, value in extra.items()}
+        params = SimpleNamespace(extra_args=args)
+        requests[name] = SimpleNamespace(request_id=name, sampling_params=params)
+        counter.add(requests[name])
+    step = SimpleNamespace(
+        scheduled_spec_decode_tokens={name: [7] * proposed for name in names if proposed},
+        num_invalid_spec_tokens=dict.fromkeys(names, invalid) if invalid else None,
+    )
+    output = SimpleNamespace(sampled_token_ids=[[7] * (accepted + 1)] * count)
+    withheld = counter.correct(requests, step, output)
+    if withheld:
         return None
-    assert counted == {**arguments, "num_draft_tokens": counted["num_draft_tokens"]}
-    return int(counted["num_draft_tokens"])
+    return proposed - (step.num_invalid_spec_tokens or {}).get("0", 0)
 
 
 @pytest.mark.parametrize(
-    ("request_", "proposed", "invalid", "expected"),
+    ("extra", "proposed", "invalid", "expected"),
     [
-        (None, 3, 0, 3),  # finished in this step
-        (request_of(), 3, 0, 3),
-        (SimpleNamespace(), 3, 0, 3),
-        (request_of(max_draft_len=2), 3, 0, 2),
-        (request_of(max_draft_len=2), 1, 0, 1),
-        (request_of(max_draft_len=0), 3, 0, None),
-        (request_of(speculate=False), 3, 0, None),
-        (request_of(speculate=False), 3, 2, None),
-        (request_of(speculate=False), 0, 0, 0),
-        (request_of(), 3, 2, 3),
-        # vLLM subtracts the invalid drafts, which may be withheld ones: never below 0
-        (request_of(max_draft_len=1), 3, 2, 2),
-        (request_of(max_draft_len=2), 3, 1, 2),
+        ({}, 3, 0, 3),
+        ({"max_draft_len": 3}, 3, 0, 3),
+        ({"max_draft_len": 2}, 3, 0, 2),
+        ({"max_draft_len": 2}, 1, 0, 1),
+        ({"max_draft_len": 0}, 3, 0, None),
+        ({"speculate": False}, 3, 0, None),
+        ({"speculate": False}, 3, 2, None),
+        ({"speculate": False}, 0, 0, 0),
+        ({}, 3, 2, 1),
+        # the first of the drafts is valid and allowed
+        ({"max_draft_len": 1}, 3, 2, 1),
+        ({"max_draft_len": 2}, 3, 1, 2),
+        ({"max_draft_len": 2}, 3, 2, 1),
+        ({"max_draft_len": 9}, 3, 0, 3),  # wrong, by a way without a check
     ],
 )
 def test_withheld_drafts_are_not_counted(
-    request_: object, proposed: int, invalid: int, expected: int | None
+    extra: dict[str, Any], proposed: int, invalid: int, expected: int | None
 ) -> None:
-    assert counts(DraftCounter(SETTINGS), request_, proposed, 0, invalid) == expected
+    assert counts(DraftCounter(SETTINGS), proposed, 0, invalid, **extra) == expected
+
+
+def test_limits_of_finished_requests_are_forgotten() -> None:
+    counter = DraftCounter(SETTINGS)
+    counts(counter, 3, 0, max_draft_len=1)
+    step = SimpleNamespace(
+        scheduled_spec_decode_tokens={"0": [7] * 3, "1": [7] * 3}, num_invalid_spec_tokens=None
+    )
+    counter.correct({"1": None}, step, SimpleNamespace(sampled_token_ids=[[7], [7]]))
+    assert step.num_invalid_spec_tokens is None
+    counts(counter, 3, 0, max_draft_len=1)
+    assert counts(counter, 3, 0) == 3  # a request of the same id, without a limit
+
+
+def test_wrong_options_inside_the_engine_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """A worker or scheduler that raises ends the engine."""
+    reader = AdmittedOptions(SETTINGS)
+    for wrong in ({"mtp_max_draft_len": 9}, {"mtp_x": 1}):
+        assert reader.read(wrong) == RequestOptions()
+    assert reader.read({"mtp_max_draft_len": 2}).max_draft_len == 2
+    (record,) = caplog.records
+    assert record.name == "vllm.mtp_plugin"
+    assert "num_speculative_tokens = 3, got 9" in record.getMessage()
 
 
 def messages(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -320,10 +350,10 @@ def test_collapsed_acceptance_is_logged_once_where_vllm_logs(
     counter = DraftCounter(SETTINGS)
     with caplog.at_level(logging.INFO):
         for _ in range(2 * COLLAPSE_STEPS):
-            counts(counter, request_of(), 3, 0)
+            counts(counter, 3, 0)
         (record,) = caplog.records
         for _ in range(COLLAPSE_STEPS):
-            counts(counter, request_of(), 3, 2)
+            counts(counter, 3, 2)
     assert record.name == "vllm.mtp_plugin"
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("acceptance collapsed: 1.000 tokens per step")
@@ -331,37 +361,46 @@ def test_collapsed_acceptance_is_logged_once_where_vllm_logs(
 
 
 @pytest.mark.parametrize(
-    ("request_", "proposed", "invalid"),
+    ("extra", "proposed", "invalid"),
     [
-        (request_of(), 0, 0),
-        (request_of(), 3, 3),
-        (request_of(speculate=False), 3, 0),
-        (request_of(max_draft_len=0), 3, 0),
-        (request_of(max_draft_len=1), 3, 2),
+        ({}, 0, 0),
+        ({}, 3, 3),
+        ({"speculate": False}, 3, 0),
+        ({"max_draft_len": 0}, 3, 0),
+        ({"max_draft_len": 1}, 3, 3),
     ],
 )
 def test_steps_that_verify_no_draft_raise_no_alarm(
-    caplog: pytest.LogCaptureFixture, request_: object, proposed: int, invalid: int
+    caplog: pytest.LogCaptureFixture, extra: dict[str, Any], proposed: int, invalid: int
 ) -> None:
     counter = DraftCounter(SETTINGS)
     for _ in range(2 * COLLAPSE_STEPS):
-        counts(counter, request_, proposed, 0, invalid)
+        counts(counter, proposed, 0, invalid, **extra)
     for _ in range(COLLAPSE_STEPS - 1):
-        counts(counter, request_of(), 3, 0)
+        counts(counter, 3, 0)
     assert not caplog.records
+
+
+def test_the_alarm_counts_all_requests_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
+    counter = DraftCounter(SETTINGS)
+    for _ in range(COLLAPSE_STEPS // 64 - 1):
+        counts(counter, 3, 0, count=64)
+    assert not caplog.records
+    counts(counter, 3, 0, count=64)
+    assert messages(caplog) == ["acceptance collapsed"]
 
 
 def test_accepted_drafts_raise_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     counter = DraftCounter(SETTINGS)
     for step in range(2 * COLLAPSE_STEPS):
-        counts(counter, request_of(), 3, int(step % 10 == 0))  # 1.1 tokens per step
+        counts(counter, 3, int(step % 10 == 0))  # 1.1 tokens per step
     assert not caplog.records
 
 
 def test_synthetic_acceptance_raises_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     counter = DraftCounter(SYNTHETIC)
     for _ in range(2 * COLLAPSE_STEPS):
-        assert counts(counter, request_of(), 3, 0) == 3
+        assert counts(counter, 3, 0) == 3
     assert not caplog.records
 
 

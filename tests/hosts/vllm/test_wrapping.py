@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import subprocess
 import sys
@@ -29,8 +28,13 @@ WRAPPED_IN_EVERY_PROCESS = [
     WORKER_INIT,
     "vllm.v1.engine.input_processor:InputProcessor.__init__",
     "vllm.v1.engine.input_processor:InputProcessor._validate_params",
-    "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats",
+    "vllm.v1.engine.core:EngineCore.preprocess_add_request",
+    "vllm.v1.engine.core:EngineCoreProc._handle_request_preproc_error",
+    "vllm.v1.core.sched.scheduler:Scheduler.add_request",
+    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
 ]
+PREPROCESS, PREPROC_ERROR, ADD_SCHEDULED, UPDATE = WRAPPED_IN_EVERY_PROCESS[3:]
+LOAD_MODEL = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model"
 WRAPPED_IN_WORKERS = [
     "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler",
     "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model",
@@ -68,7 +72,7 @@ def off_config(additional: object) -> SimpleNamespace:
 
 def test_the_wrapped_methods_are_the_documented_ones() -> None:
     assert list(START) == WRAPPED_IN_EVERY_PROCESS
-    assert list(WORKER) == WRAPPED_IN_WORKERS
+    assert list(WORKER) == [LOAD_MODEL, *WRAPPED_IN_WORKERS]
     for signatures in SIGNATURES.values():
         assert {*START, *WORKER} <= signatures.keys()
     readme = README.read_text(encoding="utf-8")
@@ -108,11 +112,17 @@ def test_wrappers_return_the_original_result_while_off(
     processor.__init__(config)
     params = SimpleNamespace(extra_args={"mtp_x": 1})
     assert processor._validate_params(params, ("generate",)) == (params, ("generate",))
-    scheduler = object_of(vllm, WRAPPED_IN_EVERY_PROCESS[3])
-    scheduler.vllm_config = config  # without the attribute ``requests``, which is not read
-    counts = {"num_draft_tokens": 3, "num_accepted_tokens": 1}
-    for _ in range(2):
-        assert scheduler.make_spec_decoding_stats("stats", **counts) == ("stats", 3, 1, None, None)
+    for target, names in ((PREPROCESS, "r"), (ADD_SCHEDULED, "r"), (UPDATE, "so")):
+        owner = object_of(vllm, target)
+        owner.vllm_config = config  # without other attributes, which are not read
+        for _ in range(2):
+            assert function_of(vllm, target)(owner, *names) == tuple(names)
+    core = object_of(vllm, PREPROC_ERROR)
+    core.vllm_config = config
+    assert core._handle_request_preproc_error("request") == ("request",)
+    runner = object_of(vllm, LOAD_MODEL)
+    runner.vllm_config, runner.is_last_pp_rank = config, True
+    assert runner.load_model(True) == (True, None, None, None)
     state = object_of(vllm, WRAPPED_IN_WORKERS[0])
     state.vllm_config = config
     assert state.custom_sampler("sampler") == ("sampler",)
@@ -132,8 +142,28 @@ def test_a_sampler_of_the_model_itself_is_refused_while_on(vllm: dict[str, Modul
     state.vllm_config = off_config({})
     assert state.custom_sampler("sampler") == ("sampler",)
     state.vllm_config = make_config()
-    with pytest.raises(HostError, match="which brings a sampler of its own: leave out"):
+    with pytest.raises(HostError, match="returns a sampler of its own: leave out"):
         state.custom_sampler("sampler")
+
+
+def test_a_model_state_that_overrides_custom_sampler_is_refused_while_on(
+    vllm: dict[str, ModuleType],
+) -> None:
+    """Its method is not the wrapped one: the plugin would be off without notice."""
+    wrap_worker()
+    runner = object_of(vllm, LOAD_MODEL)
+    runner.vllm_config, runner.is_last_pp_rank = make_config(), True
+    sampler = object()
+    runner.sampler, runner.model_state = "own", SimpleNamespace()
+    for engine in (None, SimpleNamespace(sampler=sampler)):
+        runner.model_state._mtp_plugin_engine = engine
+        with pytest.raises(HostError, match="SimpleNamespace, whose method custom_sampler returns"):
+            runner.load_model()
+    runner.sampler = sampler
+    runner.load_model()
+    runner.is_last_pp_rank = False  # where vLLM does not call custom_sampler
+    runner.model_state = None
+    runner.load_model()
 
 
 def test_a_worker_wraps_its_methods_only_while_on(vllm: dict[str, ModuleType]) -> None:
@@ -168,26 +198,74 @@ def test_requests_are_checked_while_on(vllm: dict[str, ModuleType]) -> None:
     assert processor._validate_params(params, ("generate",)) == (params, ("generate",))
 
 
-def test_metrics_leave_out_withheld_drafts(
-    vllm: dict[str, ModuleType], monkeypatch: pytest.MonkeyPatch
+WRONG = SimpleNamespace(
+    request_id="a", client_index=2, sampling_params=SimpleNamespace(extra_args={"mtp_x": 1})
+)
+
+
+def test_the_engine_core_checks_requests_of_every_front_end(vllm: dict[str, ModuleType]) -> None:
+    register()
+    core = object_of(vllm, PREPROCESS)
+    core.vllm_config = make_config()
+    with pytest.raises(vllm["vllm.exceptions"].VLLMValidationError, match="mtp_x: unknown option"):
+        core.preprocess_add_request(WRONG)
+    for params in (None, SimpleNamespace(extra_args=None)):  # None: a pooling request
+        request = SimpleNamespace(sampling_params=params)
+        assert core.preprocess_add_request(request) == (request,)
+
+
+def test_a_refused_request_ends_with_an_error_and_one_line(
+    vllm: dict[str, ModuleType], caplog: pytest.LogCaptureFixture
 ) -> None:
     register()
-    # called for every request of a step: reading a signature each time took 3 ms of a step of 64
-    monkeypatch.delattr(inspect, "signature")
-    scheduler = object_of(vllm, WRAPPED_IN_EVERY_PROCESS[3])
+    core = object_of(vllm, PREPROC_ERROR)
+    core.vllm_config = make_config()
+    sent: list[Any] = []
+    core._send_error_outputs_to_client = lambda *arguments: sent.append(arguments)
+    for error in (vllm["vllm.exceptions"].VLLMValidationError("wrong"), KeyError("other")):
+        try:
+            raise error
+        except Exception:
+            result = core._handle_request_preproc_error(WRONG)
+    assert result == (WRONG,)  # vLLM handles other errors
+    assert sent == [(["a"], 2)]
+    assert [record.getMessage() for record in caplog.records] == ["request a is refused: wrong"]
+    assert caplog.records[0].exc_info is None
+
+
+def test_metrics_leave_out_withheld_drafts(vllm: dict[str, ModuleType]) -> None:
+    counted: list[tuple[str, int]] = []
+
+    class Scheduler(vllm["vllm.v1.core.sched.scheduler"].Scheduler):  # type: ignore[misc, name-defined]
+        def make_spec_decoding_stats(self, stats: object, **named: Any) -> object:
+            counted.append((named["request_id"], named["num_draft_tokens"]))
+            return stats
+
+    def update(self: Any, scheduler_output: Any, _output: Any) -> object:
+        stats: object = None
+        for name, drafts in scheduler_output.scheduled_spec_decode_tokens.items():
+            invalid = (scheduler_output.num_invalid_spec_tokens or {}).get(name, 0)
+            count = len(drafts) - invalid
+            stats = self.make_spec_decoding_stats(stats, request_id=name, num_draft_tokens=count)
+        return stats
+
+    vllm["vllm.v1.core.sched.scheduler"].Scheduler.update_from_output = update  # type: ignore[attr-defined]
+    register()
+    scheduler = Scheduler()
     scheduler.vllm_config = make_config()
-    names = SIGNATURES["v32"][WRAPPED_IN_EVERY_PROCESS[3]]
     options = {"plain": None, "one": {"mtp_max_draft_len": 1}, "none": {"mtp_speculate": False}}
-    scheduler.requests = {
-        name: SimpleNamespace(sampling_params=SimpleNamespace(extra_args=extra))
-        for name, extra in options.items()
-    }
-    counted = {"plain": 3, "one": 1, "gone": 3}
-    for name, num_drafts in counted.items():
-        call = dict(zip(names, ("stats", 3, 1, None, name), strict=True))
-        result = scheduler.make_spec_decoding_stats(call.pop(names[0]), **call)
-        assert result == ("stats", num_drafts, 1, None, name)
-    assert scheduler.make_spec_decoding_stats("stats", 3, 0, None, "none") == "stats"
+    scheduler.requests = {}
+    for name, extra in options.items():
+        params = SimpleNamespace(extra_args=extra)
+        scheduler.requests[name] = SimpleNamespace(request_id=name, sampling_params=params)
+        scheduler.add_request(scheduler.requests[name])
+    for _ in range(2):
+        counted.clear()
+        drafts = {name: [7, 7, 7] for name in [*options, "gone"]}
+        step = SimpleNamespace(scheduled_spec_decode_tokens=drafts, num_invalid_spec_tokens=None)
+        scheduler.update_from_output(step, SimpleNamespace(sampled_token_ids=[[1], [1], [1], [1]]))
+        assert counted == [("plain", 3), ("one", 1), ("gone", 3)]
+    assert "make_spec_decoding_stats" not in vars(scheduler)
 
 
 def test_ids_of_a_prefill_are_kept_for_the_sampler(vllm: dict[str, ModuleType]) -> None:
@@ -225,7 +303,9 @@ def test_a_worker_on_a_cuda_device_compiles_kernels_early(
     assert found == starts
 
 
-@pytest.mark.parametrize("missing", WRAPPED_IN_EVERY_PROCESS[2:] + WRAPPED_IN_WORKERS)
+@pytest.mark.parametrize(
+    "missing", [*WRAPPED_IN_EVERY_PROCESS[2:], LOAD_MODEL, *WRAPPED_IN_WORKERS]
+)
 def test_missing_methods_are_noticed_only_while_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
 ) -> None:
@@ -291,20 +371,28 @@ class Base:
     def __init__(self, vllm_config): self.vllm_config = vllm_config
 class Processor(Base):
     def _validate_params(self, params): return params
+class Core(Base):
+    def preprocess_add_request(self, request): return request
+    def _handle_request_preproc_error(self, request): return request
 class Scheduler(Base):
-    def make_spec_decoding_stats(self, stats, num_draft_tokens, num_accepted_tokens): return stats
+    def add_request(self, request): return request
+    def update_from_output(self, scheduled, output): return output
 for name in ("vllm", "vllm.v1", "vllm.v1.worker", "vllm.v1.engine", "vllm.v1.core",
              "vllm.v1.core.sched"):
     add(name)
 add("vllm.v1.worker.worker_base", WorkerBase=Base)
 add("vllm.v1.engine.input_processor", InputProcessor=Processor)
 add("vllm.v1.core.sched.scheduler", Scheduler=Scheduler)
+add("vllm.v1.engine.core", EngineCore=Core, EngineCoreProc=Core)
 from mtp_plugin.hosts.vllm import register
 register()
 config = SimpleNamespace(additional_config={{}})
 Base(config)
 Processor(config)._validate_params(1)
-Scheduler(config).make_spec_decoding_stats(1, num_draft_tokens=1, num_accepted_tokens=0)
+Core(config).preprocess_add_request(1)
+Core(config)._handle_request_preproc_error(1)
+Scheduler(config).add_request(1)
+Scheduler(config).update_from_output(1, 2)
 """
 
 
