@@ -255,7 +255,6 @@ def in_vllm() -> str:
     engines = {
         "vLLM 0.24": "vllm",
         "vLLM, `draft_sample_method: probabilistic`": "vllm_probabilistic",
-        "vLLM with the plugin's sampling alone": "mtp_plugin_sampling",
         "vLLM with the plugin": "mtp_plugin",
         "vLLM with the plugin, `rejection`": "mtp_plugin_rejection",
         "vLLM with the plugin, `block`": "mtp_plugin_block",
