@@ -34,6 +34,8 @@ from tests.speculative.ops.sampling.example import Options
 
 NUMBERS = (0.5, -0.5, 1.0, 0.1, -0.3, 2.0, 3.7, 100.0)
 FACTORS = (1.0, 2.0, 0.5, 1.3, 1.1, 1e-30, 3e38)
+MOST_COLUMNS = 4096
+"""Of a block; a block of 32,000 takes minutes to compile."""
 
 
 @dataclass(frozen=True)
@@ -53,15 +55,17 @@ class EditedBatch:
         greedy: bool,
         drafts: bool = True,
         pools: bool = True,
+        draft_dtype: torch.dtype | None = None,
         **shape: object,
     ) -> EditedBatch:
+        """A random batch; drafts are of any integer type by default."""
         batch = Batch.of(seed, vocab, **shape)
         rng = random.Random(seed + 1)
         ids = list(range(vocab)) if batch.vocab_ids is None else batch.vocab_ids.tolist()
         whole = vocab if batch.vocab_ids is None else vocab * 3 + 5
         generations = batch.rows.num_requests - batch.rows.num_contexts
         width = batch.rows.column + batch.rows.width - 1 + rng.randrange(2)
-        dtype = rng.choice((torch.int32, torch.int64))
+        dtype = draft_dtype or rng.choice((torch.int32, torch.int64))
         drafted = [[draft_of(rng, ids, dtype) for _ in range(width)] for _ in range(generations)]
         logits_options = [
             random_logits_options(rng, ids, whole) if rng.random() < 0.8 else LogitsOptions()
@@ -269,14 +273,14 @@ def edited_kernel(
 
 
 def loaded(case: EditedBatch, *, by_block: bool = False) -> torch.Tensor:
-    """Rows [N, V] float32 as kernels load them: in one, or by blocks of two words, whose
-    columns are token ids."""
+    """Rows [N, V] float32 as kernels load them: in one, up to the largest block of a kernel, or by
+    blocks of two words, whose columns are token ids."""
     rows, slots, logits = case.batch.rows, case.batch.slots, case.logits
     assert slots.pools is not None
     pools, vocab = slots.pools, logits.shape[1]
     ids = torch.arange(vocab, dtype=torch.int32, device=DEVICE)
     out = torch.full(logits.shape, float(POISON), device=DEVICE)
-    size = 64 if by_block else triton.next_power_of_2(vocab)
+    size = 64 if by_block else min(triton.next_power_of_2(vocab), MOST_COLUMNS)
     edited_kernel[(len(logits), -(-vocab // size))](
         logits,
         ids if case.batch.vocab_ids is None else case.batch.vocab_ids,
