@@ -538,16 +538,21 @@ def test_strided_arguments(backend: Backend) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("contexts", "generations", "stops"), [(0, 1, 1), (0, 256, 3), (7, 60, 20), (200, 9, 32)]
+    ("contexts", "generations", "stops", "dtype"),
+    [
+        (0, 1, 1, torch.float32),
+        (0, 256, 3, torch.bfloat16),
+        (7, 60, 20, torch.float16),
+        (200, 9, 32, torch.float32),
+        (200, 9, 32, torch.bfloat16),
+    ],
 )
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_real_shapes_in_a_cuda_graph(contexts, generations, stops, dtype) -> None:
     """Captured once, replayed with other logits, stop ids and positions, without a host sync."""
     k, vocab = 3, 151935
     mine = Batch.of(1, contexts, generations, k, vocab, stops)
-    rng = torch.Generator().manual_seed(2)
-    rows = mine.logits.shape[0]
-    logits = torch.randn(rows, vocab, generator=rng).to(DEVICE, dtype)
+    rng = torch.Generator(DEVICE).manual_seed(2)
+    logits = torch.empty(mine.logits.shape, dtype=dtype, device=DEVICE).normal_(generator=rng)
     mine.logits = logits
 
     def step() -> torch.Tensor:
