@@ -53,7 +53,8 @@ class RequestOptions(BaseModel):
     @field_validator("relaxed_delta", mode="before")
     @classmethod
     def _number(cls, value: Any) -> Any:
-        return float(value) if type(value) is int else value
+        # a larger integer may not fit a float, and is refused as it is
+        return float(value) if type(value) is int and abs(value) <= 1 else value
 
 
 def read_request(extra_args: Mapping[str, Any] | None, settings: EngineSettings) -> RequestOptions:
@@ -194,7 +195,7 @@ def _impossible(options: RequestOptions, settings: EngineSettings) -> list[str]:
     if most is not None and most > settings.num_drafts:
         problems.append(
             f"{PREFIX}max_draft_len: expected at most num_speculative_tokens = "
-            f"{settings.num_drafts}, got {most}"
+            f"{settings.num_drafts}, got {got(most)}"
         )
     return problems
 

@@ -73,6 +73,8 @@ WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
     (COUPLED, {"mtp_relaxed_topk": 3}, f"mtp_relaxed_topk: {NO_THINKING}"),
     (SETTINGS, {"mtp_relaxed_delta": -0.1}, f"{DELTA} -0.1"),
     (SETTINGS, {"mtp_relaxed_delta": 2}, f"{DELTA} 2"),
+    # neither fits a float nor can be written as a decimal number
+    (SETTINGS, {"mtp_relaxed_delta": 10**5000}, f"{DELTA} an integer of 16610 bits"),
     (SETTINGS, {"mtp_relaxed_delta": float("nan")}, f"{DELTA} nan"),
     (SETTINGS, {"mtp_relaxed_delta": "0.5"}, f"{DELTA} '0.5'"),
     (SETTINGS, {"mtp_relaxed_delta": True}, f"{DELTA} true"),
@@ -88,6 +90,12 @@ WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
         SETTINGS,
         {"mtp_max_draft_len": 4},
         "mtp_max_draft_len: expected at most num_speculative_tokens = 3, got 4",
+    ),
+    (
+        SETTINGS,
+        {"mtp_max_draft_len": 10**5000},
+        "mtp_max_draft_len: expected at most num_speculative_tokens = 3, got an integer of "
+        "16610 bits",
     ),
     (SETTINGS, {"mtp_speculate": 2, "mtp_a": 1}, f"{SPECULATE} 2; mtp_a: {KNOWN}"),
     (
