@@ -37,6 +37,43 @@ def conversations_of(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
     return conversations
 
 
+def tools_of(tools: Any) -> list[Any] | None:
+    """Return tool definitions as a list, None for none. transformers also takes functions.
+
+    Raises:
+        RequestError: neither None nor a list of mappings.
+    """
+    if tools is None:
+        return None
+    is_list = isinstance(tools, Sequence) and not isinstance(tools, (str, bytes))
+    wrong = [tools]
+    if is_list:
+        wrong = [tool for tool in tools if not isinstance(tool, Mapping) and not callable(tool)]
+    if wrong:
+        raise RequestError(
+            f"tools: expected a list of mappings, as [{{'type': 'function', 'function': {{...}}}}], "
+            f"or None, got {format_value(wrong[0])}"
+        )
+    return list(tools)
+
+
+def template_variables_of(variables: Any) -> dict[str, Any]:
+    """Return further variables of a chat template.
+
+    Raises:
+        RequestError: neither None nor a mapping of names.
+    """
+    if variables is None:
+        return {}
+    is_mapping = isinstance(variables, Mapping)
+    if not is_mapping or not all(isinstance(name, str) for name in variables):
+        raise RequestError(
+            f"chat_template_kwargs: expected a mapping of names to values or None, got "
+            f"{format_value(variables)}"
+        )
+    return dict(variables)
+
+
 def render_chat(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
     """Return the text of a conversation.
 

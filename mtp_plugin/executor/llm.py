@@ -15,7 +15,13 @@ from mtp_plugin.errors import ConfigError, RequestError, expect_int, format_valu
 from mtp_plugin.executor import gc_freeze
 from mtp_plugin.executor.admission import Admission
 from mtp_plugin.executor.build import BuiltExecutor, build_executor
-from mtp_plugin.executor.chat import Message, conversations_of, render_chat
+from mtp_plugin.executor.chat import (
+    Message,
+    conversations_of,
+    render_chat,
+    template_variables_of,
+    tools_of,
+)
 from mtp_plugin.executor.engine import Engine
 from mtp_plugin.executor.event_stream import (
     AsyncEventStream,
@@ -222,17 +228,18 @@ class LLM:
             chat_template_kwargs: further variables of the template.
 
         Raises:
-            RequestError: the checkpoint has no chat template, or it raises an error.
+            RequestError: the checkpoint has no chat template, or it raises an error; ``tools`` or
+                ``chat_template_kwargs`` is of another type.
         """
         return render_chat(
             self.tokenizer,
             messages,
             **{
-                **(chat_template_kwargs or {}),
+                **template_variables_of(chat_template_kwargs),
                 "chat_template": chat_template,
                 "add_generation_prompt": add_generation_prompt,
                 "continue_final_message": continue_final_message,
-                "tools": None if tools is None else list(tools),
+                "tools": tools_of(tools),
             },
         )
 

@@ -100,6 +100,10 @@ class _ReadAsList(Sequence[_Item_co]):
     def __repr__(self) -> str:
         return repr(list(self))
 
+    def __reduce__(self) -> tuple[type[list[_Item_co]], tuple[list[_Item_co]]]:
+        """Pickle a list: the decoder of a tokenizer and the event of a copy cannot be pickled."""
+        return list, (list(self),)
+
 
 class Logprobs(_ReadAsList[TokenLogprobs]):
     """Log-probabilities of all output tokens; the mappings are created when they are read.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import pickle
 from typing import Any
 
 import pytest
@@ -35,6 +36,15 @@ def test_fields_of_the_first_sequence_are_fields_of_the_output(trained: LLM) -> 
     assert "".join(one.decoded_token for one in chosen) == completion.text
     times = output.metrics
     assert times.arrival_time <= times.first_token_time <= times.finished_time
+
+
+def test_output_can_be_pickled(trained: LLM) -> None:
+    params = SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1)
+    (output,) = trained.generate("class HTTPServer:\n", params)
+    kept = pickle.loads(pickle.dumps(output))
+    assert kept == output
+    assert kept.logprobs == output.logprobs != []
+    assert kept.prompt_logprobs == output.prompt_logprobs
 
 
 def test_stop_reason_is_the_string_or_id_that_stopped(harness, target) -> None:
@@ -201,6 +211,22 @@ def test_chat_renders_the_template(trained: LLM) -> None:
 def test_chat_of_something_else_is_refused(trained: LLM, messages: Any) -> None:
     with pytest.raises(RequestError, match=r"^messages: expected "):
         trained.chat(messages, chat_template=TEMPLATE)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tools": 5}, r"^tools: expected a list of mappings, .* or None, got 5"),
+        ({"tools": [{"type": "function"}, "search"]}, r"^tools: expected .*, got 'search'"),
+        ({"chat_template_kwargs": 5}, r"^chat_template_kwargs: expected a mapping .*, got 5"),
+        ({"chat_template_kwargs": {1: 2}}, r"^chat_template_kwargs: .*, got {1: 2}"),
+    ],
+)
+def test_chat_options_of_another_type_are_refused(
+    trained: LLM, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RequestError, match=message):
+        trained.chat([{"role": "user", "content": "a"}], chat_template=TEMPLATE, **options)
 
 
 def test_chat_without_a_template_is_refused(trained: LLM, harness) -> None:
