@@ -197,8 +197,10 @@ def _load(resolved: ResolvedConfig, report: Progress) -> LoadedModel:
         dtype=resolve_dtype(config.dtype, resolved.facts.dtype, device),
         device=device,
         num_mtp_layers=resolved.plan.num_draft_layers,
+        on_progress=report,
     )
     if resolve_fusing(config, device):
+        report("packing fused layers")
         model = fuse(model)
         report(str(model.report))
     return model
@@ -259,9 +261,10 @@ def _engine(
     padded = padded_sizes(config)
     graphs = config.cuda_graph_config if device.type == "cuda" else None
     shapes = captured_shapes(config, pieces, attn_backend) if graphs is not None else []
-    report("allocating the KV cache")
+    report("running one token through every layer")
     write = partial(_write_one_token, model, attn_backend, resolved.plan.num_draft_layers)
     probe = _probe(write, is_dry=graphs is not None and launches_kernels(device))
+    report("allocating the KV cache")
     num_blocks = num_kv_blocks(
         config,
         device,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
@@ -188,11 +188,13 @@ def decode(
     engine_seed: int = ENGINE_SEED,
     emitted: Sequence[int] = (),
     logprobs_mode: LogprobsMode = "raw",
+    on_token: Callable[[int], None] = lambda _: None,
 ) -> Decoded:
     """Decode a prompt without speculation; arguments and errors as for `Continuation`.
 
     Args:
         model: a language model, or a transformers causal language model.
+        on_token: called with the number of output tokens after each of them.
     """
     text = Continuation(
         prompt_ids,
@@ -215,6 +217,7 @@ def decode(
     text.add_prompt_logprobs(rows[0])
     while text.finish_reason is None:
         text.extend([int(chosen)], rows[0, -1:])
+        on_token(len(text.output))
         if text.finish_reason is None:
             chosen, rows = inferencer.decode(chosen, cache, 1, strategy)
     return text.decoded()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,13 @@ from mtp_plugin.executor.models.families import DraftTraits, ModelFacts, MTPFami
 from mtp_plugin.executor.models.mtp_layer import TransformersAttention
 from mtp_plugin.executor.models.preflight import Preflight, examine
 from mtp_plugin.infer.language_model import transformers_arguments
+from mtp_plugin.pacing import paced
+
+Report = Callable[[str], None]
+
+
+def _ignore(_: str) -> None:
+    pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,6 +125,7 @@ def load_model(
     device: torch.device | str = "cpu",
     attn_implementation: str = "sdpa",
     num_mtp_layers: int | None = None,
+    on_progress: Report = _ignore,
 ) -> LoadedModel:
     """Load a target and its MTP layers from a checkpoint directory.
 
@@ -130,6 +138,8 @@ def load_model(
         num_mtp_layers: how many MTP layers to load; None: all. More than the checkpoint has is
             possible where it has exactly one: the further layers share its tensors by reference
             and differ only in the KV pool that they address.
+        on_progress: called with a line for each phase, and every few seconds while tensors are
+            read.
 
     Raises:
         CheckpointError: see `preflight`.
@@ -140,8 +150,12 @@ def load_model(
         raise ConfigError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
     check_attention(attn_implementation)
     checked = examine(path, num_mtp_layers)
-    target = _load_target(checked, dtype, attn_implementation)
+    target = _load_target(checked, dtype, attn_implementation, on_progress)
+    if torch.device(device).type != "cpu":
+        on_progress(f"moving the target to {device}")
     target.to(device)  # type: ignore[arg-type]
+    if checked.num_mtp_layers:
+        on_progress(f"loading the MTP layers ({checked.num_mtp_layers})")
     layers = _load_mtp_layers(checked, target, dtype, device)
     return LoadedModel(
         target=target.eval().requires_grad_(False),
@@ -152,11 +166,11 @@ def load_model(
 
 
 def _load_target(
-    checked: Preflight, dtype: torch.dtype, attn_implementation: str
+    checked: Preflight, dtype: torch.dtype, attn_implementation: str, on_progress: Report
 ) -> PreTrainedModel:
     where = f"checkpoint {checked.directory}"
     try:
-        with quiet_transformers():
+        with quiet_transformers(on_progress):
             loaded: Any = target_class(checked.config).from_pretrained(
                 checked.directory,
                 config=checked.config,
@@ -230,15 +244,34 @@ def check_attention(name: str) -> None:
 
 
 @contextmanager
-def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' load report and progress bar: the loader checks the report itself."""
+def quiet_transformers(report: Report = _ignore) -> Iterator[None]:
+    """Silence transformers' load report and progress bar: the loader checks the report itself.
+
+    Args:
+        report: called with the number of loaded tensors every few seconds.
+    """
     level = transformers_logging.get_verbosity()
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
+    report = paced(report)
+
+    def make_bar(factory: Callable[..., Any], arguments: tuple[Any, ...], named: Any) -> Any:
+        if arguments and isinstance(arguments[0], Collection):
+            arguments = (_counted(arguments[0], report), *arguments[1:])
+        return factory(*arguments, **named)
+
+    hook = transformers_logging.set_tqdm_hook(make_bar)
     try:
         yield
     finally:
+        transformers_logging.set_tqdm_hook(hook)
         transformers_logging.set_verbosity(level)
         if bar:
             transformers_logging.enable_progress_bar()
+
+
+def _counted(items: Collection[Any], report: Report) -> Iterator[Any]:
+    for number, item in enumerate(items, 1):
+        yield item
+        report(f"loading weights: {number} of {len(items)} tensors")

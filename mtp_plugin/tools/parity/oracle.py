@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,6 +60,7 @@ class Oracle:
         engine_seed: int = ENGINE_SEED,
         tokenizer: Tokenizer | None = None,
         thinking: Thinking | None = None,
+        on_token: Callable[[int], None] = lambda _: None,
     ) -> list[int]:
         """Return ``emitted`` continued by non-speculative decoding.
 
@@ -70,6 +71,7 @@ class Oracle:
             engine_seed: seed for requests without one.
             tokenizer: decodes the output; required for stop strings.
             thinking: the thinking tags; required for a thinking budget.
+            on_token: called with the number of output tokens after each of them.
         """
         return decode(
             self._model.target,
@@ -82,6 +84,7 @@ class Oracle:
             engine_seed=engine_seed,
             emitted=emitted,
             thinking=thinking,
+            on_token=on_token,
         ).token_ids
 
     @torch.inference_mode()

@@ -8,6 +8,7 @@ from time import perf_counter
 
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
+from mtp_plugin.pacing import paced
 from mtp_plugin.requests.logprobs import TokenLogprobs
 from mtp_plugin.requests.prompts import Prompt, place_of
 from mtp_plugin.requests.states import FinishReason
@@ -66,16 +67,42 @@ class BatchRun:
         return merged(self.results)
 
 
+class TokenLines:
+    """An `OnStep` that reports the number of output tokens every few seconds.
+
+    Args:
+        report: called with a line of text.
+        what: how the line begins.
+    """
+
+    def __init__(self, report: Callable[[str], None], what: str) -> None:
+        self._report = paced(report)
+        self._what = what
+        self._num_tokens = 0
+
+    def __call__(self, events: list[tuple[int, StepEvent]]) -> None:
+        self._num_tokens += sum(len(event.token_ids) for _, event in events)
+        self._report(f"{self._what}: {self._num_tokens} tokens")
+
+
 def run_batch(
-    llm: LLM, prompts: Sequence[Prompt], params: SamplingParams, on_step: OnStep | None = None
+    llm: LLM,
+    prompts: Sequence[Prompt],
+    params: SamplingParams,
+    on_step: OnStep | None = None,
+    report: Callable[[str], None] = lambda _: None,
 ) -> BatchRun:
     """Decode prompts as one batch, after a few untimed warm-up steps.
+
+    Args:
+        report: called with a line before the warm-up, which may compile kernels.
 
     Raises:
         RequestError: a prompt or an option is not supported; nothing was started.
         ExecutorError: a request failed.
     """
     requests = llm.make_requests(prompts, [params] * len(prompts))
+    report("warming up")
     few = SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
     llm.generate(requests[0].get_tokens()[:WARM_UP_TOKENS], few)
 

@@ -14,7 +14,7 @@ from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.progress import batch_progress
 from mtp_plugin.tools.parity import Drafting, transformers_attention
 from mtp_plugin.tools.terminal.console import OutputConsole, progress
-from mtp_plugin.tools.terminal.decoding import BatchRun, run_batch
+from mtp_plugin.tools.terminal.decoding import BatchRun, TokenLines, run_batch
 from mtp_plugin.tools.terminal.plain_decoding import (
     Comparison,
     PlainDecoding,
@@ -62,7 +62,7 @@ def run_generate(
     model, tokenizer = llm.model, llm.tokenizer
     max_seq_len, draft_len = llm.max_seq_len, llm.pieces.plan.max_draft_len
     with llm:
-        run = _run_shown(llm, options, stream)
+        run = _run_shown(llm, options, stream, log)
     # free its KV cache before the next one is allocated
     del llm
     plain = PlainDecoding(
@@ -99,9 +99,12 @@ def run_generate(
     )
 
 
-def _run_shown(llm: LLM, options: GenerateOptions, stream: OutputConsole | None) -> BatchRun:
+def _run_shown(
+    llm: LLM, options: GenerateOptions, stream: OutputConsole | None, log: OutputConsole
+) -> BatchRun:
     if stream is None:
-        return _run_with_progress(llm, options)
+        return _run_with_progress(llm, options, log, "decoding")
+    log.write_line("warming up")
     view = StreamView(stream, options.prompts, marks=options.marks)
     try:
         return run_batch(llm, options.prompts, options.params, view.show)
@@ -109,8 +112,13 @@ def _run_shown(llm: LLM, options: GenerateOptions, stream: OutputConsole | None)
         view.close()
 
 
-def _run_with_progress(llm: LLM, options: GenerateOptions) -> BatchRun:
-    """Run with a progress bar if there are several prompts."""
+def _run_with_progress(
+    llm: LLM, options: GenerateOptions, log: OutputConsole, what: str
+) -> BatchRun:
+    """Run with a progress bar if there are several prompts and a terminal, else with lines."""
+    if len(options.prompts) == 1 or not log.is_terminal or log.is_dumb_terminal:
+        lines = TokenLines(log.write_line, what)
+        return run_batch(llm, options.prompts, options.params, lines, log.write_line)
     with batch_progress(len(options.prompts), use_tqdm=True) as show_progress:
         return run_batch(
             llm,
@@ -133,7 +141,7 @@ def _run_without_mtp(
     with LLM(without_mtp, model=plain.model, tokenizer=plain.tokenizer) as llm:
         # log-probabilities of this run are not used
         params = replace(options.params.without_drafts(), logprobs_mode=None)
-        return _run_with_progress(llm, replace(options, params=params))
+        return _run_with_progress(llm, replace(options, params=params), log, "decoding without MTP")
 
 
 def _drafting(
@@ -167,7 +175,7 @@ def _compare(
         return None
     with progress(log) as show_progress, transformers_attention(plain.model):
         show_progress("decoding without the executor, for the text")
-        return plain.compare(run.results)
+        return plain.compare(run.results, show_progress)
 
 
 def _run_without_executor(

@@ -229,7 +229,7 @@ def run_parity(
                 thinking=thinking_of(config, tokenizer),
                 known=known.setdefault(seed_of_engine, {}),
             )
-            verdicts = plain.verdicts(results, tie_ulps)
+            verdicts = plain.verdicts(results, tie_ulps, on_progress)
             drafting = Drafting.of(config, model, params)
             key = (variant.worker, variant.k)
             if isinstance(drafting, Drafting) and key not in alike:

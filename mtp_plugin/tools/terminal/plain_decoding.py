@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -10,8 +10,10 @@ from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.executor.models import LoadedModel
 from mtp_plugin.infer import Continuation, SamplingRule, Thinking
 from mtp_plugin.infer.decoding import LogprobsMode
+from mtp_plugin.pacing import paced
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.prompts import place_of
 from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.thinking import NO_TOKEN, resolve_thinking_end
 from mtp_plugin.requests.tokenizer import encode
@@ -96,9 +98,15 @@ class PlainDecoding:
     known: KnownTexts = field(default_factory=dict)
     """Cache of outputs; may be shared only with the same params and engine seed."""
 
-    def compare(self, results: Sequence[Decoded]) -> Comparison:
-        """Compare results with non-speculative decoding."""
-        verdicts = self.verdicts(results)
+    def compare(
+        self, results: Sequence[Decoded], report: Callable[[str], None] = lambda _: None
+    ) -> Comparison:
+        """Compare results with non-speculative decoding.
+
+        Args:
+            report: called with lines about progress.
+        """
+        verdicts = self.verdicts(results, report=report)
         found = [(number, verdict.difference) for number, verdict in enumerate(verdicts, 1)]
         return Comparison(
             [
@@ -111,14 +119,21 @@ class PlainDecoding:
             num_ties=sum(len(verdict.ties) for verdict in verdicts),
         )
 
-    def verdicts(self, results: Sequence[Decoded], tie_ulps: float = TIE_ULPS) -> list[Verdict]:
+    def verdicts(
+        self,
+        results: Sequence[Decoded],
+        tie_ulps: float = TIE_ULPS,
+        report: Callable[[str], None] = lambda _: None,
+    ) -> list[Verdict]:
         """Return the comparison of each result with non-speculative decoding."""
+        report = paced(report)
         oracle = Oracle(self.model)
         rule = TieRule(oracle.dtype, tie_ulps)
         verdicts = []
-        for result in results:
+        for place, result in enumerate(results, 1):
             measure = measure_gap(oracle, rule, self._rule_of(result, oracle), result.token_ids)
-            continue_from = partial(self._continue_from, oracle, result)
+            on_token = partial(_report_tokens, report, place_of(place, len(results)))
+            continue_from = partial(self._continue_from, oracle, result, on_token)
             verdicts.append(compare_with_continuations(result.token_ids, continue_from, measure))
         return verdicts
 
@@ -204,7 +219,13 @@ class PlainDecoding:
             thinking=self.thinking,
         )
 
-    def _continue_from(self, oracle: Oracle, result: Decoded, emitted: list[int]) -> list[int]:
+    def _continue_from(
+        self,
+        oracle: Oracle,
+        result: Decoded,
+        on_token: Callable[[int], None],
+        emitted: list[int],
+    ) -> list[int]:
         """Return ``emitted`` continued by non-speculative decoding, up to the length limit."""
         prompt = result.prompt_token_ids
         limit = self.max_seq_len - len(prompt)
@@ -218,6 +239,7 @@ class PlainDecoding:
             engine_seed=self.engine_seed,
             tokenizer=self.tokenizer,
             thinking=self.thinking,
+            on_token=on_token,
         )
         if not emitted:
             key = (result.number, *prompt)
@@ -231,6 +253,10 @@ class PlainDecoding:
             tokens = go_on(tokens, upto)
             if len(tokens) < upto or upto == limit or tokens != result.token_ids[: len(tokens)]:
                 return tokens
+
+
+def _report_tokens(report: Callable[[str], None], place: str, count: int) -> None:
+    report(f"decoding without the executor: {place}, {count} tokens")
 
 
 # --- settings of a config ---
