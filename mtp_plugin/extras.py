@@ -19,8 +19,8 @@ from typing import Any
 
 from mtp_plugin.errors import MissingExtraError
 
-INSTALL = "pip install '.[executor]'"
-"""In a clone of the repository: the package is on no index."""
+INSTALL = "pip install '.[executor]' in a clone of the repository"
+"""The package is on no index."""
 IN_VLLM = "vLLM with this package's plugin may run it"
 """Precedes `vllm_command` in the refusal of a model."""
 
@@ -33,7 +33,7 @@ COMMAND_LINE_PACKAGES = (*MODEL_PACKAGES, *DISPLAY_PACKAGES)
 SERVE_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
 """Needed by the server, in the extra ``serve``."""
 
-TRANSFORMERS_RANGE = ((5, 17), (6, 0))
+TRANSFORMERS_RANGE = ((5, 17), (5, 25))
 """Supported transformers versions (major, minor): from, below. Host engines may pin older ones."""
 
 
@@ -55,7 +55,7 @@ def require(user: str, *packages: str, extra: str = "executor") -> None:
         if numbers and not least <= tuple(map(int, numbers.groups())) < below:
             raise MissingExtraError(
                 f"{user} needs the package transformers from version {least[0]}.{least[1]} and "
-                f"below {below[0]}, {installed} is installed: {INSTALL}"
+                f"below {below[0]}.{below[1]}, {installed} is installed: {INSTALL}"
             )
 
 

@@ -97,8 +97,8 @@ def _examine_environment(
 ) -> None:
     if not entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME):
         seen.problems.append(
-            f"the entry point {PLUGIN_NAME} of the group {PLUGIN_GROUP} is missing: install "
-            "mtp-plugin with pip, in the environment of vLLM"
+            f"the entry point {PLUGIN_NAME} of the group {PLUGIN_GROUP} is missing: in "
+            "the environment of vLLM and a clone of the repository, type pip install --no-deps ."
         )
     plugins = environment.get(PLUGINS)
     if plugins is not None and PLUGIN_NAME not in plugins.split(","):

@@ -128,8 +128,8 @@ def test_a_package_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(checks, "entry_points", lambda **_: [])
     fake_vllm.install(monkeypatch)
     assert examine({}).problems == [
-        "the entry point mtp_plugin of the group vllm.general_plugins is missing: install "
-        "mtp-plugin with pip, in the environment of vLLM"
+        "the entry point mtp_plugin of the group vllm.general_plugins is missing: in "
+        "the environment of vLLM and a clone of the repository, type pip install --no-deps ."
     ]
 
 
