@@ -107,6 +107,9 @@ _NO_METRICS = "no metrics are written"
 _OWN_WEIGHTS = "weights are read from the checkpoint"
 _HF_LAYOUT = "weights are in Hugging Face layout"
 _NO_BEAMS = "beam search is not supported"
+_NO_QUANTIZATION = (
+    "quantized weights are not supported, but vLLM with this package's plugin runs them"
+)
 
 
 TOP_LEVEL: Mapping[str, HostKey] = _table(
@@ -157,8 +160,8 @@ TOP_LEVEL: Mapping[str, HostKey] = _table(
     (_HF_LAYOUT, ("HF", None), "checkpoint_format"),
     (_HF_LAYOUT, (None,), "checkpoint_loader"),
     (_HF_LAYOUT, (str,), "checkpoint_io_policy"),
-    ("quantized weights are not supported", (False,), "force_dynamic_quantization"),
-    ("quantized weights are not supported", (dict,), "nvfp4_gemm_config"),
+    (_NO_QUANTIZATION, (False,), "force_dynamic_quantization"),
+    (_NO_QUANTIZATION, (dict,), "nvfp4_gemm_config"),
     ("models are not compiled", (None,), "torch_compile_config"),
     ("prompts run without CUDA graphs", ("disabled",), "prefill_cuda_graph_backend"),
     ("prompts run without CUDA graphs", (None,), "prefill_capture_num_tokens"),
@@ -219,7 +222,7 @@ TOP_LEVEL: Mapping[str, HostKey] = _table(
 VLLM: Mapping[str, HostKey] = _table(
     ("cuda_graph_config selects CUDA graphs", (False,), "enforce_eager"),
     (_NO_REUSE, (False, None), "enable_prefix_caching"),
-    ("quantized weights are not supported", (None,), "quantization"),
+    (_NO_QUANTIZATION, (None,), "quantization"),
     ("speculative_config.mtp.seed is the engine's seed", (0, None), "seed"),
     (_NO_ITERATION_LOG, (bool,), "disable_log_stats disable_log_requests"),
     (_ONE_GPU, (1,), "data_parallel_size"),

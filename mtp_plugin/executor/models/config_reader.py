@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +62,8 @@ ACTING_KEYS = frozenset(
 )
 """Keys by which transformers would act, in addition to all that begin with `_`."""
 _UNTOLD = frozenset({"quantization_config", "transformers_version"})
+_KIND_KEYS = frozenset({"hidden_act", "moe_layer_freq", "rope_type", "scoring_func", "topk_method"})
+"""Their other values are of models that do not run here, rather than mistakes."""
 _COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Number of MTP layers, in any family."""
 
@@ -185,14 +187,14 @@ def _check(
     try:
         schema = SCHEMAS[model_type].model_validate(raw)
     except ValidationError as error:
-        raise _refusal(where, problems_of(SCHEMAS[model_type], error)) from None
+        raise _refusal(where, list(problems_of(SCHEMAS[model_type], error))) from None
     problems = list(schema.problems())
     if problems:
         raise _refusal(where, problems)
     try:
         generated = GenerationConfig.model_validate(generation)
     except ValidationError as error:
-        raise _refusal(generation_file, problems_of(GenerationConfig, error)) from None
+        raise _refusal(generation_file, list(problems_of(GenerationConfig, error))) from None
     ids: dict[str, Any] = {}
     for key in GenerationConfig.model_fields:
         given = getattr(generated, key)
@@ -266,5 +268,7 @@ def _acts(key: str) -> bool:
     return key in ACTING_KEYS or key.startswith("_")
 
 
-def _refusal(where: Path, problems: Iterable[Problem]) -> CheckpointError:
-    return CheckpointError("\n".join(f"{where}: {key}: {reason}" for key, reason in problems))
+def _refusal(where: Path, problems: Collection[Problem]) -> CheckpointError:
+    is_other_kind = all(key.rpartition(".")[2] in _KIND_KEYS for key, _ in problems)
+    kind = UnsupportedModelError if is_other_kind else CheckpointError
+    return kind("\n".join(f"{where}: {key}: {reason}" for key, reason in problems))

@@ -38,6 +38,7 @@ FLOATING = ("F32", "F16", "BF16")
 WITHOUT_MTP = "to run without MTP, set speculative_config to null (None in Python), or type"
 _LAYER = re.compile(r"model\.layers\.(?P<layer>[0-9]{1,9})\.")
 _ROUTER = ".mlp.gate.weight"
+_OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth")
 _STALE_BUFFER = ".rotary_emb.inv_freq"
 """Stored by old converters, computed from the config since."""
 
@@ -123,8 +124,15 @@ def examine(path: str | Path, num_mtp_layers: int | None) -> Preflight:
 
 def _examine_tensors(checked: CheckedConfig, needed: int) -> Preflight:
     """Check the safetensors headers of a checkpoint whose config is valid."""
-    stored = read_headers(checked.directory)
     where = f"checkpoint {checked.directory}"
+    names = sorted(file.name for file in checked.directory.glob("*"))
+    others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
+    if others and not any(name.endswith(".safetensors") for name in names):
+        raise UnsupportedModelError(
+            f"{where}: expected weights in safetensors files, got {listed(others)}; {IN_VLLM}",
+            checked.vllm_command,
+        )
+    stored = read_headers(checked.directory)
     if checked.quantization is not None:
         raise UnsupportedModelError(
             f"{where}: expected weights that are not quantized, got {checked.quantization}; "

@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING
 from mtp_plugin.errors import CheckpointError, MTPPluginError
 from mtp_plugin.executor.models import FAMILIES, load_model, preflight, read_config, read_tokenizer
 from mtp_plugin.executor.models.config_schema import SCHEMAS
+from mtp_plugin.extras import IN_VLLM, vllm_command
 
 Edited = Callable[..., Path]
 INDEX = "model.safetensors.index.json"
@@ -183,7 +184,10 @@ def test_values_and_their_relations(
     edited: Edited, family: str, change: dict[str, Any], message: str
 ) -> None:
     path = edited(family, lambda config: config.update(change))
-    assert refusal(path) == f"PATH/config.json: {message}"
+    expected = f"PATH/config.json: {message}"
+    if message.partition(":")[0].endswith(("rope_type", "scoring_func", "hidden_act")):
+        expected += f"; {IN_VLLM}: {vllm_command('PATH')}"
+    assert refusal(path) == expected
 
 
 @pytest.mark.parametrize(

@@ -218,6 +218,11 @@ class TestFiles:
         path = edited("glm4_moe")
         (path / "model.safetensors").rename(path / "pytorch_model.bin")
         assert refusal(path) == (
+            "checkpoint PATH: expected weights in safetensors files, got pytorch_model.bin; "
+            f"{IN_VLLM}: {vllm_command('PATH')}"
+        )
+        (path / "pytorch_model.bin").unlink()
+        assert refusal(path) == (
             "checkpoint PATH: expected model.safetensors or model.safetensors.index.json, "
             "found neither"
         )
