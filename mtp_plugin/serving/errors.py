@@ -15,6 +15,10 @@ from mtp_plugin.requests.options import OPTIONS
 Problem = tuple[str | None, str]
 """The field at fault, and a message that names it."""
 
+MAX_PROBLEMS = 10
+"""Maximum number of problems in a message."""
+MAX_MESSAGE_CHARS = 1000
+"""Maximum length of the description of a problem."""
 OPTION_NAMES = {*OPTIONS, "max_tokens"}
 TYPES = {
     400: "invalid_request_error",
@@ -26,7 +30,7 @@ TYPES = {
 
 
 class APIError(Exception):
-    """An error with an HTTP status; the message names every field at fault."""
+    """An error with an HTTP status; the message names the fields at fault."""
 
     def __init__(
         self,
@@ -35,7 +39,10 @@ class APIError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__("; ".join(message for _, message in problems))
+        shown = [message[:MAX_MESSAGE_CHARS] for _, message in problems[:MAX_PROBLEMS]]
+        if len(problems) > MAX_PROBLEMS:
+            shown.append(f"and {len(problems) - MAX_PROBLEMS} more")
+        super().__init__("; ".join(shown))
         self.status = status
         self.problems = problems
         self.code = code

@@ -7,7 +7,15 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from mtp_plugin.errors import RequestError, format_value
 from mtp_plugin.requests.options import MAX_LOGPROBS, SamplingParams
@@ -28,8 +36,27 @@ REFUSED = {
 TEMPLATE_VARIABLES_REFUSED = ("chat_template", "tokenize")
 
 
+MAX_FIELDS = 256
+"""Maximum number of fields of an object."""
+MAX_ITEMS = 4096
+"""Maximum number of messages, tools, or items of an option."""
+MAX_IDS = 2**20
+"""Maximum number of token ids of a list."""
+
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)]
+Object = Annotated[dict[str, Any], Field(max_length=MAX_FIELDS)]
+
+
 class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > MAX_FIELDS:
+            raise ValueError(f"at most {MAX_FIELDS} fields are served, got {len(value)}")
+        return value
 
 
 class StreamOptions(_Model):
@@ -76,6 +103,17 @@ class EngineFields(_Model):
     relaxed_topk: Any = None
     relaxed_delta: Any = None
 
+    @field_validator("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
+    @classmethod
+    def _has_few_items(cls, value: Any, info: ValidationInfo) -> Any:
+        most = MAX_IDS // 4 if info.field_name == "allowed_token_ids" else MAX_ITEMS
+        size = len(value) if isinstance(value, (list, dict)) else 0
+        if isinstance(value, list):
+            size += sum(len(each) for each in value[:MAX_ITEMS] if isinstance(each, list))
+        if size > most:
+            raise ValueError(f"at most {most} items are served, got {size}")
+        return value
+
     @field_validator("logit_bias")
     @classmethod
     def _has_ids(cls, value: dict[str, Any] | None) -> Any:
@@ -98,7 +136,7 @@ class GenerationBody(EngineFields):
     speculative: bool = True
     return_token_ids: bool = False
     return_draft_segments: bool = False
-    response_format: dict[str, Any] | None = None
+    response_format: Object | None = None
 
     # without meaning here
     user: Any = None
@@ -138,9 +176,24 @@ class CompletionBody(GenerationBody):
 
     default_max_tokens: ClassVar[int | None] = 16
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: Any
     echo: bool = False
     logprobs: Any = None
+
+    @field_validator("prompt")
+    @classmethod
+    def _is_prompt(cls, value: Any) -> Any:
+        # own code: a union of lists checks every alternative to its end
+        kinds = set(map(type, value)) if isinstance(value, list) else {type(value)}
+        is_text = isinstance(value, str) or kinds == {str}
+        is_ids = isinstance(value, list) and kinds <= {int}
+        if is_text or is_ids:
+            return value
+        if kinds == {list} and all(set(map(type, each)) <= {int} for each in value):
+            return value
+        raise ValueError(
+            f"expected a text, a list of token ids, or a list of these, got {format_value(value)}"
+        )
 
     def prompts(self) -> list[Any]:
         """Return the prompts."""
@@ -172,14 +225,14 @@ class ContentPart(_Model):
         return value
 
 
-class ChatMessage(BaseModel):
+class ChatMessage(_Model):
     """A message; the chat template gets all its fields."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
     role: str
-    content: str | list[ContentPart] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Items[ContentPart] | None = None
+    tool_calls: Items[Object] | None = None
 
     def for_template(self) -> dict[str, Any]:
         """Return the message with its content as text and arguments of tool calls as objects."""
@@ -199,11 +252,11 @@ class ChatMessage(BaseModel):
 class ConversationBody(_Model):
     """The fields that the chat template reads."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
+    messages: Annotated[Items[ChatMessage], Field(min_length=1)]
+    tools: Items[Object] | None = None
     add_generation_prompt: bool = True
     continue_final_message: bool = False
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: Object | None = None
 
     @field_validator("chat_template_kwargs")
     @classmethod
@@ -231,7 +284,7 @@ class ChatBody(ConversationBody, GenerationBody):
     max_completion_tokens: Any = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
-    tool_choice: str | dict[str, Any] | None = None
+    tool_choice: str | Object | None = None
 
     @field_validator("tool_choice")
     @classmethod
@@ -284,7 +337,7 @@ class DetokenizeBody(_Model):
     """``/detokenize``."""
 
     model: str | None = None
-    tokens: list[Annotated[int, Field(ge=0)]]
+    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_IDS)]
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -303,14 +356,14 @@ def parse_body(kind: type[Body], content: Mapping[str, Any]) -> tuple[Body | Non
         found = error.errors(include_url=False, include_context=False, include_input=False)
     problems: dict[str, Problem] = {}
     for each in found:
-        field = str(each["loc"][0])
+        field = str(each["loc"][0]) if each["loc"] else ""
         reason = each["msg"].removeprefix("Value error, ")
         if each["type"] == "extra_forbidden" and len(each["loc"]) == 1:
             reason = REFUSED.get(field, "unknown field")
         where = ".".join(map(str, each["loc"]))[:200]
         # a union reports every alternative: keep the first, or the one with a reason of ours
         if field not in problems or each["type"] == "value_error":
-            problems[field] = (field[:200], f"{where}: {reason}")
+            problems[field] = (field[:200] or None, f"{where or 'the body'}: {reason}")
     valid = {name: value for name, value in given.items() if name not in problems}
     try:
         return kind.model_validate(valid), list(problems.values())

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import re
+from itertools import accumulate
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
@@ -17,8 +18,8 @@ from mtp_plugin.serving.errors import APIError
 from mtp_plugin.serving.settings import ServerSettings
 
 LOCAL_HOST = re.compile(r"(localhost|127(\.\d{1,3}){3}|\[::1\])(:\d{1,5})?", re.IGNORECASE)
-STRING = re.compile(rb'"(?:[^"\\]|\\.)*"', re.DOTALL)
-BRACKET = re.compile(rb"[\[\]{}]")
+TO_SQUARE = bytes.maketrans(b"{}", b"[]")
+NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Cache-Control": "no-store",
@@ -87,8 +88,7 @@ async def read_json(request: Request, settings: ServerSettings) -> dict[str, Any
         body = await asyncio.wait_for(_read_body(request, settings), settings.body_seconds)
     except asyncio.TimeoutError:
         raise APIError(408, (None, "the body did not arrive in time")) from None
-    if _depth(body) > settings.max_json_depth:
-        raise APIError(400, (None, f"the body is nested deeper than {settings.max_json_depth}"))
+    check_structure(body, settings)
     try:
         content = json.loads(body, parse_constant=_refuse_constant)
     except (ValueError, RecursionError):
@@ -114,13 +114,25 @@ async def _read_body(request: Request, settings: ServerSettings) -> bytes:
     return bytes(body)
 
 
-def _depth(body: bytes) -> int:
-    """Return an upper limit of the nesting depth of a JSON text."""
-    depth = deepest = 0
-    for bracket in BRACKET.findall(STRING.sub(b"", body)):
-        depth += 1 if bracket in b"[{" else -1
-        deepest = max(deepest, depth)
-    return deepest
+def check_structure(body: bytes, settings: ServerSettings) -> None:
+    """Limit the elements and the depth of a JSON text before it is parsed, in linear time.
+
+    Raises:
+        APIError: the text exceeds a limit.
+    """
+    # commas and brackets of strings count too: a string is no longer than `max_prompt_chars`
+    if sum(map(body.count, (b",", b"[", b"{"))) > settings.max_json_elements:
+        message = f"the body has more than {settings.max_json_elements} elements"
+        raise APIError(400, (None, message))
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    outside = b"".join(unescaped.split(b'"')[::2])
+    brackets = outside.translate(TO_SQUARE, NO_BRACKETS)
+    if len(brackets) > 2 * settings.max_json_containers:
+        message = f"the body has more than {settings.max_json_containers} lists and objects"
+        raise APIError(400, (None, message))
+    depths = accumulate(1 if bracket == b"["[0] else -1 for bracket in brackets)
+    if max(depths, default=0) > settings.max_json_depth:
+        raise APIError(400, (None, f"the body is nested deeper than {settings.max_json_depth}"))
 
 
 def _refuse_constant(name: str) -> None:

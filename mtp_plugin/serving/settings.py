@@ -23,6 +23,8 @@ class ServerSettings:
 
     max_body_bytes: int = 4 * 2**20
     max_json_depth: int = 32
+    max_json_containers: int = 2**16
+    """Maximum number of lists and objects of a body."""
     max_prompt_chars: int = 2**20
     """Maximum number of characters (or token ids) of all prompts or messages of a body."""
     max_prompts: int = 128
@@ -38,6 +40,11 @@ class ServerSettings:
     """Idle connections are closed after this time."""
     drain_seconds: float = 30.0
     """A shutdown waits this long for running requests, then it aborts them."""
+
+    @property
+    def max_json_elements(self) -> int:
+        """Maximum number of commas and opening brackets of a body, those in strings included."""
+        return self.max_prompt_chars + self.max_json_containers
 
     @property
     def is_loopback(self) -> bool:

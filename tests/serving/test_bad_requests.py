@@ -16,7 +16,7 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 MESSAGES = [{"role": "user", "content": "a"}]
 IMAGE = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]
 
-BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
+BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     # body besides a prompt, param, part of the message
     ({"temperature": -1}, "temperature", "temperature must be a number >= 0, got -1"),
     ({"temperature": "hot"}, "temperature", "got 'hot'"),
@@ -76,7 +76,10 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str, str]] = [
     ({"prompt": [[]]}, "prompt", "the prompt is empty"),
     ({"prompt": [10**7]}, "prompt", "prompt ids must be integers in"),
     ({"prompt": [True]}, "prompt", "prompt"),
-    ({"prompt": {"text": "a"}}, "prompt", "prompt"),
+    ({"prompt": {"text": "a"}}, "prompt", "prompt: expected a text, a list of token ids, or a"),
+    ({"prompt": ["a", 1]}, "prompt", "or a list of these, got ['a', 1]"),
+    ({f"f{i}": 1 for i in range(30)}, "f0", "f9: unknown field; and 20 more"),
+    ({f"f{i}": 1 for i in range(300)}, None, "the body: at most 256 fields are served, got 303"),
     ({"prompt": ["a"] * 129}, "prompt", "at most 128 are served, got 129"),
     ({"prompt": [1] * 5000}, "prompt", "5000 tokens"),
     ({"prompt": "x " * 600_000}, "prompt", "at most 1048576 characters"),
@@ -154,7 +157,10 @@ def test_bad_body_of_another_endpoint_is_refused(
         (b"[]", 400, "the body must be a JSON object"),
         (b'{"prompt": NaN}', 400, "the body is not valid JSON"),
         (b'{"seed": ' + b"9" * 5000 + b"}", 400, "the body is not valid JSON"),
-        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "nested deeper than 32"),
+        (b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}", 400, "more than 65536 lists"),
+        (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", 400, "nested deeper than 32"),
+        (b'{"prompt": [' + b"1," * 2**21 + b"1]}", 413, "the body exceeds"),
+        (b'{"prompt": [' + b"1," * 1_200_000 + b"1]}", 400, "more than 1114112 elements"),
         (b'{"prompt": "' + b"a" * 2**22 + b'"}', 413, "the body exceeds 4194304 bytes"),
     ],
 )

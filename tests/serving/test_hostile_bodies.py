@@ -1,0 +1,100 @@
+"""Bodies that are made to hold up the server do not delay other requests."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from tests.serving.conftest import Running
+
+SIZE = 4 * 2**20
+MAX_SECONDS = 0.5
+CHAT = '{"messages": [{"role": "user", "content": "a"}'
+CALL = ', {"role": "a", "tool_calls": [{"function": {"arguments": "['
+FIELDS = ", ".join(f'"f{number}": 0' for number in range(200_000))
+SOME_FIELDS = ", ".join(f'"f{number}": 0' for number in range(250))
+
+BODIES = {
+    # start, what is repeated up to the maximum size, and end
+    "quotes": ("", '"', ""),
+    "escaped quotes": ("", '"\\"', ""),
+    "escaped quotes of a string": ('{"prompt": "', '\\"', ""),
+    "backslashes": ('{"prompt": "', "\\", '"}'),
+    "opening brackets": ("", "[", ""),
+    "closing brackets": ("{}", "]", ""),
+    "objects": ('{"prompt": [', "{},", "{}]}"),
+    "floats": ('{"prompt": [', "1.5,", "0]}"),
+    "booleans": ('{"prompt": [', "true,", "0]}"),
+    "many ids": ('{"prompt": [', "7,", "0]}"),
+    "as many ids as are served": ('{"prompt": [', "1234,", "0]}"),
+    "ids, then a text": ('{"prompt": [', "1234,", '"a"]}'),
+    "texts": ('{"prompt": [', '"abcdef",', '"a"]}'),
+    "lists": ('{"prompt": [', "[1.5],", "[0]]}"),
+    "a text": ('{"prompt": "', "a", '"}'),
+    "digits": ('{"seed": ', "9", "}"),
+    "unknown fields": (f'{{"prompt": "a", {FIELDS}', "", "}"),
+    "unknown fields of a field": (f'{{"prompt": "a", "stream_options": {{{FIELDS}', "", "}}"),
+    "stop strings": ('{"prompt": "a", "stop": [', '"abcd",', '"a"]}'),
+    "wrong stop ids": ('{"prompt": "a", "stop_token_ids": [', "1.5,", "0]}"),
+    "allowed ids": ('{"prompt": "a", "allowed_token_ids": [', "1234,", "0]}"),
+    "bad words": ('{"prompt": "a", "bad_words": [', "[1234],", "[0]]}"),
+    "ids of a bad word": ('{"prompt": "a", "bad_words": [[', "1234,", "0]]}"),
+    "biases": (f'{{"prompt": "a", "logit_bias": {{{FIELDS}'.replace("f", "1"), "", "}}"),
+    "ignored": ('{"prompt": "a", "metadata": [', "[0],", "0]}"),
+    "messages": (CHAT, ',{"role":""}', "]}"),
+    "wrong messages": (CHAT, ',{"role":1}', "]}"),
+    "numbers as messages": (CHAT, ",12345", "]}"),
+    "messages with fields": (CHAT, ',{"role": "a", ' + SOME_FIELDS + "}", "]}"),
+    "fields of a message": ('{"messages": [{"role": "user", ' + FIELDS, "", "}]}"),
+    "parts": ('{"messages": [{"role": "a", "content": [', '{"type":1},', "0]}]}"),
+    "fields of a part": ('{"messages": [{"role": "a", "content": [{' + FIELDS, "", "}]}]}"),
+    "tools": (CHAT + '], "tools": [', "{},", "{}]}"),
+    "wrong tools": (CHAT + '], "tools": [', "1234,", "0]}"),
+    "arguments": (CHAT + CALL, "[],", '"}}]}]}'),
+    "variables": (CHAT + '], "chat_template_kwargs": {' + FIELDS, "", "}}"),
+    "negative ids to decode": ('{"tokens": [', "-12,", "0]}"),
+    "ids to decode": ('{"tokens": [', "1234,", "0]}"),
+}  # fmt: skip
+
+
+@contextmanager
+def measured_stalls(server: Running) -> Iterator[list[float]]:
+    """Yield the seconds of the process between iterations of the server's event loop.
+
+    CPU time: on a busy machine other processes delay the event loop.
+    """
+    stalls: list[float] = []
+    is_done = False
+
+    async def measure() -> None:
+        while not is_done:
+            start = time.process_time()
+            await asyncio.sleep(0.002)
+            stalls.append(time.process_time() - start)
+
+    loop = server.server.servers[0].get_loop()
+    task = asyncio.run_coroutine_threadsafe(measure(), loop)
+    try:
+        yield stalls
+    finally:
+        is_done = True
+        task.result(60)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_body_does_not_stall_other_requests(server: Running, name: str) -> None:
+    start, unit, end = BODIES[name]
+    count = (SIZE - len(start + end)) // len(unit) if unit else 0
+    content = (start + unit * count + end).encode()
+    path = "/detokenize" if "tokens" in start[:9] else "/v1/completions"
+    path = "/v1/chat/completions" if "messages" in start else path
+    client = server.client(headers={"Content-Type": "application/json"})
+    with client, measured_stalls(server) as stalls:
+        response = client.post(path, content=content)
+    assert response.status_code == 400 or name == "ids to decode"
+    assert response.status_code == 200 or len(response.content) < 1024
+    assert max(stalls) < MAX_SECONDS
