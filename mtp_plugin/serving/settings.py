@@ -36,6 +36,9 @@ class ServerSettings:
     """Deadline for the tokenizer and the chat template."""
     header_seconds: float = 10.0
     body_seconds: float = 30.0
+    """Deadline for a body, also of one that is refused without being read."""
+    write_seconds: float = 30.0
+    """A connection whose client reads nothing of a response for this time is closed."""
     idle_seconds: float = 60.0
     """Idle connections are closed after this time."""
     drain_seconds: float = 30.0
