@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
@@ -87,6 +87,10 @@ class RequestHandle:
             if results is not None:
                 events_of(results)
         return RequestOutput.of_success(*requests)
+
+    def add_done_callback(self, call: Callable[[], object]) -> None:
+        """Call a function once all events have been produced, in the engine thread or at once."""
+        self._log.done.add_done_callback(lambda _: call())
 
     def abort(self) -> bool:
         """Abort the request; see `LLM.abort`."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -19,7 +19,7 @@ from mtp_plugin import __version__
 from mtp_plugin.executor import LLM
 from mtp_plugin.serving import page
 from mtp_plugin.serving.errors import APIError, Problem, json_response
-from mtp_plugin.serving.generation import EngineService
+from mtp_plugin.serving.generation import EngineService, Generation
 from mtp_plugin.serving.protocol import (
     Body,
     ChatBody,
@@ -75,21 +75,23 @@ class Endpoints:
         params, more = sampling_params(body)
         problems += more
         self._check_sizes(prompts, "prompt", problems)
-        generation = await self._service.submit(prompts, params, problems, "prompt")
         decode = self._service.decoder(params)
-        texts = [
-            prompt if isinstance(prompt, str) else decode(prompt) if body.echo else ""
-            for prompt in prompts
-        ]
-        splits = [
-            ReasoningSplit(None, prompt, decode)
-            for prompt in generation.prompts
-            for _ in range(params.n)
-        ]
-        writer = CompletionWriter(
-            body, generation, self._settings.model_name, texts, splits, decode
-        )
-        return await self._respond(request, writer)
+
+        def writer(generation: Generation) -> Writer:
+            texts = [
+                prompt if isinstance(prompt, str) else decode(prompt) if body.echo else ""
+                for prompt in prompts
+            ]
+            splits = [
+                ReasoningSplit(None, prompt, decode)
+                for prompt in generation.prompts
+                for _ in range(params.n)
+            ]
+            model = self._settings.model_name
+            return CompletionWriter(body, generation, model, texts, splits, decode)
+
+        submit = self._service.submit(prompts, params, problems, "prompt")
+        return await self._respond(request, submit, writer)
 
     async def chat_completions(self, request: Request) -> Response:
         """``POST /v1/chat/completions``."""
@@ -99,24 +101,39 @@ class Endpoints:
         params, more = sampling_params(body)
         problems += more
         prompt = await self._render(body, problems)
-        generation = await self._service.submit([prompt], params, problems, "messages")
         decode = self._service.decoder(params)
-        splits = [
-            ReasoningSplit(self._service.thinking, generation.prompts[0], decode)
-            for _ in range(params.n)
-        ]
-        writer = ChatWriter(body, generation, self._settings.model_name, [prompt], splits, decode)
-        return await self._respond(request, writer)
 
-    async def _respond(self, request: Request, writer: Writer) -> Response:
-        if writer.body.stream:
-            return EventStreamResponse(writer)
+        def writer(generation: Generation) -> Writer:
+            splits = [
+                ReasoningSplit(self._service.thinking, generation.prompts[0], decode)
+                for _ in range(params.n)
+            ]
+            model = self._settings.model_name
+            return ChatWriter(body, generation, model, [prompt], splits, decode)
+
+        submit = self._service.submit([prompt], params, problems, "messages")
+        return await self._respond(request, submit, writer)
+
+    async def _respond(
+        self,
+        request: Request,
+        submit: Awaitable[Generation],
+        make_writer: Callable[[Generation], Writer],
+    ) -> Response:
+        """Submit a request and return its response; whatever fails aborts its generation."""
+        generation = await submit
         try:
-            whole = await unless_disconnected(request, writer.whole())
-        finally:
-            writer.generation.close()
-        # the response to a client that has disconnected is not sent
-        return json_response(whole) if whole is not None else Response(status_code=499)
+            writer = make_writer(generation)
+            if writer.body.stream:
+                return EventStreamResponse(writer)
+            if await unless_disconnected(request, writer.wait()) is None:
+                return Response(status_code=499)  # it is not sent
+            if writer.has_logprobs:
+                return StreamingResponse(paced(writer.whole()), media_type="application/json")
+            return Response("".join(writer.whole()), media_type="application/json")
+        except BaseException:
+            generation.close()
+            raise
 
     async def _render(self, body: ConversationBody, problems: list[Problem]) -> str:
         """Return the prompt of a conversation."""
@@ -221,6 +238,13 @@ class Endpoints:
     async def metrics(self) -> Response:
         """``GET /metrics``."""
         return Response(self._service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
+
+
+async def paced(parts: Iterable[str]) -> AsyncIterator[str]:
+    """Yield parts of a response; the event loop serves other requests between two of them."""
+    for part in parts:
+        yield part
+        await asyncio.sleep(0)
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

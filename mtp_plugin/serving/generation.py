@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from mtp_plugin.errors import ExecutorError, MTPPluginError, RequestError
@@ -29,7 +30,11 @@ Result = tuple[int, "StepEvent | RequestOutput"]
 
 
 class Generation:
-    """Submitted prompts of one HTTP request; :meth:`close` aborts what is unfinished."""
+    """Submitted prompts of one HTTP request and their places in the server.
+
+    A prompt's places are freed when the engine is done with it, whether or not its client has read
+    the output; :meth:`close` aborts what is unfinished.
+    """
 
     def __init__(
         self,
@@ -42,7 +47,9 @@ class Generation:
         """Token ids of each prompt."""
         self.num_samples = num_samples
         self._service = service
-        self._handles: list[RequestHandle] | None = handles
+        self._handles = handles
+        self._num_unfinished = len(handles)
+        self._loop = asyncio.get_running_loop()
         self.clocks = [
             [
                 SequenceClock(service.metrics, ThinkingTracker(service.thinking, prompt))
@@ -50,6 +57,8 @@ class Generation:
             ]
             for prompt in prompts
         ]
+        for handle in handles:
+            handle.add_done_callback(self._end_soon)
 
     async def outputs(self) -> list[RequestOutput]:
         """Return the outputs of all prompts.
@@ -57,7 +66,7 @@ class Generation:
         Raises:
             APIError: the engine failed.
         """
-        handles = self._handles or []
+        handles = self._handles
         readers = [asyncio.ensure_future(_wait(handle)) for handle in handles]
         try:
             outputs = list(await asyncio.gather(*readers))
@@ -85,7 +94,7 @@ class Generation:
         has_found = asyncio.Event()
         readers = [
             asyncio.ensure_future(self._read(index, handle, found, has_found))
-            for index, handle in enumerate(self._handles or ())
+            for index, handle in enumerate(self._handles)
         ]
         unfinished = len(readers)
         try:
@@ -144,16 +153,22 @@ class Generation:
 
     def abort(self) -> None:
         """Abort all sequences; their outputs have the finish reason ``abort``."""
-        for handle in self._handles or ():
+        for handle in self._handles:
             handle.abort()
 
     def close(self) -> None:
-        """Abort unfinished sequences and release their places in the queue."""
-        if self._handles is None:
-            return
+        """Abort unfinished sequences and drop the others."""
         self.abort()
-        self._handles = None
-        self._service.release(self, len(self.prompts) * self.num_samples)
+        self._handles = []  # they refer to this object
+
+    def _end_soon(self) -> None:
+        with suppress(RuntimeError):  # the event loop was closed
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _end(self) -> None:
+        """Free the places of a prompt."""
+        self._num_unfinished -= 1
+        self._service.release(self.num_samples, None if self._num_unfinished else self)
 
 
 async def _wait(handle: RequestHandle) -> RequestOutput:
@@ -184,9 +199,11 @@ class EngineService:
         return encode(self.tokenizer, text, add_special_tokens=False)
 
     def decoder(self, params: SamplingParams) -> Callable[[list[int]], str]:
-        """Return the function that decodes a sequence of a request."""
+        """Return the function that decodes a sequence of a request; no tokenizer: to no text."""
 
         def decode(tokens: list[int]) -> str:
+            if self.tokenizer is None:
+                return ""
             return str(
                 self.tokenizer.decode(tokens, skip_special_tokens=params.skip_special_tokens)
             )
@@ -324,10 +341,11 @@ class EngineService:
             raise APIError(400, *problems)
         return Generation(self, handles, ids, params.n)
 
-    def release(self, generation: Generation, count: int) -> None:
-        """Forget a generation that has ended."""
+    def release(self, count: int, ended: Generation | None) -> None:
+        """Free places, and forget a generation that has ended."""
         self.num_sequences -= count
-        self._generations.discard(generation)
+        if ended is not None:
+            self._generations.discard(ended)
 
     def abort_all(self) -> None:
         """Abort all sequences."""

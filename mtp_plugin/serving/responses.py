@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 from mtp_plugin.executor import RequestOutput, StepEvent
 from mtp_plugin.executor.outputs import CompletionOutput
@@ -15,6 +17,11 @@ from mtp_plugin.serving.generation import Generation
 from mtp_plugin.serving.protocol import ChatBody, CompletionBody
 from mtp_plugin.serving.reasoning import THINKING, ReasoningSplit
 
+T = TypeVar("T")
+COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+"""Lists of log-probabilities in OpenAI's older format."""
+STEPS_PER_PART = 32
+"""Number of tokens or steps whose log-probabilities are written at once."""
 LOWEST_LOGPROB = -9999.0
 """In place of minus infinity, which JSON does not have."""
 
@@ -66,6 +73,8 @@ class Writer:
             async for results in self.generation.results():
                 for choice in self._choices(results):
                     yield self._event([choice])
+                    if self.has_logprobs:
+                        await asyncio.sleep(0)  # a chunk takes milliseconds
             if options is not None and options.include_usage:
                 yield self._event([], usage=self._usage(), metrics=self._metrics())
         except APIError as error:
@@ -91,8 +100,11 @@ class Writer:
                 index = prompt_index * self.generation.num_samples + result.sample_index
                 events.setdefault(index, []).append(result)
         for index, of_sequence in events.items():
-            self._num_tokens += sum(len(event.token_ids) for event in of_sequence)
-            yield from self._progress(index, of_sequence)
+            size = STEPS_PER_PART if self.has_logprobs else len(of_sequence)
+            for start in range(0, len(of_sequence), size):
+                part = of_sequence[start : start + size]
+                self._num_tokens += sum(len(event.token_ids) for event in part)
+                yield from self._progress(index, part)
         for prompt_index, output in ended:
             self._outputs.append(output)
             for completion in output.outputs:
@@ -141,41 +153,56 @@ class Writer:
 
     # ---- whole responses --------------------------------------------------------------------
 
-    async def whole(self) -> dict[str, Any]:
-        """Return the whole response.
+    async def wait(self) -> list[RequestOutput]:
+        """Wait for the outputs, which :meth:`whole` writes.
 
         Raises:
             APIError: the engine failed.
         """
         self._outputs = await self.generation.outputs()
-        choices = []
+        return self._outputs
+
+    def whole(self) -> Iterator[str]:
+        """Yield the JSON text of the whole response, in parts that take milliseconds."""
+        yield _opened({**self._head, "object": self.whole_object}, "choices") + "["
+        separator = ""
         for prompt_index, output in enumerate(self._outputs):
             for completion in output.outputs:
                 index = prompt_index * self.generation.num_samples + completion.index
                 choice = {
                     "index": index,
-                    **self.choice(index, prompt_index, output, completion),
+                    **self.choice(index, prompt_index, completion),
                     "finish_reason": completion.finish_reason,
                     "stop_reason": completion.stop_reason,
                 }
                 if self.body.return_token_ids:
                     choice["token_ids"] = completion.token_ids
                     choice["prompt_token_ids"] = output.prompt_token_ids
+                yield separator + _opened(choice, "logprobs")
+                yield from self.logprobs_parts(prompt_index, output, completion)
                 if self.body.prompt_logprobs is not None:
-                    choice["prompt_logprobs"] = _prompt_logprobs(output)
-                choices.append(choice)
-        return {
-            **self._head,
-            "object": self.whole_object,
-            "choices": choices,
-            "usage": self._usage(),
-            "metrics": self._metrics(),
-        }
+                    yield ',"prompt_logprobs":['
+                    yield from _joined(map(_prompt_logprobs, _parts(output.prompt_logprobs or ())))
+                    yield "]"
+                yield "}"
+                separator = ","
+        numbers = {"usage": self._usage(), "metrics": self._metrics()}
+        yield "]," + encode_json(numbers)[1:]
 
-    def choice(
-        self, index: int, prompt_index: int, output: RequestOutput, completion: CompletionOutput
-    ) -> dict[str, Any]:
-        """Return the content of a choice of the whole response."""
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the response has log-probabilities, which take most of the time of writing."""
+        given = (self.body.logprobs, self.body.prompt_logprobs)
+        return any(value is not None and value is not False for value in given)
+
+    def choice(self, index: int, prompt_index: int, completion: CompletionOutput) -> dict[str, Any]:
+        """Return the content of a choice of the whole response, without log-probabilities."""
+        raise NotImplementedError
+
+    def logprobs_parts(
+        self, prompt_index: int, output: RequestOutput, completion: CompletionOutput
+    ) -> Iterator[str]:
+        """Yield the JSON text of the log-probabilities of a choice of the whole response."""
         raise NotImplementedError
 
     # ---- numbers ----------------------------------------------------------------------------
@@ -251,7 +278,8 @@ class CompletionWriter(Writer):
         """Return a choice of a chunk."""
         found = None
         if logprobs is not None:
-            found = self._logprobs(tokens, logprobs, self.offsets[index])
+            pairs = list(zip(tokens, logprobs, strict=False))
+            found = self._logprobs(pairs, self.offsets[index])
             self.offsets[index] += sum(len(token) for token in found["tokens"])
         return {
             "index": index,
@@ -263,42 +291,56 @@ class CompletionWriter(Writer):
         self,
         index: int,  # noqa: ARG002
         prompt_index: int,
-        output: RequestOutput,
         completion: CompletionOutput,
     ) -> dict[str, Any]:
-        """Return the content of a choice of the whole response."""
-        text, tokens = completion.text, list(completion.token_ids)
-        logprobs: list[TokenLogprobs | None] | None = None
-        if completion.logprobs is not None:
-            logprobs = list(completion.logprobs)
+        """Return the content of a choice of the whole response, without log-probabilities."""
+        text = completion.text
+        return {"text": self.prompts[prompt_index] + text if self.body.echo else text}
+
+    def logprobs_parts(
+        self,
+        prompt_index: int,  # noqa: ARG002
+        output: RequestOutput,
+        completion: CompletionOutput,
+    ) -> Iterator[str]:
+        """Yield the JSON text of the log-probabilities of a choice of the whole response."""
+        if completion.logprobs is None:
+            yield "null"
+            return
+        tokens: Iterable[int] = completion.token_ids
+        logprobs: Iterable[TokenLogprobs | None] = completion.logprobs
         if self.body.echo:
-            text = self.prompts[prompt_index] + text
-            tokens = output.prompt_token_ids + tokens
-            if logprobs is not None:
-                logprobs = [*(output.prompt_logprobs or ()), *logprobs]
-        found = None if logprobs is None else self._logprobs(tokens, logprobs, 0)
-        return {"text": text, "logprobs": found}
+            tokens = chain(output.prompt_token_ids, tokens)
+            logprobs = chain(output.prompt_logprobs or (), logprobs)
+        offset = 0
+        columns: dict[str, list[str]] = {}
+        for part in _parts(zip(tokens, logprobs, strict=False)):
+            found = self._logprobs(part, offset)
+            offset += sum(map(len, found["tokens"]))
+            for name, values in found.items():
+                columns.setdefault(name, []).append(encode_json(values)[1:-1])
+            yield ""
+        texts = (f'"{name}":[{",".join(columns.get(name, ()))}]' for name in COLUMNS)
+        yield "{" + ",".join(texts) + "}"
 
     def _logprobs(
-        self, tokens: list[int], logprobs: Sequence[TokenLogprobs | None], offset: int
+        self, pairs: Sequence[tuple[int, TokenLogprobs | None]], offset: int
     ) -> dict[str, Any]:
         """Return log-probabilities in OpenAI's older format."""
         texts, values, tops, offsets = [], [], [], []
-        for token, known in zip(tokens, logprobs, strict=False):
+        for token, known in pairs:
             # the first token of a prompt has no log-probability
-            text = token_text(token, known[token]) if known else self.decode([token])
+            if known:
+                text = token_text(token, known[token])
+            else:
+                text = self.decode([token]) or f"token_id:{token}"
             texts.append(text)
             values.append(clamped(known[token]) if known else None)
             top = {token_text(t, each): clamped(each) for t, each in (known or {}).items()}
             tops.append(top if known else None)
             offsets.append(offset)
             offset += len(text)
-        return {
-            "tokens": texts,
-            "token_logprobs": values,
-            "top_logprobs": tops,
-            "text_offset": offsets,
-        }
+        return dict(zip(COLUMNS, (texts, values, tops, offsets), strict=True))
 
 
 class ChatWriter(Writer):
@@ -323,29 +365,40 @@ class ChatWriter(Writer):
         logprobs: list[TokenLogprobs] | None,
     ) -> dict[str, Any]:
         """Return a choice of a chunk."""
-        found = None if logprobs is None else self._logprobs(tokens, logprobs)
+        found = None
+        if logprobs is not None:
+            found = {"content": self._entries(zip(tokens, logprobs, strict=False))}
         return {"index": index, "delta": _message(pieces), "logprobs": found}
 
     def choice(
         self,
         index: int,
         prompt_index: int,  # noqa: ARG002
-        output: RequestOutput,  # noqa: ARG002
         completion: CompletionOutput,
     ) -> dict[str, Any]:
-        """Return the content of a choice of the whole response."""
-        tokens = completion.token_ids
-        pieces = self.splits[index].push(tokens, completion.text, is_last=True)
-        message = {"role": "assistant", "content": "", **_message(pieces)}
-        found = None
-        if completion.logprobs is not None:
-            found = self._logprobs(tokens, list(completion.logprobs))
-        return {"message": message, "logprobs": found}
+        """Return the content of a choice of the whole response, without log-probabilities."""
+        pieces = self.splits[index].push(completion.token_ids, completion.text, is_last=True)
+        return {"message": {"role": "assistant", "content": "", **_message(pieces)}}
 
-    def _logprobs(self, tokens: list[int], logprobs: list[TokenLogprobs]) -> dict[str, Any]:
+    def logprobs_parts(
+        self,
+        prompt_index: int,  # noqa: ARG002
+        output: RequestOutput,  # noqa: ARG002
+        completion: CompletionOutput,
+    ) -> Iterator[str]:
+        """Yield the JSON text of the log-probabilities of a choice of the whole response."""
+        if completion.logprobs is None:
+            yield "null"
+            return
+        yield '{"content":['
+        pairs = zip(completion.token_ids, completion.logprobs, strict=False)
+        yield from _joined(map(self._entries, _parts(pairs)))
+        yield "]}"
+
+    def _entries(self, pairs: Iterable[tuple[int, TokenLogprobs]]) -> list[dict[str, Any]]:
         """Return log-probabilities in OpenAI's chat format."""
         content = []
-        for token, known in zip(tokens, logprobs, strict=False):
+        for token, known in pairs:
             entry = _chat_entry(token, known[token])
             top = [
                 _chat_entry(t, each)
@@ -354,7 +407,7 @@ class ChatWriter(Writer):
             ]
             entry["top_logprobs"] = sorted(top, key=lambda each: -each["logprob"])
             content.append(entry)
-        return {"content": content}
+        return content
 
 
 def num_accepted(completion: CompletionOutput) -> int:
@@ -391,7 +444,29 @@ def _chat_entry(token: int, logprob: Logprob) -> dict[str, Any]:
     }
 
 
-def _prompt_logprobs(output: RequestOutput) -> list[Mapping[int, Any] | None]:
+def _opened(content: dict[str, Any], last: str) -> str:
+    """Return the text of a JSON object up to the value of its ``last`` field."""
+    return f'{encode_json(content)[:-1]},"{last}":'
+
+
+def _parts(items: Iterable[T]) -> Iterator[list[T]]:
+    """Split items into lists of `STEPS_PER_PART`."""
+    iterator = iter(items)
+    while part := list(islice(iterator, STEPS_PER_PART)):
+        yield part
+
+
+def _joined(parts: Iterable[Sequence[object]]) -> Iterator[str]:
+    """Yield the JSON text of the items of lists, without brackets."""
+    separator = ""
+    for part in parts:
+        yield separator + encode_json(part)[1:-1]
+        separator = ","
+
+
+def _prompt_logprobs(
+    logprobs: Iterable[TokenLogprobs | None],
+) -> list[Mapping[int, Any] | None]:
     """Return log-probabilities of the prompt in vLLM's format."""
     return [
         None
@@ -404,5 +479,5 @@ def _prompt_logprobs(output: RequestOutput) -> list[Mapping[int, Any] | None]:
             }
             for token, each in known.items()
         }
-        for known in output.prompt_logprobs or ()
+        for known in logprobs
     ]

@@ -94,6 +94,33 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.005)
 
 
+@contextmanager
+def measured_stalls(
+    server: Running, clock: Callable[[], float] = time.process_time
+) -> Iterator[list[float]]:
+    """Yield the seconds between iterations of the server's event loop.
+
+    They are CPU time, of the process or of the loop's thread: on a busy machine other processes
+    delay the event loop.
+    """
+    stalls: list[float] = []
+    is_done = False
+
+    async def measure() -> None:
+        while not is_done:
+            start = clock()
+            await asyncio.sleep(0.002)
+            stalls.append(clock() - start)
+
+    loop = server.server.servers[0].get_loop()
+    task = asyncio.run_coroutine_threadsafe(measure(), loop)
+    try:
+        yield stalls
+    finally:
+        is_done = True
+        task.result(60)
+
+
 @pytest.fixture(scope="session")
 def llm() -> Iterator[LLM]:
     with tiny_llm() as llm:

@@ -2,14 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import pytest
 
-from tests.serving.conftest import Running
+from tests.serving.conftest import Running, measured_stalls
 
 SIZE = 4 * 2**20
 MAX_SECONDS = 0.5
@@ -59,30 +54,6 @@ BODIES = {
     "negative ids to decode": ('{"tokens": [', "-12,", "0]}"),
     "ids to decode": ('{"tokens": [', "1234,", "0]}"),
 }  # fmt: skip
-
-
-@contextmanager
-def measured_stalls(server: Running) -> Iterator[list[float]]:
-    """Yield the seconds of the process between iterations of the server's event loop.
-
-    CPU time: on a busy machine other processes delay the event loop.
-    """
-    stalls: list[float] = []
-    is_done = False
-
-    async def measure() -> None:
-        while not is_done:
-            start = time.process_time()
-            await asyncio.sleep(0.002)
-            stalls.append(time.process_time() - start)
-
-    loop = server.server.servers[0].get_loop()
-    task = asyncio.run_coroutine_threadsafe(measure(), loop)
-    try:
-        yield stalls
-    finally:
-        is_done = True
-        task.result(60)
 
 
 @pytest.mark.parametrize("name", BODIES)
