@@ -48,6 +48,8 @@ CUSTOM_DRAFTS = METHODS["coupled"].drafts
 """Supported values of ``draft_sampling`` of methods from outside the package."""
 
 _custom_codes: dict[str, int] = {}
+_removed: set[str] = set()
+"""Names of methods that were registered; engines that were built with them keep them."""
 # codes are not used again, so that slots of a running engine stay valid
 _next_code = itertools.count(16)
 
@@ -72,7 +74,14 @@ def add_custom(name: str) -> None:
 
 
 def remove_custom(name: str) -> None:
+    """Forget a method's code: new configs cannot name it, requests of running engines can."""
     _custom_codes.pop(name, None)
+    _removed.add(name)
+
+
+def is_nameable(name: object) -> bool:
+    """Return whether a request may name this method; its engine checks that it has it."""
+    return isinstance(name, str) and (name in codes() or is_custom(name) or name in _removed)
 
 
 def is_custom(name: object) -> bool:

@@ -51,8 +51,8 @@ def tools_of(tools: Any) -> list[Any] | None:
         wrong = [tool for tool in tools if not isinstance(tool, Mapping) and not callable(tool)]
     if wrong:
         raise RequestError(
-            f"tools: expected a list of mappings, as [{{'type': 'function', 'function': {{...}}}}], "
-            f"or None, got {format_value(wrong[0])}"
+            "tools: expected a list of mappings, as [{'type': 'function', 'function': {...}}], or "
+            f"None, got {format_value(wrong[0])}"
         )
     return list(tools)
 

@@ -9,7 +9,8 @@ from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.stopping import Ending
 from mtp_plugin.speculative.host import RequestFacts, set_num_verified
 from mtp_plugin.speculative.pending_row import BEAM, PendingRow
-from mtp_plugin.speculative.step import STATUS_OK, StepResult
+from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, STATUS_OK, StepResult
+from mtp_plugin.speculative.verification import failure_of
 
 NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"
 NO_TOKEN_IN_STEP = "the worker returned no token for the request: new_tokens_lens is 0"
@@ -31,14 +32,14 @@ def append_tokens(
     Args:
         run: the accepted tokens.
         drafts: the drafts of the next step.
-        status: STATUS_OK or STATUS_NO_FINITE_LOGIT.
+        status: STATUS_OK, STATUS_NO_FINITE_LOGIT, or the code of a verification method that failed.
         draft_len: K of the step.
         entries: [K+1, ENTRY_WIDTH] int32, the log-probabilities of the tokens, on the host; None:
             the step returned none.
     """
     request, facts, is_context = row.request, row.facts, row.is_context
     # the rewind counts all accepted tokens, the statistics only output tokens
-    has_bonus = status == STATUS_OK or is_context
+    has_bonus = status != STATUS_NO_FINITE_LOGIT or is_context
     num_matches = max(len(run) - has_bonus, 0)
     request.py_num_accepted_draft_tokens = num_matches
     request.py_rewind_len = 0 if is_context else draft_len - num_matches
@@ -57,7 +58,8 @@ def append_tokens(
     ending = stop.check(run, length, num_drafts=num_matches, tokens=before)
     if ending.reason is None:
         if status != STATUS_OK:
-            ending = Ending(ending.length, FinishReason.ERROR, _no_token(facts))
+            why = _no_token(facts) if status == STATUS_NO_FINITE_LOGIT else failure_of(status)
+            ending = Ending(ending.length, FinishReason.ERROR, why)
         elif not run and not facts.is_dummy:
             ending = Ending(0, FinishReason.ERROR, NO_TOKEN_IN_STEP)
     emitted = run[: ending.length]

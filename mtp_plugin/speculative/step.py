@@ -156,7 +156,9 @@ class Accepted:
 
     tokens: torch.Tensor  # [R, K+1] int32, PAD_TOKEN after the accepted tokens
     num_accepted: torch.Tensor  # [R] int32: output tokens, accepted drafts plus the bonus
-    status: torch.Tensor  # [R] int32: STATUS_OK or STATUS_NO_FINITE_LOGIT
+    status: torch.Tensor
+    """[R] int32: STATUS_OK, STATUS_NO_FINITE_LOGIT, or the code of a verification method that
+    failed."""
     scores: torch.Tensor | None = None
     """[C + G*(K+1), V] float32: scores for log-probabilities; None: the target's logits."""
     sums: RowSums | None = None

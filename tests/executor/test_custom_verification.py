@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -121,3 +122,69 @@ def test_method_that_is_not_enabled_is_refused(harness):
         params("top3", "greedy", 0)
     with pytest.raises(RequestError, match="draft_sampling='plain' cannot be verified by 'exact'"):
         SamplingParams(verification="exact", draft_sampling="plain")
+
+
+def test_unregistered_method_stays_in_engines_that_use_it(harness, prompts):
+    method = ExactVerification()
+    register_verification("once", method)
+    llm = harness.llm(mtp={"verification": ["once", "top2"]})
+    expected = llm.generate(prompts, params("top2", "greedy", 0))
+    unregister_verification("once")
+    unregister_verification("top2")
+    try:
+        outputs = llm.generate(prompts, params("top2", "greedy", 0))
+        others = llm.generate(prompts, [params("once", "greedy", 0), SamplingParams()] * 4)
+    finally:
+        register_verification("top2", Top2Verification())
+    assert [o.token_ids for o in outputs] == [o.token_ids for o in expected]
+    assert [o.label for o in outputs] == [o.label for o in expected] != [None] * len(prompts)
+    assert [o.label for o in others] == [None] * len(prompts)
+
+
+class FailingVerification(ExactVerification):
+    """Fails in its second step."""
+
+    description = "fail"
+
+    def __init__(self, result: Any = None) -> None:
+        self.result = result
+        self.num_steps = 0
+
+    @override
+    def num_accepted(self, *tensors: torch.Tensor) -> torch.Tensor:
+        self.num_steps += 1
+        if self.num_steps != 2:
+            return super().num_accepted(*tensors)
+        if self.result is None:
+            raise IndexError("list index out of range")
+        return self.result
+
+
+@pytest.mark.parametrize(
+    ("result", "message"),
+    [
+        (None, "verification method 'fails': num_accepted raised IndexError: list index out of"),
+        (3, "verification method 'fails': result of num_accepted: expected .*, got 3"),
+    ],
+    ids=["raises", "returns another type"],
+)
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_failing_method_ends_its_requests_alone(
+    harness, prompts, vanilla, no_overlap, result, message
+):
+    options = {"vanilla": vanilla, "disable_overlap_scheduler": no_overlap}
+    options |= {"cuda_graph_config": None} if "cuda_graph_config" in harness.host else {}
+    register_verification("fails", FailingVerification(result))
+    try:
+        llm = harness.llm(mtp={"verification": ["coupled", "fails"]}, **options)
+        outputs = llm.generate(prompts, requests(lambda i: ("coupled", "fails")[i % 2], prompts))
+    finally:
+        unregister_verification("fails")
+    coupled = harness.llm(**options).generate(prompts, requests(lambda _: "coupled", prompts))
+    for i, (output, expected) in enumerate(zip(outputs, coupled, strict=True)):
+        if i % 2:
+            assert re.search(message, output.error), output
+        else:
+            assert output.token_ids == expected.token_ids
+    assert_drained(llm)

@@ -14,7 +14,7 @@ from mtp_plugin.requests.options.option import (
     Option,
     Values,
 )
-from mtp_plugin.verifications import METHODS, codes, drafts_of, is_custom
+from mtp_plugin.verifications import METHODS, codes, drafts_of, is_nameable
 
 DRAFTS_OF_VERIFICATION: Mapping[str, tuple[str, ...]] = {
     name: METHODS[name].drafts for name in codes()
@@ -23,9 +23,7 @@ DRAFTS_OF_VERIFICATION: Mapping[str, tuple[str, ...]] = {
 
 VERIFICATION = Values(
     f"one of {', '.join(codes())}, or the name of a registered method",
-    lambda value: (
-        value is None or (isinstance(value, str) and (value in codes() or is_custom(value)))
-    ),
+    lambda value: value is None or is_nameable(value),
 )
 """Values of the option ``verification``."""
 

@@ -124,7 +124,7 @@ class MTPPlugin:
             lengths,
             alarms,
             label,
-            changes_text=partial(changes_text, options),
+            changes_text=partial(changes_text, worker.verifier.modes, options),
             shorter_steps=True,
             draft_vocab_ids=draft_vocab_ids,
             backend=worker.backend,

@@ -83,6 +83,7 @@ from mtp_plugin.speculative.verification.custom import (
     CustomVerificationMode,
     count_accepted,
     custom_verifications,
+    failure_of,
     register_verification,
     unregister_verification,
 )
@@ -119,6 +120,7 @@ __all__ = [
     "check_modes",
     "count_accepted",
     "custom_verifications",
+    "failure_of",
     "label_of",
     "make_modes",
     "most_draft_probs",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -10,14 +11,20 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mtp_plugin.errors import PluginError, describe_error, expect, format_value
+from mtp_plugin.errors import (
+    PluginError,
+    TensorContractError,
+    describe_error,
+    expect,
+    format_value,
+)
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.logit_rows import process_logits
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.step import SamplingKind
+from mtp_plugin.speculative.step import Accepted, SamplingKind
 from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 from mtp_plugin.verifications import (
     ENTRY_POINT_GROUP,
@@ -28,6 +35,8 @@ from mtp_plugin.verifications import (
     offered_methods,
     remove_custom,
 )
+
+_logger = logging.getLogger(__name__)
 
 
 class CustomVerification(ABC):
@@ -48,7 +57,8 @@ class CustomVerification(ABC):
         results are ignored. It may be captured in a CUDA graph: torch ops only, no host
         synchronization, no Python branch on a device value. It must not change its arguments.
 
-        Drafts that are absent or that their row masks are rejected whatever this returns.
+        Drafts that are absent or that their row masks are rejected whatever this returns. If it
+        raises, or returns something else, the requests with this method end with an error.
 
         Args:
             logits: [G, K+1, V] of the target, any float dtype, after bias, masks and penalties,
@@ -96,7 +106,7 @@ def register_verification(name: str, method: CustomVerification) -> None:
 
 
 def unregister_verification(name: str) -> None:
-    """Remove a registered method. Engines that use it keep it.
+    """Remove a registered method: new configs cannot name it. Engines that use it keep it.
 
     Raises:
         PluginError: no method was registered under this name.
@@ -194,11 +204,18 @@ def count_accepted(
         draft_tokens: [G, K] integer; those outside the vocabulary become -1.
 
     Raises:
+        PluginError: the method raised an error.
         TensorContractError: the result has another type, shape or device.
     """
     num_requests, draft_len = draft_tokens.shape
     is_token = (draft_tokens >= 0) & (draft_tokens < logits.shape[-1])
-    counts = method.num_accepted(logits, torch.where(is_token, draft_tokens, -1), target_tokens)
+    drafts = torch.where(is_token, draft_tokens, -1)
+    try:
+        counts = method.num_accepted(logits, drafts, target_tokens)
+    except Exception as error:
+        raise PluginError(
+            f"verification method {name!r}: num_accepted raised {describe_error(error)}"
+        ) from error
     checked = expect_tensor(
         f"verification method {name!r}: result of num_accepted",
         counts,
@@ -207,6 +224,15 @@ def count_accepted(
         device=logits.device,
     )
     return checked.clamp(0, draft_len).to(torch.int32)
+
+
+_failures: dict[int, str] = {}
+"""Code of a method -> its last error."""
+
+
+def failure_of(code: int) -> str:
+    """Return the last error of the method with this code."""
+    return _failures[code]
 
 
 class CustomVerificationMode(VerificationMode):
@@ -222,6 +248,7 @@ class CustomVerificationMode(VerificationMode):
         codes = custom_codes()
         self.methods = {name: (codes[name], method) for name, method in _enabled(options).items()}
         """Method name -> its code in the slot column ``verification``, and the method."""
+        self._failed: list[int] = []  # codes of the methods that failed in this step
 
     @classmethod
     @override
@@ -252,10 +279,12 @@ class CustomVerificationMode(VerificationMode):
     @classmethod
     @override
     def changes_text(cls, options: DecodingOptions, requested: Mapping[str, Any]) -> bool:
-        method = _enabled(options).get(
-            requested.get("verification") or options.mtp.verifications[0]
-        )
-        return method is not None and not method.keeps_output
+        return _changes_text(_enabled(options), options, requested)
+
+    @override
+    def changes_output(self, options: DecodingOptions, requested: Mapping[str, Any]) -> bool:
+        methods = {name: method for name, (_, method) in self.methods.items()}
+        return _changes_text(methods, options, requested)
 
     @override
     def verify(
@@ -277,10 +306,29 @@ class CustomVerificationMode(VerificationMode):
         matches = rules.forced_matches
         if matches is None:
             matches = torch.full_like(code, -1, dtype=torch.int32)
+        self._failed = []
         for name, (own_code, method) in self.methods.items():
-            counts = count_accepted(name, method, logits, drafts, targets)
+            try:
+                counts = count_accepted(name, method, logits, drafts, targets)
+            except (PluginError, TensorContractError) as error:
+                if logits.is_cuda and torch.cuda.is_current_stream_capturing():
+                    raise  # the capture itself may have failed
+                if own_code not in _failures:
+                    _logger.exception("requests with verification=%r end with an error", name)
+                _failures[own_code] = str(error)
+                self._failed.append(own_code)
+                counts = torch.zeros_like(matches)
             matches = torch.where(code == own_code, counts, matches)
         return replace(rules, forced_matches=matches)
+
+    @override
+    def mark_failed(self, inputs: VerificationInputs, accepted: Accepted) -> None:
+        failed, self._failed = self._failed, []
+        layout = inputs.layout
+        generations = slice(layout.num_contexts, layout.num_requests)
+        for own_code in failed:
+            code = inputs.step.expect_slots().read("verification", generations)
+            accepted.status[generations].masked_fill_(code == own_code, own_code)
 
     def _processed_logits(self, inputs: VerificationInputs) -> torch.Tensor:
         if inputs.step.sampling_kind is not SamplingKind.PROCESSED:
@@ -292,6 +340,16 @@ def _enabled(options: DecodingOptions) -> dict[str, CustomVerification]:
     """Return the methods from outside the package that a config enables."""
     known = custom_verifications()
     return {name: known[name] for name in options.mtp.verifications if name in known}
+
+
+def _changes_text(
+    methods: Mapping[str, CustomVerification],
+    options: DecodingOptions,
+    requested: Mapping[str, Any],
+) -> bool:
+    """Return whether the method of a request is one of ``methods`` and may change its output."""
+    method = methods.get(requested.get("verification") or options.mtp.verifications[0])
+    return method is not None and not method.keeps_output
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
 from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.step import StepLayout
+from mtp_plugin.speculative.step import Accepted, StepLayout
 from mtp_plugin.speculative.verification.draft_rules import (
     GREEDY_DRAFTS,
     SAMPLED_DRAFTS,
@@ -119,6 +119,10 @@ class VerificationMode(ABC):
         """
         return True
 
+    def changes_output(self, options: DecodingOptions, requested: Mapping[str, Any]) -> bool:
+        """As :meth:`changes_text`, with the methods that this mode was created with."""
+        return self.label(options) is not None and self.changes_text(options, requested)
+
     def refusals(self, requested: Mapping[str, Any]) -> Iterable[str]:  # noqa: ARG002
         """Return why a request with these options cannot be served."""
         return ()
@@ -128,6 +132,10 @@ class VerificationMode(ABC):
         self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
         """Return `rules` extended with this mode's decisions for the rows it owns."""
+
+    def mark_failed(self, inputs: VerificationInputs, accepted: Accepted) -> None:  # noqa: B027
+        """Set ``accepted.status`` of the requests that :meth:`verify` could not decide about to
+        the code of their method; they end with its error."""
 
     def slot_values(self, facts: RequestFacts, tokens: Sequence[int]) -> Mapping[str, Number]:  # noqa: ARG002
         """Return the mode's columns of a request that gets a slot, by name; missing ones have

@@ -70,9 +70,15 @@ def label_of(options: DecodingOptions, requested: Mapping[str, Any] | None = Non
     return None
 
 
-def changes_text(options: DecodingOptions, requested: Mapping[str, Any]) -> bool:
-    """Return whether drafts may change the output of a request with these options."""
-    return label_of(options, requested) is not None
+def changes_text(
+    modes: Iterable[VerificationMode], options: DecodingOptions, requested: Mapping[str, Any]
+) -> bool:
+    """Return whether drafts may change the output of a request with these options.
+
+    Args:
+        modes: those that were created for the config.
+    """
+    return _has_drafts(requested) and any(mode.changes_output(options, requested) for mode in modes)
 
 
 def refusals(modes: Iterable[VerificationMode], requested: Mapping[str, Any]) -> Iterator[str]:

@@ -159,7 +159,7 @@ class Verifier:
         step = inputs.step
         for mode in self.modes:
             rules = mode.verify(inputs, rules, backend=backend)
-        return accept(
+        accepted = accept(
             step.layout,
             inputs.logits,
             step.draft_tokens,
@@ -169,3 +169,6 @@ class Verifier:
             last_tokens=last_tokens,
             backend=backend,
         )
+        for mode in self.modes:
+            mode.mark_failed(inputs, accepted)
+        return accepted

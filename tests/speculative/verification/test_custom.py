@@ -30,6 +30,8 @@ from mtp_plugin.speculative.verification import (
     VerificationInputs,
     Verifier,
     check_modes,
+    count_accepted,
+    failure_of,
     make_modes,
 )
 from tests.speculative.ops.on_device import DEVICE
@@ -241,8 +243,33 @@ def test_result_of_another_kind_is_refused(
     method: Constant, monkeypatch: pytest.MonkeyPatch, result: Any, message: str
 ) -> None:
     monkeypatch.setattr(method, "num_accepted", lambda *_: result)
+    inputs = step(["constant"], SamplingKind.GREEDY)
     with pytest.raises(TensorContractError, match=message):
-        accept(("constant",), step(["constant"], SamplingKind.GREEDY), Backend.TORCH)
+        count_accepted(
+            "constant",
+            method,
+            inputs.logits[1:].view(1, K + 1, VOCAB),
+            inputs.step.draft_tokens.view(1, K),
+            torch.zeros(1, K + 1, dtype=torch.int32, device=DEVICE),
+        )
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("kind", [*KINDS, SamplingKind.PROCESSED])
+def test_failed_method_is_the_status_of_its_requests(
+    method: Constant, kind: SamplingKind, backend: Backend
+) -> None:
+    method.counts = 3.5
+    inputs = step(["constant", "coupled", "constant"], kind)
+    verifier = Verifier(make_modes(options("coupled", "constant"), torch.device(DEVICE)))
+    accepted = verifier.verify(inputs, backend=backend)
+    code = verifications.custom_codes()["constant"]
+    assert accepted.status.tolist() == [0, code, 0, code]
+    assert accepted.num_accepted.tolist() == [1, 1, 2, 1]
+    assert "num_accepted" in failure_of(code)
+    method.counts = 99
+    accepted = verifier.verify(inputs, backend=backend)
+    assert accepted.status.tolist() == [0] * 4
 
 
 class WithoutDescription(Constant):

@@ -99,12 +99,12 @@ def test_output_that_drafts_may_change(requested: dict[str, Any]) -> None:
     for more in (RELAXED, SYNTHETIC):
         options = DecodingOptions.read(MTPDecodingConfig(max_draft_len=2, **more))
         assert label_of(options, requested) == label_of(options)
-        assert changes_text(options, requested)
-    assert not changes_text(DecodingOptions(2), requested)
+        assert changes_text(make_modes(options, CPU), options, requested)
+    assert not changes_text(make_modes(DecodingOptions(2), CPU), DecodingOptions(2), requested)
 
 
 @pytest.mark.parametrize("requested", STRICT_REQUESTS, ids=str)
 def test_output_that_drafts_cannot_change_in_relaxed_mode(requested: dict[str, Any]) -> None:
     options = DecodingOptions.read(MTPDecodingConfig(max_draft_len=2, **RELAXED))
     assert label_of(options, requested) is None
-    assert not changes_text(options, requested)
+    assert not changes_text(make_modes(options, CPU), options, requested)
