@@ -173,10 +173,12 @@ def _check_file(path: str | Path) -> None:
             return
     except OSError as error:
         raise ConfigError(f"{format_value(str(path))}: {error.strerror}") from None
+    command = download_command(path)
+    advice = "" if command is None else "; download the model"
     raise ConfigError(
         f"{path}: expected a checkpoint's folder or a YAML file, there is neither (nothing is "
-        f"fetched from a hub)",
-        download_command(path),
+        f"fetched from a hub){advice}",
+        command,
     )
 
 

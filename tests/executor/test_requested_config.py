@@ -254,7 +254,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         ("some/model",),
         {},
         "some/model: expected a checkpoint's folder or a YAML file, there is neither (nothing is "
-        "fetched from a hub): hf download some/model --local-dir some/model",
+        "fetched from a hub); download the model: hf download some/model --local-dir some/model",
     ),
     "a file of a checkpoint": (
         ("CHECKPOINT/config.json",),

@@ -52,9 +52,10 @@ def checkpoint_directory(path: str | Path) -> Path:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"checkpoint {str(path)!r}: cannot be read: {error}") from None
     if not exists:
+        command = download_command(path)
+        advice = "" if command is None else "; download the model"
         raise CheckpointError(
-            f"checkpoint {directory}: expected a directory, it does not exist",
-            download_command(path),
+            f"checkpoint {directory}: expected a directory, it does not exist{advice}", command
         )
     if not is_directory:
         raise CheckpointError(
