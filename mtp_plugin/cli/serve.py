@@ -114,7 +114,7 @@ def command(
     with errors_of(config):
         import_engine(log)
         from mtp_plugin.executor import LLM
-        from mtp_plugin.serving import ServerSettings, serve
+        from mtp_plugin.serving import ServerSettings, bind, serve
 
         server = ServerSettings(
             model_name=served_model_name or Path(settings.model).resolve().name,
@@ -125,10 +125,9 @@ def command(
             max_queued=max_queued,
             drain_seconds=drain_seconds,
         )
-        with LLM(settings) as llm:
+        with bind(server) as reserved, LLM(settings) as llm:
             llm.capture_when_idle()
-            log.write_line(f"serving {server.model_name} on http://{host}:{port}")
-            serve(llm, server)
+            serve(llm, server, reserved, log.write_line)
 
 
 def _read_api_key(file: Path | None) -> str | None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from itertools import accumulate
 
 from prometheus_client import CollectorRegistry, Gauge, generate_latest
@@ -96,6 +96,66 @@ class EngineCollector(Collector):
         family = GaugeMetricFamily(self._prefix + name, about, labels=list(self._labels))
         family.add_metric(list(self._labels.values()), value)
         families[family.name] = family
+
+
+class Throughput:
+    """Describes throughput and acceptance since the last line, and at the end."""
+
+    def __init__(self, llm: LLM) -> None:
+        self._llm = llm
+        self._start = self._last = self._read()
+
+    def line(self) -> str | None:
+        """Return a line about the time since the last one; None: there were no requests."""
+        before, self._last = self._last, self._read()
+        now = self._last
+        running, waiting = now["num_requests_running"], now["num_requests_waiting"]
+        if now["generation_tokens"] == before["generation_tokens"] and not (running or waiting):
+            return None
+        seconds = now["time"] - before["time"]
+        prompt, output = (
+            (now[name] - before[name]) / seconds for name in ("prompt_tokens", "generation_tokens")
+        )
+        return (
+            f"{prompt:.1f} prompt and {output:.1f} output tokens/s, {running:.0f} running, "
+            f"{waiting:.0f} waiting, KV cache {now['kv_cache_usage_perc']:.1%}"
+            f"{_acceptance(before, now)}"
+        )
+
+    def total(self) -> str:
+        """Return a line about all requests."""
+        start, now = self._start, self._read()
+        finished, prompt, output = (
+            now[name] - start[name]
+            for name in ("request_success", "prompt_tokens", "generation_tokens")
+        )
+        return (
+            f"stopped after {finished:.0f} sequences, {prompt:.0f} prompt and {output:.0f} output "
+            f"tokens{_acceptance(start, now)}"
+        )
+
+    def _read(self) -> dict[str, float]:
+        values: dict[str, float] = defaultdict(float)
+        for metric in self._llm.get_metrics(""):
+            values[metric.name] += getattr(metric, "value", 0)
+        values["time"] = time.monotonic()
+        return values
+
+
+def _acceptance(before: Mapping[str, float], now: Mapping[str, float]) -> str:
+    steps, drafted, accepted = (
+        now[name] - before[name]
+        for name in (
+            "spec_decode_num_drafts",
+            "spec_decode_num_draft_tokens",
+            "spec_decode_num_accepted_tokens",
+        )
+    )
+    if not drafted:
+        return ""
+    return (
+        f", {1 + accepted / steps:.2f} tokens per step, {accepted / drafted:.1%} of drafts accepted"
+    )
 
 
 class Histogram:

@@ -7,6 +7,7 @@ import hashlib
 import hmac
 import json
 import re
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -50,7 +51,9 @@ class Guard:
 
         error = self._refusal(scope)
         app = self._app if error is None else error.response()
-        await app(scope, receive, send_with_headers)
+        # only the end of the server cancels a request, and uvicorn would log a traceback for each
+        with suppress(asyncio.CancelledError):
+            await app(scope, receive, send_with_headers)
 
     def _refusal(self, scope: Scope) -> APIError | None:
         headers = Headers(scope=scope)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
+from contextlib import suppress
+from types import FrameType
 from typing import Any
 
 import h11
@@ -12,20 +15,31 @@ import uvicorn
 from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.executor import LLM
 from mtp_plugin.serving.app import make_app
 from mtp_plugin.serving.generation import EngineService
+from mtp_plugin.serving.metrics import Throughput
 from mtp_plugin.serving.settings import ServerSettings
 
 _logger = logging.getLogger(__name__)
 ABORT_SECONDS = 5
 """Time that aborted requests have to send their last events."""
+REPORT_SECONDS = 10
+"""Time between two lines about throughput and acceptance."""
 
 
 class Server(uvicorn.Server):
-    """A server whose shutdown finishes running requests within a deadline and aborts the others."""
+    """A server whose shutdown finishes running requests within a deadline and aborts the others.
 
-    def __init__(self, app: FastAPI, settings: ServerSettings) -> None:
+    Args:
+        log: called with a line when the port is open, every `REPORT_SECONDS` with requests, and at
+            the end.
+    """
+
+    def __init__(
+        self, app: FastAPI, settings: ServerSettings, log: Callable[[str], object] = _logger.info
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -41,9 +55,23 @@ class Server(uvicorn.Server):
                 proxy_headers=False,
                 timeout_keep_alive=int(settings.idle_seconds),
                 timeout_graceful_shutdown=int(settings.drain_seconds) + ABORT_SECONDS,
+                callback_notify=self._report,
+                timeout_notify=REPORT_SECONDS,
             )
         )
         self._service: EngineService = app.state.service
+        self._log = log
+        self._throughput = Throughput(self._service.llm)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Open the port."""
+        await super().startup(sockets)
+        self._loop = asyncio.get_running_loop()
+        settings = self._service.settings
+        host = f"[{settings.host}]" if ":" in settings.host else settings.host
+        port = self.servers[0].sockets[0].getsockname()[1]
+        self._log(f"serving {settings.model_name} on http://{host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more requests, wait for the running ones, and abort them at the deadline."""
@@ -55,13 +83,70 @@ class Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             deadline.cancel()
+        if self.force_exit:
+            self._disconnect_all()
+            if self.server_state.tasks:
+                await asyncio.wait(self.server_state.tasks, timeout=ABORT_SECONDS)
+        self._log(self._throughput.total())
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin the shutdown; at the second signal, end all requests."""
+        if self.should_exit and self._loop is not None:
+            self._loop.call_soon_threadsafe(self._disconnect_all)
+        super().handle_exit(sig, frame)
+
+    def _disconnect_all(self) -> None:
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+
+    async def _report(self) -> None:
+        line = self._throughput.line()
+        if line is not None:
+            self._log(line)
 
 
-def serve(llm: LLM, settings: ServerSettings) -> None:
-    """Serve an `LLM` until SIGINT or SIGTERM."""
+def bind(settings: ServerSettings) -> socket.socket:
+    """Return a socket that reserves the port, so that a port in use is reported at once.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    host, port = settings.host, settings.port
+    reserved = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        reserved.bind((host, port))
+    except OSError as error:
+        reserved.close()
+        raise ConfigError(
+            f"cannot listen on {host}:{port}: {error.strerror or error}; give another --host or "
+            f"--port"
+        ) from None
+    return reserved
+
+
+def serve(
+    llm: LLM,
+    settings: ServerSettings,
+    reserved: socket.socket | None = None,
+    log: Callable[[str], object] = _logger.info,
+) -> None:
+    """Serve an `LLM` until SIGINT or SIGTERM.
+
+    Args:
+        reserved: as :func:`bind` returns; default: of the host and port of ``settings``.
+        log: called with a line when the port is open, every `REPORT_SECONDS` with requests, and at
+            the end.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
     if not settings.is_loopback and settings.api_key is None:
         _logger.warning("%s: every machine that reaches it can use this server", settings.host)
-    Server(make_app(llm, settings), settings).run()
+    with reserved or bind(settings) as reserved, suppress(KeyboardInterrupt):
+        Server(make_app(llm, settings), settings, log).run([reserved])
 
 
 def _protocol(settings: ServerSettings) -> type[H11Protocol]:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
 
+from mtp_plugin.errors import ConfigError, format_value
 from mtp_plugin.executor.metrics import PREFIX
 
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """Where the server listens, what it serves, and its limits."""
+    """Where the server listens, what it serves, and its limits.
+
+    Raises:
+        ConfigError: a number of seconds is negative or not finite.
+    """
 
     model_name: str = "model"
     """The name that requests give and responses have."""
@@ -43,6 +49,14 @@ class ServerSettings:
     """Idle connections are closed after this time."""
     drain_seconds: float = 30.0
     """A shutdown waits this long for running requests, then it aborts them."""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            if each.name.endswith("_seconds") and not 0 <= value < math.inf:
+                raise ConfigError(
+                    f"{each.name}: expected a number of seconds >= 0, got {format_value(value)}"
+                )
 
     @property
     def max_json_elements(self) -> int:

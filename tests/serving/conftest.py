@@ -50,10 +50,10 @@ class Running:
 
 
 @contextmanager
-def running(llm: LLM, **options) -> Iterator[Running]:
+def running(llm: LLM, log: Callable[[str], None] = lambda _: None, **options) -> Iterator[Running]:
     """Start a server on a free port and stop it at the end."""
     settings = replace(SETTINGS, **options)
-    server = Server(make_app(llm, settings), settings)
+    server = Server(make_app(llm, settings), settings, log)
 
     def run() -> None:
         asyncio.run(server.serve())

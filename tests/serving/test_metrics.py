@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from mtp_plugin import LLM
+from mtp_plugin import LLM, SamplingParams
+from mtp_plugin.serving import server as server_module
 from mtp_plugin.serving import settings as settings_module
+from mtp_plugin.serving.metrics import Throughput
 from tests.serving.conftest import Running, running, wait_until
 
 DASHBOARD = Path(settings_module.__file__).parent / "grafana.json"
@@ -107,3 +109,30 @@ def test_queries_of_the_dashboard_name_metrics_that_exist(server: Running) -> No
             assert all(grouping in known[name] for name in names), query
     identifiers = [panel["id"] for panel in dashboard["panels"]]
     assert len(identifiers) == len(set(identifiers))
+
+
+def test_throughput_is_logged_while_there_are_requests(llm: LLM) -> None:
+    throughput = Throughput(llm)
+    assert throughput.line() is None
+    (output,) = llm.generate("class A:\n", SamplingParams(max_tokens=20))
+    length = re.escape(f"{output.acceptance.acceptance_length:.2f} tokens per step")
+    pattern = (
+        r"[\d.]+ prompt and [1-9][\d.]* output tokens/s, 0 running, 0 waiting, KV cache 0.0%, "
+    )
+    assert re.match(pattern + length + r", [\d.]+% of drafts accepted", throughput.line() or "")
+    assert throughput.line() is None
+    assert re.match(
+        rf"stopped after 1 sequences, \d+ prompt and 20 .* {length}", throughput.total()
+    )
+
+
+def test_throughput_is_logged_by_the_server(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(server_module, "REPORT_SECONDS", 0.1)
+    with running(llm, log=lines.append) as server:
+        server.post("/v1/completions", prompt="a", max_tokens=8)
+        wait_until(lambda: len(lines) == 2)
+        url = server.url
+    assert lines[0] == f"serving tiny on {url}"
+    assert "output tokens/s" in lines[1]
+    assert lines[2].startswith("stopped after 1 sequences")

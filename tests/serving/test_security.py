@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import threading
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from mtp_plugin import LLM
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.serving import ServerSettings
 from tests.serving.conftest import Running, running, tiny_llm, wait_until
 
@@ -43,6 +45,13 @@ def test_default_address_is_loopback() -> None:
     assert ServerSettings().is_loopback
     assert not ServerSettings(host="0.0.0.0").is_loopback
     assert "secret" not in repr(ServerSettings(api_key="secret"))
+
+
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+def test_deadlines_are_finite(seconds: float) -> None:
+    message = re.escape(f"drain_seconds: expected a number of seconds >= 0, got {seconds}")
+    with pytest.raises(ConfigError, match=message):
+        ServerSettings(drain_seconds=seconds)
 
 
 def test_api_key_guards_everything_but_health(guarded: Running) -> None:
@@ -191,8 +200,9 @@ def test_defect_gives_no_details(
 
 
 def test_template_error_names_no_path(server: Running) -> None:
-    body = {"messages": [{"role": "user", "content": "a"}], "chat_template_kwargs": {"begin": {}}}
+    body = {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}
     response = server.post("/v1/chat/completions", **body, max_tokens=1)
+    assert response.status_code == 400
     assert "/" not in response.text.replace("application/json", "")
 
 

@@ -61,6 +61,38 @@ def test_serve_answers_and_ends_on_sigterm() -> None:
         assert process.returncode in (0, -signal.SIGTERM)
         assert "Traceback" not in err
         assert f"serving checkpoint on {url}" in err
+        assert "stopped after 1 sequences, 3 prompt and 4 output tokens" in err
+
+
+def test_second_interrupt_ends_running_requests() -> None:
+    with serving(TRAINED) as (url, process):
+        body = {"prompt": "def f(", "max_tokens": 1900, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False) as answer:
+            lines = answer.iter_lines()
+            next(lines)
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.5)
+            assert process.poll() is None
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=10)
+    assert "Traceback" not in err
+    assert process.returncode in (0, 130)
+
+
+def test_port_in_use_is_one_line() -> None:
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        port = str(used.getsockname()[1])
+        command = [sys.executable, "-m", "mtp_plugin", "serve", TRAINED, "--port", port]
+        found = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
+    assert found.returncode == 2
+    *_, last = found.stderr.splitlines()
+    assert last == (
+        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; give another --host "
+        "or --port"
+    )
+    assert "serving" not in found.stderr
 
 
 @pytest.mark.parametrize(
@@ -69,6 +101,10 @@ def test_serve_answers_and_ends_on_sigterm() -> None:
         ([], "expected MODEL, --model DIR or --config FILE"),
         (["x", "--api-key-file", "missing"], "--api-key-file missing: cannot be read"),
         (["x", "--metrics-prefix", "a b"], "--metrics-prefix: expected a name such as vllm"),
+        (
+            [TRAINED, "--drain-seconds", "inf"],
+            "drain_seconds: expected a number of seconds >= 0, got inf",
+        ),
     ],
 )
 def test_bad_arguments_are_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
