@@ -114,6 +114,15 @@ class EngineFields(_Model):
             raise ValueError(f"at most {most} items are served, got {size}")
         return value
 
+    @field_validator("use_beam_search")
+    @classmethod
+    def _is_off(cls, value: Any) -> Any:
+        if value:
+            raise ValueError(
+                "beam search is not supported; leave it out; n samples several sequences"
+            )
+        return value
+
     @field_validator("logit_bias")
     @classmethod
     def _has_ids(cls, value: dict[str, Any] | None) -> Any:
@@ -151,6 +160,11 @@ class GenerationBody(EngineFields):
         if value is not None and value != {"type": "text"}:
             raise ValueError("only the type text is supported")
         return value
+
+    @property
+    def is_echo_only(self) -> bool:
+        """Whether the response has no output, only the prompt."""
+        return False
 
     def engine_options(self) -> dict[str, Any]:
         """Return the given options of `SamplingParams`."""
@@ -195,6 +209,11 @@ class CompletionBody(GenerationBody):
             f"expected a text, a list of token ids, or a list of these, got {format_value(value)}"
         )
 
+    @property
+    def is_echo_only(self) -> bool:
+        """Whether the response has no output, only the prompt."""
+        return self.echo and type(self.max_tokens) is int and self.max_tokens == 0
+
     def prompts(self) -> list[Any]:
         """Return the prompts."""
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
@@ -204,6 +223,8 @@ class CompletionBody(GenerationBody):
     def engine_options(self) -> dict[str, Any]:
         """Return the given options of `SamplingParams`."""
         options = super().engine_options()
+        if self.is_echo_only:
+            options["max_tokens"] = 1  # the engine generates at least one, which is left out
         if self.logprobs is not None:
             options["logprobs"] = self.logprobs
             if self.echo:
@@ -282,6 +303,7 @@ class ChatBody(ConversationBody, GenerationBody):
     """``/v1/chat/completions``."""
 
     max_completion_tokens: Any = None
+    reasoning_effort: str | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
     tool_choice: str | Object | None = None
@@ -292,6 +314,14 @@ class ChatBody(ConversationBody, GenerationBody):
         if value not in (None, "none", "auto"):
             raise ValueError("expected none or auto, as calls are not parsed")
         return value
+
+    def template_options(self) -> dict[str, Any]:
+        """Return the arguments of `LLM.apply_chat_template`."""
+        options = super().template_options()
+        if self.reasoning_effort is not None:
+            variables = {"reasoning_effort": self.reasoning_effort}
+            options["chat_template_kwargs"] = {**variables, **(self.chat_template_kwargs or {})}
+        return options
 
     def engine_options(self) -> dict[str, Any]:
         """Return the given options of `SamplingParams`."""

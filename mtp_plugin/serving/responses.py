@@ -6,12 +6,13 @@ import asyncio
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, TypeVar
 
 from mtp_plugin.executor import RequestOutput, StepEvent
 from mtp_plugin.executor.outputs import CompletionOutput
-from mtp_plugin.requests.logprobs import Logprob, TokenLogprobs
+from mtp_plugin.requests.logprobs import Logprob, Logprobs, TokenLogprobs
 from mtp_plugin.serving.errors import APIError, encode_json
 from mtp_plugin.serving.generation import Generation
 from mtp_plugin.serving.protocol import ChatBody, CompletionBody
@@ -95,8 +96,8 @@ class Writer:
         ended: list[tuple[int, RequestOutput]] = []
         for prompt_index, result in results:
             if isinstance(result, RequestOutput):
-                ended.append((prompt_index, result))
-            else:
+                ended.append((prompt_index, self._shown(result)))
+            elif not self.body.is_echo_only:
                 index = prompt_index * self.generation.num_samples + result.sample_index
                 events.setdefault(index, []).append(result)
         for index, of_sequence in events.items():
@@ -159,8 +160,25 @@ class Writer:
         Raises:
             APIError: the engine failed.
         """
-        self._outputs = await self.generation.outputs()
+        self._outputs = list(map(self._shown, await self.generation.outputs()))
         return self._outputs
+
+    def _shown(self, output: RequestOutput) -> RequestOutput:
+        """Return an output as the response shows it."""
+        if not self.body.is_echo_only:
+            return output
+        outputs = [
+            replace(
+                each,
+                text="",
+                token_ids=[],
+                logprobs=None if each.logprobs is None else Logprobs(),
+                finish_reason="length",
+                stop_reason=None,
+            )
+            for each in output.outputs
+        ]
+        return replace(output, outputs=outputs)
 
     def whole(self) -> Iterator[str]:
         """Yield the JSON text of the whole response, in parts that take milliseconds."""

@@ -51,7 +51,7 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"n": 129, "temperature": 1}, "n", "n: at most 128 sequences"),
     ({"n": 2, "temperature": 0}, "n", "n=2 needs sampling"),
     ({"best_of": 3}, "best_of", "best_of=3 is not enabled"),
-    ({"use_beam_search": True}, "use_beam_search", "use_beam_search=True"),
+    ({"use_beam_search": True}, "use_beam_search", "use_beam_search: beam search is not"),
     ({"stream": "yes"}, "stream", "stream: Input should be a valid boolean"),
     ({"stream_options": {"include_usage": True}}, "stream_options", "needs stream=true"),
     (
@@ -104,6 +104,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "is not accepted"),
     ({"functions": []}, "functions", "expected tools instead"),
     ({"echo": True}, "echo", "echo: unknown field"),
+    ({"reasoning_effort": 5}, "reasoning_effort", "reasoning_effort: Input should be a valid str"),
     ({"audio": {}, "modalities": ["audio"]}, "audio", "modalities: unknown field"),
 ]
 

@@ -8,7 +8,7 @@ import pytest
 
 from mtp_plugin import LLM, SamplingParams, __version__
 from mtp_plugin.serving import page
-from tests.serving.conftest import Running, running, tiny_llm
+from tests.serving.conftest import TEMPLATE, Running, running, tiny_llm
 
 PROMPT = "class HTTPServer:\n"
 
@@ -82,6 +82,37 @@ def test_token_ids_and_echo_are_streamed(server: Running, llm: LLM) -> None:
     (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=8))
     found = [t for chunk in rest for t in chunk["choices"][0].get("token_ids", [])]
     assert found == expected.token_ids
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_echo_of_the_prompt_alone(server: Running, stream: bool) -> None:
+    body = {"prompt": PROMPT, "echo": True, "max_tokens": 0, "stream": stream, "logprobs": 2}
+    if stream:
+        usage = {"include_usage": True}
+        first, last, end = chunks_of(server, **body, stream_options=usage)
+        text, reason = first["choices"][0]["text"], last["choices"][0]["finish_reason"]
+        assert last["choices"][0]["text"] == ""
+    else:
+        end = server.post("/v1/completions", **body).json()
+        text, reason = end["choices"][0]["text"], end["choices"][0]["finish_reason"]
+        logprobs = end["choices"][0]["logprobs"]
+        assert "".join(logprobs["tokens"]) == PROMPT
+        assert logprobs["token_logprobs"][0] is None
+        assert all(value < 0 for value in logprobs["token_logprobs"][1:])
+    assert (text, reason) == (PROMPT, "length")
+    assert end["usage"]["completion_tokens"] == 0
+
+
+def test_reasoning_effort_is_a_variable_of_the_template(server: Running, llm: LLM) -> None:
+    llm.tokenizer.chat_template = "effort {{ reasoning_effort }}"
+    try:
+        body = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+        body["return_token_ids"] = True
+        answer = server.post("/v1/chat/completions", **body, reasoning_effort="low").json()
+    finally:
+        llm.tokenizer.chat_template = TEMPLATE
+    ids = llm.get_tokenizer().encode("effort low")
+    assert answer["choices"][0]["prompt_token_ids"] == ids
 
 
 def test_prompt_logprobs_have_the_format_of_vllm(server: Running) -> None:

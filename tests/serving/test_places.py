@@ -168,9 +168,7 @@ def test_malformed_bytes_are_one_line_of_the_log(
     ]
 
 
-def test_log_probabilities_of_a_long_prompt_do_not_stall_other_requests(
-    server: Running, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_log_probabilities_of_a_long_prompt_do_not_stall_other_requests(server: Running) -> None:
     body = {"prompt": [5] * 1900, "echo": True, "max_tokens": 1, "logprobs": 20, "n": 4}
     with measured_stalls(server, time.thread_time) as stalls:
         response = server.post(COMPLETIONS, **body)
