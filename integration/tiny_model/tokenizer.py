@@ -9,6 +9,19 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 END_OF_TEXT = "<|endoftext|>"
 THINK_START = "<think>"
 THINK_END = "</think>"
+CHAT_TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.role == 'assistant' -%}
+{{ message.content }}
+{%- else -%}
+{{ '# ' + message.content | replace('\\n', '\\n# ') }}
+{%- endif -%}
+{%- if not loop.last or add_generation_prompt -%}
+{{ '\\n' }}
+{%- endif -%}
+{%- endfor -%}
+"""
+"""Messages are comments, answers are code: the model only continues Python files."""
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -40,6 +53,7 @@ def save_tokenizer(tokenizer: Tokenizer, folder: Path, max_length: int) -> None:
         "eos_token": END_OF_TEXT,
         "pad_token": END_OF_TEXT,
         "clean_up_tokenization_spaces": False,
+        "chat_template": CHAT_TEMPLATE,
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
 

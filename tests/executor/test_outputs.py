@@ -229,8 +229,11 @@ def test_chat_options_of_another_type_are_refused(
         trained.chat([{"role": "user", "content": "a"}], chat_template=TEMPLATE, **options)
 
 
-def test_chat_without_a_template_is_refused(trained: LLM, harness) -> None:
+def test_chat_without_a_template_is_refused(
+    trained: LLM, harness, monkeypatch: pytest.MonkeyPatch
+) -> None:
     messages = [{"role": "user", "content": "a"}]
+    monkeypatch.setattr(trained.tokenizer, "chat_template", None)
     with pytest.raises(RequestError, match="has a tokenizer without a chat template"):
         trained.chat(messages)
     with pytest.raises(RequestError, match="has no tokenizer"):
