@@ -67,6 +67,14 @@ def command(
             "without either, no key is needed.",
         ),
     ] = None,
+    chat_template: Annotated[
+        Path | None,
+        typer.Option(
+            "--chat-template",
+            metavar="FILE",
+            help="Jinja template for conversations. Default: the tokenizer's.",
+        ),
+    ] = None,
     metrics_prefix: Annotated[
         str,
         typer.Option(
@@ -106,6 +114,7 @@ def command(
     if model is None and config is None:
         raise typer.BadParameter("expected MODEL, --model DIR or --config FILE")
     api_key = _read_api_key(api_key_file)
+    template = None if chat_template is None else _read("--chat-template", chat_template)
     prefix = _read_prefix(metrics_prefix)
     log = messages()
     given = {"max_seq_len": max_model_len, "dtype": dtype}
@@ -121,6 +130,7 @@ def command(
             host=host,
             port=port,
             api_key=api_key,
+            chat_template=template,
             metrics_prefix=prefix,
             max_queued=max_queued,
             drain_seconds=drain_seconds,
@@ -134,16 +144,17 @@ def _read_api_key(file: Path | None) -> str | None:
     if file is None:
         key, source = os.environ.get(API_KEY), f"the variable {API_KEY}"
     else:
-        source = str(file)
-        try:
-            key = file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(
-                f"--api-key-file {file}: cannot be read: {type(error).__name__}"
-            ) from None
+        key, source = _read("--api-key-file", file).strip(), str(file)
     if key is not None and not (key.isascii() and key.isprintable() and key.strip()):
         raise ConfigError(f"API key in {source}: expected printable ASCII characters")
     return key
+
+
+def _read(option: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{option} {file}: cannot be read: {type(error).__name__}") from None
 
 
 def _read_prefix(name: str) -> str:

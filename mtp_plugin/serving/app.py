@@ -137,7 +137,13 @@ class Endpoints:
 
     async def _render(self, body: ConversationBody, problems: list[Problem]) -> str:
         """Return the prompt of a conversation."""
-        options = body.template_options()
+        options = {**body.template_options(), "chat_template": self._settings.chat_template}
+        if not (self._settings.chat_template or getattr(self._llm.tokenizer, "chat_template", "")):
+            message = (
+                "messages: the checkpoint has no chat template; start the server with "
+                "--chat-template FILE, or send a prompt to v1/completions"
+            )
+            raise APIError(400, *problems, ("messages", message))
         contents = [str(message.get("content") or "") for message in options["messages"]]
         self._check_sizes(["".join(contents)], "messages", problems)
         render = partial(self._llm.apply_chat_template, **options)

@@ -24,6 +24,8 @@ class ServerSettings:
     port: int = 8000
     api_key: str | None = field(default=None, repr=False)
     """Required as ``Authorization: Bearer KEY`` by everything except ``/health``."""
+    chat_template: str | None = field(default=None, repr=False)
+    """A Jinja template for conversations; None: the tokenizer's."""
     metrics_prefix: str = PREFIX
     """Prefix of Prometheus names; ``vllm:`` gives vLLM's names."""
 

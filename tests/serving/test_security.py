@@ -212,4 +212,4 @@ def test_model_without_chat_template_is_refused_by_name() -> None:
         body = {"messages": [{"role": "user", "content": "a"}]}
         response = server.post("/v1/chat/completions", **body)
         assert (response.status_code, response.json()["error"]["param"]) == (400, "messages")
-        assert "without a chat template" in response.json()["error"]["message"]
+        assert "start the server with --chat-template FILE" in response.json()["error"]["message"]

@@ -11,8 +11,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import httpx
+import openai
 import pytest
 
 from tests.serving.conftest import TRAINED
@@ -64,6 +66,21 @@ def test_serve_answers_and_ends_on_sigterm() -> None:
         assert "stopped after 1 sequences, 3 prompt and 4 output tokens" in err
 
 
+@pytest.mark.parametrize("template", [None, "{{ messages[0].content }}("])
+def test_chat_client_works_on_the_tiny_model(template: str | None, tmp_path: Path) -> None:
+    arguments, expected = [], "# an HTTP server\n"
+    if template is not None:
+        (tmp_path / "template.jinja").write_text(template)
+        arguments, expected = ["--chat-template", f"{tmp_path}/template.jinja"], "an HTTP server("
+    with serving(TRAINED, *arguments) as (url, _):
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        messages: Any = [{"role": "user", "content": "an HTTP server"}]
+        options: Any = {"model": "checkpoint", "max_tokens": 8, "temperature": 0}
+        answer = client.chat.completions.create(messages=messages, **options)
+        same = client.completions.create(prompt=expected, **options)
+    assert answer.choices[0].message.content == same.choices[0].text
+
+
 def test_second_interrupt_ends_running_requests() -> None:
     with serving(TRAINED) as (url, process):
         body = {"prompt": "def f(", "max_tokens": 1900, "stream": True, "ignore_eos": True}
@@ -100,6 +117,7 @@ def test_port_in_use_is_one_line() -> None:
     [
         ([], "expected MODEL, --model DIR or --config FILE"),
         (["x", "--api-key-file", "missing"], "--api-key-file missing: cannot be read"),
+        (["x", "--chat-template", "missing"], "--chat-template missing: cannot be read"),
         (["x", "--metrics-prefix", "a b"], "--metrics-prefix: expected a name such as vllm"),
         (
             [TRAINED, "--drain-seconds", "inf"],
