@@ -82,7 +82,7 @@ def test_client_that_reads_slowly_gets_the_whole_answer(llm: LLM) -> None:
         (401, COMPLETIONS, b"Transfer-Encoding: chunked\r\n"),
     ],
 )
-def test_body_that_nobody_reads_has_a_deadline(
+def test_body_of_a_refused_request_has_a_deadline(
     llm: LLM, status: int, path: str, more: bytes
 ) -> None:
     with (
