@@ -128,9 +128,11 @@ class Endpoints:
                 return EventStreamResponse(writer)
             if await unless_disconnected(request, writer.wait()) is None:
                 return Response(status_code=499)  # it is not sent
+            parts = paced(writer.whole())
             if writer.has_logprobs:
-                return StreamingResponse(paced(writer.whole()), media_type="application/json")
-            return Response("".join(writer.whole()), media_type="application/json")
+                return StreamingResponse(parts, media_type="application/json")
+            content = "".join([part async for part in parts])
+            return Response(content, media_type="application/json")
         except BaseException:
             generation.close()
             raise
