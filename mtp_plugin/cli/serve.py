@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -12,7 +14,7 @@ from mtp_plugin.cli.flags import ConfigFile, PluginOptions
 from mtp_plugin.cli.opening import errors_of, import_engine, load
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.extras import SERVE_PACKAGES, require
-from mtp_plugin.tools.terminal.console import messages
+from mtp_plugin.tools.terminal.console import OutputConsole, messages
 
 API_KEY = "MTP_PLUGIN_API_KEY"
 
@@ -137,7 +139,12 @@ def command(
         )
         with bind(server) as reserved, LLM(settings) as llm:
             llm.capture_when_idle()
-            serve(llm, server, reserved, log.write_line)
+            serve(llm, server, reserved, partial(_write_line, log))
+
+
+def _write_line(log: OutputConsole, line: str) -> None:
+    with suppress(SystemExit):  # a closed log does not end the server
+        log.write_line(line)
 
 
 def _read_api_key(file: Path | None) -> str | None:

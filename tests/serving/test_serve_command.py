@@ -96,6 +96,14 @@ def test_second_interrupt_ends_running_requests() -> None:
     assert process.returncode in (0, 130)
 
 
+def test_closed_log_does_not_end_the_server() -> None:
+    with serving(TRAINED) as (_, process):
+        process.stderr.close()
+        process.stderr = None
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) in (0, -signal.SIGTERM)
+
+
 def test_port_in_use_is_one_line() -> None:
     with socket.socket() as used:
         used.bind(("127.0.0.1", 0))
