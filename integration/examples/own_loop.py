@@ -104,7 +104,14 @@ class OwnLoop:
         """Continue every prompt, as many at a time as a batch holds."""
         host, end_ids = self.host, self.model.facts.eos_token_ids
         requests = [
-            PlainRequest(number, ids, params, max_seq_len=host.max_seq_len, end_ids=end_ids)
+            PlainRequest(
+                number,
+                ids,
+                params,
+                max_seq_len=host.max_seq_len,
+                vocab_size=host.vocab_size,
+                end_ids=end_ids,
+            )
             for number, ids in enumerate(prompts)
         ]
         waiting, running = requests, list[PlainRequest]()

@@ -12,6 +12,7 @@ from transformers import AutoTokenizer
 
 from integration.examples.own_loop import OwnLoop, main
 from mtp_plugin import FinishReason, SamplingParams
+from mtp_plugin.errors import RequestError, TensorContractError
 from mtp_plugin.executor.models import LoadedModel, load_model
 from mtp_plugin.infer import decode
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
@@ -104,6 +105,51 @@ def test_what_the_config_does_not_list_is_refused(
         assert request.finish_reason is FinishReason.ERROR
         assert request.output_token_ids == []
         assert request.py_error.startswith(f"not supported with MTP: {why}")
+
+
+@pytest.mark.parametrize("token", [-1, 10**6, 2**40, 1.5, "a"])
+def test_prompt_token_outside_the_vocabulary_is_refused(model: LoadedModel, token: Any) -> None:
+    loop = OwnLoop(model, 2, vanilla=False, max_batch_size=2)
+    message = rf"^request 1: prompt token 2: expected an id from 0 to \d+, got {token!r}$"
+    with pytest.raises(RequestError, match=message):
+        loop.generate([[7], [7, 8, token]], GREEDY)
+
+
+DENSE = r"torch.sparse_coo torch.\w+ \[.*\] on cpu; call to_dense\(\)$"
+
+
+@pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        *(
+            (name, torch.Tensor.to_sparse, rf"^{name}: expected .* tensor.*, got {DENSE}")
+            for name in ("input_ids", "position_ids", "hidden_states", "logits", "draft_tokens")
+        ),
+        ("hidden_states", torch.Tensor.double, r"^hidden_states: .*float32 tensor.* torch.float64"),
+        (
+            "next_prompt_tokens",
+            lambda _: torch.zeros(7, dtype=torch.int32),
+            r"^next_prompt_tokens: expected integer tensor \[2\], got torch.int32 \[7\]",
+        ),
+    ],
+)
+def test_tensor_of_another_kind_is_named(
+    model: LoadedModel, vanilla: bool, name: str, change: Any, message: str
+) -> None:
+    loop = OwnLoop(model, 2, vanilla=vanilla, max_batch_size=2)
+    worker = loop.components.worker
+
+    def change_inputs(_: Any, __: Any, given: dict[str, Any]) -> tuple[tuple[()], dict[str, Any]]:
+        if name in given:
+            return (), {**given, name: change(given[name])}
+        spec = given["spec_metadata"]
+        setattr(spec, name, change(getattr(spec, name)))
+        return (), given
+
+    worker.register_forward_pre_hook(change_inputs, with_kwargs=True)
+    with pytest.raises(TensorContractError, match=message):
+        loop.generate([[7, 8, 9], [7, 8, 9, 10]], GREEDY)
 
 
 def test_it_runs_as_a_program(capsys: pytest.CaptureFixture[str]) -> None:

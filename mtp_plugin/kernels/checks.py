@@ -28,7 +28,7 @@ def expect_tensor(
     device: torch.device | None = None,
     contiguous: bool | Literal["rows"] = False,
 ) -> torch.Tensor:
-    """Return ``value`` if it is a tensor of the expected dtype, shape, device and layout.
+    """Return ``value`` if it is a dense tensor of the expected dtype, shape, device and layout.
 
     Args:
         name: name of the argument, for the message.
@@ -43,6 +43,7 @@ def expect_tensor(
     """
     if (
         isinstance(value, torch.Tensor)
+        and value.layout is torch.strided
         and (
             dtype is None
             or value.dtype is dtype
@@ -58,7 +59,11 @@ def expect_tensor(
     layout = "" if not contiguous else "contiguous " if contiguous is True else "row-contiguous "
     where = "" if device is None else f" on {device}"
     given = format_value(value)
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+        given = (
+            f"{value.layout} {value.dtype} {list(value.shape)} on {value.device}; call to_dense()"
+        )
+    elif isinstance(value, torch.Tensor):
         strides = f" with strides {list(value.stride())}" if contiguous else ""
         given = f"{value.dtype} {list(value.shape)}{strides} on {value.device}"
     raise TensorContractError(f"{name}: expected {layout}{kind}tensor{sizes}{where}, got {given}")

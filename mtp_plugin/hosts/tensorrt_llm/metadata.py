@@ -49,8 +49,11 @@ class MetadataBody:
         self.mtp_hidden_states_manager = own.mtp_hidden_states_manager
         self.slot_ids = own.slot_ids
         self.max_position = own.max_position
-        # 1.3 passes the token that follows each prompt chunk
-        self.next_prompt_tokens = getattr(self, "context_prompt_lookahead_tokens", None)
+        # 1.3 passes the token that follows each prompt chunk, in a buffer for all requests
+        following = getattr(self, "context_prompt_lookahead_tokens", None)
+        if following is not None:
+            following = following[: len(self.request_ids) - self.num_generations]
+        self.next_prompt_tokens = following
 
     @property
     def prepared_ids(self) -> list[int] | None:

@@ -54,6 +54,8 @@ class WorkerArguments:
         return value if value is not None else part_of(self.draft_model, name)
 
 
+STATE_DTYPES = FLOATS - {torch.float64}
+"""Types of hidden states: draft layers and history pools have one of them."""
 _UNREAD = ("resource_manager",)
 """Keywords that TensorRT-LLM passes and that are ignored."""
 
@@ -177,9 +179,9 @@ def read_states(value: torch.Tensor) -> torch.Tensor:
     """Return hidden states [T, H].
 
     Raises:
-        TensorContractError: not a floating-point tensor, or another shape.
+        TensorContractError: not a tensor of one of `STATE_DTYPES`, or another shape.
     """
-    return expect_tensor("hidden_states", value, dtype=FLOATS, shape=("T", "H"))
+    return expect_tensor("hidden_states", value, dtype=STATE_DTYPES, shape=("T", "H"))
 
 
 def read_logits(value: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
-from typing import ClassVar
+from numbers import Integral
+from typing import Any, ClassVar
 
 import torch
 
@@ -28,14 +29,15 @@ class PlainRequest:
         prompt_token_ids: at least one token.
         params: the request options.
         max_seq_len: maximum number of tokens of any request.
+        vocab_size: V, to check the prompt's token ids; None: the loop has checked them.
         end_ids: EOS token ids of the model.
         watch: finds stop strings.
         stats: records the number of tokens per step.
 
     Raises:
-        RequestError: the prompt is empty or fills ``max_seq_len``, ``stop`` is set without a watch,
-            bad words are not token ids, or an option is in `LOOP_OPTIONS` but not in
-            ``loop_options``.
+        RequestError: the prompt is empty, fills ``max_seq_len`` or has a token id outside the
+            vocabulary, ``stop`` is set without a watch, bad words are not token ids, or an option
+            is in `LOOP_OPTIONS` but not in ``loop_options``.
     """
 
     loop_options: ClassVar[frozenset[str]] = frozenset()
@@ -48,12 +50,15 @@ class PlainRequest:
         params: SamplingParams,
         *,
         max_seq_len: int,
+        vocab_size: int | None = None,
         end_ids: Iterable[int] = (),
         watch: TextWatch | None = None,
         stats: StepStats | None = None,
     ) -> None:
         self.request_id = request_id
         self.tokens = list(prompt_token_ids)
+        if vocab_size is not None:
+            self._refuse_tokens(vocab_size)
         self._refuse(params, watch, max_seq_len)
         self.facts = RequestFacts.of(
             request_id,
@@ -77,6 +82,15 @@ class PlainRequest:
         self.context_current_position = 0
         self.context_chunk_size = len(self.tokens)
         """Prompt tokens of the current step; a loop with chunked prefill sets it."""
+
+    def _refuse_tokens(self, vocab_size: int) -> None:
+        tokens: list[Any] = self.tokens
+        for position, token in enumerate(tokens):
+            if not (isinstance(token, Integral) and 0 <= int(token) < vocab_size):
+                raise RequestError(
+                    f"request {self.request_id}: prompt token {position}: expected an id from 0 to "
+                    f"{vocab_size - 1}, got {format_value(token)}"
+                )
 
     def _refuse(self, params: SamplingParams, watch: TextWatch | None, max_seq_len: int) -> None:
         if not self.tokens:

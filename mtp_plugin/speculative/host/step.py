@@ -80,13 +80,14 @@ class HostStep:
         if drafts is None:
             device = attn_metadata.seq_lens_cuda.device
             drafts = torch.empty(0, dtype=torch.int32, device=device)
-        if not isinstance(drafts, torch.Tensor):
-            raise MetadataError(f"draft_tokens: expected a tensor, got a {type(drafts).__name__}")
+        expect_tensor("draft_tokens", drafts, dtype=INTEGERS)
         lens = getattr(spec_metadata, "draft_lens", None)
         prompts = getattr(spec_metadata, "next_prompt_tokens", None)
         if prompts is not None:
-            expect_tensor("next_prompt_tokens", prompts, dtype=INTEGERS)
-            prompts = prompts[: layout.num_contexts]
+            # one of another size would end prompts early, or never
+            expect_tensor(
+                "next_prompt_tokens", prompts, dtype=INTEGERS, shape=(layout.num_contexts,)
+            )
         successors = prompts
         manager = getattr(spec_metadata, "mtp_hidden_states_manager", None)
         slot_ids = getattr(spec_metadata, "slot_ids", None)

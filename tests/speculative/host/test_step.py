@@ -259,7 +259,7 @@ def test_public_inputs_after_an_unfinished_chunk_are_those_of_forward(
 def test_drafts_that_are_no_tensor_are_refused() -> None:
     step = mixed()
     step.spec.draft_tokens = [1, 2]
-    with pytest.raises(MetadataError, match=r"^draft_tokens: expected a tensor, got a list$"):
+    with pytest.raises(TensorContractError, match=r"^draft_tokens: expected integer tensor, got "):
         HostStep.read(step.attn, step.spec, K, step.position_ids[0])
 
 
@@ -297,13 +297,17 @@ def test_buffers_of_a_larger_batch_are_cut() -> None:
     step = Step(K, [Prompt([6, 7, 8], 0, 1)], [Turn([1, 2], [5, 6], [5, 6, 7])], num_slots=9)
     step.spec.draft_tokens = int32([[5, 6], [99, 99], [99, 99]])
     step.spec.draft_lens = int32([2, 99, 99])
-    step.spec.next_prompt_tokens = int32([7, -1, -1])
+    step.spec.next_prompt_tokens = int32([7])
     read = HostStep.read(step.attn, step.spec, K)
     assert read.draft_tokens.tolist() == [5, 6]
     assert read.draft_lens.tolist() == [2]
     assert read.next_prompt_tokens.tolist() == [7]
     assert read.final_context.tolist() == [False]
     assert read.slot_ids.shape == (2,)
+    # not a buffer: its further entries could be those of tokens
+    step.spec.next_prompt_tokens = int32([7, -1, -1])
+    with pytest.raises(TensorContractError, match=r"^next_prompt_tokens: .* \[1\], got .* \[3\]"):
+        HostStep.read(step.attn, step.spec, K)
 
 
 def test_a_host_with_the_least_that_there_is() -> None:
