@@ -305,7 +305,8 @@ class CapturedSteps:
                 launch()
         self._stream.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with capture_lock, self._replay_checks() as checks, _nothing_collected():
+        # what is collected may shut an engine down, which takes the lock
+        with self._replay_checks() as checks, _nothing_collected(), capture_lock:
             torch.cuda.empty_cache()  # memory reserved from here on belongs to the graph
             reserved = torch.cuda.memory_reserved()
             # thread_local: other threads of the process may use the device during the capture

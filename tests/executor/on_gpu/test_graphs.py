@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from mtp_plugin.executor import gc_freeze
+from mtp_plugin.executor.cuda_graphs import capture_lock
 from tests.executor.conftest import assert_drained
 from tests.executor.test_graphs import *  # noqa: F403
 from tests.executor.test_graphs import WORKERS, greedy
@@ -114,6 +115,26 @@ def test_graphs_keep_no_logits(graphed):
     for step in watched.captured._steps.values():
         assert "logits" not in step.outputs
     assert watched.captured.num_bytes > 0
+
+
+def test_nothing_is_collected_while_a_capture_holds_the_lock(graphed):
+    """Garbage may shut an engine down, which waits for the lock."""
+    held = []
+
+    class Garbage:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            held.append(capture_lock.locked())
+
+    gc.disable()
+    try:
+        Garbage()
+        graphed(sizes=(1,))
+    finally:
+        gc.enable()
+    assert held == [False]
 
 
 def test_shutdown_leaves_no_graph_to_the_collector(graphed, prompts):
