@@ -79,13 +79,25 @@ def _source_of(path: str | Path) -> str:
     return str(path) if len(str(path)) <= LONGEST_PATH else f"{str(path)[:LONGEST_PATH]}..."
 
 
+CHECKPOINT_FILES = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "*.safetensors",
+    "*.safetensors.index.json",
+)
+
+
 def _refuse_checkpoint_file(path: Path, source: str) -> None:
     """Refuse a file of a checkpoint, such as its ``config.json``."""
     try:
-        is_one = path.suffix not in (".yaml", ".yml") and (path.parent / "config.json").is_file()
+        is_file = path.is_file()
     except (OSError, ValueError):
         return  # reading it reports the reason
-    if is_one:
+    if is_file and any(map(path.match, CHECKPOINT_FILES)):
         raise ConfigError(
             f"{source}: expected a YAML file, got a file of a checkpoint; give its folder "
             f"{path.parent}"

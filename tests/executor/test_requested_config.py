@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import io
+import json
 import re
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,13 @@ import pytest
 import torch
 
 from integration.random_models import write_random_checkpoint
-from mtp_plugin.config import CudaGraphConfig, KVCacheConfig, LLMConfig, MTPDecodingConfig
+from mtp_plugin.config import (
+    CudaGraphConfig,
+    KVCacheConfig,
+    LLMConfig,
+    MTPDecodingConfig,
+    load_config,
+)
 from mtp_plugin.errors import CheckpointError, ConfigError, format_value
 from mtp_plugin.executor import LLM, SamplingParams
 from mtp_plugin.executor.requested_config import config_of_checkpoint, read_requested_config
@@ -228,6 +236,16 @@ def test_a_tokenizer_whose_files_are_wrong(
     assert message in str(error.value)
 
 
+@pytest.mark.parametrize("name", ["mtp.json", "options"])
+def test_a_config_file_may_lie_in_the_folder_of_a_checkpoint(
+    harness, tmp_path: Path, name: str
+) -> None:
+    """With any name but those of the checkpoint's own files."""
+    shutil.copytree(harness.path, tmp_path, dirs_exist_ok=True)
+    (tmp_path / name).write_text(json.dumps({"model": str(tmp_path), "max_seq_len": 64}))
+    assert load_config(tmp_path / name).max_seq_len == 64
+
+
 WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "nothing": (
         (),
@@ -266,6 +284,12 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         ("none.yaml",),
         {},
         "none.yaml: no such file; expected a YAML file",
+    ),
+    "no such file in the folder of a checkpoint": (
+        ("CHECKPOINT/none",),
+        {},
+        "CHECKPOINT/none: expected a checkpoint's folder or a YAML file, there is neither (nothing "
+        "is fetched from a hub)",
     ),
     "home of an unknown user": (
         ("~nosuchuser/x",),
