@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from mtp_plugin.errors import RequestError, describe_error, format_value
 
 Message = Mapping[str, Any]
 """A mapping with ``role`` and ``content``."""
+RESERVED_VARIABLES = (
+    "conversation",
+    "messages",
+    "tools",
+    "chat_template",
+    "add_generation_prompt",
+    "continue_final_message",
+    "tokenize",
+    "return_dict",
+    "return_tensors",
+)
+"""Names that ``chat_template_kwargs`` may not have."""
 
 
 def conversations_of(messages: Sequence[Message] | Sequence[Sequence[Message]]) -> list[Any]:
@@ -45,23 +57,24 @@ def tools_of(tools: Any) -> list[Any] | None:
     """
     if tools is None:
         return None
-    is_list = isinstance(tools, Sequence) and not isinstance(tools, (str, bytes))
+    listed: list[Any] = []
     wrong = [tools]
-    if is_list:
-        wrong = [tool for tool in tools if not isinstance(tool, Mapping) and not callable(tool)]
+    if isinstance(tools, Iterable) and not isinstance(tools, (str, bytes, Mapping)):
+        listed = list(tools)
+        wrong = [tool for tool in listed if not isinstance(tool, Mapping) and not callable(tool)]
     if wrong:
         raise RequestError(
             "tools: expected a list of mappings, as [{'type': 'function', 'function': {...}}], or "
             f"None, got {format_value(wrong[0])}"
         )
-    return list(tools)
+    return listed
 
 
 def template_variables_of(variables: Any) -> dict[str, Any]:
     """Return further variables of a chat template.
 
     Raises:
-        RequestError: neither None nor a mapping of names.
+        RequestError: neither None nor a mapping of names, or a name with a meaning of its own.
     """
     if variables is None:
         return {}
@@ -71,10 +84,16 @@ def template_variables_of(variables: Any) -> dict[str, Any]:
             f"chat_template_kwargs: expected a mapping of names to values or None, got "
             f"{format_value(variables)}"
         )
+    for name in RESERVED_VARIABLES:
+        if name in variables:
+            raise RequestError(
+                f"chat_template_kwargs: {name!r} is no variable of a template; it is an argument "
+                f"of chat and apply_chat_template, or cannot be set"
+            )
     return dict(variables)
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Message], **options: Any) -> str:
+def render_chat(tokenizer: Any, messages: Sequence[Message], /, **options: Any) -> str:
     """Return the text of a conversation.
 
     Args:

@@ -220,6 +220,7 @@ def test_chat_of_something_else_is_refused(trained: LLM, messages: Any) -> None:
         ({"tools": [{"type": "function"}, "search"]}, r"^tools: expected .*, got 'search'"),
         ({"chat_template_kwargs": 5}, r"^chat_template_kwargs: expected a mapping .*, got 5"),
         ({"chat_template_kwargs": {1: 2}}, r"^chat_template_kwargs: .*, got {1: 2}"),
+        ({"chat_template_kwargs": {"messages": []}}, r"^chat_template_kwargs: 'messages' is no"),
     ],
 )
 def test_chat_options_of_another_type_are_refused(
