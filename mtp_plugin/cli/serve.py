@@ -10,11 +10,11 @@ from typing import Annotated
 
 import typer
 
-from mtp_plugin.cli.flags import ConfigFile, PluginOptions
+from mtp_plugin.cli.flags import ConfigFile, DraftLength, NoMTP, PluginOptions, draft_length
 from mtp_plugin.cli.opening import errors_of, import_engine, load
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.extras import SERVE_PACKAGES, require
-from mtp_plugin.tools.terminal.console import OutputConsole, messages
+from mtp_plugin.tools.terminal.console import OutputConsole, messages, progress
 
 API_KEY = "MTP_PLUGIN_API_KEY"
 
@@ -28,6 +28,8 @@ def command(
         Path | None, typer.Option("--model", "-m", metavar="DIR", help="The same as MODEL.")
     ] = None,
     config: ConfigFile = None,
+    k: DraftLength = None,
+    no_mtp: NoMTP = False,
     plugin_options: PluginOptions = None,
     max_model_len: Annotated[
         int | None,
@@ -121,7 +123,8 @@ def command(
     log = messages()
     given = {"max_seq_len": max_model_len, "dtype": dtype}
     overrides = {key: value for key, value in given.items() if value is not None}
-    settings = load(config, log, model, plugin_options, overrides=overrides)
+    draft_len = draft_length(k, no_mtp)
+    settings = load(config, log, model, plugin_options, draft_len=draft_len, overrides=overrides)
     with errors_of(config):
         import_engine(log)
         from mtp_plugin.executor import LLM
@@ -137,9 +140,12 @@ def command(
             max_queued=max_queued,
             drain_seconds=drain_seconds,
         )
-        with bind(server) as reserved, LLM(settings) as llm:
-            llm.capture_when_idle()
-            serve(llm, server, reserved, partial(_write_line, log))
+        with bind(server) as reserved:
+            with progress(log) as show_progress:
+                llm = LLM(settings, on_progress=show_progress)
+            with llm:
+                llm.capture_when_idle()
+                serve(llm, server, reserved, partial(_write_line, log))
 
 
 def _write_line(log: OutputConsole, line: str) -> None:

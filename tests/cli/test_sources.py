@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -135,18 +137,30 @@ def test_serve_takes_the_names_of_vllm(
     run: Run, config: Callable[..., str], checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[LLMConfig] = []
-    monkeypatch.setattr("mtp_plugin.executor.LLM", lambda settings: nullcontext(settings))
-    monkeypatch.setattr("mtp_plugin.serving.serve", lambda llm, _: served.append(llm))
+
+    def load(settings: LLMConfig, *, on_progress: Callable[[str], None]) -> Any:
+        on_progress("loading")
+        served.append(settings)
+        return MagicMock()
+
+    monkeypatch.setattr("mtp_plugin.executor.LLM", load)
+    monkeypatch.setattr("mtp_plugin.serving.bind", nullcontext)
+    monkeypatch.setattr("mtp_plugin.serving.serve", lambda *_: None)
     options = ("--max-model-len", "100", "--dtype", "bfloat16")
     for source in (
         (str(checkpoint),),
         ("--model", str(checkpoint)),
         ("-c", config(EAGLE, max_seq_len=50)),
     ):
-        assert run("serve", *source, *options).code == 0
+        ran = run("serve", *source, *options)
+        assert (ran.code, ran.err.splitlines()[-1]) == (0, "loading")
         assert (served[-1].model, served[-1].max_seq_len) == (str(checkpoint), 100)
         assert served[-1].dtype == "bfloat16"
     both = run("serve", str(checkpoint), "--model", "other")
     assert both.code == 2
     assert "expected one checkpoint, got" in both.err
     assert run("serve", str(checkpoint), "--dtype", "fp4").code == 2
+    assert run("serve", str(checkpoint), "--no-mtp").code == 0
+    assert served[-1].speculative_config is None
+    assert run("serve", str(checkpoint), "--k", "1").code == 0
+    assert served[-1].speculative_config.max_draft_len == 1
