@@ -72,6 +72,7 @@ def test_prompts_limited_while_requests_generate(harness, target, prompts, no_ov
     assert len(mixed) > 5
 
 
+@pytest.mark.thinned("batch", cases=4)
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("batch", [1, 2, 3, 4, 5, 6, 7, 8])

@@ -388,6 +388,7 @@ def test_r23_penalties_count_nothing_after_an_end(harness, prompts, no_overlap):
     assert_drained(llm)
 
 
+@pytest.mark.thinned("length", cases=3)
 @pytest.mark.parametrize("right", [True, False], ids=["all-accepted", "none-accepted"])
 @pytest.mark.parametrize("length", [1, 2, 3, 4, 6, 9])
 @pytest.mark.parametrize("ends", ["limit", "stop"])

@@ -55,6 +55,7 @@ def test_generations(batch: int, longest: int, rows: int, dtype: torch.dtype) ->
     assert_close(case, case.attend(find_backend("triton"))[0])
 
 
+@pytest.mark.thinned("dtype")  # each case compiles two kernels of its own
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("width", [64, 80, 96, 112, 128, 192, 256])
 @pytest.mark.parametrize("group", [1, 5, 16])

@@ -55,6 +55,7 @@ def real_case(batch: int, k: int, vocab: int, seed: int, dtype: torch.dtype) -> 
     return chosen_rows(replace(case, drafts=drafts, options={"draft_lens": lens}), seed)
 
 
+@pytest.mark.thinned("dtype")
 @pytest.mark.parametrize(("batch", "k", "vocab"), REAL)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("kind", KINDS)
