@@ -229,5 +229,6 @@ def test_nothing_else_is_launched(
     requests[0].sampling_config = SimpleNamespace(temperature=[0.8], random_seed=[5])
     with ops:
         host.generate(requests)
-    assert ops.of["adapter"] == []
+    # a slice is a view
+    assert [op for op in ops.of["adapter"] if op != "aten.slice.Tensor"] == []
     assert len(ops.of["piece"]) > 20 * host.engine.num_forwards

@@ -204,6 +204,7 @@ def refuse(method: str, message: str, **options: Any) -> Case:
     return lambda: call_worker(method, **options), error, message
 
 
+HALF_OR_SINGLE = "torch.bfloat16 or torch.float16 or torch.float32"
 STATES = torch.zeros(7, 8)
 WORKER: dict[str, Case] = {
     "no ids": refuse("forward", "input_ids: expected integer tensor, got None", input_ids=None),
@@ -215,18 +216,18 @@ WORKER: dict[str, Case] = {
     ),
     "no states": refuse(
         "forward",
-        "hidden_states: expected floating-point tensor [T, H], got None",
+        f"hidden_states: expected {HALF_OR_SINGLE} tensor [T, H], got None",
         hidden_states=None,
     ),
     "int16 states": refuse(
         "forward",
-        "hidden_states: expected floating-point tensor [T, H], got torch.int16 [7, 8] on cpu",
+        f"hidden_states: expected {HALF_OR_SINGLE} tensor [T, H], got torch.int16 [7, 8] on cpu",
         hidden_states=STATES.to(torch.int16),
         kind="vanilla",
     ),
     "bool states": refuse(
         "forward",
-        "hidden_states: expected floating-point tensor [T, H], got torch.bool [7, 8] on cpu",
+        f"hidden_states: expected {HALF_OR_SINGLE} tensor [T, H], got torch.bool [7, 8] on cpu",
         hidden_states=STATES.bool(),
     ),
     "no logits": refuse("forward", "logits: expected floating-point tensor, got None", logits=None),
@@ -245,7 +246,7 @@ WORKER: dict[str, Case] = {
     ),
     "next prompt tokens": refuse(
         "forward",
-        "next_prompt_tokens: expected integer tensor, got [3]",
+        "next_prompt_tokens: expected integer tensor [1], got [3]",
         spec={"next_prompt_tokens": [3]},
     ),
     "logits to verify": refuse(
