@@ -32,7 +32,7 @@ class AsyncStream:
         self._lock = threading.Lock()  # an item may be added while the loop becomes known
 
     def put(self, item: Any) -> None:
-        """Add a result; does nothing after `finish`."""
+        """Add a result; does nothing after `finish` or after the reader's loop was closed."""
         if not self._finished:
             self._add(item)
 
@@ -48,11 +48,16 @@ class AsyncStream:
             if self._loop is None:  # nothing waits for the queue yet
                 self._queue.put_nowait(item)
             else:
-                self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+                try:
+                    self._loop.call_soon_threadsafe(self._queue.put_nowait, item)
+                except RuntimeError:
+                    if not self._loop.is_closed():
+                        raise
+                    self._finished = True  # no reader is left
 
     @property
     def finished(self) -> bool:
-        """Whether `finish` was called."""
+        """Whether `finish` was called, or the reader's loop was closed before a result."""
         return self._finished
 
     async def generator(self) -> AsyncGenerator[Any, None]:

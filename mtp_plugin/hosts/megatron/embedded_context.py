@@ -31,8 +31,10 @@ from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.executor.requested_config import read_requested_config
 from mtp_plugin.executor.row_table import StepShape
 from mtp_plugin.executor.scheduler import ScheduledRequests, whole_budget
+from mtp_plugin.hosts.megatron.sampling_params import expect_flag
 from mtp_plugin.hosts.megatron.snapshot import Snapshot
 from mtp_plugin.requests import options
+from mtp_plugin.requests.options.option import is_number
 from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.requests.tokenizer import encode
 
@@ -118,7 +120,7 @@ class InferenceContext:
         params: Any = getattr(request, "sampling_params", None)
         check_params(request_id, params)
         prompt = prompt_tokens_of(request, request_id)
-        if params.stop_words:
+        if getattr(params, "stop_words", None):
             raise RequestError(
                 f"request {request_id}: stop_words: expected None in a dynamic batch; compare "
                 "tokens in set_stop_word_finished_ids_callback(), as Megatron's engine does"
@@ -156,7 +158,7 @@ class InferenceContext:
             f"active_requests: expected ids that are integers or texts, got {format_value(key)}",
         )
         params = getattr(request, "sampling_params", None)
-        check_params(key, params)
+        check_params(key, params, is_static=True)
         prompt = prompt_tokens_of(request, key)
         return self._enqueue(
             key, request, prompt, _options_of(key, params, len(prompt), self, is_static=True)
@@ -415,28 +417,58 @@ class CheckpointTokenizer:
         return [min(len(self.detokenize(ids[:count])), len(text)) for count in range(len(ids))]
 
 
-def check_params(request_id: int | str, params: Any) -> None:
+_REQUIRED = (
+    "num_tokens_to_generate",
+    "num_tokens_total",
+    "top_k",
+    "top_p",
+    "top_n_logprobs",
+    "return_log_probs",
+    "skip_prompt_log_probs",
+)
+
+
+def check_params(request_id: int | str, params: Any, *, is_static: bool = False) -> None:
     """Check the types of sampling parameters that are read before the executor's own checks.
 
     Raises:
-        RequestError: names the first wrong one.
+        RequestError: lists those that are missing, or names the first wrong one.
     """
     of_request = f"request {request_id}: "
-    if params is None or not hasattr(params, "num_tokens_to_generate"):
-        raise RequestError(
-            f"{of_request}sampling_params: expected SamplingParams, got {format_value(params)}"
-        )
-    for name in ("num_tokens_to_generate", "num_tokens_total", "termination_id"):
-        value = getattr(params, name)
+    required = [*_REQUIRED, "return_segments"] if is_static else list(_REQUIRED)
+    expect_fields(f"{of_request}sampling_params", params, required)
+    for name in ("num_tokens_to_generate", "num_tokens_total", "termination_id", "top_k"):
+        value = getattr(params, name, None)
         if value is not None:
             expect_int(of_request + name, value, error=RequestError)
+    if params.top_k != 1:  # greedy without one
+        expect_fields(f"{of_request}sampling_params", params, ["temperature"])
     expect_int(f"{of_request}top_n_logprobs", params.top_n_logprobs, 0, error=RequestError)
-    words = params.stop_words
+    expect(
+        params.top_p is None or is_number(params.top_p),
+        RequestError,
+        f"{of_request}top_p: expected 0.0 (off) to 1.0, got {format_value(params.top_p)}",
+    )
+    for name in ("return_log_probs", "skip_prompt_log_probs", "return_segments"):
+        expect_flag(of_request + name, getattr(params, name, None))
+    words = getattr(params, "stop_words", None)
     is_list = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
     if words is not None and not is_list:
         raise RequestError(
             f"{of_request}stop_words: expected a list of texts, got {format_value(words)}"
         )
+
+
+def expect_fields(where: str, params: Any, names: Sequence[str]) -> None:
+    """Check that parameters, of any class, have these fields.
+
+    Raises:
+        RequestError: lists the missing ones.
+    """
+    expected = f"{where}: expected SamplingParams, got {format_value(params)}"
+    expect(params is not None, RequestError, expected)
+    missing = [name for name in names if not hasattr(params, name)]
+    expect(not missing, RequestError, f"{expected} without {', '.join(missing)}; set them")
 
 
 def prompt_tokens_of(request: Any, request_id: int | str) -> list[int]:
@@ -518,7 +550,7 @@ def _options_of(
         count = room
     if is_static and params.num_tokens_to_generate == 0:
         count = 1  # it is dropped
-    end = params.termination_id
+    end = getattr(params, "termination_id", None)
     if is_static and getattr(params, "no_early_termination", False):
         end = -1
     end = context.default_termination_id if end is None else end

@@ -9,7 +9,7 @@ from typing import Any
 
 from typing_extensions import Self
 
-from mtp_plugin.errors import RequestError
+from mtp_plugin.errors import RequestError, expect_int, format_value
 
 
 @dataclass
@@ -40,6 +40,9 @@ class SamplingParams:
         self._sync_prompt_logprobs_fields()
 
     def _sync_prompt_logprobs_fields(self) -> None:
+        expect_int("top_n_logprobs", self.top_n_logprobs, 0, error=RequestError)
+        for name in ("return_prompt_top_n_logprobs", "skip_prompt_log_probs"):
+            expect_flag(name, getattr(self, name))
         if self.return_prompt_top_n_logprobs:
             warnings.warn(
                 "return_prompt_top_n_logprobs is deprecated, use skip_prompt_log_probs instead",
@@ -73,3 +76,15 @@ class SamplingParams:
             warnings.simplefilter("ignore", DeprecationWarning)
             params.add_attributes(data)
         return params
+
+
+def expect_flag(name: str, value: Any) -> None:
+    """Check that a value has a truth value, which a tensor of several elements has not.
+
+    Raises:
+        RequestError: it has none.
+    """
+    try:
+        bool(value)
+    except Exception as error:
+        raise RequestError(f"{name}: expected True or False, got {format_value(value)}") from error

@@ -58,8 +58,10 @@ def check_truncation(
     Raises:
         RequestError: names the first wrong one.
     """
-    if not isinstance(temperature, (int, float)) or temperature < 0:
-        raise RequestError(f"temperature: expected >= 0, got {format_value(temperature)}")
+    if not isinstance(temperature, (int, float)) or not 0 <= temperature < float("inf"):
+        raise RequestError(
+            f"temperature: expected a finite number >= 0, got {format_value(temperature)}"
+        )
     if not isinstance(top_k, int) or top_k < 0:
         raise RequestError(f"top_k: expected 0 (off) or more, got {format_value(top_k)}")
     if not isinstance(top_p, (int, float)) or not 0 <= top_p <= 1:

@@ -37,10 +37,11 @@ from mtp_plugin.hosts.megatron.embedded_context import (
     DEFAULT_SAMPLING_SEED,
     InferenceWrappedModel,
     StepRecord,
+    expect_fields,
     expect_one_executor,
 )
 from mtp_plugin.hosts.megatron.inference_request import InferenceRequest, Status
-from mtp_plugin.hosts.megatron.sampling_params import SamplingParams
+from mtp_plugin.hosts.megatron.sampling_params import SamplingParams, expect_flag
 from mtp_plugin.hosts.megatron.tensor_functions import (
     Bucket,
     check_truncation,
@@ -245,12 +246,13 @@ class TextGenerationController:
         self._expect_draft_len("num_mtp_depths", value)
 
     def _expect_draft_len(self, name: str, value: object) -> None:
+        value = expect_int(name, value, 0, error=ConfigError)
         expect(
             value == self.num_speculative_tokens,
             ConfigError,
             f"{name}: expected {self.num_speculative_tokens}, with which the model was loaded, got "
-            f"{format_value(value)}; load it with speculative_config={{'decoding_type': 'MTP', "
-            f"'max_draft_len': {format_value(value)}}}",
+            f"{value}; load it with speculative_config={{'decoding_type': 'MTP', "
+            f"'max_draft_len': {value}}}",
         )
 
     def __getattr__(self, name: str) -> Any:
@@ -399,10 +401,9 @@ class TextGenerationController:
         params = kwargs.pop("common_inference_params", None) or sampling_params
         if kwargs:
             raise RequestError(f"sample_from_logits: unknown arguments {', '.join(kwargs)}")
-        if params is None or not hasattr(params, "top_n_logprobs"):
-            raise RequestError(
-                f"sampling_params: expected SamplingParams, got {format_value(params)}"
-            )
+        expect_fields(
+            "sampling_params", params, ("temperature", "top_k", "top_p", "top_n_logprobs")
+        )
         check_truncation(params.temperature, params.top_k, params.top_p)
         num_top = expect_int("top_n_logprobs", params.top_n_logprobs, 0, error=RequestError)
         if not isinstance(last_token_logits, torch.Tensor):
@@ -411,6 +412,8 @@ class TextGenerationController:
                 f"{format_value(last_token_logits)}"
             )
         if num_top > 0:
+            expect_fields("sampling_params", params, ("skip_prompt_log_probs",))
+            expect_flag("skip_prompt_log_probs", params.skip_prompt_log_probs)
             self._record_top_n(
                 last_token_logits, params, generation_started, top_n_logprobs_dict, logits
             )
@@ -509,7 +512,9 @@ class TextGenerationController:
         if self._torch_sampling_buckets is not None:
             return self._torch_sampling_buckets
         params = [request.sampling_params for request in self._context.active_requests()]
-        return make_buckets([(each.temperature, each.top_k, each.top_p) for each in params])
+        return make_buckets(
+            [(getattr(each, "temperature", 1.0), each.top_k, each.top_p) for each in params]
+        )
 
     @staticmethod
     def _get_required_logit_indices(
@@ -693,8 +698,10 @@ class TextGenerationController:
             ExecutorError: the newest step was not undone.
         """
         if not self._context.lacks_bookkeeping:
+            idle = not self._context.has_unfinished_requests()
             raise ExecutorError(
                 "_dynamic_step_context_bookkeeping: expected a step without bookkeeping before it; "
+                f"{'there are no requests: call add_request(), then ' if idle else ''}"
                 "await async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True)"
             )
         record = self._context.step()
@@ -828,7 +835,7 @@ class TextGenerationController:
                 "offsets(ids, text)"
             )
         prompt = llm_request.get_tokens()[: llm_request.py_orig_prompt_len]
-        words = request.sampling_params.stop_words or ()
+        words = getattr(request.sampling_params, "stop_words", None) or ()
         words = [self.tokenize_prompt(self.tokenizer, word) for word in words]
         request.tpot = []
         return _StaticRow(key, request, prompt, llm_request, words)
@@ -1007,7 +1014,8 @@ class _StaticRow:
             for word in self._words:
                 if word and self.tokens[-len(word) :] == word:
                     self.is_stopped = True
-                    if not self.request.sampling_params.detokenize_stop_sequence:
+                    params = self.request.sampling_params
+                    if not getattr(params, "detokenize_stop_sequence", False):
                         del self.tokens[-len(word) :]
                     break
 

@@ -492,7 +492,48 @@ def test_bookkeeping_needs_a_step_that_skipped_it(shared: Make) -> None:
         controller._dynamic_step_context_bookkeeping()
 
 
+def test_bookkeeping_without_requests_names_add_request(shared: Make) -> None:
+    controller = shared(3)
+    asyncio.run(controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True))
+    with pytest.raises(ExecutorError, match=r"there are no requests: call add_request\(\), then"):
+        controller._dynamic_step_context_bookkeeping()
+
+
+@pytest.mark.parametrize("value", ["a", torch.tensor([1, 2])])
+def test_a_draft_length_of_another_type_is_refused(shared: Make, value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"num_mtp_depths: expected an integer >= 0, got [^;]*$"):
+        shared(3).num_mtp_depths = value
+
+
+def test_a_stream_whose_loop_was_closed_is_finished() -> None:
+    stream = AsyncStream(3, lambda: None)
+
+    async def read() -> Any:
+        async for item in stream.generator():
+            return item
+
+    stream.put(1)
+    assert asyncio.run(read()) == 1
+    stream.put(2)
+    assert stream.finished
+    stream.finish()
+
+
+def test_a_stream_is_finished_after_its_loop_was_closed() -> None:
+    loop = asyncio.new_event_loop()
+    stream = AsyncStream(3, lambda: None, loop)
+    loop.close()
+    stream.finish()
+    assert stream.finished
+
+
+TWO = torch.tensor([1, 0])
 WRONG_TYPES = {
+    "top_k": TWO,
+    "top_p": TWO,
+    "return_log_probs": TWO,
+    "skip_prompt_log_probs": TWO,
+    "return_segments": TWO,
     "num_tokens_to_generate": "4",
     "num_tokens_total": "9",
     "termination_id": [2],
@@ -531,6 +572,37 @@ def test_stop_words_that_are_one_text_are_refused(shared: Make) -> None:
     made = OrderedDict({3: request(3, [1, 2, 3], greedy(stop_words="5 6"))})
     with pytest.raises(RequestError, match="request 3: stop_words: expected a list of texts, got"):
         shared(3).generate_all_output_tokens_static_batch(made)
+
+
+def foreign(*dropped: str) -> SimpleNamespace:
+    fields = vars(greedy(termination_id=-1))
+    return SimpleNamespace(**{name: fields[name] for name in fields if name not in dropped})
+
+
+def run_static(controller: TextGenerationController, params: Any) -> InferenceRequest:
+    made = OrderedDict({3: request(3, [1, 2, 3], params)})
+    return controller.generate_all_output_tokens_static_batch(made)[3]
+
+
+def test_parameters_without_optional_fields_are_accepted(shared: Make) -> None:
+    controller = shared(3)
+    params = foreign("stop_words", "termination_id", "temperature")
+    assert run_static(controller, params).generated_length == 4
+    add(params)(controller)
+    assert len(run_dynamic(controller)[3]) == 4
+
+
+def test_missing_parameters_are_listed(shared: Make) -> None:
+    controller = shared(3)
+    names = ("num_tokens_total", "top_k", "top_p", "top_n_logprobs", "return_log_probs")
+    params = foreign(*names, "skip_prompt_log_probs", "return_segments")
+    listed = f"without {', '.join(names)}, skip_prompt_log_probs"
+    with pytest.raises(RequestError, match=f"request 3: .*{listed}; set them"):
+        add(params)(controller)
+    with pytest.raises(RequestError, match=f"request 3: .*{listed}, return_segments; set them"):
+        run_static(controller, params)
+    with pytest.raises(RequestError, match=r"sampling_params: .* without temperature; set them"):
+        controller.sample_from_logits(ONE, foreign("temperature"))
 
 
 def test_a_foreign_request_keeps_its_class(shared: Make) -> None:
@@ -654,6 +726,7 @@ async def step_in_a_loop(controller: TextGenerationController) -> None:
 
 
 ONE = torch.zeros(1, 8)
+NAN = float("nan")
 WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "request id in use": (twice, RequestError, "request 3: the id is in use"),
     "request id of another type": (
@@ -810,6 +883,23 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         lambda controller: controller.sample_from_logits(ONE, greedy(top_n_logprobs=1.5)),
         RequestError,
         "top_n_logprobs: expected an integer >= 0, got 1.5",
+    ),
+    "sampling at temperature NaN": (
+        lambda controller: controller.sample_from_logits(ONE, greedy(top_k=0, temperature=NAN)),
+        RequestError,
+        "temperature: expected a finite number >= 0, got nan",
+    ),
+    "sampling with a flag of two elements": (
+        lambda controller: controller.sample_from_logits(
+            ONE, SimpleNamespace(**{**vars(greedy(top_n_logprobs=1)), "skip_prompt_log_probs": TWO})
+        ),
+        RequestError,
+        "skip_prompt_log_probs: expected True or False, got tensor",
+    ),
+    "a flag of two elements": (
+        lambda _: greedy(top_n_logprobs=1, skip_prompt_log_probs=TWO),
+        RequestError,
+        "skip_prompt_log_probs: expected True or False, got tensor",
     ),
     "sampling with an unknown argument": (
         lambda controller: controller.sample_from_logits(ONE, greedy(), topk=1),
