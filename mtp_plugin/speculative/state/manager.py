@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -122,6 +123,7 @@ class SlotStateManager:
         self._contexts: Sequence[Any] = ()
         self._dummies: set[int] = set()
         self._owners: dict[int, SpecRequest] = {}
+        self._not_owners: WeakValueDictionary[int, SpecRequest] = WeakValueDictionary()
 
     @staticmethod
     def bytes_per_request(vocab_size: int, pair_bytes: int = 0, num_draft_probs: int = 0) -> int:
@@ -159,7 +161,12 @@ class SlotStateManager:
         try:
             for request in self._contexts:
                 if request.is_first_context_chunk:
-                    slot, fresh[slot], admitted[slot] = self._admit(request)
+                    try:
+                        slot, fresh[slot], admitted[slot] = self._admit(request)
+                    except BaseException:
+                        if not any(owner is request for owner in self._owners.values()):
+                            self._disown(request)
+                        raise
             if self.logits_allocator is not None:
                 # requests that need a row for the target come first
                 for slot, facts in admitted.items():
@@ -191,8 +198,17 @@ class SlotStateManager:
         if facts.sampling_kind is not SamplingKind.GREEDY:
             self._sampling_kinds[facts.request_id] = facts.sampling_kind
         if not facts.is_dummy:
+            replaced = self._owners.get(facts.request_id)
+            if replaced is not None:
+                self._disown(replaced)
             self._owners[facts.request_id] = request
+        self._not_owners.pop(id(request), None)
         return slot, values, facts
+
+    def _disown(self, request: SpecRequest) -> None:
+        """Remember that :meth:`free_resources` of this object must not free the slot of its id."""
+        if getattr(type(request), "__weakrefoffset__", 0):  # others cannot be referenced weakly
+            self._not_owners[id(request)] = request
 
     def _expect_unique_id(self, request: SpecRequest, facts: RequestFacts) -> None:
         """Refuse a request whose id is that of another live one, because both would share a slot.
@@ -253,11 +269,10 @@ class SlotStateManager:
     def free_resources(self, request: SpecRequest) -> None:
         """Free the request's slot.
 
-        Does nothing if it has none, also if another request with its id has one: a request is freed
-        by the object that was prepared.
+        Does nothing if it has none, nor for a request that was refused or that a later one with the
+        same id replaced. Any other object with the id frees the slot.
         """
-        owner = self._owners.get(request.request_id)
-        if owner is not None and owner is not request:
+        if self._not_owners.get(id(request)) is request:
             return
         self.slot_manager.remove_slot(request.request_id)
         self._sampling_kinds.pop(request.request_id, None)
@@ -291,6 +306,7 @@ class SlotStateManager:
         self._sampling_kinds.clear()
         self._dummies.clear()
         self._owners.clear()
+        self._not_owners.clear()
         self._row_owners.clear()
         self._contexts = ()
         if self.logits_allocator is not None:

@@ -221,13 +221,13 @@ def test_drafts_that_may_be_anything_have_no_row(options: dict[str, Any]) -> Non
 def test_drafts_make_do_without_a_row() -> None:
     """Where all are taken, a request that needs none is served without."""
     manager = managed(1)
-    first, second = (request(number, presence_penalty=1.0) for number in (1, 2))
-    manager.prepare_resources(batch(first, second))
+    for number in (1, 2):
+        manager.prepare_resources(batch(request(number, presence_penalty=1.0)))
     manager.prepare_resources(batch(request(3, min_tokens=3)))
     assert sorted(taken(manager)) == [1, 2]
     slot = manager.slot_of(3)
     assert int(manager.table.column("min_tokens")[slot]) == 3
-    manager.free_resources(first)
+    manager.free_resources(request(1))
     manager.prepare_resources(batch(request(4, min_tokens=3)))
     assert taken(manager) == {2: 1, 4: 0}
     without = managed(2, None)
@@ -343,8 +343,8 @@ def test_a_row_that_comes_back_holds_nothing_of_the_request_before() -> None:
         "bad_words": ((9,),),
     }
     manager, fresh = managed(), managed()
-    manager.prepare_resources(batch(first := request(1, [8, 9], **options)))
-    manager.free_resources(first)
+    manager.prepare_resources(batch(request(1, [8, 9], **options)))
+    manager.free_resources(request(1))
     for each in (manager, fresh):
         each.prepare_resources(batch(request(2, [4], **others)))
     assert rows(manager, 2) == rows(fresh, 2) == dict.fromkeys(POOL_ROWS, 0)
@@ -356,15 +356,16 @@ def test_a_row_that_comes_back_holds_nothing_of_the_request_before() -> None:
 @given(seed=st.integers(0, 2**31))
 def test_no_two_have_the_same_row(seed: int) -> None:
     """With random admissions, preemptions and finishes."""
-    rng, manager, here = random.Random(seed), managed(4), dict[int, LlmRequest]()
+    rng, manager, here = random.Random(seed), managed(4), set()
     for request_id in range(20):
         for gone in [i for i in here if rng.random() < 0.3]:
-            manager.free_resources(here.pop(gone))
+            manager.free_resources(request(gone))
+            here.remove(gone)
         if len(here) < 4:
             has_bias = rng.random() < 0.7
             options = {"logit_bias": {request_id: 1.0}} if has_bias else {}
-            here[request_id] = request(request_id, **options)
-            manager.prepare_resources(batch(here[request_id]))
+            manager.prepare_resources(batch(request(request_id, **options)))
+            here.add(request_id)
         held = taken(manager)
         assert len(set(held.values())) == len(held)
         for owner, row in held.items():
@@ -377,11 +378,10 @@ def test_no_two_have_the_same_row(seed: int) -> None:
 def test_giving_back_writes_nothing() -> None:
     """A step in flight may still read the row."""
     manager = managed()
-    one = request(1, logit_bias={3: 1.0}, presence_penalty=1.0)
-    manager.prepare_resources(batch(one))
+    manager.prepare_resources(batch(request(1, logit_bias={3: 1.0}, presence_penalty=1.0)))
     before = {name: pool.clone() for name, pool in vars(pools(manager)).items()}
-    manager.free_resources(one)
-    manager.free_resources(one)
+    manager.free_resources(request(1))
+    manager.free_resources(request(1))
     manager.shutdown()
     for name, pool in vars(pools(manager)).items():
         assert torch.equal(pool, before[name])

@@ -159,9 +159,9 @@ def test_a_first_chunk_gets_a_slot_and_a_later_one_keeps_it() -> None:
 
 def test_a_reused_slot_is_zero() -> None:
     manager = make()
-    manager.prepare_resources(batch(one := Request(1)))
+    manager.prepare_resources(batch(Request(1)))
     soil(manager)
-    manager.free_resources(one)
+    manager.free_resources(Request(1))
     soil(manager)
     manager.prepare_resources(batch(Request(2)))
     assert manager.slot_manager.get_slot(2) == 0
@@ -205,6 +205,17 @@ def test_freeing_a_refused_request_keeps_the_slot_of_the_live_one() -> None:
     assert manager.slot_of(7) == 0
     manager.free_resources(third)
     assert manager.slot_manager.slot_mapping == {}
+    manager.prepare_resources(batch(second))  # the refused one, again
+    manager.free_resources(second)
+    assert manager.slot_manager.slot_mapping == {}
+
+
+def test_another_object_with_the_id_frees_the_slot() -> None:
+    manager = make(max_num_requests=1)
+    for number in range(6):
+        manager.prepare_resources(batch(Request(number)))
+        manager.free_resources(Request(number))
+        assert manager.slot_manager.slot_mapping == {}
 
 
 def test_dummies_may_repeat_an_id() -> None:
@@ -216,12 +227,12 @@ def test_dummies_may_repeat_an_id() -> None:
 
 def test_free_is_idempotent_and_knows_no_strangers() -> None:
     manager = make(RELAXED)
-    manager.prepare_resources(batch(one := Request(1), Request(2)))
+    manager.prepare_resources(batch(Request(1), Request(2)))
     manager.free_resources(Request(77))
     assert manager.slot_manager.slot_mapping == {1: 0, 2: 1}
-    manager.free_resources(one)
+    manager.free_resources(Request(1))
     manager.prepare_resources(batch(Request(3)))
-    manager.free_resources(one)
+    manager.free_resources(Request(1))
     assert manager.slot_manager.slot_mapping == {2: 1, 3: 0}
 
 

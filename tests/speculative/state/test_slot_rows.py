@@ -255,12 +255,11 @@ def test_rows_of_other_slots_are_left_alone(make_manager: Any) -> None:
 @MANAGERS
 def test_a_reused_slot_holds_nothing_of_the_request_before(make_manager: Any) -> None:
     manager, fresh = make_manager(), make_manager()
-    one = Request(1, [BEGIN], py_end_id=2, py_stop_ids=(3, 4))
-    manager.prepare_resources(batch(one))
+    manager.prepare_resources(batch(Request(1, [BEGIN], py_end_id=2, py_stop_ids=(3, 4))))
     if isinstance(manager, MTPHiddenStatesManager):
         soil(manager)
     manager.table.rows.fill_(SOILED)
-    manager.free_resources(one)
+    manager.free_resources(Request(1))
     for each in (manager, fresh):
         each.prepare_resources(batch(Request(2, [5], py_end_id=9)))
     assert shown(manager, 0) == shown(fresh, 0)
@@ -275,8 +274,8 @@ def test_dummies_and_the_sentinel_hold_empty_rows(make_manager: Any) -> None:
     manager = make_manager()
     nothing = empty(manager)
     assert manager.table.rows.tolist() == [nothing] * manager.num_rows
-    manager.prepare_resources(batch(one := Request(1, [BEGIN], py_end_id=3)))
-    manager.free_resources(one)
+    manager.prepare_resources(batch(Request(1, [BEGIN], py_end_id=3)))
+    manager.free_resources(Request(1))
     manager.add_dummy_requests([70, CUDA_GRAPH_DUMMY_REQUEST_ID])
     for request_id in (70, CUDA_GRAPH_DUMMY_REQUEST_ID):
         assert manager.table.rows[manager.slot_of(request_id)].tolist() == nothing
@@ -492,9 +491,9 @@ def test_a_delta_pool_that_a_host_put_in_its_place(dtype: torch.dtype) -> None:
     manager = make(RELAXED)
     pool = torch.full((manager.num_rows, 3), 7.0, dtype=dtype)[:, 1]
     manager.mtp_relaxed_delta_pool = pool
-    manager.prepare_resources(batch(one := Request(1, [BEGIN]), Request(2, [END])))
+    manager.prepare_resources(batch(Request(1, [BEGIN]), Request(2, [END])))
     assert pool.tolist() == [0.25, 0.0, *[7.0] * (manager.num_rows - 2)]
-    manager.free_resources(one)
+    manager.free_resources(Request(1))
     manager.add_dummy_requests([70])
     assert pool[:3].tolist() == [0.0, 0.0, 7.0]
 
