@@ -29,17 +29,27 @@ from mtp_plugin.speculative.step import SamplingKind
 class SlotPointers:
     """Attribute [max_num_requests] int64: where the row of each request's slot in a pool begins.
 
-    None without such a pool. A value that a host assigns replaces the computed one.
+    None without such a pool or without ``slot_ids``. A value other than None that a host assigns
+    replaces the computed one.
     """
 
     def __init__(self, pool: str) -> None:
         self.pool = pool
 
+    def __set_name__(self, owner: type, name: str) -> None:
+        self.name = name
+
+    def __set__(self, spec: Any, value: Any) -> None:
+        vars(spec)[self.name] = value
+
     def __get__(self, spec: Any, _: type | None = None) -> Any:
         if spec is None:
-            return self
+            return None  # the default of the dataclass field
+        assigned = vars(spec).get(self.name)
+        if assigned is not None:
+            return assigned
         pool = pool_of(spec.mtp_hidden_states_manager, self.pool)
-        if pool is None:
+        if spec.slot_ids is None or not isinstance(pool, torch.Tensor):
             return None
         return pool.data_ptr() + spec.slot_ids * (pool.stride(0) * pool.element_size())
 
@@ -102,8 +112,8 @@ class MTPSpecMetadata:
     _scanned_greedy: bool = True
     _num_indices: int = 0  # entries of batch_indices_cuda that are written
     # for kernels of hosts, not read here
-    mtp_hidden_states_ptrs = SlotPointers(STATES_POOL)
-    mtp_past_tokens_ptrs = SlotPointers(TOKENS_POOL)
+    mtp_hidden_states_ptrs: Any = SlotPointers(STATES_POOL)
+    mtp_past_tokens_ptrs: Any = SlotPointers(TOKENS_POOL)
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_requests", 1), ("max_draft_len", 0), ("mtp_num_modules", 0)):

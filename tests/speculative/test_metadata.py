@@ -224,6 +224,13 @@ def test_pointers_are_the_addresses_of_the_slots() -> None:
         assert pointers[:2].tolist() == [pool[2].data_ptr(), pool[0].data_ptr()]
 
 
+def test_pointers_are_none_without_slots_or_a_tensor() -> None:
+    spec = make_spec()
+    spec.mtp_hidden_states_manager = make_manager(70)
+    assert spec.mtp_hidden_states_ptrs is None
+    assert make_spec(host_manager(mtp_past_tokens_pool=[[0]])).mtp_past_tokens_ptrs is None
+
+
 def test_what_hosts_ask_for_that_mtp_has_no_use_for() -> None:
     spec = make_spec(mtp_num_modules=3)
     assert spec.draft_token_indices_cuda.tolist() == [0, 1, 2]
@@ -255,6 +262,9 @@ def test_fields_that_hosts_assign() -> None:
     assert spec.mtp_hidden_states_ptrs is spec.mtp_past_tokens_ptrs is pointers
     assert (spec.max_total_draft_tokens, spec.runtime_draft_len) == (2, 2)
     assert make_spec().max_total_draft_tokens == 2
+    given = make_spec(mtp_hidden_states_ptrs=None, mtp_past_tokens_ptrs=pointers)
+    assert given.mtp_hidden_states_ptrs is None
+    assert given.mtp_past_tokens_ptrs is pointers
     assert make_spec().spec_dec_mode.is_mtp()
 
 

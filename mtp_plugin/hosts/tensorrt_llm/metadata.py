@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
-from mtp_plugin.speculative.metadata import MTPSpecMetadata
+from mtp_plugin.speculative.host import STATES_POOL, TOKENS_POOL
+from mtp_plugin.speculative.metadata import MTPSpecMetadata, SlotPointers
 from mtp_plugin.speculative.step import SamplingKind
 
 
@@ -14,7 +15,7 @@ class MetadataBody:
     """Mixin for the host's metadata object that also prepares ours.
 
     ``mtp_plugin`` is ours: it finds the slots of the step's requests. The host's part is prepared
-    without a manager, since its pointers into pools are not needed.
+    without a manager; pointers into pools are computed when they are read.
     """
 
     mtp_plugin: MTPSpecMetadata
@@ -27,6 +28,8 @@ class MetadataBody:
     is_all_greedy_sample: bool = True
     group_all_greedy_sample: bool | None = None
     _force_non_greedy_for_capture: bool = False
+    mtp_hidden_states_ptrs: Any = SlotPointers(STATES_POOL)
+    mtp_past_tokens_ptrs: Any = SlotPointers(TOKENS_POOL)
 
     def prepare(self) -> None:
         """Prepare both metadata objects, once per forward.
@@ -48,6 +51,8 @@ class MetadataBody:
         self.num_tokens = own.num_tokens
         self.mtp_hidden_states_manager = own.mtp_hidden_states_manager
         self.slot_ids = own.slot_ids
+        # the host allocates these for a graph, but fills them only with its own manager
+        self.mtp_hidden_states_ptrs = self.mtp_past_tokens_ptrs = None
         self.max_position = own.max_position
         # 1.3 passes the token that follows each prompt chunk, in a buffer for all requests
         following = getattr(self, "context_prompt_lookahead_tokens", None)
