@@ -45,3 +45,16 @@ def test_the_draft_loop_runs_with_its_own(
     assert host.generate(ask(prompts, [6, 6])) == texts(decoded, prompts, [6, 6])
     assert set(drafted) == {(not yields, "the drafts'")}
     assert entered == ["the drafts'", "left"] * len(drafted)
+
+
+@pytest.mark.parametrize("line", ["1.3b"])
+def test_a_host_that_cannot_switch_caches_drafts_in_the_targets(
+    line, tiny_model, prompts, decoded, monkeypatch
+):
+    host = make_host(line, tiny_model, vanilla=False, overlap=False, warms_up=False)
+    worker = type(host.engine.pieces.worker)
+    monkeypatch.setattr(worker, "get_draft_kv_cache_manager", lambda *_: "the drafts'")
+    for base in worker.__mro__:
+        if "draft_kv_cache_context" in vars(base):
+            monkeypatch.delattr(base, "draft_kv_cache_context")
+    assert host.generate(ask(prompts, [6, 6])) == texts(decoded, prompts, [6, 6])

@@ -132,12 +132,12 @@ class WorkerBody:
         if update is not None:
             attn_metadata.after_acceptance = update
         # newer hosts have a view of the target's cache for drafts, whatever
-        # use_separate_draft_kv_cache is
-        host = cast(Any, self)
-        find = getattr(host, "get_draft_kv_cache_manager", None)
-        cache = None if find is None else find(resource_manager)
+        # use_separate_draft_kv_cache is; a host without the context cannot switch to it
+        find = getattr(self, "get_draft_kv_cache_manager", None)
+        context = getattr(self, "draft_kv_cache_context", None)
+        cache = None if find is None or context is None else find(resource_manager)
         if cache is not None:
-            own.draft_cache = partial(host.draft_kv_cache_context, draft_kv_cache_manager=cache)
+            own.draft_cache = partial(cast(Any, context), draft_kv_cache_manager=cache)
         elif own.draft_cache is not None:
             own.draft_cache = None
         return own
