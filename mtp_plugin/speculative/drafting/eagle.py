@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -27,10 +28,16 @@ class MTPEagleWorker(EaglePublicSteps, MTPWorker):  # type: ignore[misc] # as in
     overwrites the draft KV that passes 2 to K wrote.
     """
 
-    @property
-    def mtp_num_modules(self) -> int:
-        """K: passes of the layer."""
-        return self.max_draft_len
+    def __init__(
+        self,
+        spec_config: Any,
+        model_config: Any = None,
+        use_separate_draft_kv_cache: bool = False,
+        **others: Any,
+    ) -> None:
+        super().__init__(spec_config, model_config, use_separate_draft_kv_cache, **others)
+        self.mtp_num_modules = self.max_draft_len
+        """K: passes of the layer; carried for hosts, not read."""
 
     @override
     def _draft(

@@ -110,6 +110,7 @@ def test_attributes_that_hosts_read(worker_class: Any) -> None:
     assert worker.is_thop is False
     if worker_class is MTPEagleWorker:
         assert worker.mtp_num_modules == 3
+        worker.mtp_num_modules = 1  # hosts may assign it
 
 
 ACCEPT_CASES = [
