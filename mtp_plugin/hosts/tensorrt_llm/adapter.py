@@ -248,11 +248,13 @@ def make_worker(
     worker_type = MTPWorker if is_vanilla else MTPEagleWorker
     if mapping is None:
         mapping = getattr(model_config, "mapping", None)
-    worker = worker_type(
-        options, mapping=mapping, gather_logits=_gather(mapping), chain=options.mtp.chain
+    return worker_type(
+        options,
+        mapping=mapping,
+        gather_logits=_gather(mapping),
+        chain=options.mtp.chain,
+        layer_kwargs=layer_kwargs,
     )
-    worker.layer_kwargs = layer_kwargs
-    return worker
 
 
 def _gather(mapping: Any) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -9,6 +9,7 @@ from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
 from mtp_plugin.speculative.host import DraftLayer, accepted_by, takes_output_rows
 
 RANK_ROWS = "all_rank_num_tokens"
+LAYER_ARGUMENTS = RANK_ROWS, "spec_metadata"
 
 
 def run_layer(
@@ -34,7 +35,7 @@ def run_layer(
     # under attention data parallelism ranks exchange all rows
     exchanges_rows = RANK_ROWS in extra
     optional = {RANK_ROWS: None, "spec_metadata": step.spec_metadata}
-    accepted = accepted_by(layer, tuple(optional), step.layer_kwargs)
+    accepted = accepted_by(layer, LAYER_ARGUMENTS, step.layer_kwargs)
     extra = {name: optional[name] for name in accepted} | extra
     selects = output_rows is not None and not exchanges_rows and takes_output_rows(layer)
     if selects:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from mtp_plugin.errors import ConfigError, TensorContractError, expect
+from mtp_plugin.errors import ConfigError, TensorContractError, expect, format_value
 from mtp_plugin.kernels.backend import Backend
 from mtp_plugin.kernels.checks import expect_tensor
 from mtp_plugin.requests.options import LOGPROBS_MODE
+from mtp_plugin.speculative.drafting.draft_layers import LAYER_ARGUMENTS
 from mtp_plugin.speculative.drafting.draft_vocab import place_draft_vocab
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs, WorkerArguments
 from mtp_plugin.speculative.drafting.trace_check import MetadataFingerprint
@@ -62,6 +63,8 @@ class SpecWorker(nn.Module, ABC):
         gather_logits: gathers the columns of a draft head that is split over the vocabulary: from
             [R, V/ranks] of this rank to [R, V] of all, in the order of ranks; columns past V are
             padding. All ranks then sample the same drafts.
+        layer_kwargs: of ``all_rank_num_tokens`` and ``spec_metadata``, the names to pass to draft
+            layers with ``**kwargs`` that do not name them, such as wrappers.
 
     Raises:
         ConfigError: an invalid option of the config, or an argument that is not served.
@@ -82,9 +85,16 @@ class SpecWorker(nn.Module, ABC):
         device: torch.device | str | None = None,
         draft_vocab_ids: torch.Tensor | None = None,
         gather_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        layer_kwargs: Collection[str] = (),
         **others: Any,
     ) -> None:
         super().__init__()
+        expect(
+            not isinstance(layer_kwargs, str) and set(layer_kwargs) <= set(LAYER_ARGUMENTS),
+            ConfigError,
+            f"layer_kwargs: expected a list with names of {', '.join(LAYER_ARGUMENTS)}, got "
+            f"{format_value(layer_kwargs)}",
+        )
         mapping = mapping if mapping is not None else part_of(model_config, "mapping")
         reason = unserved_ranks(mapping, gathers_logits=gather_logits is not None)
         refuse_unserved(
@@ -108,10 +118,7 @@ class SpecWorker(nn.Module, ABC):
         self.may_overwrite_states = False
         """Set to True if the host engine does not read ``hidden_states`` after :meth:`forward`;
         prompt rows of a batch with generations are then not copied."""
-        self.layer_kwargs: frozenset[str] = frozenset()
-        """Of ``all_rank_num_tokens`` and ``spec_metadata``, those that draft layers with
-        ``**kwargs`` receive without naming them, because the host engine's own worker always
-        passes them."""
+        self.layer_kwargs = frozenset(layer_kwargs)
         self.draft_cache: Callable[[Any], AbstractContextManager[Any]] | None = None
         """Set if draft layers have their own KV cache: called with the target's attention
         metadata, it returns a context manager around the draft loop, whose value is the metadata of

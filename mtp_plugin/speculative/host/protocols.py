@@ -139,7 +139,8 @@ class DraftLayer(Protocol):
     keys and values for the other rows. The argument is not passed to other layers, nor if ranks
     exchange rows (``all_rank_num_tokens``). A layer that names ``spec_metadata`` gets the host
     engine's; one that names ``all_rank_num_tokens`` gets None if ranks exchange no rows. Through
-    ``**kwargs`` a layer gets only what the host engine's own worker passes that way.
+    ``**kwargs`` a layer gets only the names in the worker's ``layer_kwargs``: give it to the
+    worker if a wrapper with ``forward(*args, **kwargs)`` hides what the layer names.
     """
 
     def __call__(

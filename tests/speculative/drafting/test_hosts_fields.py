@@ -9,8 +9,10 @@ import pytest
 import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.drafting.attention_loop import draft_loop
+from mtp_plugin.speculative.drafting.draft_layers import LAYER_ARGUMENTS
 from tests.speculative.drafting.contract import snapshot
 from tests.speculative.drafting.host import KVAttention, Prompt, ScriptedLayer, Step, Turn, int32
 
@@ -311,6 +313,25 @@ class ForwardsKwargs(Plain):
         return self.run(inputs, **extra)
 
 
+class Wrapper(Plain):
+    """Hides the arguments that the wrapped layer requires."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wrapped = ReadsMetadata()
+        self.extra = self.wrapped.extra
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        return self.wrapped(*args, **kwargs)
+
+
+@pytest.mark.parametrize("given", ["spec_metadata", ["lora_params"]])
+def test_layer_kwargs_are_names_of_arguments(given: Any) -> None:
+    config = SimpleNamespace(max_draft_len=2, mtp=None)
+    with pytest.raises(ConfigError, match=r"^layer_kwargs: expected a list with names of all_rank"):
+        MTPWorker(config, device="cpu", layer_kwargs=given)
+
+
 @pytest.mark.parametrize("kind", [MTPEagleWorker, MTPWorker])
 @pytest.mark.parametrize(
     ("layer", "layer_kwargs", "names"),
@@ -318,6 +339,7 @@ class ForwardsKwargs(Plain):
         (Plain, ["spec_metadata"], []),
         (ReadsMetadata, [], ["all_rank_num_tokens", "spec_metadata"]),
         (ForwardsKwargs, [], ["all_rank_num_tokens"]),
+        (Wrapper, LAYER_ARGUMENTS, ["all_rank_num_tokens", "spec_metadata"]),
         (ForwardsKwargs, ["spec_metadata"], ["all_rank_num_tokens", "spec_metadata"]),
     ],
 )
@@ -328,8 +350,8 @@ def test_layers_get_the_arguments_that_they_name(
     the host's own worker passes."""
     step = Step(2, [Prompt([3, 4, 5])])
     layers = [layer() for _ in range(2)]
-    worker = kind(SimpleNamespace(max_draft_len=2, mtp=None), device="cpu")
-    worker.layer_kwargs = frozenset(layer_kwargs)
+    config = SimpleNamespace(max_draft_len=2, mtp=None)
+    worker = kind(config, device="cpu", layer_kwargs=layer_kwargs)
     worker(**step.inputs(), mtp_layers=layers)
     calls = [extra for each in layers for extra in each.extra]
     assert len(calls) == 2
