@@ -134,10 +134,10 @@ class WorkerBody:
         # newer hosts have a view of the target's cache for drafts, whatever
         # use_separate_draft_kv_cache is; a host without the context cannot switch to it
         find = getattr(self, "get_draft_kv_cache_manager", None)
-        context = getattr(self, "draft_kv_cache_context", None)
-        cache = None if find is None or context is None else find(resource_manager)
-        if cache is not None:
-            own.draft_cache = partial(cast(Any, context), draft_kv_cache_manager=cache)
+        cache = None if find is None else find(resource_manager)
+        context = None if cache is None else getattr(self, "draft_kv_cache_context", None)
+        if context is not None:
+            own.draft_cache = partial(context, draft_kv_cache_manager=cache)
         elif own.draft_cache is not None:
             own.draft_cache = None
         return own
