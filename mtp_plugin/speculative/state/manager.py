@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -207,7 +208,7 @@ class SlotStateManager:
 
     def _disown(self, request: SpecRequest) -> None:
         """Remember that :meth:`free_resources` of this object must not free the slot of its id."""
-        if getattr(type(request), "__weakrefoffset__", 0):  # others cannot be referenced weakly
+        with suppress(TypeError):  # an object without weak references frees by id
             self._not_owners[id(request)] = request
 
     def _expect_unique_id(self, request: SpecRequest, facts: RequestFacts) -> None:
