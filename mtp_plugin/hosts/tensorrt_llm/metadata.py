@@ -51,8 +51,6 @@ class MetadataBody:
         self.num_tokens = own.num_tokens
         self.mtp_hidden_states_manager = own.mtp_hidden_states_manager
         self.slot_ids = own.slot_ids
-        # the host allocates these for a graph, but fills them only with its own manager
-        self.mtp_hidden_states_ptrs = self.mtp_past_tokens_ptrs = None
         self.max_position = own.max_position
         # 1.3 passes the token that follows each prompt chunk, in a buffer for all requests
         following = getattr(self, "context_prompt_lookahead_tokens", None)
@@ -79,6 +77,8 @@ class MetadataBody:
         view = super().create_cuda_graph_metadata(max_batch_size)  # type: ignore[misc]
         if view is not self:
             view.mtp_plugin = self.mtp_plugin.create_cuda_graph_metadata(max_batch_size)
+            # the host allocates these, but fills them only with its own manager
+            view.mtp_hidden_states_ptrs = view.mtp_past_tokens_ptrs = None
         return view
 
     def update_is_all_greedy_sample(self, requests: Iterable[Any]) -> None:

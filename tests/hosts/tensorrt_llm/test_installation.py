@@ -126,12 +126,14 @@ def test_pieces_are_the_hosts_and_hold_ours(line: str, vanilla: bool) -> None:
         )
         manager.mtp_plugin_manager.add_dummy_requests([7])
         metadata.request_ids = [7]
-        metadata.mtp_past_tokens_ptrs = torch.empty(2)  # as the host for a graph
         metadata.prepare()
+        view = metadata.create_cuda_graph_metadata(1)
+        view.prepare()
         if vanilla:
             own = manager.mtp_plugin_manager
             address = own.mtp_past_tokens_pool[own.slot_of(7)].data_ptr()
-            assert int(metadata.mtp_past_tokens_ptrs[0]) == address
+            for each in (metadata, view):
+                assert int(each.mtp_past_tokens_ptrs[0]) == address
         manager.shutdown()
         assert plugin.status().engines == 0
 
