@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mtp_plugin.errors import PluginError, TensorContractError
 from mtp_plugin.hosts.vllm.options import EngineSettings
 from mtp_plugin.hosts.vllm.precompile import Precompilation
 from mtp_plugin.hosts.vllm.request_slots import DRAFT_LIMIT, RequestSlots
@@ -83,6 +84,7 @@ class RowOps:
         device = slots.table.device
         self._no_contexts = torch.zeros(0, dtype=torch.int32, device=device)
         self._columns = torch.arange(1, self.num_drafts + 1, device=device)
+        self._failed: set[str] = set()  # methods from outside that have failed
         self._synthetic: SyntheticRule | None = None
         if settings.synthetic_rates is not None:
             self._synthetic = synthetic_rule(settings.synthetic_rates, 0, device)
@@ -236,13 +238,23 @@ class RowOps:
         choices: torch.Tensor,
         lens: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Return how many drafts [R, K] a method from outside the package accepts."""
+        """Return how many drafts [R, K] a method from outside the package accepts.
+
+        None where it fails: its requests go on without drafts, since an error here would end vLLM's
+        engine.
+        """
         requests, width = drafts.shape[0], self.num_drafts + 1
         if lens is not None:
             drafts = torch.where(self._columns <= lens.unsqueeze(1), drafts, -1)
         method = custom_verifications()[name]
         rows = logits.view(requests, width, logits.shape[1])
-        return count_accepted(name, method, rows, drafts, choices.view(requests, width))
+        try:
+            return count_accepted(name, method, rows, drafts, choices.view(requests, width))
+        except (PluginError, TensorContractError):
+            if name not in self._failed:
+                self._failed.add(name)
+                _logger.exception("requests with mtp_verification=%r accept no draft", name)
+            return torch.zeros(requests, dtype=torch.int32, device=drafts.device)
 
     def follow_phase(
         self, tokens: torch.Tensor, indices: torch.Tensor, is_output: torch.Tensor

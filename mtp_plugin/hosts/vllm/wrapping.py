@@ -136,11 +136,14 @@ def _add_scheduled_request(original: Method) -> Method:
 
 
 def _update_from_output(original: Method) -> Method:
-    def wrapper(self: Any, scheduled: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
+    def wrapper(
+        self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
+    ) -> Any:
         counter = _kept(self, _COUNTER, _counter_of)
-        withheld = counter and counter.correct(self.requests, scheduled, output)
+        given = (scheduler_output, model_runner_output, *args)
+        withheld = counter and counter.correct(self.requests, *given[:2])
         if not withheld:
-            return original(self, scheduled, output, *args, **kwargs)
+            return original(self, *given, **kwargs)
         make = self.make_spec_decoding_stats
 
         def make_of_others(stats: Any, **named: Any) -> Any:
@@ -148,7 +151,7 @@ def _update_from_output(original: Method) -> Method:
 
         self.make_spec_decoding_stats = make_of_others
         try:
-            return original(self, scheduled, output, *args, **kwargs)
+            return original(self, *given, **kwargs)
         finally:
             del self.make_spec_decoding_stats
 

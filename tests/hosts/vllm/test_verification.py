@@ -16,7 +16,11 @@ from mtp_plugin.hosts.vllm.request_slots import RequestSlots
 from mtp_plugin.hosts.vllm.requests import method_problems
 from mtp_plugin.hosts.vllm.row_ops import RowOps
 from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.plugin import register_verification, unregister_verification
+from mtp_plugin.plugin import (
+    CustomVerification,
+    register_verification,
+    unregister_verification,
+)
 from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.speculative.ops.sampling import (
     DraftedBy,
@@ -446,6 +450,37 @@ def test_a_registered_method_decides_for_its_requests_alone(
         assert sum(map(len, output)) > sum(map(len, coupled))
     finally:
         unregister_verification("top2")
+
+
+@SIZES
+def test_method_that_fails_ends_no_engine(
+    sizes: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its requests get the tokens of the target, without drafts."""
+
+    class Failing(CustomVerification):
+        description = "fails"
+
+        def num_accepted(self, *_: torch.Tensor) -> torch.Tensor:
+            raise ValueError("no idea")
+
+    register_verification("failing", Failing())
+    try:
+        ops = make_ops(Backend.TORCH)
+        batch = with_accepted_drafts(ops, make_batch(3, sizes))
+        full = output_of(verify(ops, batch))
+        for index in batch.indices[::2]:
+            ops.slots.verified_by[index] = custom_codes()["failing"]
+            column = ops.slots.columns.offset("verification")
+            ops.slots.table[index, column] = custom_codes()["failing"]
+        for _ in range(2):
+            output = output_of(verify(ops, batch))
+            assert output[::2] == [tokens[:1] for tokens in full[::2]]
+            assert output[1::2] == full[1::2]
+        (record,) = caplog.records
+        assert "failing" in record.getMessage()
+    finally:
+        unregister_verification("failing")
 
 
 def test_a_registered_method_is_a_choice_of_requests() -> None:
