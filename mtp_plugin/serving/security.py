@@ -124,10 +124,11 @@ def check_structure(body: bytes, settings: ServerSettings) -> None:
         APIError: the text exceeds a limit.
     """
     # commas and brackets of strings count too: a string is no longer than `max_prompt_chars`
-    if sum(map(body.count, (b",", b"[", b"{"))) > settings.max_json_elements:
+    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
+    num_elements = sum(map(body.count, (b",", b"[", b"{")))
+    if max(num_elements, unescaped.count(b'"')) > settings.max_json_elements:
         message = f"the body has more than {settings.max_json_elements} elements"
         raise APIError(400, (None, message))
-    unescaped = body.replace(b"\\\\", b"").replace(b'\\"', b"")
     outside = b"".join(unescaped.split(b'"')[::2])
     brackets = outside.translate(TO_SQUARE, NO_BRACKETS)
     if len(brackets) > 2 * settings.max_json_containers:

@@ -65,10 +65,17 @@ class Server(uvicorn.Server):
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Open the port."""
-        await super().startup(sockets)
-        self._loop = asyncio.get_running_loop()
+        """Open the port.
+
+        Raises:
+            ConfigError: another process has begun to listen on it since :func:`bind`.
+        """
         settings = self._service.settings
+        try:
+            await super().startup(sockets)
+        except OSError as error:
+            raise _cannot_listen(settings, error) from None
+        self._loop = asyncio.get_running_loop()
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         port = self.servers[0].sockets[0].getsockname()[1]
         self._log(f"serving {settings.model_name} on http://{host}:{port}")
@@ -108,7 +115,7 @@ class Server(uvicorn.Server):
 
 
 def bind(settings: ServerSettings) -> socket.socket:
-    """Return a socket that reserves the port, so that a port in use is reported at once.
+    """Return a socket of the port, so that a port in use is reported at once.
 
     Raises:
         ConfigError: the address cannot be used.
@@ -118,13 +125,16 @@ def bind(settings: ServerSettings) -> socket.socket:
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         reserved.bind((host, port))
-    except OSError as error:
+    except (OSError, OverflowError, TypeError, ValueError) as error:
         reserved.close()
-        raise ConfigError(
-            f"cannot listen on {host}:{port}: {error.strerror or error}; give another --host or "
-            f"--port"
-        ) from None
+        raise _cannot_listen(settings, error) from None
     return reserved
+
+
+def _cannot_listen(settings: ServerSettings, error: Exception) -> ConfigError:
+    reason = getattr(error, "strerror", None) or error
+    where = f"{settings.host}:{settings.port}"
+    return ConfigError(f"cannot listen on {where}: {reason}; give another --host or --port")
 
 
 def serve(

@@ -55,14 +55,18 @@ class ServerSettings:
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
-            if each.name.endswith("_seconds") and not 0 <= value < math.inf:
+            is_number = isinstance(value, (int, float)) and 0 <= value < math.inf
+            if each.name.endswith("_seconds") and not is_number:
                 raise ConfigError(
                     f"{each.name}: expected a number of seconds >= 0, got {format_value(value)}"
                 )
 
     @property
     def max_json_elements(self) -> int:
-        """Maximum number of commas and opening brackets of a body, those in strings included."""
+        """Maximum number of commas and opening brackets of a body, those in strings included.
+
+        A body has at most as many quotes around strings.
+        """
         return self.max_prompt_chars + self.max_json_containers
 
     @property

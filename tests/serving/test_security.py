@@ -11,7 +11,7 @@ import pytest
 
 from mtp_plugin import LLM
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.serving import ServerSettings
+from mtp_plugin.serving import ServerSettings, bind
 from tests.serving.conftest import Running, running, tiny_llm, wait_until
 
 COMPLETIONS = "/v1/completions"
@@ -47,11 +47,16 @@ def test_default_address_is_loopback() -> None:
     assert "secret" not in repr(ServerSettings(api_key="secret"))
 
 
-@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0])
+@pytest.mark.parametrize("seconds", [float("nan"), float("inf"), -1.0, "5"])
 def test_deadlines_are_finite(seconds: float) -> None:
-    message = re.escape(f"drain_seconds: expected a number of seconds >= 0, got {seconds}")
+    message = re.escape(f"drain_seconds: expected a number of seconds >= 0, got {seconds!r}")
     with pytest.raises(ConfigError, match=message):
         ServerSettings(drain_seconds=seconds)
+
+
+def test_ports_that_cannot_be_bound_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"^cannot listen on 127.0.0.1:70000: .*0-65535"):
+        bind(ServerSettings(port=70000))
 
 
 def test_api_key_guards_everything_but_health(guarded: Running) -> None:
