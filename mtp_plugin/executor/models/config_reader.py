@@ -243,11 +243,13 @@ def _served_by(command: str) -> Iterator[None]:
 def _vllm_command(directory: Path, raw: Mapping[str, Any]) -> str:
     """Return `vllm_command` for a config of any family."""
     model_type = raw.get("model_type")
+    if not isinstance(model_type, str):
+        model_type = ""  # refused later
     if model_type in SEPARATE_DRAFTERS:
         return vllm_command("TARGET", drafter=directory)
     sections = (section for section in (raw, raw.get("text_config")) if isinstance(section, dict))
     given = [section[key] for section in sections for key in _COUNT_KEYS if key in section]
-    family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
+    family = FAMILIES.get(model_type)
     presumed = int(model_type in NOT_RUNNABLE) if family is None else family.default_count
     layers = max((n for n in given if isinstance(n, int)), default=presumed)
     # vLLM refuses 3 drafts by 2 layers

@@ -90,6 +90,7 @@ def test_dtype_by_either_name(
     ("change", "message"),
     [
         ({"model_type": None}, "model_type: expected text, got null"),
+        ({"model_type": ["glm4_moe"]}, "model_type: expected text, got a list"),
         (
             {"architectures": "X"},
             "architectures: expected a list (each item text) or null, got 'X'",
