@@ -28,7 +28,7 @@ class AsyncStream:
         self._cancel = cancel
         self._queue: asyncio.Queue[Any] = asyncio.Queue()
         self._finished = False
-        self._loop = _running_loop() if loop is None else loop
+        self._loop = running_loop() if loop is None else loop
         self._lock = threading.Lock()  # an item may be added while the loop becomes known
 
     def put(self, item: Any) -> None:
@@ -78,7 +78,8 @@ class AsyncStream:
             raise asyncio.CancelledError from None
 
 
-def _running_loop() -> asyncio.AbstractEventLoop | None:
+def running_loop() -> asyncio.AbstractEventLoop | None:
+    """Return the event loop that runs in this thread, or None."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:

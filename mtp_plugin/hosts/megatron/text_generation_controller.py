@@ -32,7 +32,7 @@ from mtp_plugin.errors import (
 from mtp_plugin.executor.py_executor import StepEvent
 from mtp_plugin.executor.request import LlmRequest
 from mtp_plugin.hosts.megatron import mtp_utils_pytorch
-from mtp_plugin.hosts.megatron.async_stream import AsyncStream
+from mtp_plugin.hosts.megatron.async_stream import AsyncStream, running_loop
 from mtp_plugin.hosts.megatron.embedded_context import (
     DEFAULT_SAMPLING_SEED,
     InferenceWrappedModel,
@@ -660,11 +660,7 @@ class TextGenerationController:
         if loop is not None and not loop.is_running():
             step = self.async_generate_output_tokens_dynamic_batch()
             return loop.run_until_complete(step).output
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            pass  # errors of the step are raised outside of this block
-        else:
+        if running_loop() is not None:
             raise ExecutorError(
                 "generate_output_tokens_dynamic_batch: expected no running event loop; await "
                 "async_generate_output_tokens_dynamic_batch() in one"
