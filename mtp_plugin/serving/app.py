@@ -128,7 +128,7 @@ class Endpoints:
                 return EventStreamResponse(writer)
             if await unless_disconnected(request, writer.wait()) is None:
                 return Response(status_code=499)  # it is not sent
-            parts = paced(writer.whole())
+            parts = yielding(writer.whole())
             if writer.has_logprobs:
                 return StreamingResponse(parts, media_type="application/json")
             content = "".join([part async for part in parts])
@@ -248,7 +248,7 @@ class Endpoints:
         return Response(self._service.metrics.render(), media_type=CONTENT_TYPE_LATEST)
 
 
-async def paced(parts: Iterable[str]) -> AsyncIterator[str]:
+async def yielding(parts: Iterable[str]) -> AsyncIterator[str]:
     """Yield parts of a response; the event loop serves other requests between two of them."""
     for part in parts:
         yield part
