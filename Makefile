@@ -8,15 +8,15 @@ MOST_WORKERS ?= 6
 BENCH = $(BIN)/python -m integration.bench
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses $(MOST_WORKERS) --dist worksteal
 # one file or folder of tests for each part of the package
-FAST = tests/config tests/kernels tests/tools tests/test_errors.py tests/test_readme.py \
+FAST = tests/config tests/ops tests/tools tests/test_errors.py tests/test_readme.py \
 	tests/cli/test_config_and_doctor.py tests/contract_host/test_lines.py \
-	tests/executor/test_kv_cache.py tests/executor/test_losslessness.py tests/executor/test_scheduler.py \
+	tests/hosts/embedded/test_kv_cache.py tests/hosts/embedded/test_losslessness.py tests/hosts/embedded/test_scheduler.py \
 	tests/hosts/megatron tests/infer/test_greedy_decode.py \
 	tests/requests/test_detokenizer.py tests/requests/test_slots.py tests/requests/test_stopping.py \
 	tests/speculative/draft_length tests/speculative/drafting/test_eagle.py tests/speculative/host \
-	tests/speculative/metrics tests/speculative/ops/acceptance tests/speculative/ops/draft \
-	tests/speculative/ops/draft_inputs tests/speculative/ops/logit_mask tests/speculative/ops/logprobs \
-	tests/speculative/ops/sampling/test_sample_tokens.py tests/speculative/ops/token_history \
+	tests/speculative/metrics tests/ops/acceptance tests/ops/draft \
+	tests/ops/draft_inputs tests/ops/logit_mask tests/ops/logprobs \
+	tests/ops/sampling/test_sample_tokens.py tests/ops/token_history \
 	tests/speculative/state tests/speculative/test_plugin.py tests/speculative/test_sampler.py \
 	tests/speculative/verification integration/examples/test_own_loop.py
 # the command of `make demo`; integration/recording.py records it

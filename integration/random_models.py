@@ -14,7 +14,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor.models.block_layout import (
+from mtp_plugin.hosts.embedded.models.block_layout import (
     FULL_ATTENTION,
     build_layers,
     plan_layer,
@@ -22,10 +22,10 @@ from mtp_plugin.executor.models.block_layout import (
     target_class,
     without_storage,
 )
-from mtp_plugin.executor.models.checkpoint_files import SINGLE_FILE
-from mtp_plugin.executor.models.config_reader import facts_from_config
-from mtp_plugin.executor.models.families import MTPFamily, family_of
-from mtp_plugin.executor.models.loader import LoadedModel, check_attention
+from mtp_plugin.hosts.embedded.models.checkpoint_files import SINGLE_FILE
+from mtp_plugin.hosts.embedded.models.config_reader import facts_from_config
+from mtp_plugin.hosts.embedded.models.families import MTPFamily, family_of
+from mtp_plugin.hosts.embedded.models.loader import LoadedModel, check_attention
 
 _DENSE = {
     "vocab_size": 512,

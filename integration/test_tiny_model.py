@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from integration.tiny_model.hf_patch import load_with_mtp
 from integration.tiny_model.relaxed import RESULT, SETTINGS, STRICT, measure
 from mtp_plugin.config import load_config
-from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.models import LoadedModel, load_model, preflight
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
+from mtp_plugin.hosts.embedded.models import LoadedModel, load_model, preflight
 from tests.greedy import greedy_decode
 
 ROOT = Path(__file__).parent.parent

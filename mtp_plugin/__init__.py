@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from mtp_plugin.config import MTPDecodingConfig as MTPDecodingConfig
     from mtp_plugin.config import SpeculativeDecodingMode as SpeculativeDecodingMode
     from mtp_plugin.errors import MTPPluginError as MTPPluginError
-    from mtp_plugin.executor import LLM as LLM
-    from mtp_plugin.executor import CompletionOutput as CompletionOutput
-    from mtp_plugin.executor import RequestHandle as RequestHandle
-    from mtp_plugin.executor import RequestOutput as RequestOutput
-    from mtp_plugin.executor import StepEvent as StepEvent
+    from mtp_plugin.hosts.embedded import LLM as LLM
+    from mtp_plugin.hosts.embedded import CompletionOutput as CompletionOutput
+    from mtp_plugin.hosts.embedded import RequestHandle as RequestHandle
+    from mtp_plugin.hosts.embedded import RequestOutput as RequestOutput
+    from mtp_plugin.hosts.embedded import StepEvent as StepEvent
+    from mtp_plugin.ops.step import Accepted as Accepted
     from mtp_plugin.plugin import CustomVerification as CustomVerification
     from mtp_plugin.plugin import DraftPlan as DraftPlan
     from mtp_plugin.plugin import HostFacts as HostFacts
@@ -36,17 +37,16 @@ if TYPE_CHECKING:
     from mtp_plugin.speculative.sampler import SamplerHooks as SamplerHooks
     from mtp_plugin.speculative.sampler import SampleStateMTP as SampleStateMTP
     from mtp_plugin.speculative.state import MTPHiddenStatesManager as MTPHiddenStatesManager
-    from mtp_plugin.speculative.step import Accepted as Accepted
-    from mtp_plugin.speculative.step import StepOutput as StepOutput
+    from mtp_plugin.speculative.step_output import StepOutput as StepOutput
 
 _MODULES = {
-    "Accepted": "speculative.step",
-    "CompletionOutput": "executor",
+    "Accepted": "ops.step",
+    "CompletionOutput": "hosts.embedded",
     "CustomVerification": "plugin",
     "DraftPlan": "plugin",
     "FinishReason": "requests.states",
     "HostFacts": "plugin",
-    "LLM": "executor",
+    "LLM": "hosts.embedded",
     "MTPDecodingConfig": "config",
     "MTPEagleWorker": "speculative.drafting",
     "MTPHiddenStatesManager": "speculative.state",
@@ -54,16 +54,16 @@ _MODULES = {
     "MTPSampler": "speculative.sampler",
     "MTPSpecMetadata": "speculative.metadata",
     "MTPWorker": "speculative.drafting",
-    "RequestHandle": "executor",
-    "RequestOutput": "executor",
+    "RequestHandle": "hosts.embedded",
+    "RequestOutput": "hosts.embedded",
     "SampleStateMTP": "speculative.sampler",
     "SampleStateTensorsMTP": "speculative.result_store",
     "SamplerHooks": "speculative.sampler",
     "SamplingParams": "requests.options",
     "SpeculativeDecodingMode": "config",
     "SpeculativePieces": "plugin",
-    "StepEvent": "executor",
-    "StepOutput": "speculative.step",
+    "StepEvent": "hosts.embedded",
+    "StepOutput": "speculative.step_output",
     "custom_verifications": "plugin",
     "find_plugin": "plugin",
     "register_plugin": "plugin",

@@ -5,7 +5,8 @@ A drafter is a `SpeculativePlugin` that builds `SpeculativePieces`; see integrat
 
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.step import Accepted, StepLayout
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stopping import StopRule
@@ -36,7 +37,7 @@ from mtp_plugin.speculative.plugin import (
 )
 from mtp_plugin.speculative.sampler import MTPSampler, SamplerHooks
 from mtp_plugin.speculative.state import SlotStateManager
-from mtp_plugin.speculative.step import Accepted, StepLayout, StepOutput, StepResult
+from mtp_plugin.speculative.step_output import StepOutput, StepResult
 from mtp_plugin.speculative.verification import (
     CustomVerification,
     StrictVerification,

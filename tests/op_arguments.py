@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mtp_plugin.errors import TensorContractError
-from tests.kernels.top_k.launches import poison
+from tests.ops.top_k.launches import poison
 
 GAP = 3
 """Every stride of a strided tensor is so many times that of a contiguous one."""

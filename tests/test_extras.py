@@ -25,8 +25,8 @@ VLLM_PAGE = Path(__file__).parents[1] / "mtp_plugin" / "hosts" / "vllm" / "READM
 
 WHAT_NEEDS_MODELS = {
     "from mtp_plugin import LLM": "the embedded executor (mtp_plugin.LLM)",
-    "import mtp_plugin.executor.models": "the embedded executor (mtp_plugin.LLM)",
-    "from mtp_plugin.executor.scheduler import Scheduler": "the embedded executor (mtp_plugin.LLM)",
+    "import mtp_plugin.hosts.embedded.models": "the embedded executor (mtp_plugin.LLM)",
+    "import mtp_plugin.hosts.embedded.scheduler": "the embedded executor (mtp_plugin.LLM)",
 }
 
 
@@ -75,9 +75,9 @@ def test_the_plugin_does_without_the_extra() -> None:
 import importlib, pkgutil
 import mtp_plugin
 for name, module in mtp_plugin._MODULES.items():
-    if module.split(".")[0] != "executor":
+    if not module.startswith("hosts.embedded"):
         getattr(mtp_plugin, name)
-names = ["config", "errors", "extras", "hosts", "infer", "kernels", "plugin", "requests",
+names = ["config", "errors", "extras", "hosts", "infer", "ops", "plugin", "requests",
          "speculative"]
 done = []
 while names:
@@ -87,7 +87,7 @@ while names:
         name = module.__name__.removeprefix("mtp_plugin.") + "." + found.name
         # subclasses of the host's own classes, and the controller over the embedded executor
         if name not in ("hosts.tensorrt_llm.models", "hosts.vllm.v24", "hosts.vllm.v32",
-                        "hosts.megatron.embedded_context",
+                        "hosts.embedded", "hosts.megatron.embedded_context",
                         "hosts.megatron.text_generation_controller"):
             names.append(name)
 print(len(done), *sorted({m.split(".")[0] for m in sys.modules if sys.modules[m]}))

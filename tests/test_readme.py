@@ -11,7 +11,7 @@ import pytest
 
 from integration.examples import own_loop
 from mtp_plugin import MTPSpecMetadata, SamplingParams
-from mtp_plugin.executor.models import load_model
+from mtp_plugin.hosts.embedded.models import load_model
 from mtp_plugin.plugin import PlainAttentionMetadata, PlainBatch, PlainRequest
 
 ROOT = Path(__file__).parent.parent

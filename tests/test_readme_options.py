@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from mtp_plugin.config import MTPPluginOptions
+from mtp_plugin.ops.logit_rows import ThinkingRule
+from mtp_plugin.ops.logprobs import LOGPROB_OPTIONS
 from mtp_plugin.requests.admission import unsupported_options
 from mtp_plugin.requests.options import (
     DRAFTS_OF_VERIFICATION,
@@ -28,8 +30,6 @@ from mtp_plugin.requests.options import (
 )
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.host import DecodingOptions, may_speculate, read_request
-from mtp_plugin.speculative.logit_rows import ThinkingRule
-from mtp_plugin.speculative.ops.logprobs import LOGPROB_OPTIONS
 from mtp_plugin.speculative.sampler import OWN_OPTIONS
 from mtp_plugin.speculative.verification import BUILT, Verifier, make_modes
 

@@ -15,8 +15,8 @@ from mtp_plugin.hosts.megatron.kv_rewind import rewind_kv_cache
 from mtp_plugin.hosts.megatron.next_forward import prepare_next_forward_pass
 from mtp_plugin.hosts.megatron.token_verify import verify_speculative_tokens
 from mtp_plugin.hosts.megatron.types import AdvancedBatch, KVBlockState, NextForwardBuffers
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.state_rollback import mamba_state_selective_copy
 
 BLOCK_TOKENS = 64
 MAX_BLOCKS = 64

@@ -10,7 +10,7 @@ import torch
 from integration.bench.shapes import Shape
 from integration.bench.targets import Target
 from mtp_plugin.errors import MTPPluginError
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 
 POISON = -777
 

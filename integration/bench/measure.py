@@ -20,7 +20,7 @@ from integration.bench.timing import (
     time_on_device,
     time_on_host,
 )
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 
 MIN_SETS, MAX_SETS = 4, 64
 """Number of input sets: enough to fill the cache twice, within these bounds. A replay uses all of

@@ -18,18 +18,18 @@ from integration.bench.targets import (
     graph_target,
 )
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
-from mtp_plugin.speculative.ops.draft import propose
-from mtp_plugin.speculative.ops.draft_inputs import (
+from mtp_plugin.ops.acceptance import AcceptanceRules, RelaxedRule, accept
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.draft import propose
+from mtp_plugin.ops.draft_inputs import (
     DraftWindows,
     History,
     TargetRows,
     advance_and_build_inputs,
     build_reused_inputs,
 )
-from mtp_plugin.speculative.step import DraftOutput, SlotRows, StepLayout
+from mtp_plugin.ops.step import DraftOutput, SlotRows, StepLayout
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 
 TOPK, DELTA = 10, 0.6
 HIGHEST_POSITION = 131071

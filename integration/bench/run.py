@@ -13,7 +13,7 @@ from integration.bench.machine import describe_machine, measure_ceilings
 from integration.bench.measure import Bench, Outcome
 from integration.bench.report import document, heading, results_table
 from integration.bench.suites import Options, cases_of
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole
 
 SAMPLES, QUICK_SAMPLES, CPU_SAMPLES = 50, 20, 3

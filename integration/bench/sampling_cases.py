@@ -12,18 +12,18 @@ from integration.bench.case import Case, Trial
 from integration.bench.random_inputs import RandomInputs
 from integration.bench.shapes import Shape, has_reference_sizes
 from integration.bench.targets import DRAWS, graph_target
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
-from mtp_plugin.speculative.logit_rows import LogitRows
-from mtp_plugin.speculative.logits_processor_state import (
+from mtp_plugin.ops.acceptance import AcceptanceRules, accept
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.logit_rows import LogitRows
+from mtp_plugin.ops.logits_processor_state import (
     LogitsProcessorState,
     num_words,
     packed_bits,
 )
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, accept
-from mtp_plugin.speculative.ops.sampling import sample_tokens
-from mtp_plugin.speculative.row_sums import RowSums
-from mtp_plugin.speculative.step import SlotRows, StepLayout
+from mtp_plugin.ops.row_sums import RowSums
+from mtp_plugin.ops.sampling import sample_tokens
+from mtp_plugin.ops.step import SlotRows, StepLayout
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
 
 INT = 4
 """Bytes."""

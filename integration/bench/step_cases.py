@@ -18,13 +18,13 @@ from integration.bench.random_inputs import RandomInputs
 from integration.bench.shapes import Shape, has_reference_sizes
 from integration.bench.targets import EAGLE_STEP, VANILLA_STEP, Target, graph_target
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, SpecWorker
 from mtp_plugin.speculative.host import RequestFacts
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
-from mtp_plugin.speculative.step import SamplingKind
 
 HIGHEST_POSITION = 131071
 PROMPT_TOKENS = 100

@@ -13,7 +13,7 @@ import torch
 from transformers import AutoTokenizer, DynamicCache
 
 from mtp_plugin import HostFacts, MTPDecodingConfig, SamplingParams, find_plugin
-from mtp_plugin.executor.models import LoadedModel, load_model
+from mtp_plugin.hosts.embedded.models import LoadedModel, load_model
 from mtp_plugin.plugin import PlainAttentionMetadata, PlainBatch, PlainRequest
 
 

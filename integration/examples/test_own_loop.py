@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from integration.examples.own_loop import OwnLoop, main
 from mtp_plugin import FinishReason, SamplingParams
 from mtp_plugin.errors import RequestError, TensorContractError
-from mtp_plugin.executor.models import LoadedModel, load_model
+from mtp_plugin.hosts.embedded.models import LoadedModel, load_model
 from mtp_plugin.infer import decode
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.state import MTPHiddenStatesManager

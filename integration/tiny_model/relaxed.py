@@ -18,8 +18,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from integration.bench.machine import describe_machine
-from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.models import load_model
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
+from mtp_plugin.hosts.embedded.models import load_model
 
 HERE = Path(__file__).parent
 CHECKPOINT = HERE / "checkpoint"

@@ -79,7 +79,7 @@ def command(
     texts = prompts_for_comparison(prompt or (), prompt_file, Path(settings.model))
     read_ahead(settings.model)
     import_engine(log)
-    from mtp_plugin.executor.models import read_facts
+    from mtp_plugin.hosts.embedded.models import read_facts
     from mtp_plugin.tools.bench import run_bench
 
     out = output()

@@ -40,7 +40,7 @@ def command(
     log = messages()
     settings = load(file, log, model)
     if settings.speculative_config is not None:
-        from mtp_plugin.executor.models import read_facts
+        from mtp_plugin.hosts.embedded.models import read_facts
 
         try:
             with errors_of(file):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def import_engine(log: OutputConsole) -> None:
     """Import the executor and show that the import is in progress."""
-    if "mtp_plugin.executor.llm" in sys.modules:
+    if "mtp_plugin.hosts.embedded.llm" in sys.modules:
         return
     with progress(log) as show_progress:
         show_progress("importing torch and transformers")
@@ -30,8 +30,8 @@ def import_engine(log: OutputConsole) -> None:
         collects = gc.isenabled()
         gc.disable()
         try:
-            import_module("mtp_plugin.executor.llm")
-            from mtp_plugin.executor.gc_freeze import of_process
+            import_module("mtp_plugin.hosts.embedded.llm")
+            from mtp_plugin.hosts.embedded.gc_freeze import of_process
 
             of_process.freeze_imports()
         finally:
@@ -80,7 +80,7 @@ def load(
         if plugin_options is not None:
             raise typer.BadParameter("--plugin-options goes with --config alone")
         import_engine(log)
-        from mtp_plugin.executor.requested_config import config_of_checkpoint
+        from mtp_plugin.hosts.embedded.requested_config import config_of_checkpoint
 
         given = {**(options or {}), **(overrides or {})}
         if draft_len is not None:

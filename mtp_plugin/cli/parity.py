@@ -179,8 +179,8 @@ def command(
 
     read_ahead(settings.model)
     import_engine(log)
-    from mtp_plugin.executor.models import read_facts
-    from mtp_plugin.executor.requested_config import default_drafting
+    from mtp_plugin.hosts.embedded.models import read_facts
+    from mtp_plugin.hosts.embedded.requested_config import default_drafting
     from mtp_plugin.tools.parity import TIE_ULPS
     from mtp_plugin.tools.terminal import parity
     from mtp_plugin.tools.terminal.parity_report import parity_document, show_parity

@@ -127,7 +127,7 @@ def command(
     settings = load(config, log, model, plugin_options, draft_len=draft_len, overrides=overrides)
     with errors_of(config):
         import_engine(log)
-        from mtp_plugin.executor import LLM
+        from mtp_plugin.hosts.embedded import LLM
         from mtp_plugin.serving import ServerSettings, bind, serve
 
         server = ServerSettings(

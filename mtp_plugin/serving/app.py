@@ -16,7 +16,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mtp_plugin import __version__
-from mtp_plugin.executor import LLM
+from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.serving import page
 from mtp_plugin.serving.errors import APIError, Problem, json_response
 from mtp_plugin.serving.generation import EngineService, Generation

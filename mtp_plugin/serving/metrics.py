@@ -17,11 +17,11 @@ from prometheus_client.core import (
 from prometheus_client.metrics_core import Metric as Family
 from prometheus_client.registry import Collector
 
-from mtp_plugin.executor import LLM
-from mtp_plugin.executor.metrics import Gauge as EngineGauge
-from mtp_plugin.executor.metrics import Metric, Vector
-from mtp_plugin.executor.outputs import CompletionOutput
-from mtp_plugin.executor.py_executor import StepEvent
+from mtp_plugin.hosts.embedded import LLM
+from mtp_plugin.hosts.embedded.metrics import Gauge as EngineGauge
+from mtp_plugin.hosts.embedded.metrics import Metric, Vector
+from mtp_plugin.hosts.embedded.outputs import CompletionOutput
+from mtp_plugin.hosts.embedded.py_executor import StepEvent
 from mtp_plugin.serving.reasoning import ThinkingTracker
 from mtp_plugin.serving.settings import ServerSettings
 

@@ -10,8 +10,8 @@ from dataclasses import replace
 from itertools import chain, islice
 from typing import Any, TypeVar
 
-from mtp_plugin.executor import RequestOutput, StepEvent
-from mtp_plugin.executor.outputs import CompletionOutput
+from mtp_plugin.hosts.embedded import RequestOutput, StepEvent
+from mtp_plugin.hosts.embedded.outputs import CompletionOutput
 from mtp_plugin.requests.logprobs import Logprob, Logprobs, TokenLogprobs
 from mtp_plugin.serving.errors import APIError, encode_json
 from mtp_plugin.serving.generation import Generation

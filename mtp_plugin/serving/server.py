@@ -16,7 +16,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor import LLM
+from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.serving.app import make_app
 from mtp_plugin.serving.generation import EngineService
 from mtp_plugin.serving.metrics import Throughput

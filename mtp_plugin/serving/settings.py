@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from ipaddress import ip_address
 
 from mtp_plugin.errors import ConfigError, format_value
-from mtp_plugin.executor.metrics import PREFIX
+from mtp_plugin.hosts.embedded.metrics import PREFIX
 
 
 @dataclass(frozen=True)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, STATUS_OK
 from mtp_plugin.requests.logprobs import LogprobEntries, Logprobs
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.stopping import Ending
 from mtp_plugin.speculative.host import RequestFacts, set_num_verified
 from mtp_plugin.speculative.pending_row import BEAM, PendingRow
-from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, STATUS_OK, StepResult
+from mtp_plugin.speculative.step_output import StepResult
 from mtp_plugin.speculative.verification import failure_of
 
 NO_FINITE_LOGITS = "the target gave a row of logits without any finite value"

@@ -11,6 +11,7 @@ import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError, MetadataError, expect, expect_int, format_value
+from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.speculative.host import (
     STATES_POOL,
     TOKENS_POOL,
@@ -23,7 +24,6 @@ from mtp_plugin.speculative.host import (
     pool_of,
     sampling_kind_of,
 )
-from mtp_plugin.speculative.step import SamplingKind
 
 
 class SlotPointers:

@@ -10,8 +10,8 @@ import torch
 from torch.nn.functional import pad
 
 from mtp_plugin.errors import ExecutorError
-from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
-from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_OK
+from mtp_plugin.ops.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.step import PAD_TOKEN, STATUS_OK
 
 
 @dataclass

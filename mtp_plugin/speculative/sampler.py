@@ -10,8 +10,10 @@ from typing import Any, ClassVar, SupportsIndex
 import torch
 
 from mtp_plugin.errors import ConfigError, ExecutorError, expect, expect_int, format_value
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.kernels.checks import AtLeast, expect_tensor
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.checks import AtLeast, expect_tensor
+from mtp_plugin.ops.sampler_store import ResultTensors, store_results
+from mtp_plugin.ops.step import to_device
 from mtp_plugin.requests.admission import unsupported_options
 from mtp_plugin.requests.logprobs import ENTRY_WIDTH, Logprob
 from mtp_plugin.requests.options import OPTIONS, unserved
@@ -32,7 +34,6 @@ from mtp_plugin.speculative.host import (
     refuse_unserved,
 )
 from mtp_plugin.speculative.metrics.acceptance import num_decided_drafts
-from mtp_plugin.speculative.ops.sampler_store import ResultTensors, store_results
 from mtp_plugin.speculative.pending_row import BEAM, PendingRow, slots_of
 from mtp_plugin.speculative.result_store import (
     ResultStore,
@@ -40,7 +41,7 @@ from mtp_plugin.speculative.result_store import (
     host_copy,
     recorded_event,
 )
-from mtp_plugin.speculative.step import StepResult, to_device
+from mtp_plugin.speculative.step_output import StepResult
 from mtp_plugin.speculative.stop_decisions import apply_stop_callback
 from mtp_plugin.speculative.verified_tokens import HostTokens, VerifiedTokens
 

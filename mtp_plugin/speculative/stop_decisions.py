@@ -9,7 +9,7 @@ from mtp_plugin.requests.stop_callback import StopCallback, StopDecisions, call_
 from mtp_plugin.requests.stopping import Ending
 from mtp_plugin.speculative.host import take_back_tokens
 from mtp_plugin.speculative.pending_row import BEAM, PendingRow
-from mtp_plugin.speculative.step import StepResult
+from mtp_plugin.speculative.step_output import StepResult
 
 _logger = logging.getLogger("mtp_plugin")
 

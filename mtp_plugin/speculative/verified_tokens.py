@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from mtp_plugin.ops.step import Accepted
 from mtp_plugin.speculative.result_store import host_copy, recorded_event
-from mtp_plugin.speculative.step import Accepted
 
 
 @dataclass(frozen=True)

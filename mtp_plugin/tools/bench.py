@@ -16,7 +16,7 @@ from rich.table import Table
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.tools.parity import (
     Divergence,
     Oracle,

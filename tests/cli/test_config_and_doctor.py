@@ -166,7 +166,7 @@ def test_doctor_loads_no_weight(
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a weight was read")
 
-    monkeypatch.setattr("mtp_plugin.executor.models.loader.read_tensors", refuse)
+    monkeypatch.setattr("mtp_plugin.hosts.embedded.models.loader.read_tensors", refuse)
     monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", refuse)
     assert run("doctor", "-c", config(EAGLE)).code == 0
     assert run("doctor", "-c", config(None)).code == 0

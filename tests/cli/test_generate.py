@@ -16,9 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from mtp_plugin import infer
 from mtp_plugin.config import load_config
-from mtp_plugin.executor import LLM, PyExecutor, SamplingParams, StepEvent
-from mtp_plugin.executor.models import load_model
-from mtp_plugin.executor.outputs import FINISH_REASONS
+from mtp_plugin.hosts.embedded import LLM, PyExecutor, SamplingParams, StepEvent
+from mtp_plugin.hosts.embedded.models import load_model
+from mtp_plugin.hosts.embedded.outputs import FINISH_REASONS
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.tools.parity import oracle
 from mtp_plugin.tools.terminal.decoding import Decoded

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
-from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.models import load_model
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
+from mtp_plugin.hosts.embedded.models import load_model
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import Drafting

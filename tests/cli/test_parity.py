@@ -18,8 +18,8 @@ import yaml
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor import SamplingParams
-from mtp_plugin.executor.models import load_model
+from mtp_plugin.hosts.embedded import SamplingParams
+from mtp_plugin.hosts.embedded.models import load_model
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import Oracle, oracle

@@ -15,7 +15,7 @@ import yaml
 
 from integration.random_models import write_random_checkpoint
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.executor import requested_config
+from mtp_plugin.hosts.embedded import requested_config
 from tests.cli.calls import EAGLE, VOCAB, Run, byte_tokenizer
 
 
@@ -143,7 +143,7 @@ def test_serve_takes_the_names_of_vllm(
         served.append(settings)
         return MagicMock()
 
-    monkeypatch.setattr("mtp_plugin.executor.LLM", load)
+    monkeypatch.setattr("mtp_plugin.hosts.embedded.LLM", load)
     monkeypatch.setattr("mtp_plugin.serving.bind", nullcontext)
     monkeypatch.setattr("mtp_plugin.serving.serve", lambda *_: None)
     options = ("--max-model-len", "100", "--dtype", "bfloat16")

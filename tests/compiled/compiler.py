@@ -22,8 +22,8 @@ from triton.compiler import CompiledKernel
 from triton.runtime.driver import driver
 
 import mtp_plugin
-from mtp_plugin.executor.attention import triton as attention
-from mtp_plugin.kernels import launching, programmatic_launch
+from mtp_plugin.hosts.embedded.attention import triton as attention
+from mtp_plugin.ops import launching, programmatic_launch
 
 HALF_FMA = re.compile(r"\bfma\.rn(\.\w+)*\.(bf16|f16)")
 SHARED_BYTES = {90: 227 * 1024, 89: 99 * 1024}

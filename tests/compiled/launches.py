@@ -12,16 +12,16 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.executor.attention.triton import TritonBackend
-from mtp_plugin.executor.attention.types import RowCounts
-from mtp_plugin.executor.kv_cache import PagedKVPools
-from mtp_plugin.executor.layers import experts
-from mtp_plugin.executor.layers.experts import RouterRule
-from mtp_plugin.executor.layers.mlp import silu_mul
-from mtp_plugin.executor.layers.norm import Norm, add_rms_norm, join_norms, rms_norm
-from mtp_plugin.executor.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
-from mtp_plugin.executor.row_table import Row, RowTable
-from mtp_plugin.executor.step_inputs import generation_inputs
+from mtp_plugin.hosts.embedded.attention.triton import TritonBackend
+from mtp_plugin.hosts.embedded.attention.types import RowCounts
+from mtp_plugin.hosts.embedded.kv_cache import PagedKVPools
+from mtp_plugin.hosts.embedded.layers import experts
+from mtp_plugin.hosts.embedded.layers.experts import RouterRule
+from mtp_plugin.hosts.embedded.layers.mlp import silu_mul
+from mtp_plugin.hosts.embedded.layers.norm import Norm, add_rms_norm, join_norms, rms_norm
+from mtp_plugin.hosts.embedded.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
+from mtp_plugin.hosts.embedded.row_table import Row, RowTable
+from mtp_plugin.hosts.embedded.step_inputs import generation_inputs
 from mtp_plugin.hosts.megatron.batch_advance import advance_decode_batch
 from mtp_plugin.hosts.megatron.kv_rewind import rewind_kv_cache
 from mtp_plugin.hosts.megatron.next_forward import prepare_next_forward_pass
@@ -30,20 +30,16 @@ from mtp_plugin.hosts.megatron.token_verify import (
     verify_speculative_tokens,
 )
 from mtp_plugin.hosts.megatron.types import KVBlockState, NextForwardBuffers
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
-from mtp_plugin.requests.thinking import ThinkingEnd
-from mtp_plugin.speculative.logit_rows import LogitRows, ThinkingRule
-from mtp_plugin.speculative.logits_processor_state import DraftMask, LogitsProcessorState
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
-from mtp_plugin.speculative.ops.draft import (
+from mtp_plugin.ops.acceptance import AcceptanceRules, RelaxedRule, accept
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.draft import (
     draft_argmax,
     propose,
     propose_processed,
     shift_state_window,
     write_drafts,
 )
-from mtp_plugin.speculative.ops.draft_inputs import (
+from mtp_plugin.ops.draft_inputs import (
     DraftKVLengths,
     DraftWindows,
     History,
@@ -52,10 +48,13 @@ from mtp_plugin.speculative.ops.draft_inputs import (
     advance_history,
     build_reused_inputs,
 )
-from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
-from mtp_plugin.speculative.ops.logprobs import logprobs
-from mtp_plugin.speculative.ops.sampler_store import ResultTensors, store_results
-from mtp_plugin.speculative.ops.sampling import (
+from mtp_plugin.ops.logit_mask import mask_disallowed_tokens
+from mtp_plugin.ops.logit_rows import LogitRows, ThinkingRule
+from mtp_plugin.ops.logits_processor_state import DraftMask, LogitsProcessorState
+from mtp_plugin.ops.logprobs import logprobs
+from mtp_plugin.ops.row_sums import RowSums
+from mtp_plugin.ops.sampler_store import ResultTensors, store_results
+from mtp_plugin.ops.sampling import (
     DRAFT_COLUMNS,
     STEP_COLUMN,
     ProposedDrafts,
@@ -66,12 +65,13 @@ from mtp_plugin.speculative.ops.sampling import (
     rejection_sample,
     sample_tokens,
 )
-from mtp_plugin.speculative.ops.state_rollback import mamba_state_selective_copy
-from mtp_plugin.speculative.ops.synthetic_acceptance import synthetic_acceptance, synthetic_rule
-from mtp_plugin.speculative.ops.thinking_budget import force_thinking_end, update_thinking_state
-from mtp_plugin.speculative.ops.token_history import update_token_history
-from mtp_plugin.speculative.row_sums import RowSums
-from mtp_plugin.speculative.step import Accepted, DraftOutput, SlotRows, StepLayout
+from mtp_plugin.ops.state_rollback import mamba_state_selective_copy
+from mtp_plugin.ops.step import Accepted, DraftOutput, SlotRows, StepLayout
+from mtp_plugin.ops.synthetic_acceptance import synthetic_acceptance, synthetic_rule
+from mtp_plugin.ops.thinking_budget import force_thinking_end, update_thinking_state
+from mtp_plugin.ops.token_history import update_token_history
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
+from mtp_plugin.requests.thinking import ThinkingEnd
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64

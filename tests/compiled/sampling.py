@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import LogitRows
-from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.logit_rows import LogitRows
+from mtp_plugin.ops.sampling import Role, sample_tokens
 from tests.compiled.launches import F16, F32, I64, VOCAB, floats, ints, slot_rows
 
 

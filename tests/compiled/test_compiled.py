@@ -18,7 +18,7 @@ from typing import NamedTuple
 import pytest
 import triton
 
-from mtp_plugin.executor.attention.triton import WIDE_HEAD_BYTES
+from mtp_plugin.hosts.embedded.attention.triton import WIDE_HEAD_BYTES
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 1800
@@ -112,7 +112,7 @@ def test_every_launch_compiles(report: Report) -> None:
 def test_smaller_gpus_can_hold_every_program(compile_for: Callable[[int], Ended]) -> None:
     """But for prompts with wide heads, for which the attention backend refuses such a device."""
     report = compile_for(89).report()
-    wide = "executor.attention.kernels_triton.paged_ragged_kernel"
+    wide = "hosts.embedded.attention.kernels_triton.paged_ragged_kernel"
     failed = [name for name in report.errors if name != wide]
     if failed:
         pytest.fail(
@@ -126,7 +126,7 @@ def test_prompt_attention_of_hopper_compiles(report: Report) -> None:
     """For each page size and type; see `test_every_launch_compiles` for its errors."""
     if tuple(map(int, triton.__version__.split(".")[:2])) < (3, 6):
         pytest.skip("its Gluon needs Triton 3.6")
-    assert report.binaries["executor.attention.kernels_gluon.paged_prompt_kernel"] == 3
+    assert report.binaries["hosts.embedded.attention.kernels_gluon.paged_prompt_kernel"] == 3
 
 
 def test_the_triton_is_that_of_this_process(report: Report) -> None:

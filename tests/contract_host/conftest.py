@@ -13,10 +13,10 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from mtp_plugin.config import load_config
-from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.attention import SDPA_BACKEND
-from mtp_plugin.executor.models import LoadedModel, load_model
-from mtp_plugin.executor.models.tokenizer_files import read_tokenizer_of
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
+from mtp_plugin.hosts.embedded.attention import SDPA_BACKEND
+from mtp_plugin.hosts.embedded.models import LoadedModel, load_model
+from mtp_plugin.hosts.embedded.models.tokenizer_files import read_tokenizer_of
 from mtp_plugin.infer import decode
 from mtp_plugin.infer.decoding import Decoded
 from mtp_plugin.requests.tokenizer import encode

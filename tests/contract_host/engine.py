@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.executor.kv_cache import PagedKVPools
-from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.hosts.embedded.kv_cache import PagedKVPools
+from mtp_plugin.hosts.embedded.models import LoadedModel
 from tests.contract_host.behaviours import (
     GRAPH_DUMMY_ID,
     DecodingConfig,

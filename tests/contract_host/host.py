@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.hosts.embedded.models import LoadedModel
 from tests.contract_host.behaviours import user_config
 from tests.contract_host.engine import KV, SPEC, ModelEngine, warm_up
 from tests.contract_host.kv_cache import KVCacheManager, ResourceManager, SeqSlotManager

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.executor.attention import find_backend
-from mtp_plugin.executor.attention.bridge import PagedCache
-from mtp_plugin.executor.attention.types import Group, Layout
-from mtp_plugin.executor.kv_cache import PagedKVPools
+from mtp_plugin.hosts.embedded.attention import find_backend
+from mtp_plugin.hosts.embedded.attention.bridge import PagedCache
+from mtp_plugin.hosts.embedded.attention.types import Group, Layout
+from mtp_plugin.hosts.embedded.kv_cache import PagedKVPools
 from tests.contract_host.kv_cache import KVCacheManager
 
 MOST_BLOCKS = 40

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.hosts.embedded.models import LoadedModel
 from tests.contract_host.host import make_host
 from tests.contract_host.line_rules import LINES
 from tests.contract_host.test_loop import ask

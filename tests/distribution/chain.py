@@ -13,24 +13,24 @@ from typing import Any
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.logit_rows import ThinkingRule
+from mtp_plugin.ops.logits_processor_state import DraftMask, LogitsProcessorState
+from mtp_plugin.ops.sampling import DraftedBy, VerifiedBy
+from mtp_plugin.ops.step import Accepted, DraftOutput, SamplingKind, StepLayout
+from mtp_plugin.ops.token_history import update_token_history
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
-from mtp_plugin.speculative.logit_rows import ThinkingRule
-from mtp_plugin.speculative.logits_processor_state import DraftMask, LogitsProcessorState
-from mtp_plugin.speculative.ops.sampling import DraftedBy, VerifiedBy
-from mtp_plugin.speculative.ops.token_history import update_token_history
 from mtp_plugin.speculative.state import SlotTable
 from mtp_plugin.speculative.state.logits_processor_allocator import LogitsProcessorAllocator
-from mtp_plugin.speculative.step import Accepted, DraftOutput, SamplingKind, StepLayout
 from mtp_plugin.speculative.verification import (
     DraftPass,
     VerificationInputs,
     Verifier,
     make_modes,
 )
-from tests.speculative.ops.on_device import DEVICE
+from tests.ops.on_device import DEVICE
 
 IN_FRONT = (2, 1)
 """What every prompt begins with."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtp_plugin.speculative import logits_processor_state
+from mtp_plugin.ops import logits_processor_state
 from mtp_plugin.speculative.state import logits_processor_allocator
 
 

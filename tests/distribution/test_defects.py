@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 import torch
 
+from mtp_plugin.ops.sampling import Role, sample_tokens
+from mtp_plugin.ops.sampling import rejection_reference as rejection
+from mtp_plugin.ops.sampling import sample_reference as draws
+from mtp_plugin.ops.step import Accepted, SlotRows
 from mtp_plugin.speculative.host import HostStep
-from mtp_plugin.speculative.ops.sampling import Role, sample_tokens
-from mtp_plugin.speculative.ops.sampling import rejection_reference as rejection
-from mtp_plugin.speculative.ops.sampling import sample_reference as draws
-from mtp_plugin.speculative.step import Accepted, SlotRows
 from mtp_plugin.speculative.verification import VerificationInputs, Verifier, draft_rules, verifier
 from tests.distribution.chain import Language, Ways, texts
 from tests.distribution.test_emitted import (
@@ -25,7 +25,7 @@ from tests.distribution.test_emitted import (
     edited_tail,
     least_tail,
 )
-from tests.speculative.ops.on_device import DEVICE
+from tests.ops.on_device import DEVICE
 
 Plant = Callable[[pytest.MonkeyPatch], None]
 

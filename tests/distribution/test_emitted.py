@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_plugin.executor.models import load_model
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.hosts.embedded.models import load_model
+from mtp_plugin.ops.backend import Backend
 from mtp_plugin.requests.thinking import ThinkingEnd
 from tests.distribution.chain import IN_FRONT, PROMPT_LEN, Language, Ways, texts
 from tests.distribution.shares import probabilities, tail
-from tests.executor.oracles import Oracle
+from tests.hosts.embedded.oracles import Oracle
 
 VOCAB, LENGTH, NUMBER = 6, 5, 5_000
 LEAST_TAIL = 1e-4

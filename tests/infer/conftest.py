@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from integration.random_models import write_random_checkpoint
-from mtp_plugin.executor.models import load_model
+from mtp_plugin.hosts.embedded.models import load_model
 
 
 @pytest.fixture(scope="session")

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 
 from mtp_plugin.infer import Thinking
 from mtp_plugin.requests.options import SamplingParams
-from tests.speculative.ops.sampling import example as draws
-from tests.speculative.ops.sampling.example import rounded
+from tests.ops.sampling import example as draws
+from tests.ops.sampling.example import rounded
 
 
 def choose(

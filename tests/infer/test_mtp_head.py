@@ -12,7 +12,7 @@ import torch
 
 from integration.random_models import write_random_checkpoint
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor.models import FusedMTPLayer, LoadedModel, fuse, load_model
+from mtp_plugin.hosts.embedded.models import FusedMTPLayer, LoadedModel, fuse, load_model
 from mtp_plugin.infer import (
     Continuation,
     DynamicKVCache,
@@ -27,7 +27,7 @@ from mtp_plugin.infer import (
 )
 from mtp_plugin.infer.mtp_head import Chain
 from mtp_plugin.requests.options import SamplingParams
-from tests.executor.oracles import Oracle
+from tests.hosts.embedded.oracles import Oracle
 
 PROMPT = [3, 1, 4, 1, 5]
 VOCAB = 96

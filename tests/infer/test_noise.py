@@ -6,7 +6,7 @@ import torch
 from mtp_plugin.infer import Role
 from mtp_plugin.infer.noise import gumbel, philox, uniform
 from mtp_plugin.requests.seeds import seed_words
-from tests.speculative.ops.sampling import example
+from tests.ops.sampling import example
 
 WORD = 2**32 - 1
 RANDOM123 = [

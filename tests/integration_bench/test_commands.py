@@ -16,8 +16,8 @@ from integration.bench.cli import RESULTS, app, main
 from integration.bench.files import results_file
 from integration.bench.step_cases import step_cases
 from integration.bench.suites import Options, cases_of
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.acceptance import STRICT
+from mtp_plugin.ops.acceptance import STRICT
+from mtp_plugin.ops.backend import Backend
 from mtp_plugin.speculative.verification import draft_rules
 
 CPU = torch.device("cpu")

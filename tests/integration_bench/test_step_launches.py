@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from integration.bench.shapes import REFERENCE, TINY, Shape
 from integration.bench.step_cases import DRAWS, KINDS, Kind, kind_cases, step_cases
 from integration.bench.timing import count_launches
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 from mtp_plugin.speculative.verification.draft_rules import GREEDY_DRAFTS
 from mtp_plugin.speculative.verification.mode import VerificationMode
 

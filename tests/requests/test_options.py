@@ -20,6 +20,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import MTPPluginError, RequestError, format_value
+from mtp_plugin.ops.logit_rows import LOGITS_PROCESSING_OPTIONS
+from mtp_plugin.ops.sampling import SAMPLING_OPTIONS
+from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.requests.columns import REQUEST_COLUMNS
 from mtp_plugin.requests.options import (
     DRAFTS_OF_VERIFICATION,
@@ -35,10 +38,7 @@ from mtp_plugin.requests.options import (
     is_greedy,
 )
 from mtp_plugin.speculative.host import RequestFacts
-from mtp_plugin.speculative.logit_rows import LOGITS_PROCESSING_OPTIONS
-from mtp_plugin.speculative.ops.sampling import SAMPLING_OPTIONS
 from mtp_plugin.speculative.sampler import OWN_OPTIONS
-from mtp_plugin.speculative.step import SamplingKind
 from tests.hostile import HOSTILE, LONGEST_LINE, suppress_short
 
 SERVED = frozenset(

@@ -14,8 +14,8 @@ import torch
 import mtp_plugin.speculative.plugin.registry as registry
 from mtp_plugin.config import MTPDecodingConfig, OtherDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError, MetadataError, PluginError
-from mtp_plugin.executor.request import LlmRequest
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.hosts.embedded.request import LlmRequest
+from mtp_plugin.ops.backend import Backend
 from mtp_plugin.plugin import (
     ENTRY_POINT_GROUP,
     DraftPlan,

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mtp_plugin.errors import ConfigError, ExecutorError
+from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT
 from mtp_plugin.requests.admission import unsupported_options
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
@@ -26,7 +27,7 @@ from mtp_plugin.speculative.sampler import (
     SampleStateMTP,
     SampleStateTensorsMTP,
 )
-from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, StepResult
+from mtp_plugin.speculative.step_output import StepResult
 
 S, K = 6, 3
 POISON = -777

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
+from mtp_plugin.ops.step import SlotRows, check_slots
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn
-from mtp_plugin.speculative.step import SlotRows, check_slots
-from tests.speculative.ops.on_device import DEVICE, INDEX_DTYPES, vector
-from tests.speculative.ops.slots import held, slot_rows
+from tests.ops.on_device import DEVICE, INDEX_DTYPES, vector
+from tests.ops.slots import held, slot_rows
 
 COLUMNS = [SlotColumn("share", float), SlotColumn("pair", float, 0.0, 2), SlotColumn("one", int)]
 

@@ -13,6 +13,7 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, ExecutorError, MetadataError
+from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.requests.logprobs import Logprob as OwnLogprob
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
@@ -20,7 +21,6 @@ from mtp_plugin.speculative.host import HostStep, RequestFacts
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.sampler import MTPSampler, SamplerHooks
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
-from mtp_plugin.speculative.step import SamplingKind
 from tests.speculative.drafting.example import VOCAB
 from tests.speculative.drafting.host import H, KVAttention, ScriptedLayer, int32, number_states
 from tests.trtllm_request import (

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from mtp_plugin.ops.step import Accepted
 from mtp_plugin.requests.logprobs import ENTRY_WIDTH
-from mtp_plugin.speculative.step import Accepted
 from mtp_plugin.speculative.verified_tokens import VerifiedTokens
 
 

@@ -42,7 +42,7 @@ from mtp_plugin.hosts.vllm.request_slots import RequestSlots  # noqa: E402
 from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps  # noqa: E402
 from mtp_plugin.hosts.vllm.sampler_parts import PREFILL  # noqa: E402
 from mtp_plugin.hosts.vllm.versions import fitting_module, is_tested, release  # noqa: E402
-from mtp_plugin.kernels.backend import Backend  # noqa: E402
+from mtp_plugin.ops.backend import Backend  # noqa: E402
 
 VERSION = fitting_module()
 IS_32 = VERSION.__name__.endswith("v32")

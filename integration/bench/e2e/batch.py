@@ -12,7 +12,7 @@ import torch
 
 from integration.bench.case import BenchmarkError
 from mtp_plugin.errors import expect
-from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.requests.logprobs import Logprobs
 from mtp_plugin.requests.states import FinishReason
 

@@ -11,7 +11,7 @@ from integration.bench.e2e.request_kinds import verifications_of
 from integration.bench.e2e.subject import Subject
 from mtp_plugin.config import parse_config
 from mtp_plugin.errors import expect
-from mtp_plugin.executor.resolved_config import resolve_max_seq_len
+from mtp_plugin.hosts.embedded.resolved_config import resolve_max_seq_len
 from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
 
 TOKENS_PER_BLOCK = 32

@@ -44,7 +44,7 @@ from integration.bench.e2e.subject import Subject
 from integration.bench.files import TRACE, check_trace, written_whole
 from integration.bench.timing import Times
 from mtp_plugin.errors import MTPPluginError, expect
-from mtp_plugin.executor import LLM
+from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 

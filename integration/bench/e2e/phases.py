@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
     register_module_forward_pre_hook,
 )
 
-from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.hosts.embedded.models import LoadedModel
 from mtp_plugin.speculative.drafting.worker import SpecWorker
 
 TARGET = "target"

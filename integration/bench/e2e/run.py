@@ -31,7 +31,7 @@ from integration.bench.files import (
 )
 from integration.bench.machine import describe_machine
 from mtp_plugin.errors import expect
-from mtp_plugin.executor.resolved_config import resolve_device
+from mtp_plugin.hosts.embedded.resolved_config import resolve_device
 from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole
 
 GENERATE_PROMPTS, QUICK_GENERATE_PROMPTS = 4, 1

@@ -11,7 +11,7 @@ import torch
 from integration.bench.case import BenchmarkError
 from integration.random_models import random_model
 from mtp_plugin.errors import expect
-from mtp_plugin.executor.models import (
+from mtp_plugin.hosts.embedded.models import (
     FusedModel,
     LoadedModel,
     fuse,

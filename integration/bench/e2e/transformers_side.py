@@ -17,8 +17,8 @@ from integration.bench.e2e.batch import Run, synchronize
 from integration.bench.e2e.gate import Gate, Match
 from integration.bench.e2e.subject import Subject
 from mtp_plugin.errors import expect
-from mtp_plugin.executor.models import LoadedModel
-from mtp_plugin.executor.models.loader import quiet_transformers
+from mtp_plugin.hosts.embedded.models import LoadedModel
+from mtp_plugin.hosts.embedded.models.loader import quiet_transformers
 from mtp_plugin.tools.parity import transformers_attention
 
 SHARE_OF_SHORT_RUN = 4

@@ -32,8 +32,8 @@ from integration.bench.machine import describe_machine
 from integration.bench.report import NOT_A_BENCHMARK, number
 from integration.bench.serve.tokenizer import make_tokenizer
 from mtp_plugin.errors import expect
-from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.resolved_config import resolve_device
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
+from mtp_plugin.hosts.embedded.resolved_config import resolve_device
 from mtp_plugin.serving import Server, ServerSettings, make_app
 from mtp_plugin.tools.terminal.console import OutputConsole
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.executor import LLM
+from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 
 MAX_DEVICE_GROWTH = 16 * 2**20

@@ -29,8 +29,8 @@ from integration.bench.soak.outputs import Texts
 from integration.bench.soak.traffic import RequestPlan, Traffic, random_chunks
 from mtp_plugin.config import MAX_DRAFT_LEN
 from mtp_plugin.errors import expect
-from mtp_plugin.executor import LLM, LlmRequest
-from mtp_plugin.executor.resolved_config import resolve_device
+from mtp_plugin.hosts.embedded import LLM, LlmRequest
+from mtp_plugin.hosts.embedded.resolved_config import resolve_device
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole, messages, progress
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from integration.bench.e2e.request_kinds import GREEDY, REQUEST_KINDS
-from mtp_plugin.executor import LlmRequest, SamplingParams
+from mtp_plugin.hosts.embedded import LlmRequest, SamplingParams
 
 IMPATIENT = 0.1
 """Share of requests that are aborted."""

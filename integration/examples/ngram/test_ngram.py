@@ -14,8 +14,8 @@ import torch
 from integration.examples.ngram.plugin import NgramPlugin, TokenPool, look_up
 from integration.random_models import write_random_checkpoint
 from mtp_plugin.errors import ConfigError, PluginError
-from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.models import LoadedModel, load_model
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
+from mtp_plugin.hosts.embedded.models import LoadedModel, load_model
 from mtp_plugin.infer import decode
 from mtp_plugin.plugin import register_plugin, unregister_plugin
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID

@@ -16,9 +16,9 @@ from mtp_plugin.hosts.megatron.checks import (
     released_shape,
 )
 from mtp_plugin.hosts.megatron.types import AdvancedBatch, KVBlockState, NextForwardBuffers
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.kernels.checks import expect_tensor
-from mtp_plugin.speculative.step import PAD_TOKEN
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.checks import expect_tensor
+from mtp_plugin.ops.step import PAD_TOKEN
 
 
 def advance_decode_batch(

@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.hosts.megatron.types import AdvancedBatch, KVBlockState, NextForwardBuffers
-from mtp_plugin.kernels.launching import CachedLaunches, expect_reachable
+from mtp_plugin.ops.launching import CachedLaunches, expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 

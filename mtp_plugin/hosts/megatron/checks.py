@@ -8,7 +8,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError, expect_int, format_value
 from mtp_plugin.hosts.megatron.types import KVBlockState
-from mtp_plugin.kernels.checks import AtLeast, expect_tensor
+from mtp_plugin.ops.checks import AtLeast, expect_tensor
 
 INDEX_DTYPES = frozenset({torch.int32, torch.int64})
 FLAG_DTYPES = INDEX_DTYPES | {torch.bool}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, TypeVar
 
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 
 T = TypeVar("T")
 

@@ -22,15 +22,15 @@ from mtp_plugin.errors import (
     expect_int,
     format_value,
 )
-from mtp_plugin.executor.admission import Admission
-from mtp_plugin.executor.build import BuiltExecutor, build_executor
-from mtp_plugin.executor.kv_cache import PagedKVPools
-from mtp_plugin.executor.model_engine import ModelEngine
-from mtp_plugin.executor.py_executor import StepEvent
-from mtp_plugin.executor.request import LlmRequest
-from mtp_plugin.executor.requested_config import read_requested_config
-from mtp_plugin.executor.row_table import StepShape
-from mtp_plugin.executor.scheduler import ScheduledRequests, whole_budget
+from mtp_plugin.hosts.embedded.admission import Admission
+from mtp_plugin.hosts.embedded.build import BuiltExecutor, build_executor
+from mtp_plugin.hosts.embedded.kv_cache import PagedKVPools
+from mtp_plugin.hosts.embedded.model_engine import ModelEngine
+from mtp_plugin.hosts.embedded.py_executor import StepEvent
+from mtp_plugin.hosts.embedded.request import LlmRequest
+from mtp_plugin.hosts.embedded.requested_config import read_requested_config
+from mtp_plugin.hosts.embedded.row_table import StepShape
+from mtp_plugin.hosts.embedded.scheduler import ScheduledRequests, whole_budget
 from mtp_plugin.hosts.megatron.sampling_params import expect_flag
 from mtp_plugin.hosts.megatron.snapshot import Snapshot
 from mtp_plugin.requests import options
@@ -339,7 +339,7 @@ class InferenceWrappedModel:
         The overlap scheduler is always off.
 
         Raises:
-            ConfigError, CheckpointError: see `mtp_plugin.executor.LLM`.
+            ConfigError, CheckpointError: see `mtp_plugin.hosts.embedded.LLM`.
         """
         if isinstance(inference_sampling_seed, bool) or not isinstance(
             inference_sampling_seed, int

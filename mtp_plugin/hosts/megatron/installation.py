@@ -16,8 +16,8 @@ import torch
 from mtp_plugin.errors import HostError, expect
 from mtp_plugin.hosts.megatron import kv_rewind, next_forward, token_verify
 from mtp_plugin.hosts.megatron.sampling import sampling_class
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops import state_rollback
+from mtp_plugin.ops import state_rollback
+from mtp_plugin.ops.backend import Backend
 
 CONTROLLER = "megatron.core.inference.text_generation_controllers.text_generation_controller"
 """Module whose global names are replaced."""

@@ -15,8 +15,8 @@ from mtp_plugin.hosts.megatron.checks import (
     released_shape,
 )
 from mtp_plugin.hosts.megatron.types import KVBlockState, RewoundBlocks
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.kernels.checks import expect_tensor
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.checks import expect_tensor
 
 
 def rewind_kv_cache(

@@ -9,8 +9,8 @@ from mtp_plugin.hosts.megatron.types import (
     RewoundBlocks,
     VerifiedTokens,
 )
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops import state_rollback
+from mtp_plugin.ops import state_rollback
+from mtp_plugin.ops.backend import Backend
 
 __all__ = [
     "AdvancedBatch",

@@ -34,9 +34,9 @@ from mtp_plugin.hosts.megatron.types import (
     RewoundBlocks,
     VerifiedTokens,
 )
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops import state_rollback
-from mtp_plugin.speculative.ops.state_rollback_triton import (
+from mtp_plugin.ops import state_rollback
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.state_rollback_triton import (
     _mamba_state_selective_copy_kernel as _mamba_state_selective_copy_kernel,
 )
 

@@ -7,9 +7,9 @@ import torch
 from mtp_plugin.errors import expect_int
 from mtp_plugin.hosts.megatron.checks import expect_table, expect_vector
 from mtp_plugin.hosts.megatron.types import NextForwardBuffers
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.kernels.checks import expect_tensor
-from mtp_plugin.speculative.step import PAD_TOKEN
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.checks import expect_tensor
+from mtp_plugin.ops.step import PAD_TOKEN
 
 
 def prepare_next_forward_pass(

@@ -7,12 +7,12 @@ from typing import Any, cast
 import torch
 
 from mtp_plugin.errors import HostError, expect
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.logit_rows import LogitRows
+from mtp_plugin.ops.sampling import sample_tokens
+from mtp_plugin.ops.step import SlotRows, to_device
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
 from mtp_plugin.requests.seeds import seed_words
-from mtp_plugin.speculative.logit_rows import LogitRows
-from mtp_plugin.speculative.ops.sampling import sample_tokens
-from mtp_plugin.speculative.step import SlotRows, to_device
 
 _COLUMNS = TableColumns(REQUEST_COLUMNS)
 

@@ -29,8 +29,8 @@ from mtp_plugin.errors import (
     expect_int,
     format_value,
 )
-from mtp_plugin.executor.py_executor import StepEvent
-from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.hosts.embedded.py_executor import StepEvent
+from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.hosts.megatron import mtp_utils_pytorch
 from mtp_plugin.hosts.megatron.async_stream import AsyncStream, running_loop
 from mtp_plugin.hosts.megatron.embedded_context import (

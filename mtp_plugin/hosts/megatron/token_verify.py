@@ -7,8 +7,8 @@ import torch
 from mtp_plugin.errors import TensorContractError, expect, expect_int
 from mtp_plugin.hosts.megatron.checks import FLAG_DTYPES, expect_vector, outputs
 from mtp_plugin.hosts.megatron.types import VerifiedTokens
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.kernels.checks import expect_tensor
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.checks import expect_tensor
 
 
 def verify_speculative_tokens(

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mtp_plugin.kernels.launching import expect_reachable
+from mtp_plugin.ops.launching import expect_reachable
 
 _LANES = 32  # one warp, a request per lane
 _MAX_REQUESTS_AT_ONCE = 1024

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.speculative.host import STATES_POOL, TOKENS_POOL
 from mtp_plugin.speculative.metadata import MTPSpecMetadata, SlotPointers
-from mtp_plugin.speculative.step import SamplingKind
 
 
 class MetadataBody:

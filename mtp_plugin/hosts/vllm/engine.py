@@ -12,7 +12,7 @@ from mtp_plugin.hosts.vllm.precompile import Precompilation
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
 from mtp_plugin.hosts.vllm.row_ops import RowOps
 from mtp_plugin.hosts.vllm.versions import fitting_module
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 
 _logger = logging.getLogger("vllm.mtp_plugin")
 

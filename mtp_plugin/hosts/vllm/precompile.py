@@ -148,8 +148,8 @@ def compile_launch(launch: Launch) -> None:
     from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
     from mtp_plugin.hosts.vllm.request_slots import RequestSlots
     from mtp_plugin.hosts.vllm.row_ops import RowOps, StepRows
-    from mtp_plugin.kernels import launching, programmatic_launch
-    from mtp_plugin.kernels.backend import Backend
+    from mtp_plugin.ops import launching, programmatic_launch
+    from mtp_plugin.ops.backend import Backend
 
     target = GPUTarget("cuda", launch.capability, 32)
 

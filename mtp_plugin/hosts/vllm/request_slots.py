@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import torch
 
+from mtp_plugin.ops.sampling import DRAFT_COLUMNS, STEP_COLUMN, VerifiedBy
+from mtp_plugin.ops.step import SlotRows, to_device
 from mtp_plugin.requests.columns import (
     INT32_MAX,
     REQUEST_COLUMNS,
@@ -15,8 +17,6 @@ from mtp_plugin.requests.columns import (
     TableColumns,
 )
 from mtp_plugin.requests.seeds import seed_words
-from mtp_plugin.speculative.ops.sampling import DRAFT_COLUMNS, STEP_COLUMN, VerifiedBy
-from mtp_plugin.speculative.step import SlotRows, to_device
 
 DRAFT_LIMIT = "draft_limit"
 """Column: most drafts of a step that may be accepted."""

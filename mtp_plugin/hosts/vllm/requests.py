@@ -12,10 +12,10 @@ from mtp_plugin.config.messages import expected, got
 from mtp_plugin.errors import PluginError, RequestError
 from mtp_plugin.hosts.vllm.options import EngineSettings
 from mtp_plugin.hosts.vllm.request_slots import DRAFT_LIMIT
+from mtp_plugin.ops.sampling import DraftedBy
 from mtp_plugin.requests.columns import Number
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.requests.thinking import thinking_after
-from mtp_plugin.speculative.ops.sampling import DraftedBy
 from mtp_plugin.speculative.verification import custom_verifications
 from mtp_plugin.verifications import codes, custom_codes
 

@@ -17,10 +17,10 @@ from mtp_plugin.errors import PluginError, TensorContractError
 from mtp_plugin.hosts.vllm.options import EngineSettings
 from mtp_plugin.hosts.vllm.precompile import Precompilation
 from mtp_plugin.hosts.vllm.request_slots import DRAFT_LIMIT, RequestSlots
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import LogitRows
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
-from mtp_plugin.speculative.ops.sampling import (
+from mtp_plugin.ops.acceptance import AcceptanceRules, RelaxedRule, accept
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.logit_rows import LogitRows
+from mtp_plugin.ops.sampling import (
     TRUNCATION_SIZE,
     ProposedDrafts,
     TargetSamples,
@@ -29,12 +29,12 @@ from mtp_plugin.speculative.ops.sampling import (
     rejection_sample,
     sample_tokens,
 )
-from mtp_plugin.speculative.ops.synthetic_acceptance import (
+from mtp_plugin.ops.step import Accepted, SlotRows, StepLayout
+from mtp_plugin.ops.synthetic_acceptance import (
     SyntheticRule,
     synthetic_acceptance,
     synthetic_rule,
 )
-from mtp_plugin.speculative.step import Accepted, SlotRows, StepLayout
 from mtp_plugin.speculative.verification import count_accepted, custom_verifications
 from mtp_plugin.verifications import custom_codes
 

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 
 from mtp_plugin.errors import MetadataError, expect
-from mtp_plugin.speculative.step import to_device
+from mtp_plugin.ops.step import to_device
 
 
 def kv_floor(attn_metadata: Any, rows: int) -> int | None:

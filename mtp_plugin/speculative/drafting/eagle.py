@@ -9,13 +9,13 @@ import torch
 from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, MetadataError, expect
+from mtp_plugin.ops.draft_inputs import build_reused_inputs
+from mtp_plugin.ops.step import Accepted, DraftOutput
 from mtp_plugin.speculative.drafting.attention_loop import draft_loop
 from mtp_plugin.speculative.drafting.draft_layers import run_layer
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
 from mtp_plugin.speculative.drafting.public_steps import EaglePublicSteps
 from mtp_plugin.speculative.drafting.vanilla import MTPWorker
-from mtp_plugin.speculative.ops.draft_inputs import build_reused_inputs
-from mtp_plugin.speculative.step import Accepted, DraftOutput
 
 
 class MTPEagleWorker(EaglePublicSteps, MTPWorker):  # type: ignore[misc] # as in TensorRT-LLM

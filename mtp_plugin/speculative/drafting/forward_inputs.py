@@ -9,11 +9,11 @@ import torch
 from typing_extensions import Self
 
 from mtp_plugin.errors import ConfigError, TensorContractError, expect
-from mtp_plugin.kernels.checks import FLOATS, INTEGERS, expect_tensor
+from mtp_plugin.ops.checks import FLOATS, INTEGERS, expect_tensor
+from mtp_plugin.ops.draft_inputs import DraftKVLengths, History, TargetRows
+from mtp_plugin.ops.step import StepLayout
 from mtp_plugin.speculative.drafting.attention_loop import kv_floor
 from mtp_plugin.speculative.host import AttentionMetadata, HostStep, Ranks, part_of
-from mtp_plugin.speculative.ops.draft_inputs import DraftKVLengths, History, TargetRows
-from mtp_plugin.speculative.step import StepLayout
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.ops.step import Accepted
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
 from mtp_plugin.speculative.drafting.public_steps import PublicSteps
 from mtp_plugin.speculative.drafting.worker import SpecWorker
-from mtp_plugin.speculative.step import Accepted
 
 
 class NoDraftsWorker(PublicSteps, SpecWorker):

@@ -9,8 +9,18 @@ from typing import Any
 import torch
 
 from mtp_plugin.errors import MetadataError, expect
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.draft import draft_argmax
+from mtp_plugin.ops.draft_inputs import (
+    TargetRows,
+    accepted_rows,
+    advance_history,
+    concatenate,
+    context_rows,
+    generation_window,
+)
+from mtp_plugin.ops.step import DraftInputs, expect_vocab
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.forward_inputs import (
     flat_integers,
@@ -19,16 +29,6 @@ from mtp_plugin.speculative.drafting.forward_inputs import (
     read_states,
 )
 from mtp_plugin.speculative.host import HostStep, read_positions
-from mtp_plugin.speculative.ops.draft import draft_argmax
-from mtp_plugin.speculative.ops.draft_inputs import (
-    TargetRows,
-    accepted_rows,
-    advance_history,
-    concatenate,
-    context_rows,
-    generation_window,
-)
-from mtp_plugin.speculative.step import DraftInputs, expect_vocab
 from mtp_plugin.speculative.verification import VerificationInputs, Verifier
 
 

@@ -8,15 +8,15 @@ import torch
 from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, expect
+from mtp_plugin.ops.draft import shift_state_window
+from mtp_plugin.ops.draft_inputs import DraftWindows, advance_and_build_inputs
+from mtp_plugin.ops.step import Accepted, DrafterInputs, DraftOutput, StepLayout
 from mtp_plugin.speculative.drafting.attention_loop import draft_loop
 from mtp_plugin.speculative.drafting.draft_layers import run_layer
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs, read_history
 from mtp_plugin.speculative.drafting.public_steps import VanillaPublicSteps
 from mtp_plugin.speculative.drafting.worker import SpecWorker
 from mtp_plugin.speculative.host import cached_tokens, takes_output_rows
-from mtp_plugin.speculative.ops.draft import shift_state_window
-from mtp_plugin.speculative.ops.draft_inputs import DraftWindows, advance_and_build_inputs
-from mtp_plugin.speculative.step import Accepted, DrafterInputs, DraftOutput, StepLayout
 
 
 class MTPWorker(VanillaPublicSteps, SpecWorker):

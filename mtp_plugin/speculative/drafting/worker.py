@@ -12,8 +12,11 @@ import torch
 from torch import nn
 
 from mtp_plugin.errors import ConfigError, TensorContractError, expect, format_value
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.kernels.checks import expect_tensor
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.checks import expect_tensor
+from mtp_plugin.ops.logit_rows import ThinkingRule
+from mtp_plugin.ops.logprobs import LOGPROB_OPTIONS, logprobs
+from mtp_plugin.ops.step import PAD_TOKEN, Accepted, DraftOutput, SamplingKind
 from mtp_plugin.requests.options import LOGPROBS_MODE
 from mtp_plugin.speculative.drafting.draft_layers import LAYER_ARGUMENTS
 from mtp_plugin.speculative.drafting.draft_vocab import place_draft_vocab
@@ -29,9 +32,7 @@ from mtp_plugin.speculative.host import (
     refuse_unserved,
     unserved_ranks,
 )
-from mtp_plugin.speculative.logit_rows import ThinkingRule
-from mtp_plugin.speculative.ops.logprobs import LOGPROB_OPTIONS, logprobs
-from mtp_plugin.speculative.step import PAD_TOKEN, Accepted, DraftOutput, SamplingKind, StepOutput
+from mtp_plugin.speculative.step_output import StepOutput
 from mtp_plugin.speculative.verification import (
     DraftPass,
     VerificationInputs,
@@ -160,7 +161,7 @@ class SpecWorker(nn.Module, ABC):
             attn_metadata, spec_metadata: of the target's forward; unchanged on return.
 
         Returns:
-            The mapping of :class:`~mtp_plugin.speculative.step.StepOutput`, K of this step.
+            The mapping of :class:`~mtp_plugin.ops.step.StepOutput`, K of this step.
 
         Raises:
             TensorContractError, MetadataError: inputs that do not fit each other.

@@ -11,11 +11,11 @@ from typing import Any, ClassVar
 import torch
 
 from mtp_plugin.errors import ExecutorError, MetadataError, RequestError, format_value
+from mtp_plugin.ops.step import to_device
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stopping import TextWatch
 from mtp_plugin.speculative.host.request import RequestFacts, StepStats
-from mtp_plugin.speculative.step import to_device
 
 LOOP_OPTIONS = frozenset({"max_draft_len", "prompt_logprobs", "speculate"})
 """Options that the host engine's loop implements, not a component of the plugin."""

@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
-from mtp_plugin.speculative.step import StepResult
+from mtp_plugin.speculative.step_output import StepResult
 
 
 class SpecRequest(Protocol):

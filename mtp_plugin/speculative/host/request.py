@@ -11,13 +11,13 @@ from typing import Any, Protocol
 from typing_extensions import Self
 
 from mtp_plugin.errors import RequestError
+from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.requests.admission import host_values
 from mtp_plugin.requests.columns import Number
 from mtp_plugin.requests.logprobs import Logprob, TokenLogprobs
 from mtp_plugin.requests.options import OPTIONS, SamplingParams, is_greedy
 from mtp_plugin.requests.seeds import ENGINE_SEED, seed_words
 from mtp_plugin.requests.stopping import StopRule, TextWatch, stop_words
-from mtp_plugin.speculative.step import SamplingKind
 
 _NO_ATTRIBUTE: Any = object()
 UNBOUNDED = sys.maxsize

@@ -11,11 +11,11 @@ import torch
 from typing_extensions import Self
 
 from mtp_plugin.errors import MetadataError, expect_int, format_value
-from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.step import Accepted, SamplingKind, SlotRows, StepLayout, to_device
 from mtp_plugin.requests.states import is_graph_dummy_id
 from mtp_plugin.speculative.host.protocols import AttentionMetadata
 from mtp_plugin.speculative.host.ranks import ALONE, RankRows
-from mtp_plugin.speculative.step import Accepted, SamplingKind, SlotRows, StepLayout, to_device
 
 _NOT_RECORDED: Any = object()
 """Metadata of a host engine that does not record what `prepare` was called for."""

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from mtp_plugin.errors import ConfigError, PluginError, expect, expect_int, format_value
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 from mtp_plugin.requests.stop_callback import StopCallback
 from mtp_plugin.requests.thinking import (
     ThinkingEnd,

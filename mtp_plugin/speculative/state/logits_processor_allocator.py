@@ -8,19 +8,19 @@ from typing import Any
 import torch
 
 from mtp_plugin.errors import MetadataError, NoFreeSlotsError, expect, format_value
-from mtp_plugin.requests.columns import Number, within_float32
-from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
-from mtp_plugin.requests.slots import SlotManager
-from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.host import RequestFacts
-from mtp_plugin.speculative.logits_processor_state import (
+from mtp_plugin.ops.logits_processor_state import (
     MOST_COUNTED,
     DraftMask,
     LogitsProcessorState,
     num_words,
     packed_bits,
 )
-from mtp_plugin.speculative.step import to_device
+from mtp_plugin.ops.step import to_device
+from mtp_plugin.requests.columns import Number, within_float32
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
+from mtp_plugin.requests.slots import SlotManager
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from mtp_plugin.speculative.host import RequestFacts
 
 PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
 POOLED_OPTIONS = frozenset(

@@ -10,7 +10,8 @@ from weakref import WeakValueDictionary
 import torch
 
 from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError, expect, expect_int
-from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.step import SamplingKind, SlotRows
 from mtp_plugin.requests.columns import NO_ROW, NO_TOKEN, POOL_ROWS, REQUEST_COLUMNS, TableColumns
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, OPTIONS
 from mtp_plugin.requests.seeds import ENGINE_SEED
@@ -33,7 +34,6 @@ from mtp_plugin.speculative.state.logits_processor_allocator import (
     LogitsProcessorAllocator,
 )
 from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
-from mtp_plugin.speculative.step import SamplingKind, SlotRows
 from mtp_plugin.speculative.verification import VerificationMode
 
 ATTENTION_DP_DUMMIES = 2

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from mtp_plugin.ops.logits_processor_state import DraftMask, LogitsProcessorState
+from mtp_plugin.ops.step import SlotRows, to_device
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, Number, SlotColumn, TableColumns
-from mtp_plugin.speculative.logits_processor_state import DraftMask, LogitsProcessorState
-from mtp_plugin.speculative.step import SlotRows, to_device
 
 SlotValues = Mapping[str, Number | Sequence[Number]]
 """Values of one slot by column; missing columns get their ``empty`` value."""

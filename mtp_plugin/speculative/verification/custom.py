@@ -18,13 +18,13 @@ from mtp_plugin.errors import (
     expect,
     format_value,
 )
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.kernels.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.acceptance import AcceptanceRules
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.logit_rows import process_logits
+from mtp_plugin.ops.step import Accepted, SamplingKind
 from mtp_plugin.speculative.host import DecodingOptions
-from mtp_plugin.speculative.logit_rows import process_logits
 from mtp_plugin.speculative.metrics.acceptance import Label
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.step import Accepted, SamplingKind
 from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 from mtp_plugin.verifications import (
     ENTRY_POINT_GROUP,

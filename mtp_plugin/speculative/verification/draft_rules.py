@@ -7,12 +7,12 @@ from typing import Protocol
 
 import torch
 
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.draft import propose, propose_processed, write_drafts
+from mtp_plugin.ops.logit_rows import LogitRows, ThinkingRule
+from mtp_plugin.ops.sampling import TRUNCATION_SIZE, keep_draft_probs, sample_tokens
+from mtp_plugin.ops.step import DraftOutput, SamplingKind
 from mtp_plugin.speculative.host import HostStep
-from mtp_plugin.speculative.logit_rows import LogitRows, ThinkingRule
-from mtp_plugin.speculative.ops.draft import propose, propose_processed, write_drafts
-from mtp_plugin.speculative.ops.sampling import TRUNCATION_SIZE, keep_draft_probs, sample_tokens
-from mtp_plugin.speculative.step import DraftOutput, SamplingKind
 
 
 @dataclass(frozen=True)

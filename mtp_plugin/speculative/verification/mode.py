@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import torch
 
 from mtp_plugin.errors import MetadataError
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.acceptance import AcceptanceRules
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.logit_rows import LogitRows
+from mtp_plugin.ops.step import Accepted, StepLayout
 from mtp_plugin.requests.columns import Number, SlotColumn
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
-from mtp_plugin.speculative.logit_rows import LogitRows
 from mtp_plugin.speculative.metrics.acceptance import Label
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.step import Accepted, StepLayout
 from mtp_plugin.speculative.verification.draft_rules import (
     GREEDY_DRAFTS,
     SAMPLED_DRAFTS,

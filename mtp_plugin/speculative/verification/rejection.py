@@ -8,16 +8,16 @@ from dataclasses import replace
 import torch
 from typing_extensions import override
 
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.requests.columns import Number
-from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.sampling import (
+from mtp_plugin.ops.acceptance import AcceptanceRules
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.sampling import (
     STEP_COLUMN,
     ProposedDrafts,
     TargetSamples,
     rejection_sample,
 )
+from mtp_plugin.requests.columns import Number
+from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 
 

@@ -11,14 +11,14 @@ import torch
 from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.acceptance import AcceptanceRules, RelaxedRule
+from mtp_plugin.ops.backend import Backend
 from mtp_plugin.requests.columns import Number, SlotColumn
 from mtp_plugin.requests.options import is_greedy
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.requests.thinking import NO_TOKEN, expect_thinking_tokens, thinking_after
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.metrics.acceptance import Label
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule
 from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 
 _logger = logging.getLogger("mtp_plugin")

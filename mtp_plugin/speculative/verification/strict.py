@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.acceptance import AcceptanceRules
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.sampling import DRAFT_COLUMNS, DraftedBy
 from mtp_plugin.requests.columns import Number
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.sampling import DRAFT_COLUMNS, DraftedBy
 from mtp_plugin.speculative.verification.method_choice import MethodChoice
 from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 from mtp_plugin.verifications import codes, custom_codes

@@ -9,15 +9,15 @@ import torch
 from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, expect
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.host import DecodingOptions
-from mtp_plugin.speculative.metrics.acceptance import Label
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.synthetic_acceptance import (
+from mtp_plugin.ops.acceptance import AcceptanceRules
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.synthetic_acceptance import (
     SyntheticRule,
     synthetic_acceptance,
     synthetic_rule,
 )
+from mtp_plugin.speculative.host import DecodingOptions
+from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 
 

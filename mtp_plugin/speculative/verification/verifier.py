@@ -8,20 +8,20 @@ from dataclasses import replace
 import torch
 
 from mtp_plugin.errors import ConfigError, expect
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.logit_rows import LOGITS_PROCESSING_OPTIONS, LogitRows, ThinkingRule
-from mtp_plugin.speculative.ops.acceptance import STRICT, AcceptanceRules, accept
-from mtp_plugin.speculative.ops.logit_mask import mask_disallowed_tokens
-from mtp_plugin.speculative.ops.sampling import (
+from mtp_plugin.ops.acceptance import STRICT, AcceptanceRules, accept
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.logit_mask import mask_disallowed_tokens
+from mtp_plugin.ops.logit_rows import LOGITS_PROCESSING_OPTIONS, LogitRows, ThinkingRule
+from mtp_plugin.ops.row_sums import RowSums
+from mtp_plugin.ops.sampling import (
     SAMPLING_OPTIONS,
     TRUNCATION_SIZE,
     processed_scores,
     sample_tokens,
 )
-from mtp_plugin.speculative.ops.thinking_budget import force_thinking_end, update_thinking_state
-from mtp_plugin.speculative.ops.token_history import update_token_history
-from mtp_plugin.speculative.row_sums import RowSums
-from mtp_plugin.speculative.step import Accepted, SamplingKind
+from mtp_plugin.ops.step import Accepted, SamplingKind
+from mtp_plugin.ops.thinking_budget import force_thinking_end, update_thinking_state
+from mtp_plugin.ops.token_history import update_token_history
 from mtp_plugin.speculative.verification.draft_rules import DraftRule
 from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
 

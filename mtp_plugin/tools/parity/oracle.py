@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.hosts.embedded.models import LoadedModel
 from mtp_plugin.infer import Thinking, decode
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.options import SamplingParams

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
-from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.hosts.embedded.models import LoadedModel
 from mtp_plugin.infer import (
     Continuation,
     MTPDrafter,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from time import perf_counter
 
 from mtp_plugin.errors import ExecutorError
-from mtp_plugin.executor import LLM, LlmRequest, SamplingParams, StepEvent
+from mtp_plugin.hosts.embedded import LLM, LlmRequest, SamplingParams, StepEvent
 from mtp_plugin.pacing import paced
 from mtp_plugin.requests.logprobs import TokenLogprobs
 from mtp_plugin.requests.prompts import Prompt, place_of

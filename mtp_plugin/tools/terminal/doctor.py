@@ -12,16 +12,16 @@ import torch
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import MTPPluginError
-from mtp_plugin.executor.attention import HeadShape, select_backend
-from mtp_plugin.executor.kv_cache.sizing import (
+from mtp_plugin.hosts.embedded.attention import HeadShape, select_backend
+from mtp_plugin.hosts.embedded.kv_cache.sizing import (
     available_bytes,
     configured_blocks,
     format_bytes,
     num_kv_blocks,
     total_bytes,
 )
-from mtp_plugin.executor.memory import check_requests, token_bytes
-from mtp_plugin.executor.models import (
+from mtp_plugin.hosts.embedded.memory import check_requests, token_bytes
+from mtp_plugin.hosts.embedded.models import (
     CheckedConfig,
     ModelFacts,
     Preflight,
@@ -31,8 +31,8 @@ from mtp_plugin.executor.models import (
     read_tokenizer,
     unread_tokenizer,
 )
-from mtp_plugin.executor.models.checkpoint_files import listed
-from mtp_plugin.executor.resolved_config import (
+from mtp_plugin.hosts.embedded.models.checkpoint_files import listed
+from mtp_plugin.hosts.embedded.resolved_config import (
     ResolvedConfig,
     check_budget,
     check_graphs,

@@ -10,8 +10,8 @@ from typing import Any
 from torch import OutOfMemoryError
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.progress import batch_progress
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
+from mtp_plugin.hosts.embedded.progress import batch_progress
 from mtp_plugin.tools.parity import Drafting, transformers_attention
 from mtp_plugin.tools.terminal.console import OutputConsole, progress
 from mtp_plugin.tools.terminal.decoding import BatchRun, TokenLines, run_batch

@@ -11,8 +11,8 @@ import torch
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
+from mtp_plugin.hosts.embedded.models import LoadedModel
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.host import DecodingOptions

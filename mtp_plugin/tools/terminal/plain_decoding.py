@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
-from mtp_plugin.executor.models import LoadedModel
+from mtp_plugin.hosts.embedded.models import LoadedModel
 from mtp_plugin.infer import Continuation, SamplingRule, Thinking
 from mtp_plugin.infer.decoding import LogprobsMode
 from mtp_plugin.pacing import paced

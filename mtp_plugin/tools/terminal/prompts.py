@@ -74,7 +74,7 @@ def _not_empty(prompts: list[str], model: Path) -> list[str]:
     if not empty:
         return prompts
     # some tokenizers start every prompt with a BOS token
-    from mtp_plugin.executor.models import read_config, read_tokenizer
+    from mtp_plugin.hosts.embedded.models import read_config, read_tokenizer
 
     tokenizer = read_tokenizer(read_config(model))
     if tokenizer is not None and encode(tokenizer, ""):

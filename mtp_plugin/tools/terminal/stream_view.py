@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from mtp_plugin.executor import StepEvent
+from mtp_plugin.hosts.embedded import StepEvent
 from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.tools.terminal.console import OutputConsole, can_show

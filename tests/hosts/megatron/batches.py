@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tests.hosts.megatron.example import Decode, Request
-from tests.speculative.ops.on_device import POISON, poisoned, vector
+from tests.ops.on_device import POISON, poisoned, vector
 
 
 def random_decodes(rng: random.Random, count: int, num_drafts: int) -> list[Decode]:

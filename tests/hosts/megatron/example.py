@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from mtp_plugin.speculative.step import PAD_TOKEN
+from mtp_plugin.ops.step import PAD_TOKEN
 
 
 class Decode(NamedTuple):

@@ -19,13 +19,13 @@ from mtp_plugin.hosts.megatron.kv_rewind import rewind_kv_cache
 from mtp_plugin.hosts.megatron.next_forward import prepare_next_forward_pass
 from mtp_plugin.hosts.megatron.token_verify import verify_speculative_tokens
 from mtp_plugin.hosts.megatron.types import AdvancedBatch, KVBlockState, NextForwardBuffers
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 from tests.hosts.megatron import example
 from tests.hosts.megatron.batches import Tables, flat_tokens, random_decodes, random_requests
 from tests.hosts.megatron.example import Decode, Request
 from tests.op_arguments import check_strided_arguments
-from tests.speculative.ops.letters import ids
-from tests.speculative.ops.on_device import (
+from tests.ops.letters import ids
+from tests.ops.on_device import (
     INDEX_DTYPES,
     POISON,
     poisoned,

@@ -15,9 +15,9 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.hosts.megatron import mtp_utils_pytorch, mtp_utils_triton
-from mtp_plugin.kernels.backend import Backend
-from tests.speculative.ops.letters import ids
-from tests.speculative.ops.on_device import poisoned, vector
+from mtp_plugin.ops.backend import Backend
+from tests.ops.letters import ids
+from tests.ops.on_device import poisoned, vector
 
 both = pytest.mark.parametrize(
     "utils", [mtp_utils_pytorch, mtp_utils_triton], ids=["pytorch", "triton"]

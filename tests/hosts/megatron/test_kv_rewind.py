@@ -15,12 +15,12 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.hosts.megatron import kv_rewind_triton
 from mtp_plugin.hosts.megatron.kv_rewind import rewind_kv_cache
 from mtp_plugin.hosts.megatron.types import RewoundBlocks
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 from tests.hosts.megatron import example
 from tests.hosts.megatron.batches import Tables, random_requests
 from tests.hosts.megatron.example import Request
 from tests.op_arguments import check_strided_arguments
-from tests.speculative.ops.on_device import (
+from tests.ops.on_device import (
     DEVICE,
     INDEX_DTYPES,
     forbid_launches,

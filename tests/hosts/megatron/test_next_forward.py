@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.hosts.megatron import next_forward_triton
 from mtp_plugin.hosts.megatron.next_forward import prepare_next_forward_pass
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 from tests.hosts.megatron import example
 from tests.hosts.megatron.batches import flat_tokens, random_decodes
 from tests.hosts.megatron.example import Decode, NextInputs
 from tests.op_arguments import check_strided_arguments
-from tests.speculative.ops.letters import ids
-from tests.speculative.ops.on_device import (
+from tests.ops.letters import ids
+from tests.ops.on_device import (
     INDEX_DTYPES,
     POISON,
     forbid_launches,

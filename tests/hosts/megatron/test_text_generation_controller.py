@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from mtp_plugin.errors import ConfigError, ExecutorError, RequestError
-from mtp_plugin.executor import LLM
+from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.hosts.megatron.async_stream import AsyncStream
 from mtp_plugin.hosts.megatron.embedded_context import InferenceWrappedModel, request_seed
 from mtp_plugin.hosts.megatron.inference_request import InferenceRequest, Status
@@ -24,7 +24,7 @@ from mtp_plugin.hosts.megatron.sampling_params import SamplingParams
 from mtp_plugin.hosts.megatron.text_generation_controller import TextGenerationController
 from mtp_plugin.requests import options
 from tests.checkpoints import write_echo_checkpoint
-from tests.executor.replays import WatchedGraphs
+from tests.hosts.embedded.replays import WatchedGraphs
 from tests.megatron import invariants
 from tests.megatron.engine import Tokenizer
 
@@ -1033,7 +1033,8 @@ def test_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_package_loads_no_executor() -> None:
     code = (
         "import sys, mtp_plugin.hosts.megatron\n"
-        "print([m for m in sys.modules if m.startswith(('mtp_plugin.executor', 'transformers'))])"
+        "names = ('mtp_plugin.hosts.embedded', 'transformers')\n"
+        "print([m for m in sys.modules if m.startswith(names)])"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert ran.stdout.strip() == "[]"

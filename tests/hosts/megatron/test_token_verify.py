@@ -16,13 +16,13 @@ from mtp_plugin.hosts.megatron.token_verify import (
     required_logit_indices,
     verify_speculative_tokens,
 )
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 from tests.hosts.megatron import example
 from tests.hosts.megatron.batches import flat_tokens, random_decodes
 from tests.hosts.megatron.example import Decode
 from tests.op_arguments import check_strided_arguments
-from tests.speculative.ops.letters import ids
-from tests.speculative.ops.on_device import (
+from tests.ops.letters import ids
+from tests.ops.on_device import (
     DEVICE,
     INDEX_DTYPES,
     forbid_launches,

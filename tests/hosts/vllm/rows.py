@@ -13,10 +13,10 @@ import torch
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
 from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps, StepRows
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.step import Accepted
 from mtp_plugin.requests.columns import Number
-from mtp_plugin.speculative.step import Accepted
-from tests.speculative.ops.on_device import DEVICE, vector
+from tests.ops.on_device import DEVICE, vector
 
 VOCAB = 61
 NUM_DRAFTS = 3

@@ -7,7 +7,7 @@ import torch
 
 from mtp_plugin.errors import MetadataError
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
-from tests.speculative.ops.on_device import DEVICE, vector
+from tests.ops.on_device import DEVICE, vector
 
 
 def make_slots() -> RequestSlots:

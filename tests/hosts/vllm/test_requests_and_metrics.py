@@ -17,9 +17,9 @@ from mtp_plugin.hosts.vllm.requests import (
     read_request,
     slot_values,
 )
+from mtp_plugin.ops.sampling import DraftedBy, VerifiedBy
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.metrics.alarms import COLLAPSE_STEPS
-from mtp_plugin.speculative.ops.sampling import DraftedBy, VerifiedBy
 from tests.hosts.vllm import fake_vllm
 from tests.hosts.vllm.fake_vllm import make_config
 

@@ -9,8 +9,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_plugin.hosts.vllm.row_ops import keep_allowed_ids, mark_padding, valid_ids
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.speculative.ops.sampling import VerifiedBy
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.sampling import VerifiedBy
 from tests.hosts.vllm.rows import (
     NUM_DRAFTS,
     NUM_SLOTS,
@@ -25,7 +25,7 @@ from tests.hosts.vllm.rows import (
     verify,
     with_drafts,
 )
-from tests.speculative.ops.on_device import DEVICE, vector
+from tests.ops.on_device import DEVICE, vector
 
 BACKENDS = pytest.mark.parametrize("backend", Backend)
 SHAPES = {

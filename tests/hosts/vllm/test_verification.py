@@ -15,20 +15,20 @@ from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
 from mtp_plugin.hosts.vllm.requests import method_problems
 from mtp_plugin.hosts.vllm.row_ops import RowOps
-from mtp_plugin.kernels.backend import Backend
-from mtp_plugin.plugin import (
-    CustomVerification,
-    register_verification,
-    unregister_verification,
-)
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules, RelaxedRule, accept
-from mtp_plugin.speculative.ops.sampling import (
+from mtp_plugin.ops.acceptance import AcceptanceRules, RelaxedRule, accept
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.sampling import (
     DraftedBy,
     Role,
     VerifiedBy,
     rejection_reference,
 )
-from mtp_plugin.speculative.step import StepLayout
+from mtp_plugin.ops.step import StepLayout
+from mtp_plugin.plugin import (
+    CustomVerification,
+    register_verification,
+    unregister_verification,
+)
 from mtp_plugin.verifications import custom_codes
 from tests.distribution.shares import tail
 from tests.hosts.vllm.rows import (
@@ -44,7 +44,7 @@ from tests.hosts.vllm.rows import (
     verify,
     with_drafts,
 )
-from tests.speculative.ops.on_device import DEVICE, vector
+from tests.ops.on_device import DEVICE, vector
 
 BACKENDS = pytest.mark.parametrize("backend", Backend)
 SIZES = pytest.mark.parametrize("sizes", [[4] * 6, [4, 2, 1, 3, 4, 4]], ids=["uniform", "ragged"])

@@ -27,7 +27,7 @@ from integration.bench.e2e.measure import E2EBench, is_host_bound
 from integration.bench.e2e.outcome import E2EOutcome
 from integration.bench.e2e.report import document, heading, plot, results_table
 from integration.bench.e2e.subject import Subject, load_checkpoint, make_shape
-from mtp_plugin.executor import LLM
+from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.tools.parity import TIE_ULPS
 from tests.checkpoints import write_echo_checkpoint

@@ -20,8 +20,8 @@ from integration.bench.e2e.phases import (
     watch,
 )
 from integration.random_models import random_model
-from mtp_plugin.executor import LLM, SamplingParams
-from mtp_plugin.executor.models import LoadedModel, fuse
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
+from mtp_plugin.hosts.embedded.models import LoadedModel, fuse
 
 
 class Recorder:

@@ -23,7 +23,7 @@ from integration.bench.soak.checks import Memory, Thirds, leak_checks, memory_ch
 from integration.bench.soak.outputs import Texts
 from integration.bench.soak.run import SoakOptions, soak
 from integration.bench.soak.traffic import OutputKey, RequestPlan, Traffic, random_chunks
-from mtp_plugin.executor import LLM, SamplingParams
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import TIE_ULPS, transformers_attention

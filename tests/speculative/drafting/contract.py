@@ -11,8 +11,9 @@ import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import MetadataError, TensorContractError
+from mtp_plugin.ops.step import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK
 from mtp_plugin.speculative.drafting import SpecWorker
-from mtp_plugin.speculative.step import PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK
+from tests.ops.bits import same_bits
 from tests.speculative.drafting.example import VOCAB, Pass
 from tests.speculative.drafting.host import (
     Attention,
@@ -28,7 +29,6 @@ from tests.speculative.drafting.host import (
     Step,
     Turn,
 )
-from tests.speculative.ops.bits import same_bits
 
 ExpectedPasses = list[Pass | None]
 """Per pass a request's rows; None where they are not read."""

@@ -12,10 +12,10 @@ import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, SamplingKind
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.drafting import MTPEagleWorker
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
-from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, SamplingKind
 from mtp_plugin.speculative.verification import RelaxedVerification
 from tests.speculative.drafting.example import VOCAB
 from tests.speculative.drafting.host import Attention, H, Prompt, ScriptedLayer, Step, Turn

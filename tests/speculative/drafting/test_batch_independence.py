@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 from tests.speculative.drafting.test_kernels import DEVICE, Case, MixingLayer
 
 

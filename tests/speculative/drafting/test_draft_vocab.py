@@ -14,11 +14,11 @@ from hypothesis import strategies as st
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, TensorContractError
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
+from tests.ops.draft import example
+from tests.ops.on_device import DEVICE, vector
 from tests.speculative.drafting.test_kernels import Case, MixingLayer
-from tests.speculative.ops.draft import example
-from tests.speculative.ops.on_device import DEVICE, vector
 
 WORKERS = [pytest.param(MTPEagleWorker, id="eagle"), pytest.param(MTPWorker, id="vanilla")]
 

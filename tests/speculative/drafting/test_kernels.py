@@ -15,15 +15,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.config import SpeculativeDecodingMode
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.requests.stopping import NO_STOP
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
-from mtp_plugin.speculative.step import SamplingKind
+from tests.ops.bits import same_bits
+from tests.ops.on_device import DEVICE, read_back_forbidden
 from tests.speculative.drafting.host import LimitedAttention
-from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.on_device import DEVICE, read_back_forbidden
 
 BEGIN, END = 3, 5
 

@@ -19,9 +19,9 @@ from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
+from tests.ops.letters import ids, rows_with_top
 from tests.speculative.drafting.host import Attention, KVAttention, PlainAttributes, int32
 from tests.speculative.drafting.phases import set_phases
-from tests.speculative.ops.letters import ids, rows_with_top
 
 H = 4
 WORKERS = [MTPWorker, MTPEagleWorker]

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
-from mtp_plugin.speculative.step import SamplingKind
 from tests.speculative.drafting.host import KVAttention, Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.drafting.test_draft_len_of_a_step import widen
 from tests.speculative.drafting.test_kernels import Case, MixingLayer

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
 from mtp_plugin.speculative.drafting import MTPWorker
 from tests.speculative.drafting.test_kernels import Case, MixingLayer
 

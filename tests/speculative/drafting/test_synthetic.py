@@ -11,15 +11,15 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, SamplingKind
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.host import DecodingOptions
-from mtp_plugin.speculative.step import STATUS_NO_FINITE_LOGIT, SamplingKind
 from mtp_plugin.speculative.verification import label_of
+from tests.ops.synthetic_acceptance import example
 from tests.speculative.drafting.example import VOCAB
 from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.drafting.phases import fill_slots
-from tests.speculative.ops.synthetic_acceptance import example
 
 K, SEED = 3, 11
 INTERPRETED = pytest.mark.skipif(torch.cuda.is_available(), reason="the host's tensors are here")

@@ -12,11 +12,11 @@ from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.speculative.drafting import MTPWorker
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
+from tests.ops.draft_inputs import example as history
+from tests.ops.draft_inputs.example import Pair
 from tests.speculative.drafting import example
 from tests.speculative.drafting.contract import DraftingContract, ExpectedPasses, assert_seen
 from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn, int32
-from tests.speculative.ops.draft_inputs import example as history
-from tests.speculative.ops.draft_inputs.example import Pair
 
 
 class TestVanilla(DraftingContract):

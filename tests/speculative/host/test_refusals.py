@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.host import read_request

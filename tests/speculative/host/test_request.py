@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_plugin.executor import LlmRequest, SamplingParams
+from mtp_plugin.hosts.embedded import LlmRequest, SamplingParams
 from mtp_plugin.requests.columns import REQUEST_COLUMNS
 from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.requests.states import RequestState

@@ -13,13 +13,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError
+from mtp_plugin.ops.step import SamplingKind, SlotRows
 from mtp_plugin.requests.columns import TableColumns
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RankRows, cached_tokens
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import SlotStateManager
-from mtp_plugin.speculative.step import SamplingKind, SlotRows
 from mtp_plugin.speculative.verification import StrictVerification
 from tests.speculative.drafting.host import (
     Attention,

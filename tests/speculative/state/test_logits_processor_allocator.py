@@ -13,22 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import ConfigError, MetadataError, NoFreeSlotsError
-from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.hosts.embedded.request import LlmRequest
+from mtp_plugin.ops.logits_processor_state import LogitsProcessorState
+from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.host import DecodingOptions
-from mtp_plugin.speculative.logits_processor_state import LogitsProcessorState
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from mtp_plugin.speculative.state.logits_processor_allocator import (
     POOLED_OPTIONS,
     LogitsProcessorAllocator,
 )
-from mtp_plugin.speculative.step import SamplingKind
 from mtp_plugin.speculative.verification import make_modes
-from tests.speculative.ops.logits_processing.pools import ids_in
-from tests.speculative.ops.on_device import read_back_forbidden
+from tests.ops.logits_processing.pools import ids_in
+from tests.ops.on_device import read_back_forbidden
 from tests.speculative.state.cases import Request, batch, make
 
 VOCAB = 70

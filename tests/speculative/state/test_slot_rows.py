@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_plugin.errors import NoFreeSlotsError
-from mtp_plugin.executor.request import LlmRequest
+from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.requests.columns import POOL_ROWS, REQUEST_COLUMNS, SlotColumn, TableColumns
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, SamplingParams
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID

@@ -14,7 +14,10 @@ from typing_extensions import override
 from mtp_plugin import verifications
 from mtp_plugin.config import MTPDecodingConfig, MTPPluginOptions
 from mtp_plugin.errors import ConfigError, PluginError, TensorContractError
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.acceptance import AcceptanceRules
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.sampling import DRAFT_COLUMNS
+from mtp_plugin.ops.step import SamplingKind, StepLayout
 from mtp_plugin.plugin import (
     CustomVerification,
     custom_verifications,
@@ -22,9 +25,6 @@ from mtp_plugin.plugin import (
     unregister_verification,
 )
 from mtp_plugin.speculative.host import DecodingOptions, HostStep
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.sampling import DRAFT_COLUMNS
-from mtp_plugin.speculative.step import SamplingKind, StepLayout
 from mtp_plugin.speculative.verification import (
     CustomVerificationMode,
     VerificationInputs,
@@ -34,8 +34,8 @@ from mtp_plugin.speculative.verification import (
     failure_of,
     make_modes,
 )
-from tests.speculative.ops.on_device import DEVICE
-from tests.speculative.ops.slots import slot_rows
+from tests.ops.on_device import DEVICE
+from tests.ops.slots import slot_rows
 
 K, VOCAB = 3, 8
 

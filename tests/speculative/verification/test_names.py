@@ -7,8 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from mtp_plugin.ops.sampling import DraftedBy, VerifiedBy
 from mtp_plugin.requests.options import OPTIONS
-from mtp_plugin.speculative.ops.sampling import DraftedBy, VerifiedBy
 from mtp_plugin.speculative.verification import BUILT
 from mtp_plugin.verifications import METHODS, codes
 

@@ -10,11 +10,11 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.acceptance import AcceptanceRules
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.sampling import DraftedBy, RejectionResult, VerifiedBy
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.sampling import DraftedBy, RejectionResult, VerifiedBy
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from mtp_plugin.speculative.verification import (
     RejectionVerification,

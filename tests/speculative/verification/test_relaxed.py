@@ -12,16 +12,16 @@ import pytest
 import torch
 
 from mtp_plugin.errors import ConfigError, MetadataError
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.acceptance import STRICT
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.step import StepLayout
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
 from mtp_plugin.requests.thinking import thinking_after
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
-from mtp_plugin.speculative.ops.acceptance import STRICT
 from mtp_plugin.speculative.state import SlotStateManager
-from mtp_plugin.speculative.step import StepLayout
 from mtp_plugin.speculative.verification import RelaxedVerification, VerificationInputs
-from tests.speculative.ops.bits import same_bits
-from tests.speculative.ops.on_device import DEVICE, vector
+from tests.ops.bits import same_bits
+from tests.ops.on_device import DEVICE, vector
 
 BEGIN, END, TOPK, DELTA = 40, 41, 3, 0.25
 OPTIONS = DecodingOptions(

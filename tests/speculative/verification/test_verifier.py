@@ -10,12 +10,12 @@ import torch
 from typing_extensions import override
 
 from mtp_plugin.errors import ConfigError, MetadataError
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.acceptance import AcceptanceRules
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.logit_rows import LOGITS_PROCESSING_OPTIONS
+from mtp_plugin.ops.sampling import SAMPLING_OPTIONS
+from mtp_plugin.ops.step import SamplingKind, SlotRows, StepLayout
 from mtp_plugin.speculative.host import DecodingOptions, HostStep
-from mtp_plugin.speculative.logit_rows import LOGITS_PROCESSING_OPTIONS
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
-from mtp_plugin.speculative.ops.sampling import SAMPLING_OPTIONS
-from mtp_plugin.speculative.step import SamplingKind, SlotRows, StepLayout
 from mtp_plugin.speculative.verification import (
     StrictVerification,
     VerificationInputs,
@@ -24,9 +24,9 @@ from mtp_plugin.speculative.verification import (
 )
 from mtp_plugin.speculative.verification import verifier as verifier_module
 from mtp_plugin.speculative.verification.draft_rules import GreedyDrafts
-from tests.speculative.ops.chunks import check_sums, reference_sums
-from tests.speculative.ops.on_device import DEVICE
-from tests.speculative.ops.slots import slot_rows
+from tests.ops.chunks import check_sums, reference_sums
+from tests.ops.on_device import DEVICE
+from tests.ops.slots import slot_rows
 
 K, VOCAB = 2, 8
 OPTIONS = DecodingOptions(K), DEVICE

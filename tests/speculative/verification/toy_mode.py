@@ -23,11 +23,11 @@ verifications.METHODS["toy"] = verifications.VerificationMethod(
 
 from mtp_plugin.config import MTPDecodingConfig, MTPPluginOptions
 from mtp_plugin.errors import MTPPluginError
-from mtp_plugin.kernels.backend import Backend
+from mtp_plugin.ops.acceptance import AcceptanceRules
+from mtp_plugin.ops.backend import Backend
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
-from mtp_plugin.speculative.ops.acceptance import AcceptanceRules
 from mtp_plugin.speculative.verification import (
     VerificationInputs,
     VerificationMode,

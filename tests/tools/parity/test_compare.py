@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from integration.random_models import write_random_checkpoint
-from mtp_plugin.executor.models import LoadedModel, load_model
+from mtp_plugin.hosts.embedded.models import LoadedModel, load_model
 from mtp_plugin.infer import SamplingRule
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.tools.parity import (

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from typing import Any
 
-from mtp_plugin.executor import StepEvent
+from mtp_plugin.hosts.embedded import StepEvent
 from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.tools.terminal.console import OutputConsole

@@ -1,6 +1,0 @@
-"""Paged KV cache: block allocation, pools and sizing."""
-
-from mtp_plugin.executor.kv_cache.blocks import BlockManager
-from mtp_plugin.executor.kv_cache.pools import PagedKVPools
-
-__all__ = ["BlockManager", "PagedKVPools"]

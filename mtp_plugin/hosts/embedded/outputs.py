@@ -1,0 +1,171 @@
+"""Outputs of requests, with the fields of vLLM and TensorRT-LLM."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from typing_extensions import Self
+
+from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.hosts.embedded.request import LlmRequest
+from mtp_plugin.requests.logprobs import Logprobs, PromptLogprobs
+from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
+
+FINISH_REASONS = {
+    FinishReason.END_ID: "stop",
+    FinishReason.STOP_WORDS: "stop",
+    FinishReason.LENGTH: "length",
+    FinishReason.CANCELLED: "abort",
+    FinishReason.ERROR: "error",
+}
+"""The ``finish_reason`` of outputs, as in vLLM, for each reason of a `StepEvent`."""
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One generated sequence of a request."""
+
+    index: int
+    """Index among the ``n`` sequences of the prompt."""
+    text: str
+    """Empty without a tokenizer or with ``detokenize=False``."""
+    token_ids: list[int]
+    finish_reason: str
+    """``"stop"``, ``"length"``, ``"abort"`` or ``"error"``."""
+    stop_reason: int | str | None = None
+    """The id of ``stop_token_ids`` or the stop string that ended the sequence, else None."""
+    logprobs: Logprobs | None = None
+    """A mapping of ids to log-probabilities for each of ``token_ids``; None: not requested."""
+    error: str | None = None
+    """Why the sequence ended, if ``finish_reason`` is ``"error"``."""
+    acceptance: AcceptanceStats = field(default_factory=lambda: AcceptanceStats(0))
+
+    @classmethod
+    def of(cls, request: LlmRequest) -> Self:
+        """Return the output of a finished request.
+
+        Raises:
+            RequestError: the request has not finished.
+        """
+        if request.finish_reason is None:
+            raise RequestError(f"request {request.request_id} has not finished")
+        return cls(
+            index=request.sample_index,
+            text=request.text.full_text if request.text is not None else "",
+            token_ids=request.output_token_ids,
+            finish_reason=FINISH_REASONS[request.finish_reason],
+            stop_reason=request.stop_reason,
+            logprobs=request.logprobs,
+            error=request.error,
+            acceptance=request.py_acceptance,
+        )
+
+    @property
+    def cumulative_logprob(self) -> float | None:
+        """Sum of the log-probabilities of ``token_ids``; None: not requested."""
+        if self.logprobs is None:
+            return None
+        pairs = zip(self.token_ids, self.logprobs, strict=False)
+        return sum(logprobs[token].logprob for token, logprobs in pairs)
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """Times of a request in seconds of `time.monotonic`; None: that did not happen."""
+
+    arrival_time: float
+    first_token_time: float | None
+    finished_time: float | None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """A finished prompt and its generated sequences.
+
+    The attributes of ``outputs[0]`` are also attributes of this object.
+    """
+
+    request_id: int
+    """Id of the first sequence, as `LLM.abort` expects it."""
+    prompt: str | None
+    """None: the prompt was given as token ids."""
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    prompt_logprobs: PromptLogprobs | None = None
+    """A mapping for each of ``prompt_token_ids``, None for the first; None: not requested."""
+    metrics: RequestMetrics | None = field(default=None, compare=False)
+    """None for several sequences."""
+    finished: bool = True
+
+    @classmethod
+    def of(cls, *requests: LlmRequest) -> Self:
+        """Return the output of the finished requests of one prompt.
+
+        Raises:
+            RequestError: a request has not finished.
+        """
+        first = requests[0]
+        return cls(
+            request_id=first.request_id,
+            prompt=first.prompt,
+            prompt_token_ids=first.tokens[: first.py_orig_prompt_len],
+            outputs=[CompletionOutput.of(request) for request in requests],
+            prompt_logprobs=first.prompt_logprobs,
+            metrics=None
+            if len(requests) > 1
+            else RequestMetrics(first.arrival_time, first.first_token_time, first.finished_time),
+        )
+
+    @classmethod
+    def of_success(cls, *requests: LlmRequest) -> Self:
+        """Return the output of requests that finished without an error.
+
+        Raises:
+            ExecutorError: a request ended with an error.
+            RequestError: a request has not finished.
+        """
+        for request in requests:
+            if request.error is not None:
+                raise ExecutorError(f"request {request.request_id}: {request.error}")
+        return cls.of(*requests)
+
+    @property
+    def text(self) -> str:
+        """Text of the first sequence."""
+        return self.outputs[0].text
+
+    @property
+    def token_ids(self) -> list[int]:
+        """Token ids of the first sequence."""
+        return self.outputs[0].token_ids
+
+    @property
+    def finish_reason(self) -> str:
+        """Finish reason of the first sequence."""
+        return self.outputs[0].finish_reason
+
+    @property
+    def stop_reason(self) -> int | str | None:
+        """Stop reason of the first sequence."""
+        return self.outputs[0].stop_reason
+
+    @property
+    def logprobs(self) -> Logprobs | None:
+        """Log-probabilities of the first sequence."""
+        return self.outputs[0].logprobs
+
+    @property
+    def error(self) -> str | None:
+        """Error of the first sequence."""
+        return self.outputs[0].error
+
+    @property
+    def acceptance(self) -> AcceptanceStats:
+        """Acceptance statistics of the first sequence."""
+        return self.outputs[0].acceptance
+
+    @property
+    def label(self) -> Label | None:
+        """Marks output of verification that is not lossless; None: the target's own output."""
+        return self.acceptance.label

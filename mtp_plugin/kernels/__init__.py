@@ -1,1 +1,0 @@
-"""Shared ground of all kernels."""

@@ -1,0 +1,486 @@
+"""Triton implementation of `draft`: two launches per draft, one per shift of the state window."""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from mtp_plugin.ops.draft import shift_state_window_reference
+from mtp_plugin.ops.launching import expect_reachable
+from mtp_plugin.ops.logit_rows import LogitRows, ThinkingRule
+from mtp_plugin.ops.logit_rows.processing_triton import (
+    Pools,
+    load_processing,
+    process_values,
+    update_draft_mask,
+)
+from mtp_plugin.ops.logit_rows.thinking_triton import forced_after
+from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_options
+from mtp_plugin.ops.step import DraftOutput, SlotRows
+from mtp_plugin.ops.top1 import Top1Partials, split, top1_partials
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
+
+UNBOUNDED = 2**62
+REQUESTS, SHARED_REQUESTS, COLUMNS = 32, 256, 64
+"""Requests and columns of states that a program holds at a time; SHARED_REQUESTS if states and
+outputs share memory, so that every program must go through all requests, chunk after chunk."""
+
+# arguments that differ between batches: no binary is specialized on them
+BATCH_NUMBERS = ["row_position_stride", "ahead_stride", "table_stride", "slot_stride", "pool_vocab"]
+BATCH_NUMBERS += ["begin_token", "end_token", "end_length"]
+BATCH_POINTERS = ["row_position_ptr", "ahead_ptr", "table_ptr", "slot_ptr"]
+SLOT_NUMBERS = ["table_stride", "slot_stride", "pool_vocab", "draft_stride", "column"]
+SLOT_POINTERS = ["table_ptr", "slot_ptr", "draft_ptr"]
+
+
+@triton.jit(do_not_specialize=BATCH_NUMBERS, do_not_specialize_on_alignment=BATCH_POINTERS)
+def write_drafts_kernel(
+    value_ptr,
+    id_ptr,
+    draft_ptr,
+    next_ptr,
+    shifted_ptr,
+    row_ptr,
+    position_ptr,
+    kv_len_ptr,
+    vocab_ptr,
+    row_position_ptr,
+    ahead_ptr,
+    table_ptr,
+    slot_ptr,
+    words_ptr,
+    allowed_ptr,
+    masked_ids_ptr,
+    end_ptr,
+    next_place_ptr,
+    num_blocks,
+    draft_stride,
+    next_stride,
+    column,
+    max_position,
+    row_position_stride,
+    ahead_stride,
+    table_stride,
+    slot_stride,
+    pool_vocab,
+    begin_token,
+    end_token,
+    end_length,
+    NUM_BLOCKS: tl.constexpr,
+    SHIFT: tl.constexpr,
+    ADVANCE: tl.constexpr,
+    HAS_KV: tl.constexpr,
+    HAS_VOCAB_IDS: tl.constexpr,
+    IS_SAMPLED: tl.constexpr,
+    HAS_DRAFT_MASK: tl.constexpr,
+    HAS_THINKING: tl.constexpr,
+    LANES: tl.constexpr,
+    HAS_AHEAD: tl.constexpr,
+    STOPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per request: write its draft for the next pass and for the sampler, and mask the
+    tokens that its next draft must not be."""
+    grid_dependency_synchronize(PDL)
+    request = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, NUM_BLOCKS)
+    if IS_SAMPLED:
+        draft = tl.maximum(tl.load(id_ptr + request), 0)
+    else:
+        inside = blocks < num_blocks
+        place = request * num_blocks + blocks
+        values = tl.load(value_ptr + place, mask=inside, other=float("-inf"))
+        ids = tl.load(id_ptr + place, mask=inside, other=2147483647)
+        top = tl.max(values, axis=0)
+        draft = tl.min(tl.where(values == top, ids, 2147483647), axis=0)
+    if HAS_VOCAB_IDS:
+        draft = tl.load(vocab_ptr + draft)
+    slot = table_ptr
+    if HAS_DRAFT_MASK or HAS_THINKING:
+        slot += tl.load(slot_ptr + request * slot_stride).to(tl.int64) * table_stride
+    if HAS_THINKING:
+        forced = forced_after(
+            slot,
+            draft_ptr + request * draft_stride,
+            column,
+            begin_token,
+            end_token,
+            end_ptr,
+            next_place_ptr,
+            end_length,
+            LANES,
+        )
+        draft = tl.where(forced >= 0, forced, draft)
+    tl.store(draft_ptr + request * draft_stride + column, draft)
+    tl.store(next_ptr + request * next_stride + column + 1, draft)
+    if SHIFT:
+        # the window moves by an offset into the ids: only its last entry is new
+        row = tl.load(row_ptr + request)
+        tl.store(shifted_ptr + row + column + 1, draft)
+    if ADVANCE:
+        position = tl.load(position_ptr + request) + 1
+        tl.store(position_ptr + request, tl.minimum(position, max_position))
+        if HAS_KV:
+            tl.store(kv_len_ptr + request, tl.load(kv_len_ptr + request) + 1)
+    if HAS_DRAFT_MASK:
+        index = tl.load(row_position_ptr + request * row_position_stride).to(tl.int64)
+        if HAS_AHEAD:
+            index += tl.load(ahead_ptr + request * ahead_stride).to(tl.int64)
+        # other threads than those that stored the draft load it
+        tl.debug_barrier()
+        update_draft_mask(
+            slot,
+            index + column + 2,
+            column + 1,
+            allowed_ptr,
+            masked_ids_ptr,
+            words_ptr,
+            draft_ptr + request * draft_stride,
+            pool_vocab,
+            STOPS,
+            WORDS,
+            LENGTH,
+            True,
+        )
+
+
+@triton.jit
+def draft_argmax_kernel(
+    value_ptr,
+    id_ptr,
+    draft_ptr,
+    num_blocks,
+    NUM_BLOCKS: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per row: the id of the maximum of its blocks, the lowest on ties."""
+    grid_dependency_synchronize(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    blocks = tl.arange(0, NUM_BLOCKS)
+    inside = blocks < num_blocks
+    values = tl.load(value_ptr + row * num_blocks + blocks, mask=inside, other=float("-inf"))
+    ids = tl.load(id_ptr + row * num_blocks + blocks, mask=inside, other=2147483647)
+    top = tl.max(values, axis=0)
+    tl.store(draft_ptr + row, tl.min(tl.where(values == top, ids, 2147483647), axis=0))
+
+
+@triton.jit(do_not_specialize=SLOT_NUMBERS, do_not_specialize_on_alignment=SLOT_POINTERS)
+def processed_top1_kernel(
+    # inputs
+    logits_ptr,
+    table_ptr,
+    slot_ptr,
+    bias_ptr,
+    allowed_ptr,
+    count_ptr,
+    seen_ptr,
+    draft_ptr,
+    vocab_ptr,
+    # outputs
+    value_ptr,
+    id_ptr,
+    # sizes
+    row_stride,
+    table_stride,
+    slot_stride,
+    draft_stride,
+    column,
+    pool_vocab,
+    vocab,
+    block_len,
+    num_blocks,
+    # constants
+    HAS_VOCAB_IDS: tl.constexpr,
+    TILE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per (row, block of columns): the maximum after logits processing, and its lowest
+    column."""
+    grid_dependency_synchronize(PDL)
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    slot = table_ptr + tl.load(slot_ptr + row * slot_stride).to(tl.int64) * table_stride
+    pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
+    processing = load_processing(slot, pools, draft_ptr + row * draft_stride, column)
+    first = part * block_len
+    end = tl.minimum(first + block_len, vocab)
+    lanes = tl.arange(0, TILE)
+    best = tl.full([TILE], float("-inf"), tl.float32)
+    best_column = first + lanes
+    for start in range(first, end, TILE):
+        columns = start + lanes
+        inside = columns < end
+        x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf"))
+        x = x.to(tl.float32)
+        x = tl.where(x == x, x, float("-inf"))
+        ids = columns
+        if HAS_VOCAB_IDS:
+            ids = tl.load(vocab_ptr + columns, mask=inside, other=0)
+        x = tl.where(inside, process_values(x, ids, inside, processing), float("-inf"))
+        better = x > best
+        best = tl.where(better, x, best)
+        best_column = tl.where(better, columns, best_column)
+    top = tl.max(best, axis=0)
+    top_column = tl.min(tl.where(best == top, best_column, 2147483647), axis=0)
+    out = row * num_blocks + part
+    tl.store(value_ptr + out, top)
+    tl.store(id_ptr + out, top_column)
+
+
+@triton.jit
+def shift_states_kernel(
+    # inputs
+    output_ptr,
+    row_ptr,
+    # outputs
+    state_ptr,
+    # sizes
+    num_requests,
+    hidden,
+    output_stride,
+    state_stride,
+    offset,
+    chunks,
+    # constants
+    REQUESTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    """One program per block of columns and ``chunks`` chunks of requests, the last chunk first.
+
+    If ``output`` is ``state`` from row d <= offset on, request i writes row last[i] + offset and
+    request j reads row last[j] + d. These are the same row only if last[j] >= last[i], that is
+    j >= i: a write never overwrites what a lower chunk has yet to read. Within a chunk the barrier
+    separates all reads from all writes, and other columns belong to other programs.
+    """
+    grid_dependency_synchronize(PDL)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    end = (tl.program_id(1) + 1) * chunks
+    for back in range(chunks):
+        requests = (end - 1 - back) * REQUESTS + tl.arange(0, REQUESTS)
+        live = requests < num_requests
+        rows = tl.load(row_ptr + requests, mask=live, other=0).to(tl.int64)
+        inside = live[:, None] & (columns < hidden)[None, :]
+        read = output_ptr + rows[:, None] * output_stride + columns[None, :]
+        states = tl.load(read, mask=inside, other=0.0)
+        tl.debug_barrier()
+        written = state_ptr + (rows + offset)[:, None] * state_stride + columns[None, :]
+        tl.store(written, states, mask=inside)
+
+
+def propose_triton(logits: torch.Tensor, output: DraftOutput) -> None:
+    _write(top1_partials(logits), output)
+
+
+def propose_processed_triton(
+    logits: torch.Tensor,
+    output: DraftOutput,
+    rows: LogitRows,
+    slots: SlotRows,
+    following: LogitRows | None,
+    thinking: ThinkingRule | None,
+) -> None:
+    partials = _processed_partials(logits, output, rows, slots)
+    _write(partials, output, following, slots, thinking)
+
+
+def write_drafts_triton(
+    drafts: torch.Tensor,
+    output: DraftOutput,
+    following: LogitRows | None,
+    slots: SlotRows | None,
+    thinking: ThinkingRule | None,
+) -> None:
+    """One launch, one program per request."""
+    _write(drafts.contiguous(), output, following, slots, thinking)
+
+
+def draft_argmax_triton(logits: torch.Tensor) -> torch.Tensor:
+    partials = top1_partials(logits)
+    drafts = torch.empty(logits.shape[0], dtype=torch.int32, device=logits.device)
+    draft_argmax_kernel[(drafts.shape[0],)](
+        partials.values,
+        partials.ids,
+        drafts,
+        partials.num_blocks,
+        NUM_BLOCKS=triton.next_power_of_2(partials.num_blocks),
+        num_warps=1,
+        **pdl_options(drafts.device),
+    )
+    return drafts
+
+
+def _processed_partials(
+    logits: torch.Tensor, output: DraftOutput, rows: LogitRows, slots: SlotRows
+) -> Top1Partials:
+    """As `top1_partials`, after logits processing."""
+    pools = slots.for_drafts().pools
+    if pools is None:
+        return top1_partials(logits)
+    expect_reachable(processed_top1_kernel, "logits", logits)
+    num_rows, vocab = logits.shape
+    block_len, num_blocks, tile = split(num_rows, vocab)
+    partials = Top1Partials.unwritten(num_rows, vocab, logits.device)
+    drafts = rows.drafts
+    processed_top1_kernel[(num_rows, num_blocks)](
+        # inputs
+        logits,
+        slots.table,
+        slots.slot_ids,
+        pools.bias,
+        pools.allowed,
+        pools.counts,
+        pools.seen,
+        output.drafts if drafts is None else drafts,
+        partials.ids if output.vocab_ids is None else output.vocab_ids,
+        # outputs
+        partials.values,
+        partials.ids,
+        # sizes
+        logits.stride(0),
+        slots.table.stride(0),
+        slots.slot_ids.stride(0),
+        0 if drafts is None else drafts.stride(0),
+        0 if drafts is None else rows.column,
+        pools.vocab_size,
+        vocab,
+        block_len,
+        num_blocks,
+        # constants
+        HAS_VOCAB_IDS=output.vocab_ids is not None,
+        TILE=tile,
+        num_warps=8,
+        **pdl_options(logits.device),
+    )
+    return partials
+
+
+def _write(
+    source: Top1Partials | torch.Tensor,
+    output: DraftOutput,
+    following: LogitRows | None = None,
+    slots: SlotRows | None = None,
+    thinking: ThinkingRule | None = None,
+) -> None:
+    """Write the drafts of ``source``: maxima of blocks, or sampled token ids [R], contiguous."""
+    if isinstance(source, Top1Partials):
+        values, ids, num_blocks = source.values, source.ids, source.num_blocks
+        vocab_ids = output.vocab_ids
+    else:
+        values, ids, num_blocks = source, source, 1
+        vocab_ids = None
+    unused = ids
+    draft_mask = None if following is None or slots is None else slots.draft_mask
+    pools = None if draft_mask is None or slots is None else slots.pools
+    length = 1 if thinking is None else thinking.end_ids.numel()
+    ahead = None if following is None else following.ahead
+    write_drafts_kernel[(ids.shape[0],)](
+        values,
+        ids,
+        output.drafts,
+        output.next_tokens,
+        output.shifted_ids if output.shifted_ids is not None else unused,
+        output.last_rows.contiguous() if output.last_rows is not None else unused,
+        output.positions if output.positions is not None else unused,
+        output.kv_lens if output.kv_lens is not None else unused,
+        vocab_ids if vocab_ids is not None else unused,
+        unused if following is None else following.positions,
+        unused if ahead is None else ahead,
+        unused if slots is None else slots.table,
+        unused if slots is None else slots.slot_ids,
+        unused if pools is None else pools.words,
+        unused if draft_mask is None else draft_mask.allowed,
+        unused if draft_mask is None else draft_mask.masked_ids,
+        unused if thinking is None else thinking.end_ids,
+        unused if thinking is None else thinking.next_progress,
+        num_blocks,
+        output.drafts.stride(0),
+        output.next_tokens.stride(0),
+        output.column,
+        UNBOUNDED if output.max_position is None else output.max_position,
+        0 if following is None else following.positions.stride(0),
+        0 if ahead is None else ahead.stride(0),
+        0 if slots is None else slots.table.stride(0),
+        0 if slots is None else slots.slot_ids.stride(0),
+        0 if pools is None else pools.vocab_size,
+        -1 if thinking is None else thinking.begin_token,
+        -1 if thinking is None else thinking.end_token,
+        length,
+        NUM_BLOCKS=triton.next_power_of_2(num_blocks),
+        SHIFT=output.shifted_ids is not None,
+        ADVANCE=output.positions is not None,
+        HAS_KV=output.kv_lens is not None,
+        HAS_VOCAB_IDS=vocab_ids is not None,
+        IS_SAMPLED=not isinstance(source, Top1Partials),
+        HAS_DRAFT_MASK=draft_mask is not None,
+        HAS_THINKING=thinking is not None,
+        LANES=triton.next_power_of_2(length),
+        HAS_AHEAD=ahead is not None,
+        STOPS=MAX_STOP_IDS,
+        WORDS=MAX_BAD_WORDS,
+        LENGTH=MAX_BAD_WORD_LEN,
+        num_warps=1,
+        **pdl_options(ids.device),
+    )
+
+
+def shift_state_window_triton(
+    states: torch.Tensor, outputs: torch.Tensor, last_rows: torch.Tensor, offset: int
+) -> None:
+    """One launch; memory that overlaps other than as a window, and rows with gaps, use torch."""
+    expect_reachable(shift_states_kernel, "states", states)
+    requests, hidden = last_rows.shape[0], states.shape[1]
+    shares = _share_memory(states, outputs)
+    if (shares and not _is_window(states, outputs, offset)) or not _has_plain_rows(states, outputs):
+        shift_state_window_reference(states, outputs, last_rows, offset)
+        return
+    rows = min(SHARED_REQUESTS if shares else REQUESTS, triton.next_power_of_2(requests))
+    chunks = triton.cdiv(requests, rows)
+    block = min(COLUMNS, triton.next_power_of_2(hidden))
+    # with several chunks it runs so long that an overlapping launch costs more than it saves
+    timing = {"PDL": False} if shares else pdl_options(states.device)
+    shift_states_kernel[(triton.cdiv(hidden, block), 1 if shares else chunks)](
+        # inputs
+        outputs,
+        last_rows.contiguous(),
+        # outputs
+        states,
+        # sizes
+        requests,
+        hidden,
+        outputs.stride(0),
+        states.stride(0),
+        offset,
+        chunks if shares else 1,
+        # constants
+        REQUESTS=rows,
+        BLOCK=block,
+        num_warps=8,
+        **timing,
+    )
+
+
+def _share_memory(states: torch.Tensor, outputs: torch.Tensor) -> bool:
+    return states.untyped_storage().data_ptr() == outputs.untyped_storage().data_ptr()
+
+
+def _is_window(states: torch.Tensor, outputs: torch.Tensor, offset: int) -> bool:
+    """Whether ``outputs`` are rows of ``states`` from at most row ``offset`` on."""
+    ahead = outputs.storage_offset() - states.storage_offset()
+    return (
+        outputs.dtype == states.dtype
+        and outputs.stride() == states.stride()
+        and ahead % states.stride(0) == 0
+        and 0 <= ahead // states.stride(0) <= offset
+    )
+
+
+def _has_plain_rows(states: torch.Tensor, outputs: torch.Tensor) -> bool:
+    """Whether rows of both are contiguous, and no two rows of states overlap."""
+    return states.stride(1) == outputs.stride(1) == 1 and states.stride(0) >= states.shape[1]

@@ -1,0 +1,545 @@
+"""Logits processing on the device: bias, allowed ids, penalties and disallowed next tokens.
+
+Values are processed where they are loaded, so no kernel writes processed logits to memory.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
+
+from typing import NamedTuple
+
+import triton
+import triton.language as tl
+
+from mtp_plugin.ops import logits_processor_state
+from mtp_plugin.requests.columns import request_column
+
+BIAS_ROW = tl.constexpr(request_column("bias_row"))
+ALLOWED_ROW = tl.constexpr(request_column("allowed_row"))
+COUNT_ROW = tl.constexpr(request_column("count_row"))
+REPETITION = tl.constexpr(request_column("repetition_penalty"))
+PRESENCE = tl.constexpr(request_column("presence_penalty"))
+FREQUENCY = tl.constexpr(request_column("frequency_penalty"))
+PROMPT_LEN = tl.constexpr(request_column("prompt_len"))
+MIN_TOKENS = tl.constexpr(request_column("min_tokens"))
+STOP_IDS = tl.constexpr(request_column("stop_ids"))
+WORDS_ROW = tl.constexpr(request_column("words_row"))
+RECENT = tl.constexpr(request_column("recent"))
+MOST_COUNTED = tl.constexpr(logits_processor_state.MOST_COUNTED)
+WORD_BITS = tl.constexpr(logits_processor_state.WORD_BITS)
+WORD_SHIFT = tl.constexpr(logits_processor_state.WORD_BITS.bit_length() - 1)
+"""``id >> WORD_SHIFT`` is the word that holds the bit of an id."""
+NO_ID = tl.constexpr(2147483647)
+DRAFTS = tl.constexpr(16)
+"""Draft tokens before a row that are compared with a block at once."""
+MOST_INVERTED = tl.constexpr(1e30)
+"""The largest divisor whose inverse is a normal number."""
+COUNT_BASE = tl.constexpr(2.0**23)
+"""A float32 whose last bit has the value 1."""
+MOST_SCALED = tl.constexpr(1e30)
+"""The largest factor whose product with COUNT_BASE is finite."""
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+class Pools(NamedTuple):
+    """Pointers to the pools of per-token state, one row per request."""
+
+    bias_ptr: tl.tensor
+    allowed_ptr: tl.tensor
+    count_ptr: tl.tensor
+    seen_ptr: tl.tensor
+    vocab: tl.tensor
+
+
+class RowProcessing(NamedTuple):
+    """Logits processing of one row; pointers are those of the request's rows of the pools."""
+
+    slot: tl.tensor
+    pools: Pools
+    bias_row: tl.tensor  # below 0: not used
+    allowed_row: tl.tensor
+    count_row: tl.tensor
+    bias_ptr: tl.tensor
+    allowed_ptr: tl.tensor
+    count_ptr: tl.tensor
+    seen_ptr: tl.tensor
+    repetition: tl.tensor
+    presence: tl.tensor
+    frequency: tl.tensor
+    draft_ptr: tl.tensor
+    num_before: tl.tensor  # draft tokens before the row
+
+
+@triton.jit
+def num_words(vocab):
+    """Number of words that hold a bit per id."""
+    return (vocab + (WORD_BITS - 1)) // WORD_BITS
+
+
+@triton.jit
+def bits_of(words_ptr, ids, inside):
+    """Bits of ids in a row of a pool, 0 or 1; 0 for ids that are not ``inside``."""
+    words = tl.load(words_ptr + (ids >> WORD_SHIFT), mask=inside, other=0)
+    return (words >> (ids & (WORD_BITS - 1))) & 1
+
+
+@triton.jit
+def _draft_of(draft_ptr, place):
+    """A draft token as int32; NO_ID for one that is no valid id."""
+    draft = tl.load(draft_ptr + place)
+    return tl.where((draft >= 0) & (draft < NO_ID), draft, NO_ID).to(tl.int32)
+
+
+@triton.jit
+def _allowed_of(row, pools):
+    """Pointer to the allowed ids of a row of the pool."""
+    return pools.allowed_ptr + row * (num_words(pools.vocab) + 1)
+
+
+@triton.jit
+def _seen_of(row, pools):
+    """Pointer to the seen ids of a row of the pool."""
+    return pools.seen_ptr + row * num_words(pools.vocab)
+
+
+@triton.jit
+def load_processing(slot, pools, draft_ptr, num_before):
+    """Load the logits processing of a row from its request's slot."""
+    bias_row = tl.load(slot + BIAS_ROW).to(tl.int64)
+    allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
+    count_row = tl.load(slot + COUNT_ROW).to(tl.int64)
+    return RowProcessing(
+        slot,
+        pools,
+        bias_row,
+        allowed_row,
+        count_row,
+        pools.bias_ptr + bias_row * pools.vocab,
+        _allowed_of(allowed_row, pools),
+        pools.count_ptr + count_row * pools.vocab,
+        _seen_of(count_row, pools),
+        tl.load(slot + REPETITION).to(tl.float32, bitcast=True),
+        tl.load(slot + PRESENCE).to(tl.float32, bitcast=True),
+        tl.load(slot + FREQUENCY).to(tl.float32, bitcast=True),
+        draft_ptr,
+        num_before,
+    )
+
+
+@triton.jit
+def is_processed(slot):
+    """Whether the logits of a request are changed at all."""
+    row = tl.maximum(tl.load(slot + BIAS_ROW), tl.load(slot + ALLOWED_ROW))
+    return tl.maximum(row, tl.load(slot + COUNT_ROW)) >= 0
+
+
+@triton.jit
+def only_lower(processing):
+    """Whether processing increases no value of the row."""
+    is_lowered = (
+        (processing.repetition >= 1) & (processing.presence >= 0) & (processing.frequency >= 0)
+    )
+    return (processing.bias_row < 0) & ((processing.count_row < 0) | is_lowered)
+
+
+@triton.jit
+def allowed_fours(processing, ids, inside):
+    """The allowed bits of four ids each, starting at ``ids``; 0 for those that are not inside."""
+    words = tl.load(processing.allowed_ptr + (ids >> WORD_SHIFT), mask=inside, other=0)
+    return words >> (ids & (WORD_BITS - 1))
+
+
+@triton.jit
+def _add_bias(x, ids, inside, row, bias_ptr):
+    """Add a row of bias; a row below 0 adds none."""
+    if row >= 0:
+        x += tl.load(bias_ptr + ids, mask=inside, other=0.0)
+        x = tl.where(x == x, x, float("-inf"))
+    return x
+
+
+@triton.jit
+def _apply_repetition(x, seen, processing):
+    """Apply the repetition penalty to the values that were ``seen``."""
+    if processing.repetition != 1:
+        lowered = tl.where(x > 0, tl.div_rn(x, processing.repetition), x * processing.repetition)
+        x = tl.where(seen, lowered, x)
+    return x
+
+
+@triton.jit
+def _apply_counts(x, count, processing):
+    """Apply the presence and frequency penalties to values with these counts."""
+    count = tl.minimum(count, MOST_COUNTED)
+    if processing.presence != 0:
+        x = x - tl.where(count > 0, processing.presence, 0.0)
+    # the select keeps the product apart: fused with the subtraction it would round differently
+    return x - tl.where(count > 0, processing.frequency * count.to(tl.float32), 0.0)
+
+
+@triton.jit
+def _counts_of(count_ptr, ids, is_read):
+    """Counts of ids; only those that were seen are read, as most of a row was not."""
+    return tl.load(count_ptr + ids, mask=is_read, other=0).to(tl.int32) & MOST_COUNTED
+
+
+@triton.jit
+def process_values(x, ids, inside, processing):
+    """Process values of ids; float32 without NaN, before and after."""
+    if (processing.bias_row >= 0) | (processing.allowed_row >= 0):
+        x = _add_bias(x, ids, inside, processing.bias_row, processing.bias_ptr)
+        if processing.allowed_row >= 0:
+            x = tl.where(bits_of(processing.allowed_ptr, ids, inside) != 0, x, float("-inf"))
+    if processing.count_row >= 0:
+        in_slot = bits_of(processing.seen_ptr, ids, inside)
+        times = tl.zeros_like(ids)
+        for place in range(processing.num_before):
+            times += (ids == _draft_of(processing.draft_ptr, place)).to(tl.int32)
+        x = _apply_repetition(x, (in_slot | times) != 0, processing)
+        if (processing.presence != 0) | (processing.frequency != 0):
+            x = _apply_counts(
+                x, _counts_of(processing.count_ptr, ids, in_slot != 0) + times, processing
+            )
+        x = tl.where(x == x, x, float("-inf"))
+    return x
+
+
+class PieceProcessing(NamedTuple):
+    """Processing of a block of a row, loaded before the values are needed."""
+
+    bias_row: tl.tensor  # below 0: not used
+    allowed_row: tl.tensor
+    count_row: tl.tensor
+    repetition: tl.tensor
+    presence: tl.tensor
+    frequency: tl.tensor
+    allowed: tl.tensor  # four bits per group of four ids [F]
+    seen: tl.tensor
+    counts: tl.tensor  # [F, 4]
+
+
+class SharedProcessing(NamedTuple):
+    """Processing that all blocks of a row share."""
+
+    inverse: tl.tensor  # of the repetition penalty
+    is_near_draft: tl.tensor  # a draft token before the row may be in one of the blocks
+
+
+@triton.jit
+def _fours_of(words_ptr, is_read, FOURS: tl.constexpr):
+    """Four bits per group f of ids 4f to 4f + 3, counted from a word's first id; 0 if not read."""
+    fours = tl.arange(0, FOURS)
+    words = tl.load(words_ptr + (fours >> (WORD_SHIFT - 2)), mask=is_read, other=0)
+    return (words >> ((fours & (WORD_BITS // 4 - 1)) * 4)) & 15
+
+
+@triton.jit
+def load_block_processing(first, vocab, processing, SIZE: tl.constexpr):
+    """Load the processing of the ``SIZE`` ids from ``first`` on; both are multiples of a word.
+
+    The rows of the pools are loaded again for every block, since keeping them takes registers. A
+    thread reads the bits of four neighbouring ids.
+    """
+    slot, pools = processing.slot, processing.pools
+    bias_row = tl.load(slot + BIAS_ROW)
+    allowed_row = tl.load(slot + ALLOWED_ROW)
+    count_row = tl.load(slot + COUNT_ROW)
+    presence = tl.load(slot + PRESENCE).to(tl.float32, bitcast=True)
+    frequency = tl.load(slot + FREQUENCY).to(tl.float32, bitcast=True)
+    FOURS: tl.constexpr = SIZE // 4
+    # relative to the first id, so that the accesses of threads have an even stride
+    inside = tl.arange(0, FOURS) * 4 < vocab - first
+    words = first // WORD_BITS
+    allowed = tl.zeros([FOURS], tl.int32)
+    seen = tl.zeros([FOURS], tl.int32)
+    counts = tl.zeros([FOURS, 4], tl.int16)
+    if allowed_row >= 0:
+        allowed_ptr = _allowed_of(allowed_row.to(tl.int64), pools) + words
+        allowed = _fours_of(allowed_ptr, inside, FOURS)
+    if count_row >= 0:
+        seen_ptr = _seen_of(count_row.to(tl.int64), pools) + words
+        seen = _fours_of(seen_ptr, inside, FOURS)
+        if (presence != 0) | (frequency != 0):
+            ids = tl.arange(0, FOURS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+            count_ptr = pools.count_ptr + count_row.to(tl.int64) * pools.vocab + first
+            counts = tl.load(count_ptr + ids, mask=ids < vocab - first, other=0)
+    return PieceProcessing(
+        bias_row,
+        allowed_row,
+        count_row,
+        tl.load(slot + REPETITION).to(tl.float32, bitcast=True),
+        presence,
+        frequency,
+        allowed,
+        seen,
+        counts,
+    )
+
+
+@triton.jit
+def _bits_of_fours(fours):
+    """Whether the bit of each id is set [F, 4]."""
+    return ((fours[:, None] >> tl.arange(0, 4)[None, :]) & 1) != 0
+
+
+@triton.jit
+def _apply_repetition_block(x, seen, repetition, inverse):
+    """`_apply_repetition` for values [F, 4], with ``seen`` as four bits per group.
+
+    All values share the divisor, so the quotient is the product with its rounded inverse, corrected
+    by the remainder: see Markstein, "Computation of elementary functions on the IBM RISC
+    System/6000", 1990. With a penalty of 1 or more, the smaller of quotient and product is the
+    result for either sign of x. Values below 1e-30 have denormal remainders and may be one unit in
+    the last place off.
+    """
+    # the interpreter has no fused multiply-add; with a penalty below 1 a quotient may be infinite
+    if INTERPRETED or repetition < 1 or repetition > MOST_INVERTED:
+        product = tl.fma(x, repetition, 0.0)  # apart from the other branch's, or both keep it
+        lowered = tl.where(x > 0, tl.div_rn(x, repetition), product)
+    else:
+        about = x * inverse
+        quotient = tl.fma(tl.fma(about, -repetition, x), inverse, about)
+        # the quotient of an infinite x is NaN, which minimum drops
+        lowered = tl.minimum(quotient, x * repetition)
+    # unpacked here: before the branch the bits would be packed again to keep them
+    return tl.where(_bits_of_fours(seen), lowered, x)
+
+
+@triton.jit
+def _above_base(counts):
+    """COUNT_BASE plus counts (uint16 in int16) as float32.
+
+    The count is the mantissa's last bits, so no conversion is needed, which runs at an eighth of
+    the rate of additions.
+    """
+    return tl.inline_asm_elementwise(
+        "prmt.b32 $0, $2, 0x4B00, 0x5410; prmt.b32 $1, $2, 0x4B00, 0x5432;",
+        "=&r,=&r,r",  # early clobber: $0 is written before $2 is read again
+        [counts],
+        dtype=tl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@triton.jit
+def _products_of(counts, frequency):
+    """Products of counts and a penalty, rounded once.
+
+    The product with the base is exact, so one fused multiply-add gives the rounded product.
+    """
+    # the interpreter has no fused multiply-add
+    if INTERPRETED or tl.abs(frequency) > MOST_SCALED:
+        numbers = (counts.to(tl.int32) & MOST_COUNTED).to(tl.float32)
+        products = tl.fma(numbers, frequency, 0.0)
+    else:
+        products = tl.fma(_above_base(counts), frequency, -COUNT_BASE * frequency)
+    return products
+
+
+@triton.jit
+def _apply_penalties(x, block, inverse):
+    """Apply penalties to values [F, 4], without the draft tokens before the row."""
+    if block.repetition != 1:
+        x = _apply_repetition_block(x, block.seen, block.repetition, inverse)
+    if (block.presence != 0) | (block.frequency != 0):
+        if block.presence != 0:
+            x = x - tl.where(block.counts != 0, block.presence, 0.0)
+        x = x - _products_of(block.counts, block.frequency)
+    return x
+
+
+@triton.jit
+def _has_draft(processing, first, end):
+    """Whether a draft token before the row is, or may be, one of the ids ``first`` to ``end``."""
+    places = tl.arange(0, DRAFTS)
+    drafts = tl.load(processing.draft_ptr + places, mask=places < processing.num_before, other=-1)
+    is_here = (drafts >= first) & (drafts < end)
+    return (tl.max(is_here.to(tl.int32), axis=0) > 0) | (processing.num_before > DRAFTS)
+
+
+@triton.jit
+def load_shared_processing(processing, first, end):
+    """Load what all blocks between two ids share."""
+    return SharedProcessing(
+        tl.div_rn(1.0, processing.repetition), _has_draft(processing, first, end)
+    )
+
+
+@triton.jit
+def unknown_shared_processing():
+    """A neutral value until `load_shared_processing` is loaded."""
+    return SharedProcessing(tl.full([], 1.0, tl.float32), tl.full([], 1, tl.int1))
+
+
+@triton.jit
+def _process_drafts(x, first, vocab, row_ptr, processing):
+    """Process the ids of draft tokens before the row again, with these drafts counted."""
+    SIZE: tl.constexpr = x.shape[0]
+    if _has_draft(processing, first, first + SIZE):
+        again = load_processing(
+            processing.slot, processing.pools, processing.draft_ptr, processing.num_before
+        )
+        for place in range(processing.num_before):
+            draft = _draft_of(processing.draft_ptr, place)
+            is_here = (draft >= first) & (draft < first + SIZE) & (draft < vocab)
+            value = tl.load(row_ptr + draft, mask=is_here, other=0.0).to(tl.float32)
+            value = process_values(
+                tl.where(value == value, value, float("-inf")), draft, is_here, again
+            )
+            x = tl.where(is_here & (tl.arange(0, SIZE) == draft - first), value, x)
+    return x
+
+
+@triton.jit
+def process_block(x, block, first, vocab, row_ptr, processing, shared):
+    """`process_values` for a block whose processing `load_block_processing` loaded; NaN may remain.
+
+    Draft tokens are few, so most blocks hold none.
+    """
+    SIZE: tl.constexpr = x.shape[0]
+    if block.bias_row >= 0:
+        places = tl.arange(0, SIZE)
+        bias_ptr = (
+            processing.pools.bias_ptr + block.bias_row.to(tl.int64) * processing.pools.vocab + first
+        )
+        x = _add_bias(x, places, places < vocab - first, block.bias_row, bias_ptr)
+    if block.allowed_row >= 0:
+        x = tl.where(tl.reshape(_bits_of_fours(block.allowed), [SIZE]), x, float("-inf"))
+    if block.count_row >= 0:
+        x = tl.reshape(
+            _apply_penalties(tl.reshape(x, [SIZE // 4, 4]), block, shared.inverse), [SIZE]
+        )
+        if shared.is_near_draft:
+            x = _process_drafts(x, first, vocab, row_ptr, processing)
+    return x
+
+
+@triton.jit
+def early_stops(slot, index, vocab, STOPS: tl.constexpr):
+    """The stop ids of a request [STOPS], and which ones ``min_tokens`` disallows at ``index``."""
+    stops = tl.load(slot + STOP_IDS + tl.arange(0, STOPS))
+    first = tl.load(slot + PROMPT_LEN).to(tl.int64) + tl.load(slot + MIN_TOKENS)
+    return stops, (index < first) & (stops >= 0) & (stops < vocab)
+
+
+@triton.jit
+def word_ends(
+    slot,
+    offset,
+    words_ptr,
+    draft_ptr,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
+):
+    """The ids [WORDS] that would complete a bad word after the slot's recent tokens and ``offset``
+    draft tokens; -1: none."""
+    words_row = tl.load(slot + WORDS_ROW).to(tl.int64)
+    lanes = tl.arange(0, WORDS)
+    ends = tl.full([WORDS], -1, tl.int32)
+    if words_row >= 0:
+        places = tl.arange(0, LENGTH)
+        word_ptr = words_ptr + words_row * (WORDS * LENGTH)
+        parts = tl.load(word_ptr + lanes[:, None] * LENGTH + places[None, :])
+        # a word's last token follows the slot's recent tokens, then draft tokens
+        back = LENGTH - 1 - places
+        from_slot = LENGTH + offset - back
+        tokens = tl.load(
+            slot + RECENT + from_slot,
+            mask=(back > 0) & (from_slot < LENGTH),
+            other=-1,
+        ).to(tl.int64)
+        if HAS_DRAFTS:
+            at = from_slot - LENGTH
+            drafts = tl.load(draft_ptr + at, mask=(back > 0) & (from_slot >= LENGTH), other=-1).to(
+                tl.int64
+            )
+            tokens = tl.where(from_slot < LENGTH, tokens, drafts)
+        fits = (parts < 0) | (back == 0)[None, :] | (parts == tokens[None, :])
+        begins = tl.min(fits.to(tl.int32), axis=1) == 1
+        last = tl.max(tl.where((back == 0)[None, :], parts, -1), axis=1)
+        ends = tl.where(begins, last, -1)
+    return ends
+
+
+@triton.jit
+def _taken(row_allowed, ids, pool_vocab):
+    """Whether ids are allowed, 0 or 1."""
+    inside = (ids >= 0) & (ids < pool_vocab)
+    return bits_of(row_allowed, ids, inside)
+
+
+@triton.jit
+def leaves_some(
+    row_allowed, stops, hidden, ends, pool_vocab, STOPS: tl.constexpr, WORDS: tl.constexpr
+):
+    """Whether an allowed id remains without the ``hidden`` stop ids and the ends of bad words."""
+    columns = tl.arange(0, STOPS)
+    lanes = tl.arange(0, WORDS)
+    held = tl.where(hidden, stops, -1)
+    again = (held[:, None] == held[None, :]) & (columns[None, :] < columns[:, None])
+    again = tl.max(again.to(tl.int32), axis=1)
+    again_word = tl.max((held[:, None] == ends[None, :]).to(tl.int32), axis=1)
+    taken = _taken(row_allowed, held, pool_vocab) & (1 - again) & (1 - again_word)
+    twice = (ends[:, None] == ends[None, :]) & (lanes[None, :] < lanes[:, None])
+    twice = tl.max(twice.to(tl.int32), axis=1)
+    left = tl.load(row_allowed + num_words(pool_vocab)) - tl.sum(taken, axis=0)
+    left -= tl.sum(_taken(row_allowed, ends, pool_vocab) & (1 - twice), axis=0)
+    return left > 0
+
+
+@triton.jit
+def _take_out(row_allowed, ids):
+    """Clear the bits of ids (-1: none); returns the ids whose bits were set, each once."""
+    is_id = ids >= 0
+    known = tl.where(is_id, ids, 0)
+    bit = 1 << (known & (WORD_BITS - 1))
+    old = tl.atomic_and(row_allowed + (known >> WORD_SHIFT), ~bit, mask=is_id)
+    return tl.where(is_id & ((old & bit) != 0), ids, -1)
+
+
+@triton.jit
+def _put_back(row_allowed, ids):
+    """Set the bits of ids (-1: none)."""
+    is_id = ids >= 0
+    known = tl.where(is_id, ids, 0)
+    bit = 1 << (known & (WORD_BITS - 1))
+    tl.atomic_or(row_allowed + (known >> WORD_SHIFT), bit, mask=is_id)
+
+
+@triton.jit
+def update_draft_mask(
+    slot,
+    index,
+    offset,
+    allowed_ptr,
+    masked_ids_ptr,
+    words_ptr,
+    draft_ptr,
+    pool_vocab,
+    STOPS: tl.constexpr,
+    WORDS: tl.constexpr,
+    LENGTH: tl.constexpr,
+    HAS_DRAFTS: tl.constexpr,
+):
+    """Update the draft mask of a request for its draft at ``index``, after ``offset`` other drafts.
+
+    Ids masked for the previous draft are allowed again. The caller synchronizes the program's
+    threads if it wrote the tokens before this draft.
+    """
+    allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
+    if allowed_row >= 0:
+        row_allowed = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
+        columns = tl.arange(0, STOPS)
+        lanes = tl.arange(0, WORDS)
+        row_masked_ids = masked_ids_ptr + allowed_row * (STOPS + WORDS)
+        _put_back(row_allowed, tl.load(row_masked_ids + columns))
+        _put_back(row_allowed, tl.load(row_masked_ids + STOPS + lanes))
+        tl.debug_barrier()
+        stops, hidden = early_stops(slot, index, pool_vocab, STOPS)
+        ends = word_ends(slot, offset, words_ptr, draft_ptr, WORDS, LENGTH, HAS_DRAFTS)
+        hidden = hidden & leaves_some(row_allowed, stops, hidden, ends, pool_vocab, STOPS, WORDS)
+        tl.debug_barrier()
+        ends = tl.where(ends < pool_vocab, ends, -1)
+        tl.store(row_masked_ids + columns, _take_out(row_allowed, tl.where(hidden, stops, -1)))
+        tl.store(row_masked_ids + STOPS + lanes, _take_out(row_allowed, ends))

@@ -1,0 +1,129 @@
+"""Partial results of log-probabilities that the scan of `sample_tokens` writes.
+
+The scan reads the N rows of logits [N, V] in blocks of consecutive columns. A chunk of a block is
+what a few neighbouring threads of a program hold: some segments of columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from typing_extensions import Self
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.ops.checks import expect_tensor
+
+FEW_ROWS = 33
+"""At most so many rows are read in small blocks, so that all of a device is busy."""
+LOAD_BYTES = 16
+"""Bytes per load of a thread."""
+
+
+class ChunkLayout(NamedTuple):
+    """Which columns of a row form a chunk.
+
+    Thread t of ``threads`` holds ``each`` neighbours of every ``threads * each`` columns of a
+    block, starting at ``t * each``. Kernels take the layout as one constant. It is a tuple of
+    integers because Triton passes constants to JIT hooks as JSON.
+    """
+
+    block: int  # columns
+    chunks: int  # of a block
+    threads: int
+    each: int
+
+    @classmethod
+    def of(cls, logits: torch.Tensor) -> Self:
+        """Return the layout of unprocessed rows, by their number and dtype."""
+        each = LOAD_BYTES // logits.element_size()
+        if logits.shape[0] <= FEW_ROWS:
+            return cls.small(each)
+        return cls(block=4096, chunks=32, threads=128, each=each)
+
+    @classmethod
+    def small(cls, each: int) -> Self:
+        """Return the layout of few rows, or of rows whose processing takes registers."""
+        return cls(block=1024, chunks=8, threads=64, each=each)
+
+    @classmethod
+    def wide(cls, each: int, warps: int) -> Self:
+        """Return the layout of rows that one program of ``warps`` warps reads."""
+        return cls(block=512 * warps, chunks=4 * warps, threads=32 * warps, each=each)
+
+    @property
+    def warps(self) -> int:
+        """Warps of a program."""
+        return self.threads // 32
+
+    @property
+    def wraps(self) -> int:
+        """Loads per thread and block."""
+        return self.block // (self.threads * self.each)
+
+    @property
+    def chunk_threads(self) -> int:
+        """Threads per chunk."""
+        return self.threads // self.chunks
+
+    @property
+    def segment(self) -> int:
+        """Consecutive columns of a chunk within one load of all threads."""
+        return self.chunk_threads * self.each
+
+    @property
+    def chunk_size(self) -> int:
+        """Columns per chunk."""
+        return self.block // self.chunks
+
+    def num_blocks(self, vocab: int) -> int:
+        """Number of blocks of a row."""
+        return -(-vocab // self.block)
+
+    def num_chunks(self, vocab: int) -> int:
+        """Number of chunks of a row, C; some of the last block's may be empty."""
+        return self.num_blocks(vocab) * self.chunks
+
+    def chunks_of(self, columns: torch.Tensor) -> torch.Tensor:
+        """The chunk of each column, int64."""
+        thread = columns % (self.threads * self.each) // self.each
+        return columns // self.block * self.chunks + thread // self.chunk_threads
+
+
+@dataclass(frozen=True)
+class RowSums:
+    """Log-sum-exp partials of unprocessed rows.
+
+    Both tensors are unspecified for rows whose request returns no log-probabilities.
+    """
+
+    tops: torch.Tensor
+    """[N, C] float32: the maximum of every chunk; NaN counts as -inf."""
+    masses: torch.Tensor
+    """[N] float32: the sum of exp(x - row maximum); 0 for a row of -inf, unspecified for a row that
+    holds +inf."""
+    layout: ChunkLayout
+
+    @classmethod
+    def unwritten(cls, logits: torch.Tensor) -> Self:
+        """Allocate the tensors for rows of logits [N, V]."""
+        layout, rows = ChunkLayout.of(logits), logits.shape[0]
+        num_chunks = layout.num_chunks(logits.shape[-1])
+        tops = torch.empty(rows, num_chunks, dtype=torch.float32, device=logits.device)
+        return cls(tops, torch.empty(rows, dtype=torch.float32, device=logits.device), layout)
+
+    def check(self, logits: torch.Tensor) -> None:
+        """Check that the tensors fit rows of ``logits`` [N, V].
+
+        Raises:
+            TensorContractError: another shape, dtype, device or layout.
+        """
+        layout = ChunkLayout.of(logits)
+        if self.layout != layout:
+            raise TensorContractError(f"sums: expected chunks as {layout}, got {self.layout}")
+        rows, chunks = logits.shape[0], layout.num_chunks(logits.shape[1])
+        common: dict[str, Any] = {"dtype": torch.float32, "device": logits.device}
+        common["contiguous"] = True
+        expect_tensor("sums, tops", self.tops, shape=(rows, chunks), **common)
+        expect_tensor("sums, masses", self.masses, shape=(rows,), **common)

@@ -1,1 +1,0 @@
-from tests.executor.test_draft_bans import *  # noqa: F403

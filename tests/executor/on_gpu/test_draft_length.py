@@ -1,1 +1,0 @@
-from tests.executor.test_draft_length import *  # noqa: F403

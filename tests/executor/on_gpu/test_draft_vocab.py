@@ -1,1 +1,0 @@
-from tests.executor.test_draft_vocab import *  # noqa: F403

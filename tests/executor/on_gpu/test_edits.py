@@ -1,1 +1,0 @@
-from tests.executor.test_edits import *  # noqa: F403

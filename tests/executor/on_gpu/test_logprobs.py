@@ -1,1 +1,0 @@
-from tests.executor.test_logprobs import *  # noqa: F403

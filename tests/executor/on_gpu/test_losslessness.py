@@ -1,1 +1,0 @@
-from tests.executor.test_losslessness import *  # noqa: F403

@@ -1,1 +1,0 @@
-from tests.executor.test_properties import *  # noqa: F403

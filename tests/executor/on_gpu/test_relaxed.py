@@ -1,1 +1,0 @@
-from tests.executor.test_relaxed import *  # noqa: F403

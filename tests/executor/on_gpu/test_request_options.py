@@ -1,1 +1,0 @@
-from tests.executor.test_request_options import *  # noqa: F403

@@ -1,1 +1,0 @@
-from tests.executor.test_residual import *  # noqa: F403

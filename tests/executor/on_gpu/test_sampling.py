@@ -1,1 +1,0 @@
-from tests.executor.test_sampling import *  # noqa: F403

@@ -1,1 +1,0 @@
-from tests.executor.test_scenarios import *  # noqa: F403

@@ -1,1 +1,0 @@
-from tests.executor.test_stop_callback import *  # noqa: F403

@@ -1,1 +1,0 @@
-from tests.executor.test_synthetic import *  # noqa: F403

@@ -1,1 +1,0 @@
-from tests.executor.test_thinking_budget import *  # noqa: F403

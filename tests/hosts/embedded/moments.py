@@ -1,0 +1,410 @@
+"""Calls of an executor at moments when something of it already runs, each in a process of its own.
+
+``python -m tests.hosts.embedded.moments CHECKPOINT`` prints a line of JSON for each case: what
+became of the inner call, what of the call around it, and whether everything was given back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import gc
+import json
+import os
+import random
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
+from mtp_plugin.hosts.embedded.models import load_model
+
+TIME_LIMIT_S = 20.0
+GREEDY = SamplingParams(max_new_tokens=5, ignore_eos=True)
+LONG = SamplingParams(max_new_tokens=110, ignore_eos=True)
+
+
+class Room:
+    """An executor, its requests, and one call to make at the moment that a case names."""
+
+    def __init__(self, model: Any, path: str, call: Callable[[Room], Any]) -> None:
+        self.call: Callable[[Room], Any] | None = call
+        self.inner = "never called"
+        self.at: str | None = None
+        self.llm = LLM(
+            {
+                "model": path,
+                "device": "cpu",
+                "max_seq_len": 128,
+                "speculative_config": {"decoding_type": "MTP", "max_draft_len": 2},
+                "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 1024},
+            },
+            model=model,
+            tokenizer=Letters(self),
+            stop_callback=self.on_stop,
+        )
+        self.other = self.llm.submit([7, 8], LONG)
+        self.stream = self.llm.stream([[1, 2, 3]], GREEDY)
+        self.on_step: Callable[[], object] = lambda: self.reach("step")
+        engine = self.llm.executor.engine
+        forward = engine.forward
+
+        def watched(*args: Any) -> Any:
+            self.on_step()
+            return forward(*args)
+
+        engine.forward = watched  # type: ignore[method-assign]
+
+    def reach(self, moment: str) -> None:
+        """Make the call where this is its moment."""
+        if moment == self.at:
+            self.make_call()
+
+    def make_call(self, *_: object) -> None:
+        """The call, the first time."""
+        call, self.call = self.call, None
+        if call is None:
+            return
+        try:
+            call(self)
+        except BaseException as error:
+            self.inner = type(error).__name__
+            raise
+        self.inner = "worked"
+
+    def on_stop(self, _: object) -> list[int]:
+        self.reach("stop callback")
+        return []
+
+    def read(self) -> None:
+        """The stream to its end."""
+        for _ in self.stream:
+            pass
+
+    def end(self) -> str:
+        """The final state."""
+        llm, self.at = self.llm, None
+        self.other.abort()
+        self.stream.close()
+        del self.other
+        if not llm.executor.is_closed and len(llm.generate([1, 2], GREEDY)[0].token_ids) != 5:
+            return "broken"
+        deadline = time.monotonic() + TIME_LIMIT_S / 4
+        while llm.blocks.num_free_blocks != llm.blocks.num_blocks or llm.executor.has_work:
+            if time.monotonic() > deadline:
+                return "leaked"
+            time.sleep(1e-3)
+        return "shut down" if llm.executor.is_closed else "goes on"
+
+
+class Letters:
+    """A letter is a token."""
+
+    def __init__(self, room: Room) -> None:
+        self.room = room
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        del add_special_tokens
+        self.room.reach("encode")
+        return [ord(letter) % 100 for letter in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        del skip_special_tokens
+        self.room.reach("decode")
+        return "".join(chr(33 + token % 90) for token in token_ids)
+
+
+# --- calls ---
+
+
+def _result_of_another(room: Room) -> None:
+    room.other.result()
+
+
+def _submit_and_wait(room: Room) -> None:
+    room.llm.submit([4, 5], GREEDY).result()
+
+
+def _abort(room: Room) -> None:
+    if not room.llm.abort(room.other.request_id):
+        raise LookupError("nothing to abort")
+
+
+def _await_another(room: Room) -> None:
+    async def wait() -> None:
+        await room.other
+
+    asyncio.run(wait())
+
+
+def _submit_in_a_loop(room: Room) -> None:
+    async def submit() -> None:
+        room.other = room.llm.submit([4, 5], GREEDY)
+        await asyncio.sleep(0)
+
+    asyncio.run(submit())
+
+
+def _stream_async(room: Room) -> None:
+    async def read() -> None:
+        async for _ in room.llm.stream_async([4, 5], GREEDY):
+            break
+
+    asyncio.run(read())
+
+
+def _submit_text_in_a_loop(room: Room) -> None:
+    async def submit() -> None:
+        await room.llm.submit("bad", GREEDY)
+
+    asyncio.run(submit())
+
+
+def _async_with(room: Room) -> None:
+    async def leave() -> None:
+        async with room.llm:
+            pass
+
+    asyncio.run(leave())
+
+
+CALLS: dict[str, Callable[[Room], Any]] = {
+    "generate": lambda room: room.llm.generate([4, 5], GREEDY),
+    "generate text": lambda room: room.llm.generate("abc", GREEDY),
+    "next of a stream": lambda room: next(room.llm.stream([4, 5], GREEDY)),
+    "next of the stream": lambda room: next(room.stream),
+    "close the stream": lambda room: room.stream.close(),
+    "submit": lambda room: room.llm.submit([4, 5], GREEDY),
+    "submit text": lambda room: room.llm.submit("abc", GREEDY),
+    "submit in a loop": _submit_in_a_loop,
+    "submit text in a loop": _submit_text_in_a_loop,
+    "submit and wait": _submit_and_wait,
+    "result of another": _result_of_another,
+    "await another": _await_another,
+    "generate_async": lambda room: asyncio.run(room.llm.generate_async([4, 5], GREEDY)),
+    "generate_async text": lambda room: asyncio.run(room.llm.generate_async("bad", GREEDY)),
+    "stream_async": _stream_async,
+    "abort": _abort,
+    "shutdown": lambda room: room.llm.shutdown(),
+    "async with": _async_with,
+}
+LOOPED = frozenset(
+    {
+        "submit in a loop",
+        "submit text in a loop",
+        "await another",
+        "generate_async",
+        "generate_async text",
+        "stream_async",
+        "async with",
+    }
+)
+"""Calls with an event loop of their own."""
+
+
+# --- moments ---
+
+
+def _within(moment: str) -> Callable[[Room], None]:
+    def around(room: Room) -> None:
+        room.at = moment
+        room.read()
+
+    return around
+
+
+def _encode(room: Room) -> None:
+    room.at = "encode"
+    room.llm.generate("xyz", GREEDY)
+
+
+def _signal(room: Room) -> None:
+    """The handler runs in the main thread, which waits for a step."""
+    main_thread = threading.get_ident()
+    signal.signal(signal.SIGALRM, room.make_call)
+
+    def step_slowly() -> None:
+        room.on_step = lambda: None
+        signal.pthread_kill(main_thread, signal.SIGALRM)
+        time.sleep(0.02)
+
+    room.on_step = step_slowly
+    room.read()
+
+
+def _signal_in_a_loop(room: Room) -> None:
+    """The handler runs in the thread of an event loop that waits for a step."""
+    main_thread = threading.get_ident()
+    signal.signal(signal.SIGALRM, room.make_call)
+
+    def step_slowly() -> None:
+        room.on_step = lambda: None
+        signal.pthread_kill(main_thread, signal.SIGALRM)
+        time.sleep(0.02)
+
+    async def main() -> None:
+        room.on_step = step_slowly
+        await room.llm.generate_async([9, 9], GREEDY)
+
+    asyncio.run(main())
+
+
+def _coroutine(room: Room) -> None:
+    """An event loop makes the call while the engine thread steps."""
+
+    async def main() -> None:
+        async for _ in room.llm.stream_async([9, 9], GREEDY):
+            room.make_call()
+
+    asyncio.run(main())
+
+
+def _consumer(room: Room) -> None:
+    for _ in room.stream:
+        room.make_call()
+
+
+def _collected(room: Room) -> None:
+    """The collector makes the call within a step."""
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+
+        def __del__(self) -> None:
+            with suppress(Exception):
+                room.make_call()
+
+    gc.disable()
+    Cycle()
+    room.on_step = lambda: room.call and gc.collect()
+    room.read()
+
+
+MOMENTS: dict[str, Callable[[Room], None]] = {
+    "step": _within("step"),
+    "decode": _within("decode"),
+    "stop callback": _within("stop callback"),
+    "encode": _encode,
+    "signal": _signal,
+    "signal in a loop": _signal_in_a_loop,
+    "coroutine": _coroutine,
+    "consumer": _consumer,
+    "collected": _collected,
+}
+ALIKE = ("decode", "stop callback", "collected", "signal in a loop")
+"""Moments of which a few calls are enough."""
+FEW = ("generate", "submit text", "submit text in a loop", "close the stream", "abort", "shutdown")
+IN_A_LOOP = ("coroutine", "signal in a loop")
+"""Moments where Python itself refuses another event loop."""
+
+
+def cases() -> list[tuple[str, str]]:
+    """(Moment, call) of every case."""
+    return [
+        (moment, call)
+        for moment in MOMENTS
+        for call in (FEW if moment in ALIKE else CALLS)
+        if not (moment in IN_A_LOOP and call in LOOPED)
+    ] + [("at any time", call) for call in STORMS]
+
+
+# --- signals at any time ---
+
+
+def _interrupt(_: Room) -> None:
+    raise KeyboardInterrupt
+
+
+STORMS: dict[str, Callable[[Room], Any]] = {
+    **{name: CALLS[name] for name in ("generate", "generate text", "submit", "abort")},
+    "interrupt": _interrupt,
+}
+NUM_SIGNALS = 15
+
+
+def _storm(call: str, model: Any, path: str) -> dict[str, str]:
+    """Signals while generating, again and again, each some time after the last one was handled."""
+    rng = random.Random(call)
+    room = Room(model, path, lambda _: None)
+    num_calls = 0
+
+    def handle(*_: object) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        with suppress(LookupError):
+            STORMS[call](room)
+
+    signal.signal(signal.SIGALRM, handle)
+    outcomes = set()
+    for _ in range(NUM_SIGNALS):
+        room.other = room.llm.submit([7, 8], GREEDY)
+        delay = 10 ** rng.uniform(-4, -1.5)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, delay)
+            room.llm.generate(["xyz", [1, 2, 3]], GREEDY)
+            while signal.getitimer(signal.ITIMER_REAL)[0]:
+                time.sleep(1e-4)
+        except BaseException as error:
+            outcomes.add(type(error).__name__)
+    outcomes -= {"KeyboardInterrupt"} if call == "interrupt" else set()
+    inner = next(iter(sorted(outcomes)), "worked")
+    return {
+        "inner": inner,
+        "outer": "worked",
+        "end": room.end() if num_calls == NUM_SIGNALS else "few",
+    }
+
+
+def _run(moment: str, call: str, model: Any, path: str) -> dict[str, str]:
+    if moment not in MOMENTS:
+        return _storm(call, model, path)
+    room = Room(model, path, CALLS[call])
+    outer = "worked"
+    try:
+        MOMENTS[moment](room)
+    except BaseException as error:
+        outer = type(error).__name__
+    return {"inner": room.inner, "outer": outer, "end": room.end()}
+
+
+def _in_a_process(moment: str, call: str, model: Any, path: str) -> dict[str, str]:
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        faulthandler.dump_traceback_later(TIME_LIMIT_S / 2)
+        os.write(writing, json.dumps(_run(moment, call, model, path)).encode())
+        os._exit(0)
+    os.close(writing)
+    deadline = time.monotonic() + TIME_LIMIT_S
+    while os.waitpid(child, os.WNOHANG)[0] == 0:
+        if time.monotonic() > deadline:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return {"inner": "hangs"}
+        time.sleep(0.005)
+    with os.fdopen(reading) as stream:
+        return dict(json.loads(stream.read() or '{"inner": "died"}'))
+
+
+def main() -> None:
+    """Run the cases."""
+    path = sys.argv[1]
+    torch.set_num_threads(1)
+    model = load_model(path, num_mtp_layers=2)
+    gc.collect()
+    gc.freeze()
+    for moment, call in cases():
+        found = _in_a_process(moment, call, model, path)
+        sys.stdout.write(json.dumps({"moment": moment, "call": call, **found}) + "\n")
+        sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

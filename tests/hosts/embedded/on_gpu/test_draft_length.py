@@ -1,0 +1,1 @@
+from tests.hosts.embedded.test_draft_length import *  # noqa: F403

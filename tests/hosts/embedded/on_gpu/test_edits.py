@@ -1,0 +1,1 @@
+from tests.hosts.embedded.test_edits import *  # noqa: F403

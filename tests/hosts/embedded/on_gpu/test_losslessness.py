@@ -1,0 +1,1 @@
+from tests.hosts.embedded.test_losslessness import *  # noqa: F403

@@ -1,0 +1,1 @@
+from tests.hosts.embedded.test_properties import *  # noqa: F403

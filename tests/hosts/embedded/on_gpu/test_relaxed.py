@@ -1,0 +1,1 @@
+from tests.hosts.embedded.test_relaxed import *  # noqa: F403

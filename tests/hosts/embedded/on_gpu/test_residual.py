@@ -1,0 +1,1 @@
+from tests.hosts.embedded.test_residual import *  # noqa: F403

@@ -1,0 +1,1 @@
+from tests.hosts.embedded.test_sampling import *  # noqa: F403

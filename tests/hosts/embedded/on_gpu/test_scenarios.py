@@ -1,0 +1,1 @@
+from tests.hosts.embedded.test_scenarios import *  # noqa: F403

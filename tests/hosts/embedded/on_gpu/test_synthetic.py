@@ -1,0 +1,1 @@
+from tests.hosts.embedded.test_synthetic import *  # noqa: F403

@@ -1,0 +1,1 @@
+from tests.hosts.embedded.test_thinking_budget import *  # noqa: F403

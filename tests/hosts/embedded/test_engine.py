@@ -1,0 +1,288 @@
+"""The engine thread: what callers may rely on, whichever thread they run in."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import ExecutorError
+from mtp_plugin.hosts.embedded import event_stream
+from mtp_plugin.hosts.embedded.engine import FORKED, WITHIN_A_STEP
+from tests.hosts.embedded.conftest import TRAINED, assert_drained, wait_until
+from tests.hosts.embedded.test_llm_api import Pieces, by_request, greedy
+
+
+def watch_steps(llm: Any, call: Any) -> None:
+    """Call a function with the batch of every step, before it runs."""
+    forward = llm.executor.engine.forward
+
+    def watched(batch: Any, *args: Any) -> Any:
+        call(batch)
+        return forward(batch, *args)
+
+    llm.executor.engine.forward = watched
+
+
+# --- (a) batches ---
+
+
+def test_prompts_of_one_call_enter_one_step_in_the_order_of_the_call(harness, prompts) -> None:
+    llm = harness.llm()
+    batches: list[list[int]] = []
+    watch_steps(llm, lambda batch: batches.append([r.request_id for r in batch.context_requests]))
+    with ThreadPoolExecutor(4) as pool:
+        calls = [pool.submit(llm.generate, prompts[:2], greedy(6)) for _ in range(12)]
+        ids = [[output.request_id for output in call.result(60)] for call in calls]
+    entered = [batch for batch in batches if batch]
+    for first, second in ids:
+        assert first < second
+        assert any({first, second} <= set(batch) for batch in entered)
+    assert sorted(request_id for batch in entered for request_id in batch) == list(range(24))
+
+
+# --- (b) state of the thread ---
+
+
+def test_steps_run_in_inference_mode_in_one_thread(harness) -> None:
+    llm = harness.llm()
+    seen: set[tuple[bool, str]] = set()
+    watch_steps(
+        llm,
+        lambda _: seen.add((torch.is_inference_mode_enabled(), threading.current_thread().name)),
+    )
+    llm.generate([[1], [2]], greedy(4))
+    asyncio.run(llm.generate_async([1, 2], greedy(4)))
+    assert seen == {(True, "mtp-engine")}
+
+
+@pytest.mark.gpu
+def test_steps_run_on_the_device_and_stream_of_the_constructor(harnesses) -> None:
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        llm = harnesses("echo", {"device": "cuda"}).llm()
+    seen: set[Any] = set()
+    watch_steps(llm, lambda _: seen.add(torch.cuda.current_stream().cuda_stream))
+    llm.generate([[1], [2]], greedy(4))
+    assert seen == {stream.cuda_stream}
+
+
+# --- (c) lifetime ---
+
+
+def test_thread_ends_when_the_executor_is_dropped(harness) -> None:
+    gc.collect()
+    gc.disable()
+    try:
+        llm = harness.llm()
+        llm.generate([[1, 2]], greedy(4))
+        thread = llm._engine._thread
+        parts = [weakref.ref(part) for part in (llm, llm._engine, llm.executor, llm.pools)]
+        del llm
+        thread.join(20)
+        assert not thread.is_alive()
+        assert [part() for part in parts] == [None] * 4
+    finally:
+        gc.enable()
+
+
+EXITS = {
+    "idle": "llm.generate([[1, 2]], params)",
+    "running": "handle = llm.submit([1, 2], params)",
+    "unread stream": "stream = llm.stream([[1, 2]], params); next(stream)",
+    "in a cycle": "llm.me = llm; handle = llm.submit([1, 2], params); del llm, handle",
+    "async": "import asyncio; asyncio.run(llm.generate_async([1, 2], params)); "
+    "handle = llm.submit([1, 2], params)",
+    "error": "handle = llm.submit([1, 2], params); raise SystemExit(0)",
+}
+
+
+@pytest.mark.parametrize("name", EXITS)
+def test_interpreter_exits_without_shutdown(name: str) -> None:
+    code = (
+        "from mtp_plugin import LLM, SamplingParams\n"
+        f"llm = LLM({TRAINED!r}, device='cpu', on_progress=lambda _: None)\n"
+        "params = SamplingParams(max_tokens=100, ignore_eos=True)\n"
+        f"{EXITS[name]}\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- (d) calls within a step ---
+
+
+def test_callback_may_submit_and_abort_but_not_wait(harness, target) -> None:
+    errors: list[str] = []
+    handles: list[Any] = []
+
+    def callback(_: Any) -> None:
+        if handles:
+            return
+        handles.append(llm.submit([4, 5], greedy(6)))
+        handles.append(llm.submit([7, 8], greedy(100)))
+        assert llm.abort(handles[1].request_id)
+        calls = (
+            lambda: llm.generate([1], greedy(2)),
+            lambda: next(llm.stream([1], greedy(2))),
+            handles[0].result,
+            lambda: asyncio.run(llm.generate_async([1], greedy(2))),
+        )
+        for call in calls:
+            with pytest.raises(ExecutorError) as refused:
+                call()
+            errors.append(str(refused.value))
+
+    llm = harness.llm(stop_callback=callback)
+    (output,) = llm.generate([[1, 2, 3]], greedy(12))
+    assert output.token_ids == target.greedy([1, 2, 3], 12)
+    assert errors == [WITHIN_A_STEP] * 4
+    assert handles[0].result().token_ids == target.greedy([4, 5], 6)
+    assert handles[1].result().finish_reason == "abort"
+    assert_drained(llm)
+
+
+# --- (e) slow readers ---
+
+
+@pytest.mark.parametrize("no_overlap", [True, False])
+def test_slow_reader_holds_few_events_and_gets_every_token(
+    harness, target, prompts, no_overlap
+) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap, tokenizer=Pieces())
+    slow = llm.stream(prompts[:2], greedy(60, logprobs=1))
+    steps = [next(slow)]
+    (other,) = llm.generate([prompts[2]], greedy(60))
+    unread = slow._buffer.unread.qsize()
+    assert unread <= event_stream.UNREAD_STEPS + 2
+    steps += slow
+    assert by_request(steps) == {i: target.greedy(prompts[i], 60) for i in (0, 1)}
+    for i in (0, 1):
+        events = [event for step in steps for event in step if event.request_id == i]
+        text = "".join(event.text for event in events)
+        assert text == Pieces().decode(target.greedy(prompts[i], 60), skip_special_tokens=True)
+        assert sum(len(event.logprobs) for event in events) == 60
+    assert other.token_ids == target.greedy(prompts[2], 60)
+    assert_drained(llm)
+
+
+def test_steps_wait_for_a_reader_that_is_alone(harness) -> None:
+    llm = harness.llm()
+    stream = llm.stream([[1, 2, 3]], greedy(100))
+    next(stream)
+    assert wait_until(lambda: stream._buffer.is_full)
+    llm._engine.flush()
+    num_steps = llm.executor.num_steps
+    time.sleep(0.1)
+    assert llm.executor.num_steps == num_steps < 8
+    stream.close()
+    assert_drained(llm)
+
+
+def test_slow_async_reader_holds_few_events(harness, target) -> None:
+    llm = harness.llm()
+    truth = target.greedy([1, 2], 110)
+
+    async def main() -> list[int]:
+        slow = llm.stream_async([1, 2], greedy(110))
+        tokens = list((await anext(slow)).token_ids)
+        for _ in range(3):
+            llm.generate([[3]], greedy(110))  # blocks the event loop
+        async for event in slow:
+            tokens += event.token_ids
+        return tokens
+
+    assert asyncio.run(asyncio.wait_for(main(), 60)) == truth
+    assert_drained(llm)
+
+
+# --- (f) callers that leave ---
+
+
+@pytest.mark.parametrize("wait", ["generate", "stream", "result"])
+def test_interrupt_of_a_waiting_caller_aborts_its_requests(harness, request, wait: str) -> None:
+    # a process in the background ignores interrupts
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
+    llm = harness.llm(max_batch_size=2)
+    main_thread = threading.get_ident()
+    in_step = threading.Event()
+
+    def interrupt(_: Any) -> None:
+        if llm.executor.num_steps > 4 and not in_step.is_set():
+            in_step.set()
+            signal.pthread_kill(main_thread, signal.SIGINT)
+            time.sleep(0.05)
+
+    watch_steps(llm, interrupt)
+    calls = {
+        "generate": lambda: llm.generate([[1, 2, 3]] * 8, greedy(100)),
+        "stream": lambda: list(llm.stream([[1, 2, 3]], greedy(100))),
+        "result": lambda: llm.submit([1, 2, 3], greedy(100)).result(),
+    }
+    with pytest.raises(KeyboardInterrupt):
+        calls[wait]()
+    gc.collect()
+    assert wait_until(lambda: not llm._engine._sinks)
+    assert_drained(llm)
+    assert llm.executor.num_steps < 40
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_forked_child_gets_a_named_error(harness) -> None:
+    llm = harness.llm()
+    llm.generate([[1, 2]], greedy(2))
+    handle = llm.submit([1, 2], greedy(100))
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        found = []
+        calls = (
+            lambda: llm.generate([[1]], greedy(2)),
+            lambda: next(llm.stream([[1]], greedy(2))),
+            lambda: llm.submit([1], greedy(2)),
+            handle.result,
+        )
+        for call in calls:
+            try:
+                call()
+            except ExecutorError as error:
+                found.append(str(error))
+        llm.shutdown()
+        os.write(writing, "\n".join(found).encode())
+        os._exit(0)
+    os.close(writing)
+    assert wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+    with os.fdopen(reading) as stream:
+        assert stream.read().split("\n") == [FORKED] * 4
+    assert handle.result().finish_reason == "length"
+    assert_drained(llm)
+
+
+def test_failure_of_the_thread_reaches_every_caller(harness, monkeypatch, caplog) -> None:
+    llm = harness.llm()
+    handle = llm.submit([1, 2], greedy(100))
+
+    def broken(_: Any) -> None:
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(llm._engine, "_deliver", broken)
+    with pytest.raises(ExecutorError, match="shut down"):
+        handle.result()
+    assert not llm.is_running
+    with pytest.raises(ExecutorError, match="shut down"):
+        llm.generate([[1]], greedy(2))
+    assert "the engine thread failed" in caplog.text

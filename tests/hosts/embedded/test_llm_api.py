@@ -1,0 +1,850 @@
+"""The Python API: generate, stream, async streams; closing early, failures, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import random
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import aclosing
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.hosts.embedded import LLM, RequestOutput, SamplingParams, StepEvent, event_stream
+from mtp_plugin.hosts.embedded.gc_freeze import GCFreeze
+from mtp_plugin.requests.states import FinishReason
+from tests.hosts.embedded.conftest import (
+    VOCAB,
+    assert_drained,
+    assert_idle,
+    wait_until,
+    wrap_worker,
+)
+
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
+
+
+def greedy(count: int = 12, **options: Any) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": count, "ignore_eos": True, **options})
+
+
+class Pieces:
+    """A tokenizer with bytes, words and halves of characters; text is read letter by letter."""
+
+    def __init__(self) -> None:
+        words = [b" the", b"er", b"\n", b"\xe2\x82", b"\xac", b"ab", b"abc", b"\xf0\x9f\x98"]
+        self.pieces = [bytes([i]) for i in range(32, 127)] + words
+        self.pieces += [b"%d" % i for i in range(VOCAB - len(self.pieces))]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        del add_special_tokens
+        return [self.pieces.index(bytes([b])) for b in text.encode()]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        del skip_special_tokens
+        return b"".join(self.pieces[t] for t in token_ids).decode("utf-8", errors="replace")
+
+
+class Failing(torch.nn.Module):
+    """Raises in the n-th step."""
+
+    def __init__(self, worker: torch.nn.Module, step: int, error: BaseException) -> None:
+        super().__init__()
+        self.worker = worker
+        self.left = step
+        self.error = error
+
+    def forward(self, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            raise self.error
+        return self.worker(**kwargs)
+
+
+class Breaking(Pieces):
+    """Cannot decode one token."""
+
+    def __init__(self, token: int, error: BaseException) -> None:
+        super().__init__()
+        self.token = token
+        self.error = error
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        if self.token in token_ids:
+            raise self.error
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+
+def fail_in_step(llm: LLM, step: int, error: BaseException | None = None) -> None:
+    error = error or RuntimeError("broken kernel")
+    wrap_worker(llm, lambda worker: Failing(worker, step, error))
+
+
+def by_request(steps: Iterator[list[StepEvent]] | list[list[StepEvent]]) -> dict[int, list[int]]:
+    tokens: dict[int, list[int]] = {}
+    for events in steps:
+        for event in events:
+            tokens.setdefault(event.request_id, []).extend(event.token_ids)
+    return tokens
+
+
+# --- generate ---
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_outputs_come_in_the_prompts_order(harness, target, prompts, vanilla) -> None:
+    llm = harness.llm(vanilla=vanilla, max_batch_size=3)
+    lengths = [9, 1, 12, 4, 12, 2, 7, 3]
+    outputs = llm.generate(prompts, [greedy(n) for n in lengths])
+    assert [o.request_id for o in outputs] == list(range(8))
+    assert [o.prompt_token_ids for o in outputs] == prompts
+    truth = [target.greedy(p, n) for p, n in zip(prompts, lengths, strict=True)]
+    assert [o.token_ids for o in outputs] == truth
+    assert {o.finish_reason for o in outputs} == {"length"}
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "ids"),
+    [
+        ([5, 6, 7], [[5, 6, 7]]),
+        ((5, 6), [[5, 6]]),
+        ([[5], [6, 7]], [[5], [6, 7]]),
+        ("&'", [[6, 7]]),
+    ],
+)
+def test_one_prompt_or_several(harness, target, prompt, ids) -> None:
+    outputs = harness.llm(tokenizer=Pieces()).generate(prompt, greedy(4))
+    assert [o.prompt_token_ids for o in outputs] == ids
+    assert [o.token_ids for o in outputs] == [target.greedy(p, 4) for p in ids]
+
+
+def test_ids_count_on_over_calls(harness) -> None:
+    llm = harness.llm()
+    assert [o.request_id for o in llm.generate([[1], [2]], greedy(2))] == [0, 1]
+    assert [o.request_id for o in llm.generate([[1]], greedy(2))] == [2]
+
+
+def test_output_of_a_request(harness) -> None:
+    (output,) = harness.llm(tokenizer=Pieces()).generate([[1, 2]], greedy(9))
+    assert isinstance(output, RequestOutput)
+    # the first token is the prompt step's
+    assert output.acceptance.emitted == len(output.token_ids) - 1
+    assert output.text == Pieces().decode(output.token_ids, skip_special_tokens=True)
+
+
+def test_a_dropped_executor_is_gone_at_once(harness) -> None:
+    """Nothing refers to it in a circle, so that it needs no collector."""
+    gc.collect()
+    gc.disable()
+    try:
+        llm = harness.llm(tokenizer=Pieces())
+        llm.generate([[1, 2]], greedy(4))
+        parts = [weakref.ref(part) for part in (llm, llm.executor, llm.pools)]
+        del llm
+        # the engine thread may be within its last step
+        assert wait_until(lambda: [part() for part in parts] == [None] * 3)
+    finally:
+        gc.enable()
+
+
+class Owner:
+    """What can be referred to weakly."""
+
+
+@pytest.fixture
+def nothing_frozen() -> Iterator[None]:
+    was_frozen = gc.get_freeze_count() >= GCFreeze.HOST_FROZE
+    gc.unfreeze()
+    yield
+    gc.unfreeze()
+    if was_frozen:
+        gc.freeze()
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_is_kept_from_the_collector_comes_back_with_the_last_owner() -> None:
+    freeze = GCFreeze()
+    first, second = Owner(), Owner()
+    thaw = freeze.hold(first)
+    freeze.hold(second)
+    thaw()
+    thaw()
+    assert gc.get_freeze_count() > GCFreeze.HOST_FROZE
+    del second
+    assert gc.get_freeze_count() < GCFreeze.HOST_FROZE
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_what_others_froze_stays_frozen() -> None:
+    gc.freeze()
+    owner = Owner()
+    GCFreeze().hold(owner)()
+    del owner
+    assert gc.get_freeze_count() > GCFreeze.HOST_FROZE
+
+
+@pytest.mark.usefixtures("nothing_frozen")
+def test_imports_that_a_command_froze_are_no_hosts() -> None:
+    freeze = GCFreeze()
+    freeze.freeze_imports()
+    imported = gc.get_freeze_count()
+    later = [[] for _ in range(100)]
+    owner = Owner()
+    thaw = freeze.hold(owner)
+    assert gc.get_freeze_count() >= imported + len(later)
+    thaw()
+    assert gc.get_freeze_count() < GCFreeze.HOST_FROZE
+
+
+def test_no_tokenizer_no_text(harness) -> None:
+    assert harness.llm().generate([[1, 2]], greedy(3))[0].text == ""
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_an_end_token_ends_the_text_and_the_work(harness, target, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
+    tokens = target.greedy([3, 4], 20)
+    stop = tokens[7]
+    end = tokens.index(stop)
+    (output,) = llm.generate([[3, 4]], greedy(20, stop_token_ids=[stop]))
+    assert output.token_ids == tokens[: end + 1]
+    assert output.finish_reason == "stop"
+    # under overlap one more step was on its way
+    assert_idle(llm)
+    assert_drained(llm)
+
+
+# --- streams ---
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_stream_gives_every_token_once(harness, target, prompts, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
+    steps = list(llm.stream(prompts, greedy()))
+    assert by_request(steps) == {i: target.greedy(p, 12) for i, p in enumerate(prompts)}
+    endings = [e.finish_reason for events in steps for e in events if e.finish_reason is not None]
+    assert endings == [FinishReason.LENGTH] * len(prompts)
+    runs = [len(e.token_ids) for events in steps for e in events]
+    assert 1 < max(runs) <= 4
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_r26_stop_strings_across_runs_as_without_drafts(
+    harness, prompts, no_overlap, vanilla
+) -> None:
+    """R26: the same text and tokens as decoding without drafts; the stream is the full text."""
+    rng = random.Random(3)
+    tokenizer = Pieces()
+    options = {"tokenizer": tokenizer, "disable_overlap_scheduler": no_overlap}
+    texts = [o.text for o in harness.llm(k=0, **options).generate(prompts, greedy(24))]
+    params = []
+    for text in texts:
+        start = rng.randrange(max(1, len(text) - 6))
+        params.append(greedy(24, stop=(text[start : start + rng.randint(2, 5)] or "x", "never")))
+    plainly = harness.llm(k=0, **options).generate(prompts, params)
+    llm = harness.llm(vanilla=vanilla, **options)
+    shown: dict[int, str] = {}
+    for events in llm.stream(prompts, params):
+        for event in events:
+            shown[event.request_id] = shown.get(event.request_id, "") + event.text
+    assert [shown[i] for i in range(len(prompts))] == [o.text for o in plainly]
+    again = llm.generate(prompts, params)
+    assert [(o.text, o.token_ids, o.finish_reason) for o in again] == [
+        (o.text, o.token_ids, o.finish_reason) for o in plainly
+    ]
+    assert {o.finish_reason for o in plainly} == {"stop"}
+    for output, param in zip(plainly, params, strict=True):
+        assert not any(stop in output.text for stop in param.stop)
+
+
+def test_r24_stop_beyond_the_cap_ends_by_length_and_before_it_by_stop(harness) -> None:
+    """R24: whichever comes first in the run names the reason."""
+    tokenizer = Pieces()
+    (output,) = harness.llm(tokenizer=tokenizer).generate([[7, 8, 9]], greedy(16))
+    words = [tokenizer.decode([t], skip_special_tokens=True) for t in output.token_ids]
+    first = {word: words.index(word) for word in words}
+    word, at = max(first.items(), key=lambda item: item[1])
+    assert at >= 3
+    llm = harness.llm(tokenizer=tokenizer)
+    (capped,) = llm.generate([[7, 8, 9]], greedy(at, stop=(word,)))
+    assert (capped.finish_reason, len(capped.token_ids)) == ("length", at)
+    (stopped,) = llm.generate([[7, 8, 9]], greedy(at + 1, stop=(word,)))
+    assert (stopped.finish_reason, len(stopped.token_ids)) == ("stop", at + 1)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("after", [1, 2, 3, 6])
+def test_closing_a_stream_cancels_and_frees(harness, target, prompts, no_overlap, after) -> None:
+    """R14: nothing is held once the iterator is closed, and the executor goes on."""
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
+    stream = llm.stream(prompts, greedy(40))
+    for _ in range(after):
+        next(stream)
+    stream.close()
+    assert_idle(llm)
+    assert_drained(llm)
+    assert llm.generate([[4, 5]], greedy())[0].token_ids == target.greedy([4, 5], 12)
+
+
+def test_a_stream_never_read_holds_nothing(harness) -> None:
+    llm = harness.llm()
+    stream = llm.stream([[1]], greedy())
+    stream.close()
+    assert_idle(llm)
+
+
+def test_leaving_a_loop_closes_the_stream(harness) -> None:
+    llm = harness.llm()
+    for _ in llm.stream([[1], [2]], greedy(40)):
+        break
+    assert_idle(llm)
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_generate_inside_a_running_stream(harness, target, prompts, no_overlap) -> None:
+    """Both get all of their own tokens, though the inner call runs steps of the outer one."""
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
+    steps, inner = [], []
+    for number, events in enumerate(llm.stream(prompts[:3], greedy(20))):
+        steps.append(events)
+        if number in (0, 3):
+            inner += llm.generate([prompts[4 + number]], greedy(9))
+    assert by_request(steps) == {i: target.greedy(prompts[i], 20) for i in range(3)}
+    assert [o.token_ids for o in inner] == [target.greedy(prompts[i], 9) for i in (4, 7)]
+    assert_drained(llm)
+
+
+def test_two_streams_side_by_side(harness, target, prompts) -> None:
+    llm = harness.llm()
+    one, two = (llm.stream(prompts[i : i + 2], greedy(15)) for i in (0, 2))
+    steps = [next(one), next(two), next(two), next(one), *one, *two]
+    assert by_request(steps) == {i: target.greedy(prompts[i], 15) for i in range(4)}
+    assert_drained(llm)
+
+
+def test_closing_one_stream_leaves_the_other(harness, target, prompts) -> None:
+    llm = harness.llm()
+    one, two = llm.stream([prompts[0]], greedy(30)), llm.stream([prompts[1]], greedy(15))
+    steps = [next(two)]
+    next(one)
+    one.close()
+    assert llm.executor.has_work
+    steps += list(two)
+    assert by_request(steps) == {1: target.greedy(prompts[1], 15)}
+    assert_drained(llm)
+
+
+def test_calls_from_several_threads(harness, target, prompts) -> None:
+    llm = harness.llm()
+    found: dict[int, list[int]] = {}
+
+    def work(index: int) -> None:
+        for _ in range(3):
+            (output,) = llm.generate([prompts[index]], greedy(10))
+            found[index] = output.token_ids
+            assert found[index] == target.greedy(prompts[index], 10)
+
+    for prompt in prompts[:4]:
+        target.greedy(prompt, 10)  # the oracle is no part of the race
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {i: target.greedy(prompts[i], 10) for i in range(4)}
+    assert_drained(llm)
+
+
+# --- async ---
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_async_streams_share_batches(harness, target, prompts, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
+    sizes = []
+    schedule = llm.executor.scheduler.schedule
+
+    def watched(in_flight: set[int]) -> Any:
+        batch = schedule(in_flight)
+        sizes.append(batch.batch_size)
+        return batch
+
+    llm.executor.scheduler.schedule = watched  # type: ignore[method-assign]
+
+    async def main() -> list[RequestOutput]:
+        return await asyncio.gather(*(llm.generate_async(p, greedy()) for p in prompts))
+
+    outputs = asyncio.run(main())
+    assert [o.token_ids for o in outputs] == [target.greedy(p, 12) for p in prompts]
+    assert max(sizes) == len(prompts)
+    assert_drained(llm)
+
+
+def test_an_async_output_is_that_of_generate(harness) -> None:
+    llm = harness.llm(tokenizer=Pieces())
+    (output,) = llm.generate([[4, 5]], greedy(20))
+    again = asyncio.run(llm.generate_async([4, 5], greedy(20)))
+    (completion,) = output.outputs
+    assert again == dataclasses.replace(
+        output,
+        request_id=output.request_id + 1,
+        outputs=[dataclasses.replace(completion, acceptance=again.acceptance)],
+    )
+    assert again.acceptance.emitted == output.acceptance.emitted == 19
+
+
+def test_a_request_that_comes_later_joins(harness, target, prompts) -> None:
+    llm = harness.llm()
+
+    async def main() -> tuple[list[int], list[int]]:
+        first: list[int] = []
+        second = None
+        async for event in llm.stream_async(prompts[3], greedy(20)):
+            first += event.token_ids
+            if second is None:
+                second = asyncio.create_task(llm.generate_async(prompts[4], greedy(8)))
+        assert second is not None
+        return first, (await second).token_ids
+
+    first, second = asyncio.run(main())
+    assert first == target.greedy(prompts[3], 20)
+    assert second == target.greedy(prompts[4], 8)
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_leaving_an_async_stream_cancels_and_frees(harness, target, prompts, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
+
+    async def leave() -> None:
+        async with aclosing(llm.stream_async(prompts[3], greedy(60))) as stream:
+            async for _ in stream:
+                break
+
+    async def main() -> list[int]:
+        _, output = await asyncio.gather(leave(), llm.generate_async(prompts[4], greedy()))
+        return output.token_ids
+
+    assert asyncio.run(main()) == target.greedy(prompts[4], 12)
+    assert_drained(llm)
+
+
+def test_a_cancelled_task_frees_its_request(harness, prompts) -> None:
+    llm = harness.llm()
+
+    async def main() -> None:
+        started = asyncio.Event()
+
+        async def read() -> None:
+            async for _ in llm.stream_async(prompts[3], greedy(90)):
+                started.set()
+
+        task = asyncio.create_task(read())
+        await started.wait()
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(main())
+    assert_drained(llm)
+
+
+def test_the_end_of_an_event_loop_frees_what_runs(harness, target, prompts) -> None:
+    """An abandoned stream, and a second loop after the first."""
+    llm = harness.llm()
+
+    async def abandon() -> None:
+        task = asyncio.create_task(llm.generate_async(prompts[3], greedy(90)))
+        stream = llm.stream_async(prompts[4], greedy(90))
+        await anext(stream)
+        assert not task.done()
+
+    asyncio.run(abandon())
+    assert_drained(llm)
+    again = asyncio.run(llm.generate_async([1, 2], greedy()))
+    assert again.token_ids == target.greedy([1, 2], 12)
+
+
+def test_generate_while_async_streams_run(harness, target, prompts) -> None:
+    llm = harness.llm()
+
+    async def main() -> tuple[list[int], list[int], list[int]]:
+        other = asyncio.create_task(llm.generate_async(prompts[3], greedy(30)))
+        await asyncio.sleep(0)
+        here = llm.generate([prompts[4]], greedy())[0].token_ids
+        outputs = await asyncio.to_thread(llm.generate, [prompts[5]], greedy())
+        return (await other).token_ids, here, outputs[0].token_ids
+
+    assert asyncio.run(main()) == (
+        target.greedy(prompts[3], 30),
+        target.greedy(prompts[4], 12),
+        target.greedy(prompts[5], 12),
+    )
+    assert_drained(llm)
+
+
+def test_the_event_loop_goes_on_while_steps_run(harness, prompts) -> None:
+    llm = harness.llm()
+    inside, seen = threading.Event(), threading.Event()
+
+    class Waiting(torch.nn.Module):
+        def __init__(self, worker: torch.nn.Module) -> None:
+            super().__init__()
+            self.worker = worker
+
+        def forward(self, **kwargs: Any) -> Any:
+            inside.set()
+            assert seen.wait(20), "the event loop was blocked during a step"
+            return self.worker(**kwargs)
+
+    wrap_worker(llm, Waiting)
+
+    async def main() -> None:
+        task = asyncio.create_task(llm.generate_async(prompts[3], greedy(3)))
+        while not inside.is_set():
+            await asyncio.sleep(0.001)
+        # neither a new request nor an early leave waits for the step
+        async with aclosing(llm.stream_async(prompts[4], greedy(50))) as stream:
+            reader = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0.01)
+            seen.set()
+            await reader
+        await task
+
+    asyncio.run(main())
+    assert_drained(llm)
+
+
+# --- failures ---
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("step", [1, 2, 5])
+def test_a_failing_step_ends_everything_and_frees(
+    harness, target, prompts, no_overlap, step
+) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
+    worker = llm.executor.engine.pieces.worker
+    fail_in_step(llm, step)
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        llm.generate(prompts, greedy(30))
+    assert_idle(llm)
+    assert_drained(llm)
+    wrap_worker(llm, lambda _: worker)
+    outputs = llm.generate(prompts, greedy())
+    assert [o.token_ids for o in outputs] == [target.greedy(p, 12) for p in prompts]
+
+
+def test_requests_of_a_failed_step_say_why_they_ended(harness, prompts) -> None:
+    llm = harness.llm()
+    fail_in_step(llm, 2)
+    requests = [llm.make_request(prompt, greedy(30)) for prompt in prompts[:2]]
+    for request in requests:
+        llm.executor.enqueue(request)
+    llm.executor.step()
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        llm.executor.step()
+    assert [r.error for r in requests] == ["a step failed: RuntimeError: broken kernel"] * 2
+
+
+def test_a_failing_step_reaches_a_stream_that_another_call_steps(harness, prompts) -> None:
+    llm = harness.llm()
+    stream = llm.stream([prompts[3]], greedy(40))
+    next(stream)
+    fail_in_step(llm, 2)
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        llm.generate([prompts[4]], greedy(20))
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        list(stream)
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_failing_step_reaches_every_async_stream(harness, target, prompts, step) -> None:
+    llm = harness.llm()
+    worker = llm.executor.engine.pieces.worker
+    fail_in_step(llm, step)
+
+    async def main() -> list[Any]:
+        calls = (llm.generate_async(p, greedy(30)) for p in prompts[:4])
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=30)
+
+    results = asyncio.run(main())
+    assert [type(result) for result in results] == [RuntimeError] * 4
+    assert_drained(llm)
+    wrap_worker(llm, lambda _: worker)
+    again = asyncio.run(llm.generate_async([1, 2], greedy()))
+    assert again.token_ids == target.greedy([1, 2], 12)
+
+
+def token_of_one_text(texts: list[list[int]]) -> tuple[int, int, int]:
+    """(Text, place, token) of a token that is in no other text, nor earlier in its own."""
+    return next(
+        (number, place, token)
+        for number, text in enumerate(texts)
+        for place, token in enumerate(text)
+        if place >= 3
+        and token not in text[:place]
+        and not any(token in other for other in texts[:number] + texts[number + 1 :])
+    )
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_a_tokenizer_that_fails_ends_one_request_alone(
+    harness, target, prompts, no_overlap, vanilla, caplog
+) -> None:
+    texts = [target.greedy(p, 24) for p in prompts]
+    number, place, token = token_of_one_text(texts)
+    tokenizer = Breaking(token, ValueError("no such piece"))
+    llm = harness.llm(tokenizer=tokenizer, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+    message = f"the tokenizer cannot decode token {token}: ValueError: no such piece"
+    shown = dict.fromkeys(range(len(prompts)), "")
+    ends = {}
+    for events in llm.stream(prompts, greedy(24)):
+        for event in events:
+            shown[event.request_id] += event.text
+            ends[event.request_id] = event.finish_reason
+    outputs = llm.generate(prompts, greedy(24))
+    for i, (output, text) in enumerate(zip(outputs, texts, strict=True)):
+        tokens = text[: place + 1] if i == number else text
+        decoded = Pieces().decode(text[:place] if i == number else text, skip_special_tokens=True)
+        reason = "error" if i == number else "length"
+        assert (output.token_ids, output.text) == (tokens, decoded)
+        assert (output.finish_reason, output.error) == (reason, message if i == number else None)
+        assert (shown[i], ends[i]) == (decoded, reason)
+    assert_drained(llm)
+    logged = [record for record in caplog.records if record.name == "mtp_plugin"]
+    assert [record.getMessage() for record in logged] == [
+        f"request {number}: {message}",
+        f"request {number + len(prompts)}: {message}",
+    ]
+    assert all(record.exc_info[1] is tokenizer.error for record in logged)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_a_tokenizer_that_fails_reaches_one_async_call(
+    harness, target, prompts, no_overlap
+) -> None:
+    texts = [target.greedy(p, 24) for p in prompts]
+    number, _, token = token_of_one_text(texts)
+    tokenizer = Breaking(token, ValueError("no such piece"))
+    llm = harness.llm(tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
+
+    async def main() -> list[Any]:
+        calls = (llm.generate_async(p, greedy(24)) for p in prompts)
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=30)
+
+    results = asyncio.run(main())
+    failed = results.pop(number)
+    assert isinstance(failed, ExecutorError)
+    assert str(failed) == (
+        f"request {number}: the tokenizer cannot decode token {token}: ValueError: no such piece"
+    )
+    assert [o.token_ids for o in results] == texts[:number] + texts[number + 1 :]
+    assert_drained(llm)
+
+
+def test_an_interrupt_in_a_tokenizer_ends_everything(harness, target, prompts) -> None:
+    texts = [target.greedy(p, 24) for p in prompts]
+    _, _, token = token_of_one_text(texts)
+    llm = harness.llm(tokenizer=Breaking(token, KeyboardInterrupt()))
+    with pytest.raises(ExecutorError, match=r"^the executor was interrupted$"):
+        llm.generate(prompts, greedy(24))
+    assert_drained(llm)
+
+
+def test_dead_logits_reach_an_async_call(harness) -> None:
+    llm = harness.llm()
+
+    class Poisoned(torch.nn.Module):
+        def __init__(self, worker: torch.nn.Module) -> None:
+            super().__init__()
+            self.worker = worker
+
+        def forward(self, **kwargs: Any) -> Any:
+            kwargs["logits"].fill_(float("nan"))
+            return self.worker(**kwargs)
+
+    wrap_worker(llm, Poisoned)
+    message = "the target gave a row of logits without any finite value"
+    (output,) = llm.generate([[1, 2]], greedy())
+    assert (output.finish_reason, output.error) == ("error", message)
+    with pytest.raises(ExecutorError, match=f"^request 1: {message}$"):
+        asyncio.run(llm.generate_async([1, 2], greedy()))
+    assert_drained(llm)
+
+
+class Paused(torch.nn.Module):
+    """Waits in the n-th step until it may fail."""
+
+    def __init__(self, worker: torch.nn.Module, step: int) -> None:
+        super().__init__()
+        self.worker = worker
+        self.left = step
+        self.reached, self.go_on = threading.Event(), threading.Event()
+
+    def forward(self, **kwargs: Any) -> Any:
+        self.left -= 1
+        if self.left == 0:
+            self.reached.set()
+            assert self.go_on.wait(20)
+            raise RuntimeError("broken kernel")
+        return self.worker(**kwargs)
+
+
+def test_who_comes_while_a_step_fails_is_served(harness, target) -> None:
+    """It was not in that step."""
+    llm = harness.llm()
+    paused: list[Paused] = []
+    wrap_worker(llm, lambda worker: paused.append(Paused(worker, 3)) or paused[0])
+
+    async def main() -> list[Any]:
+        first = asyncio.create_task(llm.generate_async([1, 2, 3], greedy(30)))
+        await asyncio.to_thread(paused[0].reached.wait, 20)
+        second = asyncio.create_task(llm.generate_async([4, 5], greedy(30)))
+        await asyncio.sleep(0.05)
+        paused[0].go_on.set()
+        return await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 30)
+
+    failed, served = asyncio.run(main())
+    assert isinstance(failed, RuntimeError)
+    assert served.token_ids == target.greedy([4, 5], 30)
+    assert_drained(llm)
+
+
+def test_event_loops_are_not_kept(harness) -> None:
+    llm = harness.llm()
+    gc.collect()
+    before = set(event_stream._wakers)
+    for _ in range(3):
+        asyncio.run(llm.generate_async([1, 2], greedy(3)))
+    assert wait_until(lambda: gc.collect() >= 0 and set(event_stream._wakers) <= before)
+
+
+def test_a_loop_that_was_closed_loses_its_requests(harness) -> None:
+    """They have no reader any more: the next step cancels them."""
+    llm = harness.llm()
+
+    async def begin() -> Any:
+        stream = llm.stream_async([1, 2, 3], greedy(100))
+        await anext(stream)
+        return stream
+
+    loop = asyncio.new_event_loop()
+    stream = loop.run_until_complete(begin())
+    loop.close()
+    llm.generate([[4, 5]], greedy(8))
+    assert_drained(llm)
+    del stream
+
+
+def test_a_stream_that_is_collected_within_a_step(harness, target) -> None:
+    """It is closed in the middle of another call's step, in the same thread."""
+    llm = harness.llm()
+    cycle: dict[str, Any] = {"stream": llm.stream([[1, 2, 3]], greedy(60))}
+    next(cycle["stream"])
+    cycle["self"] = cycle
+
+    class Collecting(torch.nn.Module):
+        def __init__(self, worker: torch.nn.Module) -> None:
+            super().__init__()
+            self.worker = worker
+
+        def forward(self, **kwargs: Any) -> Any:
+            gc.collect()
+            return self.worker(**kwargs)
+
+    wrap_worker(llm, Collecting)
+    gc.disable()
+    try:
+        del cycle
+        (output,) = llm.generate([[4, 5]], greedy(10))
+    finally:
+        gc.enable()
+    assert output.token_ids == target.greedy([4, 5], 10)
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_a_failure_after_the_last_token_keeps_the_outputs(harness, target, no_overlap) -> None:
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
+    text = target.greedy([1, 2, 3], 30)
+    stop = next(t for i, t in enumerate(text) if i > 8 and t not in text[:i])
+    honest = llm.executor.sampler.update_requests
+
+    def update_requests(state: Any) -> Any:
+        if not llm._engine._running:
+            raise RuntimeError("late")
+        return honest(state)
+
+    llm.executor.sampler.update_requests = update_requests
+    (output,) = llm.generate([[1, 2, 3]], greedy(40, stop_token_ids=(stop,)))
+    assert output.token_ids == text[: text.index(stop) + 1]
+    assert_drained(llm)
+
+
+def test_limits_beyond_any_integer_of_the_device(harness, target) -> None:
+    llm = harness.llm(max_seq_len=64)
+    huge = greedy(2**40, min_tokens=2**40, stop_token_ids=(3,))
+    small = greedy(20)
+    long, short = llm.generate([[1, 2, 3], [4, 5]], [huge, small])
+    assert len(long.token_ids) == 61
+    assert 3 not in long.token_ids
+    assert short.token_ids == target.greedy([4, 5], 20)
+
+
+def test_text_that_is_no_unicode(harness) -> None:
+    llm = harness.llm(tokenizer=Pieces())
+    with pytest.raises(RequestError, match="request 0: the prompt is no valid Unicode text"):
+        llm.generate(["\ud800"])
+
+
+# --- shutdown ---
+
+
+def test_leaving_the_context_gives_everything_back(harness, prompts) -> None:
+    with harness.llm() as llm:
+        stream = llm.stream(prompts, greedy(40))
+        next(stream)
+    assert_drained(llm)
+    with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
+        list(stream)
+
+
+def test_shutdown_reaches_async_streams(harness, prompts) -> None:
+    llm = harness.llm()
+
+    async def main() -> None:
+        events = []
+        async for event in llm.stream_async(prompts[3], greedy(90)):
+            events.append(event)
+            if len(events) == 2:
+                llm.shutdown()
+
+    with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
+        asyncio.run(asyncio.wait_for(main(), timeout=30))
+    assert_drained(llm)
+
+
+def test_shutdown_of_a_paused_stream_by_the_executor(harness, prompts) -> None:
+    llm = harness.llm()
+    stream = llm.stream(prompts, greedy(40))
+    next(stream)
+    assert wait_until(lambda: stream._buffer.is_full)
+    llm._engine.flush()
+    llm.executor.shutdown()
+    with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
+        list(stream)
+    assert_drained(llm)

@@ -1,0 +1,618 @@
+"""Who runs in a step: budget, chunks, blocks, preemption, order; and random schedules of it."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.hosts.embedded import LlmRequest, SamplingParams
+from mtp_plugin.hosts.embedded.kv_cache import BlockManager
+from mtp_plugin.hosts.embedded.prompt_limit import LEAST_CHUNK, MixedPromptLimit
+from mtp_plugin.hosts.embedded.scheduler import ScheduledRequests, Scheduler, whole_budget
+from mtp_plugin.plugin import DraftPlan
+from mtp_plugin.requests.states import FinishReason
+
+EAGLE = DraftPlan(max_draft_len=3, num_draft_layers=1, loop_rows=2)
+VANILLA = DraftPlan(max_draft_len=3, num_draft_layers=3, history_rows=3)
+PLAIN = DraftPlan(max_draft_len=0)
+PLANS = [pytest.param(p, id=n) for p, n in ((EAGLE, "eagle"), (VANILLA, "vanilla"), (PLAIN, "off"))]
+
+
+def make(request_id: int, prompt: int, new: int = 20, max_seq_len: int = 1000) -> LlmRequest:
+    params = SamplingParams(max_new_tokens=new)
+    return LlmRequest(request_id, [0] * prompt, params, max_draft_len=3, max_seq_len=max_seq_len)
+
+
+def scheduler(plan: DraftPlan = EAGLE, *, blocks: int = 100, block_size: int = 4, **options: Any):
+    return Scheduler(
+        plan,
+        BlockManager(blocks, block_size),
+        **{"max_batch_size": 8, "max_num_tokens": 64, **options},
+    )
+
+
+def waiting(of: Scheduler, *requests: LlmRequest) -> list[LlmRequest]:
+    of.waiting.extend(requests)
+    return list(requests)
+
+
+def run(of: Scheduler, *requests: LlmRequest) -> ScheduledRequests:
+    """One step that reads the scheduled chunks; ``requests`` are added before it."""
+    waiting(of, *requests)
+    batch = of.schedule(set())
+    for request in batch.context_requests:
+        request.move_to_next_context_chunk()
+    return batch
+
+
+def ids(requests: list[LlmRequest]) -> list[int]:
+    return [request.request_id for request in requests]
+
+
+# --- the rule for KV rows ---
+
+
+@pytest.mark.parametrize(
+    ("plan", "in_flight", "rows"),
+    [
+        (EAGLE, False, 10 + 4 + 2),
+        (EAGLE, True, 10 + 4 + 4 + 2),
+        (VANILLA, False, 10 + 4),
+        (VANILLA, True, 10 + 4 + 4),
+        (PLAIN, False, 10 + 1),
+        (PLAIN, True, 10 + 1 + 1),
+    ],
+)
+def test_rows_of_a_generation(plan: DraftPlan, in_flight: bool, rows: int) -> None:
+    """L rows are final; a step touches K+1, eagle K-1 more, a step in flight K+1 before that."""
+    request = make(0, 11)  # the last token's row is not written yet: L = 10
+    assert scheduler(plan).generation_rows(request, in_flight=in_flight) == rows
+
+
+@pytest.mark.parametrize(("new", "rows"), [(20, 20), (9, 20), (8, 19), (1, 12)])
+def test_no_row_past_the_full_length_is_reserved(new: int, rows: int) -> None:
+    assert scheduler(EAGLE).generation_rows(make(0, 11, new), in_flight=True) == rows
+
+
+def test_max_seq_len_caps_the_rows() -> None:
+    request = make(0, 11, 20, max_seq_len=13)
+    assert scheduler(EAGLE).generation_rows(request, in_flight=True) == 13
+
+
+@pytest.mark.parametrize(
+    ("plan", "new", "rows"), [(EAGLE, 20, 8), (EAGLE, 1, 7), (VANILLA, 20, 6), (PLAIN, 1, 6)]
+)
+def test_rows_of_a_prompt_chunk(plan: DraftPlan, new: int, rows: int) -> None:
+    """Eagle's loop writes K-1 rows after the prompt, where the request is that long."""
+    assert scheduler(plan).prompt_rows(make(0, 6, new), 6) == rows
+
+
+def test_blocks_are_reserved_for_the_step() -> None:
+    of = scheduler(EAGLE)
+    request = make(0, 6)
+    run(of, request)
+    assert of.blocks.reserved_rows(0) == 8
+    of.schedule({0})
+    # L = 5, a step in flight and the next one, and the loop's rows
+    assert of.blocks.reserved_rows(0) == 16
+
+
+# --- the token budget ---
+
+
+def test_a_generation_costs_k_plus_one_whatever_its_drafts() -> None:
+    """R16: requests without drafts still take K+1 rows of the step."""
+    of = scheduler(EAGLE, max_num_tokens=16)
+    first, second = make(0, 3), make(1, 3)
+    run(of, first, second)
+    assert first.py_draft_tokens == []
+    batch = run(of, make(2, 50))
+    assert ids(batch.generation_requests) == [0, 1]
+    assert batch.context_requests[0].context_current_position == 16 - 2 * 4
+
+
+def test_a_continued_chunk_counts_its_history_rows() -> None:
+    of = scheduler(VANILLA, max_num_tokens=16)
+    request = make(0, 40)
+    positions = []
+    while not request.is_generating:
+        run(of, *([] if positions else [request]))
+        positions.append(request.context_current_position)
+    # 16 fresh rows, then 13 and 3 history rows each
+    assert positions == [16, 29, 40]
+
+
+def test_a_history_shorter_than_k_counts_as_it_is() -> None:
+    of = scheduler(VANILLA, max_num_tokens=16, chunk_policy=lambda *_: 2)
+    request = make(0, 4)
+    run(of, request)
+    assert of.plan.chunk_tokens(request.context_current_position, 2) == 4
+    assert of.plan.chunk_tokens(10, 2) == 5
+
+
+def test_no_room_with_the_history_waits() -> None:
+    of = scheduler(VANILLA, max_num_tokens=8, chunk_policy=lambda *_: 2)
+    old, late = make(0, 2), make(1, 9)
+    run(of, old, late)
+    assert late.context_current_position == 2
+    of.max_num_tokens = 6  # one generation (4) leaves 2: no more than the history
+    batch = run(of)
+    assert ids(batch.generation_requests) == [0]
+    assert batch.context_requests == []
+
+
+def test_the_batch_is_full_at_max_batch_size() -> None:
+    of = scheduler(EAGLE, max_batch_size=2)
+    batch = run(of, *(make(i, 2) for i in range(3)))
+    assert ids(batch.context_requests) == [0, 1]
+    assert ids(list(of.waiting)) == [2]
+    of.active[0].finish_by(FinishReason.LENGTH)
+    of.remove(of.active[0])
+    batch = run(of)
+    assert (ids(batch.context_requests), ids(batch.generation_requests)) == ([2], [1])
+
+
+# --- chunks ---
+
+
+@pytest.mark.parametrize(
+    ("answer", "chunks"), [(100, [16, 4]), (16, [16, 4]), (7, [7, 7, 6]), (0, [1] * 20)]
+)
+def test_chunk_policy_is_held_to_what_fits(answer: int, chunks: list[int]) -> None:
+    of = scheduler(EAGLE, max_num_tokens=16, chunk_policy=lambda *_: answer)
+    request = make(0, 20)
+    of.waiting.append(request)
+    positions = [0]
+    while not request.is_generating:
+        run(of)
+        positions.append(request.context_current_position)
+    assert [b - a for a, b in itertools.pairwise(positions)] == chunks
+
+
+def test_chunk_policy_sees_the_request_and_the_room() -> None:
+    requested = []
+
+    def policy(request: LlmRequest, room: int) -> int:
+        requested.append((request.request_id, room))
+        return 5
+
+    of = scheduler(VANILLA, max_num_tokens=20, chunk_policy=policy)
+    run(of, make(0, 9), make(1, 3))
+    run(of)
+    assert requested == [(0, 20), (1, 15), (0, 20 - 4 - 3)]
+
+
+def test_whole_budget_takes_what_is_left_of_the_prompt() -> None:
+    request = make(0, 20)
+    request.context_current_position = 15
+    assert whole_budget(request, 16) == 5
+    assert whole_budget(request, 3) == 3
+
+
+def test_unchunked_prompts_wait_for_a_step_that_holds_them() -> None:
+    of = scheduler(EAGLE, max_num_tokens=16, chunking=False)
+    run(of, make(0, 10))
+    batch = run(of, make(1, 14), make(2, 2))
+    assert ids(batch.generation_requests) == [0]
+    assert batch.context_requests == []  # first come, first served: 2 does not overtake 1
+    of.active[0].finish_by(FinishReason.LENGTH)
+    of.remove(of.active[0])
+    assert ids(run(of).context_requests) == [1, 2]
+
+
+def test_an_unchunked_request_that_starts_over_may_be_cut() -> None:
+    of = scheduler(EAGLE, max_num_tokens=16, chunking=False)
+    request = make(0, 15)
+    run(of, request)
+    for _ in range(5):
+        request.add_new_token(0)
+    of._pause(request, ScheduledRequests())
+    assert request.context_length == 20
+    run(of)
+    assert request.context_current_position == 16
+
+
+# --- prompts while requests generate ---
+
+
+def chunks_of(batch: ScheduledRequests) -> dict[int, int]:
+    return {r.request_id: r.context_chunk_size for r in batch.context_requests}
+
+
+def scheduled_chunks(of: Scheduler, *requests: LlmRequest) -> list[dict[int, int]]:
+    """Chunks by request id of every step until all prompts are processed."""
+    waiting(of, *requests)
+    steps = []
+    while of.waiting or not all(r.is_generating for r in of.active):
+        batch = of.schedule(set())
+        steps.append(chunks_of(batch))
+        for request in batch.context_requests:
+            request.move_to_next_context_chunk()
+    return steps
+
+
+def test_prompts_share_the_limit_while_requests_generate() -> None:
+    of = scheduler(EAGLE, blocks=500, max_num_tokens=500, mixed_limit=MixedPromptLimit(100))
+    assert scheduled_chunks(of, make(0, 300)) == [{0: 300}]  # prompts alone use the whole budget
+    steps = scheduled_chunks(of, make(1, 130), make(2, 150), make(3, 10))
+    assert steps == [{1: 100}, {1: 30, 2: 70}, {2: 80, 3: 10}]
+
+
+def test_whole_budget_returns_when_no_request_generates() -> None:
+    of = scheduler(EAGLE, blocks=500, max_num_tokens=500, mixed_limit=MixedPromptLimit(100))
+    run(of, make(0, 8))
+    run(of, make(1, 300))
+    of.active[0].finish_by(FinishReason.LENGTH)
+    of.remove(of.active[0])
+    batch = of.schedule(set())
+    assert chunks_of(batch) == {1: 200}
+
+
+def test_chunks_shrink_as_the_prefix_grows() -> None:
+    limit = MixedPromptLimit(1000, equal_prefix=2000)
+    of = scheduler(EAGLE, blocks=4000, max_num_tokens=4000, mixed_limit=limit)
+    run(of, make(0, 8, max_seq_len=20000))
+    steps = scheduled_chunks(of, make(1, 8000, max_seq_len=20000))
+    # 1 + p / 2000 per token
+    assert [step[1] for step in steps[:3]] == [828, 635, 536]
+    start = 0
+    for step in steps:
+        cost = sum(1 + (start + i + 0.5) / 2000 for i in range(step[1]))
+        assert cost <= 1000 + 1e-6
+        start += step[1]
+        if start < 8000:
+            assert cost + 1 + start / 2000 > 1000  # no room for another token
+
+
+def test_short_prefixes_cost_nothing() -> None:
+    limit = MixedPromptLimit(1000, equal_prefix=2000, short_prefix=2500)
+    of = scheduler(EAGLE, blocks=4000, max_num_tokens=4000, mixed_limit=limit)
+    run(of, make(0, 8, max_seq_len=20000))
+    steps = scheduled_chunks(of, make(1, 8000, max_seq_len=20000))
+    # 500 tokens of the third chunk cost 1, the others 1 + (p - 2500) / 2000
+    assert [step[1] for step in steps[:3]] == [1000, 1000, 949]
+    assert limit.cost(2000, 949) == pytest.approx(500 + 449 + 449**2 / 2 / 2000)
+
+
+def test_a_prompt_advances_whatever_its_prefix_costs() -> None:
+    limit = MixedPromptLimit(100, equal_prefix=10)
+    of = scheduler(EAGLE, blocks=4000, max_num_tokens=4000, mixed_limit=limit)
+    run(of, make(0, 8, max_seq_len=20000))
+    steps = scheduled_chunks(of, make(1, 300, max_seq_len=20000), make(2, 300, max_seq_len=20000))
+    assert [step[1] for step in steps if 1 in step][:2] == [LEAST_CHUNK, LEAST_CHUNK]
+    # a second prompt waits for its turn, it does not get a minimum of its own
+    assert all(len(step) == 1 for step in steps[:4])
+
+
+def test_history_rows_count_for_the_limit() -> None:
+    of = scheduler(VANILLA, max_num_tokens=64, mixed_limit=MixedPromptLimit(10))
+    run(of, make(0, 2))
+    steps = scheduled_chunks(of, make(1, 30))
+    assert [step[1] for step in steps] == [10, 7, 7, 6]
+
+
+@pytest.mark.parametrize("most", [1, 3])
+def test_prompt_advances_with_a_limit_below_its_history_rows(most: int) -> None:
+    of = scheduler(VANILLA, max_num_tokens=64, mixed_limit=MixedPromptLimit(most))
+    run(of, make(0, 2))
+    waiting(of, make(1, 8), make(2, 8))
+    for _ in range(16):
+        batch = of.schedule(set())
+        assert len(batch.context_requests) == 1
+        batch.context_requests[0].move_to_next_context_chunk()
+        if all(request.is_generating for request in of.active):
+            break
+
+
+def test_a_preempted_request_is_limited_too() -> None:
+    of = scheduler(EAGLE, max_num_tokens=64, mixed_limit=MixedPromptLimit(10))
+    run(of, make(0, 8), make(1, 8))
+    for _ in range(5):
+        of.active[1].add_new_token(0)
+    of._pause(of.active[1], ScheduledRequests())
+    assert scheduled_chunks(of) == [{1: 10}, {1: 3}]
+
+
+# --- blocks run short ---
+
+
+def busy(blocks: int) -> Scheduler:
+    """Three generations that hold a block each and need two for their next step."""
+    of = scheduler(EAGLE, blocks=blocks, block_size=8)
+    run(of, *(make(i, 4, 40) for i in range(3)))
+    assert ids(of.active) == [0, 1, 2]
+    assert of.blocks.num_free_blocks == blocks - 3
+    return of
+
+
+def test_the_youngest_gives_way() -> None:
+    of = busy(blocks=4)
+    for _ in range(15):
+        of.active[0].add_new_token(0)
+    batch = of.schedule(set())  # 18 + 4 + 2 rows: two more blocks, one is free
+    assert ids(batch.generation_requests) == [0]
+    assert ids(batch.paused_requests) == [2, 1]
+    assert ids(of.active) == [0]
+    assert ids(list(of.waiting)) == [1, 2]
+
+
+def test_a_preempted_request_starts_over_and_holds_nothing() -> None:
+    of = busy(blocks=5)
+    youngest = of.active[2]
+    of.schedule(set())
+    assert of.blocks.table(2) == []
+    assert youngest.num_preemptions == youngest.py_epoch == 1
+    assert youngest.context_current_position == 0
+
+
+def test_the_youngest_itself_gives_way_when_only_it_is_short() -> None:
+    of = busy(blocks=5)
+    batch = of.schedule(set())
+    assert ids(batch.generation_requests) == [0, 1]
+    assert ids(batch.paused_requests) == [2]
+
+
+def test_nothing_is_admitted_in_a_step_that_pauses() -> None:
+    of = busy(blocks=5)
+    waiting(of, make(9, 1, 1))
+    batch = of.schedule(set())
+    assert ids(batch.paused_requests) == [2]
+    assert batch.context_requests == []
+    assert ids(list(of.waiting)) == [2, 9]
+
+
+def test_paused_requests_come_back_before_newer_ones() -> None:
+    of = busy(blocks=5)
+    waiting(of, make(9, 1, 1))
+    of.schedule(set())
+    for request in list(of.active):
+        request.finish_by(FinishReason.LENGTH)
+        of.blocks.free_resources(request)
+        of.remove(request)
+    assert ids(run(of).context_requests) == [2, 9]
+
+
+def test_a_scheduled_chunk_gives_way_too() -> None:
+    of = scheduler(EAGLE, blocks=4, block_size=8, chunk_policy=lambda *_: 8)
+    old, young = make(0, 8, 40), make(1, 16, 40)
+    run(of, old)
+    of.active.append(young)
+    young.context_chunk_size = 8
+    of.blocks.reserve(1, 16)
+    batch = ScheduledRequests(context_requests=[young], num_tokens=8)
+    assert of._reserve_or_pause(old, 24, batch)
+    assert (batch.context_requests, ids(batch.paused_requests)) == ([], [1])
+    assert (young.context_chunk_size, batch.num_tokens) == (0, 0)
+
+
+def test_paused_generation_returns_its_tokens_to_the_budget() -> None:
+    """A prompt that pauses a younger generation leaves its K+1 tokens to the next prompt."""
+    chunks = [1, 1, 9]
+    of = scheduler(
+        EAGLE,
+        blocks=24,
+        block_size=4,
+        max_num_tokens=16,
+        chunk_policy=lambda request, _: chunks[request.request_id],
+    )
+    run(of, make(0, 40), make(1, 40), make(2, 9))
+    assert [request.is_generating for request in of.active] == [False, False, True]
+    of.blocks.reserve(9, 4 * (of.blocks.num_free_blocks - 2))
+    chunks = [8, 8, 9]
+    batch = of.schedule(set())
+    assert (ids(batch.paused_requests), batch.generation_requests) == ([2], [])
+    assert ids(batch.context_requests) == [0, 1]
+    assert [request.context_chunk_size for request in batch.context_requests] == [8, 8]
+    assert batch.num_tokens == 16
+
+
+def test_admission_needs_room_for_the_prompt_and_a_first_generation() -> None:
+    """Else the request would be paused as soon as it generates."""
+    of = scheduler(EAGLE, blocks=3, block_size=4)
+    # 6 + (K+1) + (K+1) + (K-1) = 16 rows: four blocks
+    assert run(of, make(0, 6, 40)).batch_size == 0
+    of = scheduler(EAGLE, blocks=4, block_size=4)
+    assert run(of, make(0, 6, 40)).batch_size == 1
+
+
+def test_admission_of_a_short_request_needs_its_full_length_only() -> None:
+    of = scheduler(EAGLE, blocks=2, block_size=4)
+    assert run(of, make(0, 6, 2)).batch_size == 1
+
+
+def test_a_request_that_the_step_in_flight_ends_is_not_scheduled() -> None:
+    of = scheduler(EAGLE)
+    request = make(0, 4, 1)
+    run(of, request)
+    assert of.schedule({0}).batch_size == 0
+    assert of.schedule(set()).batch_size == 1
+
+
+def test_remove_from_either_list_or_none() -> None:
+    of = scheduler(EAGLE, max_batch_size=1)
+    running, queued = make(0, 2), make(1, 2)
+    run(of, running, queued)
+    of.remove(queued)
+    of.remove(running)
+    of.remove(running)
+    assert (list(of.waiting), of.active) == ([], [])
+
+
+def test_scheduled_requests_count_and_order() -> None:
+    of = scheduler(EAGLE)
+    run(of, make(0, 2))
+    assert of.schedule(set()).can_run_cuda_graph
+    batch = run(of, make(1, 2))
+    assert ids(batch.all_requests()) == [1, 0]
+    assert (batch.batch_size, batch.can_run_cuda_graph) == (2, False)
+
+
+# --- random schedules ---
+
+
+@dataclass
+class Host:
+    """Runs a scheduler as the executor does, with random acceptance instead of a model."""
+
+    scheduler: Scheduler
+    overlap: bool
+    rng: random.Random
+    seen: list[int] = field(default_factory=list)
+    """Ids in the order of their first chunk."""
+    launched: list[tuple[LlmRequest, int, int]] = field(default_factory=list)
+    """(request, epoch, emitted tokens) of the step whose result is not known yet."""
+
+    def step(self) -> ScheduledRequests:
+        in_flight = {
+            r.request_id: count
+            for r, epoch, count in self.launched
+            if r.py_epoch == epoch and not r.is_finished
+        }
+        active = list(self.scheduler.active)
+        batch = self.scheduler.schedule(set(in_flight))
+        self.check(batch, active, in_flight)
+        launched, self.launched = self.launched, [self.launch(r) for r in batch.all_requests()]
+        for request in batch.context_requests:
+            request.move_to_next_context_chunk()
+        self.receive(launched if self.overlap else self.launched)
+        if not self.overlap:
+            self.launched = []
+        return batch
+
+    def launch(self, request: LlmRequest) -> tuple[LlmRequest, int, int]:
+        if request.is_generating:
+            emitted = self.rng.randint(1, self.scheduler.plan.step_rows)
+        else:
+            emitted = int(request.is_last_context_chunk)
+        return request, request.py_epoch, emitted
+
+    def receive(self, results: list[tuple[LlmRequest, int, int]]) -> None:
+        for request, epoch, emitted in results:
+            for _ in range(emitted if request.py_epoch == epoch else 0):
+                if request.is_finished:
+                    break
+                request.add_new_token(0)
+                if request.get_num_tokens() == request.max_length:
+                    self.finish(request, FinishReason.LENGTH)
+
+    def finish(self, request: LlmRequest, reason: FinishReason) -> None:
+        request.finish_by(reason)
+        self.scheduler.blocks.free_resources(request)
+        self.scheduler.remove(request)
+
+    def check(
+        self, batch: ScheduledRequests, active: list[LlmRequest], in_flight: dict[int, int]
+    ) -> None:
+        of, plan, blocks = self.scheduler, self.scheduler.plan, self.scheduler.blocks
+        assert batch.batch_size <= len(of.active) <= of.max_batch_size
+        assert len(set(ids(batch.all_requests()))) == batch.batch_size
+        cost = plan.step_rows * len(batch.generation_requests)
+        for request in batch.context_requests:
+            assert 1 <= request.context_chunk_size <= request.context_remaining_length
+            start = request.context_current_position
+            cost += request.context_chunk_size + min(plan.history_rows, start)
+            end = start + request.context_chunk_size
+            touched = min(end + plan.loop_rows, request.max_length)
+            assert blocks.reserved_rows(request.request_id) >= touched
+            if start == 0 and not request.num_preemptions:
+                self.seen.append(request.request_id)
+        assert cost == batch.num_tokens <= of.max_num_tokens
+        self.check_limit(batch)
+        for request in batch.generation_requests:
+            # the device knows the tokens in flight; the rows that it touches must be there
+            pending = in_flight.get(request.request_id, 0)
+            length = request.get_num_tokens() - 1 + pending
+            touched = min(length + plan.step_rows + plan.loop_rows, request.max_length)
+            assert blocks.reserved_rows(request.request_id) >= touched
+        # the youngest was preempted, none was admitted
+        kept = [r for r in active if r not in batch.paused_requests]
+        assert active == kept + batch.paused_requests[::-1]
+        if batch.paused_requests:
+            assert of.active == kept
+            assert not any(r in batch.all_requests() for r in batch.paused_requests)
+        held = [b for r in of.active for b in blocks.table(r.request_id)]
+        assert len(held) == len(set(held)) == blocks.num_blocks - blocks.num_free_blocks
+
+    def check_limit(self, batch: ScheduledRequests) -> None:
+        limit, plan = self.scheduler.mixed_limit, self.scheduler.plan
+        if limit is None or not batch.generation_requests or not batch.context_requests:
+            return
+        cost = rows = 0.0
+        for request in batch.context_requests:
+            start, length = request.context_current_position, request.context_chunk_size
+            first = max(0, start - plan.history_rows)
+            rows += length + start - first
+            positions = range(first, start + length)
+            cost += sum(1 + (p + 0.5) / limit.equal_prefix for p in positions)
+        is_least = len(batch.context_requests) == 1 and rows <= min(LEAST_CHUNK, limit.max_cost)
+        assert cost <= limit.max_cost + 1e-6 or is_least
+
+
+arrivals = st.lists(
+    st.tuples(st.integers(1, 40), st.integers(1, 20), st.integers(0, 10), st.booleans()),
+    min_size=1,
+    max_size=8,
+)
+
+
+@settings(max_examples=150)
+@given(
+    arrivals,
+    st.sampled_from([EAGLE, VANILLA, PLAIN]),
+    st.integers(1, 4),
+    st.integers(0, 30),
+    st.integers(1, 8),
+    st.integers(0, 20),
+    st.lists(st.integers(0, 12), min_size=1, max_size=4),
+    st.none() | st.builds(MixedPromptLimit, st.integers(4, 12), st.sampled_from([5.0, 40.0])),
+    st.booleans(),
+    st.integers(0, 1000),
+)
+def test_random_schedules(
+    wanted: list[tuple[int, int, int, bool]],
+    plan: DraftPlan,
+    batch_size: int,
+    spare_tokens: int,
+    block_size: int,
+    spare_blocks: int,
+    chunks: list[int],
+    limit: MixedPromptLimit | None,
+    overlap: bool,
+    seed: int,
+) -> None:
+    """Budget and blocks hold in every step, everyone ends, in order of arrival they start."""
+    rng = random.Random(seed)
+    requests = [make(i, prompt, new) for i, (prompt, new, _, _) in enumerate(wanted)]
+    longest = max(-(-request.max_length // block_size) for request in requests)
+    blocks = BlockManager(longest + spare_blocks, block_size)
+    of = Scheduler(
+        plan,
+        blocks,
+        max_batch_size=batch_size,
+        max_num_tokens=batch_size * plan.step_rows + spare_tokens,
+        chunk_policy=lambda r, room: min(room, chunks[r.context_current_position % len(chunks)]),
+        mixed_limit=limit,
+    )
+    host = Host(of, overlap, rng)
+    arriving = sorted(range(len(wanted)), key=lambda i: (wanted[i][2], i))
+    started = list(arriving)
+    step = 0
+    while arriving or of.active or of.waiting or host.launched:
+        while arriving and wanted[arriving[0]][2] <= step:
+            of.waiting.append(requests[arriving.pop(0)])
+        host.step()
+        for request, (_, _, arrives, aborts) in zip(requests, wanted, strict=True):
+            live = request in of.active or request in of.waiting
+            if aborts and live and step > arrives and rng.random() < 0.2:
+                host.finish(request, FinishReason.CANCELLED)
+        step += 1
+        assert step < 3000, "somebody starves"
+    assert all(request.is_finished for request in requests)
+    assert blocks.num_free_blocks == blocks.num_blocks
+    assert host.seen == [i for i in started if i in host.seen]

@@ -1,0 +1,185 @@
+"""What an executor refuses when it is built, and that the message says where and why."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+
+from integration.random_models import random_model
+from mtp_plugin.config import MTPDecodingConfig
+from mtp_plugin.errors import ConfigError, MetadataError, RequestError
+from mtp_plugin.hosts.embedded import LLM, SamplingParams, build
+from mtp_plugin.hosts.embedded.prompt_limit import equal_prefix_of
+from mtp_plugin.plugin import MTPPlugin, register_plugin, unregister_plugin
+from mtp_plugin.speculative.drafting.attention_loop import draft_loop
+from mtp_plugin.speculative.state import SlotStateManager
+from tests.speculative.drafting.host import KVAttention
+
+
+class Renamed(MTPPlugin):
+    """MTP under another name, whose K the config does not know."""
+
+    decoding_type = "RENAMED"
+
+    def plan(self, config, num_mtp_layers):  # noqa: ARG002
+        return super().plan(MTPDecodingConfig(max_draft_len=3), num_mtp_layers)
+
+
+def test_the_budget_holds_a_full_batch_of_any_plugin(harness):
+    register_plugin(Renamed())
+    try:
+        with pytest.raises(ConfigError, match=r"times the 4 rows of a generation, which is 16"):
+            LLM(
+                {
+                    "model": harness.path,
+                    "max_batch_size": 4,
+                    "max_num_tokens": 4,
+                    "speculative_config": {"decoding_type": "RENAMED"},
+                },
+                model=harness.model,
+            )
+    finally:
+        unregister_plugin("RENAMED")
+
+
+def test_decoding_without_speculation_takes_no_options(harness):
+    config = {"model": harness.path, "speculative_config": {"decoding_type": "none", "bogus": True}}
+    with pytest.raises(ConfigError, match=r"'none' takes no options, got bogus"):
+        LLM(config, model=harness.model)
+
+
+def test_a_shared_model_must_have_the_requested_dtype(harness):
+    with pytest.raises(
+        ConfigError, match=r"dtype: bfloat16 was requested, the loaded model is torch\.fl"
+    ):
+        LLM({"model": harness.path, "dtype": "bfloat16"}, model=harness.model)
+
+
+def test_memory_besides_the_weights_is_reported(harness):
+    lines: list[str] = []
+    config = {
+        "model": harness.path,
+        "device": harness.host["device"],
+        "dtype": "float32",
+        "max_batch_size": 2,
+        "kv_cache_config": {"tokens_per_block": 4, "max_tokens": 4096},
+        "speculative_config": {"decoding_type": "MTP", "max_draft_len": 3},
+    }
+    with LLM(config, model=harness.model, on_progress=lines.append) as llm:
+        line = next(text for text in lines if text.startswith("memory: "))
+        llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=4))
+        manager = llm.pieces.manager
+        slots, size = manager.sentinel_slot + 1, manager.bytes_per_slot()
+        assert slots == 3 * 2 + 3
+        assert line == (
+            f"memory: KV cache {llm.pools.num_bytes() / 2**20:.1f} MiB (1024 blocks of 4 tokens), "
+            f"MTP state {slots * size / 2**20:.1f} MiB ({slots} slots of {size} bytes), "
+            f"logits processing {manager.logits_allocator.num_bytes / 2**20:.1f} MiB"
+        )
+    assert lines[-1] == "ready"
+
+
+def test_the_kv_cache_is_sized_after_everything_else(harness, monkeypatch: pytest.MonkeyPatch):
+    """By the memory that is left: pools of requests and draft probabilities are there by then."""
+    managers: list[SlotStateManager] = []
+    make, size = SlotStateManager.__init__, build.num_kv_blocks
+
+    def made(self, *arguments, **options):
+        make(self, *arguments, **options)
+        managers.append(self)
+
+    def sized(*arguments, **options):
+        (manager,) = managers
+        assert manager.logits_allocator.num_bytes > 0
+        assert manager.draft_probs is not None
+        managers.clear()
+        return size(*arguments, **options)
+
+    monkeypatch.setattr(SlotStateManager, "__init__", made)
+    monkeypatch.setattr(build, "num_kv_blocks", sized)
+    with harness.llm(mtp={"verification": "rejection", "draft_sampling": "plain"}):
+        assert managers == []
+
+
+def test_errors_of_a_file_name_it(harness, tmp_path):
+    path = tmp_path / "long.yaml"
+    path.write_text(f"model: {harness.path}\nmax_seq_len: 640000\n")
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: max_seq_len: 640000 is above")):
+        LLM(path, model=harness.model)
+
+
+@pytest.mark.parametrize("odd", [3, {"max_new_tokens": 3}])
+def test_odd_sampling_parameters(harness, odd):
+    with pytest.raises(RequestError, match=f"got {type(odd).__name__}"):
+        harness.llm().generate([[1]], odd)
+
+
+def test_prompt_limit_of_mixed_steps_comes_from_config_and_model(harness):
+    limit = harness.llm().executor.scheduler.mixed_limit
+    assert limit.max_cost == 1024
+    config = harness.model.target.config
+    layer = harness.model.target.get_decoder().layers[0]
+    weights = sum(weight.numel() for weight in layer.parameters())
+    per_key = config.num_attention_heads * config.head_dim
+    assert limit.equal_prefix == pytest.approx(weights / (2 * per_key), rel=0.1)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_prompt_tokens_while_generating": None},
+        {"enable_chunked_prefill": False},
+        {"chunk_policy": lambda _, most: most},
+    ],
+)
+def test_prompt_limit_of_mixed_steps_gives_way(harness, options):
+    assert harness.llm(**options).executor.scheduler.mixed_limit is None
+
+
+@pytest.mark.parametrize(
+    ("model_type", "num_layers"), [("glm4_moe", 2), ("deepseek_v3", 2), ("mimo", 2)]
+)
+def test_equal_prefix_counts_active_parameters(model_type, num_layers):
+    model = random_model(model_type)
+    config, decoder = model.target.config, model.target.get_decoder()
+    routed = sum(w.numel() for n, w in decoder.named_parameters() if ".mlp.experts." in n)
+    others = (
+        sum(w.numel() for w in decoder.parameters()) - routed - decoder.embed_tokens.weight.numel()
+    )
+    if model_type == "deepseek_v3":
+        assert routed > 0
+        active = others + routed * config.num_experts_per_tok / config.n_routed_experts
+        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
+    else:
+        active, widths = others, 2 * config.head_dim
+    # linear layers take 2 operations per parameter, a key 2 per value of a head in QK and in PV
+    per_key = 2 * num_layers * config.num_attention_heads * widths
+    assert equal_prefix_of(model) == pytest.approx(2 * active / per_key)
+
+
+def test_a_chunk_policy_without_chunks_is_refused(harness):
+    with pytest.raises(ConfigError, match="enable_chunked_prefill is false"):
+        harness.llm(enable_chunked_prefill=False, chunk_policy=lambda *_: 1)
+
+
+def test_a_draft_loop_that_cannot_open_leaves_no_trace():
+    attention = KVAttention([4, 4], 0, [9, 9])
+    attention.reads_cached_token_counts = True
+    attention.kv_cache_params.num_cached_tokens_per_seq = [5, 5, 5]
+    with pytest.raises(MetadataError, match="expected 2, got 3"), draft_loop(attention):
+        pass
+    attention.kv_cache_params.num_cached_tokens_per_seq = [5, 5]
+    with draft_loop(attention) as loop:
+        loop.feed_window(torch.tensor([1, 2], dtype=torch.int32), 4, 4)
+    assert attention.kv_lens_cuda.tolist() == [9, 9]
+
+
+def test_absent_drafts_are_not_counted_as_drafted(harness):
+    """Two new tokens leave room for no draft after the second one."""
+    for no_overlap in (True, False):
+        llm = harness.llm(k=3, disable_overlap_scheduler=no_overlap)
+        output = llm.generate([[1, 2, 3]], SamplingParams(max_new_tokens=2, ignore_eos=True))[0]
+        assert output.acceptance.steps == 1
+        assert output.acceptance.num_drafted <= 1

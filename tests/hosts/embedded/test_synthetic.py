@@ -1,0 +1,160 @@
+"""Synthetic acceptance end to end: the requested rates, valid ids, the same run, and its mark."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from mtp_plugin.hosts.embedded import SamplingParams
+from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from tests.hosts.embedded.conftest import VOCAB, assert_drained, wrap_worker
+from tests.hosts.embedded.test_scenarios import RecordingWorker
+
+RATES = (0.8, 0.6, 0.4)
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
+
+
+def synthetic(harness, rates=RATES, seed: int = 3, **options):
+    mtp = {
+        "verification": "synthetic",
+        "synthetic_acceptance": rates,
+        "synthetic_seed": seed,
+        **options.pop("mtp", {}),
+    }
+    return harness.llm(mtp=mtp, **options)
+
+
+def forced(**options) -> SamplingParams:
+    return SamplingParams(**{"max_new_tokens": 32, "ignore_eos": True, **options})
+
+
+def assert_shares(stats: AcceptanceStats, rates, cut: int) -> None:
+    """Within four deviations of the requested; ``cut`` steps may have been too short for K."""
+    assert stats.label.is_drawn
+    for rate, measured in zip(rates, stats.per_position, strict=True):
+        deviation = math.sqrt(rate * (1 - rate) / stats.steps)
+        assert measured <= rate + 4 * deviation
+        assert measured >= rate - 4 * deviation - cut / stats.steps
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_r45_forced_acceptance_gives_tokens_and_says_so(harness, prompts, vanilla, no_overlap):
+    """R45: shares far above what the drafts deserve: ids stay ids, and every output is marked."""
+    llm = synthetic(harness, (1.0, 0.9, 0.9), vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+    outputs = llm.generate(prompts, forced(stop_token_ids=(VOCAB - 1,), min_tokens=32))
+    assert_drained(llm)
+    for output in outputs:
+        assert len(output.token_ids) == 32
+        assert all(0 <= token < VOCAB - 1 for token in output.token_ids)
+        assert output.label.is_drawn
+        assert output.acceptance.label.is_drawn
+    stats = llm.executor.acceptance
+    assert stats.label.is_drawn
+    assert stats.acceptance_length > 3
+    honest = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap)
+    true = honest.generate(prompts, forced(stop_token_ids=(VOCAB - 1,), min_tokens=32))
+    assert honest.executor.acceptance.acceptance_length < 2.5
+    assert [o.token_ids for o in true] != [o.token_ids for o in outputs]
+    assert honest.executor.acceptance.label is None
+    assert all(o.label is None for o in true)
+
+
+@pytest.mark.thinned
+@pytest.mark.parametrize("rates", [RATES, 0.7], ids=["list", "number"])
+def test_measured_rates_are_those_requested(harness, rates):
+    """One request per seed, so that no draw counts twice."""
+    requested = RATES if isinstance(rates, tuple) else (0.7, 0.7**2, 0.7**3)
+    total = AcceptanceStats(3)
+    for seed in range(12):
+        llm = synthetic(harness, rates, seed)
+        (output,) = llm.generate([[5, 6, 7]], forced(max_new_tokens=120))
+        total.merge(output.acceptance)
+    assert total.steps > 400
+    # the end of a text cuts one step, or two
+    assert_shares(total, requested, cut=24)
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_the_same_run_whatever_batch_and_loop(harness, prompts, vanilla):
+    """Same seed, same tokens and counts: alone, together, in either loop; not with another."""
+    together = synthetic(harness, vanilla=vanilla).generate(prompts, forced())
+    again = synthetic(harness, vanilla=vanilla, disable_overlap_scheduler=True, max_batch_size=3)
+    alone = synthetic(harness, vanilla=vanilla)
+    for output, other in zip(together, again.generate(prompts, forced()), strict=True):
+        assert output.token_ids == other.token_ids
+        assert output.acceptance == other.acceptance
+    for prompt, output in zip(prompts, together, strict=True):  # in the same order
+        (one,) = alone.generate([prompt], forced())
+        assert one.token_ids == output.token_ids
+        assert one.acceptance == output.acceptance
+    another = synthetic(harness, seed=4, vanilla=vanilla).generate(prompts, forced())
+    assert [o.acceptance for o in another] != [o.acceptance for o in together]
+
+
+@pytest.mark.parametrize("vanilla", WORKERS)
+def test_prompts_of_one_length_share_no_draws(harness, vanilla):
+    """A batch of them meets the requested rates, as so many runs of one request would."""
+    llm = synthetic(harness, vanilla=vanilla)
+    outputs = llm.generate([[5, 6, 7 + i] for i in range(8)], forced(max_new_tokens=120))
+    assert len({tuple(output.acceptance.histogram) for output in outputs}) == len(outputs)
+    total = AcceptanceStats(3)
+    for output in outputs:
+        total.merge(output.acceptance)
+    assert total.steps > 250
+    assert_shares(total, RATES, cut=16)
+
+
+def test_absent_drafts_are_not_forced(harness, prompts):
+    """Requests that do not speculate, and the last tokens of a text, whatever the rates."""
+    llm = synthetic(harness, 1.0)
+    params = [forced(speculate=i != 2, max_new_tokens=6 + i) for i in range(len(prompts))]
+    seen = []
+
+    def look(step):
+        spec = step["spec_metadata"]
+        seen.append((spec.draft_lens.tolist(), step["attn_metadata"].num_contexts))
+
+    counts = []
+
+    class Counting(RecordingWorker):
+        def forward(self, **kwargs):
+            result = super().forward(**kwargs)
+            counts.append(result["new_tokens_lens"].tolist())
+            return result
+
+    wrap_worker(llm, lambda worker: Counting(worker, look))
+    for output, requested in zip(llm.generate(prompts, params), params, strict=True):
+        assert len(output.token_ids) == requested.max_new_tokens
+        if not requested.speculate:
+            assert output.acceptance.acceptance_length == 1.0
+    for (lens, num_contexts), emitted in zip(seen, counts, strict=True):
+        assert emitted[num_contexts:] == [length + 1 for length in lens]
+    assert {length for lens, _ in seen for length in lens} == {0, 1, 2, 3}
+
+
+def test_a_preempted_request_comes_to_its_end(harness, prompts):
+    llm = synthetic(harness, kv_cache_config={"tokens_per_block": 4, "max_tokens": 120})
+    outputs = llm.generate(prompts[:6], forced(max_new_tokens=24))
+    assert llm.executor.num_preemptions > 0
+    assert all(len(output.token_ids) == 24 for output in outputs)
+    assert_drained(llm)
+
+
+def test_events_are_marked(harness):
+    for llm, mark in ((synthetic(harness), True), (harness.llm(), False)):
+        events = [e for step in llm.stream([[1, 2, 3]], forced(max_new_tokens=9)) for e in step]
+        assert len(events) > 2
+        assert all((event.label is not None) is mark for event in events)
+
+
+def test_positions_decide_and_not_steps(harness):
+    """A text that starts further on draws other draws; its runs are those of its positions."""
+    llm = synthetic(harness)
+    runs = []
+    for length in (1, 2):
+        (output,) = llm.generate([[3] * length], forced(max_new_tokens=40))
+        runs.append(output.acceptance.histogram)
+    assert runs[0] != runs[1]

@@ -1,0 +1,112 @@
+"""Acceptance where a generation has as many rows of logits as drafts and one more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.ops.acceptance import AcceptanceRules, accept
+from mtp_plugin.ops.backend import Backend
+from tests.ops.acceptance.cases import (
+    KINDS,
+    Case,
+    assert_implementations_agree,
+    assert_matches_example,
+    assert_same,
+    layout_of,
+    ragged,
+)
+from tests.ops.acceptance.margins import undecided
+from tests.ops.acceptance.random_cases import cases, make_case, small_cases
+from tests.ops.letters import ids, rows_with_top
+from tests.ops.on_device import DEVICE, vector
+
+BACKENDS = pytest.mark.parametrize("backend", Backend)
+EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
+DTYPES = st.sampled_from([torch.int32, torch.int64, torch.int16])
+
+
+@EVERY_KIND
+@settings(max_examples=15)
+@given(case=cases, seed=st.integers(0, 2**16), dtype=DTYPES)
+def test_ragged_rows_match_the_example(
+    kind: str, case: Case, seed: int, dtype: torch.dtype
+) -> None:
+    case = ragged(case, seed, dtype)
+    rules = case.rules(kind)
+    for backend in Backend:
+        assert_matches_example(case, rules, case.accept(rules, backend))
+    assert_implementations_agree(case, kind)
+
+
+@EVERY_KIND
+@settings(max_examples=50)
+@given(case=small_cases, seed=st.integers(0, 2**16))
+def test_ragged_rows_of_a_small_vocabulary_match_the_example(
+    kind: str, case: Case, seed: int
+) -> None:
+    case = ragged(case, seed)
+    rules = case.rules(kind)
+    assert_matches_example(case, rules, case.accept(rules, Backend.TORCH))
+
+
+@EVERY_KIND
+@BACKENDS
+def test_ragged_rows_match_uniform_rows_of_shorter_drafts(backend: Backend, kind: str) -> None:
+    for seed in range(4):
+        shape = {"num_contexts": seed % 3, "num_generations": 5, "k": 3, "vocab": 127}
+        case = make_case(seed, **shape, lens=True, finals=True, smooth=True)
+        rules = case.rules(kind)
+        close = undecided(case.margins(rules), rules, case.layout)
+        mine, theirs = (each.accept(kind, backend) for each in (ragged(case, seed), case))
+        assert_same(mine, theirs, ~close)
+
+
+@EVERY_KIND
+@settings(max_examples=10)
+@given(case=cases)
+def test_uniform_rows_as_ragged_arguments_change_nothing(kind: str, case: Case) -> None:
+    """Bit for bit: the same rows, reduced in the same blocks."""
+    layout, options = case.layout, dict(case.options)
+    if options["draft_lens"] is None:
+        options["draft_lens"] = torch.full((layout.num_generations,), layout.draft_len).to(DEVICE)
+    first = [case.rows_of(request)[0] for request in range(layout.num_requests)]
+    other = replace(case, options=options, first_rows=vector(first))
+    for backend in Backend:
+        assert_same(other.accept(kind, backend), case.accept(kind, backend))
+
+
+@BACKENDS
+def test_ragged_rows_as_vllm_has_them(backend: Backend) -> None:
+    """Requests with 2, 0, 1 and 0 drafts, of which the last has no valid target; padded drafts."""
+    cu_num_logits = vector([0, 3, 4, 6, 7], torch.int32)
+    drafts = vector([ids("uv"), [-1, -1], ids("b."), ids("zz")], torch.int32)
+    target = "uxy" + "q" + "bn" + "."
+    for choices in (None, vector([*ids(target[:6]), -1], torch.int32)):
+        accepted = accept(
+            layout_of(0, 4, 2),
+            rows_with_top(target).to(DEVICE),
+            drafts,
+            AcceptanceRules(choices=choices),
+            draft_lens=cu_num_logits[1:] - cu_num_logits[:-1] - 1,
+            first_rows=cu_num_logits[:-1],
+            backend=backend,
+        )
+        assert accepted.tokens.tolist() == [ids("ux."), ids("q.."), ids("bn."), ids("...")]
+        assert accepted.num_accepted.tolist() == [2, 1, 2, 0]
+        assert accepted.status.tolist() == [0, 0, 0, 1]
+
+
+@BACKENDS
+@pytest.mark.parametrize("rows", [0, 2])
+def test_ragged_rows_of_no_request(backend: Backend, rows: int) -> None:
+    case = make_case(3, num_generations=0, k=2, vocab=7)
+    logits = torch.zeros(rows, 7, device=DEVICE)
+    none = vector([], torch.int32)
+    case = replace(case, logits=logits, options={"draft_lens": none}, first_rows=none)
+    for kind in ("strict", "relaxed", "forced"):
+        assert case.accept(kind, backend).accepted.tokens.shape == (0, 3)

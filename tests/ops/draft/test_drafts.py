@@ -1,0 +1,298 @@
+"""Drafts of logits: example, torch reference and Triton agree, and nothing else is written."""
+
+from __future__ import annotations
+
+import copy
+import math
+import random
+from collections.abc import Callable
+from dataclasses import fields, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.ops import draft_triton
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.draft import draft_argmax, propose
+from mtp_plugin.ops.step import DraftOutput
+from mtp_plugin.ops.top1 import split
+from tests.op_arguments import check_strided_arguments, poisoned_memory
+from tests.ops.bits import same_bits
+from tests.ops.draft import example
+from tests.ops.draft.loop import Loop, real_logits
+from tests.ops.on_device import (
+    DEVICE,
+    forbid_launches,
+    poisoned,
+    read_back_forbidden,
+    vector,
+)
+from tests.ops.top_k.launches import captured
+from tests.ops.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided
+
+both = pytest.mark.parametrize("backend", Backend)
+
+
+@settings(max_examples=40)
+@given(
+    requests=st.integers(0, 5),
+    k=st.integers(1, 7),
+    vocab=st.sampled_from(VOCABS),
+    dtype=st.sampled_from(DTYPES),
+    gap=st.integers(0, 2),
+    shift=st.booleans(),
+    advance=st.booleans(),
+    kv=st.booleans(),
+    max_position=st.sampled_from([None, 30]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_draft_is_written_for_every_reader(
+    requests, k, vocab, dtype, gap, shift, advance, kv, max_position, seed
+) -> None:
+    rng = torch.Generator().manual_seed(seed)
+    logits = strided(odd_rows(rng, requests, vocab, dtype), gap)
+    before = logits.clone()
+    column = random.Random(seed).randrange(k)
+
+    drafts = vector([example.proposal(row) for row in logits.double().tolist()], torch.int32)
+    expected = Loop.of(seed, requests, k)
+    expected.drafts[:requests, column] = drafts
+    expected.following[:requests, column + 2] = drafts
+    if shift:
+        expected.shifted[expected.last_rows + column + 1] = drafts
+    if advance:
+        expected.positions[:requests] += 1
+        if max_position is not None:
+            expected.positions[:requests].clamp_max_(max_position)
+        expected.kv_lens[:requests] += int(kv)
+    for backend in Backend:
+        loop = Loop.of(seed, requests, k)
+        with poisoned_memory():
+            output = loop.column(column, shift, advance, kv, max_position)
+            propose(logits, output, backend=backend)
+        loop.assert_same(expected)
+    assert same_bits(logits, before)
+
+
+@settings(max_examples=25)
+@given(
+    rows=st.integers(0, 5),
+    vocab=st.sampled_from(VOCABS),
+    dtype=st.sampled_from(DTYPES),
+    seed=st.integers(0, 2**31),
+)
+def test_draft_argmax(rows, vocab, dtype, seed) -> None:
+    logits = strided(odd_rows(torch.Generator().manual_seed(seed), rows, vocab, dtype), 1)
+    before = logits.clone()
+    expected = vector([example.proposal(row) for row in logits.double().tolist()], torch.int32)
+    for backend in Backend:
+        with poisoned_memory():
+            drafts = draft_argmax(logits, backend=backend)
+        assert same_bits(drafts, expected)
+    assert same_bits(logits, before)
+
+
+@both
+@pytest.mark.parametrize(
+    ("row", "draft"),
+    [([1.0, 3.0, 3.0], 1), ([math.nan, -math.inf, -1.0], 2), ([math.nan, math.nan], 0)],
+    ids=["tie", "nan", "nothing"],
+)
+def test_odd_rows(backend: Backend, row: list[float], draft: int) -> None:
+    assert example.proposal(row) == draft
+    assert draft_argmax(torch.tensor([row], device=DEVICE), backend=backend).tolist() == [draft]
+
+
+@both
+def test_a_loop_shifts_every_window(backend: Backend) -> None:
+    """Each depth reads its window of ids one element further, as the example shifts sequences."""
+    k, vocab, rng, r = 4, 2049, torch.Generator().manual_seed(5), random.Random(5)
+    sequences = [[r.randrange(vocab) for _ in range(n)] for n in (3, 1, 2)]
+    flat = [token for tokens in sequences for token in tokens]
+    loop = Loop.of(0, 3, k)
+    loop.last_rows = torch.tensor([2, 3, 5], device=DEVICE)
+    loop.shifted = poisoned(len(flat) + k, dtype=torch.int32)
+    loop.shifted[: len(flat)] = torch.tensor(flat, dtype=torch.int32)
+    for column in range(k):
+        logits = odd_rows(rng, 3, vocab, torch.float32).to(DEVICE)
+        propose(logits, loop.column(column, True, True, True), backend=backend)
+        drafts = [example.proposal(row) for row in logits.tolist()]
+        sequences = example.shift_windows(sequences, drafts)
+        window = loop.shifted[column + 1 : column + 1 + len(flat)]
+        assert window.tolist() == [token for tokens in sequences for token in tokens]
+
+
+@both
+def test_ties_across_pieces_go_to_the_lowest_id(backend: Backend) -> None:
+    vocab = 4999
+    piece, pieces, _ = split(4, vocab)
+    assert pieces > 2
+    logits = torch.zeros(4, vocab, device=DEVICE)
+    lows = [piece - 1, piece, 2 * piece, vocab - 1]
+    for row, low in enumerate(lows):
+        logits[row, [low, min(low + 1, vocab - 1), vocab - 1]] = 1.0
+    assert draft_argmax(logits, backend=backend).tolist() == lows
+
+
+@both
+def test_strided_arguments(backend: Backend) -> None:
+    logits = odd_rows(torch.Generator().manual_seed(2), 3, 9, torch.float32).to(DEVICE)
+    refused = {"logits": "logits: expected row-contiguous"}
+    check_strided_arguments(draft_argmax, {"logits": logits}, refused=refused, backend=backend)
+    output = replace(
+        Loop.of(2, 3, 2).column(0, True, True, True, 30),
+        drafts=poisoned(3, 2, dtype=torch.int32),
+        next_tokens=poisoned(3, 3, dtype=torch.int32),
+        vocab_ids=vector(range(3, 12), torch.int32),
+    )
+    refused |= {
+        "output.drafts": "drafts: expected row-contiguous torch.int32 tensor [3, >= 1]",
+        "output.next_tokens": "next_tokens: expected row-contiguous torch.int32 tensor [3, >= 2]",
+        "output.shifted_ids": "shifted_ids: expected contiguous integer tensor",
+        "output.positions": "positions: expected contiguous integer tensor [3]",
+        "output.kv_lens": "kv_lens: expected contiguous integer tensor [>= 3]",
+        "output.vocab_ids": "vocab_ids: expected contiguous torch.int32",
+    }
+    arguments = {"logits": logits, "output": output}
+    check_strided_arguments(propose, arguments, refused=refused, backend=backend)
+
+
+def narrower(output: DraftOutput, name: str) -> DraftOutput:
+    return replace(output, **{name: getattr(output, name)[:-1]})
+
+
+def other(output: DraftOutput, name: str, dtype: torch.dtype) -> DraftOutput:
+    return replace(output, **{name: getattr(output, name).to(dtype)})
+
+
+@both
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda o: narrower(o, "drafts"), r"drafts: .* \[2, >= 1\].* got .* \[1, 3\]"),
+        (lambda o: narrower(o, "next_tokens"), r"next_tokens: .* \[2, >= 2\]"),
+        (lambda o: replace(o, column=3), r"drafts: .* \[2, >= 4\].* got .* \[2, 3\]"),
+        (lambda o: replace(o, column=-1), "column: expected an integer >= 0, got -1"),
+        (lambda o: narrower(o, "positions"), r"positions: .* \[2\], got .* \[1\]"),
+        (
+            lambda o: replace(o, positions=vector([1, 2, 3])),
+            r"positions: .* \[2\], got .* \[3\]",
+        ),
+        (lambda o: narrower(o, "kv_lens"), r"kv_lens: .* \[>= 2\], got .* \[1\]"),
+        (
+            lambda o: narrower(o, "last_rows"),
+            r"last_rows: expected tensor \[2\], got .* \[1\]",
+        ),
+        (
+            lambda o: replace(o, last_rows=None),
+            r"last_rows: expected tensor \[2\], got None",
+        ),
+        (
+            lambda o: replace(o, shifted_ids=o.shifted_ids[:0]),
+            "shifted_ids: expected",
+        ),
+        (
+            lambda o: other(o, "drafts", torch.int8),
+            "drafts: expected .*torch.int32 .* got torch.int8",
+        ),
+        (
+            lambda o: other(o, "next_tokens", torch.int64),
+            "next_tokens: .* got torch.int64",
+        ),
+        (lambda o: other(o, "positions", torch.float32), "positions: .* got torch.float"),
+    ],
+)
+def test_wrong_outputs_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+    backend: Backend,
+    change: Callable[[DraftOutput], DraftOutput],
+    message: str,
+) -> None:
+    """Refused before anything runs or is written."""
+    forbid_launches(monkeypatch, draft_triton)
+    loop = Loop.of(3, 2, 3)
+    before = copy.deepcopy(loop)
+    output = change(loop.column(0, True, True, True))
+    with pytest.raises(TensorContractError, match=message):
+        propose(torch.zeros(2, 5, device=DEVICE), output, backend=backend)
+    loop.assert_same(before)
+
+
+@both
+@pytest.mark.parametrize(
+    "logits",
+    [torch.zeros(5), torch.zeros(2, 0), torch.zeros(2, 5).int(), torch.zeros(5, 2).T],
+    ids=["vector", "no columns", "integers", "columns for rows"],
+)
+def test_wrong_logits_are_refused(backend: Backend, logits: torch.Tensor) -> None:
+    output = Loop.of(3, 2, 1).column(0)
+    with pytest.raises(TensorContractError, match=r"logits: expected .*tensor"):
+        propose(logits.to(DEVICE), output, backend=backend)
+    with pytest.raises(TensorContractError, match=r"logits: expected .*tensor"):
+        draft_argmax(logits.to(DEVICE), backend=backend)
+
+
+REAL = [(1, 7, 129280), (17, 1, 151935), (64, 3, 129280), (256, 3, 151935), (1024, 3, 151935)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("requests", "k", "vocab"), REAL)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_real_shapes(requests: int, k: int, vocab: int, dtype: torch.dtype) -> None:
+    logits = real_logits(requests, vocab, 1, dtype)
+    mine = Loop.of(1, requests, k)
+    theirs = copy.deepcopy(mine)
+    for column in range(k):
+        with poisoned_memory():
+            output = mine.column(column, True, True, True, 40)
+            propose(logits, output, backend=Backend.TRITON)
+        output = theirs.column(column, True, True, True, 40)
+        propose(logits, output, backend=Backend.TORCH)
+        mine.assert_same(theirs)
+    assert torch.equal(mine.drafts[:requests, 0], best_ids(logits).int())
+
+
+@pytest.mark.gpu
+def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:
+    stride, rows, vocab = 2**29 + 24, 6, 151935
+    device_memory(12)
+    near = real_logits(rows, vocab, 3, torch.bfloat16)
+    buffer = torch.empty(rows * stride, dtype=torch.bfloat16, device=DEVICE)
+    far = buffer.as_strided((rows, vocab), (stride, 1))
+    far.copy_(near)
+    assert (rows - 1) * stride > 2**31
+    assert torch.equal(draft_argmax(far, backend=Backend.TRITON), best_ids(near).int())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("requests", "k", "vocab"), REAL[:4])
+def test_in_a_cuda_graph(requests: int, k: int, vocab: int) -> None:
+    """All depths in one graph, replayed over other logits and other loops."""
+    logits = [real_logits(requests, vocab, depth, torch.bfloat16) for depth in range(k)]
+    loop = Loop.of(1, requests, k)
+
+    def step() -> None:
+        for column in range(k):
+            output = loop.column(column, True, True, True, 55)
+            propose(logits[column], output, backend=Backend.TRITON)
+
+    graph, _ = captured(step)
+    for seed in (10, 20):
+        fresh = Loop.of(1, requests, k)  # the same rows, other positions
+        fresh.positions += seed
+        fresh.kv_lens += seed
+        for depth in range(k):
+            logits[depth].copy_(real_logits(requests, vocab, seed + depth, torch.bfloat16))
+        for field in fields(loop):
+            getattr(loop, field.name).copy_(getattr(fresh, field.name))
+        graph.replay()
+        torch.cuda.synchronize()
+        for column in range(k):
+            output = fresh.column(column, True, True, True, 55)
+            propose(logits[column], output, backend=Backend.TORCH)
+        loop.assert_same(fresh)
+    with read_back_forbidden():
+        step()

@@ -1,0 +1,580 @@
+"""Masked logits: example, torch reference and Triton agree, and the logits are restored."""
+
+from __future__ import annotations
+
+import random
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.ops import logit_mask_triton
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.logit_mask import mask_disallowed_tokens
+from mtp_plugin.ops.logit_rows import LOGITS_PROCESSING_OPTIONS, LogitRows
+from mtp_plugin.ops.step import SlotRows, StepLayout
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn
+from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
+from tests.op_arguments import check_strided_arguments, poisoned_memory, storage
+from tests.ops.bits import same_bits
+from tests.ops.logits_processing import example
+from tests.ops.logits_processing.pools import pools_of
+from tests.ops.on_device import DEVICE, INDEX_DTYPES, forbid_launches, vector
+from tests.ops.slots import slot_rows
+from tests.ops.top_k.launches import captured
+from tests.ops.top_k.rows import DTYPES, VOCABS, odd_rows, strided, without_nan
+
+OF_METHOD = SlotColumn("of_a_method", int, 0, 3)
+FOREVER = 2**31 - 1
+WIDTH = sum(column.width for column in (*REQUEST_COLUMNS, OF_METHOD))
+
+
+@dataclass
+class Batch:
+    """Requests whose rows sample tokens near the first index at which a stop id is allowed, and
+    whose outputs end as bad words begin."""
+
+    logits: torch.Tensor
+    slots: SlotRows
+    rows: LogitRows
+    places: list[example.Place]
+    """Per row of logits."""
+
+    @classmethod
+    def of(
+        cls,
+        seed: int,
+        contexts: int,
+        generations: int,
+        k: int,
+        vocab: int,
+        stops: int,
+        *,
+        dtype: torch.dtype = torch.float32,
+        spare: int = 0,
+        index_dtype: torch.dtype = torch.int64,
+        pools: bool = True,
+        drafts: bool = True,
+        **slots: Any,
+    ) -> Batch:
+        r, rng = random.Random(seed), torch.Generator().manual_seed(seed)
+        lens = [r.randint(1, 4) for _ in range(contexts)]
+        positions, sampled = [], []
+        for length in lens:
+            start = r.randrange(9)
+            positions += range(start, start + length)
+            sampled.append([start + length])
+        for _ in range(generations):
+            start, highest = r.randrange(9), r.randrange(8, 12)
+            # positions of absent drafts need not increase
+            positions += [min(start + i, max(start, highest)) for i in range(k + 1)]
+            sampled.append([start + 1 + i for i in range(k + 1)])
+        # few ids, so that words begin in many places
+        few = [r.randrange(vocab) for _ in range(2)]
+        drafted = [
+            [r.choice([*few, *few, vocab + 3, 2**31 - 1]) for _ in range(k)]
+            for _ in range(generations)
+        ]
+        expected = [[]] * contexts + (drafted if drafts else [[example.UNKNOWN] * k] * generations)
+        logits_options = [
+            random_logits_options(r, vocab, few, stops, before, pools) for before in expected
+        ]
+        layout = StepLayout(
+            tuple(lens),
+            generations,
+            k,
+            vector(lens, torch.int32),
+            strided_vector(positions, index_dtype, spare),
+        )
+        placed, columns = pools_of(logits_options, vocab, r)
+        values = [
+            {
+                "prompt_len": one.prompt_len,
+                "min_tokens": one.min_tokens,
+                "stop_ids": one.stops,
+                "recent": [-1] * (MAX_BAD_WORD_LEN - len(one.recent)) + list(one.recent),
+                **(rows if pools else {}),
+            }
+            for one, rows in zip(logits_options, columns, strict=True)
+        ]
+        held = slot_rows(values, [OF_METHOD], seed=seed, **slots)
+        rows = sum(map(len, sampled))
+        flat = [token for tokens in drafted for token in tokens]
+        return cls(
+            strided(odd_rows(rng, rows, vocab, dtype), spare),
+            replace(held, pools=placed) if pools else held,
+            LogitRows.of_target(
+                layout, strided_vector(flat, index_dtype, spare) if drafts else None
+            ),
+            [
+                example.Place(one, index, tuple(before[:i]))
+                for one, indices, before in zip(logits_options, sampled, expected, strict=True)
+                for i, index in enumerate(indices)
+            ],
+        )
+
+    def masked(self, backend: Backend) -> AbstractContextManager[torch.Tensor]:
+        return mask_disallowed_tokens(self.logits, self.rows, self.slots, backend=backend)
+
+    def example(self) -> torch.Tensor:
+        expected = [
+            example.without_banned(row, place)
+            for row, place in zip(self.logits.double().tolist(), self.places, strict=True)
+        ]
+        shape = self.logits.shape
+        return torch.tensor(expected, dtype=torch.float64).reshape(shape).to(self.logits)
+
+
+def random_logits_options(
+    rng: random.Random, vocab: int, few: list[int], stops: int, before: list[int], pools: bool
+) -> example.LogitsOptions:
+    """One request's options, with bad words that begin in its last tokens or drafts ``before``."""
+    listed = [
+        rng.choice([-1, vocab, rng.randrange(vocab), rng.randrange(vocab)]) for _ in range(stops)
+    ]
+    if stops > 1 and rng.random() < 0.5:
+        listed[0] = listed[-1]  # an id that occurs twice
+    recent = [rng.choice(few) for _ in range(rng.choice((0, 1, 5, 16, 16)))]
+    words = allowed = None
+    if pools and rng.random() < 0.7:
+        text = [*recent, *before]
+        words = [word_of(rng, vocab, text) for _ in range(rng.choice((1, 2, 8, 64)))]
+    if pools and rng.random() < 0.5:
+        # often so few that words and stop ids leave none
+        some = [*listed, *(word[-1] for word in words or ()), rng.randrange(vocab)]
+        kept = rng.choice((rng.sample(some, rng.randint(1, len(some))), range(vocab)))
+        allowed = {token for token in kept if 0 <= token < vocab} or {0}
+    return example.LogitsOptions(
+        allowed=allowed,
+        words=words,
+        recent=recent,
+        stops=[token for token in listed if token >= 0] if rng.random() < 0.5 else listed,
+        # the first index at which a stop id is allowed is the sum of two numbers, or never comes
+        prompt_len=rng.randrange(1, 8),
+        min_tokens=rng.choice([0, rng.randrange(8), rng.randrange(8), FOREVER]),
+    )
+
+
+def word_of(rng: random.Random, vocab: int, text: list[int]) -> tuple[int, ...]:
+    """A word that begins as some part of a text ends, or nearly."""
+    end = rng.randrange(vocab)
+    length = min(rng.choice((0, 1, 2, 3, 14, 15)), len(text))
+    last = rng.randint(length, len(text))
+    begin = [token for token in text[last - length : last] if 0 <= token < vocab]
+    if begin and rng.random() < 0.2:
+        begin[0] = rng.randrange(vocab)
+    return (*begin, end)
+
+
+def strided_vector(values: Any, dtype: torch.dtype, spare: int) -> torch.Tensor:
+    """With poison between the numbers."""
+    values = list(values)
+    wide = torch.full((len(values), 1 + spare), 7, dtype=dtype, device=DEVICE)
+    wide[:, 0] = vector(values, dtype)
+    return wide[:, 0]
+
+
+@settings(max_examples=40)
+@given(
+    seed=st.integers(0, 2**31),
+    contexts=st.integers(0, 3),
+    generations=st.integers(0, 3),
+    k=st.integers(0, 4),
+    vocab=st.sampled_from([*VOCABS[:5], 32, 33]),
+    stops=st.sampled_from([0, 1, 2, 5, MAX_STOP_IDS]),
+    dtype=st.sampled_from(DTYPES),
+    spare=st.integers(0, 2),
+    gap=st.integers(0, 2),
+    id_stride=st.integers(1, 3),
+    id_dtype=st.sampled_from(INDEX_DTYPES),
+    index_dtype=st.sampled_from(INDEX_DTYPES),
+    pools=st.sampled_from([True, True, False]),
+    drafts=st.sampled_from([True, True, False]),
+)
+def test_example_torch_and_triton_agree(
+    seed, contexts, generations, k, vocab, stops, **options
+) -> None:
+    batch = Batch.of(seed, contexts, generations, k, vocab, stops, **options)
+    wide = batch.logits if batch.logits._base is None else batch.logits._base
+    before, expected = wide.clone(), without_nan(batch.example())
+    kept = [storage(tensor) for tensor in tensors_of(batch)]
+    for backend in Backend:
+        with poisoned_memory(), batch.masked(backend) as masked:
+            assert masked.dtype == options["dtype"]
+            # a NaN counts as -inf anyway, so a masked id may have either value
+            assert torch.equal(without_nan(masked), expected)
+        assert same_bits(wide, before)
+        for tensor, held in zip(tensors_of(batch), kept, strict=True):
+            assert same_bits(storage(tensor), held)
+
+
+def tensors_of(batch: Batch) -> list[torch.Tensor]:
+    """Tensors that are read by slot."""
+    pools = () if batch.slots.pools is None else vars(batch.slots.pools).values()
+    return [batch.slots.table, *pools]
+
+
+def small(**options: Any) -> Batch:
+    return Batch.of(3, 2, 2, 2, 7, 3, **options)
+
+
+def test_triton_masks_in_place() -> None:
+    batch = small()
+    with batch.masked(Backend.TRITON) as masked:
+        assert masked is batch.logits
+        assert not torch.equal(without_nan(masked), without_nan(small().logits))
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_logits_are_restored_when_the_body_raises(backend: Backend) -> None:
+    batch = small()
+    before = batch.logits.clone()
+    with pytest.raises(RuntimeError, match="inside"), batch.masked(backend):
+        raise RuntimeError("inside")
+    assert same_bits(batch.logits, before)
+
+
+def test_rows_that_share_memory_are_copied() -> None:
+    batch = small()
+    row = batch.logits[3]
+    shared = row.expand(batch.logits.shape)
+    own = row.repeat(batch.logits.shape[0], 1)
+    before = row.clone()
+    expected = replace(batch, logits=own).example()
+    with replace(batch, logits=shared).masked(Backend.TRITON) as masked:
+        assert torch.equal(without_nan(masked), without_nan(expected))
+        assert same_bits(row, before)
+    assert same_bits(row, before)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    batch = Batch.of(3, 0, 0, 2, 7, 3)
+    forbid_launches(monkeypatch, logit_mask_triton)
+    with batch.masked(backend) as masked:
+        assert masked is batch.logits
+
+
+def one_turn(prompt_len: int, min_tokens: int, start: int) -> Batch:
+    """A request whose rows sample the tokens after `start`; the argmax of all is the stop id 2."""
+    values = [{"prompt_len": prompt_len, "min_tokens": min_tokens, "stop_ids": [2]}]
+    positions = vector([start, start + 1])
+    layout = StepLayout((), 1, 1, vector([], torch.int32), positions)
+    logits = torch.tensor([[0.0, 1.0, 2.0]], device=DEVICE).repeat(2, 1)
+    return Batch(logits, slot_rows(values), LogitRows.of_target(layout), [])
+
+
+@pytest.mark.parametrize("prompt_len", [1, 3, 2**31 - 1])
+@pytest.mark.parametrize("backend", Backend)
+def test_min_tokens_beyond_32_bits(backend: Backend, prompt_len: int) -> None:
+    """prompt_len + min_tokens does not fit 32 bits."""
+    with one_turn(prompt_len, FOREVER, 10**6).masked(backend) as masked:
+        assert masked.argmax(dim=1).tolist() == [1, 1]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_stop_ids_are_allowed_after_min_tokens(backend: Backend) -> None:
+    """A prompt of 3 tokens and min_tokens = 2: token 4 may not be a stop id, token 5 may."""
+    with one_turn(3, 2, 3).masked(backend) as masked:
+        assert masked.argmax(dim=1).tolist() == [1, 2]
+    with one_turn(3, 0, 3).masked(backend) as masked:
+        assert masked.argmax(dim=1).tolist() == [2, 2]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_padding_rows_are_not_masked(backend: Backend) -> None:
+    """All padding rows of a CUDA graph share one empty slot."""
+    batch = one_turn(3, 9, 3)
+    empty = [{"prompt_len": 0, "min_tokens": 0, "stop_ids": ()}]
+    slots = slot_rows([{"prompt_len": 3, "min_tokens": 9, "stop_ids": [2]}, *empty], slots=[4, 6])
+    shared = replace(slots, slot_ids=vector([4, 6, 6, 6]))
+    layout = StepLayout((), 4, 1, vector([], torch.int32), vector([3, 4, 1, 2, 1, 2, 1, 2]))
+    rows = LogitRows.of_target(layout)
+    batch = replace(batch, slots=shared, rows=rows, logits=batch.logits.repeat(4, 1))
+    with batch.masked(backend) as masked:
+        assert masked.argmax(dim=1).tolist() == [1, 1] + [2] * 6
+
+
+def text_of(
+    recent: list[int], drafts: list[int], words: list[tuple[int, ...]], **options: Any
+) -> Batch:
+    """A request that has the tokens `recent`, and drafts; a vocabulary of 9 ids."""
+    logits_options = example.LogitsOptions(words=words, recent=recent, **options)
+    pools, columns = pools_of([logits_options], 9, random.Random(0))
+    padded = [-1] * (MAX_BAD_WORD_LEN - len(recent)) + recent
+    values = {
+        "prompt_len": logits_options.prompt_len,
+        "min_tokens": logits_options.min_tokens,
+        "stop_ids": logits_options.stops,
+    }
+    slots = slot_rows([{"recent": padded, **values, **columns[0]}])
+    k = len(drafts)
+    positions = vector(range(8, 9 + k))
+    layout = StepLayout((), 1, k, vector([], torch.int32), positions)
+    rows = LogitRows.of_target(layout, vector(drafts))
+    logits = torch.arange(9.0, device=DEVICE).repeat(k + 1, 1)
+    return Batch(logits, replace(slots, pools=pools), rows, [])
+
+
+def hidden(batch: Batch, backend: Backend) -> list[list[int]]:
+    """Ids that are masked, per row."""
+    with poisoned_memory(), batch.masked(backend) as masked:
+        return [row.isinf().nonzero().flatten().tolist() for row in masked]
+
+
+ENDINGS = {
+    "a word of one token is never written": ([], [], [(4,)], [[4]]),
+    "a word that begins in the text": ([1, 2], [], [(1, 2, 4)], [[4]]),
+    "one that begins in a draft": ([7], [1, 2], [(1, 2, 4)], [[], [], [4]]),
+    "one that begins across both": ([3, 1], [2, 5], [(1, 2, 4)], [[], [4], []]),
+    "one that begins elsewhere in the text": ([1, 2, 7], [], [(1, 2, 4)], [[]]),
+    "one that is longer than the text": ([2], [], [(1, 2, 4)], [[]]),
+    "drafts are the text in front of them": ([2], [1], [(2, 1, 4)], [[], [4]]),
+    "words of one end": ([1, 2], [], [(2, 4), (1, 2, 4), (3, 4)], [[4]]),
+    "a word that is listed twice": ([1], [], [(1, 4), (1, 4)], [[4]]),
+    "ends of many words": ([1], [], [(1, 4), (5,), (1, 1, 6)], [[4, 5]]),
+    "16 tokens": ([0, *range(1, 9), *range(1, 8)], [], [(*range(1, 9), *range(1, 8), 3)], [[3]]),
+    "16 tokens, another first": (
+        [0, *range(1, 9), *range(1, 8)],
+        [],
+        [(0, *range(2, 9), *range(1, 8), 3)],
+        [[]],
+    ),
+    "16 tokens, all drafts": (
+        [8] * 16,
+        [1, 2] * 8,
+        [(*((1, 2) * 8)[:15], 3)],
+        [[]] * 15 + [[3], []],
+    ),
+    "an id out of the vocabulary is in no word": ([1], [9, 2**32 + 1], [(1, 4)], [[4], [], []]),
+}
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+@pytest.mark.parametrize("backend", Backend)
+def test_ends_of_bad_words(backend: Backend, name: str) -> None:
+    recent, drafts, words, expected = ENDINGS[name]
+    assert hidden(text_of(recent, drafts, words), backend) == expected
+
+
+FORCE = {
+    "stop ids and words together": ({}, [(4,)], [2, 3], [2, 3, 4]),
+    "an id that is both": ({}, [(2,)], [2], [2]),
+    "something else is allowed": ({"allowed": {2, 5}}, [(4,)], [2, 3], [2, 3, 4]),
+    "nothing else is allowed": ({"allowed": {2, 3}}, [(4,)], [2, 3], [4]),
+    "the others end bad words": ({"allowed": {2, 4, 5}}, [(4,), (5,)], [2, 3], [4, 5]),
+    "an id that is both is left to none": ({"allowed": {2}}, [(2,)], [2], [2]),
+    "an id that is both counts once": ({"allowed": {2, 3, 5}}, [(2,)], [2, 3], [2, 3]),
+    "ids that are listed twice": ({"allowed": {2, 4, 5}}, [(4,), (4,)], [2, 2, 2], [2, 4]),
+    "one that is both and listed twice": ({"allowed": {2, 5}}, [(2,), (2,)], [2, 2], [2]),
+    "stop ids that are not allowed": ({"allowed": {5}}, [(4,)], [2, 3], [2, 3, 4]),
+    "a stop id beyond the vocabulary": ({"allowed": {5}}, [(4,)], [9, 2**31 - 1], [4]),
+}
+
+
+@pytest.mark.parametrize("name", FORCE)
+@pytest.mark.parametrize("backend", Backend)
+def test_order_of_force(backend: Backend, name: str) -> None:
+    """Stop ids that come too early yield where else no allowed id is left; bad words never do."""
+    options, words, stops, expected = FORCE[name]
+    late = {"stops": stops, "prompt_len": 3, "min_tokens": 99}
+    assert hidden(text_of([1], [], words, **late, **options), backend) == [expected]
+    in_time = {"stops": stops, "prompt_len": 3, "min_tokens": 0}
+    ends = sorted({word[-1] for word in words})
+    assert hidden(text_of([1], [], words, **in_time, **options), backend) == [ends]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_unknown_drafts(backend: Backend) -> None:
+    """Later rows then follow unknown tokens, not the output's last tokens."""
+    batch = text_of([1, 1], [1, 1], [(1, 4), (5,)])
+    batch.rows = replace(batch.rows, drafts=None)
+    assert hidden(batch, backend) == [[4, 5], [5], [5]]
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_request_without_words_next_to_one_with(backend: Backend) -> None:
+    """Pool rows of other requests are poison."""
+    logits_options = [
+        example.LogitsOptions(recent=[1]),
+        example.LogitsOptions(words=[(1, 4)], recent=[1]),
+    ]
+    pools, columns = pools_of(logits_options, 9, random.Random(3))
+    values = [
+        {"prompt_len": 1, "min_tokens": 0, "stop_ids": (), "recent": [-1] * 15 + [1], **rows}
+        for rows in columns
+    ]
+    slots = replace(slot_rows(values), pools=pools)
+    layout = StepLayout((), 2, 0, vector([], torch.int32), vector([5, 5]))
+    logits = torch.zeros(2, 9, device=DEVICE)
+    batch = Batch(logits, slots, LogitRows.of_target(layout), [])
+    assert hidden(batch, backend) == [[], [4]]
+
+
+def test_edited_options() -> None:
+    penalties = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
+    ids = {"logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids"}
+    expected = {"min_tokens", "prompt_ignore_length", *penalties, *ids}
+    assert expected == LOGITS_PROCESSING_OPTIONS
+
+
+def test_positions_are_needed() -> None:
+    layout = StepLayout((), 1, 1, vector([], torch.int32))
+    with pytest.raises(TensorContractError, match="needs the step's positions"):
+        LogitRows.of_target(layout)
+
+
+@pytest.mark.parametrize("drafts", [torch.zeros(3).int(), torch.zeros(2, 3).int()])
+def test_another_number_of_drafts(drafts: torch.Tensor) -> None:
+    layout = StepLayout((), 2, 2, vector([], torch.int32), vector(range(6)))
+    with pytest.raises(TensorContractError, match=r"draft_tokens: expected G\*K = 4 integer ids"):
+        LogitRows.of_target(layout, drafts)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_rows_of_drafts_are_refused(backend: Backend) -> None:
+    batch = small()
+    for change in ({"column": 1}, {"ahead": batch.rows.positions}):
+        batch.rows = replace(small().rows, drafts=None, **change)
+        with pytest.raises(TensorContractError, match="expected those of the target"):
+            batch.masked(backend)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "logits",
+            torch.zeros(7, 7),
+            r"logits: expected floating-point tensor \[8, V\], got .*\[7, 7\]",
+        ),
+        ("logits", torch.zeros(8), r"logits: expected floating-point tensor \[8, V\]"),
+        ("logits", torch.zeros(8, 7).int(), "logits: expected floating-point .*torch.int32"),
+        (
+            "table",
+            torch.zeros(9, WIDTH),
+            rf"slot table: expected .*torch.int32 tensor \[S, {WIDTH}\].*32 ",
+        ),
+        ("slot_ids", torch.zeros(3).long(), r"slot_ids: expected integer tensor \[>= 4\].*\[3\]"),
+    ],
+)
+@pytest.mark.parametrize("backend", Backend)
+def test_tensors_that_do_not_fit(backend: Backend, name: str, change: Any, message: str) -> None:
+    batch = small()
+    change = change.to(DEVICE)
+    if name == "logits":
+        batch.logits = change
+    else:
+        batch.slots = replace(batch.slots, **{name: change})
+    with pytest.raises(TensorContractError, match=message):
+        batch.masked(backend)
+
+
+POOLS = {
+    "bias": torch.zeros(2, 7).double(),
+    "allowed": torch.zeros(4, 1).int(),
+    "counts": torch.zeros(4, 7).int(),
+    "seen": torch.zeros(4, 2).int()[:, ::2],
+    "words": torch.zeros(4, 64, 15).int(),
+}
+
+
+@pytest.mark.parametrize("name", POOLS)
+@pytest.mark.parametrize("backend", Backend)
+def test_pools_that_do_not_fit(backend: Backend, name: str) -> None:
+    batch = small()
+    assert batch.slots.pools is not None
+    kept = batch.slots.pools
+    for change in (POOLS[name].to(DEVICE), vars(kept)[name].to("meta")):
+        batch.slots = replace(batch.slots, pools=replace(kept, **{name: change}))
+        with pytest.raises(TensorContractError, match=r"pools\.\w+: expected contiguous"):
+            batch.masked(backend)
+
+
+@pytest.mark.parametrize("vocab", [6, 8])
+@pytest.mark.parametrize("backend", Backend)
+def test_logits_of_another_vocabulary(backend: Backend, vocab: int) -> None:
+    batch = small()
+    batch.logits = torch.zeros(8, vocab, device=DEVICE)
+    with pytest.raises(TensorContractError, match=f"logits: expected 7 columns.* got {vocab}"):
+        batch.masked(backend)
+
+
+@pytest.mark.parametrize("name", ["slot table", "slot_ids", "positions", "drafts"])
+@pytest.mark.parametrize("backend", Backend)
+def test_tensors_elsewhere(backend: Backend, name: str) -> None:
+    batch = small()
+    if name in ("positions", "drafts"):
+        away = getattr(batch.rows, name).to("meta")
+        batch.rows = replace(batch.rows, **{name: away})
+    else:
+        field = "table" if name == "slot table" else name
+        away = getattr(batch.slots, field).to("meta")
+        batch.slots = replace(batch.slots, **{field: away})
+    with pytest.raises(TensorContractError, match=f"{name}: expected .*on {DEVICE.type}.*meta"):
+        batch.masked(backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    batch = small()
+    assert batch.slots.pools is not None
+    bias = batch.slots.pools.bias.nan_to_num(nan=0.25)
+    arguments = {
+        "rows": batch.rows,
+        "logits": batch.logits.nan_to_num(nan=0.25),
+        "slots": replace(batch.slots, pools=replace(batch.slots.pools, bias=bias)),
+    }
+    refused = {"slots.table": "row-contiguous", "rows.drafts": "row-contiguous"}
+    refused |= {f"slots.pools.{name}": f"pools.{name}" for name in POOLS}
+    check_strided_arguments(mask_disallowed_tokens, arguments, refused=refused, backend=backend)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("contexts", "generations", "stops", "dtype"),
+    [
+        (0, 1, 1, torch.float32),
+        (0, 256, 3, torch.bfloat16),
+        (7, 60, 20, torch.float16),
+        (200, 9, 32, torch.float32),
+        (200, 9, 32, torch.bfloat16),
+    ],
+)
+def test_real_shapes_in_a_cuda_graph(contexts, generations, stops, dtype) -> None:
+    """Captured once, replayed with other logits, stop ids and positions, without a host sync."""
+    k, vocab = 3, 151935
+    mine = Batch.of(1, contexts, generations, k, vocab, stops)
+    rng = torch.Generator(DEVICE).manual_seed(2)
+    logits = torch.empty(mine.logits.shape, dtype=dtype, device=DEVICE).normal_(generator=rng)
+    mine.logits = logits
+
+    def step() -> torch.Tensor:
+        with mine.masked(Backend.TRITON) as masked:
+            return masked.clone()
+
+    graph, seen = captured(step)
+    for seed in (3, 4):
+        other = Batch.of(seed, contexts, generations, k, vocab, stops)
+        mine.slots.table.copy_(other.slots.table)
+        mine.slots.slot_ids.copy_(other.slots.slot_ids)
+        mine.rows.drafts.copy_(other.rows.drafts)
+        for pool, changed in zip(tensors_of(mine)[1:], tensors_of(other)[1:], strict=True):
+            pool.copy_(changed)
+        for name in ("first", "later"):
+            mine.rows.positions.add_(1 if name == "later" else 0)
+            logits.normal_()
+            logits[::3, ::7] = torch.nan
+            before = logits.clone()
+            graph.replay()
+            torch.cuda.synchronize()
+            assert same_bits(logits, before)
+            with mine.masked(Backend.TORCH) as masked:
+                assert torch.equal(without_nan(seen), without_nan(masked))
+                assert generations == 1 or not same_bits(masked, before)

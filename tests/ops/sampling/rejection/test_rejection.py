@@ -1,0 +1,517 @@
+"""Rejection sampling: the example is exact; torch and the kernels follow it."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.logit_rows import LogitRows
+from mtp_plugin.ops.sampling import (
+    STEP_COLUMN,
+    TRUNCATION_SIZE,
+    DraftedBy,
+    ProposedDrafts,
+    TargetSamples,
+    VerifiedBy,
+    keep_draft_probs,
+    rejection_sample,
+    sample_tokens,
+)
+from mtp_plugin.ops.sampling import rejection_triton as launch
+from mtp_plugin.ops.step import SlotRows
+from tests import near_ties
+from tests.integration_bench.test_step_launches import Launches
+from tests.op_arguments import check_strided_arguments
+from tests.ops.on_device import DEVICE, forbid_launches, vector
+from tests.ops.sampling.margins import CLOSE, RARE
+from tests.ops.sampling.rejection import example
+from tests.ops.sampling.rejection.cases import COLUMNS, NONE, Batch
+from tests.ops.slots import column, on_copy, slot_rows
+
+VOCAB, K = 3, 2
+
+
+def random_shares(rng: random.Random, number: int) -> list[float]:
+    weights = [rng.choice((0.0, 0.2, 1.0, rng.random())) for _ in range(number)]
+    weights[rng.randrange(number)] += 0.3
+    return [weight / sum(weights) for weight in weights]
+
+
+def all_on(token: int) -> list[float]:
+    return [float(each == token) for each in range(VOCAB)]
+
+
+@pytest.mark.parametrize("number", [1, K])
+@pytest.mark.parametrize("forces", [False, True])
+@pytest.mark.parametrize("by_block", [False, True])
+@pytest.mark.parametrize("seed", range(20))
+def test_example_has_the_target_distribution(
+    seed: int, by_block: bool, forces: bool, number: int
+) -> None:
+    """Sum over all drafts, accepted prefixes, next tokens, and continuations by the target."""
+    rng = random.Random(seed)
+    texts = [text for n in range(K + 1) for text in itertools.product(range(VOCAB), repeat=n)]
+    p = {text: random_shares(rng, VOCAB) for text in texts}
+    q = {text: random_shares(rng, VOCAB) for text in texts if len(text) < K}
+    forced = dict.fromkeys(texts, -1)
+    if forces:
+        forced = {text: rng.choice((-1, rng.randrange(VOCAB))) for text in texts}
+    result = {text: p[text] if only < 0 else all_on(only) for text, only in forced.items()}
+    emitted: dict[tuple[int, ...], float] = defaultdict(float)
+    for drafts in itertools.product(range(VOCAB), repeat=K):
+        weight = math.prod(q[drafts[:i]][drafts[i]] for i in range(K))
+        if weight == 0:
+            continue
+        rows, of_drafts = example.forced_shares(
+            [p[drafts[:i]] for i in range(K + 1)],
+            [q[drafts[:i]] for i in range(K)],
+            drafts,
+            [forced[drafts[:i]] for i in range(K + 1)],
+        )
+        there = drafts[:number]
+        chances = example.chances(rows, of_drafts, there, by_block=by_block)
+        for matches, chance in enumerate(chances):
+            following = example.shares_after(rows, of_drafts, there, matches, by_block=by_block)
+            for token, share in enumerate(following):
+                start = (*there[:matches], token)
+                for more in itertools.product(range(VOCAB), repeat=K + 1 - len(start)):
+                    text = (*start, *more)
+                    rest = math.prod(result[text[:i]][text[i]] for i in range(len(start), K + 1))
+                    emitted[text] += weight * chance * share * rest
+    for text in itertools.product(range(VOCAB), repeat=K + 1):
+        expected = math.prod(result[text[:i]][text[i]] for i in range(K + 1))
+        assert emitted[text] == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "forced", [None, [-1, 0, -1], [2, -1, 3], [-1, 1, -1], [3, -1, -1]], ids=str
+)
+@pytest.mark.parametrize("by_block", [False, True])
+def test_torch_frequencies_follow_the_example(by_block: bool, forced: list[int] | None) -> None:
+    """Verify one set of drafts with thousands of seeds: each number of matches, and each token
+    after it, is as often as expected."""
+    rng = random.Random(8)
+    number, vocab, drafts = 30_000, 4, [2, 0]
+    p = [random_shares(rng, vocab) for _ in range(3)]
+    q = [[0.4, 0.1, 0.3, 0.2], [0.5, 0.1, 0.1, 0.3]]
+    noise = torch.Generator().manual_seed(2)
+    slots = slot_rows(
+        [
+            {
+                **NONE,
+                "temperature": 1.0,
+                "top_k": 0,
+                "top_p": 1.0,
+                "min_p": 0.0,
+                "verification": VerifiedBy.BLOCK if by_block else VerifiedBy.REJECTION,
+                "draft_sampling": DraftedBy.PLAIN,
+                "draft_step": 4,
+                "seed": [0, 0],
+            }
+        ],
+        COLUMNS,
+        slots=[0],
+        num_slots=1,
+    )
+    table = slots.table.repeat(number, 1)
+    seeds = torch.randint(-(2**31), 2**31, (number, 2), generator=noise)
+    first = slots.columns.offset("seed")
+    table[:, first : first + 2] = seeds.to(DEVICE, torch.int32)
+    slots = SlotRows(table, torch.arange(number, device=DEVICE), slots.columns)
+    rows = LogitRows(0, 3, torch.full((number,), 6, device=DEVICE))
+    logits = torch.tensor(p, device=DEVICE).log().repeat(number, 1)
+    truncation = torch.empty(len(logits), TRUNCATION_SIZE, device=DEVICE)
+    choices = sample_tokens(logits, rows, slots, truncation=truncation, backend=Backend.TORCH)
+    verdict = rejection_sample(
+        logits,
+        rows,
+        slots,
+        ProposedDrafts(
+            vector(drafts, torch.int32).repeat(number),
+            torch.tensor(q, device=DEVICE).expand(number, -1, -1).contiguous(),
+        ),
+        TargetSamples(
+            choices,
+            truncation,
+            None if forced is None else vector(forced, torch.int32).repeat(number),
+        ),
+        backend=Backend.TORCH,
+    )
+    if forced is not None:
+        p, q = example.forced_shares(p, q, drafts, forced)
+    tokens = verdict.tokens.view(number, 3).gather(1, verdict.num_accepted.long().unsqueeze(1))
+    for matches, chance in enumerate(example.chances(p, q, drafts, by_block=by_block)):
+        mine = verdict.num_accepted == matches
+        assert float(mine.double().mean()) == pytest.approx(chance, abs=0.012)
+        following = example.shares_after(p, q, drafts, matches, by_block=by_block)
+        for token, share in enumerate(following):
+            seen = float((tokens[mine] == token).double().mean()) if mine.any() else share
+            assert seen == pytest.approx(share, abs=4 * (share / max(int(mine.sum()), 1)) ** 0.5)
+
+
+class Followed:
+    """Counts generations that torch or a kernel decides in another way than the example does: each
+    must be a near tie, and they must be rare."""
+
+    def __init__(self) -> None:
+        self.generations: Counter[str] = Counter()
+
+    def compare(self, batch: Batch, backend: Backend) -> None:
+        """Compare all results of a batch; rows that are not verified keep their target tokens."""
+        drafts, pool = batch.drafted(Backend.TORCH)
+        verdict, _ = batch.verify(drafts, pool, backend)
+        expected = batch.target_tokens(drafts, backend)
+        for generation, result in enumerate(batch.example(drafts, pool)):
+            matches = int(verdict.num_accepted[generation])
+            if result is None:
+                assert matches == -1
+                continue
+            self.generations["all"] += 1
+            place = batch.rows.num_contexts + generation * batch.rows.width + matches
+            token = int(verdict.tokens[place])
+            expected[place] = token
+            if (matches, token) != (result.matches, result.token):
+                assert result.margin < CLOSE, (generation, matches, token, result)
+                self.generations["differ"] += 1
+        assert torch.equal(verdict.tokens, expected)
+
+    def check(self, least: int) -> None:
+        near_ties.count(
+            "drafts verified by rejection", self.generations["differ"], self.generations["all"]
+        )
+        assert self.generations["all"] >= least
+        assert self.generations["differ"] <= max(1, RARE * self.generations["all"])
+
+
+def small_batch(seed: int, *, generations: int, vocabs: Sequence[int] = (3, 6, 9)) -> Batch:
+    """One of few ids, in which some drafts are absent, and of some rows ids are forced."""
+    rng = random.Random(seed)
+    return Batch.of(
+        1000 + seed,
+        rng.choice(vocabs),
+        generations=generations,
+        draft_len=rng.choice((1, 2, 3, 4)),
+        cut=rng.random() < 0.2,
+        forced=rng.random() < 0.25,
+    )
+
+
+@pytest.mark.parametrize(
+    ("backend", "batches", "generations"), [(Backend.TORCH, 80, 10), (Backend.TRITON, 6, 7)]
+)
+def test_every_decision_equals_the_example(
+    backend: Backend, batches: int, generations: int
+) -> None:
+    """With the same noise: number of accepted drafts and the token after them."""
+    followed = Followed()
+    for seed in range(batches):
+        followed.compare(small_batch(seed, generations=generations), backend)
+    followed.check(batches * generations // 2)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("vocabs", [(3, 6, 9), (130, 700)], ids=str)
+def test_every_decision_of_the_kernels_equals_the_example(vocabs: tuple[int, ...]) -> None:
+    followed = Followed()
+    for seed in range(40):
+        followed.compare(small_batch(seed, generations=20, vocabs=vocabs), Backend.TRITON)
+    followed.check(400)
+
+
+BATCHES = [
+    pytest.param(Batch.of(seed, **options), id=f"{seed}-{options['vocab']}")
+    for seed, options in enumerate(
+        [
+            {"vocab": 5, "generations": 6},
+            {"vocab": 5, "draft_len": 1, "contexts": 0, "cut": True},
+            {"vocab": 33, "generations": 4, "gap": 3},
+            {"vocab": 33, "contexts": 3, "draft_len": 4, "generations": 3, "cut": True},
+            {"vocab": 20, "generations": 24, "contexts": 0, "lens": False},
+            {"vocab": 6, "generations": 24, "contexts": 0, "edits": True},
+            {"vocab": 70, "generations": 4, "edits": True, "contexts": 0, "cut": True},
+            {"vocab": 130, "generations": 4, "lens": False, "dtype": torch.bfloat16},
+            {"vocab": 2500, "generations": 3, "contexts": 0, "draft_len": 2},
+            {"vocab": 7, "generations": 24, "contexts": 2, "forced": True},
+            {"vocab": 40, "generations": 6, "edits": True, "draft_len": 4, "forced": True},
+            {"vocab": 2500, "generations": 3, "gap": 2, "lens": False, "forced": True},
+        ]
+    )
+]
+
+
+@pytest.mark.parametrize("batch", BATCHES)
+def test_kernels_follow_torch(batch: Batch) -> None:
+    drafts, pool = batch.drafted(Backend.TORCH)
+    result, kept = batch.drafted(Backend.TRITON)
+    assert torch.equal(result, drafts)
+    assert not kept[-1].any()  # torch writes there, and it is not read
+    torch.testing.assert_close(kept[:-1], pool[:-1], rtol=1e-5, atol=1e-7)
+    for probs in (pool,) if batch.vocab > 5 else (pool, None):
+        expected, steps = batch.verify(drafts, probs, Backend.TORCH)
+        verdict, after = batch.verify(drafts, probs, Backend.TRITON)
+        assert torch.equal(verdict.num_accepted, expected.num_accepted)
+        assert torch.equal(verdict.tokens, expected.tokens)
+        assert torch.equal(after, steps)
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("batch", BATCHES)
+def test_without_block_verification_results_are_the_same(batch: Batch, backend: Backend) -> None:
+    drafts, pool = batch.drafted(Backend.TORCH)
+    alone = batch.without_block()
+    result, steps = alone.verify(drafts, pool, backend)
+    expected, after = replace(alone, by_block=True).verify(drafts, pool, Backend.TORCH)
+    assert torch.equal(result.num_accepted, expected.num_accepted)
+    assert torch.equal(result.tokens, expected.tokens)
+    assert torch.equal(steps, after)
+
+
+@pytest.mark.parametrize("by_block", [False, True])
+def test_kernels_are_specialized_for_block_verification(
+    by_block: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launched = []
+
+    def recorded(kernel: Any) -> Any:
+        class Launched:
+            def __getitem__(self, grid: tuple[int, ...]) -> Any:
+                def run(*arguments: Any, **constants: Any) -> None:
+                    launched.append(constants["HAS_BLOCK"])
+                    kernel[grid](*arguments, **constants)
+
+                return run
+
+        return Launched()
+
+    batch = Batch.of(1, 9).without_block()
+    drafts, pool = batch.drafted(Backend.TORCH)
+    for name in ("rejection_scan_kernel", "rejection_finish_kernel"):
+        monkeypatch.setattr(launch, name, recorded(getattr(launch, name)))
+    replace(batch, by_block=by_block).verify(drafts, pool, Backend.TRITON)
+    assert launched == [by_block] * 2
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("code", [max(VerifiedBy) + 1, VerifiedBy.BLOCK])
+def test_requests_with_other_methods_are_unchanged(backend: Backend, code: int) -> None:
+    """For any other code, and for block verification where it is not enabled."""
+    batch = replace(Batch.of(4, 20, generations=24, contexts=0), by_block=code != VerifiedBy.BLOCK)
+    drafts, pool = batch.drafted(Backend.TORCH)
+    slots = on_copy(batch.slots)
+    column(slots, "verification").fill_(int(code))
+    verdict, _ = replace(batch, slots=slots).verify(drafts, pool, backend)
+    assert (verdict.num_accepted == -1).all()
+    assert torch.equal(verdict.tokens, batch.target_tokens(drafts, Backend.TORCH))
+
+
+def check_kept(kept: torch.Tensor, expected: torch.Tensor) -> None:
+    """Probabilities [S, K, V] are the expected ones, but for ids at the edge of a cut.
+
+    Of a batch `AT_EDGES` of them may stay on one side alone, one of a row, and each must be there
+    the least likely of those that stay, or the next.
+    """
+    on_one_side = (kept > 0) != (expected > 0)
+    assert int(on_one_side.sum()) <= AT_EDGES
+    for slot, place, token in on_one_side.nonzero().tolist():
+        row = torch.maximum(kept[slot, place], expected[slot, place])
+        assert int(on_one_side[slot, place].sum()) == 1
+        assert int(((row > 0) & (row < row[token])).sum()) <= 1
+    same = torch.where(on_one_side, kept, expected)
+    torch.testing.assert_close(kept, same, rtol=1e-4, atol=1e-7)
+
+
+AT_EDGES = 3
+
+
+def test_only_tokens_at_the_threshold_may_differ() -> None:
+    probs = torch.zeros(3, 2, 100)
+    probs[:, :, 10:40] = torch.rand(30, generator=torch.Generator().manual_seed(0)) + 0.1
+    probs /= probs.sum(dim=2, keepdim=True)
+    order = probs[0, 0].argsort(descending=True)
+    first, last = int(order[0]), int(order[29])
+
+    def check(*changes: tuple[int, int, int, float]) -> None:
+        kept = probs.clone()
+        for slot, place, token, value in changes:
+            kept[slot, place, token] = value
+        check_kept(kept, probs)
+        check_kept(probs, kept)
+
+    check((0, 0, last, 0.0), (2, 1, last, 0.0))
+    check((1, 0, 50, float(probs[0, 0, last])))
+    for wrong in (
+        [(0, 0, first, 0.0)],
+        [(0, 0, int(order[15]), 0.0)],
+        [(0, 0, 50, float(probs[0, 0, first]))],
+        [(0, 0, last, 0.0), (0, 0, int(order[28]), 0.0)],
+        [(slot, place, last, 0.0) for slot in (0, 1) for place in (0, 1)],
+        [(0, 0, first, float(probs[0, 0, first]) * 1.001)],
+    ):
+        with pytest.raises(AssertionError):
+            check(*wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("forced", [False, True], ids=["free", "forced"])
+@pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
+def test_kernels_follow_torch_with_real_vocabularies(cut: bool, forced: bool) -> None:
+    """Except for near ties of tests, scores and thresholds, which are rare."""
+    seeds = [n for n in range(36) if (n % 3 == 0, n % 4 == 1) == (cut, forced)]
+    for seed in seeds[:3]:
+        batch = Batch.of(seed, 50_000, generations=16, contexts=2, cut=cut, forced=forced)
+        drafts, pool = batch.drafted(Backend.TORCH)
+        _, kept = batch.drafted(Backend.TRITON)
+        check_kept(kept[:-1], pool[:-1])
+        expected, _ = batch.verify(drafts, pool, Backend.TORCH)
+        verdict, _ = batch.verify(drafts, pool, Backend.TRITON)
+        assert (verdict.num_accepted != expected.num_accepted).sum() <= 1
+        assert (verdict.tokens != expected.tokens).sum() <= 1
+
+
+def arguments() -> dict[str, Any]:
+    """Of a batch with every verification method."""
+    batch = Batch.of(40, 20, generations=5, contexts=2)
+    drafts, pool = batch.drafted(Backend.TORCH)
+    truncation = torch.empty(len(batch.logits), TRUNCATION_SIZE, device=DEVICE)
+    choices = sample_tokens(
+        batch.logits, batch.rows, batch.slots, truncation=truncation, backend=Backend.TORCH
+    )
+    return {
+        "logits": batch.logits,
+        "positions": batch.rows.positions,
+        "table": batch.slots.table,
+        "slot_ids": batch.slots.slot_ids,
+        "drafts": ProposedDrafts(drafts[2:].reshape(-1), pool, batch.draft_lens),
+        "target": TargetSamples(choices, truncation, batch.forced_ids(drafts[2:])),
+    }
+
+
+COLUMNS_OF_BATCH = Batch.of(40, 20, generations=5, contexts=2).slots.columns
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
+@pytest.mark.parametrize("mode", [VerifiedBy.REJECTION, VerifiedBy.BLOCK])
+def test_rejection_sampling_takes_two_launches(
+    mode: VerifiedBy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No other launches fill or copy anything."""
+    given = arguments()
+    slots = SlotRows(given.pop("table"), given.pop("slot_ids"), COLUMNS_OF_BATCH)
+    column(slots, "verification").fill_(int(mode))
+    given["rows"] = LogitRows(2, 4, given.pop("positions"))
+    given["by_block"] = mode is VerifiedBy.BLOCK
+    with Launches(monkeypatch) as launches:
+        rejection_sample(slots=slots, **given, backend=Backend.TRITON)
+    assert launches.counts == {"rejection_scan": 1, "rejection_finish": 1}
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    def verify(
+        positions: torch.Tensor, table: torch.Tensor, slot_ids: torch.Tensor, **others: Any
+    ) -> list[torch.Tensor]:
+        slots = SlotRows(table, slot_ids, COLUMNS_OF_BATCH)
+        result = rejection_sample(rows=LogitRows(2, 4, positions), slots=slots, **others)
+        return [result.num_accepted, result.tokens]
+
+    refused = {
+        "logits": "row-contiguous",
+        "table": "row-contiguous",
+        "drafts.probs": "expected contiguous",
+        "target.truncation": "expected contiguous",
+    }
+    check_strided_arguments(verify, arguments(), refused=refused, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments_of_keep_draft_probs(backend: Backend) -> None:
+    def kept(
+        positions: torch.Tensor, table: torch.Tensor, slot_ids: torch.Tensor, **others: Any
+    ) -> torch.Tensor:
+        slots = SlotRows(table, slot_ids, COLUMNS_OF_BATCH)
+        keep_draft_probs(rows=LogitRows(0, 1, positions, column=1), slots=slots, **others)
+        return others["draft_probs"][:-1]
+
+    given = arguments()
+    given = {
+        **{name: given[name] for name in ("positions", "table", "slot_ids")},
+        "draft_probs": given["drafts"].probs,
+        "logits": given["logits"][:7, :12].contiguous(),
+        "truncation": torch.tensor([2.0, 1.5, 7.0, 3.0], device=DEVICE).repeat(7, 1),
+        "vocab_ids": vector(range(3, 15), torch.int32),
+    }
+    refused = {
+        "logits": "row-contiguous",
+        "table": "row-contiguous",
+        "draft_probs": "expected contiguous",
+        "truncation": "expected contiguous",
+        "vocab_ids": "contiguous torch.int32",
+    }
+    check_strided_arguments(kept, given, refused=refused, backend=backend)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"drafts.probs": torch.zeros(9, 3, 7)}, r"draft_probs: .*\[S, >= 3, 20\].*\[9, 3, 7\]"),
+        ({"drafts.probs": torch.zeros(9, 2, 20)}, r"draft_probs: .*got .*\[9, 2, 20\]"),
+        ({"target.truncation": torch.zeros(4, 4)}, r"truncation: expected .*\[22, 4\]"),
+        ({"target.tokens": torch.zeros(3).int()}, "target tokens: expected integer"),
+        ({"drafts.tokens": torch.zeros(3).int()}, r"expected G\*K = 15 integer ids"),
+        ({"drafts.tokens": torch.zeros(15)}, "draft_tokens: expected integer tensor"),
+        ({"drafts.lens": torch.zeros(3).int()}, r"draft_lens: expected integer tensor \[5\]"),
+        ({"target.forced_ids": torch.zeros(5).int()}, "forced_ids: expected integer"),
+        ({"target.forced_ids": torch.zeros(22)}, "forced_ids: expected integer"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused(
+    change: dict[str, torch.Tensor], message: str
+) -> None:
+    given = arguments()
+    for name, tensor in change.items():
+        argument, field = name.split(".")
+        given[argument] = replace(given[argument], **{field: tensor.to(DEVICE)})
+    slots = SlotRows(given.pop("table"), given.pop("slot_ids"), COLUMNS_OF_BATCH)
+    rows = LogitRows(2, 4, given.pop("positions"))
+    with pytest.raises(TensorContractError, match=message):
+        rejection_sample(rows=rows, slots=slots, backend=Backend.TORCH, **given)
+
+
+def test_slots_without_steps_are_refused() -> None:
+    given = arguments()
+    slots = slot_rows([{}] * 7)
+    del given["table"], given["slot_ids"]
+    rows = LogitRows(2, 4, given.pop("positions"))
+    with pytest.raises(TensorContractError, match=f"columns .*{STEP_COLUMN.name} too"):
+        rejection_sample(rows=rows, slots=slots, backend=Backend.TORCH, **given)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_steps_without_generations_launch_nothing(
+    backend: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forbid_launches(monkeypatch, launch)
+    batch = Batch.of(3, 9, contexts=2, generations=0)
+    choices = vector([1, 2], torch.int32)
+    truncation = torch.zeros(2, TRUNCATION_SIZE, device=DEVICE)
+    none = torch.empty(0, dtype=torch.int32, device=DEVICE)
+    expected = rejection_sample(
+        batch.logits,
+        batch.rows,
+        batch.slots,
+        ProposedDrafts(none),
+        TargetSamples(choices, truncation),
+        backend=backend,
+    )
+    assert expected.num_accepted.numel() == 0
+    assert torch.equal(expected.tokens, choices)

@@ -1,0 +1,239 @@
+"""Arguments of `sample_tokens`: checks, strides, and what a row depends on."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from mtp_plugin.errors import TensorContractError
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.logit_rows import LogitRows
+from mtp_plugin.ops.row_sums import RowSums
+from mtp_plugin.ops.sampling import Role, sample_tokens
+from mtp_plugin.ops.sampling import sample_triton as launch
+from mtp_plugin.ops.step import SlotRows, StepLayout
+from tests.op_arguments import check_strided_arguments, poisoned_memory
+from tests.ops.logits_processing.example import LogitsOptions
+from tests.ops.logits_processing.pools import pools_of
+from tests.ops.on_device import DEVICE, forbid_launches, vector
+from tests.ops.sampling.cases import COLUMNS, Batch, slots_of
+from tests.ops.sampling.example import Options
+from tests.ops.slots import column
+from tests.ops.top_k.launches import captured
+
+OPTIONS = [
+    Options(0.0),
+    Options(1.0, seed=5),
+    Options(0.8, top_k=3, top_p=0.9, seed=6),
+    Options(1.2, top_p=0.7, seed=7),
+    Options(2.0, min_p=0.2, seed=2**63 + 8),
+]
+
+
+def arguments() -> dict[str, Any]:
+    """One context and four generations of two rows; every argument changes some token."""
+    rng = torch.Generator().manual_seed(3)
+    return {
+        "logits": (torch.randn(9, 70, generator=rng) * 2).to(DEVICE),
+        "rows": LogitRows(1, 2, vector([4, 9, 0, 77, 2**31 - 9]), vector([0, 1, 2, 1, 3]), 1),
+        "slots": slots_of(OPTIONS, random.Random(4)),
+        "vocab_ids": vector(range(5, 75), torch.int32),
+    }
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments(backend: Backend) -> None:
+    def sample(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
+        return sample_tokens(slots=SlotRows(table, slot_ids, COLUMNS), **others)
+
+    given = arguments()
+    slots = given.pop("slots")
+    given |= {"table": slots.table, "slot_ids": slots.slot_ids}
+    refused = {
+        "logits": "row-contiguous",
+        "table": "row-contiguous",
+        "vocab_ids": "contiguous torch.int32",
+    }
+    check_strided_arguments(sample, given, refused=refused, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_strided_arguments_with_sums(backend: Backend) -> None:
+    def sample(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
+        return sample_tokens(slots=SlotRows(table, slot_ids, COLUMNS), **others)
+
+    given = arguments()
+    slots = given.pop("slots")
+    del given["vocab_ids"]
+    column(slots, "logprobs")[:] = 0
+    sums = RowSums.unwritten(given["logits"])
+    given |= {"table": slots.table, "slot_ids": slots.slot_ids, "sums": sums}
+    refused = {
+        "logits": "row-contiguous",
+        "table": "row-contiguous",
+        "sums.tops": "expected contiguous",
+        "sums.masses": "expected contiguous",
+    }
+    check_strided_arguments(sample, given, refused=refused, backend=backend)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_table_rows_may_be_strided(backend: Backend) -> None:
+    given = arguments()
+    expected = sample_tokens(**given, backend=backend)
+    wide = slots_of(OPTIONS, random.Random(4), gap=5)
+    assert wide.table.stride(0) == COLUMNS.width + 5
+    assert torch.equal(sample_tokens(**{**given, "slots": wide}, backend=backend), expected)
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("left_out", ["ahead", "column", "vocab_ids", "positions", "role", "slots"])
+def test_every_argument_changes_the_tokens(backend: Backend, left_out: str) -> None:
+    """Otherwise a wrong stride could pass unnoticed."""
+    given = arguments()
+    before = sample_tokens(**given, backend=backend)
+    rows, slots = given["rows"], given["slots"]
+    change: dict[str, Any] = {
+        "ahead": {"rows": replace(rows, ahead=None)},
+        "column": {"rows": replace(rows, column=0)},
+        "positions": {"rows": replace(rows, positions=rows.positions.flip(0))},
+        "vocab_ids": {"vocab_ids": None},
+        "role": {"role": Role.PLAIN_DRAFT},
+        "slots": {"slots": replace(slots, slot_ids=slots.slot_ids[:-1].flip(0))},
+    }[left_out]
+    assert not torch.equal(sample_tokens(**(given | change), backend=backend), before)
+
+
+META = torch.zeros(5, dtype=torch.int32, device="meta")
+ROWS, SLOTS = arguments()["rows"], arguments()["slots"]
+SUMS = RowSums.unwritten(arguments()["logits"])
+OTHER_SUMS = RowSums.unwritten(arguments()["logits"].half())
+RAW = {"vocab_ids": None, "sums": SUMS}
+EDITED = replace(SLOTS, pools=pools_of([LogitsOptions()], 70, random.Random(1))[0])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"logits": torch.zeros(9)}, r"logits: expected floating-point tensor \[rows, >= 1\]"),
+        ({"logits": torch.zeros(9, 70).int()}, "logits: expected floating-point .*torch.int32"),
+        ({"logits": torch.zeros(9, 0)}, r"logits: expected .*>= 1\], got .* \[9, 0\]"),
+        ({"logits": torch.zeros(8, 70)}, r"logits: expected .*\[9, V\], got .* \[8, 70\]"),
+        ({"logits": torch.zeros(70, 9).t()}, "logits: expected row-contiguous"),
+        ({"rows": replace(ROWS, num_contexts=6)}, "expected 0 to 5 contexts"),
+        ({"rows": replace(ROWS, num_contexts=5, width=0)}, "a width of 1 or more"),
+        ({"rows": replace(ROWS, column=-1)}, "a column of 0 or more"),
+        ({"rows": replace(ROWS, positions=vector([1.0] * 5, torch.float32))}, "positions: "),
+        ({"rows": replace(ROWS, positions=META)}, "positions: .* on meta"),
+        ({"rows": replace(ROWS, ahead=vector([1] * 4))}, r"ahead: expected integer tensor \[5\]"),
+        ({"rows": replace(ROWS, ahead=META)}, "ahead: .* on meta"),
+        (
+            {"slots": replace(SLOTS, table=SLOTS.table.float())},
+            "slot table: expected row-contiguous torch.int32",
+        ),
+        ({"slots": replace(SLOTS, table=SLOTS.table[:, 1:])}, "slot table: "),
+        ({"slots": replace(SLOTS, slot_ids=vector([0] * 4))}, r"slot_ids: expected .*\[>= 5\]"),
+        ({"slots": replace(SLOTS, slot_ids=META)}, "slot_ids: .* on meta"),
+        ({"vocab_ids": vector(range(70))}, "vocab_ids: .*got torch.int64"),
+        ({"vocab_ids": vector(range(69), torch.int32)}, r"logits: expected \[R, 69\]"),
+        ({"sums": SUMS}, "sums: expected rows of the target, got role TARGET.* some vocab_ids"),
+        ({**RAW, "role": Role.RECOVERED}, "sums: .* got role RECOVERED, as_drafts False and no"),
+        ({**RAW, "slots": EDITED}, "sums: expected slots without pools"),
+        ({**RAW, "sums": replace(SUMS, tops=SUMS.tops[1:])}, r"sums, tops: .* \[9, 8\]"),
+        ({**RAW, "sums": replace(SUMS, masses=SUMS.masses.double())}, "sums, masses: .*float64"),
+        ({**RAW, "sums": OTHER_SUMS}, "sums: expected chunks as .*each=4.* got .*each=8"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
+)
+@pytest.mark.parametrize("backend", Backend)
+def test_tensors_that_do_not_fit(backend: Backend, change: dict[str, Any], message: str) -> None:
+    moved = {
+        name: value.to(DEVICE) if isinstance(value, torch.Tensor) else value
+        for name, value in change.items()
+    }
+    with pytest.raises(TensorContractError, match=message):
+        sample_tokens(**(arguments() | moved), backend=backend)
+
+
+def test_a_step_without_positions_is_refused() -> None:
+    layout = StepLayout((), 2, 1, vector([]))
+    with pytest.raises(TensorContractError, match="sampling: needs the step's positions"):
+        LogitRows.of_target(layout)
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    forbid_launches(monkeypatch, launch)
+    slots = SlotRows(SLOTS.table, SLOTS.slot_ids[:0], COLUMNS)
+    rows = LogitRows(0, 3, vector([]))
+    tokens = sample_tokens(torch.zeros(0, 70, device=DEVICE), rows, slots, backend=backend)
+    assert tokens.shape == (0,)
+    assert tokens.dtype == torch.int32
+
+
+def test_rows_of_a_step_have_the_next_token_index() -> None:
+    """Chunks of 3 and 1 tokens, two generations of K + 1 = 3 rows: the token index of each row."""
+    positions = vector([5, 6, 7, 0, 20, 21, 22, 9, 9, 9])
+    layout = StepLayout((3, 1), 2, 2, vector([3, 1], torch.int32), positions)
+    rows = LogitRows.of_target(layout)
+    assert (rows.num_contexts, rows.width, rows.num_rows) == (2, 3, 8)
+    assert rows.positions.tolist() == [7, 0, 20, 9]
+    drafts = LogitRows.of_drafts(layout, vector([1, 1, 2, 3]), 1)
+    assert (drafts.num_contexts, drafts.width, drafts.num_rows, drafts.column) == (0, 1, 4, 1)
+    assert drafts.ahead is not None
+    assert (drafts.positions + drafts.ahead).tolist() == [8, 1, 22, 12]
+
+
+@pytest.mark.thinned("seed")
+@pytest.mark.parametrize("vocab", [70, 4500])
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("seed", range(3))
+def test_row_samples_the_same_token_alone(backend: Backend, seed: int, vocab: int) -> None:
+    """Independent of other rows, of the row's position and of the width of its request."""
+    batch = Batch.of(seed, vocab, contexts=2, generations=2, width=3, ahead=True, cut=seed == 1)
+    tokens = batch.tokens(backend).tolist()
+    expected = list(enumerate(batch.sampled_positions()))
+    for row, (request, index) in expected[::2]:
+        alone = replace(
+            batch,
+            logits=batch.logits[row : row + 1],
+            rows=LogitRows(0, 1, vector([index - 1])),
+            slots=replace(batch.slots, slot_ids=batch.slots.slot_ids[request : request + 1]),
+        )
+        assert alone.tokens(backend).tolist() == [tokens[row]]
+    order = list(reversed(expected))
+    mixed = replace(
+        batch,
+        logits=batch.logits.flip(0),
+        rows=LogitRows(len(order), 1, vector([index - 1 for _, (_, index) in order])),
+        slots=replace(
+            batch.slots, slot_ids=vector([batch.slots.slot_ids[r] for _, (r, _) in order])
+        ),
+    )
+    assert mixed.tokens(backend).tolist() == tokens[::-1]
+
+
+@pytest.mark.gpu
+def test_captured_graph_follows_its_inputs() -> None:
+    batch = Batch.of(8, 129280, contexts=0, generations=8, width=4)
+
+    def step() -> torch.Tensor:
+        return sample_tokens(batch.logits, batch.rows, batch.slots, backend=Backend.TRITON)
+
+    graph, tokens = captured(step)
+    for seed in range(3):
+        other = Batch.of(seed, 129280, contexts=0, generations=8, width=4)
+        batch.logits.copy_(other.logits)
+        batch.slots.table.copy_(other.slots.table)
+        batch.slots.slot_ids.copy_(other.slots.slot_ids)
+        batch.rows.positions.copy_(other.rows.positions)
+        rows = replace(batch.rows, column=batch.rows.column)
+        graph.replay()
+        with poisoned_memory():
+            expected = sample_tokens(batch.logits, rows, batch.slots, backend=Backend.TORCH)
+        hangs = replace(other, rows=rows).undecided()
+        assert bool(((tokens == expected) | hangs).all())
