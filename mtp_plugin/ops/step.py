@@ -247,6 +247,10 @@ class SlotRows:
             return self
         return replace(self, pools=replace(self.pools, allowed=self.draft_mask.allowed))
 
+    def part(self, requests: slice) -> SlotRows:
+        """Return the rows of some of the step's requests."""
+        return replace(self, slot_ids=self.slot_ids[requests])
+
     def of(self, requests: slice) -> torch.Tensor:
         """Return the slots of some of the step's requests [N] int64."""
         return self.slot_ids[requests].to(torch.int64)

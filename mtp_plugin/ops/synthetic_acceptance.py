@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.checks import AtLeast, expect_tensor
-from mtp_plugin.ops.step import SlotRows, StepLayout, check_slots
+from mtp_plugin.ops.checks import INTEGERS, AtLeast, expect_tensor
+from mtp_plugin.ops.step import SlotRows, check_slots
 
 RANDOM_BITS = 30
 """Bits of a random number; the threshold of certain acceptance, 2**30, still fits int32."""
@@ -67,48 +67,44 @@ def synthetic_rule(
 
 
 def synthetic_acceptance(
-    layout: StepLayout,
+    last_positions: torch.Tensor,
+    draft_len: int,
     rule: SyntheticRule,
     slots: SlotRows | None = None,
     *,
     backend: Backend,
 ) -> torch.Tensor:
-    """Return how many drafts of every generation request are accepted [G] int32, 0..K.
+    """Return how many drafts of every request are accepted [G] int32, 0..K.
 
     The random number of a draft depends on the seed, the request's number and the token's absolute
     position alone, so that no other request, step or rank changes it. If the random numbers accept
     positions 11, 12 and 14, the last position is 10 and K = 4, two drafts are accepted.
 
     Args:
-        layout: with positions; the first of a generation request is that of its last token, which
-            precedes its first draft.
+        last_positions: [G] integer, any stride: of each request's last token, which precedes its
+            first draft.
+        draft_len: K.
         slots: of the requests; reads ``number``. None: 0 for all requests, which then decide alike
             at equal positions.
     """
-    positions = layout.expect_positions("synthetic acceptance")
-    device = positions.device
+    expect_tensor("last_positions", last_positions, dtype=INTEGERS, shape=("G",))
+    device = last_positions.device
     expect_tensor(
         "thresholds",
         rule.thresholds,
         dtype=torch.int32,
-        shape=(AtLeast(layout.draft_len),),
+        shape=(AtLeast(draft_len),),
         device=device,
     )
     expect_tensor("seed", rule.seed, dtype=torch.int64, shape=(1,), device=device)
     if slots is not None:
-        check_slots(slots, layout.num_requests, device)
-        generations = slice(layout.num_contexts, layout.num_requests)
-        slots = replace(slots, slot_ids=slots.slot_ids[generations])
-    last_positions = positions[layout.num_ctx_tokens :: layout.step_rows]
-    return backend.dispatch(synthetic_acceptance_reference)(
-        last_positions, rule, slots, layout.draft_len
-    )
+        check_slots(slots, last_positions.shape[0], device)
+    return backend.dispatch(synthetic_acceptance_reference)(last_positions, rule, slots, draft_len)
 
 
 def synthetic_acceptance_reference(
     last_positions: torch.Tensor, rule: SyntheticRule, slots: SlotRows | None, draft_len: int
 ) -> torch.Tensor:
-    """``last_positions`` [G] and ``slots``: of the generation requests alone."""
     generations, device = last_positions.shape[0], last_positions.device
     numbers = torch.zeros(generations, dtype=torch.int64, device=device)
     if slots is not None:

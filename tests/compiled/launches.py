@@ -277,9 +277,9 @@ def compile_sampler_store() -> None:
 def compile_synthetic_acceptance() -> None:
     for shares in ([0.8], [0.8, 0.6, 0.5]):
         rule, k = synthetic_rule(shares, 7), len(shares)
-        layout = StepLayout((), 8, k, ints(0), ints(8 * (k + 1), dtype=I64))
+        positions = ints(8 * (k + 1), dtype=I64)[:: k + 1]
         for slots in (None, slot_rows(8)):
-            synthetic_acceptance(layout, rule, slots, backend=Backend.TRITON)
+            synthetic_acceptance(positions, k, rule, slots, backend=Backend.TRITON)
 
 
 def compile_draft_inputs() -> None:

@@ -223,7 +223,7 @@ class _Decoder:
             rows = torch.cat([last.unsqueeze(1), drafts], dim=1)
             logits = self.language.target.to(DEVICE)[rows.long()].reshape(-1, self._vocab)
             accepted = self.verifier.verify(
-                VerificationInputs(step, logits, None), backend=self.backend
+                VerificationInputs.of_step(step, logits), backend=self.backend
             )
             counts = accepted.num_accepted.long()
             num_accepted = counts - 1 if num_accepted is None else num_accepted

@@ -13,7 +13,6 @@ from mtp_plugin.ops.sampling import Role, sample_tokens
 from mtp_plugin.ops.sampling import rejection_reference as rejection
 from mtp_plugin.ops.sampling import sample_reference as draws
 from mtp_plugin.ops.step import Accepted, SlotRows
-from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.verification import VerificationInputs, Verifier, draft_rules, verifier
 from tests.distribution.chain import Language, Ways, texts
 from tests.distribution.test_emitted import (
@@ -128,10 +127,10 @@ def test_a_penalty_that_counts_rejected_drafts_is_seen_r28(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     right_verify, right_note = Verifier.verify, verifier.update_token_history
-    steps: list[HostStep] = []
+    steps: list[VerificationInputs] = []
 
     def verify(self: Verifier, inputs: VerificationInputs, **others: Any) -> Accepted:
-        steps.append(inputs.step)
+        steps.append(inputs)
         return right_verify(self, inputs, **others)
 
     def note(accepted: Accepted, slots: SlotRows, **others: Any) -> None:
@@ -161,7 +160,7 @@ def test_bans_that_look_at_a_rejected_draft_are_seen_r28(monkeypatch: pytest.Mon
     drafts: list[torch.Tensor] = []
 
     def verify(self: Verifier, inputs: VerificationInputs, **others: Any) -> Accepted:
-        drafts.append(inputs.step.draft_tokens)
+        drafts.append(inputs.draft_tokens)
         return right_verify(self, inputs, **others)
 
     def note(accepted: Accepted, slots: SlotRows, **others: Any) -> None:

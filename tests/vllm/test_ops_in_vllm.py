@@ -109,7 +109,9 @@ class Harness:
 
     def __post_init__(self) -> None:
         self.states = make_request_states()
-        self.ops = RowOps(RequestSlots(MAX_REQUESTS, CPU), self.settings, self.backend, VOCAB)
+        self.ops = RowOps(
+            RequestSlots(MAX_REQUESTS, CPU, self.settings), self.settings, self.backend, VOCAB
+        )
         given = make_vllm_sampler(self.states, self.mode)
         self.sampler = VERSION.PluginSampler.replacing(given, self.ops)
         self.verifier = VERSION.PluginVerifier(self.sampler, SPEC, CPU)

@@ -36,7 +36,7 @@ class Engine:
     ) -> None:
         version = fitting_module()
         spec = vllm_config.speculative_config
-        slots = RequestSlots(vllm_config.scheduler_config.max_num_seqs, device)
+        slots = RequestSlots(vllm_config.scheduler_config.max_num_seqs, device, settings)
         backend = Backend.of(settings.options.kernels, device)
         vocab = vllm_config.model_config.get_vocab_size()
         self.ops = RowOps(slots, settings, backend, vocab)

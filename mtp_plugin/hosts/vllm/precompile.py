@@ -182,7 +182,7 @@ def compile_launch(launch: Launch) -> None:
     device, rows = torch.device("cpu"), launch.rows
     width = launch.num_drafts + 1
     settings = EngineSettings(VllmOptions(), launch.num_drafts)
-    ops = RowOps(RequestSlots(rows, device), settings, Backend.TRITON, launch.vocab)
+    ops = RowOps(RequestSlots(rows, device, settings), settings, Backend.TRITON, launch.vocab)
     padded = -(-launch.vocab // VOCAB_PADDING) * VOCAB_PADDING
     dtype = getattr(torch, launch.dtype)
     logits = torch.empty(rows * width, padded, dtype=dtype)[:, : launch.vocab]

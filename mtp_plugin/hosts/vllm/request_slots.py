@@ -3,90 +3,168 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
-from mtp_plugin.ops.sampling import DRAFT_COLUMNS, STEP_COLUMN, VerifiedBy
-from mtp_plugin.ops.step import SlotRows, to_device
-from mtp_plugin.requests.columns import (
-    INT32_MAX,
-    REQUEST_COLUMNS,
-    Number,
-    SlotColumn,
-    TableColumns,
-)
+from mtp_plugin.config import MTPPluginOptions
+from mtp_plugin.hosts.vllm.options import EngineSettings
+from mtp_plugin.hosts.vllm.requests import RequestOptions, method_problems
+from mtp_plugin.ops.step import SlotRows
+from mtp_plugin.requests.columns import INT32_MAX, Number, SlotColumn
 from mtp_plugin.requests.seeds import seed_words
+from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
+from mtp_plugin.requests.thinking import NO_TOKEN
+from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
+from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
+from mtp_plugin.speculative.verification import DELTA_POOL, VerificationMode, make_modes
+from mtp_plugin.verifications import codes, custom_codes
 
 DRAFT_LIMIT = "draft_limit"
 """Column: most drafts of a step that may be accepted."""
-COLUMNS = (
-    *REQUEST_COLUMNS,
-    *DRAFT_COLUMNS,
-    STEP_COLUMN,
-    SlotColumn("thinking", int),
-    SlotColumn("relaxed_topk", int, 1),
-    SlotColumn("relaxed_limit", float),
-    SlotColumn(DRAFT_LIMIT, int, INT32_MAX),
-)
 _SEED_MASK = 2**64 - 1
 
 
 class RequestSlots:
-    """Request options on the device, at a fixed address, as captured graphs need it.
+    """Request options and verification state on the device, as the modes of the engine read them.
 
-    Row ``max_num_reqs`` belongs to the rows that pad a batch: a greedy request.
+    The table has a fixed address, as captured graphs need it. Row ``max_num_reqs`` belongs to the
+    rows that pad a batch: a greedy request.
     """
 
-    def __init__(self, max_num_reqs: int, device: torch.device) -> None:
-        self.columns = TableColumns(COLUMNS)
-        self._padding = max_num_reqs
-        empty = to_device([self.columns.row({})], torch.int32, device)
-        self.table = empty.repeat(max_num_reqs + 1, 1)
+    def __init__(self, max_num_reqs: int, device: torch.device, settings: EngineSettings) -> None:
+        self.settings = settings
+        self.modes = engine_modes(settings, device)
+        """Verification modes; replaced when a request names a method that was registered later."""
+        columns = [column for mode in self.modes for column in mode.columns]
+        columns.append(SlotColumn(DRAFT_LIMIT, int, INT32_MAX))
+        self._table = SlotTable(max_num_reqs + 1, columns, device)
+        self.columns = self._table.columns
+        self.table = self._table.rows
         """[S, W] int32, S = max_num_reqs + 1"""
-        self.delta_in_force = torch.zeros(max_num_reqs + 1, dtype=torch.float32, device=device)
-        """[S]: the delta of relaxed acceptance that applies, 0 outside the thinking phase."""
+        self.delta_in_force: torch.Tensor | None = None
+        """[S] float32: the delta of relaxed acceptance that applies; None: there is none."""
+        if DELTA_POOL in self.columns:
+            self.delta_in_force = self._table.column(DELTA_POOL)
         self.verified_by = np.zeros(max_num_reqs, dtype=np.int32)
         """[max_num_reqs] on the host: code of each request's verification method."""
         self.has_draft_limit = np.zeros(max_num_reqs, dtype=bool)
-        self._staged: dict[int, list[int]] = {}
-        self._staged_deltas: dict[int, float] = {}
+        self._padding = max_num_reqs
+        self._staged: dict[int, SlotValues] = {}
         self._num_requests = 0
 
-    def stage(
-        self, index: int, options: Mapping[str, Number | Sequence[Number]], seed: int
-    ) -> None:
+    def values(
+        self, params: Any, options: RequestOptions, prompt_len: int, tokens: Sequence[int]
+    ) -> dict[str, Number | Sequence[Number]]:
+        """Return the columns of a request's row, without its seed.
+
+        Args:
+            params: vLLM's ``SamplingParams``. options: read from it. tokens: ids of the prompt, and
+                of the output so far if the request was preempted.
+        """
+        method = options.verification or self.settings.options.verification
+        if self.settings.synthetic_rates is None and not any(
+            method in m.methods for m in self.modes
+        ):
+            self.modes = engine_modes(self.settings, self.table.device)
+        facts = request_facts(params, options, prompt_len)
+        values = facts.columns()
+        for mode in self.modes:
+            values.update(mode.slot_values(facts, tokens if mode.reads_tokens else ()))
+        limit = options.draft_limit
+        if limit is not None and limit < self.settings.num_drafts:
+            values[DRAFT_LIMIT] = limit
+        return values
+
+    def stage(self, index: int, values: SlotValues, seed: int) -> None:
         """Overwrite the whole row of a request at the next `apply`.
 
         Args:
-            seed: of 64 bits, signed or not.
+            values: by column. seed: of 64 bits, signed or not.
+
+        Raises:
+            MetadataError: there is no such column.
         """
         number = self._num_requests & 0x7FFFFFFF
         self._num_requests += 1
         words = seed_words(seed & _SEED_MASK, number)
-        self._staged[index] = self.columns.row({**options, "seed": words, "number": number})
-        delta = options.get("relaxed_limit", 0.0) if options.get("thinking") else 0.0
-        self._staged_deltas[index] = delta if isinstance(delta, float) else 0.0
-        self.verified_by[index] = options.get("verification", VerifiedBy.COUPLED)
-        self.has_draft_limit[index] = DRAFT_LIMIT in options
+        staged: Mapping[str, Number | Sequence[Number]] = {
+            **values,
+            "seed": words,
+            "number": number,
+        }
+        self.columns.row(staged)  # an error belongs to this request, not to the batch
+        self._staged[index] = staged
+        self.verified_by[index] = values.get("verification", 0)
+        self.has_draft_limit[index] = DRAFT_LIMIT in values
 
     def apply(self) -> None:
         """Write the staged rows; no synchronization."""
-        if not self._staged:
-            return
-        device = self.table.device
-        rows = to_device(list(self._staged.values()), torch.int32, device)
-        indices = to_device(list(self._staged), torch.int64, device)
-        self.table.index_copy_(0, indices, rows)
-        deltas = to_device(list(self._staged_deltas.values()), torch.float32, device)
-        self.delta_in_force.index_copy_(0, indices, deltas)
-        self._staged.clear()
-        self._staged_deltas.clear()
+        if self._staged:
+            self._table.write(self._staged)
+            self._staged = {}
 
     def of(self, indices: torch.Tensor) -> SlotRows:
         """Return the slots of request state indices [N], all valid."""
-        return SlotRows(self.table, indices, self.columns)
+        return self._table.rows_of(indices)
 
     def of_padded(self, indices: torch.Tensor) -> SlotRows:
         """Return the slots of request state indices [N] of which some are -1 (padding)."""
         return self.of(torch.where(indices < 0, self._padding, indices))
+
+
+def engine_modes(settings: EngineSettings, device: torch.device) -> tuple[VerificationMode, ...]:
+    """Create the verification modes of an engine: of all methods that its requests may choose."""
+    options, draft_len = settings.options, settings.num_drafts
+    if settings.synthetic_rates is not None:
+        mtp = MTPPluginOptions(
+            verification="synthetic",
+            synthetic_acceptance=tuple(map(float, settings.synthetic_rates)),
+        )
+        return make_modes(DecodingOptions(draft_len, mtp), device)
+    names = [options.verification, *codes(), *custom_codes()]
+    served = [name for name in dict.fromkeys(names) if not method_problems("", name, settings)]
+    begin, end = options.thinking_begin_token, options.thinking_end_token
+    return make_modes(
+        DecodingOptions(
+            draft_len,
+            MTPPluginOptions(verification=tuple(served)),
+            use_relaxed_acceptance_for_thinking=options.is_relaxed,
+            relaxed_topk=options.relaxed_topk,
+            relaxed_delta=options.relaxed_delta,
+            thinking_tokens=(
+                NO_TOKEN if begin is None else begin,
+                NO_TOKEN if end is None else end,
+            ),
+        ),
+        device,
+    )
+
+
+def request_facts(params: Any, options: RequestOptions, prompt_len: int) -> RequestFacts:
+    """Return what the modes read of a request of vLLM, which stops and masks requests by itself."""
+    ends = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
+    ends = tuple(sorted(ends or ()))
+    # more ids than a slot holds cannot be masked by it either
+    min_tokens = params.min_tokens if len(ends) <= MAX_STOP_IDS else 0
+    requested = {
+        "temperature": params.temperature,
+        "top_k": max(params.top_k, 0),
+        "top_p": params.top_p,
+        "min_p": params.min_p,
+        "verification": options.verification,
+        "relaxed_topk": options.relaxed_topk,
+        "relaxed_delta": options.relaxed_delta,
+    }
+    return RequestFacts(
+        0,
+        StopRule(
+            max_length=INT32_MAX,
+            prompt_len=prompt_len,
+            min_tokens=min_tokens,
+            end_ids=ends,
+            ignored_ids=tuple(sorted(set(params.all_stop_token_ids).difference(ends))),
+        ),
+        options={name: value for name, value in requested.items() if value is not None},
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -11,18 +11,11 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from mtp_plugin.config.messages import expected, got
 from mtp_plugin.errors import PluginError, RequestError
 from mtp_plugin.hosts.vllm.options import EngineSettings
-from mtp_plugin.hosts.vllm.request_slots import DRAFT_LIMIT
-from mtp_plugin.ops.sampling import DraftedBy
-from mtp_plugin.requests.columns import Number
-from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.requests.thinking import thinking_after
 from mtp_plugin.speculative.verification import custom_verifications
-from mtp_plugin.verifications import codes, custom_codes
+from mtp_plugin.verifications import codes, custom_codes, drafts_of
 
 _logger = logging.getLogger("vllm.mtp_plugin")
 PREFIX = "mtp_"
-BY_DRAFT_PROBS = ("rejection", "block")
-"""Methods that compare the probabilities of target and draft."""
 
 
 class RequestOptions(BaseModel):
@@ -129,56 +122,6 @@ def check_request(params: Any, settings: EngineSettings) -> None:
         raise VLLMValidationError(str(error)) from None
 
 
-def slot_values(
-    params: Any,
-    options: RequestOptions,
-    settings: EngineSettings,
-    prefill: Sequence[int],
-    num_output: int,
-) -> dict[str, Number | Sequence[Number]]:
-    """Return the columns of a request's row.
-
-    Args:
-        params: vLLM's ``SamplingParams``. prefill: ids of the prompt, and of the output so far if
-            the request was preempted; only read with relaxed acceptance. num_output: their number.
-    """
-    method = options.verification or settings.options.verification
-    values: dict[str, Number | Sequence[Number]] = {
-        "temperature": params.temperature,
-        "top_k": max(params.top_k, 0),
-        "top_p": params.top_p,
-        "min_p": params.min_p,
-        "verification": (codes() | custom_codes())[method],
-        "draft_sampling": DraftedBy.PLAIN if method in BY_DRAFT_PROBS else DraftedBy.COUPLED,
-        # a request takes no more steps than it has output tokens: no noise is used twice
-        "draft_step": num_output,
-    }
-    limit = options.draft_limit
-    if limit is not None and limit < settings.num_drafts:
-        values[DRAFT_LIMIT] = limit
-    if settings.options.is_relaxed:
-        values |= _relaxed_values(params, options, settings, prefill)
-    return values
-
-
-def _relaxed_values(
-    params: Any, options: RequestOptions, settings: EngineSettings, prefill: Sequence[int]
-) -> dict[str, Number | Sequence[Number]]:
-    engine = settings.options
-    begin, end = engine.thinking_begin_token or 0, engine.thinking_end_token or 0
-    stop_ids = sorted(params.all_stop_token_ids)
-    # stop ids are accepted only as the argmax, so a request with too many is verified strictly
-    is_served = len(stop_ids) <= MAX_STOP_IDS
-    topk = engine.relaxed_topk if options.relaxed_topk is None else options.relaxed_topk
-    delta = engine.relaxed_delta if options.relaxed_delta is None else options.relaxed_delta
-    return {
-        "thinking": int(thinking_after(prefill, begin, end)),
-        "relaxed_topk": topk if is_served else 1,
-        "relaxed_limit": delta if is_served else 0.0,
-        "stop_ids": stop_ids if is_served else (),
-    }
-
-
 def _impossible(options: RequestOptions, settings: EngineSettings) -> list[str]:
     problems = []
     method = options.verification
@@ -212,7 +155,8 @@ def method_problems(name: str, method: str, settings: EngineSettings) -> list[st
             return [f"{name}: {error}"]
     if settings.synthetic_rates is not None and method != "coupled":
         return [f"{name}: {method} cannot be combined with rejection_sample_method 'synthetic'"]
-    if method in BY_DRAFT_PROBS and settings.num_drafts and not settings.keeps_draft_probs:
+    reads_probs = "plain" in drafts_of(method)
+    if reads_probs and settings.num_drafts and not settings.keeps_draft_probs:
         return [
             f"{name}: {method} needs speculative_config.draft_sample_method 'probabilistic', with "
             "which the engine keeps the probabilities of drafts"

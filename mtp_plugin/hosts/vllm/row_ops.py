@@ -13,32 +13,22 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mtp_plugin.errors import PluginError, TensorContractError
 from mtp_plugin.hosts.vllm.options import EngineSettings
 from mtp_plugin.hosts.vllm.precompile import Precompilation
 from mtp_plugin.hosts.vllm.request_slots import DRAFT_LIMIT, RequestSlots
-from mtp_plugin.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logit_rows import LogitRows
-from mtp_plugin.ops.sampling import (
-    TRUNCATION_SIZE,
-    ProposedDrafts,
-    TargetSamples,
-    VerifiedBy,
-    keep_draft_probs,
-    rejection_sample,
-    sample_tokens,
+from mtp_plugin.ops.sampling import TRUNCATION_SIZE, keep_draft_probs, sample_tokens
+from mtp_plugin.ops.step import Accepted, SamplingKind, StepLayout
+from mtp_plugin.speculative.verification import (
+    RelaxedVerification,
+    VerificationInputs,
+    Verifier,
 )
-from mtp_plugin.ops.step import Accepted, SlotRows, StepLayout
-from mtp_plugin.ops.synthetic_acceptance import (
-    SyntheticRule,
-    synthetic_acceptance,
-    synthetic_rule,
-)
-from mtp_plugin.speculative.verification import count_accepted, custom_verifications
-from mtp_plugin.verifications import custom_codes
+from mtp_plugin.verifications import codes, custom_codes
 
 _logger = logging.getLogger("vllm.mtp_plugin")
+_COUPLED = frozenset(("coupled",))
 
 
 @dataclass(frozen=True)
@@ -82,18 +72,21 @@ class RowOps:
         self.precompilation: Precompilation | None = None
         """The first launch waits for it."""
         device = slots.table.device
+        self._make_verifier()
         self._no_contexts = torch.zeros(0, dtype=torch.int32, device=device)
-        self._columns = torch.arange(1, self.num_drafts + 1, device=device)
-        self._failed: set[str] = set()  # methods from outside that have failed
-        self._synthetic: SyntheticRule | None = None
-        if settings.synthetic_rates is not None:
-            self._synthetic = synthetic_rule(settings.synthetic_rates, 0, device)
+        self._columns = torch.arange(self.num_drafts + 1, device=device)
         self.draft_probs: torch.Tensor | None = None
         """[S, K, V] float32: distributions of the drafts of rejection sampling."""
         if settings.keeps_draft_probs:
             shape = (len(slots.table), self.num_drafts, vocab)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
             self._last_probs = torch.zeros((shape[0], 1, vocab), dtype=torch.float32, device=device)
+
+    def _make_verifier(self) -> None:
+        modes = self.slots.modes
+        self._verifier = Verifier(modes, keeps_sums=False, fills_tokens=True)
+        self._relaxed = next((m for m in modes if isinstance(m, RelaxedVerification)), None)
+        self._names = {code: name for name, code in (codes() | custom_codes()).items()}
 
     # ---- sampling
 
@@ -102,23 +95,20 @@ class RowOps:
         logits: torch.Tensor,
         indices: torch.Tensor,
         positions: torch.Tensor,
-        truncation: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sample the token after each row.
 
         Args:
             logits: [N, V]. indices: [N] request state index of each row. positions: [N] position
-                of each row's token. truncation: [N, TRUNCATION_SIZE] float32, written.
+                of each row's token.
 
         Returns:
             [N] int32, valid token ids; 0 for a row without finite value, since a request that gets
             no token would never end in vLLM.
         """
         self._wait_for_kernels()
-        rows, slots = LogitRows(0, 1, positions), self.slots.of(indices)
-        return sample_tokens(
-            logits, rows, slots, truncation=truncation, backend=self.backend
-        ).clamp_min(0)
+        rows, slots = LogitRows.flat(positions), self.slots.of(indices)
+        return sample_tokens(logits, rows, slots, backend=self.backend).clamp_min(0)
 
     def sample_drafts(self, draft: DraftRows) -> torch.Tensor:
         """Sample a draft token per row.
@@ -131,7 +121,7 @@ class RowOps:
         """
         self._wait_for_kernels()
         logits, backend = draft.logits, self.backend
-        rows = LogitRows(0, 1, draft.positions, column=draft.column)
+        rows = LogitRows.flat(draft.positions, draft.column)
         slots = self.slots.of_padded(draft.indices)
         if self.draft_probs is None:
             return valid_ids(sample_tokens(logits, rows, slots, backend=backend))
@@ -140,7 +130,7 @@ class RowOps:
             logits, rows, slots, as_drafts=True, truncation=truncation, backend=backend
         )
         # kept as draft 0, then moved: a captured graph serves every draft of a step
-        first = LogitRows(0, 1, draft.positions)
+        first = LogitRows.flat(draft.positions)
         keep_draft_probs(logits, first, slots, truncation, self._last_probs, backend=backend)
         kept = slots.slot_ids.to(torch.int64)
         step = draft.step.to(torch.int64).view(1)  # as a scalar the host would read it
@@ -161,100 +151,51 @@ class RowOps:
 
     def verify(self, step: StepRows) -> Accepted:
         """Sample the target tokens of all rows, and accept the leading drafts of every request."""
-        slots = self.slots
-        codes = set(slots.verified_by[step.host_indices].tolist())
-        by_probs = not codes.isdisjoint((VerifiedBy.REJECTION, VerifiedBy.BLOCK))
-        by_method = [(name, code) for name, code in custom_codes().items() if code in codes]
-        truncation = self._truncation(step.logits) if by_probs else None
-        choices = self.sample(step.logits, step.row_indices, step.positions, truncation)
-        drafts = step.drafts
+        self._wait_for_kernels()
+        if self._verifier.modes is not self.slots.modes:
+            self._make_verifier()
+        return self._verifier.verify(self._inputs(step), backend=self.backend)
+
+    def _inputs(self, step: StepRows) -> VerificationInputs:
+        slots, drafts = self.slots, step.drafts
         if slots.has_draft_limit[step.host_indices].any():
             limits = slots.of(step.row_indices).read(DRAFT_LIMIT, slice(0, len(drafts)))
             drafts = drafts.masked_fill(step.offsets > limits, -1)
-
         requests, width = step.indices.shape[0], self.num_drafts + 1
-        logits, positions, first_rows, lens = step.logits, step.positions, None, None
-        if logits.shape[0] == requests * width:
+        lens = first_rows = full_rows = None
+        if len(drafts) == requests * width:
             drafts = drafts.view(requests, width)[:, 1:]
-            first_positions = positions[::width]
         else:
             first_rows = step.cu_num_logits[:-1]
             lens = step.cu_num_logits[1:] - first_rows - 1
-            rows = first_rows.unsqueeze(1) + torch.cat([self._columns.new_zeros(1), self._columns])
-            rows = rows.clamp_max(logits.shape[0] - 1)  # [R, K + 1]
-            drafts = drafts[rows[:, 1:]]
-            first_positions = positions[first_rows]
-            if by_probs or by_method:  # these read K+1 rows of every request
-                flat = rows.view(-1)
-                logits, choices = logits[flat], choices[flat]
-                truncation = None if truncation is None else truncation[flat]
-                first_rows = None
-        forced = None
+            rows = (first_rows.unsqueeze(1) + self._columns).clamp_max(len(drafts) - 1)  # [R, K+1]
+            drafts, full_rows = drafts[rows[:, 1:]], rows.view(-1)
+        methods = self._methods_of(step.host_indices)
         of_requests = slots.of(step.indices)
-        is_relaxed = self.settings.options.is_relaxed
-        if by_probs or is_relaxed:
+        if methods != _COUPLED or self._relaxed is not None:
             # the token of an unfinished prompt is no output: no step and no phase follows from it
             unfinished = step.seq_lens < step.prefill_lens[step.indices.to(torch.int64)]
             of_requests = slots.of_padded(step.indices.masked_fill(unfinished, -1))
-        if self._synthetic is not None:
-            layout = self._layout(requests, first_positions.repeat_interleave(width))
-            forced = synthetic_acceptance(
-                layout, self._synthetic, of_requests, backend=self.backend
-            )
-        if by_probs or by_method:
-            drafts = drafts.contiguous()
-        if truncation is not None:
-            result = rejection_sample(
-                logits,
-                LogitRows(0, width, first_positions),
-                of_requests,
-                ProposedDrafts(drafts, self.draft_probs, lens),
-                TargetSamples(choices, truncation),
-                backend=self.backend,
-            )
-            # a row without finite value gives a token here too, see `sample`
-            choices, forced = result.tokens.clamp_min(0), result.num_accepted
-        for name, code in by_method:
-            counts = self._count_accepted(name, logits, drafts, choices, lens)
-            others = torch.full_like(counts, -1) if forced is None else forced
-            own = slots.of(step.indices).read("verification", slice(0, requests)) == code
-            forced = torch.where(own, counts, others)
-        relaxed = self._relaxed_rule(of_requests) if is_relaxed else None
-        return accept(
-            self._layout(requests),
-            logits,
+        return VerificationInputs(
+            StepLayout((), requests, self.num_drafts, self._no_contexts),
+            step.logits,
             drafts,
-            AcceptanceRules(choices=choices, forced_matches=forced, relaxed=relaxed),
             draft_lens=lens,
+            slots=of_requests,
+            sampling_kind=SamplingKind.SAMPLED,
+            methods=methods,
+            draft_probs=self.draft_probs,
+            delta_in_force=slots.delta_in_force,
+            rows=LogitRows.flat(step.positions),
+            row_slots=slots.of(step.row_indices),
             first_rows=first_rows,
-            backend=self.backend,
+            full_rows=full_rows,
         )
 
-    def _count_accepted(
-        self,
-        name: str,
-        logits: torch.Tensor,
-        drafts: torch.Tensor,
-        choices: torch.Tensor,
-        lens: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """Return how many drafts [R, K] a method from outside the package accepts.
-
-        None where it fails: its requests go on without drafts, since an error here would end vLLM's
-        engine.
-        """
-        requests, width = drafts.shape[0], self.num_drafts + 1
-        if lens is not None:
-            drafts = torch.where(self._columns <= lens.unsqueeze(1), drafts, -1)
-        method = custom_verifications()[name]
-        rows = logits.view(requests, width, logits.shape[1])
-        try:
-            return count_accepted(name, method, rows, drafts, choices.view(requests, width))
-        except (PluginError, TensorContractError):
-            if name not in self._failed:
-                self._failed.add(name)
-                _logger.exception("requests with mtp_verification=%r accept no draft", name)
-            return torch.zeros(requests, dtype=torch.int32, device=drafts.device)
+    def _methods_of(self, host_indices: Any) -> frozenset[str]:
+        """Return the verification methods of requests."""
+        codes = set(self.slots.verified_by[host_indices].tolist())
+        return frozenset(self._names[code] for code in codes)
 
     def follow_phase(
         self, tokens: torch.Tensor, indices: torch.Tensor, is_output: torch.Tensor
@@ -265,28 +206,9 @@ class RowOps:
             tokens: [R] sampled tokens. indices: [R]. is_output: [R] bool; False for a token that
                 vLLM drops.
         """
-        if not self.settings.options.is_relaxed:
-            return
-        rule = self._relaxed_rule(self.slots.of_padded(indices))
-        everyone = slice(0, indices.shape[0])
-        thinking, _ = rule.phase(everyone)
-        thinking = (thinking | (is_output & (tokens == rule.begin_token))) & ~(
-            is_output & (tokens == rule.end_token)
-        )
-        rule.set_phase(everyone, thinking, rule.slots.read("relaxed_limit", everyone))
-
-    def _relaxed_rule(self, slots: SlotRows) -> RelaxedRule:
-        options = self.settings.options
-        begin, end = options.thinking_begin_token, options.thinking_end_token
-        return RelaxedRule(
-            slots,
-            self.slots.delta_in_force,
-            -1 if begin is None else begin,
-            -1 if end is None else end,
-        )
-
-    def _layout(self, requests: int, positions: torch.Tensor | None = None) -> StepLayout:
-        return StepLayout((), requests, self.num_drafts, self._no_contexts, positions)
+        delta = self.slots.delta_in_force
+        if self._relaxed is not None and delta is not None:
+            self._relaxed.follow_phase(tokens, is_output, self.slots.of_padded(indices), delta)
 
 
 def valid_ids(tokens: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from mtp_plugin.hosts.vllm.requests import AdmittedOptions, slot_values
+from mtp_plugin.hosts.vllm.requests import AdmittedOptions
 from mtp_plugin.hosts.vllm.row_ops import RowOps, valid_ids
 
 PREFILL = "_mtp_plugin_prefill"
@@ -42,13 +42,12 @@ class SamplerParts:
     def add_request(self, req_idx: int, *args: Any) -> None:
         """Stage the row of a request; the last argument is its ``SamplingParams``."""
         super().add_request(req_idx, *args)  # type: ignore[misc]
-        params, states, settings = args[-1], self.req_states, self.ops.settings
-        num_output = states.prefill_len.np[req_idx] - states.prompt_len.np[req_idx]
-        prefill = getattr(states, PREFILL, {}).pop(req_idx, ())
-        options = self._options.read(params.extra_args)
-        values = slot_values(params, options, settings, prefill, int(num_output))
+        params, states, slots = args[-1], self.req_states, self.ops.slots
+        prompt_len = int(states.prompt_len.np[req_idx])
+        tokens = getattr(states, PREFILL, {}).pop(req_idx, ())
+        values = slots.values(params, self._options.read(params.extra_args), prompt_len, tokens)
         # vLLM draws a seed for requests without one, alike on all ranks
-        self.ops.slots.stage(req_idx, values, int(self.sampling_states.seeds.np[req_idx]))
+        slots.stage(req_idx, values, int(self.sampling_states.seeds.np[req_idx]))
 
     def apply_staged_writes(self) -> None:
         """Write what `add_request` staged."""

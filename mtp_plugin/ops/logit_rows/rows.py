@@ -31,6 +31,15 @@ class LogitRows:
     tokens of the slots; None: penalties and bad words do not see draft tokens."""
 
     @classmethod
+    def flat(cls, positions: torch.Tensor, column: int = 0) -> Self:
+        """Rows that are one request each, so that they may be in any order.
+
+        Args:
+            positions: [N] integer: position of each row's token. column: as above.
+        """
+        return cls(0, 1, positions, column=column)
+
+    @classmethod
     def of_target(cls, layout: StepLayout, draft_tokens: torch.Tensor | None = None) -> Self:
         """The rows that verify draft tokens, [G*K] or [G, K] integer, any strides.
 

@@ -66,7 +66,7 @@ class PublicSteps:
         if step.sampling_kind and positions is None:
             positions = read_positions(attn_metadata, step.layout)
             step = replace(step, layout=replace(step.layout, positions=positions))
-        inputs = VerificationInputs(step, rows, flat)
+        inputs = VerificationInputs.of_step(step, rows, flat)
         accepted = self.verifier.verify(inputs, backend=self.backend)
         return accepted.tokens, accepted.num_accepted
 

@@ -240,7 +240,7 @@ class SpecWorker(nn.Module, ABC):
         int32: dict[str, Any] = {"dtype": torch.int32, "device": step.logits.device}
         drafts = torch.empty(layout.num_requests, layout.draft_len, **int32)
         next_tokens = torch.empty(layout.num_requests, layout.step_rows, **int32)
-        inputs = VerificationInputs(step.host, step.logits, step.rows.input_ids)
+        inputs = VerificationInputs.of_step(step.host, step.logits, step.rows.input_ids)
         accepted = self.verifier.verify(inputs, last_tokens=next_tokens[:, 0], backend=self.backend)
         if step.host.after_acceptance is not None:
             step.host.after_acceptance(accepted.num_accepted)

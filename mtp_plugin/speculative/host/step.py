@@ -152,6 +152,12 @@ class HostStep:
         pool: torch.Tensor | None = getattr(self.manager, "draft_probs", None)
         return pool
 
+    @property
+    def relaxed_delta_pool(self) -> torch.Tensor | None:
+        """The manager's ``mtp_relaxed_delta_pool`` [S] float32; None: it has none."""
+        pool: torch.Tensor | None = getattr(self.manager, "mtp_relaxed_delta_pool", None)
+        return pool
+
     def expect_slots(self) -> SlotRows:
         """Return `slots`.
 

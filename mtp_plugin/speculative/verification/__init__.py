@@ -88,7 +88,11 @@ from mtp_plugin.speculative.verification.custom import (
     unregister_verification,
 )
 from mtp_plugin.speculative.verification.draft_rules import DraftPass
-from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
+from mtp_plugin.speculative.verification.mode import (
+    DELTA_POOL,
+    VerificationInputs,
+    VerificationMode,
+)
 from mtp_plugin.speculative.verification.registry import (
     BUILT,
     MODES,
@@ -106,6 +110,7 @@ from mtp_plugin.speculative.verification.verifier import Verifier
 
 __all__ = [
     "BUILT",
+    "DELTA_POOL",
     "MODES",
     "CustomVerification",
     "CustomVerificationMode",

@@ -6,6 +6,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -242,13 +243,19 @@ class CustomVerificationMode(VerificationMode):
     """
 
     name = "custom"
+    reads_method = True
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
         codes = custom_codes()
-        self.methods = {name: (codes[name], method) for name, method in _enabled(options).items()}
+        self._methods = {name: (codes[name], method) for name, method in _enabled(options).items()}
         """Method name -> its code in the slot column ``verification``, and the method."""
         self._failed: list[int] = []  # codes of the methods that failed in this step
+
+    @cached_property
+    @override
+    def methods(self) -> frozenset[str]:
+        return frozenset(self._methods)
 
     @classmethod
     @override
@@ -283,38 +290,36 @@ class CustomVerificationMode(VerificationMode):
 
     @override
     def changes_output(self, options: DecodingOptions, requested: Mapping[str, Any]) -> bool:
-        methods = {name: method for name, (_, method) in self.methods.items()}
+        methods = {name: method for name, (_, method) in self._methods.items()}
         return _changes_text(methods, options, requested)
 
     @override
     def verify(
         self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
-        step, layout = inputs.step, inputs.layout
+        layout = inputs.layout
         if layout.draft_len == 0 or layout.num_generations == 0:
             return rules
         generations = slice(layout.num_contexts, layout.num_requests)
-        code = step.expect_slots().read("verification", generations)
-        shape = (layout.num_generations, layout.step_rows)
-        logits = self._processed_logits(inputs)[layout.num_contexts :].unflatten(0, shape)
-        targets = _argmax(logits) if rules.choices is None else rules.choices
-        targets = targets.reshape(-1)[-layout.num_generations * layout.step_rows :].view(shape)
-        drafts = step.draft_tokens.reshape(layout.num_generations, layout.draft_len)
-        if step.draft_lens is not None:
-            columns = torch.arange(layout.draft_len, device=drafts.device)
-            drafts = torch.where(columns < step.draft_lens.unsqueeze(1), drafts, -1)
+        code = inputs.expect_slots().read("verification", generations)
+        logits = inputs.of_generations(self._processed_logits(inputs))
+        targets, drafts = inputs.target_tokens(rules), inputs.drafts()
         matches = rules.forced_matches
         if matches is None:
             matches = torch.full_like(code, -1, dtype=torch.int32)
         self._failed = []
-        for name, (own_code, method) in self.methods.items():
+        for name, (own_code, method) in self._methods.items():
             try:
                 counts = count_accepted(name, method, logits, drafts, targets)
             except (PluginError, TensorContractError) as error:
                 if logits.is_cuda and torch.cuda.is_current_stream_capturing():
                     raise  # the capture itself may have failed
                 if own_code not in _failures:
-                    _logger.exception("requests with verification=%r end with an error", name)
+                    _logger.exception(
+                        "verification method %r failed; its requests end with an error, or in vLLM "
+                        "go on without drafts",
+                        name,
+                    )
                 _failures[own_code] = str(error)
                 self._failed.append(own_code)
                 counts = torch.zeros_like(matches)
@@ -327,13 +332,13 @@ class CustomVerificationMode(VerificationMode):
         layout = inputs.layout
         generations = slice(layout.num_contexts, layout.num_requests)
         for own_code in failed:
-            code = inputs.step.expect_slots().read("verification", generations)
+            code = inputs.expect_slots().read("verification", generations)
             accepted.status[generations].masked_fill_(code == own_code, own_code)
 
     def _processed_logits(self, inputs: VerificationInputs) -> torch.Tensor:
-        if inputs.step.sampling_kind is not SamplingKind.PROCESSED:
+        if inputs.sampling_kind is not SamplingKind.PROCESSED:
             return inputs.logits
-        return process_logits(inputs.logits, inputs.expect_rows(), inputs.step.sampling_slots())
+        return process_logits(inputs.logits, inputs.expect_rows(), inputs.expect_slots())
 
 
 def _enabled(options: DecodingOptions) -> dict[str, CustomVerification]:
@@ -350,9 +355,3 @@ def _changes_text(
     """Return whether the method of a request is one of ``methods`` and may change its output."""
     method = methods.get(requested.get("verification") or options.mtp.verifications[0])
     return method is not None and not method.keeps_output
-
-
-def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return the argmax of each row as int32; NaN counts as -inf; -1: no finite logit."""
-    best, tokens = logits.masked_fill(logits.isnan(), -torch.inf).max(dim=-1)
-    return torch.where(best > -torch.inf, tokens, -1).to(torch.int32)

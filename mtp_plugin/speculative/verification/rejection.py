@@ -33,6 +33,7 @@ class RejectionVerification(VerificationMode):
     verifications = ("rejection", "block")
     columns = (STEP_COLUMN,)
     reads_truncation = True
+    reads_method = True
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
@@ -47,14 +48,14 @@ class RejectionVerification(VerificationMode):
     def verify(
         self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
-        step, truncation = inputs.step, inputs.truncation
+        truncation = inputs.truncation
         if rules.choices is None or truncation is None:  # all requests are greedy
             return rules
         result = rejection_sample(
             inputs.logits,
             inputs.expect_rows(),
-            step.sampling_slots(),
-            ProposedDrafts(step.draft_tokens, step.draft_probs, step.draft_lens),
+            inputs.expect_slots(),
+            ProposedDrafts(inputs.draft_tokens, inputs.draft_probs, inputs.draft_lens),
             TargetSamples(rules.choices, truncation, rules.forced_ids),
             by_block=self._by_block,
             backend=backend,

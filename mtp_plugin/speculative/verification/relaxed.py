@@ -10,20 +10,23 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.ops.acceptance import AcceptanceRules, RelaxedRule
 from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.step import SlotRows
 from mtp_plugin.requests.columns import Number, SlotColumn
 from mtp_plugin.requests.options import is_greedy
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.requests.thinking import NO_TOKEN, expect_thinking_tokens, thinking_after
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.metrics.acceptance import Label
-from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
+from mtp_plugin.speculative.verification.mode import (
+    DELTA_POOL,
+    VerificationInputs,
+    VerificationMode,
+)
 
 _logger = logging.getLogger("mtp_plugin")
-
-DELTA_POOL = "mtp_relaxed_delta_pool"
 
 
 class RelaxedVerification(VerificationMode):
@@ -41,6 +44,7 @@ class RelaxedVerification(VerificationMode):
     """
 
     name = "relaxed"
+    reads_rows = False
     served_options = frozenset({"relaxed_topk", "relaxed_delta"})
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
@@ -97,19 +101,35 @@ class RelaxedVerification(VerificationMode):
     def verify(
         self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
-        slots = inputs.step.expect_slots()
-        begin, end = self.thinking_tokens
-        rule = RelaxedRule(
-            slots=slots,
-            delta_in_force=inputs.step.manager.mtp_relaxed_delta_pool,
-            begin_token=begin,
-            end_token=end,
-        )
-        # with next_prompt_tokens the whole prompt was scanned when the request got its slot
-        is_unscanned = inputs.step.next_prompt_tokens is None and inputs.layout.num_contexts > 0
-        if is_unscanned and inputs.input_ids is not None:
-            self._scan_prompts(inputs, inputs.input_ids, rule)
+        slots, delta = inputs.expect_slots(), inputs.delta_in_force
+        if delta is None:
+            raise MetadataError(
+                f"relaxed acceptance: expected the manager's {DELTA_POOL}, got None"
+            )
+        rule = RelaxedRule(slots, delta, *self.thinking_tokens)
+        if inputs.prompt_ids is not None and inputs.layout.num_contexts > 0:
+            self._scan_prompts(inputs, inputs.prompt_ids, rule)
         return replace(rules, relaxed=rule)
+
+    def follow_phase(
+        self,
+        tokens: torch.Tensor,
+        is_output: torch.Tensor,
+        slots: SlotRows,
+        delta_in_force: torch.Tensor,
+    ) -> None:
+        """Update the phase of requests after a step that the verifier did not run.
+
+        Args:
+            tokens: [R] integer, one of each request. is_output: [R] bool; False: no output token.
+            slots: of the requests. delta_in_force: [S] float32.
+        """
+        begin, end = self.thinking_tokens
+        rule = RelaxedRule(slots, delta_in_force, begin, end)
+        requests = slice(0, tokens.shape[0])
+        thinking, _ = rule.phase(requests)
+        thinking = (thinking | (is_output & (tokens == begin))) & ~(is_output & (tokens == end))
+        rule.set_phase(requests, thinking, slots.read("relaxed_limit", requests))
 
     def _scan_prompts(
         self, inputs: VerificationInputs, input_ids: torch.Tensor, rule: RelaxedRule

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from typing_extensions import override
 
 from mtp_plugin.ops.acceptance import AcceptanceRules
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.sampling import DRAFT_COLUMNS, DraftedBy
+from mtp_plugin.ops.sampling import DRAFT_COLUMNS, DraftedBy, VerifiedBy
 from mtp_plugin.requests.columns import Number
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.verification.method_choice import MethodChoice
@@ -29,12 +30,19 @@ class StrictVerification(VerificationMode):
     verifications = ("coupled",)
     columns = DRAFT_COLUMNS
     reads_tokens = False
+    reads_rows = False
+    reads_method = True
     served_options = frozenset({"verification", "draft_sampling"})
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
         self.method_choice = MethodChoice(options.mtp)
         self.codes = {**codes(), **custom_codes()}
+
+    @cached_property
+    @override
+    def methods(self) -> frozenset[str]:
+        return super().methods & {*self.method_choice.mtp.verifications}
 
     @classmethod
     @override
@@ -55,6 +63,7 @@ class StrictVerification(VerificationMode):
     def slot_values(self, facts: RequestFacts, tokens: Sequence[int]) -> Mapping[str, Number]:
         verified_by, drafted_by = self.method_choice.resolve(facts.options)
         return {
-            "verification": self.codes[verified_by],
+            # a method without a code is that of all requests
+            "verification": self.codes.get(verified_by, VerifiedBy.COUPLED),
             "draft_sampling": DraftedBy[drafted_by.upper()],
         }

@@ -29,6 +29,7 @@ class SyntheticVerification(VerificationMode):
 
     name = "synthetic"
     verifications = ("synthetic",)
+    reads_rows = False
 
     def __init__(self, options: DecodingOptions, device: torch.device) -> None:
         super().__init__(options, device)
@@ -66,10 +67,18 @@ class SyntheticVerification(VerificationMode):
     def verify(
         self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
     ) -> AcceptanceRules:
-        step = inputs.step
-        if step.layout.draft_len == 0:
+        draft_len = inputs.layout.draft_len
+        if draft_len == 0:
             return rules
-        if step.manager is not None:
-            step.expect_manager()  # request numbers are read from the slots
-        forced = synthetic_acceptance(step.layout, self.rule, step.slots, backend=backend)
+        positions = inputs.first_positions()
+        # without a manager all requests have number 0
+        slots = inputs.slots if inputs.missing_slots is None else inputs.expect_slots()
+        generations = slice(inputs.layout.num_contexts, inputs.layout.num_requests)
+        forced = synthetic_acceptance(
+            positions[generations],
+            draft_len,
+            self.rule,
+            None if slots is None else slots.part(generations),
+            backend=backend,
+        )
         return replace(rules, forced_matches=forced)

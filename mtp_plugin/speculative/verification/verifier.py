@@ -11,7 +11,7 @@ from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.ops.acceptance import STRICT, AcceptanceRules, accept
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logit_mask import mask_disallowed_tokens
-from mtp_plugin.ops.logit_rows import LOGITS_PROCESSING_OPTIONS, LogitRows, ThinkingRule
+from mtp_plugin.ops.logit_rows import LOGITS_PROCESSING_OPTIONS, ThinkingRule
 from mtp_plugin.ops.row_sums import RowSums
 from mtp_plugin.ops.sampling import (
     SAMPLING_OPTIONS,
@@ -24,6 +24,7 @@ from mtp_plugin.ops.thinking_budget import force_thinking_end, update_thinking_s
 from mtp_plugin.ops.token_history import update_token_history
 from mtp_plugin.speculative.verification.draft_rules import DraftRule
 from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
+from mtp_plugin.verifications import METHODS
 
 
 class Verifier:
@@ -34,6 +35,9 @@ class Verifier:
     Args:
         thinking: the rule of thinking budgets; None: budgets are not supported.
         keeps_scores: also return the processed scores, for ``logprobs_mode: processed``.
+        keeps_sums: also return log-sum-exp partials, from which log-probabilities are computed.
+        fills_tokens: in steps that sample, a request whose row has no finite logit gets token 0;
+            by default it gets none, and `STATUS_NO_FINITE_LOGIT`.
 
     Raises:
         ConfigError: no modes, or modes with different draft rules.
@@ -45,11 +49,16 @@ class Verifier:
         thinking: ThinkingRule | None = None,
         *,
         keeps_scores: bool = False,
+        keeps_sums: bool = True,
+        fills_tokens: bool = False,
     ) -> None:
         expect(len(modes) > 0, ConfigError, "verification: expected at least one mode, got none")
         self.modes = tuple(modes)
         self.thinking = thinking
         self.keeps_scores = keeps_scores
+        self.keeps_sums = keeps_sums
+        self.fills_tokens = fills_tokens
+        self._methods = frozenset[str]().union(*(mode.methods for mode in modes))
         self.draft_rule: DraftRule = modes[0].draft_rule
         others = [mode.name for mode in modes if mode.draft_rule is not self.draft_rule]
         expect(
@@ -92,16 +101,15 @@ class Verifier:
         Raises:
             TensorContractError, MetadataError: inputs that do not fit each other.
         """
-        if inputs.step.sampling_kind is SamplingKind.GREEDY:
+        kind = inputs.sampling_kind
+        if kind is SamplingKind.GREEDY:
             return self._accept(inputs, STRICT, last_tokens, backend)
-        step, slots = inputs.step, inputs.step.sampling_slots()
-        rows = LogitRows.of_target(step.layout, step.draft_tokens)
-        inputs = replace(inputs, rows=rows)
-        if step.sampling_kind is SamplingKind.SAMPLED:
+        if kind is SamplingKind.SAMPLED:
             return self._accept_sampled(inputs, last_tokens, backend)
+        rows, slots = inputs.expect_rows(), inputs.expect_slots()
         with mask_disallowed_tokens(inputs.logits, rows, slots, backend=backend) as logits:
             accepted = self._accept_sampled(replace(inputs, logits=logits), last_tokens, backend)
-        drafted = rows.positions if step.layout.draft_len else None
+        drafted = rows.positions if inputs.layout.draft_len else None
         update_token_history(accepted, slots, positions=drafted, backend=backend)
         if self.thinking is not None:
             update_thinking_state(accepted, slots, self.thinking, backend=backend)
@@ -111,20 +119,20 @@ class Verifier:
         self, inputs: VerificationInputs, last_tokens: torch.Tensor | None, backend: Backend
     ) -> Accepted:
         """Sample the target tokens, and verify the drafts with them and the modes' rules."""
-        logits, slots = inputs.logits, inputs.step.sampling_slots()
-        if self.keeps_scores or any(mode.reads_truncation for mode in self.modes):
+        logits, rows, slots = inputs.logits, inputs.expect_rows(), inputs.expect_slots()
+        if self.keeps_scores or any(m.reads_truncation for m in self._requested(inputs)):
             truncation = torch.empty(
                 len(logits), TRUNCATION_SIZE, dtype=torch.float32, device=logits.device
             )
             inputs = replace(inputs, truncation=truncation)
         # partial sums are of raw logits, but a PROCESSED step reads processed logits
-        is_processed = inputs.step.sampling_kind is SamplingKind.PROCESSED
-        is_raw = not is_processed and not self.keeps_scores
+        is_processed = inputs.sampling_kind is SamplingKind.PROCESSED
+        is_raw = self.keeps_sums and not is_processed and not self.keeps_scores
         sums = RowSums.unwritten(logits) if is_raw else None
         target_tokens = sample_tokens(
             logits,
-            inputs.expect_rows(),
-            slots,
+            rows,
+            slots if inputs.row_slots is None else inputs.row_slots,
             truncation=inputs.truncation,
             sums=sums,
             backend=backend,
@@ -133,19 +141,21 @@ class Verifier:
         if self.thinking is not None and is_processed:
             forced = force_thinking_end(
                 inputs.layout,
-                inputs.step.draft_tokens,
+                inputs.draft_tokens,
                 slots,
                 self.thinking,
                 target_tokens,
                 backend=backend,
             )
-        rules = AcceptanceRules(choices=target_tokens, forced_ids=forced, processed_slots=slots)
+        rules = AcceptanceRules(
+            choices=target_tokens,
+            forced_ids=forced,
+            processed_slots=slots if is_processed else None,
+        )
         accepted = self._accept(inputs, rules, last_tokens, backend)
         if not self.keeps_scores or inputs.truncation is None:
             return replace(accepted, sums=sums)
-        scores = processed_scores(
-            logits, inputs.expect_rows(), slots, inputs.truncation, forced, backend=backend
-        )
+        scores = processed_scores(logits, rows, slots, inputs.truncation, forced, backend=backend)
         return replace(accepted, scores=scores)
 
     def _accept(
@@ -156,19 +166,63 @@ class Verifier:
         backend: Backend,
     ) -> Accepted:
         """Verify drafts by ``rules``, to which each mode adds its own."""
-        step = inputs.step
-        for mode in self.modes:
-            rules = mode.verify(inputs, rules, backend=backend)
+        modes = self._requested(inputs)
+        if any(mode.reads_rows for mode in modes):
+            inputs, rules = inputs.expand(rules)
+        for mode in modes:
+            decided = mode.verify(inputs, rules, backend=backend)
+            if mode.methods and not mode.reads_method and len(self._methods) > 1:
+                decided = _of_own_requests(mode, inputs, rules, decided)
+            rules = decided
+        if self.fills_tokens and rules.choices is not None:
+            rules = replace(rules, choices=rules.choices.clamp_min(0))
         accepted = accept(
-            step.layout,
+            inputs.layout,
             inputs.logits,
-            step.draft_tokens,
+            inputs.draft_tokens,
             rules,
-            draft_lens=step.draft_lens,
-            final_context=step.final_context,
+            draft_lens=inputs.draft_lens,
+            final_context=inputs.final_context,
             last_tokens=last_tokens,
+            first_rows=inputs.first_rows,
             backend=backend,
         )
-        for mode in self.modes:
+        for mode in modes:
             mode.mark_failed(inputs, accepted)
         return accepted
+
+    def _requested(self, inputs: VerificationInputs) -> list[VerificationMode]:
+        """Return the modes that requests of the step may need."""
+        wanted = inputs.methods
+        return [
+            mode
+            for mode in self.modes
+            if wanted is None or not mode.methods or not wanted.isdisjoint(mode.methods)
+        ]
+
+
+def _of_own_requests(
+    mode: VerificationMode,
+    inputs: VerificationInputs,
+    before: AcceptanceRules,
+    after: AcceptanceRules,
+) -> AcceptanceRules:
+    """Return ``after``, as a mode decided, for requests that select the mode, else ``before``."""
+    layout = inputs.layout
+    generations = slice(layout.num_contexts, layout.num_requests)
+    of_requests = inputs.expect_slots().read("verification", generations)
+    own = torch.zeros_like(of_requests, dtype=torch.bool)
+    for name in mode.methods:
+        own |= of_requests == METHODS[name].code
+    matches, choices = after.forced_matches, after.choices
+    if matches is not None and matches is not before.forced_matches:
+        others = torch.full_like(matches, -1)
+        if before.forced_matches is not None:
+            others = before.forced_matches.to(matches.dtype)
+        matches = torch.where(own, matches, others)
+    if choices is not None and before.choices is not None and choices is not before.choices:
+        rows = torch.cat(
+            [own.new_zeros(layout.num_contexts), own.repeat_interleave(layout.step_rows)]
+        )
+        choices = torch.where(rows, choices, before.choices)
+    return replace(after, forced_matches=matches, choices=choices)

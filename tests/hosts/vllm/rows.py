@@ -16,6 +16,7 @@ from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps, StepRows
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import Accepted
 from mtp_plugin.requests.columns import Number
+from mtp_plugin.speculative.verification import DELTA_POOL
 from tests.ops.on_device import DEVICE, vector
 
 VOCAB = 61
@@ -88,18 +89,21 @@ def make_ops(
     Args:
         columns: slot -> columns in place of these options.
     """
-    slots = RequestSlots(NUM_SLOTS, DEVICE)
-    for index in range(NUM_SLOTS):
-        seed = (seeds or {}).get(index, 1000 + index)
-        given = {**SAMPLING[index % len(SAMPLING)], **(columns or {}).get(index, {})}
-        slots.stage(index, given, seed)
-    slots.apply()
     settings = EngineSettings(
         options or VllmOptions(),
         num_drafts,
         keeps_draft_probs,
         synthetic_rates=None if rates is None else tuple(rates),
     )
+    slots = RequestSlots(NUM_SLOTS, DEVICE, settings)
+    for index in range(NUM_SLOTS):
+        seed = (seeds or {}).get(index, 1000 + index)
+        given = {**SAMPLING[index % len(SAMPLING)], **(columns or {}).get(index, {})}
+        if given.get("thinking"):
+            given[DELTA_POOL] = given["relaxed_limit"]
+        # an engine without relaxed acceptance has no columns for it
+        slots.stage(index, {k: v for k, v in given.items() if k in slots.columns}, seed)
+    slots.apply()
     return RowOps(slots, settings, backend, VOCAB)
 
 

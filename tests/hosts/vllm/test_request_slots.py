@@ -6,12 +6,13 @@ import pytest
 import torch
 
 from mtp_plugin.errors import MetadataError
+from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
 from tests.ops.on_device import DEVICE, vector
 
 
 def make_slots() -> RequestSlots:
-    return RequestSlots(4, DEVICE)
+    return RequestSlots(4, DEVICE, EngineSettings(VllmOptions(), 3))
 
 
 def read(slots: RequestSlots, name: str, index: int) -> list[float]:

@@ -7,15 +7,16 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mtp_plugin.hosts.vllm.metrics import DraftCounter, counter_of
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
+from mtp_plugin.hosts.vllm.request_slots import RequestSlots
 from mtp_plugin.hosts.vllm.requests import (
     AdmittedOptions,
     RequestOptions,
     check_request,
     read_request,
-    slot_values,
 )
 from mtp_plugin.ops.sampling import DraftedBy, VerifiedBy
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
@@ -173,7 +174,13 @@ def test_synthetic_acceptance_refuses_options_that_forbid_tokens(
 
 def params_of(**options: Any) -> SimpleNamespace:
     defaults = {"temperature": 0.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return SimpleNamespace(**{**defaults, "all_stop_token_ids": set(), **options})
+    stops = {
+        "all_stop_token_ids": set(),
+        "stop_token_ids": [],
+        "ignore_eos": False,
+        "min_tokens": 0,
+    }
+    return SimpleNamespace(**{**defaults, **stops, **options})
 
 
 def values_of(
@@ -184,7 +191,9 @@ def values_of(
     **extra: Any,
 ) -> dict[str, Any]:
     options = read_request({f"mtp_{name}": value for name, value in extra.items()}, settings)
-    return slot_values(params or params_of(), options, settings, prefill, num_output)
+    slots = RequestSlots(1, torch.device("cpu"), settings)
+    prompt_len = len(prefill) - num_output
+    return slots.values(params or params_of(), options, prompt_len, prefill)
 
 
 @pytest.mark.parametrize(
@@ -263,10 +272,6 @@ def test_a_request_with_too_many_stop_ids_is_verified_strictly() -> None:
         assert values["relaxed_topk"] == topk
         assert (values["relaxed_limit"] > 0) == (topk == 4)
         assert list(values["stop_ids"]) == (list(range(count)) if topk == 4 else [])
-
-
-def test_without_relaxed_acceptance_no_stop_ids_are_stored() -> None:
-    assert not {"thinking", "stop_ids", "relaxed_topk"} & values_of(COUPLED).keys()
 
 
 # ---- counts of drafts

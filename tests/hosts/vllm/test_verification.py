@@ -347,14 +347,15 @@ SHARP = {"temperature": 0.9, "top_k": 9, "top_p": 0.95}
 
 
 def many_ops(method: VerifiedBy) -> RowOps:
-    slots = RequestSlots(ROWS, torch.device("cpu"))
+    settings = EngineSettings(VllmOptions(), 2, True)
+    slots = RequestSlots(ROWS, torch.device("cpu"), settings)
     columns = {**SHARP, "verification": method, "draft_sampling": DraftedBy.PLAIN}
     slots.stage(0, columns, 0)
     slots.apply()
     slots.table[:ROWS] = slots.table[0]
     slots.table[:ROWS, slots.columns.offset("seed")] = torch.arange(ROWS, dtype=torch.int32)
     slots.verified_by[:] = method
-    return RowOps(slots, EngineSettings(VllmOptions(), 2, True), Backend.TORCH, SMALL_VOCAB)
+    return RowOps(slots, settings, Backend.TORCH, SMALL_VOCAB)
 
 
 def distribution_tails(method: VerifiedBy, defect: str | None = None) -> tuple[float, float]:

@@ -140,9 +140,7 @@ def test_synthetic_with_manager_without_prepare_is_refused() -> None:
 def test_positions_must_be_there() -> None:
     step = Step(K, [], [turn(9)])
     worker = MTPEagleWorker(config(0.5), device="cpu")
-    with pytest.raises(
-        TensorContractError, match="synthetic acceptance: needs the step's positions"
-    ):
+    with pytest.raises(TensorContractError, match="needs the step's positions"):
         worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)
 
 

@@ -129,7 +129,7 @@ def step(
         manager=object(),
         sampling_kind=kind,
     )
-    return VerificationInputs(replace(host, **changed), logits, None)
+    return VerificationInputs.of_step(replace(host, **changed), logits)
 
 
 def accept(methods: tuple[str, ...], inputs: VerificationInputs, backend: Backend) -> list[Any]:
@@ -182,7 +182,7 @@ def test_draft_outside_the_vocabulary_is_absent(
     method: Constant, token: int, backend: Backend
 ) -> None:
     inputs = step(["constant"], SamplingKind.GREEDY)
-    inputs.step.draft_tokens[2] = token
+    inputs.draft_tokens[2] = token
     assert accept(("constant",), inputs, backend) == [3]
     ((_, drafts, _),) = method.calls
     assert drafts.tolist() == [[1, 7, -1]]
@@ -249,7 +249,7 @@ def test_result_of_another_kind_is_refused(
             "constant",
             method,
             inputs.logits[1:].view(1, K + 1, VOCAB),
-            inputs.step.draft_tokens.view(1, K),
+            inputs.draft_tokens.view(1, K),
             torch.zeros(1, K + 1, dtype=torch.int32, device=DEVICE),
         )
 

@@ -161,7 +161,7 @@ class Prompts:
         # rows of generations have thinking tokens that are not those of a prompt
         ids = [token for piece in self.pieces for token in piece] + [BEGIN, END, BEGIN]
         logits = torch.zeros(len(lens) + 3, 50, device=DEVICE)
-        return VerificationInputs(step, logits, vector(ids, torch.int32))
+        return VerificationInputs.of_step(step, logits, vector(ids, torch.int32))
 
 
 PIECES = [
@@ -207,7 +207,7 @@ def test_prompts_are_not_scanned(why: str) -> None:
         next_prompt_tokens=vector([-1] * len(PIECES)) if why == "next tokens" else None,
     )
     if why == "no ids":
-        inputs = VerificationInputs(inputs.step, inputs.logits, None)
+        inputs = replace(inputs, prompt_ids=None)
     before = prompts.manager.table.rows.clone()
     prompts.mode.verify(inputs, STRICT, backend=Backend.TORCH)
     assert same_bits(prompts.manager.table.rows, before)
@@ -223,9 +223,14 @@ def test_a_pool_is_read_afresh() -> None:
 
 
 def test_a_step_needs_slots() -> None:
-    mode = RelaxedVerification(OPTIONS, DEVICE)
     prompts = Prompts([])
     bare = HostStep(prompts.step().layout, vector([1, 2]), manager=SimpleNamespace())
-    inputs = VerificationInputs(bare, torch.zeros(3, 50, device=DEVICE), None)
-    with pytest.raises(MetadataError, match=r"needs spec_metadata\.slot_ids"):
-        mode.verify(inputs, STRICT, backend=Backend.TORCH)
+    logits = torch.zeros(3, 50, device=DEVICE)
+    mode = RelaxedVerification(OPTIONS, DEVICE)
+    for manager, message in (
+        (bare.manager, r"needs spec_metadata\.slot_ids"),
+        (None, r"needs spec_metadata\.mtp_hidden_states_manager"),
+    ):
+        inputs = VerificationInputs.of_step(replace(bare, manager=manager), logits)
+        with pytest.raises(MetadataError, match=message):
+            mode.verify(inputs, STRICT, backend=Backend.TORCH)

@@ -62,7 +62,7 @@ def step(slots: SlotRows | None = None, **options: Any) -> VerificationInputs:
     if slots is not None:
         options |= {"slots": slots, "slot_ids": slots.slot_ids, "manager": object()}
     drafts = torch.tensor([1, 7] * 4, dtype=torch.int32, device=DEVICE)
-    return VerificationInputs(HostStep(layout, drafts, **options), logits, None)
+    return VerificationInputs.of_step(HostStep(layout, drafts, **options), logits)
 
 
 @pytest.mark.parametrize("backend", Backend)
