@@ -27,11 +27,11 @@ from tests.hosts.embedded.test_leaving import assert_nothing_left
 from tests.hosts.embedded.test_llm_api import Pieces
 
 BOOKS = (
-    "executor/engine.py",
-    "executor/event_stream.py",
-    "executor/handle.py",
-    "executor/pending_request.py",
-    "executor/tokenizer_lock.py",
+    "hosts/embedded/engine.py",
+    "hosts/embedded/event_stream.py",
+    "hosts/embedded/handle.py",
+    "hosts/embedded/pending_request.py",
+    "hosts/embedded/tokenizer_lock.py",
 )
 HANDLED_AFTER = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 """Instructions after which handlers run, by how their names begin."""
