@@ -21,12 +21,14 @@ Words used in this package:
   samples the token after a rejected draft from it.
 - *lossless*: sampled output equals that of non-speculative decoding with the same seed, or, for
   rejection sampling, has the same distribution.
-- *ragged rows*: as many rows per generation as it has drafts, and one more, as in vLLM. Modes do
-  not see them: a step has K+1 rows per generation, and ``draft_lens`` says how many drafts count.
-  `ops.acceptance` takes ragged rows too.
+- *ragged rows*: as many rows per generation as it has drafts, and one more, as in vLLM. Modes that
+  read rows get K+1 per generation, and ``draft_lens`` says how many drafts count.
 - `SamplingKind`: what the requests of a step need at most. GREEDY: the argmax; SAMPLED: some
   sample or return log-probabilities; PROCESSED: some change their logits (penalties, bias, masks,
   thinking budgets).
+
+Every host engine verifies here. :class:`VerificationInputs` are the rows of a step: a worker builds
+them from the step of its host (`VerificationInputs.of_step`), the vLLM adapter from vLLM's batch.
 
 A *mode* (:class:`VerificationMode`) implements one or more verification methods. A config enables
 modes; if it enables several of the methods ``coupled``, ``rejection``, ``block`` and those from
@@ -56,7 +58,9 @@ outside the package, a request selects one with its option ``verification``:
    truncation, add Gumbel noise and take the argmax. Processed values are not stored.
 4. PROCESSED: where a thinking budget is spent, the next token of the end-of-thinking sequence
    becomes the target token.
-5. Make the `AcceptanceRules`: a draft is accepted if it is the target token of its row.
+5. Make the `AcceptanceRules`: a draft is accepted if it is the target token of its row. If a mode
+   reads rows, ragged ones are expanded. Modes that no request of the step selects do not run, if
+   the host lists the step's methods; what a mode decides about other requests is dropped.
 6. ``rejection`` and ``block``: test the drafts of requests that select them. The rules get the
    number of accepted drafts, and as target token after them one from the recovered distribution,
    or from p if all were accepted. Methods from outside the package: likewise, for requests with
