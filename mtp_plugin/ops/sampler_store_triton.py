@@ -1,4 +1,17 @@
-"""Triton implementation of `sampler_store`."""
+"""Triton implementation of `sampler_store`: one launch, one program per request (grid [R]).
+
+With room for K drafts in the store and k drafts in the step, a program computes the 3K+4 columns of
+its request's row at once, a value per lane:
+
+1. Columns 0 to K: the output tokens; those after the step's k+1 are PAD_TOKEN.
+2. The next K+1: the next inputs; those after the step's k+1 are NO_INPUT, a valid token id.
+3. The next K: the next drafts; those after the step's k are PAD_TOKEN.
+4. The last two: the number of output tokens, and the status (STATUS_OK if the step has none).
+5. Store the row at the request's slot. Slots differ, so no two programs write the same row.
+
+A lane loads only its own section. Rows of the inputs from R on are padding and have no program;
+drafts and tokens beyond K have no column.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -17,8 +30,8 @@ from mtp_plugin.ops.step import NO_INPUT, PAD_TOKEN, STATUS_OK
 @triton.jit(
     do_not_specialize=[
         "store_stride",
-        "emitted_row_stride",
-        "emitted_stride",
+        "token_row_stride",
+        "token_stride",
         "following_row_stride",
         "following_stride",
         "draft_row_stride",
@@ -29,7 +42,7 @@ from mtp_plugin.ops.step import NO_INPUT, PAD_TOKEN, STATUS_OK
     do_not_specialize_on_alignment=[
         "store_ptr",
         "slot_ptr",
-        "emitted_ptr",
+        "token_ptr",
         "following_ptr",
         "draft_ptr",
         "len_ptr",
@@ -37,68 +50,72 @@ from mtp_plugin.ops.step import NO_INPUT, PAD_TOKEN, STATUS_OK
     ],
 )
 def store_results_kernel(
-    store_ptr,  # [S, 3 * MOST + 4]
-    slot_ptr,  # [R]
-    emitted_ptr,  # [R, DRAFTED + 1]
-    following_ptr,  # [R, DRAFTED + 1]
-    draft_ptr,  # [R, DRAFTED]
-    len_ptr,  # [R]
-    status_ptr,  # [R]
+    # output
+    store_ptr,  # [S, 3 * MAX_DRAFT_LEN + 4] int32
+    # inputs
+    slot_ptr,  # [R] int64
+    token_ptr,  # [>= R, k+1] integer: output tokens
+    following_ptr,  # [>= R, k+1] integer: inputs of the next step
+    draft_ptr,  # [>= R, k] integer: drafts of the next step
+    len_ptr,  # [>= R] integer: number of output tokens
+    status_ptr,  # HAS_STATUS: [>= R] integer
+    # sizes
     store_stride,
-    emitted_row_stride,
-    emitted_stride,
+    token_row_stride,
+    token_stride,
     following_row_stride,
     following_stride,
     draft_row_stride,
     draft_stride,
     len_stride,
     status_stride,
-    MOST: tl.constexpr,
-    DRAFTED: tl.constexpr,
+    # constants
+    MAX_DRAFT_LEN: tl.constexpr,  # K of the store
+    DRAFT_LEN: tl.constexpr,  # the lower of k and K
     HAS_STATUS: tl.constexpr,
     OK: tl.constexpr,
     PAD: tl.constexpr,
     NO_INPUT: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two >= 3 * MAX_DRAFT_LEN + 4
 ):
     """One program per request: write its row of the store."""
     request = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, COLUMNS)
-    following = column - (MOST + 1)
-    draft = following - (MOST + 1)
-    emitted = tl.load(
-        emitted_ptr + request * emitted_row_stride + column * emitted_stride,
-        mask=column <= DRAFTED,
+    columns = tl.arange(0, COLUMNS)
+    following = columns - (MAX_DRAFT_LEN + 1)
+    draft = following - (MAX_DRAFT_LEN + 1)
+    tokens = tl.load(
+        token_ptr + request * token_row_stride + columns * token_stride,
+        mask=columns <= DRAFT_LEN,
         other=PAD,
     ).to(tl.int32)
-    value = emitted
-    is_following = (following >= 0) & (following <= DRAFTED)
-    value = tl.where(
+    values = tokens
+    is_following = (following >= 0) & (following <= DRAFT_LEN)
+    values = tl.where(
         following >= 0,
         tl.load(
             following_ptr + request * following_row_stride + following * following_stride,
             mask=is_following,
             other=NO_INPUT,
         ).to(tl.int32),
-        value,
+        values,
     )
-    value = tl.where(
+    values = tl.where(
         draft >= 0,
         tl.load(
             draft_ptr + request * draft_row_stride + draft * draft_stride,
-            mask=(draft >= 0) & (draft < DRAFTED),
+            mask=(draft >= 0) & (draft < DRAFT_LEN),
             other=PAD,
         ).to(tl.int32),
-        value,
+        values,
     )
     count = tl.load(len_ptr + request * len_stride).to(tl.int32)
-    value = tl.where(draft == MOST, count, value)
+    values = tl.where(draft == MAX_DRAFT_LEN, count, values)
     status = OK
     if HAS_STATUS:
         status = tl.load(status_ptr + request * status_stride).to(tl.int32)
-    value = tl.where(draft == MOST + 1, status, value)
-    row = store_ptr + tl.load(slot_ptr + request) * store_stride
-    tl.store(row + column, value, mask=draft <= MOST + 1)
+    values = tl.where(draft == MAX_DRAFT_LEN + 1, status, values)
+    row_ptr = store_ptr + tl.load(slot_ptr + request) * store_stride
+    tl.store(row_ptr + columns, values, mask=draft <= MAX_DRAFT_LEN + 1)
 
 
 _launches = CachedLaunches(store_results_kernel)

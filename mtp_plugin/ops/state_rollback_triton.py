@@ -1,4 +1,18 @@
-"""Triton implementation of `state_rollback`, in one launch."""
+"""Triton implementation of `state_rollback`, in one launch.
+
+States are dense, so a state of any shape and dtype is copied as a vector of words: integers of 4, 2
+or 1 bytes, the widest that all sizes, strides and addresses are multiples of.
+
+1. Grid (chunks of a state x N requests, layers): one program per chunk of WORDS words of a
+   request's state in a layer. Neighbouring programs access neighbouring memory.
+2. Load the request's prefill status, slot and accepted count.
+3. A decode request whose slot and count are in range copies its chunk of
+   ``intermediate[layer, slot, count]`` to ``current[layer, slot]``. All other rows (prefill
+   requests, and padding with a slot of -1) write nothing.
+
+No program reads what another one writes. Two decode rows with one slot have the same count, so they
+write the same values.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -23,46 +37,51 @@ _WARPS = 4
 
 @triton.jit
 def _mamba_state_selective_copy_kernel(
-    intermediate_ptr,  # [L, M, num_counts, state_words]
-    current_ptr,  # [L, M, state_words]
-    prefill_status_ptr,  # [N]
-    state_idx_ptr,  # [N]
-    accepted_counts_ptr,  # [N]
-    # in words
+    # inputs
+    intermediate_ptr,  # [L, M, num_counts, state_words], words as in `_WORDS`
+    # output
+    current_ptr,  # [L, M, state_words], words as in `_WORDS`
+    # inputs
+    prefill_status_ptr,  # [N] int32, int64 or bool: 0 for a decode request
+    state_idx_ptr,  # [>= N] int32 or int64: the slot of a request
+    accepted_counts_ptr,  # [>= N] int32 or int64: accepted drafts
+    # sizes in words
     intermediate_layer_stride,
     intermediate_slot_stride,
     intermediate_count_stride,
     current_layer_stride,
     current_slot_stride,
-    state_words,
-    num_chunks,
-    num_slots,
-    num_counts,
-    WORDS: tl.constexpr,
+    state_words,  # of a state
+    # other sizes
+    num_chunks,  # of a state
+    num_slots,  # M
+    num_counts,  # S+1
+    # constants
+    WORDS: tl.constexpr,  # of a chunk
     PDL: tl.constexpr,
 ):
+    """One program per chunk of a request's state in a layer: copy it if it rolls back."""
     grid_dependency_synchronize(PDL)
-    # one program per chunk of a request's state in a layer; neighbours access neighbouring memory
     chunk = tl.program_id(0) % num_chunks
     request = tl.program_id(0) // num_chunks
     layer = tl.program_id(1).to(tl.int64)
     status = tl.load(prefill_status_ptr + request).to(tl.int32)
     slot = tl.load(state_idx_ptr + request).to(tl.int64)
     count = tl.load(accepted_counts_ptr + request).to(tl.int64)
-    named = (slot >= 0) & (slot < num_slots) & (count >= 0) & (count < num_counts)
-    if (status == 0) & named:
-        source = (
+    in_range = (slot >= 0) & (slot < num_slots) & (count >= 0) & (count < num_counts)
+    if (status == 0) & in_range:
+        source_ptr = (
             intermediate_ptr
             + layer * intermediate_layer_stride
             + slot * intermediate_slot_stride
             + count * intermediate_count_stride
         )
-        target = current_ptr + layer * current_layer_stride + slot * current_slot_stride
-        word = chunk.to(tl.int64) * WORDS + tl.arange(0, WORDS)
-        inside = word < state_words
+        target_ptr = current_ptr + layer * current_layer_stride + slot * current_slot_stride
+        words = chunk.to(tl.int64) * WORDS + tl.arange(0, WORDS)
+        inside = words < state_words
         # intermediate states are not read again, the others only a step later
-        state = tl.load(source + word, mask=inside, eviction_policy="evict_first")
-        tl.store(target + word, state, mask=inside, eviction_policy="evict_first")
+        state = tl.load(source_ptr + words, mask=inside, eviction_policy="evict_first")
+        tl.store(target_ptr + words, state, mask=inside, eviction_policy="evict_first")
 
 
 def mamba_state_selective_copy_triton(

@@ -1,4 +1,22 @@
-"""Triton implementation of `thinking_budget`: one program per request walks its tokens."""
+"""Triton implementation of `thinking_budget`: two functions of one launch each.
+
+Both run one program per request (grid [R]), which walks the tokens of its request in order, since
+each token's state depends on the one before.
+
+`force_thinking_end_kernel`, after sampling:
+
+1. Load the budget, thinking-token count and end-sequence progress of the request's slot. Without a
+   budget (-1) the other columns are unset and are not read.
+2. Write the forced token of the request's first row, -1 if any token may follow; where there is
+   one, also overwrite the row's target token.
+3. A generation repeats this for its other K rows, each after advancing the state by the draft
+   before it. An absent draft (-1) is no token of the end sequence; the rows after it are never
+   reached, so what they hold does not matter.
+
+`update_thinking_state_kernel`, after verification: advance the state by the accepted tokens and
+write it back. A request without a budget or with 0 accepted tokens changes nothing, so padding
+requests may share a slot without one.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -20,35 +38,35 @@ from mtp_plugin.ops.step import Accepted, SlotRows, StepLayout
 
 
 @triton.jit
-def _store_forced(row, num_thinking, progress, budget, end_ptr, forced_ptr, choice_ptr):
-    """Store the token that a row must give, -1 if any."""
+def _store_forced(row, num_thinking, progress, budget, end_ptr, forced_ptr, target_ptr):
+    """Store the token that a row must give, -1 if it may give any."""
     forces = (num_thinking >= 0) & (budget >= 0) & (num_thinking >= budget)
     forced = tl.load(end_ptr + progress, mask=forces, other=-1)
     tl.store(forced_ptr + row, forced)
-    tl.store(choice_ptr + row, forced, mask=forces)
+    tl.store(target_ptr + row, forced, mask=forces)
 
 
 @triton.jit
 def force_thinking_end_kernel(
     # inputs
-    draft_ptr,
-    slot_ptr,
-    table_ptr,
-    end_ptr,
-    next_ptr,
-    # outputs
-    forced_ptr,
-    choice_ptr,
+    draft_ptr,  # [G, K] integer, contiguous
+    slot_ptr,  # [>= R] integer
+    table_ptr,  # [S, W] int32
+    end_ptr,  # [length] int32: the end sequence
+    next_ptr,  # [length, length] int32: progress after a progress and an id of the end sequence
+    # outputs; rows: C + G*(K+1)
+    forced_ptr,  # [rows] int32: the forced token, -1: none
+    target_ptr,  # [rows] int32: overwritten where a token is forced
     # sizes
-    num_contexts,
+    num_contexts,  # C
     slot_stride,
     table_stride,
-    begin_token,
-    end_token,
-    length,
+    begin_token,  # of thinking
+    end_token,  # that ends thinking alone; -1: none
+    length,  # of the end sequence
     # constants
     K: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr,  # a power of two >= length
     PDL: tl.constexpr,
 ):
     """One program per request: the forced token of each row, given the drafts before it."""
@@ -57,17 +75,17 @@ def force_thinking_end_kernel(
     slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
     lanes = tl.arange(0, LANES)
     end_ids = tl.load(end_ptr + lanes, mask=lanes < length, other=-1)
-    slot_row = table_ptr + slot * table_stride
-    budget = tl.load(slot_row + BUDGET)
+    slot_row_ptr = table_ptr + slot * table_stride
+    budget = tl.load(slot_row_ptr + BUDGET)
     # the other columns are unset without a budget
-    num_thinking = tl.load(slot_row + NUM_THINKING, mask=budget >= 0, other=-1)
-    progress = tl.load(slot_row + END_PROGRESS, mask=budget >= 0, other=0)
+    num_thinking = tl.load(slot_row_ptr + NUM_THINKING, mask=budget >= 0, other=-1)
+    progress = tl.load(slot_row_ptr + END_PROGRESS, mask=budget >= 0, other=0)
     if request < num_contexts:
-        _store_forced(request, num_thinking, progress, budget, end_ptr, forced_ptr, choice_ptr)
+        _store_forced(request, num_thinking, progress, budget, end_ptr, forced_ptr, target_ptr)
     else:
         generation = request - num_contexts
         first = num_contexts + generation * (K + 1)
-        _store_forced(first, num_thinking, progress, budget, end_ptr, forced_ptr, choice_ptr)
+        _store_forced(first, num_thinking, progress, budget, end_ptr, forced_ptr, target_ptr)
         for column in tl.static_range(K):
             token = tl.load(draft_ptr + generation * K + column)
             num_thinking, progress = thinking_after(
@@ -83,30 +101,30 @@ def force_thinking_end_kernel(
                 lanes,
             )
             row = first + column + 1
-            _store_forced(row, num_thinking, progress, budget, end_ptr, forced_ptr, choice_ptr)
+            _store_forced(row, num_thinking, progress, budget, end_ptr, forced_ptr, target_ptr)
 
 
 @triton.jit
 def update_thinking_state_kernel(
     # inputs
-    token_ptr,
-    count_ptr,
-    slot_ptr,
-    end_ptr,
-    next_ptr,
+    token_ptr,  # [R, K+1] integer: accepted tokens
+    count_ptr,  # [R] integer: how many of each row count
+    slot_ptr,  # [>= R] integer
+    end_ptr,  # [length] int32: the end sequence
+    next_ptr,  # [length, length] int32, as above
     # updated in place
-    table_ptr,
+    table_ptr,  # [S, W] int32
     # sizes
+    token_row_stride,
     token_stride,
-    column_stride,
     count_stride,
     slot_stride,
     table_stride,
     begin_token,
     end_token,
-    length,
+    length,  # of the end sequence
     # constants
-    LANES: tl.constexpr,
+    LANES: tl.constexpr,  # a power of two >= length
     PDL: tl.constexpr,
 ):
     """One program per request: advance its thinking state by its accepted tokens."""
@@ -116,13 +134,13 @@ def update_thinking_state_kernel(
     count = tl.load(count_ptr + request * count_stride)
     lanes = tl.arange(0, LANES)
     end_ids = tl.load(end_ptr + lanes, mask=lanes < length, other=-1)
-    slot_row = table_ptr + slot * table_stride
-    budget = tl.load(slot_row + BUDGET)
+    slot_row_ptr = table_ptr + slot * table_stride
+    budget = tl.load(slot_row_ptr + BUDGET)
     if budget >= 0:
-        num_thinking = tl.load(slot_row + NUM_THINKING)
-        progress = tl.load(slot_row + END_PROGRESS)
+        num_thinking = tl.load(slot_row_ptr + NUM_THINKING)
+        progress = tl.load(slot_row_ptr + END_PROGRESS)
         for column in range(0, count):
-            token = tl.load(token_ptr + request * token_stride + column * column_stride)
+            token = tl.load(token_ptr + request * token_row_stride + column * token_stride)
             num_thinking, progress = thinking_after(
                 token,
                 num_thinking,
@@ -135,8 +153,8 @@ def update_thinking_state_kernel(
                 length,
                 lanes,
             )
-        tl.store(slot_row + NUM_THINKING, num_thinking)
-        tl.store(slot_row + END_PROGRESS, progress)
+        tl.store(slot_row_ptr + NUM_THINKING, num_thinking)
+        tl.store(slot_row_ptr + END_PROGRESS, progress)
 
 
 def force_thinking_end_triton(
