@@ -1,4 +1,23 @@
-"""Triton implementation of `logit_mask`: one launch masks, one restores."""
+"""Triton implementation of `logit_mask`: one launch masks in place, one restores.
+
+Both run one program of one warp per row of logits (grid [N]) and touch at most SAVED entries of it.
+
+`mask_logits_kernel`, on entry:
+
+1. Find the row's request, its index in the request, and the request's slot.
+2. Determine the stop ids that come before ``min_tokens``, and the last tokens of the bad words
+   whose other tokens precede the row (recent tokens, then the row's earlier drafts). If masking
+   both would leave no allowed id, stop ids are not masked.
+3. Load the values of these entries, then, after a barrier, overwrite them with -inf: an id may be
+   listed twice, and each of its lanes must read the value from before.
+4. Store ids and values in the row's list; lanes that mask nothing hold id -1.
+
+`restore_logits_kernel`, on exit: write the listed values back. An id that is listed twice is
+written twice with one value.
+
+Rows are independent and must not overlap (others use the torch reference). An absent draft (-1)
+completes no bad word: the tokens of a word are ids >= 0, with -1 only before the first.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -33,20 +52,21 @@ SAVED = MAX_STOP_IDS + MAX_BAD_WORDS
 
 @triton.jit
 def mask_logits_kernel(
+    # updated in place
+    logits_ptr,  # [N, vocab] floating
     # inputs
-    logits_ptr,
-    position_ptr,
-    draft_ptr,
-    table_ptr,
-    slot_ptr,
-    allowed_ptr,
-    words_ptr,
-    # outputs, in addition to the logits
-    hidden_id_ptr,
-    hidden_value_ptr,
+    position_ptr,  # [R] integer: of the first row of each request
+    draft_ptr,  # HAS_DRAFTS: [R - C, >= width - 1] integer
+    table_ptr,  # [S, W] int32
+    slot_ptr,  # [>= R] integer
+    allowed_ptr,  # HAS_POOLS: [P, num_words(pool_vocab) + 1] int32: allowed ids, their number
+    words_ptr,  # HAS_POOLS: [P, WORDS, LENGTH] int32: bad words, right-aligned, -1 before
+    # outputs
+    masked_id_ptr,  # [N, STOPS + WORDS] int32: masked ids, -1: none
+    masked_value_ptr,  # [N, STOPS + WORDS], as the logits: their values
     # sizes
-    num_contexts,
-    width,
+    num_contexts,  # C
+    width,  # rows per generation
     row_stride,
     vocab,
     pool_vocab,
@@ -55,9 +75,9 @@ def mask_logits_kernel(
     table_stride,
     slot_stride,
     # constants
-    STOPS: tl.constexpr,
-    WORDS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    STOPS: tl.constexpr,  # most stop ids of a request
+    WORDS: tl.constexpr,  # most bad words of a request
+    LENGTH: tl.constexpr,  # longest bad word
     HAS_DRAFTS: tl.constexpr,
     HAS_POOLS: tl.constexpr,
     PDL: tl.constexpr,
@@ -70,52 +90,52 @@ def mask_logits_kernel(
     )
     position = tl.load(position_ptr + request * position_stride).to(tl.int64)
     columns = tl.arange(0, STOPS)
-    stops, hidden = early_stops(slot, position + 1 + offset, vocab, STOPS)
-    kept = row * (STOPS + WORDS)
+    stops, is_masked = early_stops(slot, position + 1 + offset, vocab, STOPS)
+    first_saved = row * (STOPS + WORDS)
     row_ptr = logits_ptr + row * row_stride
 
     if HAS_POOLS:
         lanes = tl.arange(0, WORDS)
-        drafts = draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride
-        ends = word_ends(slot, offset, words_ptr, drafts, WORDS, LENGTH, HAS_DRAFTS)
+        request_drafts_ptr = draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride
+        ends = word_ends(slot, offset, words_ptr, request_drafts_ptr, WORDS, LENGTH, HAS_DRAFTS)
         allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
         if allowed_row >= 0:
             # stop ids are masked only if that leaves some allowed id
-            row_allowed = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
-            hidden = hidden & leaves_some(
-                row_allowed, stops, hidden, ends, pool_vocab, STOPS, WORDS
+            row_allowed_ptr = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
+            is_masked = is_masked & leaves_some(
+                row_allowed_ptr, stops, is_masked, ends, pool_vocab, STOPS, WORDS
             )
         is_end = (ends >= 0) & (ends < vocab)
-        end_entries = row_ptr + tl.where(is_end, ends, 0)
-        end_values = tl.load(end_entries, mask=is_end, other=0.0)
-        tl.store(hidden_id_ptr + kept + STOPS + lanes, tl.where(is_end, ends, -1))
-        tl.store(hidden_value_ptr + kept + STOPS + lanes, end_values)
+        end_ptrs = row_ptr + tl.where(is_end, ends, 0)
+        end_values = tl.load(end_ptrs, mask=is_end, other=0.0)
+        tl.store(masked_id_ptr + first_saved + STOPS + lanes, tl.where(is_end, ends, -1))
+        tl.store(masked_value_ptr + first_saved + STOPS + lanes, end_values)
     else:
         lanes = tl.arange(0, WORDS)
-        tl.store(hidden_id_ptr + kept + STOPS + lanes, tl.full([WORDS], -1, tl.int32))
-    entries = row_ptr + tl.where(hidden, stops, 0)
-    values = tl.load(entries, mask=hidden, other=0.0)
+        tl.store(masked_id_ptr + first_saved + STOPS + lanes, tl.full([WORDS], -1, tl.int32))
+    stop_ptrs = row_ptr + tl.where(is_masked, stops, 0)
+    values = tl.load(stop_ptrs, mask=is_masked, other=0.0)
     # an id may occur twice: all must be read before one is masked
     tl.debug_barrier()
-    tl.store(entries, float("-inf"), mask=hidden)
+    tl.store(stop_ptrs, float("-inf"), mask=is_masked)
     if HAS_POOLS:
-        tl.store(end_entries, float("-inf"), mask=is_end)
-    tl.store(hidden_id_ptr + kept + columns, tl.where(hidden, stops, -1))
-    tl.store(hidden_value_ptr + kept + columns, values)
+        tl.store(end_ptrs, float("-inf"), mask=is_end)
+    tl.store(masked_id_ptr + first_saved + columns, tl.where(is_masked, stops, -1))
+    tl.store(masked_value_ptr + first_saved + columns, values)
 
 
 @triton.jit
 def restore_logits_kernel(
     # inputs
-    hidden_id_ptr,
-    hidden_value_ptr,
-    # outputs
-    logits_ptr,
+    masked_id_ptr,  # [N, SAVED] int32: ids, -1: none
+    masked_value_ptr,  # [N, SAVED], as the logits: their values
+    # updated in place
+    logits_ptr,  # [N, vocab] floating
     # sizes
     row_stride,
     # constants
     SAVED: tl.constexpr,
-    SIZE: tl.constexpr,
+    SIZE: tl.constexpr,  # a power of two >= SAVED
     PDL: tl.constexpr,
 ):
     """One program per row of logits: write the saved values back."""
@@ -123,11 +143,11 @@ def restore_logits_kernel(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, SIZE)
     inside = columns < SAVED
-    kept = row * SAVED + columns
-    ids = tl.load(hidden_id_ptr + kept, mask=inside, other=-1)
-    hidden = ids >= 0
-    values = tl.load(hidden_value_ptr + kept, mask=hidden, other=0.0)
-    tl.store(logits_ptr + row * row_stride + tl.where(hidden, ids, 0), values, mask=hidden)
+    entries = row * SAVED + columns
+    ids = tl.load(masked_id_ptr + entries, mask=inside, other=-1)
+    is_masked = ids >= 0
+    values = tl.load(masked_value_ptr + entries, mask=is_masked, other=0.0)
+    tl.store(logits_ptr + row * row_stride + tl.where(is_masked, ids, 0), values, mask=is_masked)
 
 
 def mask_disallowed_tokens_triton(
@@ -150,15 +170,16 @@ def _masked_in_place(
     ids = torch.empty(num_rows, SAVED, dtype=torch.int32, device=logits.device)
     values = torch.empty(num_rows, SAVED, dtype=logits.dtype, device=logits.device)
     mask_logits_kernel[(num_rows,)](
-        # inputs
+        # updated in place
         logits,
+        # inputs
         rows.positions,
         ids if drafts is None else drafts,  # never read if it is not there
         slots.table,
         slots.slot_ids,
         ids if pools is None else pools.allowed,
         ids if pools is None else pools.words,
-        # outputs, in addition to the logits
+        # outputs
         ids,
         values,
         # sizes
@@ -187,7 +208,7 @@ def _masked_in_place(
             # inputs
             ids,
             values,
-            # outputs
+            # updated in place
             logits,
             # sizes
             logits.stride(0),

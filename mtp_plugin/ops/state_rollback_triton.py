@@ -6,9 +6,9 @@ or 1 bytes, the widest that all sizes, strides and addresses are multiples of.
 1. Grid (chunks of a state x N requests, layers): one program per chunk of WORDS words of a
    request's state in a layer. Neighbouring programs access neighbouring memory.
 2. Load the request's prefill status, slot and accepted count.
-3. A decode request whose slot and count are in range copies its chunk of
-   ``intermediate[layer, slot, count]`` to ``current[layer, slot]``. All other rows (prefill
-   requests, and padding with a slot of -1) write nothing.
+3. A decode request whose slot and count are in range copies its chunk of ``intermediate[layer,
+   slot, count]`` to ``current[layer, slot]``. All other rows (prefill requests, and padding with a
+   slot of -1) write nothing.
 
 No program reads what another one writes. Two decode rows with one slot have the same count, so they
 write the same values.

@@ -1,4 +1,15 @@
-"""Triton implementation of `synthetic_acceptance`."""
+"""Triton implementation of `synthetic_acceptance`: one launch, BLOCK generations per program.
+
+1. Load the last position and, with slots, the number of each generation of the block.
+2. Hash (seed, number, position) to a random number per draft: a tile [BLOCK, COLUMNS].
+3. A draft is accepted if its random number is below its threshold. Lanes from K on have threshold
+   0, which no random number is below.
+4. Write the number of leading accepted drafts: the column of the first one that is not accepted.
+
+A random number depends on no other request, so lanes past the last generation are masked, and
+padding requests get a number that nothing reads. Absent drafts are not known here; acceptance stops
+at the first of them.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -16,6 +27,7 @@ from mtp_plugin.requests.columns import request_column
 
 NUMBER = tl.constexpr(request_column("number"))
 BLOCK = 32
+"""Generations per program."""
 
 
 @triton.jit
@@ -29,24 +41,24 @@ def _mix(x):
 @triton.jit
 def synthetic_acceptance_kernel(
     # inputs
-    position_ptr,
-    table_ptr,
-    slot_ptr,
-    threshold_ptr,
-    seed_ptr,
+    position_ptr,  # [G] integer: of the last token of each generation
+    table_ptr,  # HAS_NUMBERS: [S, W] int32
+    slot_ptr,  # HAS_NUMBERS: [G] integer
+    threshold_ptr,  # [>= K] int32
+    seed_ptr,  # [1] int64
     # outputs
-    accepted_ptr,
+    accepted_ptr,  # [G] int32: number of accepted drafts
     # sizes
-    num_generations,
+    num_generations,  # G
     position_stride,
     table_stride,
     slot_stride,
     # constants
     K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHIFT: tl.constexpr,
-    HAS_NUMBERS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two >= K
+    BLOCK: tl.constexpr,  # generations per program
+    SHIFT: tl.constexpr,  # that leaves RANDOM_BITS of 32 bits
+    HAS_NUMBERS: tl.constexpr,  # False: all requests have number 0
     PDL: tl.constexpr,
 ):
     """A block of requests: how many leading random numbers are below their thresholds."""
@@ -63,8 +75,8 @@ def synthetic_acceptance_kernel(
     seed = tl.load(seed_ptr)
     thresholds = tl.load(threshold_ptr + columns, mask=columns < K, other=0)
     if HAS_NUMBERS:
-        number = table_ptr + slots * table_stride + NUMBER
-        numbers = tl.load(number, mask=live, other=0).to(tl.uint32)
+        number_ptr = table_ptr + slots * table_stride + NUMBER
+        numbers = tl.load(number_ptr, mask=live, other=0).to(tl.uint32)
     positions = (last.to(tl.int64)[:, None] + columns[None, :] + 1).to(tl.uint32)
     of_seed = _mix((seed + 0x9E3779B9).to(tl.uint32))
     of_request = _mix(of_seed ^ numbers)

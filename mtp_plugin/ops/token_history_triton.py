@@ -1,8 +1,7 @@
-"""Triton implementation of `token_history`: one launch, one program of one warp per request (grid
-[R]).
+"""Triton implementation of `token_history`: one launch, one program per request (grid [R]).
 
-1. Shift the request's accepted tokens into its ``recent`` column: LENGTH tokens, of which the oldest
-   are dropped. Every load precedes every store, as the column is shifted in place.
+1. Shift the request's accepted tokens into its ``recent`` column: LENGTH tokens, of which the
+   oldest are dropped. Every load precedes every store, as the column is shifted in place.
 2. With a draft mask, after a barrier (other threads load the recent tokens than stored them), mask
    the tokens that the next step's first draft must not be.
 3. If the request counts its tokens, add the accepted ones to its row of counts, which saturate, and
