@@ -1,4 +1,25 @@
-"""Triton implementation of `draft`: two launches per draft, one per shift of the state window."""
+"""Triton implementation of `draft`: two launches per draft, one per shift of the state window.
+
+A greedy draft takes two launches; a sampled one only the second:
+
+1. Grid (R, blocks of the vocabulary): `top1_kernel` reduces each block of a row to its highest
+   value and the lowest column that has it. `processed_top1_kernel` does so after logits processing
+   with the allowed ids of drafts; columns of a reduced vocabulary are processed as their token ids.
+2. Grid [R]: `write_drafts_kernel` merges the blocks of its row, lowest column on ties, and
+   translates the column to a token id.
+3. A forced end of thinking replaces that id.
+4. It writes the draft to its column of the result and of the next tokens, and to the row that the
+   next pass reads; it advances the request's position and KV length.
+5. It updates the request's mask of the tokens that its next draft must not be.
+
+`draft_argmax_kernel` is phase 2 alone. A row without a finite logit gets a valid id, as does a
+sampled row without a draft (-1), since drafts are inputs of an embedding. Each program writes to
+its own request alone, so padding requests need no mask; those that share a slot have no row in the
+pools, and phase 5 skips them.
+
+`shift_states_kernel`, once per pass after the first: copy the last output row of each request to
+its row of the window. Programs own blocks of columns; its docstring has the order of requests.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -39,38 +60,47 @@ SLOT_POINTERS = ["table_ptr", "slot_ptr", "draft_ptr"]
 
 @triton.jit(do_not_specialize=BATCH_NUMBERS, do_not_specialize_on_alignment=BATCH_POINTERS)
 def write_drafts_kernel(
-    value_ptr,
-    id_ptr,
-    draft_ptr,
-    next_ptr,
-    shifted_ptr,
-    row_ptr,
-    position_ptr,
-    kv_len_ptr,
-    vocab_ptr,
-    row_position_ptr,
-    ahead_ptr,
-    table_ptr,
-    slot_ptr,
-    words_ptr,
-    allowed_ptr,
-    masked_ids_ptr,
-    end_ptr,
-    next_place_ptr,
-    num_blocks,
+    # inputs
+    value_ptr,  # not IS_SAMPLED: [R, num_blocks] float32: maxima of blocks
+    id_ptr,  # [R, num_blocks] int32: their columns; IS_SAMPLED: [R] int32: token ids, -1: none
+    # outputs
+    draft_ptr,  # [R, K] int32; earlier columns are read too
+    next_ptr,  # [R, K+1] int32
+    shifted_ptr,  # SHIFT: [T' + K-1] integer: ids of the window that the next pass reads
+    # input
+    row_ptr,  # SHIFT: [R] integer: the last row of each request
+    # updated in place
+    position_ptr,  # ADVANCE: [R] integer
+    kv_len_ptr,  # HAS_KV: [>= R] integer
+    # inputs
+    vocab_ptr,  # HAS_VOCAB_IDS: [V'] int32: token ids of the columns
+    row_position_ptr,  # HAS_DRAFT_MASK: [R] integer: of the target's first row of each request
+    ahead_ptr,  # HAS_AHEAD: [R] integer: accepted tokens
+    table_ptr,  # HAS_DRAFT_MASK or HAS_THINKING: [S, W] int32
+    slot_ptr,  # HAS_DRAFT_MASK or HAS_THINKING: [>= R] integer
+    words_ptr,  # HAS_DRAFT_MASK: [P, WORDS, LENGTH] int32: bad words, right-aligned, -1 before
+    # updated in place
+    allowed_ptr,  # HAS_DRAFT_MASK: [P, num_words(pool_vocab) + 1] int32: ids of drafts
+    masked_ids_ptr,  # HAS_DRAFT_MASK: [P + 1, STOPS + WORDS] int32: ids removed from them
+    # inputs
+    end_ptr,  # HAS_THINKING: [end_length] int32: the end sequence
+    next_progress_ptr,  # HAS_THINKING: [end_length, end_length] int32
+    # sizes
+    num_blocks,  # of a row of logits
     draft_stride,
     next_stride,
-    column,
+    column,  # of the draft, 0 to K-1
     max_position,
     row_position_stride,
     ahead_stride,
     table_stride,
     slot_stride,
     pool_vocab,
-    begin_token,
-    end_token,
-    end_length,
-    NUM_BLOCKS: tl.constexpr,
+    begin_token,  # of thinking
+    end_token,  # that ends thinking alone; -1: none
+    end_length,  # of the end sequence
+    # constants
+    NUM_BLOCKS: tl.constexpr,  # a power of two >= num_blocks
     SHIFT: tl.constexpr,
     ADVANCE: tl.constexpr,
     HAS_KV: tl.constexpr,
@@ -78,11 +108,11 @@ def write_drafts_kernel(
     IS_SAMPLED: tl.constexpr,
     HAS_DRAFT_MASK: tl.constexpr,
     HAS_THINKING: tl.constexpr,
-    LANES: tl.constexpr,
+    LANES: tl.constexpr,  # a power of two >= end_length
     HAS_AHEAD: tl.constexpr,
-    STOPS: tl.constexpr,
-    WORDS: tl.constexpr,
-    LENGTH: tl.constexpr,
+    STOPS: tl.constexpr,  # most stop ids of a request
+    WORDS: tl.constexpr,  # most bad words of a request
+    LENGTH: tl.constexpr,  # longest bad word
     PDL: tl.constexpr,
 ):
     """One program per request: write its draft for the next pass and for the sampler, and mask the
@@ -94,25 +124,25 @@ def write_drafts_kernel(
         draft = tl.maximum(tl.load(id_ptr + request), 0)
     else:
         inside = blocks < num_blocks
-        place = request * num_blocks + blocks
-        values = tl.load(value_ptr + place, mask=inside, other=float("-inf"))
-        ids = tl.load(id_ptr + place, mask=inside, other=2147483647)
+        offsets = request * num_blocks + blocks
+        values = tl.load(value_ptr + offsets, mask=inside, other=float("-inf"))
+        ids = tl.load(id_ptr + offsets, mask=inside, other=2147483647)
         top = tl.max(values, axis=0)
         draft = tl.min(tl.where(values == top, ids, 2147483647), axis=0)
     if HAS_VOCAB_IDS:
         draft = tl.load(vocab_ptr + draft)
-    slot = table_ptr
+    slot_row_ptr = table_ptr
     if HAS_DRAFT_MASK or HAS_THINKING:
-        slot += tl.load(slot_ptr + request * slot_stride).to(tl.int64) * table_stride
+        slot_row_ptr += tl.load(slot_ptr + request * slot_stride).to(tl.int64) * table_stride
     if HAS_THINKING:
         forced = forced_after(
-            slot,
+            slot_row_ptr,
             draft_ptr + request * draft_stride,
             column,
             begin_token,
             end_token,
             end_ptr,
-            next_place_ptr,
+            next_progress_ptr,
             end_length,
             LANES,
         )
@@ -135,7 +165,7 @@ def write_drafts_kernel(
         # other threads than those that stored the draft load it
         tl.debug_barrier()
         update_draft_mask(
-            slot,
+            slot_row_ptr,
             index + column + 2,
             column + 1,
             allowed_ptr,
@@ -152,11 +182,15 @@ def write_drafts_kernel(
 
 @triton.jit
 def draft_argmax_kernel(
-    value_ptr,
-    id_ptr,
-    draft_ptr,
+    # inputs
+    value_ptr,  # [rows, num_blocks] float32: maxima of blocks
+    id_ptr,  # [rows, num_blocks] int32: their lowest ids
+    # output
+    draft_ptr,  # [rows] int32
+    # sizes
     num_blocks,
-    NUM_BLOCKS: tl.constexpr,
+    # constants
+    NUM_BLOCKS: tl.constexpr,  # a power of two >= num_blocks
     PDL: tl.constexpr,
 ):
     """One program per row: the id of the maximum of its blocks, the lowest on ties."""
@@ -173,42 +207,42 @@ def draft_argmax_kernel(
 @triton.jit(do_not_specialize=SLOT_NUMBERS, do_not_specialize_on_alignment=SLOT_POINTERS)
 def processed_top1_kernel(
     # inputs
-    logits_ptr,
-    table_ptr,
-    slot_ptr,
-    bias_ptr,
-    allowed_ptr,
-    count_ptr,
-    seen_ptr,
-    draft_ptr,
-    vocab_ptr,
+    logits_ptr,  # [R, vocab] floating
+    table_ptr,  # [S, W] int32
+    slot_ptr,  # [>= R] integer
+    bias_ptr,  # [P, pool_vocab] float32
+    allowed_ptr,  # [P, num_words(pool_vocab) + 1] int32: a bit per id, then their number
+    count_ptr,  # [P, pool_vocab] int16, unsigned: token counts
+    seen_ptr,  # [P, num_words(pool_vocab)] int32: a bit per id
+    draft_ptr,  # [R, >= column] int32: earlier drafts
+    vocab_ptr,  # HAS_VOCAB_IDS: [vocab] int32: token ids of the columns
     # outputs
-    value_ptr,
-    id_ptr,
+    value_ptr,  # [R, num_blocks] float32: maxima of blocks
+    id_ptr,  # [R, num_blocks] int32: their lowest columns
     # sizes
     row_stride,
     table_stride,
     slot_stride,
     draft_stride,
-    column,
+    column,  # number of earlier drafts
     pool_vocab,
-    vocab,
+    vocab,  # columns of the logits
     block_len,
     num_blocks,
     # constants
     HAS_VOCAB_IDS: tl.constexpr,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr,  # columns per iteration
     PDL: tl.constexpr,
 ):
     """One program per (row, block of columns): the maximum after logits processing, and its lowest
     column."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    slot = table_ptr + tl.load(slot_ptr + row * slot_stride).to(tl.int64) * table_stride
+    block = tl.program_id(1)
+    slot_row_ptr = table_ptr + tl.load(slot_ptr + row * slot_stride).to(tl.int64) * table_stride
     pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
-    processing = load_processing(slot, pools, draft_ptr + row * draft_stride, column)
-    first = part * block_len
+    processing = load_processing(slot_row_ptr, pools, draft_ptr + row * draft_stride, column)
+    first = block * block_len
     end = tl.minimum(first + block_len, vocab)
     lanes = tl.arange(0, TILE)
     best = tl.full([TILE], float("-inf"), tl.float32)
@@ -228,7 +262,7 @@ def processed_top1_kernel(
         best_column = tl.where(better, columns, best_column)
     top = tl.max(best, axis=0)
     top_column = tl.min(tl.where(best == top, best_column, 2147483647), axis=0)
-    out = row * num_blocks + part
+    out = row * num_blocks + block
     tl.store(value_ptr + out, top)
     tl.store(id_ptr + out, top_column)
 
@@ -236,20 +270,20 @@ def processed_top1_kernel(
 @triton.jit
 def shift_states_kernel(
     # inputs
-    output_ptr,
-    row_ptr,
-    # outputs
-    state_ptr,
+    output_ptr,  # [T', H] floating, possibly rows of the states
+    row_ptr,  # [R] integer, ascending: the last row of each request
+    # output
+    state_ptr,  # [T' + K-1, H] floating
     # sizes
-    num_requests,
-    hidden,
+    num_requests,  # R
+    hidden,  # H
     output_stride,
     state_stride,
-    offset,
-    chunks,
+    offset,  # of the window of the next pass
+    chunks,  # of requests, per program
     # constants
-    REQUESTS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    REQUESTS: tl.constexpr,  # of a chunk
+    BLOCK: tl.constexpr,  # columns per program
     PDL: tl.constexpr,
 ):
     """One program per block of columns and ``chunks`` chunks of requests, the last chunk first.
@@ -267,11 +301,11 @@ def shift_states_kernel(
         live = requests < num_requests
         rows = tl.load(row_ptr + requests, mask=live, other=0).to(tl.int64)
         inside = live[:, None] & (columns < hidden)[None, :]
-        read = output_ptr + rows[:, None] * output_stride + columns[None, :]
-        states = tl.load(read, mask=inside, other=0.0)
+        source_ptrs = output_ptr + rows[:, None] * output_stride + columns[None, :]
+        states = tl.load(source_ptrs, mask=inside, other=0.0)
         tl.debug_barrier()
-        written = state_ptr + (rows + offset)[:, None] * state_stride + columns[None, :]
-        tl.store(written, states, mask=inside)
+        target_ptrs = state_ptr + (rows + offset)[:, None] * state_stride + columns[None, :]
+        tl.store(target_ptrs, states, mask=inside)
 
 
 def propose_triton(logits: torch.Tensor, output: DraftOutput) -> None:
