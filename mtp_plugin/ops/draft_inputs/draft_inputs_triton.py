@@ -1,4 +1,27 @@
-"""Triton implementation of `draft_inputs`."""
+"""Triton implementation of `draft_inputs`.
+
+K layers (`advance_and_build_inputs`), up to three launches:
+
+1. Grid [draft rows of contexts]: `context_rows_kernel` searches the context of its row, and writes
+   the id, position and state of the row: a pair of the pool before the chunk, or a row of the
+   chunk.
+2. Grid (C, blocks of H): `context_history_kernel` then sets the context's pool row to the last K
+   entries of (pool ++ chunk).
+3. Grid (G, blocks of H): `generation_window_kernel` reads the entries of (pool ++ step rows) that
+   its generation needs, and after a barrier writes the window of the first pass and the pool row:
+   both may be the memory that was read. Programs of the first block of H also write ids, positions,
+   the last row and the KV length.
+
+Without a first pass (`advance_history`) only the pools advance: 2, and 3 without its window.
+
+A reused layer (`build_reused_inputs`), one launch: grid [G], `accepted_rows_kernel` writes the
+accepted tokens of a generation, its last row, next position and KV length.
+
+Rows of a window at negative positions are dead: their id and position are 0. A generation with 0
+output tokens keeps its pool, and its window is not used. Rejected or absent drafts lie after the
+accepted rows, which no window reaches; a reused layer repeats the last token there. Padding
+requests may share a slot: they write its pool row, which no other request reads.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -26,41 +49,42 @@ LOWEST = -(2**31)
 
 @triton.jit
 def generation_window_kernel(
-    # pools and step
-    pool_token_ptr,
-    pool_state_ptr,
-    slot_ptr,
-    input_ptr,
-    state_ptr,
-    position_ptr,
-    count_ptr,
-    last_ptr,
-    kv_len_ptr,
-    # outputs
-    id_out_ptr,
-    position_out_ptr,
-    state_out_ptr,
-    row_out_ptr,
-    kv_out_ptr,
+    # pools, updated in place
+    pool_token_ptr,  # [S, K] int32
+    pool_state_ptr,  # [S, K, H] floating
+    # inputs
+    slot_ptr,  # [R] integer
+    input_ptr,  # [T] integer: input ids of the step
+    state_ptr,  # [T, H] floating: the target's states of them
+    position_ptr,  # [T] integer
+    count_ptr,  # [R] integer: output tokens, 0 to K+1
+    last_ptr,  # WRITE_WINDOW: [R] integer: the last output token
+    kv_len_ptr,  # HAS_KV: [>= R] integer
+    # outputs, with WRITE_WINDOW
+    id_out_ptr,  # [T' + K-1] int32
+    position_out_ptr,  # [T'] int64
+    state_out_ptr,  # [>= T', H], as the states of the step, possibly their memory
+    row_out_ptr,  # [R] int64: the last row of each request
+    kv_out_ptr,  # HAS_KV: [>= R] integer
     # sizes
-    num_contexts,
-    num_ctx_tokens,
-    num_ctx_rows,
-    hidden,
+    num_contexts,  # C
+    num_ctx_tokens,  # step rows of contexts
+    num_ctx_rows,  # draft rows of contexts
+    hidden,  # H
     state_stride,
     last_stride,
-    kv_floor,
+    kv_floor,  # least KV length of a generation
     # constants
-    K: tl.constexpr,
-    STEP_ROWS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    K: tl.constexpr,  # of the pools
+    STEP_ROWS: tl.constexpr,  # of a generation
+    WINDOW: tl.constexpr,  # draft rows of a generation
+    ROWS: tl.constexpr,  # a power of two >= WINDOW
+    BLOCK: tl.constexpr,  # columns of H per program
     WRITE_WINDOW: tl.constexpr,
     HAS_KV: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (generation, slice of H): write its window of pairs, advance its pool row.
+    """One program per (generation, block of H): write its window of pairs, advance its pool row.
 
     A pair is an entry of (K pool pairs ++ the step's rows). Everything is read before anything is
     written, so the window may use the memory of the step's rows, and the pool advances in place.
@@ -74,30 +98,30 @@ def generation_window_kernel(
     base = tl.maximum(count + K - WINDOW, 0)
 
     rows = tl.arange(0, ROWS)
-    entry = base + rows
-    from_pool = entry < K
+    entries = base + rows
+    from_pool = entries < K
     used = rows < WINDOW
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < hidden
-    pool_offset = (slot * K + entry)[:, None] * hidden + lanes[None, :]
-    step_offset = (step_row + entry - K)[:, None] * state_stride + lanes[None, :]
-    kept = tl.load(
-        pool_state_ptr + pool_offset, mask=(used & from_pool)[:, None] & inside[None, :], other=0.0
+    pool_offsets = (slot * K + entries)[:, None] * hidden + lanes[None, :]
+    step_offsets = (step_row + entries - K)[:, None] * state_stride + lanes[None, :]
+    pool_values = tl.load(
+        pool_state_ptr + pool_offsets, mask=(used & from_pool)[:, None] & inside[None, :], other=0.0
     )
-    fresh = tl.load(
-        state_ptr + step_offset, mask=(used & ~from_pool)[:, None] & inside[None, :], other=0.0
+    step_values = tl.load(
+        state_ptr + step_offsets, mask=(used & ~from_pool)[:, None] & inside[None, :], other=0.0
     )
-    states = tl.where(from_pool[:, None], kept.to(fresh.dtype), fresh)
+    states = tl.where(from_pool[:, None], pool_values.to(step_values.dtype), step_values)
     # entries that stay in the pool keep its precision
-    pool_states = tl.where(from_pool[:, None], kept, fresh.to(kept.dtype))
+    pool_states = tl.where(from_pool[:, None], pool_values, step_values.to(pool_values.dtype))
 
     first = tl.program_id(1) == 0
     step_used = used & ~from_pool & first
-    tokens = tl.load(pool_token_ptr + slot * K + entry, mask=used & from_pool & first, other=0)
-    step_tokens = tl.load(input_ptr + step_row + entry - K, mask=step_used, other=0)
+    tokens = tl.load(pool_token_ptr + slot * K + entries, mask=used & from_pool & first, other=0)
+    step_tokens = tl.load(input_ptr + step_row + entries - K, mask=step_used, other=0)
     tokens = tl.where(from_pool, tokens, step_tokens.to(tl.int32))
-    # the following token: the next entry, and after the last one the last output token
-    following = entry + 1
+    # the following token: that of the next entry, and after the last one the last output token
+    following = entries + 1
     next_pool = tl.load(
         pool_token_ptr + slot * K + following,
         mask=(rows < WINDOW - 1) & (following < K) & first,
@@ -108,31 +132,31 @@ def generation_window_kernel(
         mask=(rows < WINDOW - 1) & (following >= K) & first,
         other=0,
     )
-    moved = tl.where(following < K, next_pool, next_step.to(tl.int32))
+    next_tokens = tl.where(following < K, next_pool, next_step.to(tl.int32))
     last = tl.load(last_ptr + request * last_stride)
-    moved = tl.where(rows == WINDOW - 1, last, moved)
-    position = tl.load(position_ptr + step_row).to(tl.int64) + count - WINDOW + rows
+    next_tokens = tl.where(rows == WINDOW - 1, last, next_tokens)
+    positions = tl.load(position_ptr + step_row).to(tl.int64) + count - WINDOW + rows
     tl.debug_barrier()
 
     # entries [n, n+K) are the pool's next row
-    place = rows - (count - base)
-    to_pool = used & (place >= 0) & (place < K)
+    pool_entries = rows - (count - base)
+    to_pool = used & (pool_entries >= 0) & (pool_entries < K)
     tl.store(
-        pool_state_ptr + (slot * K + place)[:, None] * hidden + lanes[None, :],
+        pool_state_ptr + (slot * K + pool_entries)[:, None] * hidden + lanes[None, :],
         pool_states,
         mask=to_pool[:, None] & inside[None, :],
     )
-    tl.store(pool_token_ptr + slot * K + place, tokens, mask=to_pool & first)
+    tl.store(pool_token_ptr + slot * K + pool_entries, tokens, mask=to_pool & first)
     if WRITE_WINDOW:
-        out_row = num_ctx_rows + generation * WINDOW + rows
+        out_rows = num_ctx_rows + generation * WINDOW + rows
         tl.store(
-            state_out_ptr + out_row[:, None] * hidden + lanes[None, :],
+            state_out_ptr + out_rows[:, None] * hidden + lanes[None, :],
             states,
             mask=used[:, None] & inside[None, :],
         )
-        dead = position < 0
-        tl.store(id_out_ptr + out_row, tl.where(dead, 0, moved), mask=used & first)
-        tl.store(position_out_ptr + out_row, tl.where(dead, 0, position), mask=used & first)
+        dead = positions < 0
+        tl.store(id_out_ptr + out_rows, tl.where(dead, 0, next_tokens), mask=used & first)
+        tl.store(position_out_ptr + out_rows, tl.where(dead, 0, positions), mask=used & first)
         if first:
             tl.store(row_out_ptr + request, num_ctx_rows + (generation + 1) * WINDOW - 1)
             if HAS_KV:
@@ -142,37 +166,34 @@ def generation_window_kernel(
 
 @triton.jit
 def context_rows_kernel(
-    # pools and step
-    pool_token_ptr,
-    pool_state_ptr,
-    slot_ptr,
-    input_ptr,
-    state_ptr,
-    position_ptr,
-    successor_ptr,
-    end_ptr,
-    history_ptr,
+    # pools
+    pool_token_ptr,  # [S, K] int32
+    pool_state_ptr,  # [S, K, H] floating
+    # step
+    slot_ptr,  # [R] integer
+    input_ptr,  # [T] integer: input ids
+    state_ptr,  # [T, H] floating: the target's states of them
+    position_ptr,  # [T] integer
+    successor_ptr,  # [C] integer: the token that follows each chunk
+    end_ptr,  # [C] int32: exclusive end of each context in draft rows
+    history_ptr,  # [C] int32: history rows up to and including each context
     # outputs
-    id_out_ptr,
-    position_out_ptr,
-    state_out_ptr,
-    row_out_ptr,
+    id_out_ptr,  # [T' + K-1] int32
+    position_out_ptr,  # [T'] int64
+    state_out_ptr,  # COPY_STATES: [>= T', H], as the states of the step
+    row_out_ptr,  # [R] int64: the last row of each request
     # sizes
-    num_contexts,
-    hidden,
+    num_contexts,  # C
+    hidden,  # H
     state_stride,
     successor_stride,
     # constants
-    K: tl.constexpr,
-    BLOCK: tl.constexpr,
+    K: tl.constexpr,  # of the pools
+    BLOCK: tl.constexpr,  # columns of H per iteration
     COPY_STATES: tl.constexpr,
-    SEARCH_STEPS: tl.constexpr,
+    SEARCH_STEPS: tl.constexpr,  # of a binary search among C contexts
 ):
-    """One program per draft row of a context: a history pair before its chunk, or a chunk row.
-
-    ``end_ptr`` [C]: exclusive ends of the contexts in draft rows; ``history_ptr`` [C]: history rows
-    up to and including each context.
-    """
+    """One program per draft row of a context: a history pair before its chunk, or a chunk row."""
     row = tl.program_id(0)
     low = 0
     high = num_contexts - 1
@@ -231,19 +252,23 @@ def context_rows_kernel(
 
 @triton.jit
 def context_history_kernel(
-    pool_token_ptr,
-    pool_state_ptr,
-    slot_ptr,
-    input_ptr,
-    state_ptr,
-    end_ptr,
-    hidden,
+    # pools, updated in place
+    pool_token_ptr,  # [S, K] int32
+    pool_state_ptr,  # [S, K, H] floating
+    # inputs
+    slot_ptr,  # [R] integer
+    input_ptr,  # [T] integer: input ids of the step
+    state_ptr,  # [T, H] floating: the target's states of them
+    end_ptr,  # [C] int32: exclusive end of each chunk in the step's rows
+    # sizes
+    hidden,  # H
     state_stride,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    # constants
+    K: tl.constexpr,  # of the pools
+    ROWS: tl.constexpr,  # a power of two >= K
+    BLOCK: tl.constexpr,  # columns of H per program
 ):
-    """One program per (context, slice of H): set its pool row to the last K of pool ++ chunk."""
+    """One program per (context, block of H): set its pool row to the last K of pool ++ chunk."""
     context = tl.program_id(0)
     slot = tl.load(slot_ptr + context).to(tl.int64)
     end = tl.load(end_ptr + context).to(tl.int64)
@@ -251,25 +276,27 @@ def context_history_kernel(
     length = end - start
     rows = tl.arange(0, ROWS)
     used = rows < K
-    entry = length + rows
-    from_pool = entry < K
+    entries = length + rows
+    from_pool = entries < K
     lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = lanes < hidden
-    chunk_row = end - K + rows
-    pool_offset = (slot * K + entry)[:, None] * hidden + lanes[None, :]
-    kept = tl.load(
-        pool_state_ptr + pool_offset, mask=(used & from_pool)[:, None] & inside[None, :], other=0.0
+    chunk_rows = end - K + rows
+    pool_offsets = (slot * K + entries)[:, None] * hidden + lanes[None, :]
+    pool_values = tl.load(
+        pool_state_ptr + pool_offsets, mask=(used & from_pool)[:, None] & inside[None, :], other=0.0
     )
-    fresh = tl.load(
-        state_ptr + chunk_row[:, None] * state_stride + lanes[None, :],
+    chunk_values = tl.load(
+        state_ptr + chunk_rows[:, None] * state_stride + lanes[None, :],
         mask=(used & ~from_pool)[:, None] & inside[None, :],
         other=0.0,
     )
-    states = tl.where(from_pool[:, None], kept, fresh.to(kept.dtype))
+    states = tl.where(from_pool[:, None], pool_values, chunk_values.to(pool_values.dtype))
     first = tl.program_id(1) == 0
-    kept_tokens = tl.load(pool_token_ptr + slot * K + entry, mask=used & from_pool & first, other=0)
-    tokens = tl.load(input_ptr + chunk_row, mask=used & ~from_pool & first, other=0).to(tl.int32)
-    tokens = tl.where(from_pool, kept_tokens, tokens)
+    pool_tokens = tl.load(
+        pool_token_ptr + slot * K + entries, mask=used & from_pool & first, other=0
+    )
+    tokens = tl.load(input_ptr + chunk_rows, mask=used & ~from_pool & first, other=0).to(tl.int32)
+    tokens = tl.where(from_pool, pool_tokens, tokens)
     tl.debug_barrier()
     tl.store(
         pool_state_ptr + (slot * K + rows)[:, None] * hidden + lanes[None, :],
@@ -281,20 +308,24 @@ def context_history_kernel(
 
 @triton.jit(do_not_specialize=["num_contexts", "num_ctx_tokens"])
 def accepted_rows_kernel(
-    token_ptr,
-    count_ptr,
-    position_ptr,
-    kv_len_ptr,
-    id_out_ptr,
-    row_out_ptr,
-    position_out_ptr,
-    kv_out_ptr,
-    num_contexts,
-    num_ctx_tokens,
+    # inputs
+    token_ptr,  # [R, WIDTH] integer: accepted tokens
+    count_ptr,  # [R] integer: how many of each row count, 0 to WIDTH
+    position_ptr,  # [T] integer
+    kv_len_ptr,  # HAS_KV: [>= R] integer
+    # outputs
+    id_out_ptr,  # [T] int32
+    row_out_ptr,  # [R] int64: the last row of each request
+    position_out_ptr,  # [R] int64: positions of pass 2
+    kv_out_ptr,  # HAS_KV: [>= R] integer
+    # sizes
+    num_contexts,  # C
+    num_ctx_tokens,  # step rows of contexts
     max_position,
-    kv_floor,
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    kv_floor,  # least KV length of a generation
+    # constants
+    WIDTH: tl.constexpr,  # K+1: step rows of a generation
+    COLUMNS: tl.constexpr,  # a power of two >= WIDTH
     HAS_KV: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -309,8 +340,8 @@ def accepted_rows_kernel(
         kv_len = tl.load(kv_len_ptr + request) - (WIDTH - 1) + num_tokens
         tl.store(kv_out_ptr + request, tl.maximum(kv_len, kv_floor))
     count = tl.maximum(num_tokens, 1)
-    column = tl.minimum(columns, count - 1)
-    tokens = tl.load(token_ptr + request * WIDTH + column, mask=columns < WIDTH, other=0)
+    token_columns = tl.minimum(columns, count - 1)
+    tokens = tl.load(token_ptr + request * WIDTH + token_columns, mask=columns < WIDTH, other=0)
     first_row = num_ctx_tokens + generation * WIDTH
     tl.store(id_out_ptr + first_row + columns, tl.maximum(tokens, 0), mask=columns < WIDTH)
     tl.store(row_out_ptr + request, first_row + count - 1)
@@ -340,8 +371,8 @@ def advance_and_build_inputs_triton(
 ) -> DrafterInputs:
     """One launch per kind of request, and one for the pools of contexts.
 
-    The result uses the memory of the step's states if each of its rows is at the same place as the
-    step's row and that saves copies of prompt rows. The windows of generations then overwrite the
+    The result uses the memory of the step's states if each of its rows has the index of the step's
+    row and that saves copies of prompt rows. The windows of generations then overwrite the
     step's states, which must be allowed.
     """
     positions = layout.expect_positions("advance_and_build_inputs").contiguous()
