@@ -1,4 +1,27 @@
-"""Triton implementation of `accept`: one reduction of the logits, and one launch that accepts."""
+"""Triton implementation of `accept`: one reduction of the logits, and one launch that accepts.
+
+Launch 1, grid (rows of logits, blocks of the vocabulary): `top1_kernel` reduces each block of a row
+to its highest value and the lowest id of it. With a relaxed rule `relaxed_partials_kernel` also
+computes, for the drafted rows of thinking requests, the block's sum of exp and the draft's rank in
+the block. The launch is left out if the target tokens are given and nothing is relaxed.
+
+Launch 2, grid [R], `accept_kernel`; a request's K+1 rows are the columns of its program:
+
+1. Load what depends on nothing: partials [COLUMNS, NUM_BLOCKS], drafts, target tokens, lengths.
+2. Load what depends on the slot or a draft: the thinking phase, limits, stop ids, draft logits.
+3. Merge the blocks to the target token of each row: the argmax, unless targets are given.
+4. A draft matches if it is present and the target token, or forced and possible.
+5. Relaxed, in a phase or before one that begins within the run: from the merged softmax decide
+   which other drafts are near enough, then walk the columns, since each accepted draft may begin or
+   end the phase.
+6. The accepted drafts are those before the first column without a match; the bonus is the target
+   token there. Write tokens (then -1), count, status, last token, and the phase after them.
+
+Absent drafts (-1, outside the vocabulary, or at or after the draft length) never match. A context
+has one row and no draft; one that does not end its prompt has count 0. A row without a finite value
+has no target token: the request fails with the status alone. With RAGGED, rows of no request are
+not read. Padding requests are computed like others; those that share a slot write its phase.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -59,61 +82,60 @@ def _has_temperature(slot_row):
 @triton.jit
 def relaxed_partials_kernel(
     # inputs
-    logits_ptr,
-    draft_ptr,
-    slot_ptr,
-    table_ptr,
-    delta_ptr,
-    bias_ptr,
-    allowed_ptr,
-    count_ptr,
-    seen_ptr,
-    draft_len_ptr,
-    first_row_ptr,
+    logits_ptr,  # [rows, vocab] floating
+    draft_ptr,  # [G, WIDTH - 1] integer, contiguous
+    slot_ptr,  # [>= R] integer
+    table_ptr,  # [S, W] int32
+    delta_ptr,  # [S] float32: the delta in force, 0 outside the thinking phase
+    bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
+    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
+    count_ptr,  # HAS_PROCESSING: [P, pool_vocab] int16, unsigned: token counts
+    seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
+    draft_len_ptr,  # RAGGED: [G] integer
+    first_row_ptr,  # RAGGED: [R] integer: the first row of each request
     # outputs
-    value_ptr,
-    id_ptr,
-    weight_ptr,
-    ahead_ptr,
-    near_ptr,
+    value_ptr,  # [rows, num_blocks] float32: maxima of blocks
+    id_ptr,  # [rows, num_blocks] int32: their lowest ids
+    weight_ptr,  # [rows, num_blocks] float32: sum of exp(value - block maximum)
+    ahead_ptr,  # [rows, num_blocks] int32: tokens that precede the draft
+    draft_value_ptr,  # HAS_PROCESSING: [rows] float32: the draft's processed value
     # sizes
     row_stride,
     vocab,
     pool_vocab,
     block_len,
     num_blocks,
-    num_contexts,
+    num_contexts,  # C
     slot_stride,
     table_stride,
     delta_stride,
-    thinking_column,
-    limit_column,
-    begin_token,
+    thinking_column,  # of the slot table
+    limit_column,  # of the slot table
+    begin_token,  # of thinking; -1: none
     # constants
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    TILE: tl.constexpr,
-    HAS_CHOICES: tl.constexpr,
+    WIDTH: tl.constexpr,  # K+1: rows of a generation
+    COLUMNS: tl.constexpr,  # a power of two >= K
+    TILE: tl.constexpr,  # values per iteration
+    HAS_TARGETS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
     RAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """As top1_kernel; for drafted rows of thinking requests also the sum of weights and a rank.
 
-    ``weight``: sum of exp(value - block maximum). ``ahead``: tokens of the block that precede the
-    row's draft in descending order of values, then ascending order of ids; undefined for a masked
-    draft. Given the target tokens, rows that need none of these are not read, and have -inf. With
-    logits processing all values are processed ones, and ``near`` is the draft's.
+    A token precedes the row's draft in descending order of values, then ascending order of ids; the
+    number is undefined for a masked draft. Given the target tokens, rows that need no rank are not
+    read, and have -inf. With logits processing all values are processed ones.
 
     One program per row of a uniform step and block of the vocabulary; with RAGGED the programs of
     rows that a request lacks return at once, and outputs are at the rows of the logits.
     """
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    first = part * block_len
+    block = tl.program_id(1)
+    first = block * block_len
     end = tl.minimum(first + block_len, vocab)
-    out = row * num_blocks + part
+    out = row * num_blocks + block
 
     generation = (row - num_contexts) // WIDTH
     column = (row - num_contexts) % WIDTH
@@ -128,7 +150,7 @@ def relaxed_partials_kernel(
             return
         drafted = drafted & (column < length)
         row = tl.load(first_row_ptr + request).to(tl.int64) + column
-        out = row * num_blocks + part
+        out = row * num_blocks + block
     columns = tl.arange(0, COLUMNS)
     in_run = (columns < WIDTH - 1) & is_generation
     run_ptr = draft_ptr + generation * (WIDTH - 1)
@@ -136,20 +158,20 @@ def relaxed_partials_kernel(
     draft = tl.load(run_ptr + column, mask=drafted, other=-1)
     lanes = tl.arange(0, TILE)
     row_ptr = logits_ptr + row * row_stride
-    value = tl.load(row_ptr + first + lanes, mask=first + lanes < end, other=float("-inf"))
+    next_x = tl.load(row_ptr + first + lanes, mask=first + lanes < end, other=float("-inf"))
 
     # 64-bit ids are compared before they are narrowed
     known = (draft >= 0) & (draft < vocab)
     draft = tl.minimum(tl.maximum(draft, -1), vocab).to(tl.int32)
     draft_value = tl.load(row_ptr + draft, mask=known, other=float("-inf")).to(tl.float32)
     in_force_ptr = delta_ptr + slot * delta_stride
-    slot_row = table_ptr + slot * table_stride
-    thinking, _ = _phase_of(slot_row, in_force_ptr, thinking_column, limit_column)
+    slot_row_ptr = table_ptr + slot * table_stride
+    thinking, _ = _phase_of(slot_row_ptr, in_force_ptr, thinking_column, limit_column)
     # a phase that begins within the run needs the later rows too
     begins = tl.max((in_run & (drafts == begin_token)).to(tl.int32), axis=0) == 1
     relaxed = drafted & (thinking | begins)
-    if HAS_CHOICES:
-        relaxed = relaxed & ~_has_temperature(slot_row)
+    if HAS_TARGETS:
+        relaxed = relaxed & ~_has_temperature(slot_row_ptr)
 
     # lanes are independent until the block is read; each prefetches its next value
     best = tl.full([TILE], float("-inf"), tl.float32)
@@ -158,41 +180,41 @@ def relaxed_partials_kernel(
         draft_value = tl.where(draft_value == draft_value, draft_value, float("-inf"))
         if HAS_PROCESSING:
             pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
-            processing = load_processing(slot_row, pools, run_ptr, column.to(tl.int32))
+            processing = load_processing(slot_row_ptr, pools, run_ptr, column.to(tl.int32))
             draft_value = process_values(draft_value, draft, known, processing)
-            tl.store(near_ptr + row, draft_value, mask=part == 0)
+            tl.store(draft_value_ptr + row, draft_value, mask=block == 0)
         before_draft = tl.minimum(draft, end)
         weight = tl.zeros([TILE], tl.float32)
         ahead = tl.zeros([TILE], tl.int32)
         for start in range(first, end, TILE):
-            ids, mine = start + lanes, value.to(tl.float32)
-            following = ids + TILE
-            value = tl.load(row_ptr + following, mask=following < end, other=float("-inf"))
+            ids, x = start + lanes, next_x.to(tl.float32)
+            next_ids = ids + TILE
+            next_x = tl.load(row_ptr + next_ids, mask=next_ids < end, other=float("-inf"))
             if HAS_PROCESSING:
-                mine = tl.where(mine == mine, mine, float("-inf"))
-                mine = process_values(mine, ids, ids < end, processing)
+                x = tl.where(x == x, x, float("-inf"))
+                x = process_values(x, ids, ids < end, processing)
             # a comparison with NaN is false, so NaN neither wins nor weighs
-            better = mine > best
+            better = x > best
             # one exponential per value; equal values differ by zero also where both are infinite
-            apart = tl.where(mine == best, 1.0, tl.exp(-tl.abs(mine - best)))
-            apart = tl.where(mine > float("-inf"), apart, 0.0)
-            weight = tl.where(better, weight * apart + 1.0, weight + apart)
-            best = tl.where(better, mine, best)
+            factor = tl.where(x == best, 1.0, tl.exp(-tl.abs(x - best)))
+            factor = tl.where(x > float("-inf"), factor, 0.0)
+            weight = tl.where(better, weight * factor + 1.0, weight + factor)
+            best = tl.where(better, x, best)
             best_id = tl.where(better, ids, best_id)
-            first_of_equals = (mine == draft_value) & (ids < before_draft)
-            ahead += ((mine > draft_value) | first_of_equals).to(tl.int32)
+            first_of_equals = (x == draft_value) & (ids < before_draft)
+            ahead += ((x > draft_value) | first_of_equals).to(tl.int32)
         top = tl.max(best, axis=0)
         scale = tl.where(best == top, 1.0, tl.exp(best - top))
         tl.store(weight_ptr + out, tl.sum(weight * scale, axis=0))
         tl.store(ahead_ptr + out, tl.sum(ahead, axis=0))
     else:
-        if not HAS_CHOICES:
+        if not HAS_TARGETS:
             for start in range(first, end, TILE):
-                ids, mine = start + lanes, value.to(tl.float32)
-                following = ids + TILE
-                value = tl.load(row_ptr + following, mask=following < end, other=float("-inf"))
-                better = mine > best
-                best = tl.where(better, mine, best)
+                ids, x = start + lanes, next_x.to(tl.float32)
+                next_ids = ids + TILE
+                next_x = tl.load(row_ptr + next_ids, mask=next_ids < end, other=float("-inf"))
+                better = x > best
+                best = tl.where(better, x, best)
                 best_id = tl.where(better, ids, best_id)
         top = tl.max(best, axis=0)
         tl.store(weight_ptr + out, 1.0)
@@ -210,32 +232,32 @@ def _at(vector, columns, column):
 @triton.jit(do_not_specialize=["num_contexts"])
 def accept_kernel(
     # inputs
-    value_ptr,
-    id_ptr,
-    weight_ptr,
-    ahead_ptr,
-    logits_ptr,
-    draft_ptr,
-    draft_len_ptr,
-    final_ptr,
-    slot_ptr,
-    forced_ptr,
-    choice_ptr,
-    only_ptr,
-    near_ptr,
-    allowed_ptr,
+    value_ptr,  # [rows, num_blocks] float32: maxima of blocks
+    id_ptr,  # [rows, num_blocks] int32: their lowest ids
+    weight_ptr,  # RELAXED: [rows, num_blocks] float32: sum of exp(value - block maximum)
+    ahead_ptr,  # RELAXED: [rows, num_blocks] int32: tokens that precede the draft
+    logits_ptr,  # RELAXED or HAS_FORCED: [rows, vocab] floating
+    draft_ptr,  # [G, K] integer, contiguous
+    draft_len_ptr,  # HAS_DRAFT_LENS: [G] integer
+    final_ptr,  # HAS_FINAL: [C] bool
+    slot_ptr,  # RELAXED or HAS_PROCESSING: [>= R] integer
+    forced_ptr,  # HAS_FORCED: [G] integer: number of forced drafts; negative: other rules decide
+    target_ptr,  # HAS_TARGETS: [rows] int32: target token of each row, -1: none
+    forced_id_ptr,  # HAS_FORCED_IDS: [rows] int32: only allowed token of each row, -1: any
+    draft_value_ptr,  # RELAXED and HAS_PROCESSING: [rows] float32: the draft's processed value
+    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
     # outputs
-    token_ptr,
-    count_ptr,
-    status_ptr,
-    last_ptr,
+    token_ptr,  # [R, K+1] int32, -1 after the output tokens
+    count_ptr,  # [R] int32: number of output tokens
+    status_ptr,  # [R] int32
+    last_ptr,  # HAS_LAST: [R] int32: last output token, 0 without one
     # updated in place
-    table_ptr,
-    delta_ptr,
+    table_ptr,  # RELAXED (written) or HAS_PROCESSING: [S, W] int32
+    delta_ptr,  # RELAXED: [S] float32: the delta in force, 0 outside the thinking phase
     # input
-    first_row_ptr,
+    first_row_ptr,  # RAGGED: [R] integer: the first row of each request
     # sizes
-    num_contexts,
+    num_contexts,  # C
     num_blocks,
     row_stride,
     vocab,
@@ -244,22 +266,22 @@ def accept_kernel(
     slot_stride,
     table_stride,
     delta_stride,
-    thinking_column,
-    topk_column,
-    limit_column,
-    begin_token,
-    end_token,
+    thinking_column,  # of the slot table
+    topk_column,  # of the slot table
+    limit_column,  # of the slot table
+    begin_token,  # of thinking; -1: none
+    end_token,  # of thinking
     # constants
     K: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    STOPS: tl.constexpr,
+    COLUMNS: tl.constexpr,  # a power of two >= K+1
+    NUM_BLOCKS: tl.constexpr,  # a power of two >= num_blocks
+    STOPS: tl.constexpr,  # most stop ids of a request
     RELAXED: tl.constexpr,
     HAS_DRAFT_LENS: tl.constexpr,
     HAS_FINAL: tl.constexpr,
     HAS_LAST: tl.constexpr,
     HAS_FORCED: tl.constexpr,
-    HAS_CHOICES: tl.constexpr,
+    HAS_TARGETS: tl.constexpr,
     HAS_FORCED_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
     RAGGED: tl.constexpr,
@@ -283,17 +305,17 @@ def accept_kernel(
         slot = _slot_of(slot_ptr, slot_stride, request)
     columns = tl.arange(0, COLUMNS)
     blocks = tl.arange(0, NUM_BLOCKS)
-    offset = (first_row + columns[:, None]) * num_blocks + blocks[None, :]
+    partials = (first_row + columns[:, None]) * num_blocks + blocks[None, :]
     inside = (columns[:, None] < num_rows) & (blocks[None, :] < num_blocks)
-    values = tl.load(value_ptr + offset, mask=inside, other=float("-inf"))
-    ids = tl.load(id_ptr + offset, mask=inside, other=2147483647)
+    values = tl.load(value_ptr + partials, mask=inside, other=float("-inf"))
+    ids = tl.load(id_ptr + partials, mask=inside, other=2147483647)
     if RELAXED:
-        weights = tl.load(weight_ptr + offset, mask=inside, other=0.0)
-        ahead = tl.load(ahead_ptr + offset, mask=inside, other=0)
-    if HAS_CHOICES:
-        choices = tl.load(choice_ptr + first_row + columns, mask=columns < num_rows, other=-1)
+        weights = tl.load(weight_ptr + partials, mask=inside, other=0.0)
+        ahead = tl.load(ahead_ptr + partials, mask=inside, other=0)
+    if HAS_TARGETS:
+        given_targets = tl.load(target_ptr + first_row + columns, mask=columns < num_rows, other=-1)
     if HAS_FORCED_IDS:
-        only = tl.load(only_ptr + first_row + columns, mask=columns < num_rows, other=-1)
+        forced_ids = tl.load(forced_id_ptr + first_row + columns, mask=columns < num_rows, other=-1)
     drafted = (columns < K) & (request >= num_contexts)
     drafts = tl.load(draft_ptr + generation * K + columns, mask=drafted, other=-1)
     if HAS_DRAFT_LENS:
@@ -310,43 +332,47 @@ def accept_kernel(
         present = present & (columns < draft_len)
     if RELAXED:
         in_force_ptr = delta_ptr + slot * delta_stride
-        slot_row = table_ptr + slot * table_stride
-        thinking, delta = _phase_of(slot_row, in_force_ptr, thinking_column, limit_column)
-        topk = tl.load(slot_row + topk_column)
-        stops = tl.load(slot_row + STOP_IDS + tl.arange(0, STOPS))
-        if HAS_CHOICES:
-            topk = tl.where(_has_temperature(slot_row), 0, topk)
+        slot_row_ptr = table_ptr + slot * table_stride
+        thinking, delta = _phase_of(slot_row_ptr, in_force_ptr, thinking_column, limit_column)
+        topk = tl.load(slot_row_ptr + topk_column)
+        stops = tl.load(slot_row_ptr + STOP_IDS + tl.arange(0, STOPS))
+        if HAS_TARGETS:
+            topk = tl.where(_has_temperature(slot_row_ptr), 0, topk)
     if RELAXED or HAS_FORCED:
         known = present & (drafts >= 0)
-        entry = (first_row + columns) * row_stride + drafts
-        draft_value = tl.load(logits_ptr + entry, mask=known, other=float("-inf")).to(tl.float32)
+        draft_entries = (first_row + columns) * row_stride + drafts
+        draft_values = tl.load(logits_ptr + draft_entries, mask=known, other=float("-inf")).to(
+            tl.float32
+        )
         if HAS_PROCESSING:
             allowed_row = tl.load(table_ptr + slot * table_stride + ALLOWED_ROW).to(tl.int64)
             words_ptr = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
             has_mask = known & (allowed_row >= 0)
             is_allowed = ~has_mask | (bits_of(words_ptr, drafts, has_mask) != 0)
-            draft_value = tl.where(is_allowed, draft_value, float("-inf"))
+            draft_values = tl.where(is_allowed, draft_values, float("-inf"))
         # a comparison with NaN is false: neither NaN nor a masked token is accepted
-        possible = known & (draft_value > float("-inf"))
+        possible = known & (draft_values > float("-inf"))
         if RELAXED and HAS_PROCESSING:
-            draft_value = tl.load(near_ptr + first_row + columns, mask=known, other=float("-inf"))
+            draft_values = tl.load(
+                draft_value_ptr + first_row + columns, mask=known, other=float("-inf")
+            )
     if RELAXED:
         # computed here, since its loads would be waited for once more where it is used
-        barred = ~possible[:, None] | (drafts[:, None] == stops[None, :])
-        barred = tl.max(barred.to(tl.int32), axis=1) == 1
+        is_barred = ~possible[:, None] | (drafts[:, None] == stops[None, :])
+        is_barred = tl.max(is_barred.to(tl.int32), axis=1) == 1
         if HAS_FORCED_IDS:
-            barred = barred | (only >= 0)
+            is_barred = is_barred | (forced_ids >= 0)
     if HAS_FORCED and HAS_FORCED_IDS:
-        possible = tl.where(only >= 0, present & (drafts == only), possible)
+        possible = tl.where(forced_ids >= 0, present & (drafts == forced_ids), possible)
 
     top = tl.max(values, axis=1)
-    top1 = tl.min(tl.where(values == top[:, None], ids, 2147483647), axis=1)
-    alive = top > float("-inf")
-    if HAS_CHOICES:
-        top1 = tl.maximum(choices, 0)
-        alive = choices >= 0
-    is_top1 = alive & (drafts == top1)
-    matches = present & is_top1
+    targets = tl.min(tl.where(values == top[:, None], ids, 2147483647), axis=1)
+    has_target = top > float("-inf")
+    if HAS_TARGETS:
+        targets = tl.maximum(given_targets, 0)
+        has_target = given_targets >= 0
+    is_target = has_target & (drafts == targets)
+    matches = present & is_target
     if HAS_FORCED:
         matches = tl.where(forced >= 0, possible & (columns < forced), matches)
 
@@ -357,11 +383,11 @@ def accept_kernel(
             scale = tl.where(values == top[:, None], 1.0, tl.exp(values - top[:, None]))
             total = tl.sum(tl.where(weights > 0, weights * scale, 0.0), axis=1)
             rank = tl.sum(ahead, axis=1)
-            relative = tl.where(draft_value == top, 1.0, tl.exp(draft_value - top))
+            relative = tl.where(draft_values == top, 1.0, tl.exp(draft_values - top))
             distance = relative / total - (1.0 / total - delta)
-            eligible = (rank < topk) & ~barred
+            eligible = (rank < topk) & ~is_barred
             if HAS_PROCESSING:
-                eligible = eligible & (draft_value > float("-inf"))
+                eligible = eligible & (draft_values > float("-inf"))
             eligible = eligible & (drafts != begin_token) & (drafts != end_token)
             if HAS_FORCED:
                 eligible = eligible & (forced < 0)
@@ -389,15 +415,15 @@ def accept_kernel(
         num_matches = tl.min(tl.where(matches, COLUMNS, columns), axis=0)
         thinking_after = 0
 
-    bonus = _at(top1, columns, num_matches)
-    has_bonus = _at(alive.to(tl.int32), columns, num_matches)
-    emits = has_bonus
+    bonus = _at(targets, columns, num_matches)
+    has_bonus = _at(has_target.to(tl.int32), columns, num_matches)
+    has_output_bonus = has_bonus
     ok = has_bonus
     if HAS_FINAL:
         is_final = tl.where(final != 0, 1, 0)
-        emits = emits & is_final
+        has_output_bonus = has_output_bonus & is_final
         ok = ok | (1 - is_final)
-    count = num_matches + emits
+    count = num_matches + has_output_bonus
     tokens = tl.where(columns < num_matches, drafts, bonus)
     tokens = tl.where(columns < count, tokens, -1)
     tl.store(token_ptr + request * (K + 1) + columns, tokens, mask=columns <= K)
@@ -407,10 +433,10 @@ def accept_kernel(
         last = tl.where(count > 0, _at(tokens, columns, count - 1), 0)
         tl.store(last_ptr + request.to(tl.int64) * last_stride, tl.maximum(last, 0))
     if RELAXED:
-        emitted_bonus = (count > num_matches) & (ok == 1)
-        after = tl.where(emitted_bonus & (bonus == begin_token), 1, thinking_after)
-        after = tl.where(emitted_bonus & (bonus == end_token), 0, after)
-        tl.store(slot_row + thinking_column, after)
+        is_bonus_output = (count > num_matches) & (ok == 1)
+        after = tl.where(is_bonus_output & (bonus == begin_token), 1, thinking_after)
+        after = tl.where(is_bonus_output & (bonus == end_token), 0, after)
+        tl.store(slot_row_ptr + thinking_column, after)
         tl.store(in_force_ptr, tl.where(after == 1, delta, 0.0))
 
 
@@ -420,7 +446,7 @@ class RelaxedPartials(Top1Partials):
 
     weights: torch.Tensor  # [rows, blocks] float32: sum of exp(value - block maximum)
     ahead: torch.Tensor  # [rows, blocks] int32: tokens that precede an unmasked draft
-    near: torch.Tensor | None = None
+    draft_values: torch.Tensor | None = None
     """[rows] float32: the draft's processed value; None: there is no logits processing."""
 
     @classmethod
@@ -463,7 +489,7 @@ def accept_triton(
             logits,
             drafts,
             rule,
-            has_choices=rules.choices is not None,
+            has_targets=rules.choices is not None,
             pools=pools,
             draft_lens=lens,
             first_rows=rows,
@@ -489,7 +515,7 @@ def accept_triton(
         forced.contiguous() if forced is not None else unused,
         rules.choices.contiguous() if rules.choices is not None else unused,
         rules.forced_ids.contiguous() if rules.forced_ids is not None else unused,
-        unused if relaxed is None or relaxed.near is None else relaxed.near,
+        unused if relaxed is None or relaxed.draft_values is None else relaxed.draft_values,
         unused if pools is None else pools.allowed,
         # outputs
         accepted.tokens,
@@ -526,7 +552,7 @@ def accept_triton(
         HAS_FINAL=final_context is not None,
         HAS_LAST=last_tokens is not None,
         HAS_FORCED=forced is not None,
-        HAS_CHOICES=rules.choices is not None,
+        HAS_TARGETS=rules.choices is not None,
         HAS_FORCED_IDS=rules.forced_ids is not None,
         HAS_PROCESSING=pools is not None and (rule is not None or forced is not None),
         RAGGED=rows is not None,
@@ -542,7 +568,7 @@ def relaxed_partials(
     drafts: torch.Tensor,
     rule: RelaxedRule,
     *,
-    has_choices: bool = False,
+    has_targets: bool = False,
     pools: LogitsProcessorState | None = None,
     draft_lens: torch.Tensor | None = None,
     first_rows: torch.Tensor | None = None,
@@ -551,7 +577,7 @@ def relaxed_partials(
 
     Args:
         drafts: [G*K] contiguous.
-        has_choices: target tokens are given: rows that cannot be relaxed are not read.
+        has_targets: target tokens are given: rows that cannot be relaxed are not read.
         pools: of logits processing, with the rule's slots; None: there is none.
         draft_lens: [G] contiguous. first_rows: [R] contiguous; None: rows are uniform.
     """
@@ -559,8 +585,8 @@ def relaxed_partials(
     block_len, num_blocks, tile = split(rows, vocab, heavy=True)
     partials = RelaxedPartials.unwritten(rows, vocab, logits.device)
     if pools is not None:
-        near = torch.empty(rows, dtype=torch.float32, device=logits.device)
-        partials = replace(partials, near=near)
+        draft_values = torch.empty(rows, dtype=torch.float32, device=logits.device)
+        partials = replace(partials, draft_values=draft_values)
     if rows == 0 or layout.num_requests == 0:
         return partials
     slots, columns = rule.slots, rule.slots.columns
@@ -584,7 +610,7 @@ def relaxed_partials(
         partials.ids,
         partials.weights,
         partials.ahead,
-        partials.weights if partials.near is None else partials.near,
+        partials.weights if partials.draft_values is None else partials.draft_values,
         # sizes
         logits.stride(0),
         vocab,
@@ -602,7 +628,7 @@ def relaxed_partials(
         WIDTH=layout.step_rows,
         COLUMNS=triton.next_power_of_2(max(layout.draft_len, 1)),
         TILE=tile,
-        HAS_CHOICES=has_choices,
+        HAS_TARGETS=has_targets,
         HAS_PROCESSING=pools is not None,
         RAGGED=first_rows is not None,
         num_warps=4,
