@@ -1,4 +1,16 @@
-"""Triton implementation of `next_forward`."""
+"""Triton implementation of `next_forward`: one launch, a request per lane of a warp.
+
+N requests, the D decode requests first; T flat tokens. Grid [N / 32]; a program:
+
+1. Load the flat index of each request's last accepted token.
+2. For decode requests load the drafts and the accepted mask as a tile [LANES, COLUMNS], and count
+   the accepted ones.
+3. Write the output after the last accepted token, its packed row, and for decode requests the
+   accepted drafts (then -1) and their number.
+
+Lanes past the last request are masked; rows of prefill requests in the last two buffers are not
+written. Padding after the last request has no lane.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -16,48 +28,52 @@ _LANES = 32  # one warp, a request per lane
 
 @triton.jit(do_not_specialize=["accepted_tokens_stride", "num_decode", "num_requests"])
 def _prepare_next_forward_pass_kernel(
-    output_tokens_ptr,  # [T]
-    required_logit_indices_ptr,  # [T]
+    # inputs; int32 or int64 unless stated
+    output_tokens_ptr,  # [>= T]
+    required_logit_indices_ptr,  # [>= T]
     last_one_indices_ptr,  # [N]
-    accepted_mask_ptr,  # [T] bool
-    input_tokens_ptr,  # [T]
-    sampled_tokens_ptr,  # [N]
-    last_accepted_seq_ptr,  # [N]
-    accepted_tokens_ptr,  # [D, NUM_DRAFTS]
-    accepted_counts_ptr,  # [D]
+    accepted_mask_ptr,  # [>= T] bool
+    input_tokens_ptr,  # [>= T]
+    # outputs; int32 or int64
+    sampled_tokens_ptr,  # [>= N]
+    last_accepted_seq_ptr,  # [>= N]
+    accepted_tokens_ptr,  # [>= D, NUM_DRAFTS]
+    accepted_counts_ptr,  # [>= D]
+    # sizes
     accepted_tokens_stride,
-    num_decode,
-    num_requests,
+    num_decode,  # D
+    num_requests,  # N
+    # constants
     NUM_DRAFTS: tl.constexpr,
     COLUMNS: tl.constexpr,  # a power of two >= NUM_DRAFTS
-    LANES: tl.constexpr,
+    LANES: tl.constexpr,  # requests per program
 ):
-    # one lane per request; the accepted drafts as a tile
+    """One lane per request; the accepted drafts as a tile."""
     request = tl.program_id(0) * LANES + tl.arange(0, LANES)
     is_request = request < num_requests
-    decode = request < num_decode
+    is_decode = request < num_decode
     row = request.to(tl.int64)
     last = tl.load(last_one_indices_ptr + request, mask=is_request, other=0).to(tl.int64)
 
     first_draft = row * (NUM_DRAFTS + 1) + 1
-    column = tl.arange(0, COLUMNS)
-    is_draft = decode[:, None] & (column < NUM_DRAFTS)[None, :]
-    position = first_draft[:, None] + column[None, :]
-    accepted = tl.load(accepted_mask_ptr + position, mask=is_draft, other=0) != 0
-    drafts = tl.load(input_tokens_ptr + position, mask=is_draft, other=0)
+    columns = tl.arange(0, COLUMNS)
+    is_draft = is_decode[:, None] & (columns < NUM_DRAFTS)[None, :]
+    draft_indices = first_draft[:, None] + columns[None, :]
+    accepted = tl.load(accepted_mask_ptr + draft_indices, mask=is_draft, other=0) != 0
+    drafts = tl.load(input_tokens_ptr + draft_indices, mask=is_draft, other=0)
 
     count = tl.full([LANES], 0, tl.int32)
     for j in tl.static_range(NUM_DRAFTS):
-        is_accepted = tl.load(accepted_mask_ptr + first_draft + j, mask=decode, other=0) != 0
+        is_accepted = tl.load(accepted_mask_ptr + first_draft + j, mask=is_decode, other=0) != 0
         count += is_accepted.to(tl.int32)
 
     sampled = tl.load(output_tokens_ptr + last, mask=is_request, other=0)
     tl.store(sampled_tokens_ptr + request, sampled, mask=is_request)
-    sequence = tl.load(required_logit_indices_ptr + last, mask=is_request, other=0)
-    tl.store(last_accepted_seq_ptr + request, sequence, mask=is_request)
-    target = accepted_tokens_ptr + row[:, None] * accepted_tokens_stride + column[None, :]
-    tl.store(target, tl.where(accepted, drafts, -1), mask=is_draft)
-    tl.store(accepted_counts_ptr + request, count, mask=decode)
+    packed_rows = tl.load(required_logit_indices_ptr + last, mask=is_request, other=0)
+    tl.store(last_accepted_seq_ptr + request, packed_rows, mask=is_request)
+    target_ptrs = accepted_tokens_ptr + row[:, None] * accepted_tokens_stride + columns[None, :]
+    tl.store(target_ptrs, tl.where(accepted, drafts, -1), mask=is_draft)
+    tl.store(accepted_counts_ptr + request, count, mask=is_decode)
 
 
 def prepare_next_forward_pass_triton(

@@ -1,4 +1,22 @@
-"""Triton implementation of `token_verify`: one launch per function."""
+"""Triton implementation of `token_verify`: one launch per function.
+
+N requests, the D decode requests first; S drafts each; T flat tokens: S+1 per decode request, one
+per prefill request, then padding.
+
+`_verify_speculative_tokens_kernel`, grid [(T - D*S) / 32], a request or a padding token per lane:
+
+1. Compute the flat index of the lane's base token: decode requests have S+1 tokens, all others one.
+2. Count the leading drafts that equal the output one row before them.
+3. Write the index of the last accepted token, and the mask of the lane's own tokens: the base token
+   is accepted, padding is not. Every token has exactly one lane.
+
+`_required_logit_indices_kernel`, grid [N]:
+
+1. Each program adds up the rows, and the needed rows, of the requests before its own. It reads the
+   lengths again instead of waiting for other programs.
+2. It writes the flat indices of its request: all rows of a decode request, the last of a prefill.
+3. The last program fills the entries after all requests with 0, a row that exists.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -16,35 +34,39 @@ _MAX_REQUESTS_AT_ONCE = 1024
 
 @triton.jit(do_not_specialize=["num_decode", "num_requests", "num_tokens"])
 def _verify_speculative_tokens_kernel(
-    input_tokens_ptr,  # [T]
-    output_tokens_ptr,  # [>= used]
+    # inputs
+    input_tokens_ptr,  # [T] int32 or int64
+    output_tokens_ptr,  # [>= T without padding] int32 or int64
+    # outputs
     last_one_indices_ptr,  # [N] int64
     accepted_mask_ptr,  # [T] bool
-    num_decode,
-    num_requests,
-    num_tokens,
-    NUM_DRAFTS: tl.constexpr,
-    LANES: tl.constexpr,
+    # sizes
+    num_decode,  # D
+    num_requests,  # N
+    num_tokens,  # T
+    # constants
+    NUM_DRAFTS: tl.constexpr,  # S
+    LANES: tl.constexpr,  # requests per program
 ):
-    # one lane per request; lanes past the requests clear one padding token each
+    """One lane per request; lanes past the requests clear one padding token each."""
     request = tl.program_id(0) * LANES + tl.arange(0, LANES)
-    decode = request < num_decode
+    is_decode = request < num_decode
     row = request.to(tl.int64)
-    base = tl.where(decode, row * (NUM_DRAFTS + 1), row + num_decode * NUM_DRAFTS)
+    base = tl.where(is_decode, row * (NUM_DRAFTS + 1), row + num_decode * NUM_DRAFTS)
 
-    accepted = decode
+    accepted = is_decode
     matches = tl.full([LANES], 0, tl.int64)
     for j in tl.static_range(NUM_DRAFTS):
-        draft = tl.load(input_tokens_ptr + base + 1 + j, mask=decode, other=0)
-        emitted = tl.load(output_tokens_ptr + base + j, mask=decode, other=0)
-        accepted = accepted & (draft == emitted)
+        draft = tl.load(input_tokens_ptr + base + 1 + j, mask=is_decode, other=0)
+        output = tl.load(output_tokens_ptr + base + j, mask=is_decode, other=0)
+        accepted = accepted & (draft == output)
         matches += accepted.to(tl.int64)
 
     is_request = request < num_requests
     tl.store(last_one_indices_ptr + request, base + matches, mask=is_request)
     tl.store(accepted_mask_ptr + base, is_request, mask=base < num_tokens)
     for j in tl.static_range(NUM_DRAFTS):
-        tl.store(accepted_mask_ptr + base + 1 + j, j < matches, mask=decode)
+        tl.store(accepted_mask_ptr + base + 1 + j, j < matches, mask=is_decode)
 
 
 @triton.jit
@@ -54,23 +76,27 @@ def _add(left, right):
 
 @triton.jit(do_not_specialize=["num_requests", "num_entries"])
 def _required_logit_indices_kernel(
-    prefill_status_ptr,  # [N]
-    query_lengths_ptr,  # [N]
-    indices_ptr,  # [num_entries]
-    num_requests,
+    # inputs
+    prefill_status_ptr,  # [>= N] int32, int64 or bool: 0 for a decode request
+    query_lengths_ptr,  # [>= N] int32 or int64: rows per request
+    # output
+    indices_ptr,  # [num_entries] int32 or int64: flat rows
+    # sizes
+    num_requests,  # N
     num_entries,
-    REQUESTS: tl.constexpr,
-    ENTRIES: tl.constexpr,
+    # constants
+    REQUESTS: tl.constexpr,  # added up per iteration
+    ENTRIES: tl.constexpr,  # written per iteration
 ):
-    # one program per request: it adds up the rows of the requests before it
+    """One program per request: write the rows of its request whose logits are needed."""
     request = tl.program_id(0)
     rows = tl.full([REQUESTS], 0, tl.int32)
     entries = tl.full([REQUESTS], 0, tl.int32)
     for start in range(0, request, REQUESTS):
-        other = start + tl.arange(0, REQUESTS)
-        earlier = other < request
-        length = tl.load(query_lengths_ptr + other, mask=earlier, other=0).to(tl.int32)
-        status = tl.load(prefill_status_ptr + other, mask=earlier, other=0).to(tl.int32)
+        others = start + tl.arange(0, REQUESTS)
+        is_earlier = others < request
+        length = tl.load(query_lengths_ptr + others, mask=is_earlier, other=0).to(tl.int32)
+        status = tl.load(prefill_status_ptr + others, mask=is_earlier, other=0).to(tl.int32)
         rows += length
         entries += tl.where(status == 0, length, 1)
     first_row = tl.reduce(rows, 0, _add)
@@ -78,17 +104,17 @@ def _required_logit_indices_kernel(
 
     length = tl.load(query_lengths_ptr + request).to(tl.int32)
     status = tl.load(prefill_status_ptr + request).to(tl.int32)
-    wanted = tl.where(status == 0, length, 1)
-    first_wanted = first_row + length - wanted
-    for start in range(0, wanted, ENTRIES):
-        column = start + tl.arange(0, ENTRIES)
-        inside = (column < wanted) & (first_entry + column < num_entries)
+    num_needed = tl.where(status == 0, length, 1)
+    first_needed = first_row + length - num_needed
+    for start in range(0, num_needed, ENTRIES):
+        offsets = start + tl.arange(0, ENTRIES)
+        inside = (offsets < num_needed) & (first_entry + offsets < num_entries)
         # a prefill request without rows points at row 0 rather than before it
-        index = tl.maximum(first_wanted + column, 0)
-        tl.store(indices_ptr + first_entry + column, index, mask=inside)
+        indices = tl.maximum(first_needed + offsets, 0)
+        tl.store(indices_ptr + first_entry + offsets, indices, mask=inside)
 
     if request == num_requests - 1:
-        for start in range(first_entry + wanted, num_entries, ENTRIES):
+        for start in range(first_entry + num_needed, num_entries, ENTRIES):
             surplus = start + tl.arange(0, ENTRIES)
             zero = tl.full([ENTRIES], 0, tl.int32)
             tl.store(indices_ptr + surplus, zero, mask=surplus < num_entries)
