@@ -156,9 +156,9 @@ def relaxed_partials_kernel(
     run_ptr = draft_ptr + generation * (WIDTH - 1)
     drafts = tl.load(run_ptr + columns, mask=in_run, other=-1)
     draft = tl.load(run_ptr + column, mask=drafted, other=-1)
-    lanes = tl.arange(0, TILE)
+    offsets = tl.arange(0, TILE)
     row_ptr = logits_ptr + row * row_stride
-    next_x = tl.load(row_ptr + first + lanes, mask=first + lanes < end, other=float("-inf"))
+    next_x = tl.load(row_ptr + first + offsets, mask=first + offsets < end, other=float("-inf"))
 
     # 64-bit ids are compared before they are narrowed
     known = (draft >= 0) & (draft < vocab)
@@ -175,7 +175,7 @@ def relaxed_partials_kernel(
 
     # lanes are independent until the block is read; each prefetches its next value
     best = tl.full([TILE], float("-inf"), tl.float32)
-    best_id = first + lanes
+    best_id = first + offsets
     if relaxed:
         draft_value = tl.where(draft_value == draft_value, draft_value, float("-inf"))
         if HAS_PROCESSING:
@@ -187,7 +187,7 @@ def relaxed_partials_kernel(
         weight = tl.zeros([TILE], tl.float32)
         ahead = tl.zeros([TILE], tl.int32)
         for start in range(first, end, TILE):
-            ids, x = start + lanes, next_x.to(tl.float32)
+            ids, x = start + offsets, next_x.to(tl.float32)
             next_ids = ids + TILE
             next_x = tl.load(row_ptr + next_ids, mask=next_ids < end, other=float("-inf"))
             if HAS_PROCESSING:
@@ -210,7 +210,7 @@ def relaxed_partials_kernel(
     else:
         if not HAS_TARGETS:
             for start in range(first, end, TILE):
-                ids, x = start + lanes, next_x.to(tl.float32)
+                ids, x = start + offsets, next_x.to(tl.float32)
                 next_ids = ids + TILE
                 next_x = tl.load(row_ptr + next_ids, mask=next_ids < end, other=float("-inf"))
                 better = x > best
@@ -305,13 +305,13 @@ def accept_kernel(
         slot = _slot_of(slot_ptr, slot_stride, request)
     columns = tl.arange(0, COLUMNS)
     blocks = tl.arange(0, NUM_BLOCKS)
-    partials = (first_row + columns[:, None]) * num_blocks + blocks[None, :]
-    inside = (columns[:, None] < num_rows) & (blocks[None, :] < num_blocks)
-    values = tl.load(value_ptr + partials, mask=inside, other=float("-inf"))
-    ids = tl.load(id_ptr + partials, mask=inside, other=2147483647)
+    partial_offsets = (first_row + columns[:, None]) * num_blocks + blocks[None, :]
+    mask = (columns[:, None] < num_rows) & (blocks[None, :] < num_blocks)
+    values = tl.load(value_ptr + partial_offsets, mask=mask, other=float("-inf"))
+    ids = tl.load(id_ptr + partial_offsets, mask=mask, other=2147483647)
     if RELAXED:
-        weights = tl.load(weight_ptr + partials, mask=inside, other=0.0)
-        ahead = tl.load(ahead_ptr + partials, mask=inside, other=0)
+        weights = tl.load(weight_ptr + partial_offsets, mask=mask, other=0.0)
+        ahead = tl.load(ahead_ptr + partial_offsets, mask=mask, other=0)
     if HAS_TARGETS:
         given_targets = tl.load(target_ptr + first_row + columns, mask=columns < num_rows, other=-1)
     if HAS_FORCED_IDS:

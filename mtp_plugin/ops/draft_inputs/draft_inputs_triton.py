@@ -100,25 +100,31 @@ def generation_window_kernel(
     rows = tl.arange(0, ROWS)
     entries = base + rows
     from_pool = entries < K
-    used = rows < WINDOW
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < hidden
-    pool_offsets = (slot * K + entries)[:, None] * hidden + lanes[None, :]
-    step_offsets = (step_row + entries - K)[:, None] * state_stride + lanes[None, :]
+    row_mask = rows < WINDOW
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column_mask = columns < hidden
+    pool_offsets = (slot * K + entries)[:, None] * hidden + columns[None, :]
+    step_offsets = (step_row + entries - K)[:, None] * state_stride + columns[None, :]
     pool_values = tl.load(
-        pool_state_ptr + pool_offsets, mask=(used & from_pool)[:, None] & inside[None, :], other=0.0
+        pool_state_ptr + pool_offsets,
+        mask=(row_mask & from_pool)[:, None] & column_mask[None, :],
+        other=0.0,
     )
     step_values = tl.load(
-        state_ptr + step_offsets, mask=(used & ~from_pool)[:, None] & inside[None, :], other=0.0
+        state_ptr + step_offsets,
+        mask=(row_mask & ~from_pool)[:, None] & column_mask[None, :],
+        other=0.0,
     )
     states = tl.where(from_pool[:, None], pool_values.to(step_values.dtype), step_values)
     # entries that stay in the pool keep its precision
     pool_states = tl.where(from_pool[:, None], pool_values, step_values.to(pool_values.dtype))
 
     first = tl.program_id(1) == 0
-    step_used = used & ~from_pool & first
-    tokens = tl.load(pool_token_ptr + slot * K + entries, mask=used & from_pool & first, other=0)
-    step_tokens = tl.load(input_ptr + step_row + entries - K, mask=step_used, other=0)
+    step_mask = row_mask & ~from_pool & first
+    tokens = tl.load(
+        pool_token_ptr + slot * K + entries, mask=row_mask & from_pool & first, other=0
+    )
+    step_tokens = tl.load(input_ptr + step_row + entries - K, mask=step_mask, other=0)
     tokens = tl.where(from_pool, tokens, step_tokens.to(tl.int32))
     # the following token: that of the next entry, and after the last one the last output token
     following = entries + 1
@@ -140,23 +146,23 @@ def generation_window_kernel(
 
     # entries [n, n+K) are the pool's next row
     pool_entries = rows - (count - base)
-    to_pool = used & (pool_entries >= 0) & (pool_entries < K)
+    to_pool = row_mask & (pool_entries >= 0) & (pool_entries < K)
     tl.store(
-        pool_state_ptr + (slot * K + pool_entries)[:, None] * hidden + lanes[None, :],
+        pool_state_ptr + (slot * K + pool_entries)[:, None] * hidden + columns[None, :],
         pool_states,
-        mask=to_pool[:, None] & inside[None, :],
+        mask=to_pool[:, None] & column_mask[None, :],
     )
     tl.store(pool_token_ptr + slot * K + pool_entries, tokens, mask=to_pool & first)
     if WRITE_WINDOW:
         out_rows = num_ctx_rows + generation * WINDOW + rows
         tl.store(
-            state_out_ptr + out_rows[:, None] * hidden + lanes[None, :],
+            state_out_ptr + out_rows[:, None] * hidden + columns[None, :],
             states,
-            mask=used[:, None] & inside[None, :],
+            mask=row_mask[:, None] & column_mask[None, :],
         )
         dead = positions < 0
-        tl.store(id_out_ptr + out_rows, tl.where(dead, 0, next_tokens), mask=used & first)
-        tl.store(position_out_ptr + out_rows, tl.where(dead, 0, positions), mask=used & first)
+        tl.store(id_out_ptr + out_rows, tl.where(dead, 0, next_tokens), mask=row_mask & first)
+        tl.store(position_out_ptr + out_rows, tl.where(dead, 0, positions), mask=row_mask & first)
         if first:
             tl.store(row_out_ptr + request, num_ctx_rows + (generation + 1) * WINDOW - 1)
             if HAS_KV:
@@ -230,24 +236,24 @@ def context_rows_kernel(
     if is_last:
         tl.store(row_out_ptr + context, row.to(tl.int64))
     if COPY_STATES:
-        lanes = tl.arange(0, BLOCK)
+        offsets = tl.arange(0, BLOCK)
         out = row.to(tl.int64) * hidden
         if is_history:
             source = (slot * K + pool_entry) * hidden
             for first in range(0, hidden, BLOCK):
-                inside = first + lanes < hidden
-                states = tl.load(pool_state_ptr + source + first + lanes, mask=inside, other=0.0)
+                mask = first + offsets < hidden
+                states = tl.load(pool_state_ptr + source + first + offsets, mask=mask, other=0.0)
                 tl.store(
-                    state_out_ptr + out + first + lanes,
+                    state_out_ptr + out + first + offsets,
                     states.to(state_out_ptr.dtype.element_ty),
-                    mask=inside,
+                    mask=mask,
                 )
         else:
             source = chunk_row.to(tl.int64) * state_stride
             for first in range(0, hidden, BLOCK):
-                inside = first + lanes < hidden
-                states = tl.load(state_ptr + source + first + lanes, mask=inside, other=0.0)
-                tl.store(state_out_ptr + out + first + lanes, states, mask=inside)
+                mask = first + offsets < hidden
+                states = tl.load(state_ptr + source + first + offsets, mask=mask, other=0.0)
+                tl.store(state_out_ptr + out + first + offsets, states, mask=mask)
 
 
 @triton.jit
@@ -275,35 +281,37 @@ def context_history_kernel(
     start = tl.where(context > 0, tl.load(end_ptr + tl.maximum(context - 1, 0)).to(tl.int64), 0)
     length = end - start
     rows = tl.arange(0, ROWS)
-    used = rows < K
+    row_mask = rows < K
     entries = length + rows
     from_pool = entries < K
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < hidden
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    column_mask = columns < hidden
     chunk_rows = end - K + rows
-    pool_offsets = (slot * K + entries)[:, None] * hidden + lanes[None, :]
+    pool_offsets = (slot * K + entries)[:, None] * hidden + columns[None, :]
     pool_values = tl.load(
-        pool_state_ptr + pool_offsets, mask=(used & from_pool)[:, None] & inside[None, :], other=0.0
+        pool_state_ptr + pool_offsets,
+        mask=(row_mask & from_pool)[:, None] & column_mask[None, :],
+        other=0.0,
     )
     chunk_values = tl.load(
-        state_ptr + chunk_rows[:, None] * state_stride + lanes[None, :],
-        mask=(used & ~from_pool)[:, None] & inside[None, :],
+        state_ptr + chunk_rows[:, None] * state_stride + columns[None, :],
+        mask=(row_mask & ~from_pool)[:, None] & column_mask[None, :],
         other=0.0,
     )
     states = tl.where(from_pool[:, None], pool_values, chunk_values.to(pool_values.dtype))
     first = tl.program_id(1) == 0
     pool_tokens = tl.load(
-        pool_token_ptr + slot * K + entries, mask=used & from_pool & first, other=0
+        pool_token_ptr + slot * K + entries, mask=row_mask & from_pool & first, other=0
     )
-    tokens = tl.load(input_ptr + chunk_rows, mask=used & ~from_pool & first, other=0).to(tl.int32)
-    tokens = tl.where(from_pool, pool_tokens, tokens)
+    chunk_tokens = tl.load(input_ptr + chunk_rows, mask=row_mask & ~from_pool & first, other=0)
+    tokens = tl.where(from_pool, pool_tokens, chunk_tokens.to(tl.int32))
     tl.debug_barrier()
     tl.store(
-        pool_state_ptr + (slot * K + rows)[:, None] * hidden + lanes[None, :],
+        pool_state_ptr + (slot * K + rows)[:, None] * hidden + columns[None, :],
         states,
-        mask=used[:, None] & inside[None, :],
+        mask=row_mask[:, None] & column_mask[None, :],
     )
-    tl.store(pool_token_ptr + slot * K + rows, tokens, mask=used & first)
+    tl.store(pool_token_ptr + slot * K + rows, tokens, mask=row_mask & first)
 
 
 @triton.jit(do_not_specialize=["num_contexts", "num_ctx_tokens"])
