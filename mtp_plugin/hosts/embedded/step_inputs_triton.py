@@ -1,4 +1,15 @@
-"""Triton implementation of `step_inputs`."""
+"""Triton implementation of `step_inputs`: one launch, one program per generation (grid [G]).
+
+1. Load the generation's row of the table: length, KV capacity, K+1 inputs.
+2. With a store, if the last result is only there, take the inputs from it and add its number of
+   tokens to the length.
+3. The number of drafts is limited by the row's limit and by the room in the KV. Inputs after them
+   are 0, a token that an embedding takes.
+4. Write ids, drafts, positions (limited to the last one), lengths, limits and the state slot.
+
+A padding row is computed like others, from the dummy row that the table holds for it; its writes of
+KV are limited by its own capacity. Each program writes to its own generation alone.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -18,36 +29,36 @@ from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_
 
 @triton.jit
 def generation_inputs_kernel(
-    # rows of the table, all with one stride
-    token_ptr,
-    length_ptr,
-    limit_ptr,
-    capacity_ptr,
-    pending_ptr,
-    seq_slot_ptr,
-    state_slot_ptr,
-    # the store
-    next_ptr,
-    emitted_ptr,
+    # rows of the table, all int32 with one stride
+    token_ptr,  # [G, >= WIDTH]: inputs
+    length_ptr,  # [G] committed tokens before the inputs
+    limit_ptr,  # [G] drafts that may be verified
+    capacity_ptr,  # [G] KV rows that the request may use
+    pending_ptr,  # [G] 1: the last result is only in the store
+    seq_slot_ptr,  # [G] index in the store
+    state_slot_ptr,  # [G]
+    # store, with HAS_STORE
+    next_ptr,  # [>= WIDTH, S] int32: next inputs
+    num_new_ptr,  # [S] int32: number of tokens of the last step
     # outputs
-    id_out_ptr,
-    draft_out_ptr,
-    position_out_ptr,
-    draft_len_out_ptr,
-    seq_len_out_ptr,
-    kv_len_out_ptr,
-    write_limit_out_ptr,
-    capacity_out_ptr,
-    state_slot_out_ptr,
+    id_out_ptr,  # [G, WIDTH] int32
+    draft_out_ptr,  # [G, WIDTH - 1] int32
+    position_out_ptr,  # [G, WIDTH] int64
+    draft_len_out_ptr,  # [G] int32
+    seq_len_out_ptr,  # [G] int32
+    kv_len_out_ptr,  # [G] int32
+    write_limit_out_ptr,  # [G] int32
+    capacity_out_ptr,  # [G] int32
+    state_slot_out_ptr,  # [G] int64
     # sizes
     row_stride,
     next_column_stride,
     next_slot_stride,
-    emitted_stride,
+    num_new_stride,
     max_position,
     # constants
-    WIDTH: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,  # K+1
+    COLUMNS: tl.constexpr,  # a power of two >= WIDTH
     HAS_STORE: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -56,26 +67,26 @@ def generation_inputs_kernel(
     generation = tl.program_id(0).to(tl.int64)
     row = generation * row_stride
     columns = tl.arange(0, COLUMNS)
-    used = columns < WIDTH
+    mask = columns < WIDTH
     length = tl.load(length_ptr + row)
     capacity = tl.load(capacity_ptr + row)
-    ids = tl.load(token_ptr + row + columns, mask=used, other=0)
+    ids = tl.load(token_ptr + row + columns, mask=mask, other=0)
     if HAS_STORE:
         slot = tl.load(seq_slot_ptr + row).to(tl.int64)
-        late = tl.load(pending_ptr + row) > 0
+        is_pending = tl.load(pending_ptr + row) > 0
         following = tl.load(
-            next_ptr + slot * next_slot_stride + columns * next_column_stride, mask=used, other=0
+            next_ptr + slot * next_slot_stride + columns * next_column_stride, mask=mask, other=0
         )
-        ids = tl.where(late, following, ids)
-        length += tl.where(late, tl.load(emitted_ptr + slot * emitted_stride), 0)
+        ids = tl.where(is_pending, following, ids)
+        length += tl.where(is_pending, tl.load(num_new_ptr + slot * num_new_stride), 0)
     room = tl.maximum(capacity - 1 - length, 0)
     draft_len = tl.minimum(tl.load(limit_ptr + row), room)
     ids = tl.where(columns > draft_len, 0, tl.maximum(ids, 0))
-    tl.store(id_out_ptr + generation * WIDTH + columns, ids, mask=used)
-    is_draft = used & (columns > 0)
+    tl.store(id_out_ptr + generation * WIDTH + columns, ids, mask=mask)
+    is_draft = mask & (columns > 0)
     tl.store(draft_out_ptr + generation * (WIDTH - 1) + columns - 1, ids, mask=is_draft)
-    position = tl.minimum(length + columns, max_position).to(tl.int64)
-    tl.store(position_out_ptr + generation * WIDTH + columns, position, mask=used)
+    positions = tl.minimum(length + columns, max_position).to(tl.int64)
+    tl.store(position_out_ptr + generation * WIDTH + columns, positions, mask=mask)
     tl.store(draft_len_out_ptr + generation, draft_len)
     tl.store(seq_len_out_ptr + generation, WIDTH)
     tl.store(kv_len_out_ptr + generation, length + WIDTH)

@@ -1,4 +1,10 @@
-"""Triton implementation of `mlp`."""
+"""Triton implementation of `mlp`: one launch, grid (T, blocks of columns).
+
+1. Load a block of gates and of the values to be gated, in fp32.
+2. Compute silu(gate), round it to the dtype of the rows, multiply, round again: as the model does.
+
+Padding rows are computed like others; programs share nothing.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -23,23 +29,27 @@ def silu_mul(gate, up, dtype: tl.constexpr):
 
 @triton.jit
 def silu_mul_kernel(
-    gate_up_ptr,  # [T, 2 * width]
-    out_ptr,  # [T, width]
+    # input
+    gate_up_ptr,  # [T, 2 * width] floating, gates first
+    # output
+    out_ptr,  # [T, width], as the input
+    # sizes
     gate_up_stride,
     width,
+    # constants
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """A block of columns of one row."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < width
-    start = gate_up_ptr + row * gate_up_stride + lanes
-    gate = tl.load(start, mask=inside, other=0).to(tl.float32)
-    up = tl.load(start + width, mask=inside, other=0).to(tl.float32)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    row_ptrs = gate_up_ptr + row * gate_up_stride + columns
+    gate = tl.load(row_ptrs, mask=mask, other=0).to(tl.float32)
+    up = tl.load(row_ptrs + width, mask=mask, other=0).to(tl.float32)
     active = silu_mul(gate, up, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * width + lanes, active, mask=inside)
+    tl.store(out_ptr + row * width + columns, active, mask=mask)
 
 
 def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,17 @@
-"""Triton implementation of `norm`."""
+"""Triton implementation of `norm`: one launch per function.
+
+`rms_norm_kernel`, grid [T]: a program holds a row.
+
+1. Load the weight, which no kernel writes, before waiting for the previous kernel.
+2. Load the row; with ADD add the residual in fp32, round, and store the sum.
+3. Divide by the root mean square in fp32, round to the dtype of the row, multiply by the weight.
+
+`join_norms_kernel`, grid (T, 2): one program normalizes the embedding of a row, the other one its
+hidden state; both write their half of the joined row. With GATHER the embedding is a row of the
+table, whose token ids must be valid, those of padding rows too.
+
+Padding rows are computed like others; programs share nothing.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -24,74 +37,82 @@ def _normed(x, weight, width, eps):
 
 @triton.jit
 def rms_norm_kernel(
+    # inputs; all floating, of one dtype
     x_ptr,  # [T, width]
-    residual_ptr,  # [T, width]
+    residual_ptr,  # ADD: [T, width]
     weight_ptr,  # [width]
-    sum_ptr,  # [T, width]
+    # outputs
+    sum_ptr,  # ADD: [T, width]
     out_ptr,  # [T, width]
+    # sizes
     x_stride,
     residual_stride,
     width,
     eps,
+    # constants
     ADD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # a power of two >= width
     PDL: tl.constexpr,
 ):
     """One row: add the residual if there is one, then normalize."""
-    lanes = tl.arange(0, BLOCK)
-    inside = lanes < width
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < width
     # weights do not depend on the preceding kernel
-    weight = tl.load(weight_ptr + lanes, mask=inside, other=0)
+    weight = tl.load(weight_ptr + offsets, mask=mask, other=0)
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
-    x = tl.load(x_ptr + row * x_stride + lanes, mask=inside, other=0)
+    x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0)
     if ADD:
-        residual = tl.load(residual_ptr + row * residual_stride + lanes, mask=inside, other=0)
+        residual = tl.load(residual_ptr + row * residual_stride + offsets, mask=mask, other=0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(sum_ptr + row * width + lanes, x, mask=inside)
+        tl.store(sum_ptr + row * width + offsets, x, mask=mask)
     normed = _normed(x, weight, width, eps)
-    tl.store(out_ptr + row * width + lanes, normed.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + row * width + offsets, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
 def join_norms_kernel(
-    embedding_ptr,  # [V, width], or [T, width] without ids
-    ids_ptr,  # [T]
+    # inputs; all but the ids floating, of one dtype
+    embedding_ptr,  # GATHER: [V, width], else [T, width]
+    ids_ptr,  # GATHER: [T] integer: token ids
     hidden_ptr,  # [T, width]
     embedding_weight_ptr,  # [width]
     hidden_weight_ptr,  # [width]
+    # output
     out_ptr,  # [T, 2 * width]
+    # sizes
     embedding_stride,
     ids_stride,
     hidden_stride,
     width,
     embedding_eps,
     hidden_eps,
+    # constants
     GATHER: tl.constexpr,
-    EMBEDDING_FIRST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    EMBEDDING_FIRST: tl.constexpr,  # in the joined row
+    BLOCK: tl.constexpr,  # a power of two >= width
     PDL: tl.constexpr,
 ):
     """Normalize one half of one row: the embedding or the hidden state."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     is_state = tl.program_id(1) == 1
-    lanes = tl.arange(0, BLOCK)
-    inside = lanes < width
+    offsets = tl.arange(0, BLOCK)
+    mask = offsets < width
     if is_state:
-        x = tl.load(hidden_ptr + row * hidden_stride + lanes, mask=inside, other=0)
-        weight = tl.load(hidden_weight_ptr + lanes, mask=inside, other=0)
+        x = tl.load(hidden_ptr + row * hidden_stride + offsets, mask=mask, other=0)
+        weight = tl.load(hidden_weight_ptr + offsets, mask=mask, other=0)
         normed = _normed(x, weight, width, hidden_eps)
     else:
         source = row
         if GATHER:
             source = tl.load(ids_ptr + row * ids_stride).to(tl.int64)
-        x = tl.load(embedding_ptr + source * embedding_stride + lanes, mask=inside, other=0)
-        weight = tl.load(embedding_weight_ptr + lanes, mask=inside, other=0)
+        x = tl.load(embedding_ptr + source * embedding_stride + offsets, mask=mask, other=0)
+        weight = tl.load(embedding_weight_ptr + offsets, mask=mask, other=0)
         normed = _normed(x, weight, width, embedding_eps)
     second = is_state if EMBEDDING_FIRST else (tl.program_id(1) == 0)
     start = row * 2 * width + tl.where(second, width, 0)
-    tl.store(out_ptr + start + lanes, normed.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + start + offsets, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
