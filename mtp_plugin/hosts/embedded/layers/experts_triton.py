@@ -1,4 +1,22 @@
-"""Triton implementation of `experts`."""
+"""Triton implementation of `experts`: five launches per layer.
+
+T rows, E routed experts and SHARED ones; SLOTS = TOP_K + SHARED experts per row; a pair is a row
+and one of its slots; a block holds up to BLOCK_ROWS pairs of one expert.
+
+1. Grid (T, blocks of experts), `router_logits_kernel`: the router's products in fp32. Many rows use
+   torch's product.
+2. Grid [1], `assign_experts_kernel`: choose TOP_K experts of every row, weigh them, and sort the
+   pairs by expert: a pair's index is the first block of its expert, and its rank among the expert's
+   rows. Many rows or experts use the torch reference.
+3. Grid [blocks x tiles of columns], `expert_gate_up_kernel`: silu(x @ gate) * (x @ up) of a block.
+4. Grid [blocks x tiles of columns], `expert_down_kernel`: the down product, times the weight.
+5. Grid (T, blocks of columns), `combine_experts_kernel`: sum the SLOTS parts of each row.
+
+Grids cover the maximum number of blocks, so that a step can be captured; a program of an unused
+block (0 filled rows) returns at once. Rows of a block after its filled ones repeat the last one and
+are not stored. Every pair belongs to one block, so every part is written once. A row of NaN, or a
+padding row, still takes TOP_K different experts, and its values stay in its own row.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -74,35 +92,39 @@ def tiling_for(products: dict[int, Tiling], block_rows: int, dtype: torch.dtype)
 
 @triton.jit
 def router_logits_kernel(
-    x_ptr,  # [T, width]
-    weight_ptr,  # [E, width]
+    # inputs
+    x_ptr,  # [T, width] floating
+    weight_ptr,  # [E, width] floating
+    # output
     logits_ptr,  # [T, E] fp32
+    # sizes
     x_stride,
-    num_experts,
+    num_experts,  # E
     width,
-    EXPERTS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    # constants
+    EXPERTS: tl.constexpr,  # per program
+    NUM_BLOCKS: tl.constexpr,  # of the width
+    BLOCK: tl.constexpr,  # columns per iteration
     PDL: tl.constexpr,
 ):
     """The router's products of one row with a few experts, in fp32."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
-    there = experts < num_experts
-    lanes = tl.arange(0, BLOCK)
+    expert_mask = experts < num_experts
+    offsets = tl.arange(0, BLOCK)
     acc = tl.zeros([EXPERTS, BLOCK], tl.float32)
     for block in tl.static_range(NUM_BLOCKS):
-        inner = block * BLOCK + lanes
-        inside = inner < width
-        x = tl.load(x_ptr + row * x_stride + inner, mask=inside, other=0).to(tl.float32)
+        columns = block * BLOCK + offsets
+        column_mask = columns < width
+        x = tl.load(x_ptr + row * x_stride + columns, mask=column_mask, other=0).to(tl.float32)
         weight = tl.load(
-            weight_ptr + experts[:, None] * width + inner[None, :],
-            mask=there[:, None] & inside[None, :],
+            weight_ptr + experts[:, None] * width + columns[None, :],
+            mask=expert_mask[:, None] & column_mask[None, :],
             other=0,
         )
         acc += weight.to(tl.float32) * x[None, :]
-    tl.store(logits_ptr + row * num_experts + experts, tl.sum(acc, axis=1), mask=there)
+    tl.store(logits_ptr + row * num_experts + experts, tl.sum(acc, axis=1), mask=expert_mask)
 
 
 @triton.jit
@@ -117,9 +139,9 @@ def _mask_groups(
     IN_GROUP: tl.constexpr = EXPERTS // GROUPS
     grouped = tl.reshape(choice, [ROWS, GROUPS, IN_GROUP])
     best = tl.max(grouped, axis=2)
-    best_at = tl.argmax(grouped, axis=2)
+    best_index = tl.argmax(grouped, axis=2)
     others = tl.where(
-        tl.arange(0, IN_GROUP)[None, None, :] == best_at[:, :, None], float("-inf"), grouped
+        tl.arange(0, IN_GROUP)[None, None, :] == best_index[:, :, None], float("-inf"), grouped
     )
     score = tl.maximum(best + tl.max(others, axis=2), NAN_CHOICE)
     groups = tl.arange(0, GROUPS)[None, :]
@@ -134,24 +156,28 @@ def _mask_groups(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def assign_experts_kernel(
+    # inputs
     logits_ptr,  # [T, E] fp32
     bias_ptr,  # [E] fp32
-    weights_ptr,  # [T, slots] fp32
-    pairs_ptr,  # [blocks, BLOCK_ROWS]
-    block_expert_ptr,  # [blocks]
-    block_rows_ptr,  # [blocks]
+    # outputs
+    weights_ptr,  # [T, SLOTS] fp32: of each pair
+    pairs_ptr,  # [num_blocks, BLOCK_ROWS] int32: row * SLOTS + slot
+    block_expert_ptr,  # [num_blocks] int32
+    block_rows_ptr,  # [num_blocks] int32: filled rows
+    # sizes
     num_rows,  # T
-    num_experts,
+    num_experts,  # E
     num_blocks,
-    scale,
+    scale,  # of the weights
+    # constants
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,  # experts that every row goes to, numbered after the routed ones
     GROUPS: tl.constexpr,
-    CHOSEN_GROUPS: tl.constexpr,
-    NORMALISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    EXPERTS: tl.constexpr,
-    BLOCKS: tl.constexpr,
+    CHOSEN_GROUPS: tl.constexpr,  # that experts are taken from
+    NORMALISE: tl.constexpr,  # divide the weights of a row by their sum
+    ROWS: tl.constexpr,  # a power of two >= num_rows
+    EXPERTS: tl.constexpr,  # a power of two >= num_experts
+    BLOCKS: tl.constexpr,  # a power of two >= num_blocks
     BLOCK_ROWS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -159,9 +185,9 @@ def assign_experts_kernel(
     grid_dependency_synchronize(PDL)
     rows = tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
-    there = (rows < num_rows)[:, None] & (experts < num_experts)[None, :]
+    mask = (rows < num_rows)[:, None] & (experts < num_experts)[None, :]
     logits = tl.load(
-        logits_ptr + rows[:, None] * num_experts + experts[None, :], mask=there, other=0
+        logits_ptr + rows[:, None] * num_experts + experts[None, :], mask=mask, other=0
     )
     scores = 1 / (1 + tl.exp(-logits))
     bias = tl.load(bias_ptr + experts, mask=experts < num_experts, other=0)
@@ -194,21 +220,21 @@ def assign_experts_kernel(
     full_blocks = (num_rows + BLOCK_ROWS - 1) // BLOCK_ROWS
     expert_blocks = (count + BLOCK_ROWS - 1) // BLOCK_ROWS
     first_block = SHARED * full_blocks + tl.cumsum(expert_blocks, axis=0) - expert_blocks
-    place = first_block[None, :] * BLOCK_ROWS + rank
+    pair_index = first_block[None, :] * BLOCK_ROWS + rank
     left = choice
     for slot in tl.static_range(TOP_K):
         top = tl.argmax(left, axis=1)[:, None]
         is_top = experts[None, :] == top
         left = tl.where(is_top, float("-inf"), left)
         weight = tl.sum(tl.where(is_top, scores, 0.0), axis=1) / divisor * factor
-        at = tl.sum(tl.where(is_top, place, 0), axis=1)
+        index = tl.sum(tl.where(is_top, pair_index, 0), axis=1)
         tl.store(weights_ptr + rows * SLOTS + slot, weight, mask=rows < num_rows)
-        tl.store(pairs_ptr + at, rows * SLOTS + slot, mask=rows < num_rows)
+        tl.store(pairs_ptr + index, rows * SLOTS + slot, mask=rows < num_rows)
     for shared in tl.static_range(SHARED):
         slot = TOP_K + shared
-        at = shared * full_blocks * BLOCK_ROWS + rows
+        index = shared * full_blocks * BLOCK_ROWS + rows
         tl.store(weights_ptr + rows * SLOTS + slot, 1.0, mask=rows < num_rows)
-        tl.store(pairs_ptr + at, rows * SLOTS + slot, mask=rows < num_rows)
+        tl.store(pairs_ptr + index, rows * SLOTS + slot, mask=rows < num_rows)
 
     blocks = tl.arange(0, BLOCKS)
     nth_block = blocks[:, None] - first_block[None, :]
@@ -225,22 +251,26 @@ def assign_experts_kernel(
 
 @triton.jit
 def expert_gate_up_kernel(
-    x_ptr,  # [T, width]
-    weight_ptr,  # [experts, 2 * num_columns, width], gates first
-    pairs_ptr,
-    block_expert_ptr,
-    block_rows_ptr,
-    out_ptr,  # [T * SLOTS, num_columns]
+    # inputs
+    x_ptr,  # [T, width] floating
+    weight_ptr,  # [E + SHARED, 2 * num_columns, width], as x; gates first
+    pairs_ptr,  # [num_blocks, BLOCK_ROWS] int32: row * SLOTS + slot
+    block_expert_ptr,  # [num_blocks] int32
+    block_rows_ptr,  # [num_blocks] int32: filled rows
+    # output
+    out_ptr,  # [T * SLOTS, num_columns], as x
+    # sizes
     x_stride,
     num_columns,
     width,
     num_blocks,
-    SLOTS: tl.constexpr,
+    # constants
+    SLOTS: tl.constexpr,  # experts per row
     TILE: tl.constexpr,  # weight rows of a program, half of them gates
     BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK: tl.constexpr,  # width per iteration
+    EVEN: tl.constexpr,  # the width is a multiple of BLOCK
+    STAGES: tl.constexpr,  # iterations in flight
     PDL: tl.constexpr,
 ):
     """silu(x @ gate) * (x @ up) of one block of rows and a few columns."""
@@ -251,52 +281,56 @@ def expert_gate_up_kernel(
     if filled > 0:
         expert = tl.load(block_expert_ptr + block).to(tl.int64)
         COLUMNS: tl.constexpr = TILE // 2
-        lanes = tl.arange(0, TILE)
+        tile_rows = tl.arange(0, TILE)
         rows = tl.arange(0, BLOCK_ROWS)
-        column = tl.minimum(tile * COLUMNS + lanes % COLUMNS, num_columns - 1)
-        weight_row = (expert * 2 + lanes // COLUMNS) * num_columns + column
+        column = tl.minimum(tile * COLUMNS + tile_rows % COLUMNS, num_columns - 1)
+        weight_row = (expert * 2 + tile_rows // COLUMNS) * num_columns + column
         # rows beyond the last repeat it, and are not stored
         pair = tl.load(pairs_ptr + block * BLOCK_ROWS + tl.minimum(rows, filled - 1)).to(tl.int64)
-        inner = tl.arange(0, BLOCK)
-        weight_at = weight_ptr + weight_row[:, None] * width + inner[None, :]
-        x_at = x_ptr + (pair // SLOTS)[:, None] * x_stride + inner[None, :]
+        offsets = tl.arange(0, BLOCK)
+        weight_ptrs = weight_ptr + weight_row[:, None] * width + offsets[None, :]
+        x_ptrs = x_ptr + (pair // SLOTS)[:, None] * x_stride + offsets[None, :]
         acc = tl.zeros([TILE, BLOCK_ROWS], tl.float32)
         for start in tl.range(0, width, BLOCK, num_stages=STAGES):
             if EVEN:
-                weight = tl.load(weight_at + start)
-                x = tl.load(x_at + start)
+                weight = tl.load(weight_ptrs + start)
+                x = tl.load(x_ptrs + start)
             else:
-                inside = (start + inner < width)[None, :]
-                weight = tl.load(weight_at + start, mask=inside, other=0)
-                x = tl.load(x_at + start, mask=inside, other=0)
+                mask = (start + offsets < width)[None, :]
+                weight = tl.load(weight_ptrs + start, mask=mask, other=0)
+                x = tl.load(x_ptrs + start, mask=mask, other=0)
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         dtype = out_ptr.dtype.element_ty
         both = tl.permute(tl.reshape(acc, [2, COLUMNS, BLOCK_ROWS]), (1, 2, 0))
         gate, up = tl.split(both)
         active = silu_mul(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
         out_column = tile * COLUMNS + tl.arange(0, COLUMNS)
-        place = pair[None, :] * num_columns + out_column[:, None]
-        stored = (rows < filled)[None, :] & (out_column < num_columns)[:, None]
-        tl.store(out_ptr + place, active, mask=stored)
+        out_offsets = pair[None, :] * num_columns + out_column[:, None]
+        out_mask = (rows < filled)[None, :] & (out_column < num_columns)[:, None]
+        tl.store(out_ptr + out_offsets, active, mask=out_mask)
 
 
 @triton.jit
 def expert_down_kernel(
-    active_ptr,  # [T * SLOTS, width]
-    weight_ptr,  # [experts, num_columns, width]
-    row_weights_ptr,  # [T * SLOTS] fp32
-    pairs_ptr,
-    block_expert_ptr,
-    block_rows_ptr,
-    out_ptr,  # [T * SLOTS, num_columns]
+    # inputs
+    active_ptr,  # [T * SLOTS, width] floating
+    weight_ptr,  # [E + SHARED, num_columns, width], as active
+    row_weights_ptr,  # [T * SLOTS] fp32: of each pair
+    pairs_ptr,  # [num_blocks, BLOCK_ROWS] int32: row * SLOTS + slot
+    block_expert_ptr,  # [num_blocks] int32
+    block_rows_ptr,  # [num_blocks] int32: filled rows
+    # output
+    out_ptr,  # [T * SLOTS, num_columns], as active
+    # sizes
     num_columns,
     width,
     num_blocks,
-    TILE: tl.constexpr,
+    # constants
+    TILE: tl.constexpr,  # weight rows of a program
     BLOCK_ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    EVEN: tl.constexpr,
-    STAGES: tl.constexpr,
+    BLOCK: tl.constexpr,  # width per iteration
+    EVEN: tl.constexpr,  # the width is a multiple of BLOCK
+    STAGES: tl.constexpr,  # iterations in flight
     PDL: tl.constexpr,
 ):
     """active @ down, times the router's weight, of one block of rows and a few columns."""
@@ -310,53 +344,57 @@ def expert_down_kernel(
         rows = tl.arange(0, BLOCK_ROWS)
         weight_row = expert * num_columns + tl.minimum(columns, num_columns - 1)
         pair = tl.load(pairs_ptr + block * BLOCK_ROWS + tl.minimum(rows, filled - 1)).to(tl.int64)
-        inner = tl.arange(0, BLOCK)
-        weight_at = weight_ptr + weight_row[:, None] * width + inner[None, :]
-        active_at = active_ptr + pair[:, None] * width + inner[None, :]
+        offsets = tl.arange(0, BLOCK)
+        weight_ptrs = weight_ptr + weight_row[:, None] * width + offsets[None, :]
+        active_ptrs = active_ptr + pair[:, None] * width + offsets[None, :]
         acc = tl.zeros([TILE, BLOCK_ROWS], tl.float32)
         for start in tl.range(0, width, BLOCK, num_stages=STAGES):
             if EVEN:
-                weight = tl.load(weight_at + start)
-                active = tl.load(active_at + start)
+                weight = tl.load(weight_ptrs + start)
+                active = tl.load(active_ptrs + start)
             else:
-                inside = (start + inner < width)[None, :]
-                weight = tl.load(weight_at + start, mask=inside, other=0)
-                active = tl.load(active_at + start, mask=inside, other=0)
+                mask = (start + offsets < width)[None, :]
+                weight = tl.load(weight_ptrs + start, mask=mask, other=0)
+                active = tl.load(active_ptrs + start, mask=mask, other=0)
             acc = tl.dot(weight, tl.trans(active), acc, input_precision="ieee")
         dtype = out_ptr.dtype.element_ty
         row_weight = tl.load(row_weights_ptr + pair)
         out = (acc.to(dtype).to(tl.float32) * row_weight[None, :]).to(dtype)
-        place = pair[None, :] * num_columns + columns[:, None]
-        stored = (rows < filled)[None, :] & (columns < num_columns)[:, None]
-        tl.store(out_ptr + place, out, mask=stored)
+        out_offsets = pair[None, :] * num_columns + columns[:, None]
+        out_mask = (rows < filled)[None, :] & (columns < num_columns)[:, None]
+        tl.store(out_ptr + out_offsets, out, mask=out_mask)
 
 
 @triton.jit
 def combine_experts_kernel(
-    parts_ptr,  # [T, SLOTS, width]
-    out_ptr,  # [T, width]
+    # input
+    parts_ptr,  # [T, TOP_K + SHARED, width] floating
+    # output
+    out_ptr,  # [T, width], as the parts
+    # sizes
     width,
+    # constants
     TOP_K: tl.constexpr,
     SHARED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns per program
     PDL: tl.constexpr,
 ):
     """A block of columns of one row: sum of its routed experts, then of the shared ones."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < width
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
     dtype = out_ptr.dtype.element_ty
-    start = parts_ptr + row * (TOP_K + SHARED) * width + lanes
+    part_ptrs = parts_ptr + row * (TOP_K + SHARED) * width + columns
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
-        total += tl.load(start + slot * width, mask=inside, other=0).to(tl.float32)
+        total += tl.load(part_ptrs + slot * width, mask=mask, other=0).to(tl.float32)
     if SHARED > 0:
         shared = tl.zeros([BLOCK], tl.float32)
         for slot in tl.static_range(SHARED):
-            shared += tl.load(start + (TOP_K + slot) * width, mask=inside, other=0).to(tl.float32)
+            shared += tl.load(part_ptrs + (TOP_K + slot) * width, mask=mask, other=0).to(tl.float32)
         total = total.to(dtype).to(tl.float32) + shared.to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * width + lanes, total.to(dtype), mask=inside)
+    tl.store(out_ptr + row * width + columns, total.to(dtype), mask=mask)
 
 
 def router_logits_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
