@@ -1,9 +1,17 @@
 """Kernel of prompt attention for GPUs of compute capability 9.0, in Gluon of Triton 3.6 and later.
 
-The structure is that of FlashAttention-3 (Shah et al., 2024): one producer warp copies keys and
-values to shared memory with TMA, two consumer warpgroups attend 64 rows each with asynchronous
-matrix multiplications. A warpgroup multiplies the values of a tile while it multiplies the keys of
-the next one. Rows, padding and lengths are those of ``kernels_triton``.
+The structure is that of FlashAttention-3 (Shah et al., 2024). Grid (tiles of all ragged rows, key
+heads); a program of one producer warp and two consumer warpgroups:
+
+1. All: find the sequence of the tile, the end of its keys, and how many tiles of keys need a mask.
+2. Producer: copy tiles of keys and values to STAGES stages of shared memory with TMA, the last tile
+   first, waiting until both consumers have freed a stage.
+3. Consumers, 64 rows each: multiply the query and the first tile of keys.
+4. For each further tile start the product with its keys and the product of the previous weights and
+   values, both asynchronous, then update the online softmax.
+5. Multiply the last weights and values, normalize, and store the rows through shared memory.
+
+Rows, padding and lengths are those of ``kernels_triton``.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -81,7 +89,7 @@ def _copy_tile(
         first = start + page * PAGE
         count = gl.minimum(gl.maximum(end_key - first, 0), PAGE)
         block = gl.load(table_ptr + first // BLOCK_SIZE, mask=count > 0, other=-1)
-        # the copy ends with the last key; rows in front of the page are out of bounds, so zero
+        # the copy ends with the last key; rows before the page are out of bounds, so zero
         row = first % BLOCK_SIZE + count - PAGE
         for panel in gl.static_range(PANELS):
             tma.async_copy_global_to_shared(
@@ -393,25 +401,29 @@ def _attend_tiles(
 
 @gluon.jit(do_not_specialize=["num_ragged", "table_stride", "table_width"])
 def paged_prompt_kernel(
-    query_ptr,  # [T, KV_HEADS * GROUP, WIDTH]
-    seq_len_ptr,  # [R]
-    kv_len_ptr,  # [R]
-    limit_ptr,  # [R]
-    table_ptr,  # [R, table_width]
-    key_desc,  # [blocks, BLOCK_SIZE, KV_HEADS * WIDTH]
-    value_desc,  # [blocks, BLOCK_SIZE, KV_HEADS * WIDTH]
-    output_ptr,  # [T, KV_HEADS * GROUP, WIDTH]
+    # inputs
+    query_ptr,  # [T, KV_HEADS * GROUP, WIDTH] float16 or bfloat16
+    seq_len_ptr,  # [R] int32: query rows
+    kv_len_ptr,  # [R] int32: keys after this step
+    limit_ptr,  # [R] int32: rows at or past it are padding
+    table_ptr,  # [R, table_width] int32: blocks
+    key_desc,  # [blocks, BLOCK_SIZE, KV_HEADS * WIDTH], as the query
+    value_desc,  # [blocks, BLOCK_SIZE, KV_HEADS * WIDTH], as the query
+    # output
+    output_ptr,  # [T, KV_HEADS * GROUP, WIDTH], as the query
+    # sizes
     query_row_stride,
     query_head_stride,
     table_stride,
     table_width,
-    num_ragged,
-    score_scale,
+    num_ragged,  # ragged sequences
+    score_scale,  # of scores for powers of two; positive
+    # constants
     KV_HEADS: gl.constexpr,
-    GROUP: gl.constexpr,
+    GROUP: gl.constexpr,  # query heads that share a key head
     WIDTH: gl.constexpr,
     BLOCK_SIZE: gl.constexpr,
-    LANES: gl.constexpr,  # at least num_ragged
+    LANES: gl.constexpr,  # a power of two >= num_ragged
     BLOCK_M: gl.constexpr,
     BLOCK_N: gl.constexpr,
     PAGE: gl.constexpr,  # rows of a page that are copied at a time
@@ -449,7 +461,7 @@ def paged_prompt_kernel(
     last_offset = gl.minimum((first_packed + BLOCK_M - 1) // GROUP, query_rows - 1)
     end_key = gl.minimum(first_position + last_offset + 1, limit)
     end_key = gl.where(lowest < end_key, gl.minimum(end_key, table_width * BLOCK_SIZE), 0)
-    # keys in front of every row of the tile need no mask
+    # keys before every row of the tile need no mask
     common = gl.minimum(lowest + 1, end_key) // BLOCK_N
     num_tiles = gl.maximum((end_key + BLOCK_N - 1) // BLOCK_N, 1)
     masked_tiles = gl.maximum(num_tiles - common, 1)

@@ -1,9 +1,24 @@
 """Triton kernels of attention over the paged cache.
 
+T query rows of R sequences, ragged ones first; pools of blocks of BLOCK_SIZE rows, with a block
+table per sequence.
+
+1. Grid (T, blocks of heads x width), `paged_write_kernel`: store the keys and values of the step in
+   the rows of the pools that the block tables assign to their positions.
+2. Grid (tiles of all ragged rows, key heads), `paged_ragged_kernel`: attend a tile of rows of one
+   sequence. Keys that every row of the tile sees are attended first, without a mask.
+3. Grid (sequences x tiles of their rows, key heads, splits), `paged_uniform_kernel`: the same for
+   sequences with equal row counts. With few programs the keys are split; each split stores its
+   normalized result and the log-sum of its weights.
+4. Grid [rows x heads], `paged_merge_kernel`: merge the splits by their weights.
+
+Attention is an online softmax over tiles of keys: highest score, sum of weights and weighted values
+so far. The query heads of a key head share a tile, so its keys are read once.
+
 Kernels read lengths, limits and block tables on the device; a launch depends only on shapes and on
 the number of rows per sequence. Row r of a sequence of n rows has position ``kv_len - n + r``. A
-row at a negative position, or at or past its limit, is padding: it writes to the sentinel block,
-attends no key and returns zeros.
+row at a negative position, or at or past its limit, is padding (of a batch, or an absent draft): it
+writes to the sentinel block, attends no key and returns zeros.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -35,29 +50,33 @@ def _sequence_of_row(seq_len_ptr, num_ragged, row, LANES: tl.constexpr):
     ]
 )
 def paged_write_kernel(
-    key_ptr,  # [T, HEADS, WIDTH]
-    value_ptr,  # [T, HEADS, WIDTH]
-    seq_len_ptr,  # [R]
-    kv_len_ptr,  # [R]
-    limit_ptr,  # [R]
-    table_ptr,  # [R, table_width]
-    key_pool_ptr,  # [rows, HEADS, WIDTH] changed
-    value_pool_ptr,  # [rows, HEADS, WIDTH] changed
+    # inputs
+    key_ptr,  # [T, HEADS, WIDTH] floating
+    value_ptr,  # [T, HEADS, WIDTH] floating
+    seq_len_ptr,  # [R] int32: query rows
+    kv_len_ptr,  # [R] int32: keys after this step
+    limit_ptr,  # [R] int32: rows at or past it are padding
+    table_ptr,  # [R, table_width] int32: blocks
+    # updated in place
+    key_pool_ptr,  # [rows, HEADS, WIDTH] floating
+    value_pool_ptr,  # [rows, HEADS, WIDTH] floating
+    # sizes
     key_row_stride,
     key_head_stride,
     value_row_stride,
     value_head_stride,
     table_stride,
     table_width,
-    sentinel_row,
-    num_ragged,
-    ragged_rows,
-    uniform_rows,
+    sentinel_row,  # first row of the sentinel block
+    num_ragged,  # ragged sequences
+    ragged_rows,  # query rows of them
+    uniform_rows,  # query rows of each other sequence
+    # constants
     HEADS: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LANES: tl.constexpr,  # at least num_ragged; 0: there are none
-    BLOCK: tl.constexpr,
+    LANES: tl.constexpr,  # a power of two >= num_ragged; 0: there are none
+    BLOCK: tl.constexpr,  # heads x width per program
     PDL: tl.constexpr,
 ):
     """Store key and value of one (row, block of heads x width) in the pools."""
@@ -74,26 +93,26 @@ def paged_write_kernel(
             num_rows = tl.load(seq_len_ptr + sequence)
     position = tl.load(kv_len_ptr + sequence) - num_rows + offset
     limit = tl.load(limit_ptr + sequence)
-    alive = (position >= 0) & (position < limit)
+    is_alive = (position >= 0) & (position < limit)
     block = tl.minimum(tl.maximum(position, 0) // BLOCK_SIZE, table_width - 1)
     entry = tl.load(table_ptr + sequence.to(tl.int64) * table_stride + block).to(tl.int64)
     # the remainder of a negative number may be negative
-    place = (position % BLOCK_SIZE + BLOCK_SIZE) % BLOCK_SIZE
-    out_row = tl.where(alive, entry * BLOCK_SIZE, sentinel_row) + place
+    block_offset = (position % BLOCK_SIZE + BLOCK_SIZE) % BLOCK_SIZE
+    out_row = tl.where(is_alive, entry * BLOCK_SIZE, sentinel_row) + block_offset
 
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = lanes < HEADS * WIDTH
-    head = lanes // WIDTH
-    dim = lanes % WIDTH
+    offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = offsets < HEADS * WIDTH
+    head = offsets // WIDTH
+    dim = offsets % WIDTH
     wide_row = row.to(tl.int64)
-    out = out_row * (HEADS * WIDTH) + lanes
-    keys = key_ptr + wide_row * key_row_stride + head * key_head_stride + dim
-    values = value_ptr + wide_row * value_row_stride + head * value_head_stride + dim
+    out_offsets = out_row * (HEADS * WIDTH) + offsets
+    key_ptrs = key_ptr + wide_row * key_row_stride + head * key_head_stride + dim
+    value_ptrs = value_ptr + wide_row * value_row_stride + head * value_head_stride + dim
     # both are in flight before the first is stored
-    key = tl.load(keys, mask=inside)
-    value = tl.load(values, mask=inside)
-    tl.store(key_pool_ptr + out, key, mask=inside)
-    tl.store(value_pool_ptr + out, value, mask=inside)
+    key = tl.load(key_ptrs, mask=mask)
+    value = tl.load(value_ptrs, mask=mask)
+    tl.store(key_pool_ptr + out_offsets, key, mask=mask)
+    tl.store(value_pool_ptr + out_offsets, value, mask=mask)
 
 
 @triton.jit
@@ -128,24 +147,24 @@ def _attend_keys(
     WIDEN: tl.constexpr,
 ):
     """Attend the keys [first_key, end_key) with a tile of rows and accumulate (online softmax)."""
-    lanes = tl.arange(0, BLOCK_N)
+    offsets = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    in_width = dims < WIDTH
-    # blocks are looked up a tile ahead, so that keys and values can be fetched while the tiles in
-    # front of them are attended
-    entry = (first_key + lanes) // BLOCK_SIZE
+    dim_mask = dims < WIDTH
+    # blocks are looked up a tile ahead, so that keys and values can be fetched while the tiles
+    # before them are attended
+    entry = (first_key + offsets) // BLOCK_SIZE
     block = tl.load(table_ptr + entry, mask=entry < table_width, other=0)
     for start in range(first_key, end_key, BLOCK_N):
-        position = start + lanes
+        position = start + offsets
         row = block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE
-        place = (row * ROW_STRIDE)[:, None] + dims[None, :]
+        key_offsets = (row * ROW_STRIDE)[:, None] + dims[None, :]
         entry = (position + BLOCK_N) // BLOCK_SIZE
         block = tl.load(table_ptr + entry, mask=entry < table_width, other=0)
-        readable = in_width[None, :]
+        mask = dim_mask[None, :]
         if MASKED:
             # what is no key is never read: 0 * NaN is NaN
-            readable = (position < end_key)[:, None] & readable
-        keys = tl.load(key_pool_ptr + place, mask=readable, other=0.0)
+            mask = (position < end_key)[:, None] & mask
+        keys = tl.load(key_pool_ptr + key_offsets, mask=mask, other=0.0)
         scores = _dot(query, tl.trans(keys), WIDEN)
         if MASKED:
             scores = tl.where(position[None, :] <= last_key[:, None], scores, float("-inf"))
@@ -154,7 +173,7 @@ def _attend_keys(
         weights = tl.exp2(scores * score_scale - finite[:, None])
         decay = tl.exp2(highest - finite)
         weight = weight * decay + tl.sum(weights, axis=1)
-        values = tl.load(value_pool_ptr + place, mask=readable, other=0.0)
+        values = tl.load(value_pool_ptr + key_offsets, mask=mask, other=0.0)
         total = total * decay[:, None] + _dot(weights.to(values.dtype), values, WIDEN)
         highest = higher
     return highest, weight, total
@@ -202,24 +221,28 @@ def _mean(weight, total, last_key):
     ]
 )
 def paged_uniform_kernel(
-    query_ptr,  # [T, KV_HEADS * GROUP, WIDTH]
-    kv_len_ptr,  # [R]
-    limit_ptr,  # [R]
-    table_ptr,  # [R, table_width]
-    key_pool_ptr,  # [rows, KV_HEADS, WIDTH]
-    value_pool_ptr,  # [rows, KV_HEADS, WIDTH]
+    # inputs
+    query_ptr,  # [T, KV_HEADS * GROUP, WIDTH] floating
+    kv_len_ptr,  # [R] int32: keys after this step
+    limit_ptr,  # [R] int32: rows at or past it are padding
+    table_ptr,  # [R, table_width] int32: blocks
+    key_pool_ptr,  # [rows, KV_HEADS, WIDTH] floating
+    value_pool_ptr,  # [rows, KV_HEADS, WIDTH] floating
+    # outputs; N: query rows of these sequences
     output_ptr,  # [T, KV_HEADS * GROUP, WIDTH]; SPLIT: [N, KV_HEADS * GROUP, num_splits, WIDTH]
-    weight_ptr,  # SPLIT: [N, KV_HEADS * GROUP, num_splits]
+    weight_ptr,  # SPLIT: [N, KV_HEADS * GROUP, num_splits] float32: log2 of the sum of weights
+    # sizes
     query_row_stride,
     query_head_stride,
     table_stride,
     table_width,
     first_sequence,
-    first_row,
-    query_rows,
-    row_tiles,
+    first_row,  # of these sequences
+    query_rows,  # of each sequence
+    row_tiles,  # of each sequence
     num_splits,
-    score_scale,
+    score_scale,  # of scores for powers of two; positive
+    # constants
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,  # query heads that share a key head
     WIDTH: tl.constexpr,
@@ -244,7 +267,7 @@ def paged_uniform_kernel(
     kv_len = tl.load(kv_len_ptr + sequence)
     limit = tl.load(limit_ptr + sequence)
 
-    offset, head, used, last_key, end_key = _rows_of_tile(
+    offset, head, row_mask, last_key, end_key = _rows_of_tile(
         tile, kv_head, query_rows, kv_len, limit, table_width * BLOCK_SIZE, GROUP, BLOCK_M
     )
     first_key = 0
@@ -255,11 +278,11 @@ def paged_uniform_kernel(
         end_key = tl.minimum(first_key + split_keys, end_key)
 
     dims = tl.arange(0, BLOCK_D)
-    inside = used[:, None] & (dims < WIDTH)[None, :]
+    mask = row_mask[:, None] & (dims < WIDTH)[None, :]
     local_row = index * query_rows + offset
     row = (first_row + local_row).to(tl.int64)
-    place = row * query_row_stride + head * query_head_stride
-    query = tl.load(query_ptr + place[:, None] + dims[None, :], mask=inside, other=0.0)
+    query_offsets = row * query_row_stride + head * query_head_stride
+    query = tl.load(query_ptr + query_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
     highest, weight, total = _attend_keys(
         tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
@@ -287,24 +310,28 @@ def paged_uniform_kernel(
         seen = weight != 0.0
         # the logarithm of the sum of all weights, to base two
         weight = tl.where(seen, highest + tl.log2(tl.where(seen, weight, 1.0)), float("-inf"))
-        tl.store(weight_ptr + item, weight, mask=used)
+        tl.store(weight_ptr + item, weight, mask=row_mask)
     else:
         item = row * (KV_HEADS * GROUP) + head
-    out = item[:, None] * WIDTH + dims[None, :]
-    tl.store(output_ptr + out, result.to(output_ptr.dtype.element_ty), mask=inside)
+    out_offsets = item[:, None] * WIDTH + dims[None, :]
+    tl.store(output_ptr + out_offsets, result.to(output_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit(do_not_specialize=["num_splits", "first_row"])
 def paged_merge_kernel(
+    # inputs
     partial_ptr,  # [N, HEADS, num_splits, WIDTH] float32
-    weight_ptr,  # [N, HEADS, num_splits] float32
-    output_ptr,  # [T, HEADS, WIDTH]
-    first_row,
+    weight_ptr,  # [N, HEADS, num_splits] float32: log2 of the sum of weights
+    # output
+    output_ptr,  # [T, HEADS, WIDTH] floating
+    # sizes
+    first_row,  # of the N rows
     num_splits,
-    HEADS: tl.constexpr,
+    # constants
+    HEADS: tl.constexpr,  # query heads
     WIDTH: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr,  # a power of two >= num_splits
+    BLOCK_D: tl.constexpr,  # a power of two >= WIDTH
     PDL: tl.constexpr,
 ):
     """Merge the key splits of one (row, head) by their weights."""
@@ -318,36 +345,40 @@ def paged_merge_kernel(
     finite = tl.where(highest == float("-inf"), 0.0, highest)
     share = tl.exp2(weight - finite)
     dims = tl.arange(0, BLOCK_D)
-    place = (item * num_splits + splits)[:, None] * WIDTH + dims[None, :]
-    readable = (splits < num_splits)[:, None] & (dims < WIDTH)[None, :]
-    partial = tl.load(partial_ptr + place, mask=readable, other=0.0)
+    partial_offsets = (item * num_splits + splits)[:, None] * WIDTH + dims[None, :]
+    mask = (splits < num_splits)[:, None] & (dims < WIDTH)[None, :]
+    partial = tl.load(partial_ptr + partial_offsets, mask=mask, other=0.0)
     total = tl.sum(share, axis=0)
     result = tl.sum(partial * share[:, None], axis=0) / tl.where(total != 0.0, total, 1.0)
-    out = (first_row.to(tl.int64) * HEADS + item) * WIDTH + dims
-    tl.store(output_ptr + out, result.to(output_ptr.dtype.element_ty), mask=dims < WIDTH)
+    out_offsets = (first_row.to(tl.int64) * HEADS + item) * WIDTH + dims
+    tl.store(output_ptr + out_offsets, result.to(output_ptr.dtype.element_ty), mask=dims < WIDTH)
 
 
 @triton.jit(do_not_specialize=["num_ragged", "table_stride", "table_width"])
 def paged_ragged_kernel(
-    query_ptr,  # [T, KV_HEADS * GROUP, WIDTH]
-    seq_len_ptr,  # [R]
-    kv_len_ptr,  # [R]
-    limit_ptr,  # [R]
-    table_ptr,  # [R, table_width]
-    key_pool_ptr,  # [rows, KV_HEADS, WIDTH]
-    value_pool_ptr,  # [rows, KV_HEADS, WIDTH]
-    output_ptr,  # [T, KV_HEADS * GROUP, WIDTH]
+    # inputs
+    query_ptr,  # [T, KV_HEADS * GROUP, WIDTH] floating
+    seq_len_ptr,  # [R] int32: query rows
+    kv_len_ptr,  # [R] int32: keys after this step
+    limit_ptr,  # [R] int32: rows at or past it are padding
+    table_ptr,  # [R, table_width] int32: blocks
+    key_pool_ptr,  # [rows, KV_HEADS, WIDTH] floating
+    value_pool_ptr,  # [rows, KV_HEADS, WIDTH] floating
+    # output
+    output_ptr,  # [T, KV_HEADS * GROUP, WIDTH] floating
+    # sizes
     query_row_stride,
     query_head_stride,
     table_stride,
     table_width,
-    num_ragged,
-    score_scale,
+    num_ragged,  # ragged sequences
+    score_scale,  # of scores for powers of two; positive
+    # constants
     KV_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr,  # query heads that share a key head
     WIDTH: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
-    LANES: tl.constexpr,  # at least num_ragged
+    LANES: tl.constexpr,  # a power of two >= num_ragged
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -371,22 +402,22 @@ def paged_ragged_kernel(
     kv_len = tl.load(kv_len_ptr + sequence)
     limit = tl.load(limit_ptr + sequence)
 
-    offset, head, used, last_key, end_key = _rows_of_tile(
+    offset, head, row_mask, last_key, end_key = _rows_of_tile(
         tile, kv_head, query_rows, kv_len, limit, table_width * BLOCK_SIZE, GROUP, BLOCK_M
     )
 
     dims = tl.arange(0, BLOCK_D)
-    inside = used[:, None] & (dims < WIDTH)[None, :]
+    mask = row_mask[:, None] & (dims < WIDTH)[None, :]
     row = (first_row + offset).to(tl.int64)
-    place = row * query_row_stride + head * query_head_stride
-    query = tl.load(query_ptr + place[:, None] + dims[None, :], mask=inside, other=0.0)
+    query_offsets = row * query_row_stride + head * query_head_stride
+    query = tl.load(query_ptr + query_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
     table_ptr += sequence.to(tl.int64) * table_stride
     key_pool_ptr += kv_head * WIDTH
     value_pool_ptr += kv_head * WIDTH
     highest = tl.full([BLOCK_M], float("-inf"), tl.float32)
     weight = tl.zeros([BLOCK_M], tl.float32)
     total = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    # keys in front of every row of the tile need no mask
+    # keys before every row of the tile need no mask
     common = tl.min(tl.where(last_key >= 0, last_key + 1, end_key), axis=0)
     common = tl.minimum(common, end_key) // BLOCK_N * BLOCK_N
     highest, weight, total = _attend_keys(
@@ -432,5 +463,5 @@ def paged_ragged_kernel(
         WIDEN,
     )
     result = _mean(weight, total, last_key)
-    out = (row * (KV_HEADS * GROUP) + head)[:, None] * WIDTH + dims[None, :]
-    tl.store(output_ptr + out, result.to(output_ptr.dtype.element_ty), mask=inside)
+    out_offsets = (row * (KV_HEADS * GROUP) + head)[:, None] * WIDTH + dims[None, :]
+    tl.store(output_ptr + out_offsets, result.to(output_ptr.dtype.element_ty), mask=mask)
