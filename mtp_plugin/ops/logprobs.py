@@ -13,11 +13,11 @@ from mtp_plugin.ops.row_sums import RowSums
 from mtp_plugin.ops.step import SlotRows, StepLayout, check_slots
 from mtp_plugin.requests.logprobs import (
     ENTRY_WIDTH,
-    RANK_PLACE,
-    TOKEN_PLACE,
-    TOP_IDS_PLACE,
-    TOP_VALUES_PLACE,
-    VALUE_PLACE,
+    RANK_INDEX,
+    TOKEN_INDEX,
+    TOP_IDS_INDEX,
+    TOP_VALUES_INDEX,
+    VALUE_INDEX,
 )
 from mtp_plugin.requests.options import MAX_LOGPROBS
 
@@ -37,27 +37,27 @@ class LogprobEntries:
     @property
     def tokens(self) -> torch.Tensor:
         """[R, K+1] int32, -1 without an entry."""
-        return self.entries[..., TOKEN_PLACE]
+        return self.entries[..., TOKEN_INDEX]
 
     @property
     def ranks(self) -> torch.Tensor:
         """[R, K+1] int32: 1 for the most likely token; 0 without an entry."""
-        return self.entries[..., RANK_PLACE]
+        return self.entries[..., RANK_INDEX]
 
     @property
     def values(self) -> torch.Tensor:
         """[R, K+1] float32: of the tokens; 0 without an entry."""
-        return self.entries[..., VALUE_PLACE].view(torch.float32)
+        return self.entries[..., VALUE_INDEX].view(torch.float32)
 
     @property
     def top_ids(self) -> torch.Tensor:
         """[R, K+1, MAX_LOGPROBS] int32: the most likely tokens, -1 after the requested number."""
-        return self.entries[..., TOP_IDS_PLACE:TOP_VALUES_PLACE]
+        return self.entries[..., TOP_IDS_INDEX:TOP_VALUES_INDEX]
 
     @property
     def top_values(self) -> torch.Tensor:
         """[R, K+1, MAX_LOGPROBS] float32: of the most likely tokens, 0 where there is none."""
-        return self.entries[..., TOP_VALUES_PLACE:].view(torch.float32)
+        return self.entries[..., TOP_VALUES_INDEX:].view(torch.float32)
 
 
 def logprobs(

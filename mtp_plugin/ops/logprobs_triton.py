@@ -38,11 +38,11 @@ from mtp_plugin.ops.step import SlotRows, StepLayout
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.requests.logprobs import (
     ENTRY_WIDTH,
-    RANK_PLACE,
-    TOKEN_PLACE,
-    TOP_IDS_PLACE,
-    TOP_VALUES_PLACE,
-    VALUE_PLACE,
+    RANK_INDEX,
+    TOKEN_INDEX,
+    TOP_IDS_INDEX,
+    TOP_VALUES_INDEX,
+    VALUE_INDEX,
 )
 from mtp_plugin.requests.options import MAX_LOGPROBS
 
@@ -57,11 +57,11 @@ FINISH_WARPS = 8
 
 LOGPROBS = tl.constexpr(request_column("logprobs"))
 ENTRY = tl.constexpr(ENTRY_WIDTH)
-TOKEN = tl.constexpr(TOKEN_PLACE)
-RANK = tl.constexpr(RANK_PLACE)
-VALUE = tl.constexpr(VALUE_PLACE)
-TOP_IDS = tl.constexpr(TOP_IDS_PLACE)
-TOP_VALUES = tl.constexpr(TOP_VALUES_PLACE)
+TOKEN = tl.constexpr(TOKEN_INDEX)
+RANK = tl.constexpr(RANK_INDEX)
+VALUE = tl.constexpr(VALUE_INDEX)
+TOP_IDS = tl.constexpr(TOP_IDS_INDEX)
+TOP_VALUES = tl.constexpr(TOP_VALUES_INDEX)
 TOP = tl.constexpr(MAX_LOGPROBS)
 LISTED = tl.constexpr(triton.next_power_of_2(MAX_LOGPROBS))
 NO_KEY = tl.constexpr(-(2**63))

@@ -11,9 +11,9 @@ import torch
 
 from mtp_plugin.requests.options import MAX_LOGPROBS
 
-TOKEN_PLACE, RANK_PLACE, VALUE_PLACE, TOP_IDS_PLACE = 0, 1, 2, 3
-TOP_VALUES_PLACE = TOP_IDS_PLACE + MAX_LOGPROBS
-ENTRY_WIDTH = TOP_VALUES_PLACE + MAX_LOGPROBS
+TOKEN_INDEX, RANK_INDEX, VALUE_INDEX, TOP_IDS_INDEX = 0, 1, 2, 3
+TOP_VALUES_INDEX = TOP_IDS_INDEX + MAX_LOGPROBS
+ENTRY_WIDTH = TOP_VALUES_INDEX + MAX_LOGPROBS
 """Number of int32 of an entry: token id (-1: none), rank, log-probability, top-k ids (-1: none) and
 their log-probabilities; floats are stored bit for bit."""
 
@@ -69,11 +69,11 @@ class LogprobEntries:
         return [self._mapping(whole, real) for whole, real in zip(numbers, values, strict=True)]
 
     def _mapping(self, numbers: list[int], values: list[float]) -> TokenLogprobs:
-        logprobs = {numbers[TOKEN_PLACE]: Logprob(values[VALUE_PLACE], numbers[RANK_PLACE])}
-        for place in range(self._num_top):
-            token = numbers[TOP_IDS_PLACE + place]
+        logprobs = {numbers[TOKEN_INDEX]: Logprob(values[VALUE_INDEX], numbers[RANK_INDEX])}
+        for index in range(self._num_top):
+            token = numbers[TOP_IDS_INDEX + index]
             if token >= 0:
-                logprobs.setdefault(token, Logprob(values[TOP_VALUES_PLACE + place], place + 1))
+                logprobs.setdefault(token, Logprob(values[TOP_VALUES_INDEX + index], index + 1))
         return logprobs
 
 
@@ -84,13 +84,13 @@ class _ReadAsList(Sequence[_Item_co]):
     def __iter__(self) -> Iterator[_Item_co]: ...
 
     @overload
-    def __getitem__(self, place: int) -> _Item_co: ...
+    def __getitem__(self, index: int) -> _Item_co: ...
 
     @overload
-    def __getitem__(self, place: slice) -> list[_Item_co]: ...
+    def __getitem__(self, index: slice) -> list[_Item_co]: ...
 
-    def __getitem__(self, place: int | slice) -> _Item_co | list[_Item_co]:
-        return list(self)[place]
+    def __getitem__(self, index: int | slice) -> _Item_co | list[_Item_co]:
+        return list(self)[index]
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Sequence) and list(self) == list(other)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from mtp_plugin.requests.logprobs import VALUE_PLACE, Logprobs
+from mtp_plugin.requests.logprobs import VALUE_INDEX, Logprobs
 from mtp_plugin.requests.states import FinishReason
 
 
@@ -29,7 +29,7 @@ class StepOutput:
         computed, also ``log_probs`` [R, K+1] float32 and ``logprob_entries``."""
         logprobs: dict[str, torch.Tensor] = {}
         if self.logprob_entries is not None:
-            values = self.logprob_entries[..., VALUE_PLACE].view(torch.float32)
+            values = self.logprob_entries[..., VALUE_INDEX].view(torch.float32)
             logprobs = {"log_probs": values, "logprob_entries": self.logprob_entries}
         return logprobs | {
             "logits": self.logits,

@@ -7,11 +7,11 @@ import torch
 
 from mtp_plugin.requests.logprobs import (
     ENTRY_WIDTH,
-    RANK_PLACE,
-    TOKEN_PLACE,
-    TOP_IDS_PLACE,
-    TOP_VALUES_PLACE,
-    VALUE_PLACE,
+    RANK_INDEX,
+    TOKEN_INDEX,
+    TOP_IDS_INDEX,
+    TOP_VALUES_INDEX,
+    VALUE_INDEX,
     Logprob,
     LogprobEntries,
     Logprobs,
@@ -34,10 +34,10 @@ def entries() -> torch.Tensor:
     found = torch.full((2, ENTRY_WIDTH), -1, dtype=torch.int32)
     values = found.view(torch.float32)
     for row, (token, value) in enumerate([(7, -0.5), (8, -1.5)]):
-        found[row, TOKEN_PLACE], found[row, RANK_PLACE] = token, row + 1
-        values[row, VALUE_PLACE] = value
-        found[row, TOP_IDS_PLACE] = 7
-        values[row, TOP_VALUES_PLACE] = -0.5
+        found[row, TOKEN_INDEX], found[row, RANK_INDEX] = token, row + 1
+        values[row, VALUE_INDEX] = value
+        found[row, TOP_IDS_INDEX] = 7
+        values[row, TOP_VALUES_INDEX] = -0.5
     return found
 
 

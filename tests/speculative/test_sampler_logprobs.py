@@ -11,11 +11,11 @@ import torch
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.requests.logprobs import (
     ENTRY_WIDTH,
-    RANK_PLACE,
-    TOKEN_PLACE,
-    TOP_IDS_PLACE,
-    TOP_VALUES_PLACE,
-    VALUE_PLACE,
+    RANK_INDEX,
+    TOKEN_INDEX,
+    TOP_IDS_INDEX,
+    TOP_VALUES_INDEX,
+    VALUE_INDEX,
     Logprob,
 )
 from mtp_plugin.requests.options import SamplingParams
@@ -46,17 +46,17 @@ def make(**options: Any) -> MTPSampler:
 def outputs_with_logprobs(*runs: list[int]) -> dict[str, Any]:
     """What a worker returns: tokens 7 to 9, of which 7 is the most likely."""
     entries = torch.zeros(len(runs), K + 1, ENTRY_WIDTH, dtype=torch.int32)
-    entries[..., TOP_IDS_PLACE:TOP_VALUES_PLACE] = -1
-    entries[..., TOKEN_PLACE] = -1
+    entries[..., TOP_IDS_INDEX:TOP_VALUES_INDEX] = -1
+    entries[..., TOKEN_INDEX] = -1
     values = entries.view(torch.float32)
     for row, run in enumerate(runs):
         for place, token in enumerate(run):
-            entries[row, place, TOKEN_PLACE] = token
-            entries[row, place, RANK_PLACE] = token - 6
-            values[row, place, VALUE_PLACE] = VALUES[token]
+            entries[row, place, TOKEN_INDEX] = token
+            entries[row, place, RANK_INDEX] = token - 6
+            values[row, place, VALUE_INDEX] = VALUES[token]
             for number, (other, value) in enumerate(VALUES.items()):
-                entries[row, place, TOP_IDS_PLACE + number] = other
-                values[row, place, TOP_VALUES_PLACE + number] = value
+                entries[row, place, TOP_IDS_INDEX + number] = other
+                values[row, place, TOP_VALUES_INDEX + number] = value
     return outputs(*runs) | {"logprob_entries": entries}
 
 
