@@ -1,9 +1,21 @@
 """Triton implementation of `logprobs`: a scan of the rows by chunks, and a finish per token.
 
-The scan stores of every chunk its maximum, and the sum of exp(x - maximum). It is skipped if
-sampling has stored the maxima of chunks and the sums of rows. The finish reads only chunks whose
-maximum is high enough: those that may hold tokens ranked before the given one, or the most likely
-ones.
+1. Grid (rows of logits, groups of PARTS blocks), `logprob_scan_kernel`: store of every chunk its
+   maximum, and the sum of exp(x - maximum). Left out if sampling has stored the maxima of chunks
+   and the sums of rows.
+2. Grid [R * (K+1)], `logprob_finish_kernel`, one program per entry: load the chunk maxima of the
+   entry's row; the row's maximum and sum give the log-probability of the token.
+3. Rank: select the chunks whose maximum is at least the token's value, and count in these alone the
+   tokens ordered before it.
+4. Top-k: the k-th highest chunk maximum is a lower bound of the k-th highest value. Select the
+   chunks that reach it, and keep the k highest keys of their tiles. A key orders by value, then by
+   the lowest id, and is unique, so each step replaces exactly one.
+5. Store the entry.
+
+Chunks are selected into a list in memory, which threads share: barriers separate its writes and
+reads. NaN counts as -inf; in a row with +inf the lowest such id has log-probability 0, and all
+others -inf. Entries without a token (at or after the count, of a request that wants none, or past
+the only row of a context) hold fill values, and rows without an entry are not read.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -115,41 +127,41 @@ def value_of_key(key):
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def logprob_scan_kernel(
     # inputs
-    logits_ptr,
-    count_ptr,
-    table_ptr,
-    slot_ptr,
+    logits_ptr,  # [N, vocab] floating; N: rows of logits
+    count_ptr,  # [R] integer: generated tokens of each request
+    table_ptr,  # HAS_SLOTS: [S, W] int32
+    slot_ptr,  # HAS_SLOTS: [>= R] integer
     # outputs
-    top_ptr,
-    mass_ptr,
+    top_ptr,  # [N, num_blocks * LAYOUT.chunks] float32: maxima of chunks
+    mass_ptr,  # [N, num_blocks * LAYOUT.chunks] float32: sums of exp(x - maximum)
     # sizes
-    num_contexts,
-    width,
+    num_contexts,  # C
+    width,  # K+1: rows of a generation
     vocab,
-    num_blocks,
-    requested,
+    num_blocks,  # of a row
+    requested,  # without HAS_SLOTS: number of top tokens of every request, -1: no entry
     row_stride,
     count_stride,
     table_stride,
     slot_stride,
     # constants
-    LAYOUT: tl.constexpr,
-    PARTS: tl.constexpr,
+    LAYOUT: tl.constexpr,  # ChunkLayout
+    PARTS: tl.constexpr,  # blocks per program
     HAS_SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """One program per ``PARTS`` blocks of a row; rows without a requested entry are skipped."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
-    offset = tl.maximum(tl.program_id(0) - num_contexts, 0)
+    generation_row = tl.maximum(tl.program_id(0) - num_contexts, 0)
     is_context = row < num_contexts
-    request = tl.where(is_context, row, num_contexts + offset // width)
-    place = tl.where(is_context, 0, offset % width)
+    request = tl.where(is_context, row, num_contexts + generation_row // width)
+    index = tl.where(is_context, 0, generation_row % width)
     count = tl.load(count_ptr + request * count_stride)
     requested = requested_logprobs(
         request, table_ptr, table_stride, slot_ptr, slot_stride, requested, HAS_SLOTS
     )
-    if (requested >= 0) & (place < count):
+    if (requested >= 0) & (index < count):
         first_block = tl.program_id(1) * PARTS
         for block in range(first_block, tl.minimum(first_block + PARTS, num_blocks)):
             x = load_block(logits_ptr + row * row_stride, block, vocab, LAYOUT.block)
@@ -258,23 +270,23 @@ def most_likely(
 )
 def logprob_finish_kernel(
     # inputs
-    logits_ptr,
-    count_ptr,
-    table_ptr,
-    slot_ptr,
-    token_ptr,
-    top_ptr,
-    mass_ptr,
+    logits_ptr,  # [N, vocab] floating; N: rows of logits
+    count_ptr,  # [R] integer: generated tokens of each request
+    table_ptr,  # HAS_SLOTS: [S, W] int32
+    slot_ptr,  # HAS_SLOTS: [>= R] integer
+    token_ptr,  # [R, width] integer: generated tokens
+    top_ptr,  # [N, num_blocks * LAYOUT.chunks] float32: maxima of chunks
+    mass_ptr,  # HAS_SUMS: [N], else [N, num_blocks * LAYOUT.chunks] float32: sums of rows or chunks
     # outputs
-    entry_ptr,
+    entry_ptr,  # [R, width, ENTRY] int32
     # written and read
-    picked_ptr,
+    picked_ptr,  # [R, width, num_blocks * LAYOUT.chunks] int32: indices of selected chunks
     # sizes
-    num_contexts,
-    width,
+    num_contexts,  # C
+    width,  # K+1: rows of a generation
     vocab,
-    num_blocks,
-    requested,
+    num_blocks,  # of a row
+    requested,  # without HAS_SLOTS: number of top tokens of every request, -1: no entry
     row_stride,
     count_stride,
     table_stride,
@@ -282,22 +294,19 @@ def logprob_finish_kernel(
     token_row_stride,
     token_stride,
     # constants
-    LAYOUT: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
-    TILE: tl.constexpr,
+    LAYOUT: tl.constexpr,  # ChunkLayout
+    ALL_CHUNKS: tl.constexpr,  # a power of two >= num_blocks * LAYOUT.chunks
+    TILE: tl.constexpr,  # chunks per iteration
     HAS_SLOTS: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per (request, column): the entry of its token, or fill values.
-
-    ``mass_ptr`` holds one value per row with sums, else one per chunk.
-    """
+    """One program per (request, index of its token): the entry of the token, or fill values."""
     grid_dependency_synchronize(PDL)
     request = (tl.program_id(0) // width).to(tl.int64)
-    place = tl.program_id(0) % width
+    index = tl.program_id(0) % width
     is_context = request < num_contexts
-    row = tl.where(is_context, request, num_contexts + (request - num_contexts) * width + place)
+    row = tl.where(is_context, request, num_contexts + (request - num_contexts) * width + index)
     count = tl.load(count_ptr + request * count_stride)
     requested = requested_logprobs(
         request, table_ptr, table_stride, slot_ptr, slot_stride, requested, HAS_SLOTS
@@ -308,9 +317,9 @@ def logprob_finish_kernel(
     value = tl.full([], 0.0, tl.float32)
     ids = tl.full([LISTED], -1, tl.int32)
     values = tl.full([LISTED], 0.0, tl.float32)
-    if (requested >= 0) & (place < count) & ((place == 0) | (request >= num_contexts)):
+    if (requested >= 0) & (index < count) & ((index == 0) | (request >= num_contexts)):
         number = tl.minimum(requested, TOP)
-        token = tl.load(token_ptr + request * token_row_stride + place * token_stride).to(tl.int32)
+        token = tl.load(token_ptr + request * token_row_stride + index * token_stride).to(tl.int32)
         row_ptr = logits_ptr + row * row_stride
         own = loaded(row_ptr + token, (token >= 0) & (token < vocab))
         num_chunks = num_blocks * LAYOUT.chunks
