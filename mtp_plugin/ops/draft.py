@@ -28,6 +28,9 @@ def propose(logits: torch.Tensor, output: DraftOutput, *, backend: Backend) -> N
             vocabulary, whose columns are translated to token ids.
         output: results with contiguous rows, of which only the output's columns are written, and
             contiguous vectors; ``last_rows`` may have any stride.
+
+    Raises:
+        TensorContractError: another shape, dtype or device.
     """
     requests = _check_logits(logits)
     if output.vocab_ids is not None:
@@ -52,9 +55,13 @@ def propose_processed(
     Tokens of a forced end of thinking replace the argmax. Takes as many launches as `propose`.
 
     Args:
+        logits, output: as in :func:`propose`.
         rows: of the logits, one per request, with int32 drafts that are those of the output.
         slots: of the R requests; with ``draft_mask``, drafts are none of the disallowed tokens.
         following, thinking: as in :func:`write_drafts`.
+
+    Raises:
+        TensorContractError: another shape, dtype or device.
     """
     rows.check_logits(logits)
     if output.vocab_ids is not None:
@@ -92,6 +99,9 @@ def write_drafts(
         slots: of the R requests; None: no draft is masked or forced.
         thinking: thinking budgets, which need slots and int32 drafts that are those of the output.
             None: no request has a budget.
+
+    Raises:
+        TensorContractError: another shape, dtype or device.
     """
     expect_tensor("drafts", drafts, dtype=torch.int32, shape=("R",))
     _check_output(output, int(drafts.shape[0]))
@@ -108,6 +118,9 @@ def draft_argmax(logits: torch.Tensor, *, backend: Backend) -> torch.Tensor:
 
     Args:
         logits: [R, V] floating, rows of any stride.
+
+    Raises:
+        TensorContractError: another shape, dtype or device.
     """
     if _check_logits(logits) == 0:
         return torch.empty(0, dtype=torch.int32, device=logits.device)
@@ -129,10 +142,13 @@ def shift_state_window(
     read before any is written, since a layer may return its input.
 
     Args:
-        states: [T' + K-1, H], written in place.
+        states: [T' + K-1, H] of any dtype, written in place.
         outputs: [T', H], possibly a view of ``states``.
         last_rows: [R] integer, ascending, as those of consecutive sequences.
         offset: number of passes done.
+
+    Raises:
+        TensorContractError: another shape, dtype or device.
     """
     expect_tensor("states", states, shape=("T' + K-1", "H"))
     expect_tensor("outputs", outputs, shape=("T'", int(states.shape[1])))

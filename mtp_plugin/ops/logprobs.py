@@ -88,6 +88,10 @@ def logprobs(
             all requests.
         sums: partial results of sampling from these logits with the same slots; None: rows are
             read once more.
+
+    Raises:
+        TensorContractError: another shape, dtype or device, a number of tokens that is not from -1
+            to `MAX_LOGPROBS`, or sums without slots.
     """
     requests = layout.num_requests
     device = expect_tensor(

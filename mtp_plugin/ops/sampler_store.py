@@ -37,6 +37,10 @@ def store_results(
     Args:
         store: [S, 3K+4] int32 with contiguous rows, S sequence slots.
         slots: [R] int64, all different, 0..S-1: the row of each request.
+        results: of at least R requests.
+
+    Raises:
+        TensorContractError: another shape, dtype or device.
     """
     max_draft_len = _check(store, slots, results)
     if slots.shape[0] > 0:

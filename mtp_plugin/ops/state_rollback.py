@@ -39,6 +39,10 @@ def mamba_state_selective_copy(
         accepted_counts: [>= N] int32 or int64, accepted drafts.
         num_layers: how many of the layers are copied.
 
+    Raises:
+        TensorContractError: another shape, dtype or device, more layers than there are, or states
+            that the kernel cannot copy.
+
     Source: Megatron-LM, ``mtp_utils_pytorch``.
     """
     current = expect_tensor("current_states", current_states)

@@ -84,8 +84,12 @@ def synthetic_acceptance(
         last_positions: [G] integer, any stride: of each request's last token, which precedes its
             first draft.
         draft_len: K.
+        rule: thresholds of at least K drafts.
         slots: of the requests; reads ``number``. None: 0 for all requests, which then decide alike
             at equal positions.
+
+    Raises:
+        TensorContractError: another shape, dtype or device.
     """
     expect_tensor("last_positions", last_positions, dtype=INTEGERS, shape=("G",))
     device = last_positions.device

@@ -32,10 +32,14 @@ def force_thinking_end(
         slots: of the requests; reads ``thinking_token_budget`` (-1: none), ``num_thinking``
             (generated thinking tokens, -1: not thinking) and ``end_progress`` (how many tokens of
             the end sequence were generated last).
-        target_tokens: [rows] int32, contiguous; forced tokens are written here too.
+        rule: the thinking tokens and the end sequence.
+        target_tokens: [C + G*(K+1)] int32, contiguous; forced tokens are written here too.
 
     Returns:
-        [rows] int32.
+        [C + G*(K+1)] int32.
+
+    Raises:
+        TensorContractError: another shape, dtype or device.
     """
     device = expect_tensor(
         "target_tokens",
@@ -63,8 +67,12 @@ def update_thinking_state(
     """Update the thinking state of requests with a budget by their accepted tokens.
 
     Args:
-        accepted: tokens [R, K+1] integer, any strides, and how many of each row count.
+        accepted: tokens [R, K+1] integer and how many of each row count [R] integer, any strides.
         slots: as in :func:`force_thinking_end`; written.
+        rule: the thinking tokens and the end sequence.
+
+    Raises:
+        TensorContractError: another shape, dtype or device.
     """
     tokens = expect_tensor("accepted tokens", accepted.tokens, dtype=INTEGERS, shape=("R", "K+1"))
     requests, device = int(tokens.shape[0]), tokens.device

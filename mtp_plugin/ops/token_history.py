@@ -29,9 +29,13 @@ def update_token_history(
     Without pools no request has logits processing, and nothing is written.
 
     Args:
-        accepted: tokens [R, K+1] int32 with contiguous rows, and how many of each row count.
+        accepted: tokens [R, K+1] int32 with contiguous rows, and how many of each row count [R]
+            integer, any stride.
         slots: of the requests; two requests that count do not share a row.
         positions: [R] integer, any stride: of the token that precedes each request's tokens.
+
+    Raises:
+        TensorContractError: another shape, dtype or device.
     """
     tokens, num_accepted = accepted.tokens, accepted.num_accepted
     expect_tensor(
@@ -84,6 +88,6 @@ def _shift_recent(accepted: Accepted, slots: SlotRows, requests: slice) -> None:
     width = slots.columns["recent"].width
     recent = slots.read("recent", requests)
     tokens = torch.cat([recent, accepted.tokens], dim=1)
-    places = torch.arange(width, device=recent.device) + accepted.num_accepted.unsqueeze(1)
-    moved = tokens.gather(1, places.to(torch.int64))
+    indices = torch.arange(width, device=recent.device) + accepted.num_accepted.unsqueeze(1)
+    moved = tokens.gather(1, indices.to(torch.int64))
     slots.table[slots.of(requests), first : first + width] = moved

@@ -62,11 +62,19 @@ def accept(
         logits: [C + G*(K+1), V], or with ``first_rows`` [>= R, V], floating-point with contiguous
             rows, any stride between them.
         draft_tokens: [G*K] or [G, K] integer; ids outside the vocabulary are never accepted.
+        rules: see `AcceptanceRules`; slots of relaxed acceptance are read and written.
         draft_lens: [G] integer: the number of drafts of each generation; None: K.
         final_context: [C] bool; a context that does not end its prompt has no output. None: all do.
         last_tokens: [R] int32, any stride: set to each request's last output token, 0 without one.
         first_rows: [R] integer, any stride: the row of ``logits`` with which each request begins.
             Needs ``draft_lens``. The rows of every request must be in ``logits``.
+
+    Returns:
+        The output tokens of every request, contexts first, their number and the status.
+
+    Raises:
+        TensorContractError: another shape, dtype or device, or an argument without one that it
+            needs.
     """
     _check_rows(layout, logits, draft_tokens, draft_lens, first_rows)
     device, rows = logits.device, logits.shape[0]

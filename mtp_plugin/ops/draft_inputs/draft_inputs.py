@@ -44,6 +44,9 @@ def advance_history(
         history: the pools, written in the rows of the step's slots.
         rows: the verified inputs, and the target's states of them, with contiguous rows.
         num_accepted: [R] integer, any stride, read for generations: output tokens n, 0 to K+1.
+
+    Raises:
+        TensorContractError: another shape, dtype or device.
     """
     _check_history(layout, history, rows, num_accepted)
     backend.dispatch(advance_history_reference)(layout, history, rows, num_accepted)
@@ -74,6 +77,7 @@ def advance_and_build_inputs(
         rows: as in :func:`advance_history`, with ``successors`` if there are contexts.
         last_tokens: [R] integer, any stride, read for generations: the last output token, 0 if
             there is none.
+        windows: rows of each request, within the pools.
         kv: KV lengths of the host engine. Those of the result are the same for contexts; for
             generations less the step's rows, plus n, and at least the floor.
 
@@ -81,6 +85,10 @@ def advance_and_build_inputs(
         The inputs of the first pass. Elements after the last row in ``ids`` and ``states``, and
         from R on in ``kv_lens``, are unspecified. ``states`` may be the step's own if nothing is
         written to them, or if they may be overwritten.
+
+    Raises:
+        TensorContractError: another shape, dtype or device, a layout without positions, or a window
+            or history longer than the pools allow.
     """
     device = _check_history(layout, history, rows, num_accepted)
     _check_positions(layout, "advance_and_build_inputs", device)
@@ -124,6 +132,9 @@ def build_reused_inputs(
     Returns:
         The inputs of the first pass with ``next_positions``; positions and states are the step's
         own. Elements from R on in ``kv_lens`` are unspecified.
+
+    Raises:
+        TensorContractError: another shape, dtype or device, or a layout without positions.
     """
     device = _check_rows(layout, rows)
     _check_positions(layout, "build_reused_inputs", device)
