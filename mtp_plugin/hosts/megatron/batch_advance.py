@@ -57,6 +57,9 @@ def advance_decode_batch(
             there is none. One integer on the device may change between replays of a CUDA graph.
         out: the four tensors of the result to write into.
 
+    Raises:
+        TensorContractError: another shape, dtype or device, or a number out of range.
+
     Source: the composition of three functions of Megatron-LM's ``mtp_utils_pytorch``.
     """
     num_decode = expect_int("num_decode_requests", num_decode_requests, 0)

@@ -61,6 +61,9 @@ def rewind_kv_cache(
         block first. Each active row starts with its old last block id, released or not; entries
         of further blocks that are kept and of padding are 0.
 
+    Raises:
+        TensorContractError: another shape, dtype or device, or a number out of range.
+
     Source: Megatron-LM, ``mtp_utils_pytorch``; rewinds over several blocks are an addition.
     """
     num_drafts = expect_int("num_speculative_tokens", num_speculative_tokens, 0)

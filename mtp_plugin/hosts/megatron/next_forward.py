@@ -47,6 +47,9 @@ def prepare_next_forward_pass(
         accepted_token_counts: [>= D] int32 or int64, written.
         num_speculative_tokens: S.
 
+    Raises:
+        TensorContractError: another shape, dtype or device, or a number out of range.
+
     Source: Megatron-LM, ``mtp_utils_pytorch``.
     """
     num_drafts = expect_int("num_speculative_tokens", num_speculative_tokens, 0)

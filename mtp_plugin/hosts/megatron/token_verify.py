@@ -40,6 +40,9 @@ def verify_speculative_tokens(
     Returns:
         ``(last_one_indices, accepted_tokens_mask, input_tokens [T])``.
 
+    Raises:
+        TensorContractError: another shape, dtype or device, or a number out of range.
+
     Source: Megatron-LM, ``mtp_utils_pytorch``; ``out`` and unmarked padding are additions.
     """
     num_decode = expect_int("num_decode_requests", num_decode_requests, 0)
@@ -94,6 +97,10 @@ def required_logit_indices(
 
     Returns:
         ``out``, or int64 of as many entries as there are indices.
+
+    Raises:
+        TensorContractError: another shape, dtype or device, a number out of range, or
+            a CUDA graph capture with neither of the two.
 
     Source: the row selection in Megatron-LM's dynamic context, as a function of its own.
     """

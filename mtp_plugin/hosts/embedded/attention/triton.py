@@ -149,11 +149,11 @@ class TritonBackend:
             )
         if heads.key_width > WIDE_HEAD and device.type == "cuda" and torch.cuda.is_available():
             properties: Any = torch.cuda.get_device_properties(device)
-            held = properties.shared_memory_per_block_optin
-            if held < WIDE_HEAD_BYTES:
+            shared_memory = properties.shared_memory_per_block_optin
+            if shared_memory < WIDE_HEAD_BYTES:
                 return (
                     f"heads of {heads.key_width} need {WIDE_HEAD_BYTES // 1024} KiB of shared "
-                    f"memory, {device} has {held // 1024} KiB"
+                    f"memory, {device} has {shared_memory // 1024} KiB"
                 )
         return None
 
