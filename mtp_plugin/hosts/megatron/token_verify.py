@@ -99,8 +99,8 @@ def required_logit_indices(
         ``out``, or int64 of as many entries as there are indices.
 
     Raises:
-        TensorContractError: another shape, dtype or device, a number out of range, or
-            a CUDA graph capture with neither of the two.
+        TensorContractError: another shape, dtype or device, a number out of range, or the capture
+            of a CUDA graph with neither of the two.
 
     Source: the row selection in Megatron-LM's dynamic context, as a function of its own.
     """
