@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -11,10 +13,8 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.sampling import sample_tokens
 from mtp_plugin.ops.step import SlotRows, to_device
-from mtp_plugin.requests.columns import REQUEST_COLUMNS, TableColumns
 from mtp_plugin.requests.seeds import seed_words
-
-_COLUMNS = TableColumns(REQUEST_COLUMNS)
+from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
 
 
 def sampling_class(base: type, kernels: str) -> type:
@@ -37,6 +37,7 @@ class _PluginSampling:
     _rng: torch.Generator
     _draft_column = 0
     _slots: SlotRows | None = None
+    _slot_cache: _SlotCache | None = None
 
     def sample_speculative(
         self,
@@ -65,7 +66,8 @@ class _PluginSampling:
         self._slots = self._slots_of(context, device)
         self._draft_column = 0
         logits = _rows(required_logits, positions.shape[0], gather_indices)
-        return self._sample(logits, LogitRows(0, 1, positions), self._slots, requests)
+        slots = replace(self._slots, slot_ids=self._slots.slot_ids[requests])
+        return self._sample(logits, LogitRows(0, 1, positions), slots)
 
     def sample_kernel(
         self,
@@ -103,15 +105,11 @@ class _PluginSampling:
             slots = cast(SlotRows, self._slots)
             rows = LogitRows(0, 1, ends, column=self._draft_column)
             self._draft_column += 1
-        requests = torch.arange(n, device=logits.device)
-        tokens = self._sample(_rows(logits, n, gather_indices), rows, slots, requests)
+        tokens = self._sample(_rows(logits, n, gather_indices), rows, slots)
         return tokens if output is None else output.copy_(tokens)
 
-    def _sample(
-        self, logits: torch.Tensor, rows: LogitRows, slots: SlotRows, requests: torch.Tensor
-    ) -> torch.Tensor:
+    def _sample(self, logits: torch.Tensor, rows: LogitRows, slots: SlotRows) -> torch.Tensor:
         backend = Backend.of(self.kernels, logits.device)
-        slots = SlotRows(slots.table, requests, slots.columns)
         # a row without finite value gets token 0: Megatron has no way to fail one request
         return sample_tokens(logits, rows, slots, backend=backend).clamp_min(0).to(torch.int64)
 
@@ -124,30 +122,17 @@ class _PluginSampling:
             f"{context.config.async_sched_mode}; its bookkeeping runs ahead of the sampled tokens, "
             "so their indices are not known. Use install() without sampling",
         )
+        setting = context.request_ids.shape[0], self._rng.initial_seed(), device
+        if self._slot_cache is None or self._slot_cache.setting != setting:
+            self._slot_cache = _SlotCache(*setting)
         active = _active(context)
-        count = active.stop - active.start
-        options = (
-            context.active_request_metadata[name] for name in ("temperature", "top_k", "top_p")
+        options = context.active_request_metadata
+        values = (
+            options[name][: active.stop - active.start].tolist()
+            for name in ("temperature", "top_k", "top_p")
         )
-        seed = self._rng.initial_seed()
-        rows = [
-            _COLUMNS.row(
-                {
-                    # top_k 1 is greedy in Megatron, top_p 0 is off
-                    "temperature": 0.0 if top_k == 1 else temperature,
-                    "top_k": top_k,
-                    "top_p": top_p or 1.0,
-                    "seed": seed_words(None, request_id & 0xFFFFFFFF, seed),
-                    "number": request_id & 0x7FFFFFFF,
-                }
-            )
-            for request_id, temperature, top_k, top_p in zip(
-                context.request_ids[active].tolist(),
-                *(values[:count].tolist() for values in options),
-                strict=True,
-            )
-        ]
-        return SlotRows(to_device(rows, torch.int32, device), torch.arange(count), _COLUMNS)
+        requests = list(zip(context.request_ids[active].tolist(), *values, strict=True))
+        return self._slot_cache.rows_of(requests)
 
 
 def _active(context: Any) -> slice:
@@ -163,3 +148,52 @@ def _query_rows(context: Any) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _rows(logits: torch.Tensor, n: int, gather_indices: torch.Tensor | None) -> torch.Tensor:
     return logits[:n] if gather_indices is None else logits[gather_indices[:n], :]
+
+
+_RequestKey = tuple[int, float, int, float]
+"""Id, temperature, top_k and top_p of a request."""
+
+
+class _SlotCache:
+    """A slot table in which the row of a request is written once.
+
+    The id and the options of a request determine its row and find it again: Megatron moves, pauses
+    and evicts requests between two steps, and may reuse an id with other options.
+
+    Args:
+        num_slots: maximum number of requests in a step.
+        engine_seed: Megatron's ``inference_sampling_seed``.
+    """
+
+    def __init__(self, num_slots: int, engine_seed: int, device: torch.device) -> None:
+        self.setting = num_slots, engine_seed, device
+        # tensors that are created in inference mode cannot be written outside of it
+        with torch.inference_mode(False):
+            self._table = SlotTable(num_slots, (), device)
+        self._slots: dict[_RequestKey, int] = {}
+        self._free = list(range(num_slots))
+
+    def rows_of(self, requests: Sequence[_RequestKey]) -> SlotRows:
+        """Return the rows of the requests of a step, after writing those of new ones."""
+        new = [request for request in requests if request not in self._slots]
+        if len(new) > len(self._free):
+            for gone in self._slots.keys() - set(requests):
+                self._free.append(self._slots.pop(gone))
+        if new:
+            slots = dict(zip(new, self._free, strict=False))
+            self._table.write({slot: self._values(request) for request, slot in slots.items()})
+            del self._free[: len(slots)]
+            self._slots.update(slots)
+        slot_ids = [self._slots[request] for request in requests]
+        return self._table.rows_of(to_device(slot_ids, torch.int64, self.setting[2]))
+
+    def _values(self, request: _RequestKey) -> SlotValues:
+        request_id, temperature, top_k, top_p = request
+        return {
+            # top_k 1 is greedy in Megatron, top_p 0 is off
+            "temperature": 0.0 if top_k == 1 else temperature,
+            "top_k": top_k,
+            "top_p": top_p or 1.0,
+            "seed": seed_words(None, request_id & 0xFFFFFFFF, self.setting[1]),
+            "number": request_id & 0x7FFFFFFF,
+        }
