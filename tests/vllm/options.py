@@ -70,10 +70,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """Options, and the start of the message with drafts."""
 
 WRONG_XARGS: list[tuple[dict[str, Any], str]] = [
-    ({"mtp_relaxed_topk": 0}, "mtp_relaxed_topk: expected an integer of at least 1, got 0"),
+    ({"mtp_relaxed_topk": 0}, "mtp_relaxed_topk: expected an integer >= 1, got 0"),
     ({"mtp_verification": "typical"}, "mtp_verification: expected one of coupled, rejection, "),
     ({"mtp_max_draft_len": 4}, "mtp_max_draft_len: expected at most num_speculative_tokens = 3"),
-    ({"mtp_speculate": "no"}, "mtp_speculate: expected true or false, got 'no'"),
-    ({"mtp_x": 1, "mtp_relaxed_delta": 2}, "mtp_relaxed_delta: expected a number from 0.0 to 1.0"),
+    ({"mtp_speculate": "no"}, "mtp_speculate: expected True or False, got 'no'"),
+    ({"mtp_x": 1, "mtp_relaxed_delta": -1}, "mtp_relaxed_delta: expected a number >= 0, got -1"),
 ]
 """Options of the plugin for a server, and part of the message of HTTP 400."""

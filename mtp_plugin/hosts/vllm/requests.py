@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-
-from mtp_plugin.config.messages import expected, got
-from mtp_plugin.errors import PluginError, RequestError
+from mtp_plugin.errors import PluginError, RequestError, format_value
 from mtp_plugin.hosts.vllm.options import EngineSettings
+from mtp_plugin.requests.options import OPTIONS
+from mtp_plugin.requests.options.option import is_int, plain
 from mtp_plugin.speculative.verification import custom_verifications
 from mtp_plugin.verifications import codes, custom_codes, drafts_of
 
@@ -18,19 +18,21 @@ _logger = logging.getLogger("vllm.mtp_plugin")
 PREFIX = "mtp_"
 
 
-class RequestOptions(BaseModel):
-    """The plugin's options of one request; each is a key after the prefix ``mtp_``."""
+@dataclass(frozen=True)
+class RequestOptions:
+    """The plugin's options of one request; each is a key after the prefix ``mtp_``.
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    Their ranges and defaults are those of the table of request options.
+    """
 
-    verification: str | None = None
+    verification: str | None = OPTIONS["verification"].neutral
     """Verification method; unset: the engine's."""
-    relaxed_topk: int | None = Field(default=None, ge=1)
-    relaxed_delta: float | None = Field(default=None, ge=0.0, le=1.0)
+    relaxed_topk: int | None = OPTIONS["relaxed_topk"].neutral
+    relaxed_delta: float | None = OPTIONS["relaxed_delta"].neutral
     """Relaxed acceptance in the thinking phase; unset: the engine's."""
-    speculate: bool = True
+    speculate: bool = OPTIONS["speculate"].neutral
     """False (or 0): no draft is accepted."""
-    max_draft_len: int | None = Field(default=None, ge=0)
+    max_draft_len: int | None = OPTIONS["max_draft_len"].neutral
     """Most drafts of a step that may be accepted; unset: K."""
 
     @property
@@ -38,16 +40,8 @@ class RequestOptions(BaseModel):
         """Most drafts of a step that may be accepted; None: K."""
         return self.max_draft_len if self.speculate else 0
 
-    @field_validator("speculate", mode="before")
-    @classmethod
-    def _flag(cls, value: Any) -> Any:
-        return bool(value) if type(value) is int and value in (0, 1) else value
 
-    @field_validator("relaxed_delta", mode="before")
-    @classmethod
-    def _number(cls, value: Any) -> Any:
-        # a larger integer may not fit a float, and is refused as it is
-        return float(value) if type(value) is int and abs(value) <= 1 else value
+_OPTIONS = {field.name: OPTIONS[field.name] for field in fields(RequestOptions)}
 
 
 def read_request(extra_args: Mapping[str, Any] | None, settings: EngineSettings) -> RequestOptions:
@@ -56,21 +50,22 @@ def read_request(extra_args: Mapping[str, Any] | None, settings: EngineSettings)
     Raises:
         RequestError: lists every unknown key and impossible value.
     """
-    ours = {
-        str(key)[len(PREFIX) :]: value
+    values = {
+        str(key)[len(PREFIX) :]: plain(value)
         for key, value in (extra_args or {}).items()
         if str(key).startswith(PREFIX)
     }
-    if not ours:
-        return RequestOptions()
-    try:
-        options = RequestOptions.model_validate(ours)
-    except ValidationError as error:
-        raise RequestError("; ".join(_problem(entry, ours) for entry in error.errors())) from None
-    problems = _impossible(options, settings)
+    # the type of vllm_xargs has no booleans
+    if is_int(values.get("speculate")) and values["speculate"] in (0, 1):
+        values["speculate"] = bool(values["speculate"])
+    problems = [
+        problem for name, value in values.items() for problem in _problems(name, value, settings)
+    ]
     if problems:
         raise RequestError("; ".join(problems))
-    return options
+    if values.get("relaxed_delta") is not None:
+        values["relaxed_delta"] = float(values["relaxed_delta"])
+    return RequestOptions(**values)
 
 
 class AdmittedOptions:
@@ -122,32 +117,37 @@ def check_request(params: Any, settings: EngineSettings) -> None:
         raise VLLMValidationError(str(error)) from None
 
 
-def _impossible(options: RequestOptions, settings: EngineSettings) -> list[str]:
-    problems = []
-    method = options.verification
-    if method is not None:
-        problems += method_problems(f"{PREFIX}verification", method, settings)
-    if not settings.options.is_relaxed:
-        problems += [
-            f"{PREFIX}{name}: relaxed acceptance needs additional_config.mtp_plugin."
-            "thinking_begin_token and thinking_end_token"
-            for name in ("relaxed_topk", "relaxed_delta")
-            if getattr(options, name) is not None
+def _problems(name: str, value: Any, settings: EngineSettings) -> list[str]:
+    """Return why an option of a request is refused, in one line or none."""
+    key, option = f"{PREFIX}{name}", _OPTIONS.get(name)
+    if option is None:
+        known = ", ".join(f"{PREFIX}{known}" for known in _OPTIONS)
+        return [f"{key}: unknown option of mtp_plugin; known ones are {known}"]
+    problem = option.problem(key, value)
+    if problem is not None:
+        return [problem]
+    if value is None:
+        return []
+    if name == "verification":
+        return method_problems(key, value, settings)
+    if name in ("relaxed_topk", "relaxed_delta") and not settings.options.is_relaxed:
+        return [
+            f"{key}: relaxed acceptance needs additional_config.mtp_plugin.thinking_begin_token "
+            "and thinking_end_token"
         ]
-    most = options.max_draft_len
-    if most is not None and most > settings.num_drafts:
-        problems.append(
-            f"{PREFIX}max_draft_len: expected at most num_speculative_tokens = "
-            f"{settings.num_drafts}, got {got(most)}"
-        )
-    return problems
+    if name == "max_draft_len" and value > settings.num_drafts:
+        return [
+            f"{key}: expected at most num_speculative_tokens = {settings.num_drafts}, got "
+            f"{format_value(value)}"
+        ]
+    return []
 
 
 def method_problems(name: str, method: str, settings: EngineSettings) -> list[str]:
     """Return why a verification method cannot be used, in one line or none."""
     known = codes() | custom_codes()
     if method not in known:
-        return [f"{name}: expected one of {', '.join(known)}, got {got(method)}"]
+        return [f"{name}: expected one of {', '.join(known)}, got {format_value(method)}"]
     if method not in codes():
         try:  # a worker that could not load it would end the engine
             custom_verifications()[method]
@@ -172,13 +172,3 @@ def _check_synthetic(params: Any) -> None:
                 f"{name}: not possible with rejection_sample_method 'synthetic', which accepts "
                 "drafts whatever the model says"
             )
-
-
-def _problem(entry: Any, given: Mapping[str, Any]) -> str:
-    name = str(entry["loc"][0])
-    field = RequestOptions.model_fields.get(name)
-    if field is None:
-        known = ", ".join(f"{PREFIX}{known}" for known in RequestOptions.model_fields)
-        return f"{PREFIX}{name}: unknown option of mtp_plugin; known ones are {known}"
-    wanted = expected(field.annotation, tuple(field.metadata))
-    return f"{PREFIX}{name}: expected {wanted.removesuffix(' or null')}, got {got(given[name])}"

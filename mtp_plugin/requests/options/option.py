@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from mtp_plugin.errors import format_value
+
 GREEDY_BELOW = 1e-5
 """Temperatures below it are greedy."""
 MAX_BIAS_IDS = 1024
@@ -175,6 +177,16 @@ class Option:
             return bool(is_held or value == self.neutral)
         except Exception:  # as of arrays: what cannot be compared is something else
             return False
+
+    def problem(self, name: str, value: Any) -> str | None:
+        """Return why a value is refused, in one line, or None.
+
+        Args:
+            name: the option's name in the host engine.
+        """
+        if self.values.allows(value):
+            return None
+        return f"{name}: expected {self.values.words}, got {format_value(value)}"
 
 
 def _single(number: float) -> float:

@@ -19,6 +19,7 @@ from mtp_plugin.hosts.vllm.requests import (
     read_request,
 )
 from mtp_plugin.ops.sampling import DraftedBy, VerifiedBy
+from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.metrics.alarms import COLLAPSE_STEPS
 from tests.hosts.vllm import fake_vllm
@@ -41,25 +42,25 @@ NO_PROBS = (
     "needs speculative_config.draft_sample_method 'probabilistic', with which the engine keeps the "
     "probabilities of drafts"
 )
-DELTA = "mtp_relaxed_delta: expected a number from 0.0 to 1.0, got"
-TOPK = "mtp_relaxed_topk: expected an integer of at least 1, got"
-LIMIT = "mtp_max_draft_len: expected an integer of at least 0, got"
-SPECULATE = "mtp_speculate: expected true or false, got"
+
+
+def refusal(name: str) -> str:
+    """The message that the table of request options has for a key."""
+    return f"mtp_{name}: expected {OPTIONS[name].values.words}, got"
+
+
+METHOD = refusal("verification")
+DELTA = refusal("relaxed_delta")
+TOPK = refusal("relaxed_topk")
+LIMIT = refusal("max_draft_len")
+SPECULATE = refusal("speculate")
 WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
     (SETTINGS, {"mtp_x": 1}, f"mtp_x: {KNOWN}"),
     (SETTINGS, {"mtp_": 1}, f"mtp_: {KNOWN}"),
     (SETTINGS, {"mtp_Speculate": True}, f"mtp_Speculate: {KNOWN}"),
-    (SETTINGS, {"mtp_verification": 1}, "mtp_verification: expected text, got 1"),
-    (
-        SETTINGS,
-        {"mtp_verification": "greedy"},
-        "mtp_verification: expected one of coupled, rejection, block, got 'greedy'",
-    ),
-    (
-        SETTINGS,
-        {"mtp_verification": "synthetic"},
-        "mtp_verification: expected one of coupled, rejection, block, got 'synthetic'",
-    ),
+    (SETTINGS, {"mtp_verification": 1}, f"{METHOD} 1"),
+    (SETTINGS, {"mtp_verification": "greedy"}, f"{METHOD} 'greedy'"),
+    (SETTINGS, {"mtp_verification": "synthetic"}, f"{METHOD} 'synthetic'"),
     (COUPLED, {"mtp_verification": "rejection"}, f"mtp_verification: rejection {NO_PROBS}"),
     (COUPLED, {"mtp_verification": "block"}, f"mtp_verification: block {NO_PROBS}"),
     (
@@ -69,24 +70,24 @@ WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
     ),
     (SETTINGS, {"mtp_relaxed_topk": 0}, f"{TOPK} 0"),
     (SETTINGS, {"mtp_relaxed_topk": 2.0}, f"{TOPK} 2.0"),
-    (SETTINGS, {"mtp_relaxed_topk": True}, f"{TOPK} true"),
+    (SETTINGS, {"mtp_relaxed_topk": True}, f"{TOPK} True"),
     (SETTINGS, {"mtp_relaxed_topk": "3"}, f"{TOPK} '3'"),
     (COUPLED, {"mtp_relaxed_topk": 3}, f"mtp_relaxed_topk: {NO_THINKING}"),
     (SETTINGS, {"mtp_relaxed_delta": -0.1}, f"{DELTA} -0.1"),
-    (SETTINGS, {"mtp_relaxed_delta": 2}, f"{DELTA} 2"),
+    (SETTINGS, {"mtp_relaxed_delta": float("inf")}, f"{DELTA} inf"),
     # neither fits a float nor can be written as a decimal number
     (SETTINGS, {"mtp_relaxed_delta": 10**5000}, f"{DELTA} an integer of 16610 bits"),
     (SETTINGS, {"mtp_relaxed_delta": float("nan")}, f"{DELTA} nan"),
     (SETTINGS, {"mtp_relaxed_delta": "0.5"}, f"{DELTA} '0.5'"),
-    (SETTINGS, {"mtp_relaxed_delta": True}, f"{DELTA} true"),
+    (SETTINGS, {"mtp_relaxed_delta": True}, f"{DELTA} True"),
     (COUPLED, {"mtp_relaxed_delta": 0.5}, f"mtp_relaxed_delta: {NO_THINKING}"),
     (SETTINGS, {"mtp_speculate": 2}, f"{SPECULATE} 2"),
     (SETTINGS, {"mtp_speculate": "false"}, f"{SPECULATE} 'false'"),
     (SETTINGS, {"mtp_speculate": 1.0}, f"{SPECULATE} 1.0"),
-    (SETTINGS, {"mtp_speculate": None}, f"{SPECULATE} null"),
+    (SETTINGS, {"mtp_speculate": None}, f"{SPECULATE} None"),
     (SETTINGS, {"mtp_max_draft_len": -1}, f"{LIMIT} -1"),
     (SETTINGS, {"mtp_max_draft_len": 1.0}, f"{LIMIT} 1.0"),
-    (SETTINGS, {"mtp_max_draft_len": [1]}, f"{LIMIT} a list"),
+    (SETTINGS, {"mtp_max_draft_len": [1]}, f"{LIMIT} [1]"),
     (
         SETTINGS,
         {"mtp_max_draft_len": 4},
@@ -99,6 +100,11 @@ WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
         "16610 bits",
     ),
     (SETTINGS, {"mtp_speculate": 2, "mtp_a": 1}, f"{SPECULATE} 2; mtp_a: {KNOWN}"),
+    (
+        COUPLED,
+        {"mtp_relaxed_topk": 0, "mtp_max_draft_len": 9},
+        f"{TOPK} 0; mtp_max_draft_len: expected at most num_speculative_tokens = 3, got 9",
+    ),
     (
         COUPLED,
         {"mtp_verification": "block", "mtp_relaxed_topk": 2, "mtp_max_draft_len": 9},
@@ -127,6 +133,8 @@ def test_wrong_options_are_refused_at_admission(
             {"relaxed_topk": 3, "relaxed_delta": 1.0},
         ),
         ({"mtp_relaxed_delta": 0.25}, {"relaxed_delta": 0.25}),
+        ({"mtp_relaxed_delta": 2}, {"relaxed_delta": 2.0}),
+        ({"mtp_relaxed_topk": None, "mtp_verification": None}, {}),
         ({"mtp_speculate": 0}, {"speculate": False}),
         ({"mtp_speculate": 1}, {"speculate": True}),
         ({"mtp_speculate": False}, {"speculate": False}),
