@@ -280,6 +280,15 @@ def test_all_wrong_values_are_named_at_once() -> None:
     ]
 
 
+def test_problem_has_the_name_of_the_host_engine_and_the_words_of_the_table() -> None:
+    option = OPTIONS["max_draft_len"]
+    assert option.problem("mtp_max_draft_len", 0) is None
+    assert option.problem("mtp_max_draft_len", None) is None
+    for value, is_required in ((-1, False), (None, True)):
+        found = option.problem("mtp_max_draft_len", value, is_required=is_required)
+        assert found == f"mtp_max_draft_len: expected an integer >= 0, got {value}"
+
+
 @pytest.mark.parametrize(
     ("options", "reasons"),
     [

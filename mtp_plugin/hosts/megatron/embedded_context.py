@@ -31,10 +31,10 @@ from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.hosts.embedded.requested_config import read_requested_config
 from mtp_plugin.hosts.embedded.row_table import StepShape
 from mtp_plugin.hosts.embedded.scheduler import ScheduledRequests, whole_budget
-from mtp_plugin.hosts.megatron.sampling_params import expect_flag
+from mtp_plugin.hosts.megatron.sampling_params import expect_flag, range_problems
 from mtp_plugin.hosts.megatron.snapshot import Snapshot
 from mtp_plugin.requests import options
-from mtp_plugin.requests.options.option import is_number
+from mtp_plugin.requests.options.option import is_int, plain
 from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.requests.tokenizer import encode
 
@@ -417,46 +417,38 @@ class CheckpointTokenizer:
         return [min(len(self.detokenize(ids[:count])), len(text)) for count in range(len(ids))]
 
 
-_REQUIRED = (
-    "num_tokens_to_generate",
-    "num_tokens_total",
-    "top_k",
-    "top_p",
-    "top_n_logprobs",
-    "return_log_probs",
-    "skip_prompt_log_probs",
-)
+_RANGED = ("num_tokens_to_generate", "num_tokens_total", "top_k", "top_p", "top_n_logprobs")
+_FLAGS = ("return_log_probs", "skip_prompt_log_probs", "return_segments")
 
 
 def check_params(request_id: int | str, params: Any, *, is_static: bool = False) -> None:
-    """Check the types of sampling parameters that are read before the executor's own checks.
+    """Check the types and ranges of sampling parameters.
 
     Raises:
-        RequestError: lists those that are missing, or names the first wrong one.
+        RequestError: lists those that are missing or wrong, or names the first wrong flag.
     """
     of_request = f"request {request_id}: "
-    required = [*_REQUIRED, "return_segments"] if is_static else list(_REQUIRED)
+    top_k = plain(getattr(params, "top_k", None))
+    is_greedy = is_int(top_k) and top_k == 1  # needs no temperature
+    ranged = [*_RANGED, *([] if is_greedy else ["temperature"])]
+    required = [*ranged, *(_FLAGS if is_static else _FLAGS[:2])]
     expect_fields(f"{of_request}sampling_params", params, required)
-    for name in ("num_tokens_to_generate", "num_tokens_total", "termination_id", "top_k"):
-        value = getattr(params, name, None)
-        if value is not None:
-            expect_int(of_request + name, value, error=RequestError)
-    if params.top_k != 1:  # greedy without one
-        expect_fields(f"{of_request}sampling_params", params, ["temperature"])
-    expect_int(f"{of_request}top_n_logprobs", params.top_n_logprobs, 0, error=RequestError)
-    expect(
-        params.top_p is None or is_number(params.top_p),
-        RequestError,
-        f"{of_request}top_p: expected 0.0 (off) to 1.0, got {format_value(params.top_p)}",
-    )
-    for name in ("return_log_probs", "skip_prompt_log_probs", "return_segments"):
-        expect_flag(of_request + name, getattr(params, name, None))
+    values = {name: plain(getattr(params, name)) for name in ranged}
+    count = values["num_tokens_to_generate"]
+    if is_static and is_int(count) and count == 0:  # generates one token, which is dropped
+        del values["num_tokens_to_generate"]
+    problems = range_problems(values, required=("top_n_logprobs",))
+    end = plain(getattr(params, "termination_id", None))
+    if not (end is None or is_int(end)):
+        problems.append(f"termination_id: expected an integer, got {format_value(end)}")
     words = getattr(params, "stop_words", None)
     is_list = isinstance(words, (list, tuple)) and all(isinstance(word, str) for word in words)
     if words is not None and not is_list:
-        raise RequestError(
-            f"{of_request}stop_words: expected a list of texts, got {format_value(words)}"
-        )
+        problems.append(f"stop_words: expected a list of texts, got {format_value(words)}")
+    if problems:
+        raise RequestError(of_request + "; ".join(problems))
+    for name in _FLAGS:
+        expect_flag(of_request + name, getattr(params, name, None))
 
 
 def expect_fields(where: str, params: Any, names: Sequence[str]) -> None:
@@ -520,7 +512,7 @@ def _options_of(
         RequestError: lists every problem.
     """
     problems = []
-    if params.top_k and params.top_p:
+    if (params.top_k or 0) > 0 and params.top_p:
         problems.append(
             f"expected top_k or top_p, got top_k={format_value(params.top_k)} and "
             f"top_p={format_value(params.top_p)}"
@@ -534,7 +526,13 @@ def _options_of(
     room = longest - prompt_len
     if params.num_tokens_total is not None:
         count = params.num_tokens_total - prompt_len
-    count = room if count is None else count
+        expect(
+            count > 0,
+            RequestError,
+            f"request {request_id}: num_tokens_total: expected more than the {prompt_len} tokens "
+            f"of the prompt, got {params.num_tokens_total}",
+        )
+    count = max(room, 1) if count is None else count
     if count > room > 0 and is_static:
         raise RequestError(
             f"request {request_id}: expected at most {room} tokens to generate, since the prompt "
@@ -557,20 +555,17 @@ def _options_of(
     is_scored = params.return_log_probs or params.top_n_logprobs > 0
     num_top = params.top_n_logprobs if is_scored else None
     skips_prompt = params.skip_prompt_log_probs and not (is_static and params.return_log_probs)
-    try:
-        return options.SamplingParams(
-            max_new_tokens=count,
-            temperature=0.0 if params.top_k == 1 else params.temperature,
-            top_k=params.top_k or None,
-            top_p=params.top_p or None,
-            seed=request_seed(context.sampling_seed, request_id),
-            ignore_eos=True,
-            stop_token_ids=() if end is None or end < 0 else (end,),
-            logprobs=num_top,
-            prompt_logprobs=None if skips_prompt else num_top,
-        )
-    except RequestError as error:
-        raise RequestError(f"request {request_id}: {error}") from error
+    return options.SamplingParams(
+        max_new_tokens=count,
+        temperature=0.0 if params.top_k == 1 else params.temperature,
+        top_k=params.top_k or None,
+        top_p=params.top_p or None,
+        seed=request_seed(context.sampling_seed, request_id),
+        ignore_eos=True,
+        stop_token_ids=() if end is None or end < 0 else (end,),
+        logprobs=num_top,
+        prompt_logprobs=None if skips_prompt else num_top,
+    )
 
 
 def expect_one_executor(context: Any, where: str) -> InferenceContext:

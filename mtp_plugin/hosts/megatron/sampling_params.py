@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from typing_extensions import Self
 
 from mtp_plugin.errors import RequestError, expect_int, format_value
+from mtp_plugin.requests.options import OPTIONS
+from mtp_plugin.requests.options.option import plain
+
+_OPTIONS = {
+    "num_tokens_to_generate": OPTIONS["max_new_tokens"],
+    "num_tokens_total": OPTIONS["max_new_tokens"],
+    "temperature": OPTIONS["temperature"],
+    "top_k": OPTIONS["top_k"],
+    "top_p": OPTIONS["top_p"],
+    "top_n_logprobs": OPTIONS["logprobs"],
+}
+"""Parameter -> the option that has its range."""
 
 
 @dataclass
@@ -88,3 +100,16 @@ def expect_flag(name: str, value: Any) -> None:
         bool(value)
     except Exception as error:
         raise RequestError(f"{name}: expected True or False, got {format_value(value)}") from error
+
+
+def range_problems(values: Mapping[str, Any], required: Collection[str]) -> list[str]:
+    """Return what is wrong with parameters that have a range, in one line each.
+
+    Args:
+        required: those that may not be None.
+    """
+    problems = (
+        _OPTIONS[name].problem(name, plain(value), is_required=name in required)
+        for name, value in values.items()
+    )
+    return [problem for problem in problems if problem is not None]

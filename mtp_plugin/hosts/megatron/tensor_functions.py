@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from mtp_plugin.errors import RequestError, format_value
+from mtp_plugin.hosts.megatron.sampling_params import range_problems
 
 Bucket = tuple[Sequence[int], float, int, float]
 """Requests that share (temperature, top_k, top_p), by their index in the batch."""
@@ -56,17 +57,13 @@ def check_truncation(
         vocab_size: None: ``top_k`` has no maximum.
 
     Raises:
-        RequestError: names the first wrong one.
+        RequestError: lists every value out of range, or both truncations.
     """
-    if not isinstance(temperature, (int, float)) or not 0 <= temperature < float("inf"):
-        raise RequestError(
-            f"temperature: expected a finite number >= 0, got {format_value(temperature)}"
-        )
-    if not isinstance(top_k, int) or top_k < 0:
-        raise RequestError(f"top_k: expected 0 (off) or more, got {format_value(top_k)}")
-    if not isinstance(top_p, (int, float)) or not 0 <= top_p <= 1:
-        raise RequestError(f"top_p: expected 0.0 (off) to 1.0, got {format_value(top_p)}")
-    if top_k and top_p:
+    values = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    problems = range_problems(values, required=values)
+    if problems:
+        raise RequestError("; ".join(problems))
+    if top_k > 0 and top_p:
         raise RequestError(f"expected top_k or top_p, got top_k={top_k} and top_p={top_p}")
     if vocab_size is not None and top_k > vocab_size:
         raise RequestError(

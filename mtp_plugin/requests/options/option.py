@@ -178,13 +178,14 @@ class Option:
         except Exception:  # as of arrays: what cannot be compared is something else
             return False
 
-    def problem(self, name: str, value: Any) -> str | None:
+    def problem(self, name: str, value: Any, *, is_required: bool = False) -> str | None:
         """Return why a value is refused, in one line, or None.
 
         Args:
             name: the option's name in the host engine.
+            is_required: None is refused too.
         """
-        if self.values.allows(value):
+        if self.values.allows(value) and not (is_required and value is None):
             return None
         return f"{name}: expected {self.values.words}, got {format_value(value)}"
 

@@ -768,14 +768,34 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "negative length": (
         add(greedy(num_tokens_to_generate=-1)),
         RequestError,
-        "request 3: .*max_new_tokens",
+        "request 3: num_tokens_to_generate: expected an integer >= 1, got -1",
+    ),
+    "length of no output token": (
+        add(greedy(num_tokens_to_generate=0)),
+        RequestError,
+        "request 3: num_tokens_to_generate: expected an integer >= 1, got 0",
+    ),
+    "total length of the prompt": (
+        add(greedy(num_tokens_to_generate=None, num_tokens_total=3)),
+        RequestError,
+        "request 3: num_tokens_total: expected more than the 3 tokens of the prompt, got 3",
+    ),
+    "several values out of range": (
+        add(greedy(num_tokens_to_generate=0, top_k=-2, top_p=1.5, temperature=-1.0)),
+        RequestError,
+        "request 3: num_tokens_to_generate: .*; top_k: expected an integer >= -1, got -2; "
+        "top_p: expected a number from 0 to 1, got 1.5; temperature: expected a number >= 0, got",
     ),
     "negative temperature": (
         add(greedy(temperature=-1.0, top_k=0)),
         RequestError,
-        "request 3: .*temperature",
+        "request 3: temperature: expected a number >= 0, got -1.0",
     ),
-    "top-p out of range": (add(greedy(top_k=0, top_p=1.5)), RequestError, "request 3: .*top_p"),
+    "top-p out of range": (
+        add(greedy(top_k=0, top_p=1.5)),
+        RequestError,
+        "request 3: top_p: expected a number from 0 to 1, got 1.5",
+    ),
     "top-n without log-probabilities": (
         add(greedy(top_n_logprobs=2)),
         RequestError,
@@ -784,7 +804,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "too many top-n": (
         add(greedy(top_n_logprobs=500, return_log_probs=True)),
         RequestError,
-        "request 3: .*logprobs",
+        "request 3: top_n_logprobs: expected an integer from 0 to 20, got 500",
     ),
     "stop words in a dynamic batch": (
         add(greedy(stop_words=["5"])),
@@ -800,6 +820,11 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         add(prompt=tuple([1] * 200)),
         RequestError,
         "request 3: ",
+    ),
+    "prompt longer than a sequence, without a length": (
+        add(greedy(num_tokens_to_generate=None), prompt=tuple([1] * 200)),
+        RequestError,
+        "request 3: the prompt has 200 tokens, max_seq_len is 96",
     ),
     "static batch that is a list": (
         lambda controller: controller.generate_all_output_tokens_static_batch([]),
@@ -887,7 +912,7 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
     "sampling at temperature NaN": (
         lambda controller: controller.sample_from_logits(ONE, greedy(top_k=0, temperature=NAN)),
         RequestError,
-        "temperature: expected a finite number >= 0, got nan",
+        "temperature: expected a number >= 0, got nan",
     ),
     "sampling with a flag of two elements": (
         lambda controller: controller.sample_from_logits(
