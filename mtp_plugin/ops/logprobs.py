@@ -60,7 +60,7 @@ class LogprobEntries:
         return self.entries[..., TOP_VALUES_INDEX:].view(torch.float32)
 
 
-def logprobs(
+def compute_logprobs(
     layout: StepLayout,
     logits: torch.Tensor,
     tokens: torch.Tensor,
@@ -190,7 +190,7 @@ def _entries(
 
 
 def log_softmax(logits: torch.Tensor, masses: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the log-softmax of rows [N, V] in float32, NaN and infinities as in `logprobs`."""
+    """Return the log-softmax of rows [N, V] in float32; NaN, +inf as in `compute_logprobs`."""
     scores = _scores(logits)
     if masses is None:
         values = torch.log_softmax(scores, dim=1)

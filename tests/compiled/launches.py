@@ -51,7 +51,7 @@ from mtp_plugin.ops.draft_inputs import (
 from mtp_plugin.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.ops.logit_rows import LogitRows, ThinkingRule
 from mtp_plugin.ops.logits_processor_state import DraftMask, LogitsProcessorState
-from mtp_plugin.ops.logprobs import logprobs
+from mtp_plugin.ops.logprobs import compute_logprobs
 from mtp_plugin.ops.row_sums import RowSums
 from mtp_plugin.ops.sampler_store import ResultTensors, store_results
 from mtp_plugin.ops.sampling import (
@@ -253,7 +253,7 @@ def compile_logprobs() -> None:
         requests = layout.num_requests
         logits = floats(layout.num_logit_rows, vocab, dtype=dtype)
         for sums in (None, RowSums.unwritten(logits)) if num_logprobs is None else (None,):
-            logprobs(
+            compute_logprobs(
                 layout,
                 logits,
                 ints(requests, k + 1, dtype=I32 if num_logprobs is None else I64),

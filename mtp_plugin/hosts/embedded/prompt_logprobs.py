@@ -10,7 +10,7 @@ from typing_extensions import Self
 
 from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.logprobs import logprobs
+from mtp_plugin.ops.logprobs import compute_logprobs
 from mtp_plugin.ops.step import StepLayout, to_device
 from mtp_plugin.requests.logprobs import LogprobEntries, PromptLogprobs
 from mtp_plugin.speculative.result_store import host_copy, recorded_event
@@ -88,5 +88,5 @@ def _entries(
     count = tokens.shape[0]
     ones = torch.ones(count, dtype=torch.int32, device=tokens.device)
     layout = StepLayout((), count, 0, ones[:0])
-    scored = logprobs(layout, logits, tokens.unsqueeze(1), ones, num_top, backend=backend)
+    scored = compute_logprobs(layout, logits, tokens.unsqueeze(1), ones, num_top, backend=backend)
     return scored.entries.squeeze(1)

@@ -15,7 +15,7 @@ from mtp_plugin.errors import ConfigError, TensorContractError, expect, format_v
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.checks import expect_tensor
 from mtp_plugin.ops.logit_rows import ThinkingRule
-from mtp_plugin.ops.logprobs import LOGPROB_OPTIONS, logprobs
+from mtp_plugin.ops.logprobs import LOGPROB_OPTIONS, compute_logprobs
 from mtp_plugin.ops.step import PAD_TOKEN, Accepted, DraftOutput, SamplingKind
 from mtp_plugin.requests.options import LOGPROBS_MODE
 from mtp_plugin.speculative.drafting.draft_layers import LAYER_ARGUMENTS
@@ -278,7 +278,7 @@ class SpecWorker(nn.Module, ABC):
         requests return none."""
         if step.host.sampling_kind is SamplingKind.GREEDY:
             return None
-        return logprobs(
+        return compute_logprobs(
             step.layout,
             step.logits if accepted.scores is None else accepted.scores,
             accepted.tokens,

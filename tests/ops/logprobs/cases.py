@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.logprobs import LogprobEntries, logprobs
+from mtp_plugin.ops.logprobs import LogprobEntries, compute_logprobs
 from mtp_plugin.ops.row_sums import RowSums
 from mtp_plugin.ops.step import SlotRows, StepLayout
 from mtp_plugin.requests.options import MAX_LOGPROBS
@@ -80,7 +80,7 @@ class Case:
 
     def run(self, backend: Backend, sums: RowSums | None = None) -> LogprobEntries:
         with poisoned_memory():
-            return logprobs(
+            return compute_logprobs(
                 self.layout,
                 self.logits,
                 self.tokens,

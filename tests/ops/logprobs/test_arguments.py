@@ -11,7 +11,7 @@ import torch
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops import logprobs_triton
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.logprobs import logprobs
+from mtp_plugin.ops.logprobs import compute_logprobs
 from mtp_plugin.ops.row_sums import RowSums
 from mtp_plugin.ops.step import SlotRows
 from tests.op_arguments import check_strided_arguments
@@ -45,7 +45,7 @@ def test_strided_arguments(with_sums: bool, backend: Backend) -> None:
 
     def entries(table: torch.Tensor, slot_ids: torch.Tensor, **others: Any) -> torch.Tensor:
         requested = SlotRows(table, slot_ids, slots.columns)
-        return logprobs(layout, requested=requested, **others).entries
+        return compute_logprobs(layout, requested=requested, **others).entries
 
     given |= {"table": slots.table, "slot_ids": slots.slot_ids}
     check_strided_arguments(entries, given, refused=refused, backend=backend)
@@ -56,7 +56,7 @@ def test_strided_arguments(with_sums: bool, backend: Backend) -> None:
 def test_the_strided_calls_use_every_argument(backend: Backend, left_out: str) -> None:
     """Otherwise a wrong stride would not be noticed."""
     given = arguments()
-    before = logprobs(**given, backend=backend).entries
+    before = compute_logprobs(**given, backend=backend).entries
     slots = given["requested"]
     change: dict[str, Any] = {
         "logits": {"logits": given["logits"].flip(0)},
@@ -64,7 +64,7 @@ def test_the_strided_calls_use_every_argument(backend: Backend, left_out: str) -
         "counts": {"counts": given["counts"].flip(0)},
         "requested": {"requested": replace(slots, slot_ids=slots.slot_ids[:3].flip(0))},
     }[left_out]
-    assert not torch.equal(logprobs(**(given | change), backend=backend).entries, before)
+    assert not torch.equal(compute_logprobs(**(given | change), backend=backend).entries, before)
 
 
 META = torch.zeros(3, dtype=torch.int32, device="meta")
@@ -109,7 +109,7 @@ def test_wrong_arguments_are_refused(
         for name, value in change.items()
     }
     with pytest.raises(TensorContractError, match=message):
-        logprobs(**(arguments() | moved), backend=backend)
+        compute_logprobs(**(arguments() | moved), backend=backend)
 
 
 @pytest.mark.parametrize("backend", Backend)

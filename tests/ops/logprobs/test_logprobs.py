@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.ops import logprobs_triton
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.logprobs import logprobs
+from mtp_plugin.ops.logprobs import compute_logprobs
 from mtp_plugin.ops.row_sums import RowSums
 from mtp_plugin.requests.logprobs import ENTRY_WIDTH
 from mtp_plugin.requests.options import MAX_LOGPROBS
@@ -67,7 +67,7 @@ def test_torch_and_triton_agree_over_many_pieces(
 
 def entries_of(backend: Backend, rows: list[list[float]], tokens: list[int], number: int):
     count = len(rows)
-    return logprobs(
+    return compute_logprobs(
         layout_of(0, count, 0),
         torch.tensor(rows, device=DEVICE),
         vector(tokens).unsqueeze(1),
