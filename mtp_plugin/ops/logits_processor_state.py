@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from typing_extensions import Self
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.checks import expect_tensor
@@ -50,6 +51,19 @@ class LogitsProcessorState:
     counts: torch.Tensor  # [P, V] int16, unsigned: occurrences in the output
     seen: torch.Tensor  # [P, V/32] int32: a bit per id of prompt and output
     words: torch.Tensor  # [P, MAX_BAD_WORDS, MAX_BAD_WORD_LEN] int32, right-aligned, -1 before
+
+    @classmethod
+    def empty(cls, num_rows: int, vocab_size: int, device: torch.device | str) -> Self:
+        """Allocate the pools of P ``num_rows``: no bias, no allowed token, no count, no word."""
+        words = num_words(vocab_size)
+        int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
+        return cls(
+            bias=torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device),
+            allowed=torch.zeros(num_rows, words + 1, **int32),
+            counts=torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device),
+            seen=torch.zeros(num_rows, words, **int32),
+            words=torch.full((num_rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, **int32),
+        )
 
     @property
     def vocab_size(self) -> int:

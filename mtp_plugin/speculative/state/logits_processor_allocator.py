@@ -52,19 +52,11 @@ class LogitsProcessorAllocator:
     """
 
     def __init__(self, num_rows: int, vocab_size: int, device: torch.device) -> None:
-        words = num_words(vocab_size)
-        int32: dict[str, Any] = {"dtype": torch.int32, "device": device}
-        self.pools = LogitsProcessorState(
-            bias=torch.zeros(num_rows, vocab_size, dtype=torch.float32, device=device),
-            allowed=torch.zeros(num_rows, words + 1, **int32),
-            counts=torch.zeros(num_rows, vocab_size, dtype=torch.int16, device=device),
-            seen=torch.zeros(num_rows, words, **int32),
-            words=torch.full((num_rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), -1, **int32),
-        )
+        self.pools = LogitsProcessorState.empty(num_rows, vocab_size, device)
         max_masked = MAX_STOP_IDS + MAX_BAD_WORDS
         self.draft_mask = DraftMask(
             allowed=torch.zeros_like(self.pools.allowed),
-            masked_ids=torch.full((num_rows + 1, max_masked), -1, **int32),
+            masked_ids=self.pools.allowed.new_full((num_rows + 1, max_masked), -1),
         )
         bits = packed_bits(torch.arange(vocab_size, device=device), vocab_size)
         self._all_allowed = torch.cat([bits, bits.new_full((1,), vocab_size)])
