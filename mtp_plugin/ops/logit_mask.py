@@ -26,12 +26,12 @@ def mask_disallowed_tokens(
     Args:
         logits: [N, V] floating, any strides. They may be masked in place and must not be used
             otherwise inside the context; on exit, exceptions included, they have their old values.
-        rows: of the target, N in total.
+        rows: of the target, whose draft tokens precede later rows.
         slots: of the requests; reads ``prompt_len``, ``min_tokens``, ``stop_ids``, ``words_row``,
             ``allowed_row`` and ``recent``.
 
     Raises:
-        TensorContractError: another shape, dtype or device, or rows of drafts.
+        TensorContractError: a tensor of another shape, dtype or device, or rows of drafts.
     """
     expect_tensor("logits", logits, dtype=FLOATS, shape=(rows.num_rows, "V"))
     rows.check(logits.device)

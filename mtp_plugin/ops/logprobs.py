@@ -89,9 +89,12 @@ def compute_logprobs(
         sums: partial results of sampling from these logits with the same slots; None: rows are
             read once more.
 
+    Returns:
+        Entries [R, K+1, ENTRY_WIDTH] int32, whose fields `LogprobEntries` reads.
+
     Raises:
-        TensorContractError: another shape, dtype or device, a number of tokens that is not from -1
-            to `MAX_LOGPROBS`, or sums without slots.
+        TensorContractError: a tensor of another shape, dtype, device or layout, ``sums`` without
+            slots, or a number of most likely tokens out of range.
     """
     requests = layout.num_requests
     device = expect_tensor(

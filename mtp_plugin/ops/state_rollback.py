@@ -40,8 +40,8 @@ def mamba_state_selective_copy(
         num_layers: how many of the layers are copied.
 
     Raises:
-        TensorContractError: another shape, dtype or device, more layers than there are, or states
-            that the kernel cannot copy.
+        TensorContractError: a tensor of another shape, dtype, device or layout, or a number of
+            layers out of range.
 
     Source: Megatron-LM, ``mtp_utils_pytorch``.
     """

@@ -79,6 +79,9 @@ class StepLayout:
     """The shape of a step: contexts first, each with its chunk, then generations of K+1 rows.
 
     The fields on the host decide shapes and grids, so they never change in a captured step.
+
+    Raises:
+        TensorContractError: a negative number, or a tensor of another shape or dtype.
     """
 
     chunk_lens: tuple[int, ...]  # [C] on the host: prompt rows of each context

@@ -28,18 +28,20 @@ def force_thinking_end(
     continued.
 
     Args:
+        layout: of the step; its positions are not read.
         draft_tokens: [G*K] or [G, K] integer.
         slots: of the requests; reads ``thinking_token_budget`` (-1: none), ``num_thinking``
             (generated thinking tokens, -1: not thinking) and ``end_progress`` (how many tokens of
             the end sequence were generated last).
-        rule: the thinking tokens and the end sequence.
-        target_tokens: [C + G*(K+1)] int32, contiguous; forced tokens are written here too.
+        rule: begin token and end sequence of thinking.
+        target_tokens: [rows] int32, contiguous; forced tokens are written here too.
 
     Returns:
-        [C + G*(K+1)] int32.
+        [rows] int32, one per row of logits.
 
     Raises:
-        TensorContractError: another shape, dtype or device.
+        TensorContractError: a tensor of another shape, dtype, device or layout, or another number
+            of drafts.
     """
     device = expect_tensor(
         "target_tokens",
@@ -67,12 +69,12 @@ def update_thinking_state(
     """Update the thinking state of requests with a budget by their accepted tokens.
 
     Args:
-        accepted: tokens [R, K+1] integer and how many of each row count [R] integer, any strides.
-        slots: as in :func:`force_thinking_end`; written.
-        rule: the thinking tokens and the end sequence.
+        accepted: tokens [R, K+1] integer, any strides, and how many of each row count.
+        slots: as in :func:`force_thinking_end`; ``num_thinking`` and ``end_progress`` are written.
+        rule: as in :func:`force_thinking_end`.
 
     Raises:
-        TensorContractError: another shape, dtype or device.
+        TensorContractError: a tensor of another shape, dtype or device.
     """
     tokens = expect_tensor("accepted tokens", accepted.tokens, dtype=INTEGERS, shape=("R", "K+1"))
     requests, device = int(tokens.shape[0]), tokens.device

@@ -35,7 +35,7 @@ def update_token_history(
         positions: [R] integer, any stride: of the token that precedes each request's tokens.
 
     Raises:
-        TensorContractError: another shape, dtype or device.
+        TensorContractError: a tensor of another shape, dtype, device or layout.
     """
     tokens, num_accepted = accepted.tokens, accepted.num_accepted
     expect_tensor(

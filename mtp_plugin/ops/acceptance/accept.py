@@ -59,6 +59,7 @@ def accept(
     in vLLM (``cu_num_logits[:-1]``). Rows of no request are ignored.
 
     Args:
+        layout: of the step; its positions are not read.
         logits: [C + G*(K+1), V], or with ``first_rows`` [>= R, V], floating-point with contiguous
             rows, any stride between them.
         draft_tokens: [G*K] or [G, K] integer; ids outside the vocabulary are never accepted.
@@ -70,11 +71,15 @@ def accept(
             Needs ``draft_lens``. The rows of every request must be in ``logits``.
 
     Returns:
-        The output tokens of every request, contexts first, their number and the status.
+        Tokens [R, K+1] int32, -1 after the accepted tokens; their number [R] int32; and a status
+        [R] int32, 1 for a request with a row without finite value, whose output ends before it.
 
     Raises:
-        TensorContractError: another shape, dtype or device, or an argument without one that it
-            needs.
+        TensorContractError: a tensor of another shape, dtype, device or layout, another number of
+            rows or drafts, or an argument without the one that it needs.
+
+    Source: greedy verification of Stern et al. 2018, Blockwise Parallel Decoding; relaxed
+    acceptance and the layout of rows of TensorRT-LLM.
     """
     _check_rows(layout, logits, draft_tokens, draft_lens, first_rows)
     device, rows = logits.device, logits.shape[0]

@@ -87,8 +87,10 @@ def advance_and_build_inputs(
         written to them, or if they may be overwritten.
 
     Raises:
-        TensorContractError: another shape, dtype or device, a layout without positions, or a window
-            or history longer than the pools allow.
+        TensorContractError: a tensor of another shape, dtype, device or layout, windows that do not
+            fit the pools, or a layout without positions.
+
+    Source: MTP modules of DeepSeek-V3 (2024); TensorRT-LLM, ``MTPWorker.prepare_drafter_inputs``.
     """
     device = _check_history(layout, history, rows, num_accepted)
     _check_positions(layout, "advance_and_build_inputs", device)
@@ -134,7 +136,10 @@ def build_reused_inputs(
         own. Elements from R on in ``kv_lens`` are unspecified.
 
     Raises:
-        TensorContractError: another shape, dtype or device, or a layout without positions.
+        TensorContractError: a tensor of another shape, dtype, device or layout, or a layout without
+            positions.
+
+    Source: TensorRT-LLM, ``MTPEagleWorker.prepare_drafter_inputs``.
     """
     device = _check_rows(layout, rows)
     _check_positions(layout, "build_reused_inputs", device)

@@ -22,7 +22,7 @@ def processed_scores(
     *,
     backend: Backend,
 ) -> torch.Tensor:
-    """The scores that every row's token was sampled from, before noise.
+    """Return the scores that every row's token was sampled from, before noise.
 
     They are (x - row maximum) / T of processed logits, -inf for tokens that top-k, top-p and min-p
     remove; for greedy requests T = 1 without truncation. In a row that forces an id, this id has
@@ -36,6 +36,9 @@ def processed_scores(
 
     Returns:
         [N, V] float32; unspecified for requests whose column ``logprobs`` is below 0.
+
+    Raises:
+        TensorContractError: a tensor of another shape, dtype, device or layout, or rows of drafts.
     """
     rows.check_logits(logits)
     if rows.ahead is not None or rows.column:

@@ -46,6 +46,10 @@ def keep_draft_probs(
         logits, rows, slots, vocab_ids: as given to `sample_tokens`, one row per request.
         truncation: [N, TRUNCATION_SIZE] float32, as `sample_tokens` wrote it.
         draft_probs: [S, K, V] float32; the last slot takes writes that are not needed.
+
+    Raises:
+        TensorContractError: a tensor of another shape, dtype, device or layout, a slot table
+            without the columns of drafts, or more than one row per request.
     """
     rows.check_logits(logits)
     if rows.num_rows != rows.num_requests:
@@ -98,7 +102,23 @@ def rejection_sample(
     Args:
         logits: [N, V] floating, contiguous rows with any stride between them.
         rows: the target's rows, of width K+1.
+        slots: slots of the R requests; reads ``verification``, ``draft_sampling`` and the sampling
+            options.
+        drafts: the G*K drafts and, if any is independent, the distributions from
+            `keep_draft_probs`.
+        target: tokens and truncation of the same rows from `sample_tokens`.
         by_block: whether a request may use block verification; False saves the work for it.
+
+    Returns:
+        The number of accepted drafts [G] int32 and the tokens [N] int32, which `accept` takes as
+        ``AcceptanceRules(choices=tokens, forced_matches=num_accepted)``.
+
+    Raises:
+        TensorContractError: a tensor of another shape, dtype, device or layout, another number of
+            drafts, or a slot table without the columns of drafts.
+
+    Source: Leviathan et al. 2023, Fast Inference from Transformers via Speculative Decoding; Sun et
+    al. 2024, Block Verification Accelerates Speculative Decoding.
     """
     rows.check_logits(logits)
     device, count = logits.device, rows.num_requests - rows.num_contexts

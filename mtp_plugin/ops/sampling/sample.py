@@ -33,9 +33,14 @@ def sample_tokens(
     See the package's documentation for the order of steps. NaN counts as -inf. Ties go to the
     lowest id; a row that holds +inf returns the lowest such id.
 
+    The token is argmax(score + Gumbel noise) over the kept tokens, which is a sample of their
+    softmax (Gumbel-max trick). The noise depends on seed, token id and token index alone.
+
     Args:
         logits: [N, V] floating, contiguous rows with any stride between them.
+        rows: the request and the token index of each row.
         slots: slots of the R requests. Their pools process the logits first; -inf stays -inf.
+        role: purpose of the random numbers; numbers of different roles are independent.
         as_drafts: the rows propose drafts, which the column ``draft_sampling`` chooses: coupled
             ones sample with ``role``, independent ones with `Role.PLAIN_DRAFT`, greedy ones take
             the argmax.
@@ -47,6 +52,13 @@ def sample_tokens(
 
     Returns:
         [N] int32; -1 for a row without finite value or +inf.
+
+    Raises:
+        TensorContractError: a tensor of another shape, dtype, device or layout; ``sums`` for
+            processed rows or rows of drafts.
+
+    Source: Philox-4x32-10 (Salmon et al. 2011); top-p (Holtzman et al. 2020); min-p (Nguyen et al.
+    2024); coupled drafts (Daliri et al. 2024, drafter-invariant speculative decoding).
     """
     rows.check_logits(logits)
     named = [column.name for column in DRAFT_COLUMNS] if as_drafts else ()
