@@ -32,16 +32,16 @@ from mtp_plugin.ops.launching import expect_reachable
 from mtp_plugin.ops.logit_rows.rows_triton import (
     LOG2_E,
     NO_COLUMN,
-    columns_of,
+    float_to_ordered_int,
     load_block,
-    masses_of,
-    number_of,
-    number_or_zero,
-    order_of,
-    picked_of,
-    row_mass_of,
-    thread_tops,
-    value_of,
+    nan_to_neg_inf,
+    neg_inf_to_zero,
+    ordered_int_to_float,
+    select_chunks,
+    sum_chunks,
+    sum_row,
+    thread_maxima,
+    tile_columns,
 )
 from mtp_plugin.ops.logprobs import LogprobEntries
 from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_options
@@ -103,13 +103,13 @@ def requested_logprobs(
 @triton.jit
 def loaded(pointers, inside):
     """Values in float32; -inf for NaN and outside."""
-    return number_of(tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32))
+    return nan_to_neg_inf(tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32))
 
 
 @triton.jit
 def keys_of(x, ids):
     """Unique int64 keys in the order of values; among equal values a lower id has a higher key."""
-    return order_of(x).to(tl.int64) * 4294967296 - ids
+    return float_to_ordered_int(x).to(tl.int64) * 4294967296 - ids
 
 
 @triton.jit
@@ -121,7 +121,7 @@ def id_of(key):
 @triton.jit
 def value_of_key(key):
     """The value of a key."""
-    return value_of(((key + id_of(key)) >> 32).to(tl.int32))
+    return ordered_int_to_float(((key + id_of(key)) >> 32).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
@@ -166,20 +166,20 @@ def logprob_scan_kernel(
         for block in range(first_block, tl.minimum(first_block + PARTS, num_blocks)):
             x = load_block(logits_ptr + row * row_stride, block, vocab, LAYOUT.block)
             held = tl.reshape(x, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
-            thread_top = thread_tops(held)
+            thread_top = thread_maxima(held)
             by_chunk = tl.reshape(thread_top, [LAYOUT.chunks, LAYOUT.chunk_threads])
             top = tl.max(by_chunk, axis=1)
-            below = (by_chunk - number_or_zero(top)[:, None]) * LOG2_E
+            below = (by_chunk - neg_inf_to_zero(top)[:, None]) * LOG2_E
             out = (row * num_blocks + block) * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks)
             tl.store(top_ptr + out, top)
-            tl.store(mass_ptr + out, masses_of(held, thread_top, below, LOG2_E))
+            tl.store(mass_ptr + out, sum_chunks(held, thread_top, below, LOG2_E))
 
 
 @triton.jit
 def _tile_of(row_ptr, vocab, picked, first, TILE: tl.constexpr, LAYOUT: tl.constexpr):
     """Values and columns of picked chunks, and which are valid, all [TILE, chunk size]; values are
     -inf where invalid."""
-    columns, here = columns_of(picked, first, tl.arange(0, LAYOUT.chunk_size), TILE, LAYOUT)
+    columns, here = tile_columns(picked, first, tl.arange(0, LAYOUT.chunk_size), TILE, LAYOUT)
     inside = here[:, None] & (columns < vocab)
     return loaded(row_ptr + columns, inside), columns, inside
 
@@ -198,16 +198,16 @@ def rank_of(
 ):
     """The rank of a token of value ``own``: 1 + the number of tokens ordered before it."""
     SIZE: tl.constexpr = LAYOUT.chunk_size
-    picked = picked_of((tops >= own) & is_chunk, picked_ptr)
+    picked = select_chunks((tops >= own) & is_chunk, picked_ptr)
     # other threads read what a thread wrote
     tl.debug_barrier()
     ahead = tl.zeros([TILE, SIZE], tl.int32)
     places = tl.arange(0, SIZE)
     x = _tile_of(row_ptr, vocab, picked, 0, TILE, LAYOUT)[0]
-    for first in range(0, picked.number, TILE):
+    for first in range(0, picked.num_chunks, TILE):
         # load the next tile while this one is counted
         next_x = _tile_of(row_ptr, vocab, picked, first + TILE, TILE, LAYOUT)[0]
-        columns, here = columns_of(picked, first, places, TILE, LAYOUT)
+        columns, here = tile_columns(picked, first, places, TILE, LAYOUT)
         is_equal = here[:, None] & (x == own) & (columns < tl.minimum(token, vocab))
         ahead += ((x > own) | is_equal).to(tl.int32)
         x = next_x
@@ -236,14 +236,14 @@ def most_likely(
         keys = tl.where(keys == best, NO_KEY, keys)
     # the rank was counted with the previous contents of picked_ptr
     tl.debug_barrier()
-    picked = picked_of((tops >= least) & is_chunk, picked_ptr)
+    picked = select_chunks((tops >= least) & is_chunk, picked_ptr)
     tl.debug_barrier()
 
     places = tl.arange(0, LISTED)
     # unique, so that exactly one is replaced at a time
     found = NO_KEY + places.to(tl.int64)
     lowest = tl.full([], NO_KEY, tl.int64)
-    for first in range(0, picked.number, TILE):
+    for first in range(0, picked.num_chunks, TILE):
         x, columns, inside = _tile_of(row_ptr, vocab, picked, first, TILE, LAYOUT)
         of_tile = tl.where(inside, keys_of(x, columns), NO_KEY)
         best_of_tile = tl.max(tl.max(of_tile, axis=1), axis=0)
@@ -349,7 +349,7 @@ def logprob_finish_kernel(
             values = tl.where(is_listed, values, 0.0)
         else:
             if not HAS_SUMS:
-                mass = row_mass_of(masses, tops, top, LOG2_E)
+                mass = sum_row(masses, tops, top, LOG2_E)
             norm = tl.log(mass)
             value = tl.where(own > float("-inf"), own - top - norm, float("-inf"))
             picked_ptr += tl.program_id(0).to(tl.int64) * num_chunks

@@ -79,14 +79,14 @@ def _lane_top1(logits_ptr, row_start, first, end, TILE: tl.constexpr):
 
 @triton.jit
 def top1_kernel(
-    logits_ptr,
-    value_ptr,
-    id_ptr,
+    logits_ptr,  # [rows, V] floating
+    value_ptr,  # [rows, num_blocks] float32: maxima of blocks
+    id_ptr,  # [rows, num_blocks] int32: their lowest ids
     row_stride,
-    vocab,
-    block_len,
+    vocab,  # V
+    block_len,  # columns per block
     num_blocks,
-    TILE: tl.constexpr,
+    TILE: tl.constexpr,  # columns per iteration
     PDL: tl.constexpr,
 ):
     """One program per (row, block): its highest value and the lowest id of it."""

@@ -150,6 +150,7 @@ READ_AHEAD = {
     "ops/sampling/sample_triton.py:sample_finish_kernel": {
         "table_ptr",
         "slot_ptr",
+        "slot_row_ptr",
         "position_ptr",
         "ahead_ptr",
     }
@@ -187,7 +188,7 @@ def test_reads_ahead_bypass_the_cache_and_follow_the_wait_of_the_primary() -> No
         primary = kernels[name.replace("finish", "scan")]
         assert not any(isinstance(node, ast.Name) for node in above_wait(primary)[0])
         for node in above_wait(kernels[name])[0]:
-            if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("_of"):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).startswith("load_"):
                 assert ast.unparse(node.args[-1]) == "'.cg'"
         stores = [
             ast.unparse(node.args[0])

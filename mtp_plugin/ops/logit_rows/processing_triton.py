@@ -29,13 +29,13 @@ WORD_BITS = tl.constexpr(logits_processor_state.WORD_BITS)
 WORD_SHIFT = tl.constexpr(logits_processor_state.WORD_BITS.bit_length() - 1)
 """``id >> WORD_SHIFT`` is the word that holds the bit of an id."""
 NO_ID = tl.constexpr(2147483647)
-DRAFTS = tl.constexpr(16)
+DRAFT_TILE = tl.constexpr(16)
 """Draft tokens before a row that are compared with a block at once."""
-MOST_INVERTED = tl.constexpr(1e30)
+MAX_INVERTED = tl.constexpr(1e30)
 """The largest divisor whose inverse is a normal number."""
 COUNT_BASE = tl.constexpr(2.0**23)
 """A float32 whose last bit has the value 1."""
-MOST_SCALED = tl.constexpr(1e30)
+MAX_SCALED = tl.constexpr(1e30)
 """The largest factor whose product with COUNT_BASE is finite."""
 INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -53,7 +53,7 @@ class Pools(NamedTuple):
 class RowProcessing(NamedTuple):
     """Logits processing of one row; pointers are those of the request's rows of the pools."""
 
-    slot: tl.tensor
+    slot_row_ptr: tl.tensor
     pools: Pools
     bias_row: tl.tensor  # below 0: not used
     allowed_row: tl.tensor
@@ -83,53 +83,53 @@ def bits_of(words_ptr, ids, inside):
 
 
 @triton.jit
-def _draft_of(draft_ptr, place):
+def _load_draft(draft_ptr, index):
     """A draft token as int32; NO_ID for one that is no valid id."""
-    draft = tl.load(draft_ptr + place)
+    draft = tl.load(draft_ptr + index)
     return tl.where((draft >= 0) & (draft < NO_ID), draft, NO_ID).to(tl.int32)
 
 
 @triton.jit
-def _allowed_of(row, pools):
+def _allowed_row_ptr(row, pools):
     """Pointer to the allowed ids of a row of the pool."""
     return pools.allowed_ptr + row * (num_words(pools.vocab) + 1)
 
 
 @triton.jit
-def _seen_of(row, pools):
+def _seen_row_ptr(row, pools):
     """Pointer to the seen ids of a row of the pool."""
     return pools.seen_ptr + row * num_words(pools.vocab)
 
 
 @triton.jit
-def load_processing(slot, pools, draft_ptr, num_before):
+def load_processing(slot_row_ptr, pools, draft_ptr, num_before):
     """Load the logits processing of a row from its request's slot."""
-    bias_row = tl.load(slot + BIAS_ROW).to(tl.int64)
-    allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
-    count_row = tl.load(slot + COUNT_ROW).to(tl.int64)
+    bias_row = tl.load(slot_row_ptr + BIAS_ROW).to(tl.int64)
+    allowed_row = tl.load(slot_row_ptr + ALLOWED_ROW).to(tl.int64)
+    count_row = tl.load(slot_row_ptr + COUNT_ROW).to(tl.int64)
     return RowProcessing(
-        slot,
+        slot_row_ptr,
         pools,
         bias_row,
         allowed_row,
         count_row,
         pools.bias_ptr + bias_row * pools.vocab,
-        _allowed_of(allowed_row, pools),
+        _allowed_row_ptr(allowed_row, pools),
         pools.count_ptr + count_row * pools.vocab,
-        _seen_of(count_row, pools),
-        tl.load(slot + REPETITION).to(tl.float32, bitcast=True),
-        tl.load(slot + PRESENCE).to(tl.float32, bitcast=True),
-        tl.load(slot + FREQUENCY).to(tl.float32, bitcast=True),
+        _seen_row_ptr(count_row, pools),
+        tl.load(slot_row_ptr + REPETITION).to(tl.float32, bitcast=True),
+        tl.load(slot_row_ptr + PRESENCE).to(tl.float32, bitcast=True),
+        tl.load(slot_row_ptr + FREQUENCY).to(tl.float32, bitcast=True),
         draft_ptr,
         num_before,
     )
 
 
 @triton.jit
-def is_processed(slot):
+def is_processed(slot_row_ptr):
     """Whether the logits of a request are changed at all."""
-    row = tl.maximum(tl.load(slot + BIAS_ROW), tl.load(slot + ALLOWED_ROW))
-    return tl.maximum(row, tl.load(slot + COUNT_ROW)) >= 0
+    row = tl.maximum(tl.load(slot_row_ptr + BIAS_ROW), tl.load(slot_row_ptr + ALLOWED_ROW))
+    return tl.maximum(row, tl.load(slot_row_ptr + COUNT_ROW)) >= 0
 
 
 @triton.jit
@@ -142,7 +142,7 @@ def only_lower(processing):
 
 
 @triton.jit
-def allowed_fours(processing, ids, inside):
+def load_allowed_nibbles(processing, ids, inside):
     """The allowed bits of four ids each, starting at ``ids``; 0 for those that are not inside."""
     words = tl.load(processing.allowed_ptr + (ids >> WORD_SHIFT), mask=inside, other=0)
     return words >> (ids & (WORD_BITS - 1))
@@ -177,7 +177,7 @@ def _apply_counts(x, count, processing):
 
 
 @triton.jit
-def _counts_of(count_ptr, ids, is_read):
+def _load_counts(count_ptr, ids, is_read):
     """Counts of ids; only those that were seen are read, as most of a row was not."""
     return tl.load(count_ptr + ids, mask=is_read, other=0).to(tl.int32) & MOST_COUNTED
 
@@ -192,18 +192,18 @@ def process_values(x, ids, inside, processing):
     if processing.count_row >= 0:
         in_slot = bits_of(processing.seen_ptr, ids, inside)
         times = tl.zeros_like(ids)
-        for place in range(processing.num_before):
-            times += (ids == _draft_of(processing.draft_ptr, place)).to(tl.int32)
+        for draft_index in range(processing.num_before):
+            times += (ids == _load_draft(processing.draft_ptr, draft_index)).to(tl.int32)
         x = _apply_repetition(x, (in_slot | times) != 0, processing)
         if (processing.presence != 0) | (processing.frequency != 0):
             x = _apply_counts(
-                x, _counts_of(processing.count_ptr, ids, in_slot != 0) + times, processing
+                x, _load_counts(processing.count_ptr, ids, in_slot != 0) + times, processing
             )
         x = tl.where(x == x, x, float("-inf"))
     return x
 
 
-class PieceProcessing(NamedTuple):
+class BlockProcessing(NamedTuple):
     """Processing of a block of a row, loaded before the values are needed."""
 
     bias_row: tl.tensor  # below 0: not used
@@ -225,11 +225,11 @@ class SharedProcessing(NamedTuple):
 
 
 @triton.jit
-def _fours_of(words_ptr, is_read, FOURS: tl.constexpr):
+def _load_nibbles(words_ptr, is_read, GROUPS: tl.constexpr):
     """Four bits per group f of ids 4f to 4f + 3, counted from a word's first id; 0 if not read."""
-    fours = tl.arange(0, FOURS)
-    words = tl.load(words_ptr + (fours >> (WORD_SHIFT - 2)), mask=is_read, other=0)
-    return (words >> ((fours & (WORD_BITS // 4 - 1)) * 4)) & 15
+    groups = tl.arange(0, GROUPS)
+    words = tl.load(words_ptr + (groups >> (WORD_SHIFT - 2)), mask=is_read, other=0)
+    return (words >> ((groups & (WORD_BITS // 4 - 1)) * 4)) & 15
 
 
 @triton.jit
@@ -239,34 +239,34 @@ def load_block_processing(first, vocab, processing, SIZE: tl.constexpr):
     The rows of the pools are loaded again for every block, since keeping them takes registers. A
     thread reads the bits of four neighbouring ids.
     """
-    slot, pools = processing.slot, processing.pools
-    bias_row = tl.load(slot + BIAS_ROW)
-    allowed_row = tl.load(slot + ALLOWED_ROW)
-    count_row = tl.load(slot + COUNT_ROW)
-    presence = tl.load(slot + PRESENCE).to(tl.float32, bitcast=True)
-    frequency = tl.load(slot + FREQUENCY).to(tl.float32, bitcast=True)
-    FOURS: tl.constexpr = SIZE // 4
+    slot_row_ptr, pools = processing.slot_row_ptr, processing.pools
+    bias_row = tl.load(slot_row_ptr + BIAS_ROW)
+    allowed_row = tl.load(slot_row_ptr + ALLOWED_ROW)
+    count_row = tl.load(slot_row_ptr + COUNT_ROW)
+    presence = tl.load(slot_row_ptr + PRESENCE).to(tl.float32, bitcast=True)
+    frequency = tl.load(slot_row_ptr + FREQUENCY).to(tl.float32, bitcast=True)
+    GROUPS: tl.constexpr = SIZE // 4
     # relative to the first id, so that the accesses of threads have an even stride
-    inside = tl.arange(0, FOURS) * 4 < vocab - first
+    inside = tl.arange(0, GROUPS) * 4 < vocab - first
     words = first // WORD_BITS
-    allowed = tl.zeros([FOURS], tl.int32)
-    seen = tl.zeros([FOURS], tl.int32)
-    counts = tl.zeros([FOURS, 4], tl.int16)
+    allowed = tl.zeros([GROUPS], tl.int32)
+    seen = tl.zeros([GROUPS], tl.int32)
+    counts = tl.zeros([GROUPS, 4], tl.int16)
     if allowed_row >= 0:
-        allowed_ptr = _allowed_of(allowed_row.to(tl.int64), pools) + words
-        allowed = _fours_of(allowed_ptr, inside, FOURS)
+        allowed_ptr = _allowed_row_ptr(allowed_row.to(tl.int64), pools) + words
+        allowed = _load_nibbles(allowed_ptr, inside, GROUPS)
     if count_row >= 0:
-        seen_ptr = _seen_of(count_row.to(tl.int64), pools) + words
-        seen = _fours_of(seen_ptr, inside, FOURS)
+        seen_ptr = _seen_row_ptr(count_row.to(tl.int64), pools) + words
+        seen = _load_nibbles(seen_ptr, inside, GROUPS)
         if (presence != 0) | (frequency != 0):
-            ids = tl.arange(0, FOURS)[:, None] * 4 + tl.arange(0, 4)[None, :]
+            ids = tl.arange(0, GROUPS)[:, None] * 4 + tl.arange(0, 4)[None, :]
             count_ptr = pools.count_ptr + count_row.to(tl.int64) * pools.vocab + first
             counts = tl.load(count_ptr + ids, mask=ids < vocab - first, other=0)
-    return PieceProcessing(
+    return BlockProcessing(
         bias_row,
         allowed_row,
         count_row,
-        tl.load(slot + REPETITION).to(tl.float32, bitcast=True),
+        tl.load(slot_row_ptr + REPETITION).to(tl.float32, bitcast=True),
         presence,
         frequency,
         allowed,
@@ -276,9 +276,9 @@ def load_block_processing(first, vocab, processing, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _bits_of_fours(fours):
+def _unpack_nibbles(groups):
     """Whether the bit of each id is set [F, 4]."""
-    return ((fours[:, None] >> tl.arange(0, 4)[None, :]) & 1) != 0
+    return ((groups[:, None] >> tl.arange(0, 4)[None, :]) & 1) != 0
 
 
 @triton.jit
@@ -292,20 +292,20 @@ def _apply_repetition_block(x, seen, repetition, inverse):
     the last place off.
     """
     # the interpreter has no fused multiply-add; with a penalty below 1 a quotient may be infinite
-    if INTERPRETED or repetition < 1 or repetition > MOST_INVERTED:
+    if INTERPRETED or repetition < 1 or repetition > MAX_INVERTED:
         product = tl.fma(x, repetition, 0.0)  # apart from the other branch's, or both keep it
         lowered = tl.where(x > 0, tl.div_rn(x, repetition), product)
     else:
-        about = x * inverse
-        quotient = tl.fma(tl.fma(about, -repetition, x), inverse, about)
+        estimate = x * inverse
+        quotient = tl.fma(tl.fma(estimate, -repetition, x), inverse, estimate)
         # the quotient of an infinite x is NaN, which minimum drops
         lowered = tl.minimum(quotient, x * repetition)
     # unpacked here: before the branch the bits would be packed again to keep them
-    return tl.where(_bits_of_fours(seen), lowered, x)
+    return tl.where(_unpack_nibbles(seen), lowered, x)
 
 
 @triton.jit
-def _above_base(counts):
+def _counts_plus_base(counts):
     """COUNT_BASE plus counts (uint16 in int16) as float32.
 
     The count is the mantissa's last bits, so no conversion is needed, which runs at an eighth of
@@ -322,17 +322,17 @@ def _above_base(counts):
 
 
 @triton.jit
-def _products_of(counts, frequency):
+def _count_products(counts, frequency):
     """Products of counts and a penalty, rounded once.
 
     The product with the base is exact, so one fused multiply-add gives the rounded product.
     """
     # the interpreter has no fused multiply-add
-    if INTERPRETED or tl.abs(frequency) > MOST_SCALED:
-        numbers = (counts.to(tl.int32) & MOST_COUNTED).to(tl.float32)
-        products = tl.fma(numbers, frequency, 0.0)
+    if INTERPRETED or tl.abs(frequency) > MAX_SCALED:
+        values = (counts.to(tl.int32) & MOST_COUNTED).to(tl.float32)
+        products = tl.fma(values, frequency, 0.0)
     else:
-        products = tl.fma(_above_base(counts), frequency, -COUNT_BASE * frequency)
+        products = tl.fma(_counts_plus_base(counts), frequency, -COUNT_BASE * frequency)
     return products
 
 
@@ -344,17 +344,17 @@ def _apply_penalties(x, block, inverse):
     if (block.presence != 0) | (block.frequency != 0):
         if block.presence != 0:
             x = x - tl.where(block.counts != 0, block.presence, 0.0)
-        x = x - _products_of(block.counts, block.frequency)
+        x = x - _count_products(block.counts, block.frequency)
     return x
 
 
 @triton.jit
 def _has_draft(processing, first, end):
     """Whether a draft token before the row is, or may be, one of the ids ``first`` to ``end``."""
-    places = tl.arange(0, DRAFTS)
-    drafts = tl.load(processing.draft_ptr + places, mask=places < processing.num_before, other=-1)
-    is_here = (drafts >= first) & (drafts < end)
-    return (tl.max(is_here.to(tl.int32), axis=0) > 0) | (processing.num_before > DRAFTS)
+    offsets = tl.arange(0, DRAFT_TILE)
+    drafts = tl.load(processing.draft_ptr + offsets, mask=offsets < processing.num_before, other=-1)
+    in_block = (drafts >= first) & (drafts < end)
+    return (tl.max(in_block.to(tl.int32), axis=0) > 0) | (processing.num_before > DRAFT_TILE)
 
 
 @triton.jit
@@ -376,17 +376,17 @@ def _process_drafts(x, first, vocab, row_ptr, processing):
     """Process the ids of draft tokens before the row again, with these drafts counted."""
     SIZE: tl.constexpr = x.shape[0]
     if _has_draft(processing, first, first + SIZE):
-        again = load_processing(
-            processing.slot, processing.pools, processing.draft_ptr, processing.num_before
+        row_processing = load_processing(
+            processing.slot_row_ptr, processing.pools, processing.draft_ptr, processing.num_before
         )
-        for place in range(processing.num_before):
-            draft = _draft_of(processing.draft_ptr, place)
-            is_here = (draft >= first) & (draft < first + SIZE) & (draft < vocab)
-            value = tl.load(row_ptr + draft, mask=is_here, other=0.0).to(tl.float32)
+        for draft_index in range(processing.num_before):
+            draft = _load_draft(processing.draft_ptr, draft_index)
+            in_block = (draft >= first) & (draft < first + SIZE) & (draft < vocab)
+            value = tl.load(row_ptr + draft, mask=in_block, other=0.0).to(tl.float32)
             value = process_values(
-                tl.where(value == value, value, float("-inf")), draft, is_here, again
+                tl.where(value == value, value, float("-inf")), draft, in_block, row_processing
             )
-            x = tl.where(is_here & (tl.arange(0, SIZE) == draft - first), value, x)
+            x = tl.where(in_block & (tl.arange(0, SIZE) == draft - first), value, x)
     return x
 
 
@@ -398,13 +398,13 @@ def process_block(x, block, first, vocab, row_ptr, processing, shared):
     """
     SIZE: tl.constexpr = x.shape[0]
     if block.bias_row >= 0:
-        places = tl.arange(0, SIZE)
+        offsets = tl.arange(0, SIZE)
         bias_ptr = (
             processing.pools.bias_ptr + block.bias_row.to(tl.int64) * processing.pools.vocab + first
         )
-        x = _add_bias(x, places, places < vocab - first, block.bias_row, bias_ptr)
+        x = _add_bias(x, offsets, offsets < vocab - first, block.bias_row, bias_ptr)
     if block.allowed_row >= 0:
-        x = tl.where(tl.reshape(_bits_of_fours(block.allowed), [SIZE]), x, float("-inf"))
+        x = tl.where(tl.reshape(_unpack_nibbles(block.allowed), [SIZE]), x, float("-inf"))
     if block.count_row >= 0:
         x = tl.reshape(
             _apply_penalties(tl.reshape(x, [SIZE // 4, 4]), block, shared.inverse), [SIZE]
@@ -415,16 +415,16 @@ def process_block(x, block, first, vocab, row_ptr, processing, shared):
 
 
 @triton.jit
-def early_stops(slot, index, vocab, STOPS: tl.constexpr):
+def early_stops(slot_row_ptr, index, vocab, STOPS: tl.constexpr):
     """The stop ids of a request [STOPS], and which ones ``min_tokens`` disallows at ``index``."""
-    stops = tl.load(slot + STOP_IDS + tl.arange(0, STOPS))
-    first = tl.load(slot + PROMPT_LEN).to(tl.int64) + tl.load(slot + MIN_TOKENS)
+    stops = tl.load(slot_row_ptr + STOP_IDS + tl.arange(0, STOPS))
+    first = tl.load(slot_row_ptr + PROMPT_LEN).to(tl.int64) + tl.load(slot_row_ptr + MIN_TOKENS)
     return stops, (index < first) & (stops >= 0) & (stops < vocab)
 
 
 @triton.jit
 def word_ends(
-    slot,
+    slot_row_ptr,
     offset,
     words_ptr,
     draft_ptr,
@@ -434,82 +434,94 @@ def word_ends(
 ):
     """The ids [WORDS] that would complete a bad word after the slot's recent tokens and ``offset``
     draft tokens; -1: none."""
-    words_row = tl.load(slot + WORDS_ROW).to(tl.int64)
+    words_row = tl.load(slot_row_ptr + WORDS_ROW).to(tl.int64)
     lanes = tl.arange(0, WORDS)
     ends = tl.full([WORDS], -1, tl.int32)
     if words_row >= 0:
-        places = tl.arange(0, LENGTH)
+        offsets = tl.arange(0, LENGTH)
         word_ptr = words_ptr + words_row * (WORDS * LENGTH)
-        parts = tl.load(word_ptr + lanes[:, None] * LENGTH + places[None, :])
+        word_tokens = tl.load(word_ptr + lanes[:, None] * LENGTH + offsets[None, :])
         # a word's last token follows the slot's recent tokens, then draft tokens
-        back = LENGTH - 1 - places
+        back = LENGTH - 1 - offsets
         from_slot = LENGTH + offset - back
         tokens = tl.load(
-            slot + RECENT + from_slot,
+            slot_row_ptr + RECENT + from_slot,
             mask=(back > 0) & (from_slot < LENGTH),
             other=-1,
         ).to(tl.int64)
         if HAS_DRAFTS:
-            at = from_slot - LENGTH
-            drafts = tl.load(draft_ptr + at, mask=(back > 0) & (from_slot >= LENGTH), other=-1).to(
-                tl.int64
-            )
+            draft_index = from_slot - LENGTH
+            drafts = tl.load(
+                draft_ptr + draft_index, mask=(back > 0) & (from_slot >= LENGTH), other=-1
+            ).to(tl.int64)
             tokens = tl.where(from_slot < LENGTH, tokens, drafts)
-        fits = (parts < 0) | (back == 0)[None, :] | (parts == tokens[None, :])
-        begins = tl.min(fits.to(tl.int32), axis=1) == 1
-        last = tl.max(tl.where((back == 0)[None, :], parts, -1), axis=1)
+        matches = (word_tokens < 0) | (back == 0)[None, :] | (word_tokens == tokens[None, :])
+        begins = tl.min(matches.to(tl.int32), axis=1) == 1
+        last = tl.max(tl.where((back == 0)[None, :], word_tokens, -1), axis=1)
         ends = tl.where(begins, last, -1)
     return ends
 
 
 @triton.jit
-def _taken(row_allowed, ids, pool_vocab):
+def _allowed_bits(allowed_row_ptr, ids, pool_vocab):
     """Whether ids are allowed, 0 or 1."""
     inside = (ids >= 0) & (ids < pool_vocab)
-    return bits_of(row_allowed, ids, inside)
+    return bits_of(allowed_row_ptr, ids, inside)
 
 
 @triton.jit
 def leaves_some(
-    row_allowed, stops, hidden, ends, pool_vocab, STOPS: tl.constexpr, WORDS: tl.constexpr
+    allowed_row_ptr,
+    stops,
+    is_disallowed,
+    ends,
+    pool_vocab,
+    STOPS: tl.constexpr,
+    WORDS: tl.constexpr,
 ):
-    """Whether an allowed id remains without the ``hidden`` stop ids and the ends of bad words."""
+    """Whether an allowed id remains without disallowed stop ids and the ends of bad words."""
     columns = tl.arange(0, STOPS)
     lanes = tl.arange(0, WORDS)
-    held = tl.where(hidden, stops, -1)
-    again = (held[:, None] == held[None, :]) & (columns[None, :] < columns[:, None])
-    again = tl.max(again.to(tl.int32), axis=1)
-    again_word = tl.max((held[:, None] == ends[None, :]).to(tl.int32), axis=1)
-    taken = _taken(row_allowed, held, pool_vocab) & (1 - again) & (1 - again_word)
-    twice = (ends[:, None] == ends[None, :]) & (lanes[None, :] < lanes[:, None])
-    twice = tl.max(twice.to(tl.int32), axis=1)
-    left = tl.load(row_allowed + num_words(pool_vocab)) - tl.sum(taken, axis=0)
-    left -= tl.sum(_taken(row_allowed, ends, pool_vocab) & (1 - twice), axis=0)
+    disallowed_stops = tl.where(is_disallowed, stops, -1)
+    is_repeated = (disallowed_stops[:, None] == disallowed_stops[None, :]) & (
+        columns[None, :] < columns[:, None]
+    )
+    is_repeated = tl.max(is_repeated.to(tl.int32), axis=1)
+    is_word_end = tl.max((disallowed_stops[:, None] == ends[None, :]).to(tl.int32), axis=1)
+    is_removed = (
+        _allowed_bits(allowed_row_ptr, disallowed_stops, pool_vocab)
+        & (1 - is_repeated)
+        & (1 - is_word_end)
+    )
+    is_repeated_end = (ends[:, None] == ends[None, :]) & (lanes[None, :] < lanes[:, None])
+    is_repeated_end = tl.max(is_repeated_end.to(tl.int32), axis=1)
+    left = tl.load(allowed_row_ptr + num_words(pool_vocab)) - tl.sum(is_removed, axis=0)
+    left -= tl.sum(_allowed_bits(allowed_row_ptr, ends, pool_vocab) & (1 - is_repeated_end), axis=0)
     return left > 0
 
 
 @triton.jit
-def _take_out(row_allowed, ids):
+def _clear_bits(allowed_row_ptr, ids):
     """Clear the bits of ids (-1: none); returns the ids whose bits were set, each once."""
     is_id = ids >= 0
     known = tl.where(is_id, ids, 0)
     bit = 1 << (known & (WORD_BITS - 1))
-    old = tl.atomic_and(row_allowed + (known >> WORD_SHIFT), ~bit, mask=is_id)
+    old = tl.atomic_and(allowed_row_ptr + (known >> WORD_SHIFT), ~bit, mask=is_id)
     return tl.where(is_id & ((old & bit) != 0), ids, -1)
 
 
 @triton.jit
-def _put_back(row_allowed, ids):
+def _set_bits(allowed_row_ptr, ids):
     """Set the bits of ids (-1: none)."""
     is_id = ids >= 0
     known = tl.where(is_id, ids, 0)
     bit = 1 << (known & (WORD_BITS - 1))
-    tl.atomic_or(row_allowed + (known >> WORD_SHIFT), bit, mask=is_id)
+    tl.atomic_or(allowed_row_ptr + (known >> WORD_SHIFT), bit, mask=is_id)
 
 
 @triton.jit
 def update_draft_mask(
-    slot,
+    slot_row_ptr,
     index,
     offset,
     allowed_ptr,
@@ -527,19 +539,24 @@ def update_draft_mask(
     Ids masked for the previous draft are allowed again. The caller synchronizes the program's
     threads if it wrote the tokens before this draft.
     """
-    allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
+    allowed_row = tl.load(slot_row_ptr + ALLOWED_ROW).to(tl.int64)
     if allowed_row >= 0:
-        row_allowed = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
+        allowed_row_ptr = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
         columns = tl.arange(0, STOPS)
         lanes = tl.arange(0, WORDS)
-        row_masked_ids = masked_ids_ptr + allowed_row * (STOPS + WORDS)
-        _put_back(row_allowed, tl.load(row_masked_ids + columns))
-        _put_back(row_allowed, tl.load(row_masked_ids + STOPS + lanes))
+        masked_ids_row_ptr = masked_ids_ptr + allowed_row * (STOPS + WORDS)
+        _set_bits(allowed_row_ptr, tl.load(masked_ids_row_ptr + columns))
+        _set_bits(allowed_row_ptr, tl.load(masked_ids_row_ptr + STOPS + lanes))
         tl.debug_barrier()
-        stops, hidden = early_stops(slot, index, pool_vocab, STOPS)
-        ends = word_ends(slot, offset, words_ptr, draft_ptr, WORDS, LENGTH, HAS_DRAFTS)
-        hidden = hidden & leaves_some(row_allowed, stops, hidden, ends, pool_vocab, STOPS, WORDS)
+        stops, is_disallowed = early_stops(slot_row_ptr, index, pool_vocab, STOPS)
+        ends = word_ends(slot_row_ptr, offset, words_ptr, draft_ptr, WORDS, LENGTH, HAS_DRAFTS)
+        is_disallowed = is_disallowed & leaves_some(
+            allowed_row_ptr, stops, is_disallowed, ends, pool_vocab, STOPS, WORDS
+        )
         tl.debug_barrier()
         ends = tl.where(ends < pool_vocab, ends, -1)
-        tl.store(row_masked_ids + columns, _take_out(row_allowed, tl.where(hidden, stops, -1)))
-        tl.store(row_masked_ids + STOPS + lanes, _take_out(row_allowed, ends))
+        tl.store(
+            masked_ids_row_ptr + columns,
+            _clear_bits(allowed_row_ptr, tl.where(is_disallowed, stops, -1)),
+        )
+        tl.store(masked_ids_row_ptr + STOPS + lanes, _clear_bits(allowed_row_ptr, ends))

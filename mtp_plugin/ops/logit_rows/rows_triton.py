@@ -40,87 +40,87 @@ def locate_row(
 
 
 @triton.jit
-def order_of(x):
+def float_to_ordered_int(x):
     """Map float32 values without NaN to int32 of the same order; both zeros map to one."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
-def value_of(order):
-    """Invert `order_of`."""
+def ordered_int_to_float(order):
+    """Invert `float_to_ordered_int`."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
-def highest_of(x):
+def max_no_nan(x):
     """The maximum of values without NaN, compared as integers."""
-    return value_of(tl.max(order_of(x), axis=0))
+    return ordered_int_to_float(tl.max(float_to_ordered_int(x), axis=0))
 
 
-class Picked(NamedTuple):
+class SelectedChunks(NamedTuple):
     """A list of chunks of a row."""
 
     ptr: tl.tensor  # chunk indices
-    number: tl.tensor  # length of the list
+    num_chunks: tl.tensor  # length of the list
 
 
 @triton.jit
 def load_block(row_ptr, block, vocab, BLOCK: tl.constexpr):
     """Load a block of a row as float32; -inf past the end of the row."""
     first = block * BLOCK
-    places = tl.arange(0, BLOCK)
+    offsets = tl.arange(0, BLOCK)
     if first + BLOCK <= vocab:
-        x = tl.load(row_ptr + first + places)
+        x = tl.load(row_ptr + first + offsets)
     else:
-        x = tl.load(row_ptr + first + places, mask=places < vocab - first, other=float("-inf"))
+        x = tl.load(row_ptr + first + offsets, mask=offsets < vocab - first, other=float("-inf"))
     return x.to(tl.float32)
 
 
 @triton.jit
-def number_of(x):
+def nan_to_neg_inf(x):
     """Replace NaN by -inf."""
     return tl.where(x == x, x, float("-inf"))
 
 
 @triton.jit
-def number_or_zero(x):
+def neg_inf_to_zero(x):
     """Replace -inf by 0, so that differences to the maximum of a row of -inf are no NaN."""
     return tl.where(x > float("-inf"), x, 0.0)
 
 
 @triton.jit
-def thread_tops(held):
+def thread_maxima(by_thread):
     """The maximum of the values of each thread [..., threads, each]; NaN counts as -inf."""
     # max drops NaN if there is a number, so only the maxima are replaced
-    return number_of(tl.max(tl.max(held, axis=0), axis=1))
+    return nan_to_neg_inf(tl.max(tl.max(by_thread, axis=0), axis=1))
 
 
 @triton.jit
-def masses_of(held, thread_top, below, scale):
+def sum_chunks(by_thread, thread_max, below, scale):
     """The sum of the weights of each chunk, relative to the weight of its maximum; NaN weighs 0.
 
     Args:
-        held: values by thread [..., threads, each].
-        thread_top: their maxima.
+        by_thread: values by thread [..., threads, each].
+        thread_max: their maxima.
         below: thread maxima minus chunk maximum, in log2 [chunks, threads of a chunk].
     """
-    base = number_or_zero(thread_top)
-    weights = tl.exp2((held - base[None, :, None]) * scale)
-    weights = tl.where(held == held, weights, 0.0)
-    mass = tl.sum(tl.sum(weights, axis=0), axis=1)
-    return tl.sum(tl.reshape(mass, below.shape) * tl.exp2(below), axis=1)
+    base = neg_inf_to_zero(thread_max)
+    weights = tl.exp2((by_thread - base[None, :, None]) * scale)
+    weights = tl.where(by_thread == by_thread, weights, 0.0)
+    thread_sums = tl.sum(tl.sum(weights, axis=0), axis=1)
+    return tl.sum(tl.reshape(thread_sums, below.shape) * tl.exp2(below), axis=1)
 
 
 @triton.jit
-def row_mass_of(masses, tops, top, scale):
+def sum_row(chunk_sums, chunk_maxima, row_max, scale):
     """The sum of the weights of a row, relative to the weight of its maximum, from its chunks."""
-    weights = tl.exp2((tops - top) * scale)
-    return tl.sum(tl.where(tops > float("-inf"), masses * weights, 0.0), axis=0)
+    weights = tl.exp2((chunk_maxima - row_max) * scale)
+    return tl.sum(tl.where(chunk_maxima > float("-inf"), chunk_sums * weights, 0.0), axis=0)
 
 
 @triton.jit
-def starts_of(chunks, LAYOUT: tl.constexpr):
+def chunk_starts(chunks, LAYOUT: tl.constexpr):
     """The first column of each chunk."""
     # an unsigned division by a power of two is a shift
     blocks = (chunks.to(tl.uint32) // LAYOUT.chunks).to(tl.int32)
@@ -128,39 +128,39 @@ def starts_of(chunks, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def spread_of(places, LAYOUT: tl.constexpr):
+def columns_in_chunk(offsets, LAYOUT: tl.constexpr):
     """The column of each index within a chunk, relative to the chunk's first column."""
-    wraps = places // LAYOUT.segment
-    return wraps * (LAYOUT.threads * LAYOUT.each) + places % LAYOUT.segment
+    wraps = offsets // LAYOUT.segment
+    return wraps * (LAYOUT.threads * LAYOUT.each) + offsets % LAYOUT.segment
 
 
 @triton.jit
-def columns_of(picked, first, places, TILE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Columns of ``TILE`` picked chunks [TILE, places], and which of these chunks exist."""
-    at = first + tl.arange(0, TILE)
-    chunks = tl.load(picked.ptr + at, mask=at < picked.number, other=0)
-    starts = starts_of(chunks, LAYOUT)
-    return starts[:, None] + spread_of(places, LAYOUT)[None, :], at < picked.number
+def tile_columns(selected, first, offsets, TILE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Columns of ``TILE`` selected chunks [TILE, offsets], and which of these chunks exist."""
+    index = first + tl.arange(0, TILE)
+    chunks = tl.load(selected.ptr + index, mask=index < selected.num_chunks, other=0)
+    starts = chunk_starts(chunks, LAYOUT)
+    return starts[:, None] + columns_in_chunk(offsets, LAYOUT)[None, :], index < selected.num_chunks
 
 
 @triton.jit
-def picked_of(here, picked_ptr):
-    """Write the indices of the chunks that are ``here`` in ascending order.
+def select_chunks(is_selected, selected_ptr):
+    """Write the indices of the chunks that are ``is_selected`` in ascending order.
 
     Each thread compacts four neighbouring chunks.
     """
-    FOURS: tl.constexpr = here.shape[0] // 4
-    here02, here13 = tl.split(tl.reshape(here.to(tl.int32), [FOURS, 2, 2]))
-    here0, here2 = tl.split(here02)
-    here1, here3 = tl.split(here13)
-    number = here0 + here1 + here2 + here3
-    place = tl.cumsum(number, axis=0) - number
-    chunks = tl.arange(0, FOURS) * 4
-    tl.store(picked_ptr + place, chunks, mask=here0 != 0)
-    place += here0
-    tl.store(picked_ptr + place, chunks + 1, mask=here1 != 0)
-    place += here1
-    tl.store(picked_ptr + place, chunks + 2, mask=here2 != 0)
-    place += here2
-    tl.store(picked_ptr + place, chunks + 3, mask=here3 != 0)
-    return Picked(picked_ptr, tl.sum(number, axis=0))
+    GROUPS: tl.constexpr = is_selected.shape[0] // 4
+    is_selected02, is_selected13 = tl.split(tl.reshape(is_selected.to(tl.int32), [GROUPS, 2, 2]))
+    is_selected0, is_selected2 = tl.split(is_selected02)
+    is_selected1, is_selected3 = tl.split(is_selected13)
+    num_selected = is_selected0 + is_selected1 + is_selected2 + is_selected3
+    index = tl.cumsum(num_selected, axis=0) - num_selected
+    chunks = tl.arange(0, GROUPS) * 4
+    tl.store(selected_ptr + index, chunks, mask=is_selected0 != 0)
+    index += is_selected0
+    tl.store(selected_ptr + index, chunks + 1, mask=is_selected1 != 0)
+    index += is_selected1
+    tl.store(selected_ptr + index, chunks + 2, mask=is_selected2 != 0)
+    index += is_selected2
+    tl.store(selected_ptr + index, chunks + 3, mask=is_selected3 != 0)
+    return SelectedChunks(selected_ptr, tl.sum(num_selected, axis=0))

@@ -17,21 +17,21 @@ def thinking_after(
     token, num_thinking, progress, budget, begin_token, end_token, end_ids, next_ptr, length, lanes
 ):
     """Thinking-token count and end-sequence progress after a token."""
-    row = tl.load(next_ptr + progress * length + lanes, mask=lanes < length, other=0)
-    progress = tl.max(tl.where(end_ids == token, row, 0), axis=0)
+    next_progress = tl.load(next_ptr + progress * length + lanes, mask=lanes < length, other=0)
+    progress = tl.max(tl.where(end_ids == token, next_progress, 0), axis=0)
     thinks = num_thinking >= 0
-    forces = thinks & (budget >= 0) & (num_thinking >= budget)
-    ends = (token == end_token) & (token >= 0) & (forces == 0)
-    goes_on = thinks & (ends == 0) & (progress != length)
+    is_forced = thinks & (budget >= 0) & (num_thinking >= budget)
+    ends = (token == end_token) & (token >= 0) & (is_forced == 0)
+    continues = thinks & (ends == 0) & (progress != length)
     begins = tl.where((token == begin_token) & (num_thinking < 0), 0, -1)
-    return tl.where(goes_on, num_thinking + 1, begins), tl.where(goes_on, progress, 0)
+    return tl.where(continues, num_thinking + 1, begins), tl.where(continues, progress, 0)
 
 
 @triton.jit
 def forced_after(
-    slot,
+    slot_row_ptr,
     draft_ptr,
-    number,
+    num_drafts,
     begin_token,
     end_token,
     end_ptr,
@@ -39,15 +39,15 @@ def forced_after(
     length,
     LANES: tl.constexpr,
 ):
-    """The forced id after ``number`` draft tokens of a request; -1: any id may follow."""
+    """The forced id after ``num_drafts`` draft tokens of a request; -1: any id may follow."""
     forced = tl.full([], -1, tl.int32)
-    budget = tl.load(slot + BUDGET)
+    budget = tl.load(slot_row_ptr + BUDGET)
     if budget >= 0:
         lanes = tl.arange(0, LANES)
         end_ids = tl.load(end_ptr + lanes, mask=lanes < length, other=-1)
-        num_thinking = tl.load(slot + NUM_THINKING)
-        progress = tl.load(slot + END_PROGRESS)
-        for column in range(0, number):
+        num_thinking = tl.load(slot_row_ptr + NUM_THINKING)
+        progress = tl.load(slot_row_ptr + END_PROGRESS)
+        for column in range(0, num_drafts):
             token = tl.load(draft_ptr + column)
             num_thinking, progress = thinking_after(
                 token,
@@ -61,6 +61,6 @@ def forced_after(
                 length,
                 lanes,
             )
-        forces = (num_thinking >= 0) & (num_thinking >= budget)
-        forced = tl.load(end_ptr + progress, mask=forces, other=-1)
+        is_forced = (num_thinking >= 0) & (num_thinking >= budget)
+        forced = tl.load(end_ptr + progress, mask=is_forced, other=-1)
     return forced

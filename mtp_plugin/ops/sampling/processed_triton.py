@@ -16,10 +16,10 @@ from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_
 from mtp_plugin.ops.sampling.row_triton import (
     LOGPROBS,
     Batch,
-    forced_of,
-    kept_of,
-    score_of,
-    values_of,
+    load_forced_id,
+    load_truncated_row,
+    load_values,
+    truncated_scores,
 )
 from mtp_plugin.ops.step import SlotRows
 
@@ -35,31 +35,31 @@ UNALIGNED = ["draft_ptr", "forced_ptr", "table_ptr", "slot_ptr"]
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def processed_scores_kernel(
     # inputs
-    logits_ptr,
-    draft_ptr,
-    forced_ptr,
-    table_ptr,
-    slot_ptr,
-    bias_ptr,
-    allowed_ptr,
-    count_ptr,
-    seen_ptr,
-    truncation_ptr,
+    logits_ptr,  # [N, V] floating
+    draft_ptr,  # HAS_DRAFTS: [R - C, >= width - 1] integer
+    forced_ptr,  # HAS_FORCED: [N] integer: forced ids, -1: none
+    table_ptr,  # [S, W] int32
+    slot_ptr,  # [>= R] integer: each request's row of the table
+    bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
+    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
+    count_ptr,  # HAS_PROCESSING: [P, pool_vocab] int16, unsigned: token counts
+    seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
+    truncation_ptr,  # [N, TRUNCATION_SIZE] float32
     # output
-    score_ptr,
+    score_ptr,  # [N, V] float32
     # sizes
-    num_contexts,
-    width,
-    vocab,
-    num_blocks,
-    pool_vocab,
+    num_contexts,  # C
+    width,  # rows per generation
+    vocab,  # V
+    num_blocks,  # of a row
+    pool_vocab,  # vocabulary of the pools
     row_stride,
     draft_stride,
     forced_stride,
     table_stride,
     slot_stride,
     # constants
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns per program
     HAS_DRAFTS: tl.constexpr,
     HAS_FORCED: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
@@ -69,10 +69,10 @@ def processed_scores_kernel(
     grid_dependency_synchronize(PDL)
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     block = tl.program_id(0) % num_blocks
-    request, offset, slot = locate_row(
+    request, offset, slot_row_ptr = locate_row(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
-    if tl.load(slot + LOGPROBS) >= 0:
+    if tl.load(slot_row_ptr + LOGPROBS) >= 0:
         batch = Batch(
             logits_ptr,
             row_stride,
@@ -83,15 +83,20 @@ def processed_scores_kernel(
         )
         generation = tl.maximum(request - num_contexts, 0).to(tl.int64)
         drafts = draft_ptr + generation * draft_stride
-        forced_id = forced_of(forced_ptr, row, forced_stride, HAS_FORCED)
-        kept = kept_of(batch, row, slot, drafts, offset if HAS_DRAFTS else 0, forced_id)
+        forced_id = load_forced_id(forced_ptr, row, forced_stride, HAS_FORCED)
+        truncated = load_truncated_row(
+            batch, row, slot_row_ptr, drafts, offset if HAS_DRAFTS else 0, forced_id
+        )
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < vocab
-        is_finite = (kept.top > float("-inf")) & (kept.top < float("inf"))
-        if (kept.temperature < GREEDY_BELOW) & is_finite & (forced_id < 0):
-            score = values_of(kept.row, columns, inside, False, HAS_PROCESSING) - kept.top
+        is_finite = (truncated.row_max > float("-inf")) & (truncated.row_max < float("inf"))
+        if (truncated.temperature < GREEDY_BELOW) & is_finite & (forced_id < 0):
+            score = (
+                load_values(truncated.logit_row, columns, inside, False, HAS_PROCESSING)
+                - truncated.row_max
+            )
         else:
-            score = score_of(kept, columns, inside, False, HAS_PROCESSING)
+            score = truncated_scores(truncated, columns, inside, False, HAS_PROCESSING)
         tl.store(score_ptr + row * vocab + columns, score, mask=inside)
 
 

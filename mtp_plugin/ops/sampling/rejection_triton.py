@@ -23,17 +23,17 @@ from mtp_plugin.ops.sampling.row_triton import (
     VERIFIED_BY_BLOCK,
     VERIFIED_BY_REJECTION,
     Batch,
-    forced_of,
     gumbel,
-    ids_of,
-    kept_of,
-    options_of,
-    prob_of,
-    score_of,
-    step_of,
-    stream_of,
-    unit,
-    words_of,
+    load_forced_id,
+    load_ids,
+    load_options,
+    load_step,
+    load_stream,
+    load_truncated_row,
+    philox_of_ids,
+    truncated_probs,
+    truncated_scores,
+    uniform,
 )
 from mtp_plugin.ops.sampling.types import (
     DRAFT_COLUMNS,
@@ -58,9 +58,9 @@ UNSPECIALIZED = [
     "num_contexts",
     "width",
     "column",
-    "verification_at",
-    "draft_sampling_at",
-    "step_at",
+    "verification_column",
+    "draft_sampling_column",
+    "step_column",
     "num_blocks",
 ]
 UNSPECIALIZED += ["pool_vocab", "position_stride", "ahead_stride", "draft_stride", "table_stride"]
@@ -73,7 +73,7 @@ UNALIGNED += ["forced_ptr"]
 class Noise(NamedTuple):
     """Noise that tests a generation's draft tokens."""
 
-    slot: tl.tensor
+    slot_row_ptr: tl.tensor
     request: tl.tensor
     step: tl.tensor
     position_ptr: tl.tensor
@@ -96,10 +96,10 @@ def draft_prob(prob_ptr, token, draft, has_probs, inside):
 
 
 @triton.jit
-def test_of(noise, offset):
+def acceptance_uniform(noise, offset):
     """The uniform number that tests the draft token after ``offset`` others."""
-    stream = stream_of(
-        noise.slot,
+    stream = load_stream(
+        noise.slot_row_ptr,
         noise.request,
         offset,
         tl.full([], ACCEPTANCE_ROLE, tl.int32),
@@ -110,30 +110,30 @@ def test_of(noise, offset):
         0,
         False,
     )
-    return unit(words_of(tl.full([], 0, tl.int32), stream))
+    return uniform(philox_of_ids(tl.full([], 0, tl.int32), stream))
 
 
 @triton.jit
-def mass_of(partials, row):
+def sum_recovered(partials, row):
     """The mass of the recovered distribution of a row."""
-    at = partials.ptr + (row.to(tl.int64) * partials.num_blocks + partials.blocks) * PARTIAL_SIZE
-    return tl.sum(tl.load(at, mask=partials.blocks < partials.num_blocks, other=0.0), axis=0)
+    ptrs = partials.ptr + (row.to(tl.int64) * partials.num_blocks + partials.blocks) * PARTIAL_SIZE
+    return tl.sum(tl.load(ptrs, mask=partials.blocks < partials.num_blocks, other=0.0), axis=0)
 
 
 @triton.jit
-def best_column_of(partials, row, which):
+def argmax_column(partials, row, which):
     """The column of the best score of all blocks, the lowest of equals."""
-    at = (
+    ptrs = (
         partials.ptr
         + (row.to(tl.int64) * partials.num_blocks + partials.blocks) * PARTIAL_SIZE
         + which
     )
     inside = partials.blocks < partials.num_blocks
-    scores = tl.load(at, mask=inside, other=float("-inf"))
-    columns = tl.load(at + 1, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+    scores = tl.load(ptrs, mask=inside, other=float("-inf"))
+    columns = tl.load(ptrs + 1, mask=inside, other=0.0).to(tl.int32, bitcast=True)
     best = tl.max(scores, axis=0)
-    here = (scores == best) & (scores > float("-inf"))
-    return tl.min(tl.where(here, columns, NO_COLUMN), axis=0)
+    is_best = (scores == best) & (scores > float("-inf"))
+    return tl.min(tl.where(is_best, columns, NO_COLUMN), axis=0)
 
 
 @triton.jit
@@ -162,44 +162,46 @@ def block_matches(accept_ptr, partials, noise, first_row, present):
     ``first_row`` is the generation's row after no draft tokens.
     """
     matches = tl.full([], 0, tl.int32)
-    for number in range(1, present + 1):
-        joint = tl.load(accept_ptr + (first_row + number) * 2)
-        mass = mass_of(partials, first_row + number)
+    for num_accepted in range(1, present + 1):
+        joint = tl.load(accept_ptr + (first_row + num_accepted) * 2)
+        mass = sum_recovered(partials, first_row + num_accepted)
         accept_prob = tl.where(mass > 0, tl.div_rn(mass, mass + (1.0 - joint)), 0.0)
-        accept_prob = tl.where(number == present, joint, accept_prob)
-        matches = tl.where(test_of(noise, number - 1) <= accept_prob, number, matches)
+        accept_prob = tl.where(num_accepted == present, joint, accept_prob)
+        matches = tl.where(
+            acceptance_uniform(noise, num_accepted - 1) <= accept_prob, num_accepted, matches
+        )
     return matches
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def keep_draft_probs_kernel(
     # inputs
-    logits_ptr,
-    vocab_ids_ptr,
-    draft_ptr,
-    table_ptr,
-    slot_ptr,
-    bias_ptr,
-    allowed_ptr,
-    count_ptr,
-    seen_ptr,
-    truncation_ptr,
+    logits_ptr,  # [R, V] floating: one row per request
+    vocab_ids_ptr,  # HAS_IDS: [V] int32: token id of each column
+    draft_ptr,  # HAS_DRAFTS: [R, >= column] integer: earlier drafts
+    table_ptr,  # [S, W] int32
+    slot_ptr,  # [>= R] integer: each request's row of the table
+    bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
+    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
+    count_ptr,  # HAS_PROCESSING: [P, pool_vocab] int16, unsigned: token counts
+    seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
+    truncation_ptr,  # [R, TRUNCATION_SIZE] float32
     # output
-    prob_ptr,
+    prob_ptr,  # [S, max_drafts, prob_vocab] float32
     # sizes
-    column,
-    draft_sampling_at,
-    vocab,
-    num_blocks,
-    pool_vocab,
+    column,  # index of the draft
+    draft_sampling_column,  # offset in a row of the table
+    vocab,  # V
+    num_blocks,  # of a row
+    pool_vocab,  # vocabulary of the pools
     row_stride,
     draft_stride,
     table_stride,
     slot_stride,
     max_drafts,
-    prob_vocab,
+    prob_vocab,  # whole vocabulary
     # constants
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns per program
     HAS_IDS: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
@@ -209,10 +211,10 @@ def keep_draft_probs_kernel(
     grid_dependency_synchronize(PDL)
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     block = tl.program_id(0) % num_blocks
-    place = tl.load(slot_ptr + row * slot_stride).to(tl.int64)
-    slot = table_ptr + place * table_stride
-    options = options_of(slot, vocab)
-    is_plain = tl.load(slot + draft_sampling_at) == DRAFTED_PLAIN
+    slot_id = tl.load(slot_ptr + row * slot_stride).to(tl.int64)
+    slot_row_ptr = table_ptr + slot_id * table_stride
+    options = load_options(slot_row_ptr, vocab)
+    is_plain = tl.load(slot_row_ptr + draft_sampling_column) == DRAFTED_PLAIN
     if is_plain & (options.temperature >= GREEDY_BELOW):
         batch = Batch(
             logits_ptr,
@@ -223,15 +225,20 @@ def keep_draft_probs_kernel(
             Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab),
         )
         none = tl.full([], -1, tl.int32)
-        kept = kept_of(
-            batch, row, slot, draft_ptr + row * draft_stride, column if HAS_DRAFTS else 0, none
+        truncated = load_truncated_row(
+            batch,
+            row,
+            slot_row_ptr,
+            draft_ptr + row * draft_stride,
+            column if HAS_DRAFTS else 0,
+            none,
         )
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < vocab
-        score = score_of(kept, columns, inside, HAS_IDS, HAS_PROCESSING)
-        ids = ids_of(kept.row, columns, inside, HAS_IDS)
-        out = prob_ptr + (place * max_drafts + column) * prob_vocab
-        tl.store(out + ids, prob_of(kept, score), mask=inside)
+        score = truncated_scores(truncated, columns, inside, HAS_IDS, HAS_PROCESSING)
+        ids = load_ids(truncated.logit_row, columns, inside, HAS_IDS)
+        out = prob_ptr + (slot_id * max_drafts + column) * prob_vocab
+        tl.store(out + ids, truncated_probs(truncated, score), mask=inside)
 
 
 @triton.jit
@@ -243,31 +250,31 @@ def _is_verified(verified_by, HAS_BLOCK: tl.constexpr):
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def rejection_scan_kernel(
     # inputs
-    logits_ptr,
-    position_ptr,
-    draft_ptr,
-    length_ptr,
-    forced_ptr,
-    table_ptr,
-    slot_ptr,
-    bias_ptr,
-    allowed_ptr,
-    count_ptr,
-    seen_ptr,
-    truncation_ptr,
-    prob_ptr,
+    logits_ptr,  # [N, V] floating
+    position_ptr,  # [R] integer: position of each request's first row
+    draft_ptr,  # [G, >= width - 1] integer
+    length_ptr,  # HAS_LENGTHS: [G] integer: drafts from here on are absent
+    forced_ptr,  # HAS_FORCED: [N] integer: forced ids, -1: none
+    table_ptr,  # [S, W] int32
+    slot_ptr,  # [>= R] integer: each request's row of the table
+    bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
+    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
+    count_ptr,  # HAS_PROCESSING: [P, pool_vocab] int16, unsigned: token counts
+    seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
+    truncation_ptr,  # [N, TRUNCATION_SIZE] float32
+    prob_ptr,  # HAS_PROBS: [S, max_drafts, V] float32: distributions of drafts
     # output
-    partial_ptr,
-    accept_ptr,
+    partial_ptr,  # [G * width, num_blocks, PARTIAL_SIZE] float32
+    accept_ptr,  # [G * width, 2] float32: joint probability and state of the drafts before
     # sizes
-    num_contexts,
-    width,
-    verification_at,
-    draft_sampling_at,
-    step_at,
-    vocab,
-    num_blocks,
-    pool_vocab,
+    num_contexts,  # C
+    width,  # rows per generation
+    verification_column,  # offset in a row of the table
+    draft_sampling_column,  # offset in a row of the table
+    step_column,  # offset in a row of the table
+    vocab,  # V
+    num_blocks,  # of a row
+    pool_vocab,  # vocabulary of the pools
     row_stride,
     position_stride,
     draft_stride,
@@ -277,7 +284,7 @@ def rejection_scan_kernel(
     slot_stride,
     max_drafts,
     # constants
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr,  # columns per program
     HAS_LENGTHS: tl.constexpr,
     HAS_FORCED: tl.constexpr,
     HAS_PROBS: tl.constexpr,
@@ -294,14 +301,14 @@ def rejection_scan_kernel(
     verification.
     """
     grid_dependency_synchronize(PDL)
-    of_all = tl.program_id(0) // num_blocks
+    generation_row = tl.program_id(0) // num_blocks
     block = tl.program_id(0) % num_blocks
-    row = (of_all + num_contexts).to(tl.int64)
-    request, offset, slot = locate_row(
+    row = (generation_row + num_contexts).to(tl.int64)
+    request, offset, slot_row_ptr = locate_row(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
-    verified_by = tl.load(slot + verification_at)
-    options = options_of(slot, vocab)
+    verified_by = tl.load(slot_row_ptr + verification_column)
+    options = load_options(slot_row_ptr, vocab)
     if _is_verified(verified_by, HAS_BLOCK) & (options.temperature >= GREEDY_BELOW):
         batch = Batch(
             logits_ptr,
@@ -318,37 +325,43 @@ def rejection_scan_kernel(
             length = tl.minimum(
                 tl.load(length_ptr + generation * length_stride).to(tl.int32), length
             )
-        is_plain = tl.load(slot + draft_sampling_at) == DRAFTED_PLAIN
-        place = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
-        probs = prob_ptr + place * max_drafts * vocab
-        step = step_of(slot, verification_at, step_at)
-        noise = Noise(slot, request, step, position_ptr, position_stride)
+        is_plain = tl.load(slot_row_ptr + draft_sampling_column) == DRAFTED_PLAIN
+        slot_id = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
+        probs = prob_ptr + slot_id * max_drafts * vocab
+        step = load_step(slot_row_ptr, verification_column, step_column)
+        noise = Noise(slot_row_ptr, request, step, position_ptr, position_stride)
 
         next_joint = 1.0
         passed = 1.0
         joint = 1.0
         accepted = 1.0
-        for number in range(0, offset + 1):
+        for draft_index in range(0, offset + 1):
             joint = next_joint
             accepted = passed
-            draft = tl.load(drafts + number, mask=number < width - 1, other=-1)
-            is_present = (number < length) & (draft >= 0) & (draft < vocab) & (passed >= 0)
+            draft = tl.load(drafts + draft_index, mask=draft_index < width - 1, other=-1)
+            is_present = (draft_index < length) & (draft >= 0) & (draft < vocab) & (passed >= 0)
             token = tl.where(is_present, draft, 0).to(tl.int32)
-            forced_id = forced_of(forced_ptr, row - offset + number, forced_stride, HAS_FORCED)
+            forced_id = load_forced_id(
+                forced_ptr, row - offset + draft_index, forced_stride, HAS_FORCED
+            )
             has_probs = is_plain & HAS_PROBS & (forced_id < 0)
-            kept = kept_of(batch, row - offset + number, slot, drafts, number, forced_id)
-            p = prob_of(kept, score_of(kept, token, is_present, False, HAS_PROCESSING))
-            q = draft_prob(probs + number * vocab, token, token, has_probs, is_present)
+            truncated = load_truncated_row(
+                batch, row - offset + draft_index, slot_row_ptr, drafts, draft_index, forced_id
+            )
+            p = truncated_probs(
+                truncated, truncated_scores(truncated, token, is_present, False, HAS_PROCESSING)
+            )
+            q = draft_prob(probs + draft_index * vocab, token, token, has_probs, is_present)
             # q = 0: the draft row had no finite value, so the token was not sampled
             is_present = is_present & (q > 0)
             if HAS_BLOCK:
                 next_joint = next_joint_prob(next_joint, p, q)
-            accepts = is_accepted(test_of(noise, number), p, q)
+            accepts = is_accepted(acceptance_uniform(noise, draft_index), p, q)
             passed = tl.where(is_present, tl.where(accepts, passed, 0.0), -1.0)
         if block == 0:
             if HAS_BLOCK:
-                tl.store(accept_ptr + of_all * 2, joint)
-            tl.store(accept_ptr + of_all * 2 + 1, accepted)
+                tl.store(accept_ptr + generation_row * 2, joint)
+            tl.store(accept_ptr + generation_row * 2 + 1, accepted)
         # rejection needs only the row after the accepted drafts; block verification, all rows
         is_active = (accepted > 0) & (passed <= 0)
         scale = 1.0
@@ -357,19 +370,19 @@ def rejection_scan_kernel(
             is_active = tl.where(by_block, accepted >= 0, is_active)
             scale = tl.where(by_block, joint, 1.0)
         if is_active:
-            forced_id = forced_of(forced_ptr, row, forced_stride, HAS_FORCED)
+            forced_id = load_forced_id(forced_ptr, row, forced_stride, HAS_FORCED)
             has_probs = is_plain & HAS_PROBS & (forced_id < 0)
-            kept = kept_of(batch, row, slot, drafts, offset, forced_id)
+            truncated = load_truncated_row(batch, row, slot_row_ptr, drafts, offset, forced_id)
             columns = block * BLOCK + tl.arange(0, BLOCK)
             inside = columns < vocab
-            score = score_of(kept, columns, inside, False, HAS_PROCESSING)
+            score = truncated_scores(truncated, columns, inside, False, HAS_PROCESSING)
             draft = tl.load(drafts + offset, mask=offset < width - 1, other=-1).to(tl.int32)
             has_draft = offset < width - 1
             q = draft_prob(probs + offset * vocab, columns, draft, has_probs, inside & has_draft)
-            recovered = tl.maximum(scale * prob_of(kept, score) - q, 0.0)
+            recovered = tl.maximum(scale * truncated_probs(truncated, score) - q, 0.0)
             role = tl.full([], RECOVERED_ROLE, tl.int32)
-            stream = stream_of(
-                slot,
+            stream = load_stream(
+                slot_row_ptr,
                 request,
                 offset,
                 role,
@@ -380,17 +393,21 @@ def rejection_scan_kernel(
                 0,
                 False,
             )
-            added = gumbel(words_of(columns, stream))
-            of_recovered = tl.where(recovered > 0, tl.log(recovered) + added, float("-inf"))
-            of_target = tl.where(score > float("-inf"), score + added, float("-inf"))
-            best_recovered = tl.max(of_recovered, axis=0)
-            best_target = tl.max(of_target, axis=0)
+            added = gumbel(philox_of_ids(columns, stream))
+            recovered_scores = tl.where(recovered > 0, tl.log(recovered) + added, float("-inf"))
+            target_scores = tl.where(score > float("-inf"), score + added, float("-inf"))
+            best_recovered = tl.max(recovered_scores, axis=0)
+            best_target = tl.max(target_scores, axis=0)
             first_recovered = tl.min(
-                tl.where((of_recovered == best_recovered) & (recovered > 0), columns, NO_COLUMN),
+                tl.where(
+                    (recovered_scores == best_recovered) & (recovered > 0), columns, NO_COLUMN
+                ),
                 axis=0,
             )
             first_target = tl.min(
-                tl.where((of_target == best_target) & (score > float("-inf")), columns, NO_COLUMN),
+                tl.where(
+                    (target_scores == best_target) & (score > float("-inf")), columns, NO_COLUMN
+                ),
                 axis=0,
             )
             out = partial_ptr + tl.program_id(0).to(tl.int64) * PARTIAL_SIZE
@@ -404,29 +421,29 @@ def rejection_scan_kernel(
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def rejection_finish_kernel(
     # inputs
-    position_ptr,
-    slot_ptr,
-    target_ptr,
-    partial_ptr,
-    accept_ptr,
+    position_ptr,  # [R] integer: position of each request's first row
+    slot_ptr,  # [>= R] integer: each request's row of the table
+    target_ptr,  # [N] integer: target tokens
+    partial_ptr,  # [G * width, num_blocks, PARTIAL_SIZE] float32
+    accept_ptr,  # [G * width, 2] float32
     # read and written
-    table_ptr,
+    table_ptr,  # [S, W] int32: the draft step advances
     # outputs
-    match_ptr,
-    token_ptr,
+    num_accepted_ptr,  # [G] int32: accepted drafts, -1: another method
+    token_ptr,  # [N] int32
     # sizes
-    num_contexts,
-    width,
-    verification_at,
-    step_at,
-    num_blocks,
+    num_contexts,  # C
+    width,  # rows per generation
+    verification_column,  # offset in a row of the table
+    step_column,  # offset in a row of the table
+    num_blocks,  # of a row
     position_stride,
     target_stride,
     table_stride,
     slot_stride,
     # constants
-    ROWS: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
+    ROWS: tl.constexpr,  # a power of two >= width
+    NUM_BLOCKS: tl.constexpr,  # a power of two >= num_blocks
     HAS_BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -438,37 +455,37 @@ def rejection_finish_kernel(
     request = num_contexts + generation
     first = num_contexts + generation * width
     inside = offsets < width
-    slot = table_ptr + tl.load(slot_ptr + request * slot_stride).to(tl.int64) * table_stride
-    verified_by = tl.load(slot + verification_at)
-    temperature = options_of(slot, NO_COLUMN).temperature
+    slot_row_ptr = table_ptr + tl.load(slot_ptr + request * slot_stride).to(tl.int64) * table_stride
+    verified_by = tl.load(slot_row_ptr + verification_column)
+    temperature = load_options(slot_row_ptr, NO_COLUMN).temperature
     tokens = tl.load(target_ptr + (first + offsets) * target_stride, mask=inside, other=0)
     matches = tl.full([], -1, tl.int32)
     if _is_verified(verified_by, HAS_BLOCK) & (temperature >= GREEDY_BELOW):
-        step = step_of(slot, verification_at, step_at)
-        noise = Noise(slot, request, step, position_ptr, position_stride)
+        step = load_step(slot_row_ptr, verification_column, step_column)
+        noise = Noise(slot_row_ptr, request, step, position_ptr, position_stride)
         first_row = generation * width
         accepted = tl.load(accept_ptr + (first_row + offsets) * 2 + 1, mask=inside, other=-1.0)
         present = tl.sum((accepted >= 0).to(tl.int32), axis=0) - 1
         matches = rejection_matches(accepted)
         if HAS_BLOCK and verified_by == VERIFIED_BY_BLOCK:
             matches = block_matches(accept_ptr, partials, noise, first_row, present)
-        at = first_row + matches
-        mass = mass_of(partials, at)
+        row = first_row + matches
+        mass = sum_recovered(partials, row)
         mass = tl.where(matches < present, mass, 0.0)
-        token = best_column_of(partials, at, tl.where(mass > 0, 1, 3))
+        token = argmax_column(partials, row, tl.where(mass > 0, 1, 3))
         token = tl.where(token == NO_COLUMN, -1, token)
         tokens = tl.where(offsets == matches, token, tokens)
-    tl.store(match_ptr + generation, matches)
+    tl.store(num_accepted_ptr + generation, matches)
     tl.store(token_ptr + first + offsets, tokens, mask=inside)
     tl.debug_barrier()
-    tl.store(slot + step_at, tl.load(slot + step_at) + 1)
+    tl.store(slot_row_ptr + step_column, tl.load(slot_row_ptr + step_column) + 1)
     # contexts keep their target tokens
     if generation == 0:
         for start in range(0, num_contexts, ROWS):
             context = start + offsets
-            here = context < num_contexts
-            target = tl.load(target_ptr + context * target_stride, mask=here, other=0)
-            tl.store(token_ptr + context, target, mask=here)
+            is_context = context < num_contexts
+            target = tl.load(target_ptr + context * target_stride, mask=is_context, other=0)
+            tl.store(token_ptr + context, target, mask=is_context)
 
 
 def keep_draft_probs_triton(
@@ -539,10 +556,10 @@ def rejection_sample_triton(
         torch.empty(count, dtype=torch.int32, device=device),
         torch.empty(rows.num_rows, dtype=torch.int32, device=device),
     )
-    verification_at, draft_sampling_at = (
+    verification_column, draft_sampling_column = (
         slots.columns.offset(column.name) for column in DRAFT_COLUMNS
     )
-    step_at = slots.columns.offset(STEP_COLUMN.name)
+    step_column = slots.columns.offset(STEP_COLUMN.name)
     rejection_scan_kernel[(count * width * num_blocks,)](
         logits,
         rows.positions,
@@ -559,9 +576,9 @@ def rejection_sample_triton(
         accept,
         rows.num_contexts,
         width,
-        verification_at,
-        draft_sampling_at,
-        step_at,
+        verification_column,
+        draft_sampling_column,
+        step_column,
         vocab,
         num_blocks,
         0 if slots.pools is None else slots.pools.vocab_size,
@@ -594,8 +611,8 @@ def rejection_sample_triton(
         result.tokens,
         rows.num_contexts,
         width,
-        verification_at,
-        step_at,
+        verification_column,
+        step_column,
         num_blocks,
         rows.positions.stride(0),
         target.tokens.stride(0),

@@ -18,11 +18,11 @@ from mtp_plugin.ops.logit_rows.rows_triton import (
     GREEDY_BELOW,
     LOG2_E,
     NO_COLUMN,
-    highest_of,
-    order_of,
-    spread_of,
-    starts_of,
-    value_of,
+    chunk_starts,
+    columns_in_chunk,
+    float_to_ordered_int,
+    max_no_nan,
+    ordered_int_to_float,
 )
 from mtp_plugin.ops.sampling import types
 from mtp_plugin.ops.sampling.types import DraftedBy, Role, VerifiedBy
@@ -36,7 +36,7 @@ SEED = tl.constexpr(request_column("seed"))
 LOGPROBS = tl.constexpr(request_column("logprobs"))
 TRUNCATION_SIZE = tl.constexpr(types.TRUNCATION_SIZE)
 NO_KEY = tl.constexpr(-(2**31))
-HIGHEST = tl.constexpr(3.4028234663852886e38)
+MAX_FLOAT = tl.constexpr(3.4028234663852886e38)
 BOUND_SLACK = tl.constexpr(1e-3)
 """More than the rounding error of a bound of a noisy score."""
 
@@ -67,7 +67,7 @@ class Stream(NamedTuple):
     step: tl.tensor  # of the request, where its noise depends on the step
 
 
-class Row(NamedTuple):
+class LogitRow(NamedTuple):
     """One row of logits."""
 
     ptr: tl.tensor
@@ -79,52 +79,58 @@ class Row(NamedTuple):
 class RowSample(NamedTuple):
     """One row, its options and its noise."""
 
-    row: Row
+    logit_row: LogitRow
     options: Options
     stream: Stream
-    top: tl.tensor  # the row's maximum
+    row_max: tl.tensor  # the row's maximum
 
 
 @triton.jit
-def options_of(slot, vocab, CACHE: tl.constexpr = CACHED):
+def load_options(slot_row_ptr, vocab, CACHE: tl.constexpr = CACHED):
     """Load the sampling options of a request."""
-    temperature = tl.load(slot + TEMPERATURE, cache_modifier=CACHE).to(tl.float32, bitcast=True)
-    top_k = tl.load(slot + TOP_K, cache_modifier=CACHE)
-    top_p = tl.load(slot + TOP_P, cache_modifier=CACHE).to(tl.float32, bitcast=True)
-    min_p = tl.load(slot + MIN_P, cache_modifier=CACHE).to(tl.float32, bitcast=True)
+    temperature = tl.load(slot_row_ptr + TEMPERATURE, cache_modifier=CACHE).to(
+        tl.float32, bitcast=True
+    )
+    top_k = tl.load(slot_row_ptr + TOP_K, cache_modifier=CACHE)
+    top_p = tl.load(slot_row_ptr + TOP_P, cache_modifier=CACHE).to(tl.float32, bitcast=True)
+    min_p = tl.load(slot_row_ptr + MIN_P, cache_modifier=CACHE).to(tl.float32, bitcast=True)
     top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
-    num_logprobs = tl.load(slot + LOGPROBS, cache_modifier=CACHE)
+    num_logprobs = tl.load(slot_row_ptr + LOGPROBS, cache_modifier=CACHE)
     return Options(temperature, top_k, top_p, min_p, num_logprobs)
 
 
 @triton.jit
-def step_of(slot, verification_at, step_at, CACHE: tl.constexpr = CACHED):
-    """The step that keys noise other than the target's; ``step_at`` below 0: there is none."""
-    by_block = tl.load(slot + verification_at, cache_modifier=CACHE) == VERIFIED_BY_BLOCK
-    has_steps = by_block & (step_at >= 0)
-    return tl.load(slot + tl.maximum(step_at, 0), mask=has_steps, other=0, cache_modifier=CACHE)
+def load_step(slot_row_ptr, verification_column, step_column, CACHE: tl.constexpr = CACHED):
+    """The step that keys noise other than the target's; ``step_column`` below 0: there is none."""
+    by_block = (
+        tl.load(slot_row_ptr + verification_column, cache_modifier=CACHE) == VERIFIED_BY_BLOCK
+    )
+    has_steps = by_block & (step_column >= 0)
+    return tl.load(
+        slot_row_ptr + tl.maximum(step_column, 0), mask=has_steps, other=0, cache_modifier=CACHE
+    )
 
 
 @triton.jit
-def draft_sampling_of(
-    slot,
+def load_draft_sampling(
+    slot_row_ptr,
     temperature,
     role,
-    verification_at,
-    draft_sampling_at,
-    step_at,
+    verification_column,
+    draft_sampling_column,
+    step_column,
     CACHE: tl.constexpr = CACHED,
 ):
     """Temperature, role and step of a draft, by the slot's column ``draft_sampling``."""
-    drafted_by = tl.load(slot + draft_sampling_at, cache_modifier=CACHE)
+    drafted_by = tl.load(slot_row_ptr + draft_sampling_column, cache_modifier=CACHE)
     is_plain = drafted_by == DRAFTED_PLAIN
     temperature = tl.where(drafted_by == DRAFTED_GREEDY, 0.0, temperature)
-    step = tl.where(is_plain, step_of(slot, verification_at, step_at, CACHE), 0)
+    step = tl.where(is_plain, load_step(slot_row_ptr, verification_column, step_column, CACHE), 0)
     return temperature, tl.where(is_plain, PLAIN_ROLE, role), step
 
 
 @triton.jit
-def scale_of(temperature):
+def log2_scale(temperature):
     """The factor from differences of logits to exponents of 2; above 0 for every temperature.
 
     The inverse of a quarter of the largest temperature is no subnormal number; scaling by powers of
@@ -134,8 +140,8 @@ def scale_of(temperature):
 
 
 @triton.jit
-def stream_of(
-    slot,
+def load_stream(
+    slot_row_ptr,
     request,
     offset,
     role,
@@ -148,8 +154,8 @@ def stream_of(
     CACHE: tl.constexpr = CACHED,
 ):
     """The noise of the row that follows its request's position by ``offset`` rows."""
-    key0 = tl.load(slot + SEED, cache_modifier=CACHE).to(tl.uint32, bitcast=True)
-    key1 = tl.load(slot + SEED + 1, cache_modifier=CACHE).to(tl.uint32, bitcast=True)
+    key0 = tl.load(slot_row_ptr + SEED, cache_modifier=CACHE).to(tl.uint32, bitcast=True)
+    key1 = tl.load(slot_row_ptr + SEED + 1, cache_modifier=CACHE).to(tl.uint32, bitcast=True)
     index = tl.load(position_ptr + request * position_stride, cache_modifier=CACHE)
     index = index.to(tl.int64) + 1 + offset
     if HAS_AHEAD:
@@ -177,7 +183,7 @@ def philox(c0, c1, c2, c3, k0, k1):
 
 
 @triton.jit
-def words_of_groups(groups, stream):
+def philox_of_groups(groups, stream):
     """The random words of ids 4g to 4g + 3, four for each group g."""
     role = stream.role.to(tl.uint32)
     step = stream.step.to(tl.uint32)
@@ -185,36 +191,38 @@ def words_of_groups(groups, stream):
 
 
 @triton.jit
-def words_of(ids, stream):
+def philox_of_ids(ids, stream):
     """The random word of each id."""
-    w0, w1, w2, w3 = words_of_groups(ids >> 2, stream)
-    place = ids & 3
-    return tl.where(place == 0, w0, tl.where(place == 1, w1, tl.where(place == 2, w2, w3)))
+    w0, w1, w2, w3 = philox_of_groups(ids >> 2, stream)
+    word = ids & 3
+    return tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3)))
 
 
 @triton.jit
-def random_words(row, block, stream, BLOCK: tl.constexpr, HAS_IDS: tl.constexpr):
+def philox_of_block(logit_row, block, stream, BLOCK: tl.constexpr, HAS_IDS: tl.constexpr):
     """The random words of the ids of a block of a row [BLOCK]."""
     if HAS_IDS:
         columns = block * BLOCK + tl.arange(0, BLOCK)
-        return words_of(ids_of(row, columns, columns < row.vocab, HAS_IDS), stream)
+        return philox_of_ids(
+            load_ids(logit_row, columns, columns < logit_row.vocab, HAS_IDS), stream
+        )
     else:
         groups = block * (BLOCK // 4) + tl.arange(0, BLOCK // 4)
-        w0, w1, w2, w3 = words_of_groups(groups, stream)
+        w0, w1, w2, w3 = philox_of_groups(groups, stream)
         return tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), [BLOCK])
 
 
 @triton.jit
-def unit(words):
+def uniform(words):
     """Uniform numbers in (0, 1) from random words."""
-    numbers = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    return tl.minimum(numbers, 0.99999994039535522)
+    u = (words.to(tl.float32) + 0.5) * 2.3283064365386963e-10
+    return tl.minimum(u, 0.99999994039535522)
 
 
 @triton.jit
 def gumbel(words):
     """-log(-log1p(-v)) of the uniform v of random words; by its series for small v."""
-    v = unit(words)
+    v = uniform(words)
     series = v * (1.0 + v * (0.5 + v * (0.33333334 + v * (0.25 + v * 0.2))))
     return -tl.log(tl.where(v < 0.03125, series, -tl.log(1.0 - v)))
 
@@ -229,26 +237,28 @@ def gumbel_bound(words):
     """
     bits = words.to(tl.float32).to(tl.int32, bitcast=True)
     # set as mantissa of 2^23: no conversion
-    number = (0x4B000000 | (bits >> 8)).to(tl.float32, bitcast=True)
-    return 415.0 - number * 3.0517578125e-05
+    mantissa = (0x4B000000 | (bits >> 8)).to(tl.float32, bitcast=True)
+    return 415.0 - mantissa * 3.0517578125e-05
 
 
 @triton.jit
-def ids_of(row, columns, inside, HAS_IDS: tl.constexpr):
+def load_ids(logit_row, columns, inside, HAS_IDS: tl.constexpr):
     """The token ids of columns."""
     if HAS_IDS:
-        return tl.load(row.ids_ptr + columns, mask=inside, other=0)
+        return tl.load(logit_row.ids_ptr + columns, mask=inside, other=0)
     else:
         return columns
 
 
 @triton.jit
-def values_of(row, columns, inside, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr):
+def load_values(logit_row, columns, inside, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr):
     """Load processed values of columns as float32; -inf for NaN and outside."""
-    x = tl.load(row.ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
+    x = tl.load(logit_row.ptr + columns, mask=inside, other=float("-inf")).to(tl.float32)
     x = tl.where(x == x, x, float("-inf"))
     if HAS_PROCESSING:
-        x = process_values(x, ids_of(row, columns, inside, HAS_IDS), inside, row.processing)
+        x = process_values(
+            x, load_ids(logit_row, columns, inside, HAS_IDS), inside, logit_row.processing
+        )
     return x
 
 
@@ -263,15 +273,15 @@ class Cutoff(NamedTuple):
 @triton.jit
 def no_cutoff():
     """The cutoff that all ids are ahead of, except those with a value of -inf."""
-    highest = tl.full([], HIGHEST, tl.float32)
+    highest = tl.full([], MAX_FLOAT, tl.float32)
     return Cutoff(highest, highest, tl.full([], NO_COLUMN, tl.int32))
 
 
 @triton.jit
-def is_ahead(differences, columns, cutoff):
+def is_before(differences, columns, cutoff):
     """Whether ids are ahead of a cutoff."""
-    at = (differences <= cutoff.within) & (columns < cutoff.column)
-    return (differences <= cutoff.before) | at
+    at_cutoff = (differences <= cutoff.within) & (columns < cutoff.column)
+    return (differences <= cutoff.before) | at_cutoff
 
 
 @triton.jit
@@ -291,11 +301,11 @@ def best_noisy_column(
     Exact scores are computed only for chunks whose bound reaches it, one or two of a thousand. With
     a cutoff, only ids ahead of it that min-p keeps count.
     """
-    NUMBERS: tl.constexpr = chunks.shape[0] - 1
+    INDEX_MASK: tl.constexpr = chunks.shape[0] - 1
     # the chunk's index in the lowest bits, which decreases no bound
-    keys = (order_of(bounds) & ~NUMBERS) | chunks
+    keys = (float_to_ordered_int(bounds) & ~INDEX_MASK) | chunks
     first = tl.max(keys, axis=0)
-    highest = value_of(first | NUMBERS)
+    highest = ordered_int_to_float(first | INDEX_MASK)
     best = tl.full([], float("-inf"), tl.float32)
     column = tl.full([], NO_COLUMN, tl.int32)
     while (highest > float("-inf")) & (highest + BOUND_SLACK >= best * LOG2_E):
@@ -303,40 +313,51 @@ def best_noisy_column(
         keys = tl.where(keys == first, NO_KEY, keys)
         second = tl.max(keys, axis=0)
         keys = tl.where(keys == second, NO_KEY, keys)
-        places = tl.arange(0, 2 * LAYOUT.chunk_size)
-        chunk = tl.where(places < LAYOUT.chunk_size, first, second) & NUMBERS
-        columns = starts_of(chunk, LAYOUT) + spread_of(places % LAYOUT.chunk_size, LAYOUT)
-        inside = columns < sample.row.vocab
-        x = values_of(sample.row, columns, inside, HAS_IDS, HAS_PROCESSING)
+        offsets = tl.arange(0, 2 * LAYOUT.chunk_size)
+        chunk = tl.where(offsets < LAYOUT.chunk_size, first, second) & INDEX_MASK
+        columns = chunk_starts(chunk, LAYOUT) + columns_in_chunk(
+            offsets % LAYOUT.chunk_size, LAYOUT
+        )
+        inside = columns < sample.logit_row.vocab
+        x = load_values(sample.logit_row, columns, inside, HAS_IDS, HAS_PROCESSING)
         # while the values are loaded
         first = tl.max(keys, axis=0)
-        highest = value_of(first | NUMBERS)
-        noise = gumbel(words_of(ids_of(sample.row, columns, inside, HAS_IDS), sample.stream))
-        depths = tl.div_rn(sample.top - x, temperature)
+        highest = ordered_int_to_float(first | INDEX_MASK)
+        noise = gumbel(
+            philox_of_ids(load_ids(sample.logit_row, columns, inside, HAS_IDS), sample.stream)
+        )
+        depths = tl.div_rn(sample.row_max - x, temperature)
         noisy = noise - depths
         if HAS_CUTOFF:
-            kept = is_ahead(sample.top - x, columns, cutoff)
-            kept = kept & (tl.exp(-depths) >= sample.options.min_p)
-            noisy = tl.where(kept, noisy, float("-inf"))
-        tile_best = highest_of(noisy)
-        here = noisy == tile_best
+            is_kept = is_before(sample.row_max - x, columns, cutoff)
+            is_kept = is_kept & (tl.exp(-depths) >= sample.options.min_p)
+            noisy = tl.where(is_kept, noisy, float("-inf"))
+        tile_best = max_no_nan(noisy)
+        is_best = noisy == tile_best
         if HAS_CUTOFF:
-            here = here & (noisy > float("-inf"))
-        at = tl.min(tl.where(here, columns, NO_COLUMN), axis=0)
-        at = tl.where(tile_best == best, tl.minimum(at, column), at)
-        column = tl.where(tile_best >= best, at, column)
+            is_best = is_best & (noisy > float("-inf"))
+        best_in_tile = tl.min(tl.where(is_best, columns, NO_COLUMN), axis=0)
+        best_in_tile = tl.where(tile_best == best, tl.minimum(best_in_tile, column), best_in_tile)
+        column = tl.where(tile_best >= best, best_in_tile, column)
         best = tl.maximum(best, tile_best)
     return column
 
 
 @triton.jit
 def first_infinite(
-    row, tops, chunks, LAYOUT: tl.constexpr, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr
+    logit_row,
+    chunk_maxima,
+    chunks,
+    LAYOUT: tl.constexpr,
+    HAS_IDS: tl.constexpr,
+    HAS_PROCESSING: tl.constexpr,
 ):
     """The lowest column that holds +inf."""
-    block = tl.min(tl.where(tops == float("inf"), chunks // LAYOUT.chunks, NO_COLUMN), axis=0)
+    block = tl.min(
+        tl.where(chunk_maxima == float("inf"), chunks // LAYOUT.chunks, NO_COLUMN), axis=0
+    )
     columns = block * LAYOUT.block + tl.arange(0, LAYOUT.block)
-    x = values_of(row, columns, columns < row.vocab, HAS_IDS, HAS_PROCESSING)
+    x = load_values(logit_row, columns, columns < logit_row.vocab, HAS_IDS, HAS_PROCESSING)
     return tl.min(tl.where(x == float("inf"), columns, NO_COLUMN), axis=0)
 
 
@@ -351,13 +372,13 @@ class Batch(NamedTuple):
     pools: Pools
 
 
-class Kept(NamedTuple):
+class TruncatedRow(NamedTuple):
     """A row and its truncation, as `sample_tokens` wrote it."""
 
-    row: Row
+    logit_row: LogitRow
     temperature: tl.tensor
     min_p: tl.tensor
-    top: tl.tensor
+    row_max: tl.tensor
     limit: tl.tensor
     last: tl.tensor
     mass: tl.tensor
@@ -365,18 +386,18 @@ class Kept(NamedTuple):
 
 
 @triton.jit
-def kept_of(batch, row, slot, draft_ptr, num_before, forced):
+def load_truncated_row(batch, row, slot_row_ptr, draft_ptr, num_before, forced):
     """Load a row of a batch.
 
     Args:
         draft_ptr: the first of its request's draft tokens.
         forced: the id that the row forces; below 0: none.
     """
-    processing = load_processing(slot, batch.pools, draft_ptr, num_before)
-    options = options_of(slot, batch.vocab)
+    processing = load_processing(slot_row_ptr, batch.pools, draft_ptr, num_before)
+    options = load_options(slot_row_ptr, batch.vocab)
     entry = batch.truncation_ptr + row * TRUNCATION_SIZE
-    return Kept(
-        Row(
+    return TruncatedRow(
+        LogitRow(
             batch.logits_ptr + row * batch.row_stride, batch.vocab, batch.vocab_ids_ptr, processing
         ),
         options.temperature,
@@ -390,29 +411,33 @@ def kept_of(batch, row, slot, draft_ptr, num_before, forced):
 
 
 @triton.jit
-def score_of(kept, columns, inside, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr):
+def truncated_scores(
+    truncated, columns, inside, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr
+):
     """The scores of columns after truncation; -inf for tokens that are not kept."""
-    x = values_of(kept.row, columns, inside, HAS_IDS, HAS_PROCESSING)
-    depth = tl.div_rn(kept.top - x, tl.maximum(kept.temperature, GREEDY_BELOW))
+    x = load_values(truncated.logit_row, columns, inside, HAS_IDS, HAS_PROCESSING)
+    depth = tl.div_rn(truncated.row_max - x, tl.maximum(truncated.temperature, GREEDY_BELOW))
     # the difference of two infinities is NaN
-    depth = tl.where(kept.top == float("inf"), tl.where(x == float("inf"), 0.0, 1.0), depth)
-    stays = (depth < kept.limit) | ((depth == kept.limit) & (columns <= kept.last))
-    stays = stays & (tl.exp(-depth) >= kept.min_p) & inside
-    score = tl.where(stays, -depth, float("-inf"))
-    at_forced = tl.where((columns == kept.forced) & inside, 0.0, float("-inf"))
-    score = tl.where(kept.forced >= 0, at_forced, score)
-    return tl.where(kept.mass > 0, score, float("-inf"))
+    depth = tl.where(
+        truncated.row_max == float("inf"), tl.where(x == float("inf"), 0.0, 1.0), depth
+    )
+    is_kept = (depth < truncated.limit) | ((depth == truncated.limit) & (columns <= truncated.last))
+    is_kept = is_kept & (tl.exp(-depth) >= truncated.min_p) & inside
+    score = tl.where(is_kept, -depth, float("-inf"))
+    forced_score = tl.where((columns == truncated.forced) & inside, 0.0, float("-inf"))
+    score = tl.where(truncated.forced >= 0, forced_score, score)
+    return tl.where(truncated.mass > 0, score, float("-inf"))
 
 
 @triton.jit
-def prob_of(kept, score):
+def truncated_probs(truncated, score):
     """The probability of a score."""
     weight = tl.where(score > float("-inf"), tl.exp(score), 0.0)
-    return tl.where(kept.mass > 0, tl.div_rn(weight, kept.mass), 0.0)
+    return tl.where(truncated.mass > 0, tl.div_rn(weight, truncated.mass), 0.0)
 
 
 @triton.jit
-def forced_of(forced_ptr, row, forced_stride, HAS_FORCED: tl.constexpr):
+def load_forced_id(forced_ptr, row, forced_stride, HAS_FORCED: tl.constexpr):
     """The id that a row forces; -1: none."""
     if HAS_FORCED:
         forced = tl.load(forced_ptr + row * forced_stride)

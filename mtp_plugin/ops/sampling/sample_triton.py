@@ -33,14 +33,14 @@ from mtp_plugin.ops.logit_rows.rows_triton import (
     GREEDY_BELOW,
     LOG2_E,
     NO_COLUMN,
-    highest_of,
     load_block,
     locate_row,
-    masses_of,
-    number_of,
-    number_or_zero,
-    row_mass_of,
-    thread_tops,
+    max_no_nan,
+    nan_to_neg_inf,
+    neg_inf_to_zero,
+    sum_chunks,
+    sum_row,
+    thread_maxima,
 )
 from mtp_plugin.ops.programmatic_launch import (
     grid_dependency_synchronize,
@@ -49,27 +49,27 @@ from mtp_plugin.ops.programmatic_launch import (
 )
 from mtp_plugin.ops.row_sums import ChunkLayout, RowSums
 from mtp_plugin.ops.sampling.row_triton import (
-    Row,
+    LogitRow,
     RowSample,
     best_noisy_column,
-    draft_sampling_of,
     first_infinite,
     gumbel_bound,
-    ids_of,
+    load_draft_sampling,
+    load_ids,
+    load_options,
+    load_stream,
+    log2_scale,
     no_cutoff,
-    options_of,
-    random_words,
-    scale_of,
-    stream_of,
+    philox_of_block,
 )
-from mtp_plugin.ops.sampling.truncation_passes_triton import PARTIALS, PLACES, Split
+from mtp_plugin.ops.sampling.truncation_passes_triton import LIST_SIZE, PARTIALS, Split
 from mtp_plugin.ops.sampling.truncation_triton import sample_truncated
 from mtp_plugin.ops.sampling.types import DRAFT_COLUMNS, STEP_COLUMN, Role
 from mtp_plugin.ops.step import SlotRows
 
-PARTS = ((512, 4), (192, 2), (0, 1))
-PARTS_OF_FEW = ((24, 2), (0, 1))
-PARTS_OF_EDITED = ((192, 4), (24, 2), (0, 1))
+SCAN_BLOCKS = ((512, 4), (192, 2), (0, 1))
+SCAN_BLOCKS_OF_FEW = ((24, 2), (0, 1))
+SCAN_BLOCKS_PROCESSED = ((192, 4), (24, 2), (0, 1))
 """(rows, blocks): with at least so many rows, a program of the scan reads so many blocks."""
 MAX_GRID_Y = 65535
 """Largest size of a grid's second axis."""
@@ -84,11 +84,11 @@ REGISTERS, ALL_REGISTERS, SINGLE_ROWS = 128, 255, 132
 most SINGLE_ROWS rows has its own multiprocessor."""
 EXPONENT_ROUNDING = tl.constexpr(2.0**-22)
 """More than the relative rounding error of a bound; `BOUND_SLACK` covers small exponents."""
-MOST_NOISE = tl.constexpr(160.0)
+MAX_NOISE = tl.constexpr(160.0)
 """Greater than every bound of noise, in log2."""
 
 UNSPECIALIZED = ["num_contexts", "width", "column", "role", "num_blocks"]
-UNSPECIALIZED += ["verification_at", "draft_sampling_at", "step_at"]
+UNSPECIALIZED += ["verification_column", "draft_sampling_column", "step_column"]
 UNSPECIALIZED += ["position_stride", "ahead_stride", "draft_stride", "table_stride", "slot_stride"]
 UNALIGNED = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr"]
 """Arguments that differ between batches: no binary is specialized on them."""
@@ -97,10 +97,10 @@ UNALIGNED = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr"]
 class ScanOutputs(NamedTuple):
     """Outputs of the scan of a row; pointers are those of the row."""
 
-    top_ptr: tl.tensor
+    chunk_max_ptr: tl.tensor
     detail_ptr: tl.tensor
-    mass_ptr: tl.tensor
-    raw_mass_ptr: tl.tensor
+    chunk_sum_ptr: tl.tensor
+    raw_sum_ptr: tl.tensor
 
 
 @triton.jit
@@ -111,17 +111,17 @@ def _above(bounds, exponents):
     model has, bounds are so loose that most chunks are read again.
     """
     above = bounds - exponents + tl.abs(exponents) * EXPONENT_ROUNDING
-    return tl.where(tl.abs(exponents) < float("inf"), above, MOST_NOISE)
+    return tl.where(tl.abs(exponents) < float("inf"), above, MAX_NOISE)
 
 
 @triton.jit
 def _scan_blocks(
     x,
-    row,
+    logit_row,
     options,
     temperature,
     stream,
-    found,
+    outputs,
     first_block,
     last_block,
     LAYOUT: tl.constexpr,
@@ -133,95 +133,109 @@ def _scan_blocks(
 ):
     """Scan blocks of a row; ``x`` are the values of the first block."""
     BLOCK: tl.constexpr = LAYOUT.block
-    scale = scale_of(temperature)
+    scale = log2_scale(temperature)
     is_truncated = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
     is_noisy = (temperature >= GREEDY_BELOW) & ~is_truncated
     shared = unknown_shared_processing()
     for block in range(first_block, last_block):
         if HAS_PROCESSING and not HAS_IDS:
-            processing = load_block_processing(block * BLOCK, row.vocab, row.processing, BLOCK)
+            processing = load_block_processing(
+                block * BLOCK, logit_row.vocab, logit_row.processing, BLOCK
+            )
         if block > first_block:
-            x = load_block(row.ptr, block, row.vocab, BLOCK)
+            x = load_block(logit_row.ptr, block, logit_row.vocab, BLOCK)
         elif HAS_PROCESSING and not HAS_IDS:
             # after the loads that the first block waits for
-            shared = load_shared_processing(row.processing, first_block * BLOCK, last_block * BLOCK)
+            shared = load_shared_processing(
+                logit_row.processing, first_block * BLOCK, last_block * BLOCK
+            )
         if HAS_PROCESSING:
             if HAS_IDS:
                 columns = block * BLOCK + tl.arange(0, BLOCK)
-                inside = columns < row.vocab
-                ids = ids_of(row, columns, inside, HAS_IDS)
-                x = process_values(number_of(x), ids, inside, row.processing)
+                inside = columns < logit_row.vocab
+                ids = load_ids(logit_row, columns, inside, HAS_IDS)
+                x = process_values(nan_to_neg_inf(x), ids, inside, logit_row.processing)
             else:
                 x = process_block(
-                    x, processing, block * BLOCK, row.vocab, row.ptr, row.processing, shared
+                    x,
+                    processing,
+                    block * BLOCK,
+                    logit_row.vocab,
+                    logit_row.ptr,
+                    logit_row.processing,
+                    shared,
                 )
         if NOISE_FIRST:
             noise = tl.zeros([BLOCK], tl.float32)
             if is_noisy:
-                noise = gumbel_bound(random_words(row, block, stream, BLOCK, HAS_IDS))
-        held = tl.reshape(x, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
-        thread_top = thread_tops(held)
-        by_chunk = tl.reshape(thread_top, [LAYOUT.chunks, LAYOUT.chunk_threads])
-        top = tl.max(by_chunk, axis=1)
-        base = number_or_zero(top)
+                noise = gumbel_bound(philox_of_block(logit_row, block, stream, BLOCK, HAS_IDS))
+        by_thread = tl.reshape(x, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
+        thread_max = thread_maxima(by_thread)
+        by_chunk = tl.reshape(thread_max, [LAYOUT.chunks, LAYOUT.chunk_threads])
+        chunk_max = tl.max(by_chunk, axis=1)
+        base = neg_inf_to_zero(chunk_max)
         below = (by_chunk - base[:, None]) * scale
 
         out = block * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks)
         if temperature < GREEDY_BELOW:
-            at = tl.reshape(block * BLOCK + tl.arange(0, BLOCK), held.shape)
-            at = tl.where(held == thread_top[None, :, None], at, NO_COLUMN)
-            at = tl.reshape(tl.min(tl.min(at, axis=0), axis=1), by_chunk.shape)
-            at = tl.min(tl.where(by_chunk == top[:, None], at, NO_COLUMN), axis=1)
-            tl.store(found.detail_ptr + out, at.to(tl.float32, bitcast=True))
+            argmax = tl.reshape(block * BLOCK + tl.arange(0, BLOCK), by_thread.shape)
+            argmax = tl.where(by_thread == thread_max[None, :, None], argmax, NO_COLUMN)
+            argmax = tl.reshape(tl.min(tl.min(argmax, axis=0), axis=1), by_chunk.shape)
+            argmax = tl.min(tl.where(by_chunk == chunk_max[:, None], argmax, NO_COLUMN), axis=1)
+            tl.store(outputs.detail_ptr + out, argmax.to(tl.float32, bitcast=True))
         elif is_noisy:
             if not NOISE_FIRST:
-                noise = gumbel_bound(random_words(row, block, stream, BLOCK, HAS_IDS))
-            bound = tl.reshape(noise, held.shape) + held * scale
+                noise = gumbel_bound(philox_of_block(logit_row, block, stream, BLOCK, HAS_IDS))
+            bound = tl.reshape(noise, by_thread.shape) + by_thread * scale
             bound = tl.reshape(tl.max(tl.max(bound, axis=0), axis=1), by_chunk.shape)
-            bound = number_of(tl.max(bound, axis=1))
-            tl.store(found.detail_ptr + out, _above(bound, base * scale))
+            bound = nan_to_neg_inf(tl.max(bound, axis=1))
+            tl.store(outputs.detail_ptr + out, _above(bound, base * scale))
             if HAS_TRUNCATION:
-                tl.store(found.mass_ptr + out, masses_of(held, thread_top, below, scale))
+                tl.store(
+                    outputs.chunk_sum_ptr + out, sum_chunks(by_thread, thread_max, below, scale)
+                )
         elif (options.top_k == 0) & (options.top_p < 1):
-            tl.store(found.detail_ptr + out, masses_of(held, thread_top, below, scale))
+            tl.store(outputs.detail_ptr + out, sum_chunks(by_thread, thread_max, below, scale))
         if HAS_SUMS:  # noqa: SIM102 - known when it is compiled
             if options.num_logprobs >= 0:
                 below = (by_chunk - base[:, None]) * LOG2_E
-                tl.store(found.raw_mass_ptr + out, masses_of(held, thread_top, below, LOG2_E))
-        tl.store(found.top_ptr + out, top)
+                tl.store(
+                    outputs.raw_sum_ptr + out, sum_chunks(by_thread, thread_max, below, LOG2_E)
+                )
+        tl.store(outputs.chunk_max_ptr + out, chunk_max)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def sample_scan_kernel(
     # inputs
-    logits_ptr,
-    vocab_ids_ptr,
-    position_ptr,
-    ahead_ptr,
-    draft_ptr,
-    table_ptr,
-    slot_ptr,
-    bias_ptr,
-    allowed_ptr,
-    count_ptr,
-    seen_ptr,
+    logits_ptr,  # [N, V] floating
+    vocab_ids_ptr,  # HAS_IDS: [V] int32: token id of each column
+    position_ptr,  # [R] integer: position of each request's first row
+    ahead_ptr,  # HAS_AHEAD: [R] integer: added to the position
+    draft_ptr,  # HAS_DRAFTS: [R - C, >= column + width - 1] integer
+    table_ptr,  # [S, W] int32
+    slot_ptr,  # [>= R] integer: each request's row of the table
+    bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
+    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
+    count_ptr,  # HAS_PROCESSING: [P, pool_vocab] int16, unsigned: token counts
+    seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
     # outputs
-    top_ptr,
-    detail_ptr,
-    mass_ptr,
-    raw_mass_ptr,
-    arrived_ptr,
+    chunk_max_ptr,  # [N, num_chunks] float32: maximum of each chunk
+    detail_ptr,  # [N, num_chunks] float32: argmax, bound or sum of each chunk, by the options
+    chunk_sum_ptr,  # HAS_TRUNCATION: [N, num_chunks] float32: sums of rows without truncation
+    raw_sum_ptr,  # HAS_SUMS: [N, num_chunks] float32: sums at temperature 1
+    arrived_ptr,  # IS_SPLIT: [N] int32: programs that have written their results
     # sizes
-    num_contexts,
-    width,
-    column,
-    role,
-    verification_at,
-    draft_sampling_at,
-    step_at,
-    vocab,
-    num_blocks,
-    pool_vocab,
+    num_contexts,  # C
+    width,  # rows per generation
+    column,  # draft tokens before a request's first row
+    role,  # `Role` of the noise
+    verification_column,  # offset in a row of the table
+    draft_sampling_column,  # offset in a row of the table
+    step_column,  # offset in a row of the table; below 0: none
+    vocab,  # V
+    num_blocks,  # of a row
+    pool_vocab,  # vocabulary of the pools
     row_stride,
     position_stride,
     ahead_stride,
@@ -229,9 +243,9 @@ def sample_scan_kernel(
     table_stride,
     slot_stride,
     # constants
-    LAYOUT: tl.constexpr,
-    PARTS: tl.constexpr,
-    NOISE_FIRST: tl.constexpr,
+    LAYOUT: tl.constexpr,  # `ChunkLayout`
+    BLOCKS_PER_PROGRAM: tl.constexpr,
+    NOISE_FIRST: tl.constexpr,  # compute noise while the values are loaded
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
@@ -239,39 +253,37 @@ def sample_scan_kernel(
     AS_DRAFTS: tl.constexpr,
     HAS_TRUNCATION: tl.constexpr,
     HAS_SUMS: tl.constexpr,
-    ROW_AXIS: tl.constexpr,
+    ROW_AXIS: tl.constexpr,  # axis of the grid that has the rows
     IS_SPLIT: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """Scan ``PARTS`` blocks of a row: the maximum of each chunk, and what its options need.
+    """Phase 1: reduce the chunks of ``BLOCKS_PER_PROGRAM`` blocks of a row.
 
-    Greedy rows get the lowest column of the maximum, as the bits of a float. Rows without
-    truncation get a bound of the highest noisy score, in log2 and relative to the maximum's. Rows
-    with top-p alone get the sum of weights relative to the maximum's; so do rows without truncation
-    if the truncation is an output. Rows whose request returns log-probabilities get the sum of
-    weights at temperature 1. Arrival counters of rows that several programs finish are reset.
+    ``detail_ptr`` gets, of greedy rows, the lowest column of the chunk's maximum, as the bits of a
+    float; of rows without truncation a bound of the highest noisy score, in log2 and relative to
+    the maximum's; of rows with top-p alone the sum of weights, relative to the maximum's.
     """
     grid_dependency_synchronize_ahead(PDL)
-    first_block = tl.program_id(1 - ROW_AXIS) * PARTS
-    last_block = tl.minimum(first_block + PARTS, num_blocks)
-    number = tl.program_id(ROW_AXIS).to(tl.int64)
+    first_block = tl.program_id(1 - ROW_AXIS) * BLOCKS_PER_PROGRAM
+    last_block = tl.minimum(first_block + BLOCKS_PER_PROGRAM, num_blocks)
+    row = tl.program_id(ROW_AXIS).to(tl.int64)
     if IS_SPLIT:
-        tl.store(arrived_ptr + number, 0, mask=first_block == 0)
+        tl.store(arrived_ptr + row, 0, mask=first_block == 0)
     # loaded before the values, so that it does not wait for them
-    request, offset, slot = locate_row(
-        number, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+    request, offset, slot_row_ptr = locate_row(
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
-    x = load_block(logits_ptr + number * row_stride, first_block, vocab, LAYOUT.block)
+    x = load_block(logits_ptr + row * row_stride, first_block, vocab, LAYOUT.block)
     offset += column
-    options = options_of(slot, vocab)
+    options = load_options(slot_row_ptr, vocab)
     temperature = options.temperature
     step = tl.full([], 0, tl.int32)
     if AS_DRAFTS:
-        temperature, role, step = draft_sampling_of(
-            slot, temperature, role, verification_at, draft_sampling_at, step_at
+        temperature, role, step = load_draft_sampling(
+            slot_row_ptr, temperature, role, verification_column, draft_sampling_column, step_column
         )
-    stream = stream_of(
-        slot,
+    stream = load_stream(
+        slot_row_ptr,
         request,
         offset,
         role,
@@ -285,19 +297,21 @@ def sample_scan_kernel(
     pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
     draft_ptr += tl.maximum(request - num_contexts, 0) * draft_stride
     num_before = tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0
-    processing = load_processing(slot, pools, draft_ptr, num_before)
-    row = Row(logits_ptr + number * row_stride, vocab, vocab_ids_ptr, processing)
-    chunk = number * (num_blocks * LAYOUT.chunks)
-    found = ScanOutputs(top_ptr + chunk, detail_ptr + chunk, mass_ptr + chunk, raw_mass_ptr + chunk)
+    processing = load_processing(slot_row_ptr, pools, draft_ptr, num_before)
+    logit_row = LogitRow(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, processing)
+    chunk = row * (num_blocks * LAYOUT.chunks)
+    outputs = ScanOutputs(
+        chunk_max_ptr + chunk, detail_ptr + chunk, chunk_sum_ptr + chunk, raw_sum_ptr + chunk
+    )
     # two calls, so that rows without processing need no registers for it
-    if HAS_PROCESSING and is_processed(slot):
+    if HAS_PROCESSING and is_processed(slot_row_ptr):
         _scan_blocks(
             x,
-            row,
+            logit_row,
             options,
             temperature,
             stream,
-            found,
+            outputs,
             first_block,
             last_block,
             LAYOUT,
@@ -310,11 +324,11 @@ def sample_scan_kernel(
     else:
         _scan_blocks(
             x,
-            row,
+            logit_row,
             options,
             temperature,
             stream,
-            found,
+            outputs,
             first_block,
             last_block,
             LAYOUT,
@@ -329,42 +343,42 @@ def sample_scan_kernel(
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
 def sample_finish_kernel(
     # inputs
-    logits_ptr,
-    vocab_ids_ptr,
-    position_ptr,
-    ahead_ptr,
-    draft_ptr,
-    table_ptr,
-    slot_ptr,
-    bias_ptr,
-    allowed_ptr,
-    count_ptr,
-    seen_ptr,
-    top_ptr,
-    detail_ptr,
-    mass_ptr,
-    raw_mass_ptr,
+    logits_ptr,  # [N, V] floating
+    vocab_ids_ptr,  # HAS_IDS: [V] int32: token id of each column
+    position_ptr,  # [R] integer: position of each request's first row
+    ahead_ptr,  # HAS_AHEAD: [R] integer: added to the position
+    draft_ptr,  # HAS_DRAFTS: [R - C, >= column + width - 1] integer
+    table_ptr,  # [S, W] int32
+    slot_ptr,  # [>= R] integer: each request's row of the table
+    bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
+    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
+    count_ptr,  # HAS_PROCESSING: [P, pool_vocab] int16, unsigned: token counts
+    seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
+    chunk_max_ptr,  # [N, num_chunks] float32: maximum of each chunk
+    detail_ptr,  # [N, num_chunks] float32: argmax, bound or sum of each chunk, by the options
+    chunk_sum_ptr,  # HAS_TRUNCATION: [N, num_chunks] float32: sums of rows without truncation
+    raw_sum_ptr,  # HAS_SUMS: [N, num_chunks] float32: sums at temperature 1
     # outputs
-    token_ptr,
-    truncation_ptr,
-    row_mass_ptr,
-    # written and read here
-    picked_ptr,
-    pair_ptr,
-    arrived_ptr,
-    partial_ptr,
-    bound_ptr,
+    token_ptr,  # [N] int32: sampled tokens, -1: no finite logit
+    truncation_ptr,  # HAS_TRUNCATION: [N, TRUNCATION_SIZE] float32
+    row_sum_ptr,  # HAS_SUMS: [N] float32: sum of exp(x - maximum)
+    # scratch
+    selected_ptr,  # [N, SHARES, LISTS, num_chunks] int32: chunks that may hold kept tokens
+    pair_ptr,  # [N, SEGMENTS, LIST_SIZE] int64: lists of candidates, value and column
+    arrived_ptr,  # SHARES > 1: [N] int32: programs that have written their results
+    partial_ptr,  # SHARES > 1: [N, PARTIALS, SHARES] float32: results of a pass by share
+    bound_ptr,  # not HAS_TRUNCATION: [N, chunks of BOUNDS] float32: bounds of noisy scores
     # sizes
-    num_contexts,
-    width,
-    column,
-    role,
-    verification_at,
-    draft_sampling_at,
-    step_at,
-    vocab,
-    num_blocks,
-    pool_vocab,
+    num_contexts,  # C
+    width,  # rows per generation
+    column,  # draft tokens before a request's first row
+    role,  # `Role` of the noise
+    verification_column,  # offset in a row of the table
+    draft_sampling_column,  # offset in a row of the table
+    step_column,  # offset in a row of the table; below 0: none
+    vocab,  # V
+    num_blocks,  # of a row
+    pool_vocab,  # vocabulary of the pools
     row_stride,
     position_stride,
     ahead_stride,
@@ -372,10 +386,10 @@ def sample_finish_kernel(
     table_stride,
     slot_stride,
     # constants
-    LAYOUT: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
-    BOUNDS: tl.constexpr,
-    ALL_BOUNDS: tl.constexpr,
+    LAYOUT: tl.constexpr,  # `ChunkLayout` of the scan
+    ALL_CHUNKS: tl.constexpr,  # a power of two >= num_chunks
+    BOUNDS: tl.constexpr,  # `ChunkLayout` of flat nuclei
+    ALL_BOUNDS: tl.constexpr,  # a power of two >= its number of chunks
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
@@ -383,32 +397,35 @@ def sample_finish_kernel(
     AS_DRAFTS: tl.constexpr,
     HAS_TRUNCATION: tl.constexpr,
     HAS_SUMS: tl.constexpr,
-    WARPS: tl.constexpr,
-    SHARES: tl.constexpr,
+    WARPS: tl.constexpr,  # of a program
+    SHARES: tl.constexpr,  # programs per row
     PDL: tl.constexpr,
 ):
-    """Finish one row: its token, its truncation, and its sum of weights for log-probabilities.
-
-    ``SHARES`` programs share a row with a flat nucleus.
-    """
+    """Phase 2: the token of a row, its truncation, and its sum of weights for log-probabilities."""
     SEGMENTS: tl.constexpr = SHARES + 1 if SHARES > 1 else 1
     LISTS: tl.constexpr = 2 if SHARES > 1 else 1
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     # inputs that the scan does not write, before it ends
-    request, offset, slot = locate_row(
+    request, offset, slot_row_ptr = locate_row(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride, ".cg"
     )
     offset += column
-    options = options_of(slot, vocab, ".cg")
+    options = load_options(slot_row_ptr, vocab, ".cg")
     temperature = options.temperature
     step = tl.full([], 0, tl.int32)
     if AS_DRAFTS:
-        temperature, role, step = draft_sampling_of(
-            slot, temperature, role, verification_at, draft_sampling_at, step_at, ".cg"
+        temperature, role, step = load_draft_sampling(
+            slot_row_ptr,
+            temperature,
+            role,
+            verification_column,
+            draft_sampling_column,
+            step_column,
+            ".cg",
         )
-    stream = stream_of(
-        slot,
+    stream = load_stream(
+        slot_row_ptr,
         request,
         offset,
         role,
@@ -427,48 +444,50 @@ def sample_finish_kernel(
     grid_dependency_synchronize(PDL)
     num_chunks = num_blocks * LAYOUT.chunks
     chunks = tl.arange(0, ALL_CHUNKS)
-    tops = tl.load(
-        top_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
+    chunk_maxima = tl.load(
+        chunk_max_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
     )
     details = tl.load(detail_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
     if HAS_SUMS:
         writes_mass = (share == 0) & (options.num_logprobs >= 0)
-        raw_masses = tl.load(
-            raw_mass_ptr + row * num_chunks + chunks,
+        raw_sums = tl.load(
+            raw_sum_ptr + row * num_chunks + chunks,
             mask=(chunks < num_chunks) & writes_mass,
             other=0.0,
         )
     pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
     draft_ptr += tl.maximum(request - num_contexts, 0) * draft_stride
     num_before = tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0
-    processing = load_processing(slot, pools, draft_ptr, num_before)
-    of_row = Row(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, processing)
-    top = highest_of(tops)
-    sample = RowSample(of_row, options, stream, top)
+    processing = load_processing(slot_row_ptr, pools, draft_ptr, num_before)
+    logit_row = LogitRow(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, processing)
+    row_max = max_no_nan(chunk_maxima)
+    sample = RowSample(logit_row, options, stream, row_max)
     if HAS_SUMS:  # noqa: SIM102 - known when it is compiled
         if writes_mass:
-            tl.store(row_mass_ptr + row, row_mass_of(raw_masses, tops, top, LOG2_E))
+            tl.store(row_sum_ptr + row, sum_row(raw_sums, chunk_maxima, row_max, LOG2_E))
     sampled = tl.full([], NO_COLUMN, tl.int32)
     limit = tl.full([], 0.0, tl.float32)
     last = tl.full([], 0, tl.int32)
     mass = tl.full([], 0.0, tl.float32)
-    is_known = share == 0
-    is_active = top > float("-inf")
+    has_result = share == 0
+    is_active = row_max > float("-inf")
     if SHARES > 1:
-        is_active = is_active & (is_known | (top < float("inf")))
+        is_active = is_active & (has_result | (row_max < float("inf")))
     if is_active:
         if temperature < GREEDY_BELOW:
             firsts = details.to(tl.int32, bitcast=True)
-            sampled = tl.min(tl.where(tops == top, firsts, NO_COLUMN), axis=0)
+            sampled = tl.min(tl.where(chunk_maxima == row_max, firsts, NO_COLUMN), axis=0)
             last = sampled
             mass += 1.0
-        elif top == float("inf"):
-            sampled = first_infinite(of_row, tops, chunks, LAYOUT, HAS_IDS, HAS_PROCESSING)
+        elif row_max == float("inf"):
+            sampled = first_infinite(
+                logit_row, chunk_maxima, chunks, LAYOUT, HAS_IDS, HAS_PROCESSING
+            )
             last = sampled
             mass += 1.0
         elif (options.top_k == 0) & (options.top_p >= 1) & (options.min_p <= 0):
-            bounds = details + (tops - top) * scale_of(temperature)
-            bounds = tl.where(tops > float("-inf"), bounds, float("-inf"))
+            bounds = details + (chunk_maxima - row_max) * log2_scale(temperature)
+            bounds = tl.where(chunk_maxima > float("-inf"), bounds, float("-inf"))
             sampled = best_noisy_column(
                 sample,
                 temperature,
@@ -483,19 +502,19 @@ def sample_finish_kernel(
             if HAS_TRUNCATION:
                 limit += float("inf")
                 last += vocab
-                masses = tl.load(
-                    mass_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0
+                chunk_sums = tl.load(
+                    chunk_sum_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0
                 )
-                mass = row_mass_of(masses, tops, top, scale_of(temperature))
+                mass = sum_row(chunk_sums, chunk_maxima, row_max, log2_scale(temperature))
         else:
-            sampled, limit, last, mass, is_known = sample_truncated(
+            sampled, limit, last, mass, has_result = sample_truncated(
                 sample,
-                tops,
+                chunk_maxima,
                 details,
                 chunks,
                 num_chunks,
-                picked_ptr + (row * SHARES + share) * (num_chunks * LISTS),
-                pair_ptr + (row * SEGMENTS + share) * PLACES,
+                selected_ptr + (row * SHARES + share) * (num_chunks * LISTS),
+                pair_ptr + (row * SEGMENTS + share) * LIST_SIZE,
                 Split(
                     share, arrived_ptr + row, partial_ptr + row * (PARTIALS * SHARES), num_chunks
                 ),
@@ -513,10 +532,10 @@ def sample_finish_kernel(
     token = sampled
     if HAS_IDS:
         token = tl.load(vocab_ids_ptr + sampled, mask=sampled < vocab, other=NO_COLUMN)
-    if SHARES == 1 or is_known:
+    if SHARES == 1 or has_result:
         tl.store(token_ptr + row, tl.where(token == NO_COLUMN, -1, token))
         if HAS_TRUNCATION:
-            tl.store(truncation_ptr + row * 4, top)
+            tl.store(truncation_ptr + row * 4, row_max)
             tl.store(truncation_ptr + row * 4 + 1, limit)
             tl.store(truncation_ptr + row * 4 + 2, last.to(tl.float32))
             tl.store(truncation_ptr + row * 4 + 3, mass)
@@ -545,10 +564,10 @@ def sample_tokens_triton(
     layout = scan.layout
     num_blocks, num_chunks = layout.num_blocks(vocab), layout.num_chunks(vocab)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
-    tops = torch.empty(num_rows, num_chunks, **float32) if sums is None else sums.tops
+    chunk_maxima = torch.empty(num_rows, num_chunks, **float32) if sums is None else sums.tops
     details = torch.empty(num_rows, num_chunks, **float32)
-    masses = details if truncation is None else torch.empty(num_rows, num_chunks, **float32)
-    raw_masses = details if sums is None else torch.empty(num_rows, num_chunks, **float32)
+    chunk_sums = details if truncation is None else torch.empty(num_rows, num_chunks, **float32)
+    raw_sums = details if sums is None else torch.empty(num_rows, num_chunks, **float32)
     inputs = _Inputs(
         logits, rows, slots, tokens if vocab_ids is None else vocab_ids, tokens, num_blocks
     )
@@ -569,19 +588,19 @@ def sample_tokens_triton(
     shares = _shares(num_rows, num_chunks)
     is_split = shares > 1
     arrived = torch.empty_like(tokens) if is_split else tokens
-    grid = [num_rows, -(-num_blocks // scan.parts)]
+    grid = [num_rows, -(-num_blocks // scan.blocks_per_program)]
     row_axis = int(num_rows <= MAX_GRID_Y)
     sample_scan_kernel[tuple(grid[::-1] if row_axis else grid)](
         *inputs.tensors,
-        tops,
+        chunk_maxima,
         details,
-        masses,
-        raw_masses,
+        chunk_sums,
+        raw_sums,
         arrived,
         *sizes,
         *inputs.sizes,
         **constants,
-        PARTS=scan.parts,
+        BLOCKS_PER_PROGRAM=scan.blocks_per_program,
         NOISE_FIRST=scan.noise_first,
         ROW_AXIS=row_axis,
         IS_SPLIT=is_split,
@@ -594,17 +613,17 @@ def sample_tokens_triton(
     num_bounds = bounds.num_chunks(vocab)
     sample_finish_kernel[(num_rows, shares)](
         *inputs.tensors,
-        tops,
+        chunk_maxima,
         details,
-        masses,
-        raw_masses,
+        chunk_sums,
+        raw_sums,
         # outputs
         tokens,
         details if truncation is None else truncation,
         details if sums is None else sums.masses,
         # scratch
         torch.empty(num_rows, shares, lists, num_chunks, dtype=torch.int32, device=device),
-        torch.empty(num_rows, segments, PLACES.value, dtype=torch.int64, device=device),
+        torch.empty(num_rows, segments, LIST_SIZE.value, dtype=torch.int64, device=device),
         arrived,
         torch.empty(num_rows, PARTIALS.value, shares, **float32) if is_split else details,
         torch.empty(num_rows, num_bounds, **float32) if truncation is None else details,
@@ -627,7 +646,7 @@ class _Scan:
     """Tiling of the scan."""
 
     layout: ChunkLayout
-    parts: int  # blocks per program
+    blocks_per_program: int  # blocks per program
     registers: int  # per thread
     noise_first: bool  # compute noise while the values are loaded
 
@@ -637,10 +656,14 @@ class _Scan:
         is_few = num_rows <= row_sums.FEW_ROWS
         if is_processed:
             layout = ChunkLayout.small(layout.each)
-        sizes = PARTS_OF_EDITED if is_processed else PARTS_OF_FEW if is_few else PARTS
-        parts = next(parts for least, parts in sizes if num_rows >= least)
+        sizes = (
+            SCAN_BLOCKS_PROCESSED if is_processed else SCAN_BLOCKS_OF_FEW if is_few else SCAN_BLOCKS
+        )
+        blocks_per_program = next(
+            blocks_per_program for least, blocks_per_program in sizes if num_rows >= least
+        )
         is_wide = not is_few and not is_processed
-        return cls(layout, parts, registers=80 if is_wide else 64, noise_first=is_wide)
+        return cls(layout, blocks_per_program, registers=80 if is_wide else 64, noise_first=is_wide)
 
 
 def _shares(num_rows: int, num_chunks: int) -> int:
@@ -696,5 +719,5 @@ class _Inputs:
 def _offsets(slots: SlotRows) -> tuple[int, ...]:
     """Offsets of the columns `DRAFT_COLUMNS` and `STEP_COLUMN`; -1 without steps."""
     columns = slots.columns
-    step_at = columns.offset(STEP_COLUMN.name) if STEP_COLUMN.name in columns else -1
-    return *(columns.offset(column.name) for column in DRAFT_COLUMNS), step_at
+    step_column = columns.offset(STEP_COLUMN.name) if STEP_COLUMN.name in columns else -1
+    return *(columns.offset(column.name) for column in DRAFT_COLUMNS), step_column

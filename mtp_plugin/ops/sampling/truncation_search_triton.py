@@ -15,37 +15,42 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.ops.logit_rows.rows_triton import NO_COLUMN, Picked, spread_of, starts_of
-from mtp_plugin.ops.sampling.row_triton import values_of
+from mtp_plugin.ops.logit_rows.rows_triton import (
+    NO_COLUMN,
+    SelectedChunks,
+    chunk_starts,
+    columns_in_chunk,
+)
+from mtp_plugin.ops.sampling.row_triton import load_values
 from mtp_plugin.ops.sampling.truncation_passes_triton import (
-    LEAST_NEED,
-    LISTED,
-    NO_DEPTH,
-    PLACES,
-    UNSHARED,
+    INF_KEY,
+    LIST_CAPACITY,
+    LIST_SIZE,
+    MAX_UNSHARED_CHUNKS,
+    MIN_REQUIRED,
     Candidates,
     Sampled,
-    chunks_of_share,
-    depths_of,
+    compute_depths,
     join_shares,
     list_between,
     list_within,
     measure,
-    of_pairs,
     sample_chunks,
     sample_list,
+    select_share_chunks,
+    unpack_pairs,
 )
 
-HALVINGS = tl.constexpr(10)
+BISECTIONS = tl.constexpr(10)
 """Bisection steps per guess."""
 DEVIATIONS = tl.constexpr(4.0)
 """Standard deviations of the estimate added on both sides of a guess."""
-ROOM = tl.constexpr(0.85)
+LIST_FILL = tl.constexpr(0.85)
 """Share of the list that a guess fills at most."""
 LN_2 = tl.constexpr(0.6931471805599453)
-GUESSES = tl.constexpr(4)
+MAX_GUESSES = tl.constexpr(4)
 """Passes that try to list the ids around a threshold."""
-WHOLE = tl.constexpr(3000)
+MAX_LISTED_TOP_K = tl.constexpr(3000)
 """Largest top-k that is listed completely, so that no threshold in it needs another pass."""
 
 
@@ -61,7 +66,7 @@ class Bounds(NamedTuple):
 
 @triton.jit(noinline=True)
 def guess_bounds(
-    need,
+    required,
     by_mass,
     bounds,
     sample,
@@ -71,7 +76,7 @@ def guess_bounds(
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
 ):
-    """Two keys within bounds between which a measure of ``need`` is likely reached.
+    """Two keys within bounds between which a measure of ``required`` is likely reached.
 
     ``SAMPLE`` ids of all chunks estimate the measure between the bounds, from both ends, weighted
     by their errors.
@@ -81,7 +86,7 @@ def guess_bounds(
     high = bounds.high
     end = bounds.end
     total = bounds.total
-    row = sample.row
+    logit_row = sample.logit_row
     SKIP: tl.constexpr = ALL_CHUNKS // SAMPLE if ALL_CHUNKS > SAMPLE else 1
     SPARSE: tl.constexpr = LAYOUT.chunk_size * ALL_CHUNKS // SAMPLE // SKIP
     EVERY: tl.constexpr = SPARSE if SPARSE > 1 else 1
@@ -90,12 +95,12 @@ def guess_bounds(
     each = tl.arange(0, ALL_CHUNKS // SKIP * PER_CHUNK)
     chunks = each // PER_CHUNK * SKIP
     # at other indices in every chunk, against periodic rows
-    places = each % PER_CHUNK * EVERY + (chunks * 5 + each % PER_CHUNK * 11) % EVERY
-    columns = starts_of(chunks, LAYOUT)
-    columns += spread_of(places, LAYOUT)
-    inside = columns < row.vocab
-    x = values_of(row, columns, inside, HAS_IDS, HAS_PROCESSING)
-    depths = tl.div_rn(sample.top - x, sample.options.temperature)
+    offsets = each % PER_CHUNK * EVERY + (chunks * 5 + each % PER_CHUNK * 11) % EVERY
+    columns = chunk_starts(chunks, LAYOUT)
+    columns += columns_in_chunk(offsets, LAYOUT)
+    inside = columns < logit_row.vocab
+    x = load_values(logit_row, columns, inside, HAS_IDS, HAS_PROCESSING)
+    depths = tl.div_rn(sample.row_max - x, sample.options.temperature)
     lowest = tl.where(low < 0, -1.0, low.to(tl.float32, bitcast=True))
     is_between = inside & (depths > lowest) & (depths <= end.to(tl.float32, bitcast=True))
     weights = tl.where(is_between, tl.where(by_mass, tl.exp(-depths), 1.0), 0.0)
@@ -110,24 +115,26 @@ def guess_bounds(
     measure, error = _estimated(
         deepest, depths, weights, before, total, all_sum, all_square, FACTOR
     )
-    is_met = measure - error >= need
-    for _ in range(HALVINGS):
+    is_met = measure - error >= required
+    for _ in range(BISECTIONS):
         middle = (near + near_end) * 0.5
         measure, error = _estimated(
             middle, depths, weights, before, total, all_sum, all_square, FACTOR
         )
-        enough = measure + error >= need
+        enough = measure + error >= required
         near_end = tl.where(enough, middle, near_end)
         near = tl.where(enough, near, middle)
         middle = (far + far_end) * 0.5
         measure, error = _estimated(
             middle, depths, weights, before, total, all_sum, all_square, FACTOR
         )
-        enough = measure - error >= need
+        enough = measure - error >= required
         far_end = tl.where(enough, middle, far_end)
         far = tl.where(enough, far, middle)
-    crowd = tl.sum((is_between & (depths > near) & (depths <= far_end)).to(tl.float32), axis=0)
-    share = 1.0 / tl.maximum(crowd * FACTOR / (LISTED * ROOM), 1.0)
+    num_between = tl.sum(
+        (is_between & (depths > near) & (depths <= far_end)).to(tl.float32), axis=0
+    )
+    share = 1.0 / tl.maximum(num_between * FACTOR / (LIST_CAPACITY * LIST_FILL), 1.0)
     middle = (near + far_end) * 0.5
     far = tl.where(share < 1, middle + (far_end - middle) * share, far_end)
     near = tl.where(share < 1, middle + (near - middle) * share, near)
@@ -160,7 +167,7 @@ def _estimated(depth, depths, weights, before, total, all_sum, all_square, FACTO
 
 @triton.jit
 def _narrowed(
-    need,
+    required,
     by_mass,
     bounds,
     sample,
@@ -178,29 +185,29 @@ def _narrowed(
     """Narrow bounds until the ids between them fit the list.
 
     Returns:
-        The bounds and the measure up to the lower one, which is less than ``need``; the number of
-        ids between them, which are listed if not more than LISTED; the sample from the ids up to
-        the lower bound; and whether this program continues with the row, as one of those that share
-        it does.
+        The bounds and the measure up to the lower one, which is less than ``required``; the number
+        of ids between them, which are listed if not more than LIST_CAPACITY; the sample from the
+        ids up to the lower bound; and whether this program continues with the row, as one of those
+        that share it does.
     """
     low = bounds.low
     before = bounds.before
     high = bounds.high
     end = bounds.end
     total = bounds.total
-    number = tl.full([], LISTED + 1, tl.int32)
+    num_listed = tl.full([], LIST_CAPACITY + 1, tl.int32)
     best = float("-inf")
     column = NO_COLUMN
     kept_mass = 0.0
     guesses = 0
     is_last = tl.full([], 1, tl.int1)
-    picked = candidates.picked
-    own = picked
+    selected = candidates.selected
+    own = selected
     if SHARES > 1 and is_split:
-        own = chunks_of_share(picked, split, ALL_CHUNKS, SHARES)
-    while (number > LISTED) & (high - low > 1) & (guesses < GUESSES):
+        own = select_share_chunks(selected, split, ALL_CHUNKS, SHARES)
+    while (num_listed > LIST_CAPACITY) & (high - low > 1) & (guesses < MAX_GUESSES):
         near, far = guess_bounds(
-            need,
+            required,
             by_mass,
             Bounds(low, before, high, end, total),
             sample,
@@ -214,60 +221,62 @@ def _narrowed(
         is_shared = is_split & (guesses == 0)
         if SHARES > 1:
             searched = Candidates(
-                Picked(
-                    picked.ptr + tl.where(is_shared, split.chunks_at, 0),
-                    tl.where(is_shared, own.number, picked.number),
+                SelectedChunks(
+                    selected.ptr + tl.where(is_shared, split.chunks_offset, 0),
+                    tl.where(is_shared, own.num_chunks, selected.num_chunks),
                 ),
-                candidates.pair_ptr - tl.where(is_shared, (SHARES - split.share) * PLACES, 0),
-                candidates.found,
+                candidates.pair_ptr - tl.where(is_shared, (SHARES - split.share) * LIST_SIZE, 0),
+                candidates.num_listed,
             )
         passed = list_between(
             near, far, by_mass, sample, searched, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING
         )
         nearer = passed.nearer
         within = passed.within
-        found = passed.found
+        num_between = passed.num_listed
         best = passed.sampled.score
         column = passed.sampled.column
         kept_mass = passed.sampled.mass
         if SHARES > 1 and is_shared:
-            of_all, is_last = join_shares(
-                passed, split, candidates.pair_ptr - SHARES * PLACES, SHARES
+            joined, is_last = join_shares(
+                passed, split, candidates.pair_ptr - SHARES * LIST_SIZE, SHARES
             )
-            nearer = of_all.nearer
-            within = of_all.within
-            found = of_all.found
-            best = of_all.sampled.score
-            column = of_all.sampled.column
-            kept_mass = of_all.sampled.mass
-        is_nearer = (nearer >= need) & (near > low)
+            nearer = joined.nearer
+            within = joined.within
+            num_between = joined.num_listed
+            best = joined.sampled.score
+            column = joined.sampled.column
+            kept_mass = joined.sampled.mass
+        is_nearer = (nearer >= required) & (near > low)
         # up to the highest key the measure is reached, also if rounding says otherwise
-        is_farther = (within < need) & (far < high)
-        number = tl.where(is_nearer | is_farther, number, found)
+        is_farther = (within < required) & (far < high)
+        num_listed = tl.where(is_nearer | is_farther, num_listed, num_between)
         end = tl.where(is_nearer, near, tl.where(is_farther, end, far))
         total = tl.where(is_nearer, nearer, tl.where(is_farther, total, within))
         before = tl.where(is_nearer, before, tl.where(is_farther, within, nearer))
         low = tl.where(is_nearer, low, tl.where(is_farther, far, near))
         high = tl.where(is_nearer, near, tl.where(is_farther, high, far))
-        guesses += tl.where(is_last, 1, GUESSES)
+        guesses += tl.where(is_last, 1, MAX_GUESSES)
     # programs that do not continue have nothing to search
-    number = tl.where(is_last, number, 0)
+    num_listed = tl.where(is_last, num_listed, 0)
     low = tl.where(is_last, low, high)
-    return low, high, before, number, Sampled(best, column, kept_mass), is_last
+    return low, high, before, num_listed, Sampled(best, column, kept_mass), is_last
 
 
 @triton.jit
-def _list_keys(sample, pair_ptr, number):
-    """The keys of the list [LISTED], `NO_COLUMN` past its end."""
-    places = tl.arange(0, LISTED)
-    here = places < number
-    x = of_pairs(tl.load(pair_ptr + places, mask=here, other=0))[0]
-    keys = depths_of(x, here, sample.top, sample.options.temperature).to(tl.int32, bitcast=True)
-    return tl.where(here, keys, NO_COLUMN)
+def _list_keys(sample, pair_ptr, num_listed):
+    """The keys of the list [LIST_CAPACITY], `NO_COLUMN` past its end."""
+    offsets = tl.arange(0, LIST_CAPACITY)
+    inside = offsets < num_listed
+    x = unpack_pairs(tl.load(pair_ptr + offsets, mask=inside, other=0))[0]
+    keys = compute_depths(x, inside, sample.row_max, sample.options.temperature).to(
+        tl.int32, bitcast=True
+    )
+    return tl.where(inside, keys, NO_COLUMN)
 
 
 @triton.jit
-def _least_of_list(need, low, high, keys, by_mass):
+def _least_of_list(required, low, high, keys, by_mass):
     """`_least` for the keys of a list."""
     before = 0.0
     while low < high:
@@ -279,36 +288,42 @@ def _least_of_list(need, low, high, keys, by_mass):
         m1 = tl.sum(tl.where(keys <= k1, weights, 0.0), axis=0)
         m2 = tl.sum(tl.where(keys <= k2, weights, 0.0), axis=0)
         m3 = tl.sum(tl.where(keys <= k3, weights, 0.0), axis=0)
-        low, high, before = _quarter(need, low, high, before, k1, k2, k3, m1, m2, m3)
+        low, high, before = _quarter(required, low, high, before, k1, k2, k3, m1, m2, m3)
     return low, before
 
 
 @triton.jit
-def _quarter(need, low, high, before, k1, k2, k3, m1, m2, m3):
-    """The quarter in which the measure ``need`` is reached, and the measure before it."""
-    before = tl.where(m1 >= need, before, tl.where(m2 >= need, m1, tl.where(m3 >= need, m2, m3)))
-    low = tl.where(m1 >= need, low, tl.where(m2 >= need, k1, tl.where(m3 >= need, k2, k3)) + 1)
-    high = tl.where(m1 >= need, k1, tl.where(m2 >= need, k2, tl.where(m3 >= need, k3, high)))
+def _quarter(required, low, high, before, k1, k2, k3, m1, m2, m3):
+    """The quarter in which the measure ``required`` is reached, and the measure before it."""
+    before = tl.where(
+        m1 >= required, before, tl.where(m2 >= required, m1, tl.where(m3 >= required, m2, m3))
+    )
+    low = tl.where(
+        m1 >= required, low, tl.where(m2 >= required, k1, tl.where(m3 >= required, k2, k3)) + 1
+    )
+    high = tl.where(
+        m1 >= required, k1, tl.where(m2 >= required, k2, tl.where(m3 >= required, k3, high))
+    )
     return low, high, before
 
 
 @triton.jit
 def _least(
-    need,
+    required,
     low,
     high,
     before,
     level,
     by_mass,
     sample,
-    picked,
+    selected,
     BY_COLUMN: tl.constexpr,
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
 ):
-    """The least key in ``low .. high`` whose measure reaches ``need``, and the measure before it.
+    """The least key in ``low .. high`` whose measure is ``required``, and the measure before it.
 
     ``high`` counts as reached; the measure below ``low`` is ``before``.
     """
@@ -324,14 +339,14 @@ def _least(
             level,
             by_mass,
             sample,
-            picked,
+            selected,
             BY_COLUMN,
             TILE,
             LAYOUT,
             HAS_IDS,
             HAS_PROCESSING,
         )
-        low, high, before = _quarter(need, low, high, before, k1, k2, k3, m1, m2, m3)
+        low, high, before = _quarter(required, low, high, before, k1, k2, k3, m1, m2, m3)
     return low, before
 
 
@@ -358,30 +373,30 @@ def sample_many(
     SAMPLE: tl.constexpr = WARPS * 1024
     top_k = sample.options.top_k
     top_p = sample.options.top_p
-    picked = candidates.picked
-    is_listed = candidates.found <= LISTED
-    is_split = (SHARES > 1) & (not is_listed) & (picked.number > UNSHARED)
+    selected = candidates.selected
+    is_listed = candidates.num_listed <= LIST_CAPACITY
+    is_split = (SHARES > 1) & (not is_listed) & (selected.num_chunks > MAX_UNSHARED_CHUNKS)
     is_split = is_split & (top_k == 0) & (top_p < 1)
     is_last = (SHARES == 1) | is_split | (split.share == 0)
     pair_ptr = candidates.pair_ptr
     if SHARES > 1:
-        pair_ptr += tl.where(is_split, (SHARES - split.share) * PLACES, 0)
-    candidates = Candidates(picked, pair_ptr, candidates.found)
+        pair_ptr += tl.where(is_split, (SHARES - split.share) * LIST_SIZE, 0)
+    candidates = Candidates(selected, pair_ptr, candidates.num_listed)
     # the depth as a key, and how many of the ids at it are kept
     limit = (far * LN_2).to(tl.int32, bitcast=True)
-    stay = 2147483647.0
-    last = sample.row.vocab - 1
+    num_at_limit = 2147483647.0
+    last = sample.logit_row.vocab - 1
     # the row is measured up to here: by count first, then by probability mass
-    end = tl.full([], NO_DEPTH, tl.int32)
+    end = tl.full([], INF_KEY, tl.int32)
     by_mass = top_k == 0
-    total = tl.where(by_mass, mass, sample.row.vocab.to(tl.float32))
-    number = candidates.found
+    total = tl.where(by_mass, mass, sample.logit_row.vocab.to(tl.float32))
+    num_listed = candidates.num_listed
     # of ids that are certainly kept and not listed
     best = float("-inf")
     column = NO_COLUMN
     kept_mass = 0.0
     nothing = tl.full([], -1, tl.int32)
-    is_whole = (not is_listed) & (top_k > 0) & (top_k <= WHOLE)
+    is_whole = (not is_listed) & (top_k > 0) & (top_k <= MAX_LISTED_TOP_K)
     if is_whole:
         deepest = guess_bounds(
             top_k.to(tl.float32),
@@ -394,20 +409,20 @@ def sample_many(
             HAS_IDS,
             HAS_PROCESSING,
         )[1]
-        found = list_within(
+        num_found = list_within(
             deepest, sample, candidates, 2 * TILE, LAYOUT, HAS_IDS, HAS_PROCESSING, WARPS
         )
-        is_listed = (found <= LISTED) & ((found >= top_k) | (deepest >= limit))
-        number = tl.where(is_listed, found, number)
+        is_listed = (num_found <= LIST_CAPACITY) & ((num_found >= top_k) | (deepest >= limit))
+        num_listed = tl.where(is_listed, num_found, num_listed)
     is_truncated = (top_k == 0) & (top_p >= 1)
     while not is_truncated:
-        need = tl.where(by_mass, tl.maximum(top_p * mass, LEAST_NEED), top_k.to(tl.float32))
+        required = tl.where(by_mass, tl.maximum(top_p * mass, MIN_REQUIRED), top_k.to(tl.float32))
         low = nothing
         high = limit
         before = 0.0
         if not is_listed:
-            low, high, before, number, sampled, is_last = _narrowed(
-                need,
+            low, high, before, num_listed, sampled, is_last = _narrowed(
+                required,
                 by_mass,
                 Bounds(low, before, high, end, total),
                 sample,
@@ -425,20 +440,20 @@ def sample_many(
             best = sampled.score
             column = sampled.column
             kept_mass = sampled.mass
-        if number <= LISTED:
-            keys = _list_keys(sample, candidates.pair_ptr, number)
-            threshold, inner = _least_of_list(need - before, low + 1, high, keys, by_mass)
+        if num_listed <= LIST_CAPACITY:
+            keys = _list_keys(sample, candidates.pair_ptr, num_listed)
+            threshold, inner = _least_of_list(required - before, low + 1, high, keys, by_mass)
             before += inner
         else:
             threshold, before = _least(
-                need,
+                required,
                 low + 1,
                 high,
                 before,
                 0,
                 by_mass,
                 sample,
-                picked,
+                selected,
                 False,
                 SEARCHED,
                 LAYOUT,
@@ -447,14 +462,14 @@ def sample_many(
             )
         weight = tl.exp(-threshold.to(tl.float32, bitcast=True))
         # each of the equal ids is kept while the measure before it is less than needed
-        equals = (need - before) / tl.where(by_mass, weight, 1.0)
+        equals = (required - before) / tl.where(by_mass, weight, 1.0)
         equals = tl.maximum(tl.ceil(equals), 1.0)
-        stay = tl.where(threshold == limit, tl.minimum(stay, equals), equals)
+        num_at_limit = tl.where(threshold == limit, tl.minimum(num_at_limit, equals), equals)
         limit = threshold
         is_truncated = by_mass | (top_p >= 1)
         if not is_truncated:
             if is_listed:
-                keys = _list_keys(sample, candidates.pair_ptr, number)
+                keys = _list_keys(sample, candidates.pair_ptr, num_listed)
                 weights = tl.exp(-keys.to(tl.float32, bitcast=True))
                 nearer = tl.sum(tl.where(keys < limit, weights, 0.0), axis=0)
                 within = tl.sum(tl.where(keys <= limit, weights, 0.0), axis=0)
@@ -466,26 +481,26 @@ def sample_many(
                     0,
                     True,
                     sample,
-                    picked,
+                    selected,
                     False,
                     SEARCHED,
                     LAYOUT,
                     HAS_IDS,
                     HAS_PROCESSING,
                 )
-            mass = tl.minimum(nearer + stay * weight, within)
+            mass = tl.minimum(nearer + num_at_limit * weight, within)
             end = limit
             total = mass
         by_mass = True
     if (top_k > 0) | (top_p < 1):
-        if number <= LISTED:
-            keys = _list_keys(sample, candidates.pair_ptr, number)
-            places = tl.arange(0, LISTED)
-            pairs = tl.load(candidates.pair_ptr + places, mask=places < number, other=0)
-            columns = of_pairs(pairs)[1]
+        if num_listed <= LIST_CAPACITY:
+            keys = _list_keys(sample, candidates.pair_ptr, num_listed)
+            offsets = tl.arange(0, LIST_CAPACITY)
+            pairs = tl.load(candidates.pair_ptr + offsets, mask=offsets < num_listed, other=0)
+            columns = unpack_pairs(pairs)[1]
             columns = tl.where(keys == limit, columns, NO_COLUMN)
-            if tl.sum((columns < NO_COLUMN).to(tl.float32), axis=0) > stay:
-                last, _ = _least_of_list(stay, tl.zeros_like(last), last, columns, False)
+            if tl.sum((columns < NO_COLUMN).to(tl.float32), axis=0) > num_at_limit:
+                last, _ = _least_of_list(num_at_limit, tl.zeros_like(last), last, columns, False)
         else:
             equals, _, _ = measure(
                 last,
@@ -494,33 +509,33 @@ def sample_many(
                 limit,
                 False,
                 sample,
-                picked,
+                selected,
                 True,
                 SEARCHED,
                 LAYOUT,
                 HAS_IDS,
                 HAS_PROCESSING,
             )
-            if equals > stay:
+            if equals > num_at_limit:
                 last, _ = _least(
-                    stay,
+                    num_at_limit,
                     tl.zeros_like(last),
                     last,
-                    tl.zeros_like(stay),
+                    tl.zeros_like(num_at_limit),
                     limit,
                     False,
                     sample,
-                    picked,
+                    selected,
                     True,
                     SEARCHED,
                     LAYOUT,
                     HAS_IDS,
                     HAS_PROCESSING,
                 )
-    if number <= LISTED:
+    if num_listed <= LIST_CAPACITY:
         sampled = sample_list(
             sample,
-            Candidates(picked, candidates.pair_ptr, number),
+            Candidates(selected, candidates.pair_ptr, num_listed),
             limit,
             last,
             Sampled(best, column, kept_mass),
@@ -528,5 +543,7 @@ def sample_many(
             WARPS * 256,
         )
     else:
-        sampled = sample_chunks(sample, picked, limit, last, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING)
+        sampled = sample_chunks(
+            sample, selected, limit, last, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING
+        )
     return sampled.column, limit.to(tl.float32, bitcast=True), last, sampled.mass, is_last

@@ -20,11 +20,11 @@ import triton.language as tl
 from mtp_plugin.ops.logit_rows.processing_triton import only_lower, process_values
 from mtp_plugin.ops.logit_rows.rows_triton import (
     NO_COLUMN,
-    Picked,
-    highest_of,
+    SelectedChunks,
     load_block,
-    number_of,
-    picked_of,
+    max_no_nan,
+    nan_to_neg_inf,
+    select_chunks,
 )
 from mtp_plugin.ops.sampling.row_triton import (
     Cutoff,
@@ -32,56 +32,56 @@ from mtp_plugin.ops.sampling.row_triton import (
     best_noisy_column,
     gumbel,
     gumbel_bound,
-    ids_of,
-    is_ahead,
+    is_before,
+    load_ids,
+    load_values,
+    log2_scale,
     no_cutoff,
-    random_words,
-    scale_of,
-    values_of,
-    words_of,
+    philox_of_block,
+    philox_of_ids,
 )
 from mtp_plugin.ops.sampling.truncation_passes_triton import (
-    LEAST_NEED,
-    LISTED,
-    UNSHARED,
+    LIST_CAPACITY,
+    MAX_UNSHARED_CHUNKS,
+    MIN_REQUIRED,
     Candidates,
-    depths_of,
-    is_last_of,
+    arrive_and_check_last,
+    compute_depths,
     list_from_groups,
     list_groups,
     list_values,
-    of_pairs,
-    pairs_of,
-    reach_of,
-    tile_of,
+    load_tile,
+    max_difference,
+    pack_pairs,
+    unpack_pairs,
 )
 from mtp_plugin.ops.sampling.truncation_search_triton import LN_2, sample_many
 
-DEEPEST = tl.constexpr(58.0)
+MAX_DEPTH = tl.constexpr(58.0)
 """In log2: deeper ids are never sampled, as noise spans 38, and change no sum of weights."""
-DEEPEST_KEPT = tl.constexpr(1073741824.0)
+MAX_KEPT_DEPTH = tl.constexpr(1073741824.0)
 """In log2: the same where the truncation of rows is an output."""
 DEPTH_SLACK = tl.constexpr(0.01)
-"""In log2: more than the rounding error of a depth of DEEPEST."""
+"""In log2: more than the rounding error of a depth of MAX_DEPTH."""
 ROUNDING = tl.constexpr(1e-6)
 """More than the relative rounding error of larger depths."""
 FEW = tl.constexpr(64)
 MANY = tl.constexpr(256)
 """Largest numbers of candidates that are ranked by counting."""
-PICKED = tl.constexpr(64)
+TILE_CHUNKS = tl.constexpr(64)
 """Chunks, and groups of four neighbours in them, that are read in one tile."""
 FEW_CHUNKS = tl.constexpr(52)
-"""A bound is tightened until at most so many chunks remain; PICKED with a margin."""
+"""A bound is tightened until at most so many chunks remain; TILE_CHUNKS with a margin."""
 STEPS = tl.constexpr(12)
 STEPS_KEPT = tl.constexpr(24)
 """Steps of the search for the depth of a number of ids: equally fine, from either depth on."""
-LEAST = tl.constexpr(-3.4028234663852886e38)
+MIN_FLOAT = tl.constexpr(-3.4028234663852886e38)
 NO_KEY = tl.constexpr(9223372036854775807)
-CROWD = tl.constexpr(256.0)
+FLAT_SUM = tl.constexpr(256.0)
 """Sum of the relative masses of chunks from which on a nucleus counts as flat."""
-WEIGHED = tl.constexpr(2)
+BLOCKS_PER_CHECK = tl.constexpr(2)
 """Blocks that are weighed between two checks; one where values are processed."""
-LEAST_TRIED = tl.constexpr(0.25)
+MIN_FLAT_TOP_P = tl.constexpr(0.25)
 """Smallest top-p for `sample_flat`; for a smaller nucleus a search is as fast."""
 
 
@@ -120,21 +120,21 @@ def _depth_of_count(depths, top_k, far, STEPS: tl.constexpr):
 
 
 @triton.jit
-def _depth_of_mass(depths, masses, need, SIZE: tl.constexpr):
-    """A depth within which ids with a mass of at least ``need`` lie, or DEEPEST.
+def _depth_of_mass(depths, chunk_sums, required, SIZE: tl.constexpr):
+    """A depth within which ids with a mass of at least ``required`` lie, or MAX_DEPTH.
 
     Ids deeper than d weigh less than 2^-d each, so a chunk with its maximum within d has at least
     its mass minus (SIZE - 1) 2^-d there. The search ends when few chunks are within the depth.
     """
     near = 0.0
-    far = DEEPEST + 0.0
+    far = MAX_DEPTH + 0.0
     count = depths.shape[0]
     weights = tl.exp2(-depths)
     while (far - near > 0.6) & (count > FEW_CHUNKS):
         middle = (near + far) * 0.5
         within = depths <= middle
-        sure = tl.maximum(weights, masses - (SIZE - 1) * tl.exp2(-middle))
-        enough = tl.sum(tl.where(within, sure, 0.0), axis=0) >= need
+        lower_bound = tl.maximum(weights, chunk_sums - (SIZE - 1) * tl.exp2(-middle))
+        enough = tl.sum(tl.where(within, lower_bound, 0.0), axis=0) >= required
         count = tl.where(enough, tl.sum(within.to(tl.int32), axis=0), count)
         far = tl.where(enough, middle, far)
         near = tl.where(enough, near, middle)
@@ -152,53 +152,55 @@ def _sample_few(
 ):
     """`sample_truncated` for few candidates: their ranks and masses are counted pair by pair."""
     options = sample.options
-    found = candidates.found
-    places = tl.arange(0, SIZE)
-    here = places < found
-    x, columns = of_pairs(tl.load(candidates.pair_ptr + places, mask=here, other=0))
-    depths = depths_of(x, here, sample.top, options.temperature)
+    num_listed = candidates.num_listed
+    offsets = tl.arange(0, SIZE)
+    inside = offsets < num_listed
+    x, columns = unpack_pairs(tl.load(candidates.pair_ptr + offsets, mask=inside, other=0))
+    depths = compute_depths(x, inside, sample.row_max, options.temperature)
     # ordered by depth, then by column
-    keys = pairs_of(depths, columns)
+    keys = pack_pairs(depths, columns)
     key_ptr = candidates.pair_ptr + MANY
-    tl.store(key_ptr + places, keys, mask=here)
+    tl.store(key_ptr + offsets, keys, mask=inside)
     tl.debug_barrier()
     rank = tl.zeros([SIZE], tl.int32)
-    ahead = tl.zeros([SIZE], tl.float32)
-    for start in range(0, found, COMPARED):
+    mass_before = tl.zeros([SIZE], tl.float32)
+    for start in range(0, num_listed, COMPARED):
         others = start + tl.arange(0, COMPARED)
-        other_keys = tl.load(key_ptr + others, mask=others < found, other=NO_KEY)
-        first = other_keys[:, None] < keys[None, :]
-        rank += tl.sum(first.to(tl.int32), axis=0)
-        weights = tl.exp(-of_pairs(other_keys)[0])
-        ahead += tl.sum(tl.where(first, weights[:, None], 0.0), axis=0)
+        other_keys = tl.load(key_ptr + others, mask=others < num_listed, other=NO_KEY)
+        is_first = other_keys[:, None] < keys[None, :]
+        rank += tl.sum(is_first.to(tl.int32), axis=0)
+        weights = tl.exp(-unpack_pairs(other_keys)[0])
+        mass_before += tl.sum(tl.where(is_first, weights[:, None], 0.0), axis=0)
     weights = tl.exp(-depths)
-    kept = here
+    is_kept = inside
     if options.top_k > 0:
-        kept = kept & (rank < options.top_k)
-        mass = tl.sum(tl.where(kept, weights, 0.0), axis=0)
-    need = tl.where(options.top_p < 1, options.top_p * mass, float("inf"))
+        is_kept = is_kept & (rank < options.top_k)
+        mass = tl.sum(tl.where(is_kept, weights, 0.0), axis=0)
+    required = tl.where(options.top_p < 1, options.top_p * mass, float("inf"))
     # the first is always kept
-    kept = kept & ((ahead < need) | (rank == 0)) & (weights >= options.min_p)
-    ids = ids_of(sample.row, columns, here, HAS_IDS)
-    noisy = gumbel(words_of(ids, sample.stream)) - depths
-    noisy = tl.where(kept, noisy, float("-inf"))
-    best = highest_of(noisy)
-    sampled = tl.min(tl.where(kept & (noisy == best), columns, NO_COLUMN), axis=0)
-    limit = highest_of(tl.where(kept, depths, -1.0))
-    last = tl.max(tl.where(kept & (depths == limit), columns, -1), axis=0)
-    return sampled, limit, last, tl.sum(tl.where(kept, weights, 0.0), axis=0)
+    is_kept = is_kept & ((mass_before < required) | (rank == 0)) & (weights >= options.min_p)
+    ids = load_ids(sample.logit_row, columns, inside, HAS_IDS)
+    noisy = gumbel(philox_of_ids(ids, sample.stream)) - depths
+    noisy = tl.where(is_kept, noisy, float("-inf"))
+    best = max_no_nan(noisy)
+    sampled = tl.min(tl.where(is_kept & (noisy == best), columns, NO_COLUMN), axis=0)
+    limit = max_no_nan(tl.where(is_kept, depths, -1.0))
+    last = tl.max(tl.where(is_kept & (depths == limit), columns, -1), axis=0)
+    return sampled, limit, last, tl.sum(tl.where(is_kept, weights, 0.0), axis=0)
 
 
 @triton.jit
 def _load_processed_block(
-    row, block, BLOCK: tl.constexpr, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr
+    logit_row, block, BLOCK: tl.constexpr, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr
 ):
     """Load processed values of a block; -inf for NaN and past the end of the row."""
-    x = number_of(load_block(row.ptr, block, row.vocab, BLOCK))
+    x = nan_to_neg_inf(load_block(logit_row.ptr, block, logit_row.vocab, BLOCK))
     if HAS_PROCESSING:
         columns = block * BLOCK + tl.arange(0, BLOCK)
-        inside = columns < row.vocab
-        x = process_values(x, ids_of(row, columns, inside, HAS_IDS), inside, row.processing)
+        inside = columns < logit_row.vocab
+        x = process_values(
+            x, load_ids(logit_row, columns, inside, HAS_IDS), inside, logit_row.processing
+        )
     return x
 
 
@@ -217,13 +219,17 @@ def _bound_scores(
     Bounds are in log2, relative to the score of the row's maximum.
     """
     BLOCK: tl.constexpr = LAYOUT.block
-    scale = scale_of(sample.options.temperature)
-    x = _load_processed_block(sample.row, first, BLOCK, HAS_IDS, HAS_PROCESSING)
-    for block in range(first, tl.cdiv(sample.row.vocab, BLOCK), step):
+    scale = log2_scale(sample.options.temperature)
+    x = _load_processed_block(sample.logit_row, first, BLOCK, HAS_IDS, HAS_PROCESSING)
+    for block in range(first, tl.cdiv(sample.logit_row.vocab, BLOCK), step):
         # load the next block while this one is processed
-        next_x = _load_processed_block(sample.row, block + step, BLOCK, HAS_IDS, HAS_PROCESSING)
-        noise = gumbel_bound(random_words(sample.row, block, sample.stream, BLOCK, HAS_IDS))
-        bound = noise - (sample.top - x) * scale
+        next_x = _load_processed_block(
+            sample.logit_row, block + step, BLOCK, HAS_IDS, HAS_PROCESSING
+        )
+        noise = gumbel_bound(
+            philox_of_block(sample.logit_row, block, sample.stream, BLOCK, HAS_IDS)
+        )
+        bound = noise - (sample.row_max - x) * scale
         bound = tl.reshape(bound, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
         bound = tl.max(tl.max(bound, axis=0), axis=1)
         bound = tl.max(tl.reshape(bound, [LAYOUT.chunks, LAYOUT.chunk_threads]), axis=1)
@@ -246,54 +252,56 @@ def _weigh(
     """The weights of the ids of some blocks that are ahead of a cutoff, and of the others there."""
     BLOCK: tl.constexpr = LAYOUT.block
     THREADS: tl.constexpr = LAYOUT.threads
-    NUMBER: tl.constexpr = 1 if HAS_PROCESSING else WEIGHED
-    scale = scale_of(sample.options.temperature)
-    ahead = tl.zeros([THREADS], tl.float32)
-    others = tl.zeros([THREADS], tl.float32)
-    for number in tl.static_range(NUMBER):
-        block = first + number
-        x = _load_processed_block(sample.row, block, BLOCK, HAS_IDS, HAS_PROCESSING)
+    NUM_BLOCKS: tl.constexpr = 1 if HAS_PROCESSING else BLOCKS_PER_CHECK
+    scale = log2_scale(sample.options.temperature)
+    mass_before = tl.zeros([THREADS], tl.float32)
+    other_mass = tl.zeros([THREADS], tl.float32)
+    for index in tl.static_range(NUM_BLOCKS):
+        block = first + index
+        x = _load_processed_block(sample.logit_row, block, BLOCK, HAS_IDS, HAS_PROCESSING)
         columns = block * BLOCK + tl.arange(0, BLOCK)
-        differences = sample.top - x
+        differences = sample.row_max - x
         weights = tl.exp2(differences * -scale)
-        here = is_ahead(differences, columns, cutoff)
-        ahead += _by_thread(tl.where(here, weights, 0.0), LAYOUT)
-        others += _by_thread(tl.where(here, 0.0, weights), LAYOUT)
-    return tl.sum(ahead, axis=0), tl.sum(others, axis=0)
+        before_cutoff = is_before(differences, columns, cutoff)
+        mass_before += _by_thread(tl.where(before_cutoff, weights, 0.0), LAYOUT)
+        other_mass += _by_thread(tl.where(before_cutoff, 0.0, weights), LAYOUT)
+    return tl.sum(mass_before, axis=0), tl.sum(other_mass, axis=0)
 
 
 @triton.jit(noinline=True)
 def _is_kept(
     column,
-    need,
+    required,
     mass,
     sample,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
 ):
-    """Whether less than ``need`` of the row's ``mass`` is ahead of a column, and its cutoff.
+    """Whether less than ``required`` of the row's ``mass`` is ahead of a column, and its cutoff.
 
     The pass ends as soon as the weights that are not ahead exceed the rest of the mass.
     """
     BLOCK: tl.constexpr = LAYOUT.block
     temperature = sample.options.temperature
     same = column + tl.zeros([32], tl.int32)
-    x = values_of(sample.row, same, same < sample.row.vocab, HAS_IDS, HAS_PROCESSING)
-    keys = depths_of(x, same < sample.row.vocab, sample.top, temperature).to(tl.int32, bitcast=True)
+    x = load_values(sample.logit_row, same, same < sample.logit_row.vocab, HAS_IDS, HAS_PROCESSING)
+    keys = compute_depths(x, same < sample.logit_row.vocab, sample.row_max, temperature).to(
+        tl.int32, bitcast=True
+    )
     key = tl.max(keys, axis=0)
-    cutoff = Cutoff(reach_of(key - 1, temperature), reach_of(key, temperature), column)
-    rest = mass - need
-    ahead = 0.0
-    others = 0.0
+    cutoff = Cutoff(max_difference(key - 1, temperature), max_difference(key, temperature), column)
+    rest = mass - required
+    mass_before = 0.0
+    other_mass = 0.0
     first = tl.full([], 0, tl.int32)
-    num_blocks = tl.cdiv(sample.row.vocab, BLOCK)
-    while (first < num_blocks) & (ahead < need) & (others <= rest):
+    num_blocks = tl.cdiv(sample.logit_row.vocab, BLOCK)
+    while (first < num_blocks) & (mass_before < required) & (other_mass <= rest):
         nearer, outer = _weigh(first, cutoff, sample, LAYOUT, HAS_IDS, HAS_PROCESSING)
-        ahead += nearer
-        others += outer
-        first += 1 if HAS_PROCESSING else WEIGHED
-    return ahead < need, cutoff
+        mass_before += nearer
+        other_mass += outer
+        first += 1 if HAS_PROCESSING else BLOCKS_PER_CHECK
+    return mass_before < required, cutoff
 
 
 @triton.jit
@@ -316,15 +324,15 @@ def sample_flat(
     is_last = tl.full([], 1, tl.int1)
     if SHARES > 1 and is_shared:
         _bound_scores(sample, split.share, SHARES, bound_ptr, LAYOUT, HAS_IDS, HAS_PROCESSING)
-        is_last = is_last_of(split, SHARES)
+        is_last = arrive_and_check_last(split, SHARES)
     else:
         _bound_scores(sample, 0, 1, bound_ptr, LAYOUT, HAS_IDS, HAS_PROCESSING)
         tl.debug_barrier()
-    need = tl.maximum(sample.options.top_p * mass, LEAST_NEED)
-    numbers = tl.arange(0, ALL_BOUNDS)
-    num_bounds = tl.cdiv(sample.row.vocab, LAYOUT.block) * LAYOUT.chunks
-    inside = (numbers < num_bounds) & is_last
-    bounds = tl.load(bound_ptr + numbers, mask=inside, other=float("-inf"))
+    required = tl.maximum(sample.options.top_p * mass, MIN_REQUIRED)
+    offsets = tl.arange(0, ALL_BOUNDS)
+    num_bounds = tl.cdiv(sample.logit_row.vocab, LAYOUT.block) * LAYOUT.chunks
+    inside = (offsets < num_bounds) & is_last
+    bounds = tl.load(bound_ptr + offsets, mask=inside, other=float("-inf"))
     cutoff = no_cutoff()
     before = cutoff.before
     within = cutoff.within
@@ -335,14 +343,14 @@ def sample_flat(
             sample,
             sample.options.temperature,
             bounds,
-            numbers,
+            offsets,
             Cutoff(before, within, column),
             LAYOUT,
             HAS_IDS,
             HAS_PROCESSING,
             True,
         )
-        is_kept, cutoff = _is_kept(column, need, mass, sample, LAYOUT, HAS_IDS, HAS_PROCESSING)
+        is_kept, cutoff = _is_kept(column, required, mass, sample, LAYOUT, HAS_IDS, HAS_PROCESSING)
         before = cutoff.before
         within = cutoff.within
         is_searching = ~is_kept & (column != NO_COLUMN)
@@ -352,11 +360,11 @@ def sample_flat(
 @triton.jit
 def sample_truncated(
     sample,
-    tops,
+    chunk_maxima,
     details,
     chunks,
     num_chunks,
-    picked_ptr,
+    selected_ptr,
     pair_ptr,
     split,
     bound_ptr,
@@ -373,9 +381,9 @@ def sample_truncated(
     """Sample from a row after top-k, top-p and min-p.
 
     Args:
-        tops: the maxima of the row's chunks.
+        chunk_maxima: the maxima of the row's chunks.
         details: their masses, for top-p alone.
-        picked_ptr, pair_ptr: of the share; other pointers are those of the row.
+        selected_ptr, pair_ptr: of the share; other pointers are those of the row.
 
     Returns:
         The sampled column; of the kept tokens the largest depth, the last column at that depth and
@@ -383,21 +391,21 @@ def sample_truncated(
     """
     # the chunks that a bound leaves fit one tile
     GATHERED: tl.constexpr = WARPS * (512 if HAS_PROCESSING else 1024) // LAYOUT.chunk_size
-    row = sample.row
+    logit_row = sample.logit_row
     options = sample.options
     temperature = options.temperature
     # no difference to the maximum is -0.0, whose bits are out of order
-    top = tl.where(sample.top == 0, 0.0, sample.top)
-    sample = RowSample(row, options, sample.stream, top)
-    depths = (top - tops) * scale_of(temperature)
-    far = (DEEPEST_KEPT if HAS_TRUNCATION else DEEPEST) + 0.0
+    row_max = tl.where(sample.row_max == 0, 0.0, sample.row_max)
+    sample = RowSample(logit_row, options, sample.stream, row_max)
+    depths = (row_max - chunk_maxima) * log2_scale(temperature)
+    far = (MAX_KEPT_DEPTH if HAS_TRUNCATION else MAX_DEPTH) + 0.0
     mass = 0.0
     if options.top_k > 0:
         far = _depth_of_count(depths, options.top_k, far, STEPS_KEPT if HAS_TRUNCATION else STEPS)
     elif options.top_p < 1:
-        masses = tl.where(tops > float("-inf"), details * tl.exp2(-depths), 0.0)
-        mass = tl.sum(masses, axis=0)
-        far = _depth_of_mass(depths, masses, options.top_p * mass, LAYOUT.chunk_size)
+        chunk_sums = tl.where(chunk_maxima > float("-inf"), details * tl.exp2(-depths), 0.0)
+        mass = tl.sum(chunk_sums, axis=0)
+        far = _depth_of_mass(depths, chunk_sums, options.top_p * mass, LAYOUT.chunk_size)
     # with top-k and top-p, the mass of the top k includes ids that min-p removes
     if (options.top_k == 0) | (options.top_p >= 1):
         far = tl.minimum(far, -tl.log2(options.min_p))
@@ -405,74 +413,93 @@ def sample_truncated(
     if HAS_TRUNCATION:
         far += far * ROUNDING
 
-    here = (depths <= far) & (chunks < num_chunks)
-    picked = picked_of(here, picked_ptr)
+    is_candidate = (depths <= far) & (chunks < num_chunks)
+    selected = select_chunks(is_candidate, selected_ptr)
     is_nucleus = (options.top_k == 0) & (options.top_p < 1)
-    is_helped = is_nucleus & (picked.number > UNSHARED)
-    is_tried = is_nucleus & (options.top_p >= LEAST_TRIED)
+    is_shared = is_nucleus & (selected.num_chunks > MAX_UNSHARED_CHUNKS)
+    may_be_flat = is_nucleus & (options.top_p >= MIN_FLAT_TOP_P)
     if SHARES > 1:
-        is_idle = (split.share > 0) & (picked.number <= UNSHARED)
-        picked = Picked(picked_ptr, tl.where(is_idle, 0, picked.number))
+        is_idle = (split.share > 0) & (selected.num_chunks <= MAX_UNSHARED_CHUNKS)
+        selected = SelectedChunks(selected_ptr, tl.where(is_idle, 0, selected.num_chunks))
     # threads read what others wrote
     tl.debug_barrier()
     # finite, so that -inf lies deeper
-    least = tl.maximum(top - far * LN_2 * temperature, LEAST)
-    found = tl.full([], 0, tl.int32)
+    least = tl.maximum(row_max - far * LN_2 * temperature, MIN_FLOAT)
+    num_listed = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
-    by_groups = picked.number <= PICKED
+    by_groups = selected.num_chunks <= TILE_CHUNKS
     if HAS_PROCESSING:
-        by_groups = by_groups & only_lower(row.processing)
+        by_groups = by_groups & only_lower(logit_row.processing)
     if by_groups:
         group_ptr = pair_ptr + 2 * MANY
         num_groups = list_groups(
-            row, least, picked, group_ptr, PICKED, WARPS, LAYOUT, HAS_IDS, HAS_PROCESSING
+            logit_row,
+            least,
+            selected,
+            group_ptr,
+            TILE_CHUNKS,
+            WARPS,
+            LAYOUT,
+            HAS_IDS,
+            HAS_PROCESSING,
         )
         tl.debug_barrier()
-        if num_groups <= PICKED:
-            found = list_from_groups(
-                row, least, group_ptr, num_groups, pair_ptr, PICKED, HAS_IDS, HAS_PROCESSING
+        if num_groups <= TILE_CHUNKS:
+            num_listed = list_from_groups(
+                logit_row,
+                least,
+                group_ptr,
+                num_groups,
+                pair_ptr,
+                TILE_CHUNKS,
+                HAS_IDS,
+                HAS_PROCESSING,
             )
-            first = picked.number
+            first = selected.num_chunks
     # with a large top-k nearly all ids of the chunks would be listed
-    is_many = (options.top_k > MANY) & (picked.number > UNSHARED)
-    found = tl.where(is_many, LISTED + 1, found)
+    is_many = (options.top_k > MANY) & (selected.num_chunks > MAX_UNSHARED_CHUNKS)
+    num_listed = tl.where(is_many, LIST_CAPACITY + 1, num_listed)
     if not HAS_TRUNCATION:
         # the truncation is no output, so a flat nucleus needs no list
-        crowd = tl.sum(tl.where(here & is_tried, details, 0.0), axis=0)
-        found = tl.where(is_helped & is_tried & (crowd > CROWD), LISTED + 1, found)
-    while (first < picked.number) & (found <= LISTED):
-        x = tile_of(row, picked, first, GATHERED, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
-        found = list_values(x, x >= least, picked, first, found, pair_ptr, LAYOUT, WARPS)
+        candidate_sum = tl.sum(tl.where(is_candidate & may_be_flat, details, 0.0), axis=0)
+        num_listed = tl.where(
+            is_shared & may_be_flat & (candidate_sum > FLAT_SUM), LIST_CAPACITY + 1, num_listed
+        )
+    while (first < selected.num_chunks) & (num_listed <= LIST_CAPACITY):
+        x = load_tile(logit_row, selected, first, GATHERED, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
+        num_listed = list_values(
+            x, x >= least, selected, first, num_listed, pair_ptr, LAYOUT, WARPS
+        )
         first += GATHERED
         if SHARES > 1:
             # a shared row that so far has twice too many ids is listed no further
-            seen = tl.minimum(first, picked.number)
-            is_flat = is_helped & (found * picked.number > seen * (2 * LISTED))
-            found = tl.where(is_flat, tl.maximum(found, LISTED + 1), found)
+            seen = tl.minimum(first, selected.num_chunks)
+            is_flat = is_shared & (num_listed * selected.num_chunks > seen * (2 * LIST_CAPACITY))
+            num_listed = tl.where(is_flat, tl.maximum(num_listed, LIST_CAPACITY + 1), num_listed)
     tl.debug_barrier()
 
-    candidates = Candidates(picked, pair_ptr, found)
+    candidates = Candidates(selected, pair_ptr, num_listed)
     sampled = tl.full([], NO_COLUMN, tl.int32)
     limit = tl.full([], 0.0, tl.float32)
     last = tl.full([], 0, tl.int32)
     kept_mass = tl.full([], 0.0, tl.float32)
-    is_known = split.share == 0
-    if SHARES == 1 or is_known | (found > LISTED):
-        if found <= FEW:
+    has_result = split.share == 0
+    if SHARES == 1 or has_result | (num_listed > LIST_CAPACITY):
+        if num_listed <= FEW:
             sampled, limit, last, kept_mass = _sample_few(
                 sample, candidates, mass, HAS_IDS, FEW, FEW
             )
-        elif found <= MANY:
+        elif num_listed <= MANY:
             sampled, limit, last, kept_mass = _sample_few(
                 sample, candidates, mass, HAS_IDS, MANY, WARPS * 512 // MANY
             )
         else:
-            is_flat = is_tried & (found > LISTED)
+            is_flat = may_be_flat & (num_listed > LIST_CAPACITY)
             if not HAS_TRUNCATION and is_flat:
-                sampled, is_known = sample_flat(
+                sampled, has_result = sample_flat(
                     sample,
                     split,
-                    is_helped,
+                    is_shared,
                     mass,
                     bound_ptr,
                     BOUNDS,
@@ -482,7 +509,7 @@ def sample_truncated(
                     SHARES,
                 )
             else:
-                sampled, limit, last, kept_mass, is_known = sample_many(
+                sampled, limit, last, kept_mass, has_result = sample_many(
                     sample,
                     candidates,
                     split,
@@ -495,4 +522,4 @@ def sample_truncated(
                     WARPS,
                     SHARES,
                 )
-    return sampled, limit, last, kept_mass, is_known
+    return sampled, limit, last, kept_mass, has_result

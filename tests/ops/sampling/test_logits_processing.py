@@ -100,7 +100,7 @@ def test_torch_and_triton_agree_over_many_chunks(
     parts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program reads one piece or more, as it does of many rows."""
-    monkeypatch.setattr(launch, "PARTS_OF_EDITED", ((0, parts),))
+    monkeypatch.setattr(launch, "SCAN_BLOCKS_PROCESSED", ((0, parts),))
     comparison = Comparison()
 
     @settings(max_examples=12)
@@ -160,7 +160,7 @@ def test_every_draft_before_a_row_counts(backend: Backend, penalty: dict[str, fl
 def test_drafts_count_in_every_piece_of_a_program(
     backend: Backend, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "PARTS_OF_EDITED", ((0, 4),))
+    monkeypatch.setattr(launch, "SCAN_BLOCKS_PROCESSED", ((0, 4),))
     row = [0.0] * 4096
     row[place], row[3000] = 9.0, 8.0
     drafts = vector([place]).view(1, 1)

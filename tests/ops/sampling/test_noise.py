@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.ops.sampling import sample_reference as reference
-from mtp_plugin.ops.sampling.row_triton import gumbel, gumbel_bound, philox, unit
+from mtp_plugin.ops.sampling.row_triton import gumbel, gumbel_bound, philox, uniform
 from tests.ops.on_device import DEVICE
 from tests.ops.sampling import example
 
@@ -68,7 +68,7 @@ def philox_kernel(counter_ptr, key_ptr, word_ptr, COUNT: tl.constexpr):
 def gumbel_kernel(word_ptr, unit_ptr, noise_ptr, bound_ptr, COUNT: tl.constexpr):
     rows = tl.arange(0, COUNT)
     words = tl.load(word_ptr + rows).to(tl.uint32)
-    tl.store(unit_ptr + rows, unit(words))
+    tl.store(unit_ptr + rows, uniform(words))
     tl.store(noise_ptr + rows, gumbel(words))
     tl.store(bound_ptr + rows, gumbel_bound(words))
 

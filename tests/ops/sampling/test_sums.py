@@ -89,8 +89,8 @@ def test_sums_of_many_blocks(
     parts: int, shares: int, few_rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A program reads one block or more, small or large, and one or more finish a row."""
-    monkeypatch.setattr(launch, "PARTS", ((0, parts),))
-    monkeypatch.setattr(launch, "PARTS_OF_FEW", ((0, parts),))
+    monkeypatch.setattr(launch, "SCAN_BLOCKS", ((0, parts),))
+    monkeypatch.setattr(launch, "SCAN_BLOCKS_OF_FEW", ((0, parts),))
     monkeypatch.setattr(row_sums, "FEW_ROWS", few_rows)
     monkeypatch.setattr(launch, "SHARES", shares)
 
