@@ -1,4 +1,14 @@
-"""Launches Triton kernels: a device check of tensors, and a cache of compiled binaries."""
+"""Launches Triton kernels: a device check of tensors, and a cache of compiled binaries.
+
+Names in the kernels of this package: ``row``, ``block``, ``chunk``, ``request`` and ``generation``
+are the indices of what a program works on, their plurals vectors of these. ``offset`` is the index
+of a row in its request. ``columns`` are indices in a row of logits, ``ids`` token ids (with a
+reduced vocabulary they differ), ``offsets`` indices within a block, tile or list, ``lanes`` those
+of a short dimension padded to a power of two, and ``index`` is the entry to load or store.
+``inside`` is the mask of entries that exist, ``is_*`` are other masks. ``x`` are loaded logits,
+``num_*`` counts, ``*_ptr`` pointers (``*_row_ptr``: to one row), ``*_stride`` strides in elements.
+Shape comments use the letters of `step`, and N rows of logits, P rows of a pool, W table columns.
+"""
 
 from __future__ import annotations
 
