@@ -37,7 +37,7 @@ Drafts that are coupled or greedy are then verified by equality with the target 
 
 Modules: ``sample``, ``processed`` and ``rejection`` have the public functions, ``*_reference`` the
 torch implementations, ``*_triton`` the kernels. Kernels share ``row_triton`` (options, noise, kept
-tokens of a row) and the ``truncation*_triton`` modules (steps 4 to 8).
+tokens of a row) and the ``truncation*_triton`` modules (steps 4 to 8; see README.md).
 """
 
 from mtp_plugin.ops.sampling.processed import processed_scores
