@@ -1,7 +1,11 @@
 """Top-1 of each row of logits: the first pass, over blocks of the vocabulary.
 
-One program reduces one block of one row, so that a few rows still occupy the whole device. The
-kernels that follow merge the blocks of a row.
+1. `top1_kernel`, grid [rows, blocks]: a program reads one block of one row in tiles; each lane
+   keeps its highest value and that value's lowest id. The program reduces the lanes, lowest id on
+   ties, and writes both. NaN never wins; a block without a finite value has -inf.
+2. The kernels that follow (of `acceptance` and `draft`) merge the blocks of a row.
+
+Blocks are short if rows are few, so that they still occupy the whole device (`split`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls

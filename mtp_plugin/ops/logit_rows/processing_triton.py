@@ -1,6 +1,21 @@
 """Logits processing on the device: bias, allowed ids, penalties and disallowed next tokens.
 
-Values are processed where they are loaded, so no kernel writes processed logits to memory.
+Values are processed where they are loaded, so no kernel writes processed logits to memory. No
+launch of its own; a kernel that loads logits calls:
+
+1. `load_processing`: options of the request, and its rows of the pools.
+2. `process_values`, for any ids: add the bias; set ids that are not allowed to -inf; apply the
+   repetition penalty, then presence and frequency penalties. Drafts before the row count as output.
+
+A scan of whole blocks does the same with fewer instructions:
+
+1. `load_block_processing`: four neighbouring ids share a load of their bits.
+   `load_shared_processing`: the inverse of the repetition penalty, and whether a draft is near.
+2. `process_block`: the steps above, without drafts.
+3. `_process_drafts`: process the ids of the few drafts in the block again, with these counted.
+
+For the next token of a request, `early_stops`, `word_ends` and `leaves_some` find the ids that are
+disallowed, and `update_draft_mask` keeps them cleared in the draft's copy of the allowed ids.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -43,29 +58,29 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 class Pools(NamedTuple):
     """Pointers to the pools of per-token state, one row per request."""
 
-    bias_ptr: tl.tensor
-    allowed_ptr: tl.tensor
-    count_ptr: tl.tensor
-    seen_ptr: tl.tensor
+    bias_ptr: tl.tensor  # [P, vocab] float32
+    allowed_ptr: tl.tensor  # [P, num_words(vocab) + 1] int32: a bit per id, then their number
+    count_ptr: tl.tensor  # [P, vocab] int16, unsigned: token counts of the output
+    seen_ptr: tl.tensor  # [P, num_words(vocab)] int32: a bit per id of prompt and output
     vocab: tl.tensor
 
 
 class RowProcessing(NamedTuple):
     """Logits processing of one row; pointers are those of the request's rows of the pools."""
 
-    slot_row_ptr: tl.tensor
+    slot_row_ptr: tl.tensor  # [W] int32
     pools: Pools
     bias_row: tl.tensor  # below 0: not used
     allowed_row: tl.tensor
     count_row: tl.tensor
-    bias_ptr: tl.tensor
-    allowed_ptr: tl.tensor
-    count_ptr: tl.tensor
-    seen_ptr: tl.tensor
+    bias_ptr: tl.tensor  # [vocab] float32
+    allowed_ptr: tl.tensor  # [num_words(vocab) + 1] int32
+    count_ptr: tl.tensor  # [vocab] int16
+    seen_ptr: tl.tensor  # [num_words(vocab)] int32
     repetition: tl.tensor
     presence: tl.tensor
     frequency: tl.tensor
-    draft_ptr: tl.tensor
+    draft_ptr: tl.tensor  # [>= num_before] integer: drafts of the request
     num_before: tl.tensor  # draft tokens before the row
 
 
@@ -212,9 +227,9 @@ class BlockProcessing(NamedTuple):
     repetition: tl.tensor
     presence: tl.tensor
     frequency: tl.tensor
-    allowed: tl.tensor  # four bits per group of four ids [F]
-    seen: tl.tensor
-    counts: tl.tensor  # [F, 4]
+    allowed: tl.tensor  # [GROUPS] four bits per group of four ids
+    seen: tl.tensor  # [GROUPS]
+    counts: tl.tensor  # [GROUPS, 4]
 
 
 class SharedProcessing(NamedTuple):
@@ -277,13 +292,13 @@ def load_block_processing(first, vocab, processing, SIZE: tl.constexpr):
 
 @triton.jit
 def _unpack_nibbles(groups):
-    """Whether the bit of each id is set [F, 4]."""
+    """Whether the bit of each id is set [GROUPS, 4]."""
     return ((groups[:, None] >> tl.arange(0, 4)[None, :]) & 1) != 0
 
 
 @triton.jit
 def _apply_repetition_block(x, seen, repetition, inverse):
-    """`_apply_repetition` for values [F, 4], with ``seen`` as four bits per group.
+    """`_apply_repetition` for values [GROUPS, 4], with ``seen`` as four bits per group.
 
     All values share the divisor, so the quotient is the product with its rounded inverse, corrected
     by the remainder: see Markstein, "Computation of elementary functions on the IBM RISC
@@ -338,7 +353,7 @@ def _count_products(counts, frequency):
 
 @triton.jit
 def _apply_penalties(x, block, inverse):
-    """Apply penalties to values [F, 4], without the draft tokens before the row."""
+    """Apply penalties to values [GROUPS, 4], without the draft tokens before the row."""
     if block.repetition != 1:
         x = _apply_repetition_block(x, block.seen, block.repetition, inverse)
     if (block.presence != 0) | (block.frequency != 0):
@@ -366,7 +381,7 @@ def load_shared_processing(processing, first, end):
 
 
 @triton.jit
-def unknown_shared_processing():
+def neutral_shared_processing():
     """A neutral value until `load_shared_processing` is loaded."""
     return SharedProcessing(tl.full([], 1.0, tl.float32), tl.full([], 1, tl.int1))
 

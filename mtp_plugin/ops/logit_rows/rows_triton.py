@@ -1,4 +1,15 @@
-"""Rows of logits on the device: owner, ordering, and chunks as `row_sums.ChunkLayout` has them."""
+"""Rows of logits on the device: owner, ordering, and chunks as `row_sums.ChunkLayout` has them.
+
+Kernels that scan rows use these parts in this order; none is a launch of its own:
+
+1. `locate_row`: the request of a row, its index there, and the request's row of the slot table.
+2. `load_block`, then `thread_maxima` and `sum_chunks`: a block as [wraps, threads, each], the
+   values that each thread holds, is reduced per thread and then per chunk.
+3. `sum_row`: merge the sums of the chunks of a row.
+4. `select_chunks`: list the chunks that must be read again; `tile_columns`: their columns.
+
+Values are compared as integers of the same order where that is faster (`float_to_ordered_int`).
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -61,7 +72,7 @@ def max_no_nan(x):
 class SelectedChunks(NamedTuple):
     """A list of chunks of a row."""
 
-    ptr: tl.tensor  # chunk indices
+    ptr: tl.tensor  # [num_chunks] int32: chunk indices, ascending
     num_chunks: tl.tensor  # length of the list
 
 

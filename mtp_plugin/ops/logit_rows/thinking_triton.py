@@ -1,4 +1,11 @@
-"""State of the thinking budget of requests, on the device."""
+"""State of the thinking budget of requests, on the device; no launch of its own.
+
+1. `thinking_after` advances the state by one token: the number of thinking tokens (below 0: not
+   thinking) and how many tokens of the end sequence the last tokens are. ``next_progress_ptr``
+   [length, length] is the transition table of that progress, as of Knuth, Morris and Pratt.
+2. `forced_after` replays the drafts before a row; if the budget is spent, it returns the token of
+   the end sequence that must follow.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -14,10 +21,21 @@ END_PROGRESS = tl.constexpr(request_column("end_progress"))
 
 @triton.jit
 def thinking_after(
-    token, num_thinking, progress, budget, begin_token, end_token, end_ids, next_ptr, length, lanes
+    token,
+    num_thinking,
+    progress,
+    budget,
+    begin_token,
+    end_token,
+    end_ids,
+    next_progress_ptr,
+    length,
+    lanes,
 ):
     """Thinking-token count and end-sequence progress after a token."""
-    next_progress = tl.load(next_ptr + progress * length + lanes, mask=lanes < length, other=0)
+    next_progress = tl.load(
+        next_progress_ptr + progress * length + lanes, mask=lanes < length, other=0
+    )
     progress = tl.max(tl.where(end_ids == token, next_progress, 0), axis=0)
     thinks = num_thinking >= 0
     is_forced = thinks & (budget >= 0) & (num_thinking >= budget)
@@ -35,11 +53,18 @@ def forced_after(
     begin_token,
     end_token,
     end_ptr,
-    next_ptr,
+    next_progress_ptr,
     length,
     LANES: tl.constexpr,
 ):
-    """The forced id after ``num_drafts`` draft tokens of a request; -1: any id may follow."""
+    """The forced id after ``num_drafts`` draft tokens of a request; -1: any id may follow.
+
+    Args:
+        slot_row_ptr: [W] int32.
+        draft_ptr: [>= num_drafts] integer.
+        end_ptr: [length] int32, the end sequence.
+        next_progress_ptr: [length, length] int32.
+    """
     forced = tl.full([], -1, tl.int32)
     budget = tl.load(slot_row_ptr + BUDGET)
     if budget >= 0:
@@ -57,7 +82,7 @@ def forced_after(
                 begin_token,
                 end_token,
                 end_ids,
-                next_ptr,
+                next_progress_ptr,
                 length,
                 lanes,
             )

@@ -1,4 +1,14 @@
-"""Triton implementation of `processed`."""
+"""Triton implementation of `processed`: one launch, after `sample_tokens`.
+
+`processed_scores_kernel`, grid [N * blocks]:
+
+1. Find the row's request. Rows whose request returns no log-probabilities are skipped, and their
+   scores stay unwritten.
+2. Load the row's truncation, as `sample_tokens` wrote it, and its forced id.
+3. Process the values of the block.
+4. Write the scores: -(maximum - x) / T of kept tokens and -inf of others; 0 at a forced id alone;
+   x - maximum of a greedy row.
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -82,10 +92,10 @@ def processed_scores_kernel(
             Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab),
         )
         generation = tl.maximum(request - num_contexts, 0).to(tl.int64)
-        drafts = draft_ptr + generation * draft_stride
+        request_drafts_ptr = draft_ptr + generation * draft_stride
         forced_id = load_forced_id(forced_ptr, row, forced_stride, HAS_FORCED)
         truncated = load_truncated_row(
-            batch, row, slot_row_ptr, drafts, offset if HAS_DRAFTS else 0, forced_id
+            batch, row, slot_row_ptr, request_drafts_ptr, offset if HAS_DRAFTS else 0, forced_id
         )
         columns = block * BLOCK + tl.arange(0, BLOCK)
         inside = columns < vocab

@@ -1,6 +1,26 @@
-"""Triton implementation of `rejection`.
+"""Triton implementation of `rejection`: one launch per draft, two launches per verification.
 
-A scan reads blocks of the rows after draft tokens; a second kernel finishes each generation.
+While drafting:
+
+1. `keep_draft_probs_kernel`, grid [R * blocks]: recompute the truncated distribution q of each
+   independently sampled draft from its logits and truncation; write it to the slot's row of the
+   pool, at token ids of the whole vocabulary.
+
+To verify:
+
+2. `rejection_scan_kernel`, grid [G * (K+1) * blocks], for the row after i drafts of a generation:
+
+   a. Every program computes p, q and the test of drafts 1 to i by itself, K values at most, which
+      saves a launch. The program of the first block writes the result for phase 3.
+   b. Under rejection only the row after the accepted drafts goes on, under block verification each.
+   c. Read a block: p from the target's logits and truncation, q from the pool; write the mass of
+      the recovered distribution max(P p - q, 0), its highest noisy score, and the target's.
+3. `rejection_finish_kernel`, grid [G]: count the accepted drafts (block verification tests them
+   here, as it needs the recovered mass of every row), then merge the blocks of the row after them
+   and write its token: sampled from the recovered distribution, or from p if that is empty.
+   Program 0 copies the target tokens of contexts. The request's draft step advances.
+
+Distributions are never stored but for q: p is recomputed wherever it is needed.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -73,17 +93,17 @@ UNALIGNED += ["forced_ptr"]
 class Noise(NamedTuple):
     """Noise that tests a generation's draft tokens."""
 
-    slot_row_ptr: tl.tensor
+    slot_row_ptr: tl.tensor  # [W] int32
     request: tl.tensor
     step: tl.tensor
-    position_ptr: tl.tensor
+    position_ptr: tl.tensor  # [R] integer
     position_stride: tl.tensor
 
 
 class Partials(NamedTuple):
     """Partial results of blocks, by row."""
 
-    ptr: tl.tensor
+    ptr: tl.tensor  # [G * width, num_blocks, PARTIAL_SIZE] float32
     num_blocks: tl.tensor
     blocks: tl.tensor  # indices, padded to a power of two
 
@@ -319,7 +339,7 @@ def rejection_scan_kernel(
             Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab),
         )
         generation = request - num_contexts
-        drafts = draft_ptr + generation.to(tl.int64) * draft_stride
+        request_drafts_ptr = draft_ptr + generation.to(tl.int64) * draft_stride
         length = width - 1
         if HAS_LENGTHS:
             length = tl.minimum(
@@ -327,43 +347,54 @@ def rejection_scan_kernel(
             )
         is_plain = tl.load(slot_row_ptr + draft_sampling_column) == DRAFTED_PLAIN
         slot_id = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
-        probs = prob_ptr + slot_id * max_drafts * vocab
+        request_probs_ptr = prob_ptr + slot_id * max_drafts * vocab
         step = load_step(slot_row_ptr, verification_column, step_column)
         noise = Noise(slot_row_ptr, request, step, position_ptr, position_stride)
 
         next_joint = 1.0
-        passed = 1.0
+        next_accepted = 1.0
         joint = 1.0
         accepted = 1.0
         for draft_index in range(0, offset + 1):
             joint = next_joint
-            accepted = passed
-            draft = tl.load(drafts + draft_index, mask=draft_index < width - 1, other=-1)
-            is_present = (draft_index < length) & (draft >= 0) & (draft < vocab) & (passed >= 0)
+            accepted = next_accepted
+            draft = tl.load(
+                request_drafts_ptr + draft_index, mask=draft_index < width - 1, other=-1
+            )
+            is_present = (
+                (draft_index < length) & (draft >= 0) & (draft < vocab) & (next_accepted >= 0)
+            )
             token = tl.where(is_present, draft, 0).to(tl.int32)
             forced_id = load_forced_id(
                 forced_ptr, row - offset + draft_index, forced_stride, HAS_FORCED
             )
             has_probs = is_plain & HAS_PROBS & (forced_id < 0)
             truncated = load_truncated_row(
-                batch, row - offset + draft_index, slot_row_ptr, drafts, draft_index, forced_id
+                batch,
+                row - offset + draft_index,
+                slot_row_ptr,
+                request_drafts_ptr,
+                draft_index,
+                forced_id,
             )
             p = truncated_probs(
                 truncated, truncated_scores(truncated, token, is_present, False, HAS_PROCESSING)
             )
-            q = draft_prob(probs + draft_index * vocab, token, token, has_probs, is_present)
+            q = draft_prob(
+                request_probs_ptr + draft_index * vocab, token, token, has_probs, is_present
+            )
             # q = 0: the draft row had no finite value, so the token was not sampled
             is_present = is_present & (q > 0)
             if HAS_BLOCK:
                 next_joint = next_joint_prob(next_joint, p, q)
             accepts = is_accepted(acceptance_uniform(noise, draft_index), p, q)
-            passed = tl.where(is_present, tl.where(accepts, passed, 0.0), -1.0)
+            next_accepted = tl.where(is_present, tl.where(accepts, next_accepted, 0.0), -1.0)
         if block == 0:
             if HAS_BLOCK:
                 tl.store(accept_ptr + generation_row * 2, joint)
             tl.store(accept_ptr + generation_row * 2 + 1, accepted)
         # rejection needs only the row after the accepted drafts; block verification, all rows
-        is_active = (accepted > 0) & (passed <= 0)
+        is_active = (accepted > 0) & (next_accepted <= 0)
         scale = 1.0
         if HAS_BLOCK:
             by_block = verified_by == VERIFIED_BY_BLOCK
@@ -372,13 +403,19 @@ def rejection_scan_kernel(
         if is_active:
             forced_id = load_forced_id(forced_ptr, row, forced_stride, HAS_FORCED)
             has_probs = is_plain & HAS_PROBS & (forced_id < 0)
-            truncated = load_truncated_row(batch, row, slot_row_ptr, drafts, offset, forced_id)
+            truncated = load_truncated_row(
+                batch, row, slot_row_ptr, request_drafts_ptr, offset, forced_id
+            )
             columns = block * BLOCK + tl.arange(0, BLOCK)
             inside = columns < vocab
             score = truncated_scores(truncated, columns, inside, False, HAS_PROCESSING)
-            draft = tl.load(drafts + offset, mask=offset < width - 1, other=-1).to(tl.int32)
+            draft = tl.load(request_drafts_ptr + offset, mask=offset < width - 1, other=-1).to(
+                tl.int32
+            )
             has_draft = offset < width - 1
-            q = draft_prob(probs + offset * vocab, columns, draft, has_probs, inside & has_draft)
+            q = draft_prob(
+                request_probs_ptr + offset * vocab, columns, draft, has_probs, inside & has_draft
+            )
             recovered = tl.maximum(scale * truncated_probs(truncated, score) - q, 0.0)
             role = tl.full([], RECOVERED_ROLE, tl.int32)
             stream = load_stream(
@@ -393,9 +430,11 @@ def rejection_scan_kernel(
                 0,
                 False,
             )
-            added = gumbel(philox_of_ids(columns, stream))
-            recovered_scores = tl.where(recovered > 0, tl.log(recovered) + added, float("-inf"))
-            target_scores = tl.where(score > float("-inf"), score + added, float("-inf"))
+            gumbel_noise = gumbel(philox_of_ids(columns, stream))
+            recovered_scores = tl.where(
+                recovered > 0, tl.log(recovered) + gumbel_noise, float("-inf")
+            )
+            target_scores = tl.where(score > float("-inf"), score + gumbel_noise, float("-inf"))
             best_recovered = tl.max(recovered_scores, axis=0)
             best_target = tl.max(target_scores, axis=0)
             first_recovered = tl.min(

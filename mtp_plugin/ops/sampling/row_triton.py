@@ -1,4 +1,19 @@
-"""A row of logits on the device: options, noise, processed values, and its kept tokens."""
+"""Parts of the sampling kernels that work on one row of logits; no launch of its own.
+
+1. Options (`load_options`, `load_step`, `load_draft_sampling`) come from the request's row of the
+   slot table.
+2. Noise (`load_stream`, `philox_of_*`, `gumbel`): Philox-4x32-10 keyed by the seed, with the
+   counter (id // 4, index of the sampled token, role, step). Each call gives the noise of four
+   neighbouring ids. `gumbel_bound` is a cheap upper bound of the noise.
+3. Values (`load_values`) are processed where they are loaded; NaN is -inf.
+4. `best_noisy_column` is the argmax of scores plus noise: given a bound of each chunk, it reads the
+   chunks in the order of their bounds until no bound reaches the best exact score.
+5. A truncated row (`load_truncated_row`, `truncated_scores`, `truncated_probs`) is recomputed from
+   the four numbers that `sample_tokens` wrote, for later kernels.
+
+Tokens of a row are ordered by *difference* (maximum - x), then by column. The *depth* of a token is
+its difference / T, rounded once, and its weight is exp(-depth).
+"""
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
 
@@ -70,9 +85,9 @@ class Stream(NamedTuple):
 class LogitRow(NamedTuple):
     """One row of logits."""
 
-    ptr: tl.tensor
+    ptr: tl.tensor  # [vocab] floating
     vocab: tl.tensor
-    ids_ptr: tl.tensor  # token id of each column
+    ids_ptr: tl.tensor  # [vocab] int32: token id of each column
     processing: RowProcessing
 
 
@@ -364,11 +379,11 @@ def first_infinite(
 class Batch(NamedTuple):
     """Pointers and sizes that all rows of a launch share."""
 
-    logits_ptr: tl.tensor
+    logits_ptr: tl.tensor  # [N, vocab] floating
     row_stride: tl.tensor
     vocab: tl.tensor
-    vocab_ids_ptr: tl.tensor
-    truncation_ptr: tl.tensor
+    vocab_ids_ptr: tl.tensor  # [vocab] int32
+    truncation_ptr: tl.tensor  # [N, TRUNCATION_SIZE] float32
     pools: Pools
 
 
@@ -379,9 +394,9 @@ class TruncatedRow(NamedTuple):
     temperature: tl.tensor
     min_p: tl.tensor
     row_max: tl.tensor
-    limit: tl.tensor
-    last: tl.tensor
-    mass: tl.tensor
+    limit: tl.tensor  # largest depth of a kept token
+    last: tl.tensor  # last kept column at that depth
+    mass: tl.tensor  # sum of the kept tokens' weights
     forced: tl.tensor  # the forced id; -1: none
 
 
@@ -395,17 +410,17 @@ def load_truncated_row(batch, row, slot_row_ptr, draft_ptr, num_before, forced):
     """
     processing = load_processing(slot_row_ptr, batch.pools, draft_ptr, num_before)
     options = load_options(slot_row_ptr, batch.vocab)
-    entry = batch.truncation_ptr + row * TRUNCATION_SIZE
+    truncation_row_ptr = batch.truncation_ptr + row * TRUNCATION_SIZE
     return TruncatedRow(
         LogitRow(
             batch.logits_ptr + row * batch.row_stride, batch.vocab, batch.vocab_ids_ptr, processing
         ),
         options.temperature,
         options.min_p,
-        tl.load(entry),
-        tl.load(entry + 1),
-        tl.load(entry + 2).to(tl.int32),
-        tl.where(forced >= 0, 1.0, tl.load(entry + 3)),
+        tl.load(truncation_row_ptr),
+        tl.load(truncation_row_ptr + 1),
+        tl.load(truncation_row_ptr + 2).to(tl.int32),
+        tl.where(forced >= 0, 1.0, tl.load(truncation_row_ptr + 3)),
         forced,
     )
 

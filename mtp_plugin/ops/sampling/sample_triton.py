@@ -1,7 +1,31 @@
-"""Triton implementation of `sample`: a scan of the rows in chunks, and a finish per row.
+"""Triton implementation of `sample`: a scan of the rows by chunks, and a finish per row.
 
-A program of the scan reads blocks of a row. A chunk of a block is what a few neighbouring threads
-hold (see `row_sums`), so that threads exchange no values before chunks are reduced.
+A *chunk* of a row is what a few neighbouring threads hold of a block (see `row_sums`), so that
+threads exchange no values before chunks are reduced.
+
+1. `sample_scan_kernel`, grid [blocks of a row / BLOCKS_PER_PROGRAM, N], reads every logit once,
+   processes it, and writes of each chunk its maximum and what the request's options need:
+
+   - greedy: the lowest column of the maximum;
+   - no truncation: a bound of the highest noisy score, from a cheap bound of the noise;
+   - top-p alone: the sum of the weights exp((x - maximum) / T);
+   - top-k or min-p: nothing more.
+
+   Rows whose request returns log-probabilities also get the sum of exp(x - maximum).
+2. `sample_finish_kernel`, grid [N, SHARES], loads the maxima of a row's chunks, and
+
+   a. for a greedy row, or one that holds +inf, returns the lowest column of the maximum;
+   b. without truncation, computes exact noisy scores of the chunks whose bound reaches the best
+      score so far (`best_noisy_column`): one or two of a thousand;
+   c. with truncation, reads the chunks that may hold kept tokens (`truncation_triton`; the page
+      is README.md).
+
+   It writes the token, the row's truncation, and its sum for log-probabilities.
+
+So logits are read once, apart from a few chunks. If rows are few, SHARES programs finish each;
+those after the first have work only in rows with top-p alone and a flat distribution. With
+programmatic dependent launch the finish loads a row's options while the scan still runs, since the
+scan does not write them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -25,9 +49,9 @@ from mtp_plugin.ops.logit_rows.processing_triton import (
     load_block_processing,
     load_processing,
     load_shared_processing,
+    neutral_shared_processing,
     process_block,
     process_values,
-    unknown_shared_processing,
 )
 from mtp_plugin.ops.logit_rows.rows_triton import (
     GREEDY_BELOW,
@@ -97,7 +121,7 @@ UNALIGNED = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr"]
 class ScanOutputs(NamedTuple):
     """Outputs of the scan of a row; pointers are those of the row."""
 
-    chunk_max_ptr: tl.tensor
+    chunk_max_ptr: tl.tensor  # [num_chunks] float32, as are all
     detail_ptr: tl.tensor
     chunk_sum_ptr: tl.tensor
     raw_sum_ptr: tl.tensor
@@ -136,7 +160,7 @@ def _scan_blocks(
     scale = log2_scale(temperature)
     is_truncated = (options.top_k > 0) | (options.top_p < 1) | (options.min_p > 0)
     is_noisy = (temperature >= GREEDY_BELOW) & ~is_truncated
-    shared = unknown_shared_processing()
+    shared = neutral_shared_processing()
     for block in range(first_block, last_block):
         if HAS_PROCESSING and not HAS_IDS:
             processing = load_block_processing(
@@ -660,7 +684,7 @@ class _Scan:
             SCAN_BLOCKS_PROCESSED if is_processed else SCAN_BLOCKS_OF_FEW if is_few else SCAN_BLOCKS
         )
         blocks_per_program = next(
-            blocks_per_program for least, blocks_per_program in sizes if num_rows >= least
+            blocks_per_program for min_rows, blocks_per_program in sizes if num_rows >= min_rows
         )
         is_wide = not is_few and not is_processed
         return cls(layout, blocks_per_program, registers=80 if is_wide else 64, noise_first=is_wide)

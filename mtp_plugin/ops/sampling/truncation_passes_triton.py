@@ -1,8 +1,19 @@
-"""Passes over the candidates of a truncated row: list, measure and sample them.
+"""Passes over the candidates of a truncated row; part of `sample_finish_kernel`.
 
-The key of an id is its depth as an integer with the same bits: depths are not negative, so keys
-have the order of depths. If rows are few, several programs share a pass over one row, and the last
-one to finish continues with the row.
+A pass reads the selected chunks in tiles [TILE chunks, chunk size] and does some of this:
+
+1. List: append the ids in a range of depths to the row's list in memory, as packed values and
+   columns (`list_values`, `list_between`, `list_within`; `list_groups` for few chunks).
+2. Measure: count the ids up to given depths, or sum their weights (`measure`, `list_between`).
+3. Sample: keep the id with the highest noisy score; exact noise is computed only for tiles whose
+   bound reaches the best score so far (`list_between`, `sample_chunks`, `sample_list`).
+
+The *key* of an id is its depth as an integer with the same bits: depths are not negative, so keys
+have the order of depths. Passes compare differences to the row's maximum with `max_difference` of a
+key instead, which saves the division.
+
+If rows are few, several programs share a pass over one row: each reads every SHARES-th chunk and
+writes its results, and the last one to finish merges them and continues (`join_shares`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -37,7 +48,7 @@ class Candidates(NamedTuple):
     """The ids that truncation may keep: all of the selected chunks, or a list if they are few."""
 
     selected: SelectedChunks
-    pair_ptr: tl.tensor  # of `pack_pairs`
+    pair_ptr: tl.tensor  # [LIST_SIZE] int64, by `pack_pairs`
     num_listed: tl.tensor  # length of the list; more than LIST_CAPACITY: incomplete
 
 
@@ -147,7 +158,7 @@ def list_values(
 @triton.jit
 def list_groups(
     logit_row,
-    least,
+    min_value,
     selected,
     group_ptr,
     TILE: tl.constexpr,
@@ -156,7 +167,7 @@ def list_groups(
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
 ):
-    """List the groups of four neighbours with a value of at least ``least``; returns how many.
+    """List the groups of four neighbours with a value of at least ``min_value``; returns how many.
 
     The selected chunks fit one tile. A group takes a quarter of the stores that its values take.
     Only disallowed tokens are processed: further processing that only lowers values cannot add
@@ -172,7 +183,7 @@ def list_groups(
             bits = load_allowed_nibbles(logit_row.processing, columns, columns < logit_row.vocab)
             bits = (bits[:, :, None] >> tl.arange(0, 4)[None, None, :]) & 1
             x = tl.where(bits != 0, x, float("-inf"))
-    is_listed = tl.max(x, axis=2) >= least
+    is_listed = tl.max(x, axis=2) >= min_value
     num_in_group = tl.reshape(is_listed.to(tl.int32), [ROWS, WARPS, GROUPS])
     num_of_thread = tl.reshape(tl.sum(num_in_group, axis=0), [WARPS * GROUPS])
     start = tl.reshape(tl.cumsum(num_of_thread, axis=0) - num_of_thread, [WARPS, GROUPS])
@@ -187,7 +198,7 @@ def list_groups(
 @triton.jit
 def list_from_groups(
     logit_row,
-    least,
+    min_value,
     group_ptr,
     num_groups,
     pair_ptr,
@@ -195,14 +206,14 @@ def list_from_groups(
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
 ):
-    """List the values of groups that are at least ``least``; returns how many."""
+    """List the values of groups that are at least ``min_value``; returns how many."""
     offsets = tl.arange(0, GROUPS)
     firsts = tl.load(group_ptr + offsets, mask=offsets < num_groups, other=logit_row.vocab).to(
         tl.int32
     )
     columns = tl.reshape(firsts[:, None] + tl.arange(0, 4)[None, :], [GROUPS * 4])
     x = load_values(logit_row, columns, columns < logit_row.vocab, HAS_IDS, HAS_PROCESSING)
-    is_listed = (x >= least).to(tl.int32)
+    is_listed = (x >= min_value).to(tl.int32)
     index = tl.cumsum(is_listed, axis=0) - is_listed
     tl.store(pair_ptr + index, pack_pairs(x, columns), mask=is_listed != 0)
     return tl.sum(is_listed, axis=0)
@@ -259,7 +270,7 @@ def max_difference(key, temperature):
 
 
 @triton.jit
-def summed(x, EACH: tl.constexpr):
+def sum_neighbours(x, EACH: tl.constexpr):
     """Sum a tile over the ``EACH`` neighbours that a thread holds."""
     return tl.sum(tl.reshape(x, [x.shape[0], x.shape[1] // EACH, EACH]), axis=2)
 
@@ -304,10 +315,10 @@ def list_between(
         measures = tl.where(by_mass, weights, 1.0)
         is_nearer = differences <= near_reach
         is_within = differences <= far_reach
-        nearer += summed(tl.where(is_nearer, measures, 0.0), LAYOUT.each)
-        within += summed(tl.where(is_within, measures, 0.0), LAYOUT.each)
+        nearer += sum_neighbours(tl.where(is_nearer, measures, 0.0), LAYOUT.each)
+        within += sum_neighbours(tl.where(is_within, measures, 0.0), LAYOUT.each)
         is_kept = is_nearer & (weights >= sample.options.min_p)
-        kept_mass += summed(tl.where(is_kept, weights, 0.0), LAYOUT.each)
+        kept_mass += sum_neighbours(tl.where(is_kept, weights, 0.0), LAYOUT.each)
         num_listed = list_values(
             x,
             is_within & (differences > near_reach),
@@ -431,7 +442,7 @@ def sample_list(sample, candidates, limit, last, others, HAS_IDS: tl.constexpr, 
         kept_mass += tl.sum(tl.where(is_kept, weights, 0.0), axis=0)
         ids = load_ids(sample.logit_row, columns, is_kept, HAS_IDS)
         noisy = tl.where(is_kept, gumbel(philox_of_ids(ids, sample.stream)) - depths, float("-inf"))
-        best, sampled = better(noisy, columns, best, sampled)
+        best, sampled = merge_best(noisy, columns, best, sampled)
     return Sampled(best, sampled, kept_mass)
 
 
@@ -467,7 +478,7 @@ def sample_chunks(
         exponents = differences * scale
         weights = tl.exp2(-exponents)
         is_kept = (differences <= before_reach) | ((differences <= limit_reach) & (columns <= last))
-        kept_mass += summed(
+        kept_mass += sum_neighbours(
             tl.where(is_kept & (weights >= options.min_p), weights, 0.0), LAYOUT.each
         )
         words = philox_of_tile(
@@ -493,12 +504,12 @@ def _best_of_tile(differences, exponents, weights, is_kept, words, columns, opti
         depths = tl.div_rn(differences, options.temperature)
         is_kept = is_kept & (tl.exp(-depths) >= options.min_p)
         noisy = tl.where(is_kept, gumbel(words) - depths, float("-inf"))
-        best, sampled = better(noisy, columns, best, sampled)
+        best, sampled = merge_best(noisy, columns, best, sampled)
     return best, sampled
 
 
 @triton.jit
-def better(noisy, columns, best, sampled):
+def merge_best(noisy, columns, best, sampled):
     """The highest of noisy scores and ``best``, and its lowest column."""
     highest = tl.max(noisy)
     column = tl.min(tl.where((noisy == highest) & (noisy > float("-inf")), columns, NO_COLUMN))
@@ -516,8 +527,8 @@ class Split(NamedTuple):
     """How programs share a row; pointers are those of the row."""
 
     share: tl.tensor  # index of this program
-    arrived_ptr: tl.tensor  # number of programs that have written their results
-    partial_ptr: tl.tensor  # [PARTIALS, SHARES]
+    arrived_ptr: tl.tensor  # int32: number of programs that have written their results
+    partial_ptr: tl.tensor  # [PARTIALS, SHARES] float32
     chunks_offset: tl.tensor  # offset of the share's chunks after all selected chunks
 
 
@@ -571,7 +582,7 @@ def join_shares(passed, split, pair_ptr, SHARES: tl.constexpr):
         scores = tl.load(all_ptr + 3 * SHARES)
         columns = tl.load(all_ptr + 4 * SHARES).to(tl.int32, bitcast=True)
         kept_mass = tl.sum(tl.load(all_ptr + 5 * SHARES), axis=0)
-        best, sampled = better(scores, columns, float("-inf"), NO_COLUMN)
+        best, sampled = merge_best(scores, columns, float("-inf"), NO_COLUMN)
         num_listed = tl.sum(share_counts, axis=0)
         if num_listed <= LIST_CAPACITY:
             PAGE: tl.constexpr = LIST_CAPACITY // SHARES

@@ -1,11 +1,20 @@
-"""Truncation thresholds by search, for any number of candidates.
+"""Truncation thresholds by search, for any number of candidates; part of `sample_finish_kernel`.
 
-If candidates do not fit the list, a sample of the row estimates between which two depths the
-threshold lies. One pass over the candidates measures the ids before these depths, which are
-certainly kept and are sampled from at once, and lists the ids between them, where the threshold is
-found exactly. Only rows with thousands of equal values take more passes.
+The *measure* of ids is their number (top-k) or their probability mass (top-p). The threshold is the
+least depth up to which the measure reaches the required one.
 
-If rows are few, several programs share this pass of a row, and the last one to finish continues.
+1. A sample of the row estimates two depths between which the threshold lies (`guess_bounds`).
+2. One pass over the candidates measures the ids before these depths, which are certainly kept and
+   are sampled from at once, and lists the ids between them (`list_between`). If the threshold is
+   not between them, or too many ids are, the next guess is within narrower bounds.
+3. The threshold is found in the list, exactly (`_search_list`). Only if the ids between the bounds
+   do not fit the list, as with thousands of equal values, passes over the row find it
+   (`_search_key`).
+4. Of the ids at the threshold the lowest columns are kept: the last one is found the same way.
+5. The sample is the best of phase 2 and of the kept ids in the list (`sample_list`).
+
+With top-k and top-p, phases 1 to 3 run twice: by number, then by the mass of the top k. If rows are
+few, several programs share the first pass of phase 2, and the last one to finish continues.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -112,20 +121,18 @@ def guess_bounds(
     near_end = deepest
     far = near
     far_end = deepest
-    measure, error = _estimated(
-        deepest, depths, weights, before, total, all_sum, all_square, FACTOR
-    )
+    measure, error = _estimate(deepest, depths, weights, before, total, all_sum, all_square, FACTOR)
     is_met = measure - error >= required
     for _ in range(BISECTIONS):
         middle = (near + near_end) * 0.5
-        measure, error = _estimated(
+        measure, error = _estimate(
             middle, depths, weights, before, total, all_sum, all_square, FACTOR
         )
         enough = measure + error >= required
         near_end = tl.where(enough, middle, near_end)
         near = tl.where(enough, near, middle)
         middle = (far + far_end) * 0.5
-        measure, error = _estimated(
+        measure, error = _estimate(
             middle, depths, weights, before, total, all_sum, all_square, FACTOR
         )
         enough = measure - error >= required
@@ -152,7 +159,7 @@ def guess_bounds(
 
 
 @triton.jit
-def _estimated(depth, depths, weights, before, total, all_sum, all_square, FACTOR: tl.constexpr):
+def _estimate(depth, depths, weights, before, total, all_sum, all_square, FACTOR: tl.constexpr):
     """The estimated measure up to a depth, and its error."""
     inner = tl.where(depths <= depth, weights, 0.0)
     inner_sum = tl.sum(inner, axis=0)
@@ -166,7 +173,7 @@ def _estimated(depth, depths, weights, before, total, all_sum, all_square, FACTO
 
 
 @triton.jit
-def _narrowed(
+def _narrow_bounds(
     required,
     by_mass,
     bounds,
@@ -202,9 +209,9 @@ def _narrowed(
     guesses = 0
     is_last = tl.full([], 1, tl.int1)
     selected = candidates.selected
-    own = selected
+    share_chunks = selected
     if SHARES > 1 and is_split:
-        own = select_share_chunks(selected, split, ALL_CHUNKS, SHARES)
+        share_chunks = select_share_chunks(selected, split, ALL_CHUNKS, SHARES)
     while (num_listed > LIST_CAPACITY) & (high - low > 1) & (guesses < MAX_GUESSES):
         near, far = guess_bounds(
             required,
@@ -217,19 +224,19 @@ def _narrowed(
             HAS_IDS,
             HAS_PROCESSING,
         )
-        searched = candidates
+        candidates_of_share = candidates
         is_shared = is_split & (guesses == 0)
         if SHARES > 1:
-            searched = Candidates(
+            candidates_of_share = Candidates(
                 SelectedChunks(
                     selected.ptr + tl.where(is_shared, split.chunks_offset, 0),
-                    tl.where(is_shared, own.num_chunks, selected.num_chunks),
+                    tl.where(is_shared, share_chunks.num_chunks, selected.num_chunks),
                 ),
                 candidates.pair_ptr - tl.where(is_shared, (SHARES - split.share) * LIST_SIZE, 0),
                 candidates.num_listed,
             )
         passed = list_between(
-            near, far, by_mass, sample, searched, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING
+            near, far, by_mass, sample, candidates_of_share, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING
         )
         nearer = passed.nearer
         within = passed.within
@@ -276,8 +283,8 @@ def _list_keys(sample, pair_ptr, num_listed):
 
 
 @triton.jit
-def _least_of_list(required, low, high, keys, by_mass):
-    """`_least` for the keys of a list."""
+def _search_list(required, low, high, keys, by_mass):
+    """`_search_key` for the keys of a list."""
     before = 0.0
     while low < high:
         half = (high - low) // 2
@@ -288,12 +295,12 @@ def _least_of_list(required, low, high, keys, by_mass):
         m1 = tl.sum(tl.where(keys <= k1, weights, 0.0), axis=0)
         m2 = tl.sum(tl.where(keys <= k2, weights, 0.0), axis=0)
         m3 = tl.sum(tl.where(keys <= k3, weights, 0.0), axis=0)
-        low, high, before = _quarter(required, low, high, before, k1, k2, k3, m1, m2, m3)
+        low, high, before = _select_quarter(required, low, high, before, k1, k2, k3, m1, m2, m3)
     return low, before
 
 
 @triton.jit
-def _quarter(required, low, high, before, k1, k2, k3, m1, m2, m3):
+def _select_quarter(required, low, high, before, k1, k2, k3, m1, m2, m3):
     """The quarter in which the measure ``required`` is reached, and the measure before it."""
     before = tl.where(
         m1 >= required, before, tl.where(m2 >= required, m1, tl.where(m3 >= required, m2, m3))
@@ -308,7 +315,7 @@ def _quarter(required, low, high, before, k1, k2, k3, m1, m2, m3):
 
 
 @triton.jit
-def _least(
+def _search_key(
     required,
     low,
     high,
@@ -346,7 +353,7 @@ def _least(
             HAS_IDS,
             HAS_PROCESSING,
         )
-        low, high, before = _quarter(required, low, high, before, k1, k2, k3, m1, m2, m3)
+        low, high, before = _select_quarter(required, low, high, before, k1, k2, k3, m1, m2, m3)
     return low, before
 
 
@@ -369,7 +376,7 @@ def sample_many(
     The kept tokens are all ids up to a depth, and the lowest columns of those at that depth.
     """
     TILE: tl.constexpr = WARPS * 512 // LAYOUT.chunk_size
-    SEARCHED: tl.constexpr = WARPS * 256 // LAYOUT.chunk_size
+    SEARCH_TILE: tl.constexpr = WARPS * 256 // LAYOUT.chunk_size
     SAMPLE: tl.constexpr = WARPS * 1024
     top_k = sample.options.top_k
     top_p = sample.options.top_p
@@ -395,13 +402,13 @@ def sample_many(
     best = float("-inf")
     column = NO_COLUMN
     kept_mass = 0.0
-    nothing = tl.full([], -1, tl.int32)
-    is_whole = (not is_listed) & (top_k > 0) & (top_k <= MAX_LISTED_TOP_K)
-    if is_whole:
+    no_key = tl.full([], -1, tl.int32)
+    lists_top_k = (not is_listed) & (top_k > 0) & (top_k <= MAX_LISTED_TOP_K)
+    if lists_top_k:
         deepest = guess_bounds(
             top_k.to(tl.float32),
             by_mass,
-            Bounds(nothing, 0.0, limit, end, total),
+            Bounds(no_key, 0.0, limit, end, total),
             sample,
             SAMPLE,
             LAYOUT,
@@ -417,11 +424,11 @@ def sample_many(
     is_truncated = (top_k == 0) & (top_p >= 1)
     while not is_truncated:
         required = tl.where(by_mass, tl.maximum(top_p * mass, MIN_REQUIRED), top_k.to(tl.float32))
-        low = nothing
+        low = no_key
         high = limit
         before = 0.0
         if not is_listed:
-            low, high, before, num_listed, sampled, is_last = _narrowed(
+            low, high, before, num_listed, sampled, is_last = _narrow_bounds(
                 required,
                 by_mass,
                 Bounds(low, before, high, end, total),
@@ -442,10 +449,10 @@ def sample_many(
             kept_mass = sampled.mass
         if num_listed <= LIST_CAPACITY:
             keys = _list_keys(sample, candidates.pair_ptr, num_listed)
-            threshold, inner = _least_of_list(required - before, low + 1, high, keys, by_mass)
+            threshold, inner = _search_list(required - before, low + 1, high, keys, by_mass)
             before += inner
         else:
-            threshold, before = _least(
+            threshold, before = _search_key(
                 required,
                 low + 1,
                 high,
@@ -455,16 +462,16 @@ def sample_many(
                 sample,
                 selected,
                 False,
-                SEARCHED,
+                SEARCH_TILE,
                 LAYOUT,
                 HAS_IDS,
                 HAS_PROCESSING,
             )
         weight = tl.exp(-threshold.to(tl.float32, bitcast=True))
         # each of the equal ids is kept while the measure before it is less than needed
-        equals = (required - before) / tl.where(by_mass, weight, 1.0)
-        equals = tl.maximum(tl.ceil(equals), 1.0)
-        num_at_limit = tl.where(threshold == limit, tl.minimum(num_at_limit, equals), equals)
+        num_equal = (required - before) / tl.where(by_mass, weight, 1.0)
+        num_equal = tl.maximum(tl.ceil(num_equal), 1.0)
+        num_at_limit = tl.where(threshold == limit, tl.minimum(num_at_limit, num_equal), num_equal)
         limit = threshold
         is_truncated = by_mass | (top_p >= 1)
         if not is_truncated:
@@ -483,7 +490,7 @@ def sample_many(
                     sample,
                     selected,
                     False,
-                    SEARCHED,
+                    SEARCH_TILE,
                     LAYOUT,
                     HAS_IDS,
                     HAS_PROCESSING,
@@ -500,9 +507,9 @@ def sample_many(
             columns = unpack_pairs(pairs)[1]
             columns = tl.where(keys == limit, columns, NO_COLUMN)
             if tl.sum((columns < NO_COLUMN).to(tl.float32), axis=0) > num_at_limit:
-                last, _ = _least_of_list(num_at_limit, tl.zeros_like(last), last, columns, False)
+                last, _ = _search_list(num_at_limit, tl.zeros_like(last), last, columns, False)
         else:
-            equals, _, _ = measure(
+            num_equal, _, _ = measure(
                 last,
                 last,
                 last,
@@ -511,13 +518,13 @@ def sample_many(
                 sample,
                 selected,
                 True,
-                SEARCHED,
+                SEARCH_TILE,
                 LAYOUT,
                 HAS_IDS,
                 HAS_PROCESSING,
             )
-            if equals > num_at_limit:
-                last, _ = _least(
+            if num_equal > num_at_limit:
+                last, _ = _search_key(
                     num_at_limit,
                     tl.zeros_like(last),
                     last,
@@ -527,7 +534,7 @@ def sample_many(
                     sample,
                     selected,
                     True,
-                    SEARCHED,
+                    SEARCH_TILE,
                     LAYOUT,
                     HAS_IDS,
                     HAS_PROCESSING,

@@ -1,15 +1,20 @@
-"""Sampling from rows with top-k, top-p and min-p.
+"""Sampling from rows with top-k, top-p and min-p; part of `sample_finish_kernel`.
 
-The depth of an id is (row maximum - x) / T. Chunks of ids that are too deep are left out, and the
-few remaining candidates are ranked by counting. If there are many, `truncation_search_triton` finds
-the threshold by passes over them.
+`sample_truncated`, for one row (README.md has the invariants and the costs):
 
-A flat nucleus (top-p alone, many tokens) of which only the token is needed has no threshold search.
-Top-p keeps the most likely ids, so an id is kept if the mass ahead of it is less than top_p. The id
-with the highest noisy score of the whole row is kept with probability top_p, and is then the sample
-wherever the threshold lies; to check that, it suffices to read the row until more than 1 - top_p of
-the mass is found not to be ahead. Otherwise the threshold is ahead of this id, and the id with the
-highest score among those ahead of it is tried next.
+1. Bound the depth of kept tokens by the chunk maxima (and sums, for top-p). Chunks whose maximum is
+   deeper are left out.
+2. List the candidates of the other chunks: the ids within that depth.
+3. Up to MANY candidates: rank them pair by pair, truncate, sample (`_sample_few`).
+4. More: find the threshold by search (`truncation_search_triton`, `truncation_passes_triton`).
+5. If thousands of ids remain of a row with top-p alone, of which only the token is needed, sample
+   without a threshold (`sample_flat`).
+
+Phase 5: top-p keeps the most likely ids, so an id is kept if the mass before it is less than top_p.
+The id with the highest noisy score of the whole row is kept with probability top_p, and is then the
+sample wherever the threshold lies; to check that, it suffices to read the row until more than
+1 - top_p of the mass is found not to be before it. Otherwise the threshold is before this id, and
+the id with the highest score among those before it is tried next.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -390,7 +395,7 @@ def sample_truncated(
         the mass; and whether this program knows them: one of those that share a row does.
     """
     # the chunks that a bound leaves fit one tile
-    GATHERED: tl.constexpr = WARPS * (512 if HAS_PROCESSING else 1024) // LAYOUT.chunk_size
+    TILE: tl.constexpr = WARPS * (512 if HAS_PROCESSING else 1024) // LAYOUT.chunk_size
     logit_row = sample.logit_row
     options = sample.options
     temperature = options.temperature
@@ -424,7 +429,7 @@ def sample_truncated(
     # threads read what others wrote
     tl.debug_barrier()
     # finite, so that -inf lies deeper
-    least = tl.maximum(row_max - far * LN_2 * temperature, MIN_FLOAT)
+    min_value = tl.maximum(row_max - far * LN_2 * temperature, MIN_FLOAT)
     num_listed = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
     by_groups = selected.num_chunks <= TILE_CHUNKS
@@ -434,7 +439,7 @@ def sample_truncated(
         group_ptr = pair_ptr + 2 * MANY
         num_groups = list_groups(
             logit_row,
-            least,
+            min_value,
             selected,
             group_ptr,
             TILE_CHUNKS,
@@ -447,7 +452,7 @@ def sample_truncated(
         if num_groups <= TILE_CHUNKS:
             num_listed = list_from_groups(
                 logit_row,
-                least,
+                min_value,
                 group_ptr,
                 num_groups,
                 pair_ptr,
@@ -466,11 +471,11 @@ def sample_truncated(
             is_shared & may_be_flat & (candidate_sum > FLAT_SUM), LIST_CAPACITY + 1, num_listed
         )
     while (first < selected.num_chunks) & (num_listed <= LIST_CAPACITY):
-        x = load_tile(logit_row, selected, first, GATHERED, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
+        x = load_tile(logit_row, selected, first, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
         num_listed = list_values(
-            x, x >= least, selected, first, num_listed, pair_ptr, LAYOUT, WARPS
+            x, x >= min_value, selected, first, num_listed, pair_ptr, LAYOUT, WARPS
         )
-        first += GATHERED
+        first += TILE
         if SHARES > 1:
             # a shared row that so far has twice too many ids is listed no further
             seen = tl.minimum(first, selected.num_chunks)
