@@ -4,8 +4,8 @@ Every field of `SamplingParams` (`params`) is a row (`option`): its range, its n
 names in TensorRT-LLM and other engines and, where kernels read it, its column in the slot table.
 Admission, messages, documentation and the slot table follow from it. An option is served if a
 sampler, a verification method or an op lists its name (``served_options``). Host engines check
-options under names of their own with `Option.problem`. `rules` has the values
-that exclude each other, `spellings` the names and values of other engines.
+values under their own names of options with `Option.problem`. `rules` has the values that exclude
+each other, `spellings` the names and values of other engines.
 """
 
 from mtp_plugin.requests.options.option import (
