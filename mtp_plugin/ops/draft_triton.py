@@ -123,10 +123,10 @@ def write_drafts_kernel(
     if IS_SAMPLED:
         draft = tl.maximum(tl.load(id_ptr + request), 0)
     else:
-        mask = blocks < num_blocks
+        inside = blocks < num_blocks
         offsets = request * num_blocks + blocks
-        values = tl.load(value_ptr + offsets, mask=mask, other=float("-inf"))
-        ids = tl.load(id_ptr + offsets, mask=mask, other=2147483647)
+        values = tl.load(value_ptr + offsets, mask=inside, other=float("-inf"))
+        ids = tl.load(id_ptr + offsets, mask=inside, other=2147483647)
         top = tl.max(values, axis=0)
         draft = tl.min(tl.where(values == top, ids, 2147483647), axis=0)
     if HAS_VOCAB_IDS:
@@ -197,9 +197,9 @@ def draft_argmax_kernel(
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     blocks = tl.arange(0, NUM_BLOCKS)
-    mask = blocks < num_blocks
-    values = tl.load(value_ptr + row * num_blocks + blocks, mask=mask, other=float("-inf"))
-    ids = tl.load(id_ptr + row * num_blocks + blocks, mask=mask, other=2147483647)
+    inside = blocks < num_blocks
+    values = tl.load(value_ptr + row * num_blocks + blocks, mask=inside, other=float("-inf"))
+    ids = tl.load(id_ptr + row * num_blocks + blocks, mask=inside, other=2147483647)
     top = tl.max(values, axis=0)
     tl.store(draft_ptr + row, tl.min(tl.where(values == top, ids, 2147483647), axis=0))
 
@@ -249,14 +249,14 @@ def processed_top1_kernel(
     best_column = first + offsets
     for start in range(first, end, TILE):
         columns = start + offsets
-        mask = columns < end
-        x = tl.load(logits_ptr + row * row_stride + columns, mask=mask, other=float("-inf"))
+        inside = columns < end
+        x = tl.load(logits_ptr + row * row_stride + columns, mask=inside, other=float("-inf"))
         x = x.to(tl.float32)
         x = tl.where(x == x, x, float("-inf"))
         ids = columns
         if HAS_VOCAB_IDS:
-            ids = tl.load(vocab_ptr + columns, mask=mask, other=0)
-        x = tl.where(mask, process_values(x, ids, mask, processing), float("-inf"))
+            ids = tl.load(vocab_ptr + columns, mask=inside, other=0)
+        x = tl.where(inside, process_values(x, ids, inside, processing), float("-inf"))
         better = x > best
         best = tl.where(better, x, best)
         best_column = tl.where(better, columns, best_column)
@@ -298,14 +298,14 @@ def shift_states_kernel(
     end = (tl.program_id(1) + 1) * chunks
     for back in range(chunks):
         requests = (end - 1 - back) * REQUESTS + tl.arange(0, REQUESTS)
-        request_mask = requests < num_requests
-        rows = tl.load(row_ptr + requests, mask=request_mask, other=0).to(tl.int64)
-        mask = request_mask[:, None] & (columns < hidden)[None, :]
+        requests_inside = requests < num_requests
+        rows = tl.load(row_ptr + requests, mask=requests_inside, other=0).to(tl.int64)
+        inside = requests_inside[:, None] & (columns < hidden)[None, :]
         source_ptrs = output_ptr + rows[:, None] * output_stride + columns[None, :]
-        states = tl.load(source_ptrs, mask=mask, other=0.0)
+        states = tl.load(source_ptrs, mask=inside, other=0.0)
         tl.debug_barrier()
         target_ptrs = state_ptr + (rows + offset)[:, None] * state_stride + columns[None, :]
-        tl.store(target_ptrs, states, mask=mask)
+        tl.store(target_ptrs, states, mask=inside)
 
 
 def propose_triton(logits: torch.Tensor, output: DraftOutput) -> None:

@@ -89,13 +89,13 @@ def mask_logits_kernel(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
     )
     position = tl.load(position_ptr + request * position_stride).to(tl.int64)
-    stop_offsets = tl.arange(0, STOPS)
+    stop_lanes = tl.arange(0, STOPS)
     stops, is_masked = early_stops(slot, position + 1 + offset, vocab, STOPS)
     first_saved = row * (STOPS + WORDS)
     row_ptr = logits_ptr + row * row_stride
 
     if HAS_POOLS:
-        word_offsets = tl.arange(0, WORDS)
+        word_lanes = tl.arange(0, WORDS)
         request_drafts_ptr = draft_ptr + tl.maximum(request - num_contexts, 0) * draft_stride
         ends = word_ends(slot, offset, words_ptr, request_drafts_ptr, WORDS, LENGTH, HAS_DRAFTS)
         allowed_row = tl.load(slot + ALLOWED_ROW).to(tl.int64)
@@ -108,11 +108,11 @@ def mask_logits_kernel(
         is_end = (ends >= 0) & (ends < vocab)
         end_ptrs = row_ptr + tl.where(is_end, ends, 0)
         end_values = tl.load(end_ptrs, mask=is_end, other=0.0)
-        tl.store(masked_id_ptr + first_saved + STOPS + word_offsets, tl.where(is_end, ends, -1))
-        tl.store(masked_value_ptr + first_saved + STOPS + word_offsets, end_values)
+        tl.store(masked_id_ptr + first_saved + STOPS + word_lanes, tl.where(is_end, ends, -1))
+        tl.store(masked_value_ptr + first_saved + STOPS + word_lanes, end_values)
     else:
-        word_offsets = tl.arange(0, WORDS)
-        tl.store(masked_id_ptr + first_saved + STOPS + word_offsets, tl.full([WORDS], -1, tl.int32))
+        word_lanes = tl.arange(0, WORDS)
+        tl.store(masked_id_ptr + first_saved + STOPS + word_lanes, tl.full([WORDS], -1, tl.int32))
     stop_ptrs = row_ptr + tl.where(is_masked, stops, 0)
     values = tl.load(stop_ptrs, mask=is_masked, other=0.0)
     # an id may occur twice: all must be read before one is masked
@@ -120,8 +120,8 @@ def mask_logits_kernel(
     tl.store(stop_ptrs, float("-inf"), mask=is_masked)
     if HAS_POOLS:
         tl.store(end_ptrs, float("-inf"), mask=is_end)
-    tl.store(masked_id_ptr + first_saved + stop_offsets, tl.where(is_masked, stops, -1))
-    tl.store(masked_value_ptr + first_saved + stop_offsets, values)
+    tl.store(masked_id_ptr + first_saved + stop_lanes, tl.where(is_masked, stops, -1))
+    tl.store(masked_value_ptr + first_saved + stop_lanes, values)
 
 
 @triton.jit
@@ -141,10 +141,10 @@ def restore_logits_kernel(
     """One program per row of logits: write the saved values back."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
-    offsets = tl.arange(0, SIZE)
-    mask = offsets < SAVED
-    entries = row * SAVED + offsets
-    ids = tl.load(masked_id_ptr + entries, mask=mask, other=-1)
+    lanes = tl.arange(0, SIZE)
+    inside = lanes < SAVED
+    entries = row * SAVED + lanes
+    ids = tl.load(masked_id_ptr + entries, mask=inside, other=-1)
     is_masked = ids >= 0
     values = tl.load(masked_value_ptr + entries, mask=is_masked, other=0.0)
     tl.store(logits_ptr + row * row_stride + tl.where(is_masked, ids, 0), values, mask=is_masked)

@@ -78,10 +78,10 @@ def _mamba_state_selective_copy_kernel(
         )
         target_ptr = current_ptr + layer * current_layer_stride + slot * current_slot_stride
         words = chunk.to(tl.int64) * WORDS + tl.arange(0, WORDS)
-        mask = words < state_words
+        inside = words < state_words
         # intermediate states are not read again, the others only a step later
-        state = tl.load(source_ptr + words, mask=mask, eviction_policy="evict_first")
-        tl.store(target_ptr + words, state, mask=mask, eviction_policy="evict_first")
+        state = tl.load(source_ptr + words, mask=inside, eviction_policy="evict_first")
+        tl.store(target_ptr + words, state, mask=inside, eviction_policy="evict_first")
 
 
 def mamba_state_selective_copy_triton(

@@ -64,19 +64,19 @@ def synthetic_acceptance_kernel(
     """A block of requests: how many leading random numbers are below their thresholds."""
     grid_dependency_synchronize(PDL)
     generations = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = generations < num_generations
+    inside = generations < num_generations
     columns = tl.arange(0, COLUMNS)
-    last = tl.load(position_ptr + generations.to(tl.int64) * position_stride, mask=mask, other=0)
+    last = tl.load(position_ptr + generations.to(tl.int64) * position_stride, mask=inside, other=0)
     numbers = tl.zeros_like(last).to(tl.uint32)
     if HAS_NUMBERS:
         offset = generations.to(tl.int64) * slot_stride
-        slots = tl.load(slot_ptr + offset, mask=mask, other=0).to(tl.int64)
+        slots = tl.load(slot_ptr + offset, mask=inside, other=0).to(tl.int64)
     # before the numbers, whose load waits for that of the slots
     seed = tl.load(seed_ptr)
     thresholds = tl.load(threshold_ptr + columns, mask=columns < K, other=0)
     if HAS_NUMBERS:
         number_ptr = table_ptr + slots * table_stride + NUMBER
-        numbers = tl.load(number_ptr, mask=mask, other=0).to(tl.uint32)
+        numbers = tl.load(number_ptr, mask=inside, other=0).to(tl.uint32)
     positions = (last.to(tl.int64)[:, None] + columns[None, :] + 1).to(tl.uint32)
     of_seed = _mix((seed + 0x9E3779B9).to(tl.uint32))
     of_request = _mix(of_seed ^ numbers)
@@ -84,7 +84,7 @@ def synthetic_acceptance_kernel(
     accepted = random_numbers < thresholds[None, :]
     # columns >= K have threshold 0 and are never accepted
     run = tl.min(tl.where(accepted, COLUMNS, columns[None, :]), axis=1)
-    tl.store(accepted_ptr + generations, run, mask=mask)
+    tl.store(accepted_ptr + generations, run, mask=inside)
 
 
 def synthetic_acceptance_triton(

@@ -73,8 +73,8 @@ def force_thinking_end_kernel(
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
-    offsets = tl.arange(0, LANES)
-    end_ids = tl.load(end_ptr + offsets, mask=offsets < length, other=-1)
+    lanes = tl.arange(0, LANES)
+    end_ids = tl.load(end_ptr + lanes, mask=lanes < length, other=-1)
     slot_row_ptr = table_ptr + slot * table_stride
     budget = tl.load(slot_row_ptr + BUDGET)
     # the other columns are unset without a budget
@@ -98,7 +98,7 @@ def force_thinking_end_kernel(
                 end_ids,
                 next_ptr,
                 length,
-                offsets,
+                lanes,
             )
             row = first + column + 1
             _store_forced(row, num_thinking, progress, budget, end_ptr, forced_ptr, target_ptr)
@@ -132,8 +132,8 @@ def update_thinking_state_kernel(
     request = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
     count = tl.load(count_ptr + request * count_stride)
-    offsets = tl.arange(0, LANES)
-    end_ids = tl.load(end_ptr + offsets, mask=offsets < length, other=-1)
+    lanes = tl.arange(0, LANES)
+    end_ids = tl.load(end_ptr + lanes, mask=lanes < length, other=-1)
     slot_row_ptr = table_ptr + slot * table_stride
     budget = tl.load(slot_row_ptr + BUDGET)
     if budget >= 0:
@@ -151,7 +151,7 @@ def update_thinking_state_kernel(
                 end_ids,
                 next_ptr,
                 length,
-                offsets,
+                lanes,
             )
         tl.store(slot_row_ptr + NUM_THINKING, num_thinking)
         tl.store(slot_row_ptr + END_PROGRESS, progress)

@@ -67,26 +67,26 @@ def generation_inputs_kernel(
     generation = tl.program_id(0).to(tl.int64)
     row = generation * row_stride
     columns = tl.arange(0, COLUMNS)
-    mask = columns < WIDTH
+    inside = columns < WIDTH
     length = tl.load(length_ptr + row)
     capacity = tl.load(capacity_ptr + row)
-    ids = tl.load(token_ptr + row + columns, mask=mask, other=0)
+    ids = tl.load(token_ptr + row + columns, mask=inside, other=0)
     if HAS_STORE:
         slot = tl.load(seq_slot_ptr + row).to(tl.int64)
         is_pending = tl.load(pending_ptr + row) > 0
         following = tl.load(
-            next_ptr + slot * next_slot_stride + columns * next_column_stride, mask=mask, other=0
+            next_ptr + slot * next_slot_stride + columns * next_column_stride, mask=inside, other=0
         )
         ids = tl.where(is_pending, following, ids)
         length += tl.where(is_pending, tl.load(num_new_ptr + slot * num_new_stride), 0)
     room = tl.maximum(capacity - 1 - length, 0)
     draft_len = tl.minimum(tl.load(limit_ptr + row), room)
     ids = tl.where(columns > draft_len, 0, tl.maximum(ids, 0))
-    tl.store(id_out_ptr + generation * WIDTH + columns, ids, mask=mask)
-    is_draft = mask & (columns > 0)
+    tl.store(id_out_ptr + generation * WIDTH + columns, ids, mask=inside)
+    is_draft = inside & (columns > 0)
     tl.store(draft_out_ptr + generation * (WIDTH - 1) + columns - 1, ids, mask=is_draft)
     positions = tl.minimum(length + columns, max_position).to(tl.int64)
-    tl.store(position_out_ptr + generation * WIDTH + columns, positions, mask=mask)
+    tl.store(position_out_ptr + generation * WIDTH + columns, positions, mask=inside)
     tl.store(draft_len_out_ptr + generation, draft_len)
     tl.store(seq_len_out_ptr + generation, WIDTH)
     tl.store(kv_len_out_ptr + generation, length + WIDTH)

@@ -158,13 +158,13 @@ def _advance_decode_batch_kernel(
         tl.store(target_ptrs, tl.where(j < matches, draft, -1), mask=is_decode)
     for j in tl.static_range(WIDTH):
         entries = old_count - 1 - j
-        mask = (j < crossed) & (entries >= 0) & (entries < max_blocks)
+        inside = (j < crossed) & (entries >= 0) & (entries < max_blocks)
         released = old_last
         if j > 0:
-            released = tl.load(block_ids_row_ptr + entries, mask=mask, other=0)
+            released = tl.load(block_ids_row_ptr + entries, mask=inside, other=0)
         tl.store(blocks_to_release_ptr + row * WIDTH + j, released, mask=is_request)
         tl.store(remove_mask_ptr + row * WIDTH + j, j < crossed, mask=is_request)
-        tl.store(block_ids_row_ptr + entries, -1, mask=mask)
+        tl.store(block_ids_row_ptr + entries, -1, mask=inside)
 
 
 _launches = CachedLaunches(_advance_decode_batch_kernel)

@@ -82,13 +82,13 @@ def _rewind_kv_cache_kernel(
     new_last = tl.load(block_ids_row_ptr + new_entries, mask=crossed > 0, other=0)
     for j in tl.static_range(WIDTH):
         entries = old_count - 1 - j
-        mask = (j < crossed) & (entries >= 0) & (entries < max_blocks)
+        inside = (j < crossed) & (entries >= 0) & (entries < max_blocks)
         released = old_last
         if j > 0:
-            released = tl.load(block_ids_row_ptr + entries, mask=mask, other=0)
+            released = tl.load(block_ids_row_ptr + entries, mask=inside, other=0)
         tl.store(blocks_to_release_ptr + row * WIDTH + j, released, mask=is_request)
         tl.store(remove_mask_ptr + row * WIDTH + j, j < crossed, mask=is_request)
-        tl.store(block_ids_row_ptr + entries, -1, mask=mask)
+        tl.store(block_ids_row_ptr + entries, -1, mask=inside)
 
     tl.store(last_offset_ptr + request, new_offset, mask=is_decode)
     tl.store(kv_length_ptr + request, length - rejected, mask=is_decode)

@@ -108,10 +108,10 @@ def _required_logit_indices_kernel(
     first_needed = first_row + length - num_needed
     for start in range(0, num_needed, ENTRIES):
         offsets = start + tl.arange(0, ENTRIES)
-        mask = (offsets < num_needed) & (first_entry + offsets < num_entries)
+        inside = (offsets < num_needed) & (first_entry + offsets < num_entries)
         # a prefill request without rows points at row 0 rather than before it
         indices = tl.maximum(first_needed + offsets, 0)
-        tl.store(indices_ptr + first_entry + offsets, indices, mask=mask)
+        tl.store(indices_ptr + first_entry + offsets, indices, mask=inside)
 
     if request == num_requests - 1:
         for start in range(first_entry + num_needed, num_entries, ENTRIES):

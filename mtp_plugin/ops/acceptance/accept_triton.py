@@ -306,12 +306,12 @@ def accept_kernel(
     columns = tl.arange(0, COLUMNS)
     blocks = tl.arange(0, NUM_BLOCKS)
     partial_offsets = (first_row + columns[:, None]) * num_blocks + blocks[None, :]
-    mask = (columns[:, None] < num_rows) & (blocks[None, :] < num_blocks)
-    values = tl.load(value_ptr + partial_offsets, mask=mask, other=float("-inf"))
-    ids = tl.load(id_ptr + partial_offsets, mask=mask, other=2147483647)
+    inside = (columns[:, None] < num_rows) & (blocks[None, :] < num_blocks)
+    values = tl.load(value_ptr + partial_offsets, mask=inside, other=float("-inf"))
+    ids = tl.load(id_ptr + partial_offsets, mask=inside, other=2147483647)
     if RELAXED:
-        weights = tl.load(weight_ptr + partial_offsets, mask=mask, other=0.0)
-        ahead = tl.load(ahead_ptr + partial_offsets, mask=mask, other=0)
+        weights = tl.load(weight_ptr + partial_offsets, mask=inside, other=0.0)
+        ahead = tl.load(ahead_ptr + partial_offsets, mask=inside, other=0)
     if HAS_TARGETS:
         given_targets = tl.load(target_ptr + first_row + columns, mask=columns < num_rows, other=-1)
     if HAS_FORCED_IDS:

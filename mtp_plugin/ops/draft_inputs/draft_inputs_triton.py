@@ -100,19 +100,19 @@ def generation_window_kernel(
     rows = tl.arange(0, ROWS)
     entries = base + rows
     from_pool = entries < K
-    row_mask = rows < WINDOW
+    rows_inside = rows < WINDOW
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column_mask = columns < hidden
+    columns_inside = columns < hidden
     pool_offsets = (slot * K + entries)[:, None] * hidden + columns[None, :]
     step_offsets = (step_row + entries - K)[:, None] * state_stride + columns[None, :]
     pool_values = tl.load(
         pool_state_ptr + pool_offsets,
-        mask=(row_mask & from_pool)[:, None] & column_mask[None, :],
+        mask=(rows_inside & from_pool)[:, None] & columns_inside[None, :],
         other=0.0,
     )
     step_values = tl.load(
         state_ptr + step_offsets,
-        mask=(row_mask & ~from_pool)[:, None] & column_mask[None, :],
+        mask=(rows_inside & ~from_pool)[:, None] & columns_inside[None, :],
         other=0.0,
     )
     states = tl.where(from_pool[:, None], pool_values.to(step_values.dtype), step_values)
@@ -120,11 +120,11 @@ def generation_window_kernel(
     pool_states = tl.where(from_pool[:, None], pool_values, step_values.to(pool_values.dtype))
 
     first = tl.program_id(1) == 0
-    step_mask = row_mask & ~from_pool & first
+    from_step = rows_inside & ~from_pool & first
     tokens = tl.load(
-        pool_token_ptr + slot * K + entries, mask=row_mask & from_pool & first, other=0
+        pool_token_ptr + slot * K + entries, mask=rows_inside & from_pool & first, other=0
     )
-    step_tokens = tl.load(input_ptr + step_row + entries - K, mask=step_mask, other=0)
+    step_tokens = tl.load(input_ptr + step_row + entries - K, mask=from_step, other=0)
     tokens = tl.where(from_pool, tokens, step_tokens.to(tl.int32))
     # the following token: that of the next entry, and after the last one the last output token
     following = entries + 1
@@ -146,11 +146,11 @@ def generation_window_kernel(
 
     # entries [n, n+K) are the pool's next row
     pool_entries = rows - (count - base)
-    to_pool = row_mask & (pool_entries >= 0) & (pool_entries < K)
+    to_pool = rows_inside & (pool_entries >= 0) & (pool_entries < K)
     tl.store(
         pool_state_ptr + (slot * K + pool_entries)[:, None] * hidden + columns[None, :],
         pool_states,
-        mask=to_pool[:, None] & column_mask[None, :],
+        mask=to_pool[:, None] & columns_inside[None, :],
     )
     tl.store(pool_token_ptr + slot * K + pool_entries, tokens, mask=to_pool & first)
     if WRITE_WINDOW:
@@ -158,11 +158,13 @@ def generation_window_kernel(
         tl.store(
             state_out_ptr + out_rows[:, None] * hidden + columns[None, :],
             states,
-            mask=row_mask[:, None] & column_mask[None, :],
+            mask=rows_inside[:, None] & columns_inside[None, :],
         )
         dead = positions < 0
-        tl.store(id_out_ptr + out_rows, tl.where(dead, 0, next_tokens), mask=row_mask & first)
-        tl.store(position_out_ptr + out_rows, tl.where(dead, 0, positions), mask=row_mask & first)
+        tl.store(id_out_ptr + out_rows, tl.where(dead, 0, next_tokens), mask=rows_inside & first)
+        tl.store(
+            position_out_ptr + out_rows, tl.where(dead, 0, positions), mask=rows_inside & first
+        )
         if first:
             tl.store(row_out_ptr + request, num_ctx_rows + (generation + 1) * WINDOW - 1)
             if HAS_KV:
@@ -241,19 +243,19 @@ def context_rows_kernel(
         if is_history:
             source = (slot * K + pool_entry) * hidden
             for first in range(0, hidden, BLOCK):
-                mask = first + offsets < hidden
-                states = tl.load(pool_state_ptr + source + first + offsets, mask=mask, other=0.0)
+                inside = first + offsets < hidden
+                states = tl.load(pool_state_ptr + source + first + offsets, mask=inside, other=0.0)
                 tl.store(
                     state_out_ptr + out + first + offsets,
                     states.to(state_out_ptr.dtype.element_ty),
-                    mask=mask,
+                    mask=inside,
                 )
         else:
             source = chunk_row.to(tl.int64) * state_stride
             for first in range(0, hidden, BLOCK):
-                mask = first + offsets < hidden
-                states = tl.load(state_ptr + source + first + offsets, mask=mask, other=0.0)
-                tl.store(state_out_ptr + out + first + offsets, states, mask=mask)
+                inside = first + offsets < hidden
+                states = tl.load(state_ptr + source + first + offsets, mask=inside, other=0.0)
+                tl.store(state_out_ptr + out + first + offsets, states, mask=inside)
 
 
 @triton.jit
@@ -281,37 +283,37 @@ def context_history_kernel(
     start = tl.where(context > 0, tl.load(end_ptr + tl.maximum(context - 1, 0)).to(tl.int64), 0)
     length = end - start
     rows = tl.arange(0, ROWS)
-    row_mask = rows < K
+    rows_inside = rows < K
     entries = length + rows
     from_pool = entries < K
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    column_mask = columns < hidden
+    columns_inside = columns < hidden
     chunk_rows = end - K + rows
     pool_offsets = (slot * K + entries)[:, None] * hidden + columns[None, :]
     pool_values = tl.load(
         pool_state_ptr + pool_offsets,
-        mask=(row_mask & from_pool)[:, None] & column_mask[None, :],
+        mask=(rows_inside & from_pool)[:, None] & columns_inside[None, :],
         other=0.0,
     )
     chunk_values = tl.load(
         state_ptr + chunk_rows[:, None] * state_stride + columns[None, :],
-        mask=(row_mask & ~from_pool)[:, None] & column_mask[None, :],
+        mask=(rows_inside & ~from_pool)[:, None] & columns_inside[None, :],
         other=0.0,
     )
     states = tl.where(from_pool[:, None], pool_values, chunk_values.to(pool_values.dtype))
     first = tl.program_id(1) == 0
     pool_tokens = tl.load(
-        pool_token_ptr + slot * K + entries, mask=row_mask & from_pool & first, other=0
+        pool_token_ptr + slot * K + entries, mask=rows_inside & from_pool & first, other=0
     )
-    chunk_tokens = tl.load(input_ptr + chunk_rows, mask=row_mask & ~from_pool & first, other=0)
+    chunk_tokens = tl.load(input_ptr + chunk_rows, mask=rows_inside & ~from_pool & first, other=0)
     tokens = tl.where(from_pool, pool_tokens, chunk_tokens.to(tl.int32))
     tl.debug_barrier()
     tl.store(
         pool_state_ptr + (slot * K + rows)[:, None] * hidden + columns[None, :],
         states,
-        mask=row_mask[:, None] & column_mask[None, :],
+        mask=rows_inside[:, None] & columns_inside[None, :],
     )
-    tl.store(pool_token_ptr + slot * K + rows, tokens, mask=row_mask & first)
+    tl.store(pool_token_ptr + slot * K + rows, tokens, mask=rows_inside & first)
 
 
 @triton.jit(do_not_specialize=["num_contexts", "num_ctx_tokens"])

@@ -101,7 +101,7 @@ def paged_write_kernel(
     out_row = tl.where(is_alive, entry * BLOCK_SIZE, sentinel_row) + block_offset
 
     offsets = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = offsets < HEADS * WIDTH
+    inside = offsets < HEADS * WIDTH
     head = offsets // WIDTH
     dim = offsets % WIDTH
     wide_row = row.to(tl.int64)
@@ -109,10 +109,10 @@ def paged_write_kernel(
     key_ptrs = key_ptr + wide_row * key_row_stride + head * key_head_stride + dim
     value_ptrs = value_ptr + wide_row * value_row_stride + head * value_head_stride + dim
     # both are in flight before the first is stored
-    key = tl.load(key_ptrs, mask=mask)
-    value = tl.load(value_ptrs, mask=mask)
-    tl.store(key_pool_ptr + out_offsets, key, mask=mask)
-    tl.store(value_pool_ptr + out_offsets, value, mask=mask)
+    key = tl.load(key_ptrs, mask=inside)
+    value = tl.load(value_ptrs, mask=inside)
+    tl.store(key_pool_ptr + out_offsets, key, mask=inside)
+    tl.store(value_pool_ptr + out_offsets, value, mask=inside)
 
 
 @triton.jit
@@ -149,7 +149,7 @@ def _attend_keys(
     """Attend the keys [first_key, end_key) with a tile of rows and accumulate (online softmax)."""
     offsets = tl.arange(0, BLOCK_N)
     dims = tl.arange(0, BLOCK_D)
-    dim_mask = dims < WIDTH
+    dims_inside = dims < WIDTH
     # blocks are looked up a tile ahead, so that keys and values can be fetched while the tiles
     # before them are attended
     entry = (first_key + offsets) // BLOCK_SIZE
@@ -160,11 +160,11 @@ def _attend_keys(
         key_offsets = (row * ROW_STRIDE)[:, None] + dims[None, :]
         entry = (position + BLOCK_N) // BLOCK_SIZE
         block = tl.load(table_ptr + entry, mask=entry < table_width, other=0)
-        mask = dim_mask[None, :]
+        inside = dims_inside[None, :]
         if MASKED:
             # what is no key is never read: 0 * NaN is NaN
-            mask = (position < end_key)[:, None] & mask
-        keys = tl.load(key_pool_ptr + key_offsets, mask=mask, other=0.0)
+            inside = (position < end_key)[:, None] & inside
+        keys = tl.load(key_pool_ptr + key_offsets, mask=inside, other=0.0)
         scores = _dot(query, tl.trans(keys), WIDEN)
         if MASKED:
             scores = tl.where(position[None, :] <= last_key[:, None], scores, float("-inf"))
@@ -173,7 +173,7 @@ def _attend_keys(
         weights = tl.exp2(scores * score_scale - finite[:, None])
         decay = tl.exp2(highest - finite)
         weight = weight * decay + tl.sum(weights, axis=1)
-        values = tl.load(value_pool_ptr + key_offsets, mask=mask, other=0.0)
+        values = tl.load(value_pool_ptr + key_offsets, mask=inside, other=0.0)
         total = total * decay[:, None] + _dot(weights.to(values.dtype), values, WIDEN)
         highest = higher
     return highest, weight, total
@@ -267,7 +267,7 @@ def paged_uniform_kernel(
     kv_len = tl.load(kv_len_ptr + sequence)
     limit = tl.load(limit_ptr + sequence)
 
-    offset, head, row_mask, last_key, end_key = _rows_of_tile(
+    offset, head, rows_inside, last_key, end_key = _rows_of_tile(
         tile, kv_head, query_rows, kv_len, limit, table_width * BLOCK_SIZE, GROUP, BLOCK_M
     )
     first_key = 0
@@ -278,11 +278,11 @@ def paged_uniform_kernel(
         end_key = tl.minimum(first_key + split_keys, end_key)
 
     dims = tl.arange(0, BLOCK_D)
-    mask = row_mask[:, None] & (dims < WIDTH)[None, :]
+    inside = rows_inside[:, None] & (dims < WIDTH)[None, :]
     local_row = index * query_rows + offset
     row = (first_row + local_row).to(tl.int64)
     query_offsets = row * query_row_stride + head * query_head_stride
-    query = tl.load(query_ptr + query_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    query = tl.load(query_ptr + query_offsets[:, None] + dims[None, :], mask=inside, other=0.0)
     highest, weight, total = _attend_keys(
         tl.full([BLOCK_M], float("-inf"), tl.float32),
         tl.zeros([BLOCK_M], tl.float32),
@@ -310,11 +310,11 @@ def paged_uniform_kernel(
         seen = weight != 0.0
         # the logarithm of the sum of all weights, to base two
         weight = tl.where(seen, highest + tl.log2(tl.where(seen, weight, 1.0)), float("-inf"))
-        tl.store(weight_ptr + item, weight, mask=row_mask)
+        tl.store(weight_ptr + item, weight, mask=rows_inside)
     else:
         item = row * (KV_HEADS * GROUP) + head
     out_offsets = item[:, None] * WIDTH + dims[None, :]
-    tl.store(output_ptr + out_offsets, result.to(output_ptr.dtype.element_ty), mask=mask)
+    tl.store(output_ptr + out_offsets, result.to(output_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["num_splits", "first_row"])
@@ -346,8 +346,8 @@ def paged_merge_kernel(
     share = tl.exp2(weight - finite)
     dims = tl.arange(0, BLOCK_D)
     partial_offsets = (item * num_splits + splits)[:, None] * WIDTH + dims[None, :]
-    mask = (splits < num_splits)[:, None] & (dims < WIDTH)[None, :]
-    partial = tl.load(partial_ptr + partial_offsets, mask=mask, other=0.0)
+    inside = (splits < num_splits)[:, None] & (dims < WIDTH)[None, :]
+    partial = tl.load(partial_ptr + partial_offsets, mask=inside, other=0.0)
     total = tl.sum(share, axis=0)
     result = tl.sum(partial * share[:, None], axis=0) / tl.where(total != 0.0, total, 1.0)
     out_offsets = (first_row.to(tl.int64) * HEADS + item) * WIDTH + dims
@@ -402,15 +402,15 @@ def paged_ragged_kernel(
     kv_len = tl.load(kv_len_ptr + sequence)
     limit = tl.load(limit_ptr + sequence)
 
-    offset, head, row_mask, last_key, end_key = _rows_of_tile(
+    offset, head, rows_inside, last_key, end_key = _rows_of_tile(
         tile, kv_head, query_rows, kv_len, limit, table_width * BLOCK_SIZE, GROUP, BLOCK_M
     )
 
     dims = tl.arange(0, BLOCK_D)
-    mask = row_mask[:, None] & (dims < WIDTH)[None, :]
+    inside = rows_inside[:, None] & (dims < WIDTH)[None, :]
     row = (first_row + offset).to(tl.int64)
     query_offsets = row * query_row_stride + head * query_head_stride
-    query = tl.load(query_ptr + query_offsets[:, None] + dims[None, :], mask=mask, other=0.0)
+    query = tl.load(query_ptr + query_offsets[:, None] + dims[None, :], mask=inside, other=0.0)
     table_ptr += sequence.to(tl.int64) * table_stride
     key_pool_ptr += kv_head * WIDTH
     value_pool_ptr += kv_head * WIDTH
@@ -464,4 +464,4 @@ def paged_ragged_kernel(
     )
     result = _mean(weight, total, last_key)
     out_offsets = (row * (KV_HEADS * GROUP) + head)[:, None] * WIDTH + dims[None, :]
-    tl.store(output_ptr + out_offsets, result.to(output_ptr.dtype.element_ty), mask=mask)
+    tl.store(output_ptr + out_offsets, result.to(output_ptr.dtype.element_ty), mask=inside)

@@ -111,20 +111,20 @@ def router_logits_kernel(
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     experts = tl.program_id(1) * EXPERTS + tl.arange(0, EXPERTS)
-    expert_mask = experts < num_experts
+    experts_inside = experts < num_experts
     offsets = tl.arange(0, BLOCK)
     acc = tl.zeros([EXPERTS, BLOCK], tl.float32)
     for block in tl.static_range(NUM_BLOCKS):
         columns = block * BLOCK + offsets
-        column_mask = columns < width
-        x = tl.load(x_ptr + row * x_stride + columns, mask=column_mask, other=0).to(tl.float32)
+        columns_inside = columns < width
+        x = tl.load(x_ptr + row * x_stride + columns, mask=columns_inside, other=0).to(tl.float32)
         weight = tl.load(
             weight_ptr + experts[:, None] * width + columns[None, :],
-            mask=expert_mask[:, None] & column_mask[None, :],
+            mask=experts_inside[:, None] & columns_inside[None, :],
             other=0,
         )
         acc += weight.to(tl.float32) * x[None, :]
-    tl.store(logits_ptr + row * num_experts + experts, tl.sum(acc, axis=1), mask=expert_mask)
+    tl.store(logits_ptr + row * num_experts + experts, tl.sum(acc, axis=1), mask=experts_inside)
 
 
 @triton.jit
@@ -185,9 +185,9 @@ def assign_experts_kernel(
     grid_dependency_synchronize(PDL)
     rows = tl.arange(0, ROWS)
     experts = tl.arange(0, EXPERTS)
-    mask = (rows < num_rows)[:, None] & (experts < num_experts)[None, :]
+    inside = (rows < num_rows)[:, None] & (experts < num_experts)[None, :]
     logits = tl.load(
-        logits_ptr + rows[:, None] * num_experts + experts[None, :], mask=mask, other=0
+        logits_ptr + rows[:, None] * num_experts + experts[None, :], mask=inside, other=0
     )
     scores = 1 / (1 + tl.exp(-logits))
     bias = tl.load(bias_ptr + experts, mask=experts < num_experts, other=0)
@@ -296,9 +296,9 @@ def expert_gate_up_kernel(
                 weight = tl.load(weight_ptrs + start)
                 x = tl.load(x_ptrs + start)
             else:
-                mask = (start + offsets < width)[None, :]
-                weight = tl.load(weight_ptrs + start, mask=mask, other=0)
-                x = tl.load(x_ptrs + start, mask=mask, other=0)
+                inside = (start + offsets < width)[None, :]
+                weight = tl.load(weight_ptrs + start, mask=inside, other=0)
+                x = tl.load(x_ptrs + start, mask=inside, other=0)
             acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
         dtype = out_ptr.dtype.element_ty
         both = tl.permute(tl.reshape(acc, [2, COLUMNS, BLOCK_ROWS]), (1, 2, 0))
@@ -306,8 +306,8 @@ def expert_gate_up_kernel(
         active = silu_mul(gate.to(dtype).to(tl.float32), up.to(dtype).to(tl.float32), dtype)
         out_column = tile * COLUMNS + tl.arange(0, COLUMNS)
         out_offsets = pair[None, :] * num_columns + out_column[:, None]
-        out_mask = (rows < filled)[None, :] & (out_column < num_columns)[:, None]
-        tl.store(out_ptr + out_offsets, active, mask=out_mask)
+        is_stored = (rows < filled)[None, :] & (out_column < num_columns)[:, None]
+        tl.store(out_ptr + out_offsets, active, mask=is_stored)
 
 
 @triton.jit
@@ -353,16 +353,16 @@ def expert_down_kernel(
                 weight = tl.load(weight_ptrs + start)
                 active = tl.load(active_ptrs + start)
             else:
-                mask = (start + offsets < width)[None, :]
-                weight = tl.load(weight_ptrs + start, mask=mask, other=0)
-                active = tl.load(active_ptrs + start, mask=mask, other=0)
+                inside = (start + offsets < width)[None, :]
+                weight = tl.load(weight_ptrs + start, mask=inside, other=0)
+                active = tl.load(active_ptrs + start, mask=inside, other=0)
             acc = tl.dot(weight, tl.trans(active), acc, input_precision="ieee")
         dtype = out_ptr.dtype.element_ty
         row_weight = tl.load(row_weights_ptr + pair)
         out = (acc.to(dtype).to(tl.float32) * row_weight[None, :]).to(dtype)
         out_offsets = pair[None, :] * num_columns + columns[:, None]
-        out_mask = (rows < filled)[None, :] & (columns < num_columns)[:, None]
-        tl.store(out_ptr + out_offsets, out, mask=out_mask)
+        is_stored = (rows < filled)[None, :] & (columns < num_columns)[:, None]
+        tl.store(out_ptr + out_offsets, out, mask=is_stored)
 
 
 @triton.jit
@@ -383,18 +383,20 @@ def combine_experts_kernel(
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < width
+    inside = columns < width
     dtype = out_ptr.dtype.element_ty
     part_ptrs = parts_ptr + row * (TOP_K + SHARED) * width + columns
     total = tl.zeros([BLOCK], tl.float32)
     for slot in tl.static_range(TOP_K):
-        total += tl.load(part_ptrs + slot * width, mask=mask, other=0).to(tl.float32)
+        total += tl.load(part_ptrs + slot * width, mask=inside, other=0).to(tl.float32)
     if SHARED > 0:
         shared = tl.zeros([BLOCK], tl.float32)
         for slot in tl.static_range(SHARED):
-            shared += tl.load(part_ptrs + (TOP_K + slot) * width, mask=mask, other=0).to(tl.float32)
+            shared += tl.load(part_ptrs + (TOP_K + slot) * width, mask=inside, other=0).to(
+                tl.float32
+            )
         total = total.to(dtype).to(tl.float32) + shared.to(dtype).to(tl.float32)
-    tl.store(out_ptr + row * width + columns, total.to(dtype), mask=mask)
+    tl.store(out_ptr + row * width + columns, total.to(dtype), mask=inside)
 
 
 def router_logits_triton(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -44,12 +44,12 @@ def silu_mul_kernel(
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    mask = columns < width
+    inside = columns < width
     row_ptrs = gate_up_ptr + row * gate_up_stride + columns
-    gate = tl.load(row_ptrs, mask=mask, other=0).to(tl.float32)
-    up = tl.load(row_ptrs + width, mask=mask, other=0).to(tl.float32)
+    gate = tl.load(row_ptrs, mask=inside, other=0).to(tl.float32)
+    up = tl.load(row_ptrs + width, mask=inside, other=0).to(tl.float32)
     active = silu_mul(gate, up, out_ptr.dtype.element_ty)
-    tl.store(out_ptr + row * width + columns, active, mask=mask)
+    tl.store(out_ptr + row * width + columns, active, mask=inside)
 
 
 def silu_mul_triton(gate_up: torch.Tensor) -> torch.Tensor:

@@ -56,18 +56,18 @@ def rms_norm_kernel(
 ):
     """One row: add the residual if there is one, then normalize."""
     offsets = tl.arange(0, BLOCK)
-    mask = offsets < width
+    inside = offsets < width
     # weights do not depend on the preceding kernel
-    weight = tl.load(weight_ptr + offsets, mask=mask, other=0)
+    weight = tl.load(weight_ptr + offsets, mask=inside, other=0)
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
-    x = tl.load(x_ptr + row * x_stride + offsets, mask=mask, other=0)
+    x = tl.load(x_ptr + row * x_stride + offsets, mask=inside, other=0)
     if ADD:
-        residual = tl.load(residual_ptr + row * residual_stride + offsets, mask=mask, other=0)
+        residual = tl.load(residual_ptr + row * residual_stride + offsets, mask=inside, other=0)
         x = (x.to(tl.float32) + residual.to(tl.float32)).to(x.dtype)
-        tl.store(sum_ptr + row * width + offsets, x, mask=mask)
+        tl.store(sum_ptr + row * width + offsets, x, mask=inside)
     normed = _normed(x, weight, width, eps)
-    tl.store(out_ptr + row * width + offsets, normed.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + row * width + offsets, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -98,21 +98,21 @@ def join_norms_kernel(
     row = tl.program_id(0).to(tl.int64)
     is_state = tl.program_id(1) == 1
     offsets = tl.arange(0, BLOCK)
-    mask = offsets < width
+    inside = offsets < width
     if is_state:
-        x = tl.load(hidden_ptr + row * hidden_stride + offsets, mask=mask, other=0)
-        weight = tl.load(hidden_weight_ptr + offsets, mask=mask, other=0)
+        x = tl.load(hidden_ptr + row * hidden_stride + offsets, mask=inside, other=0)
+        weight = tl.load(hidden_weight_ptr + offsets, mask=inside, other=0)
         normed = _normed(x, weight, width, hidden_eps)
     else:
         source = row
         if GATHER:
             source = tl.load(ids_ptr + row * ids_stride).to(tl.int64)
-        x = tl.load(embedding_ptr + source * embedding_stride + offsets, mask=mask, other=0)
-        weight = tl.load(embedding_weight_ptr + offsets, mask=mask, other=0)
+        x = tl.load(embedding_ptr + source * embedding_stride + offsets, mask=inside, other=0)
+        weight = tl.load(embedding_weight_ptr + offsets, mask=inside, other=0)
         normed = _normed(x, weight, width, embedding_eps)
     second = is_state if EMBEDDING_FIRST else (tl.program_id(1) == 0)
     start = row * 2 * width + tl.where(second, width, 0)
-    tl.store(out_ptr + start + offsets, normed.to(out_ptr.dtype.element_ty), mask=mask)
+    tl.store(out_ptr + start + offsets, normed.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def rms_norm_triton(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

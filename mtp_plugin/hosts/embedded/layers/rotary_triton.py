@@ -62,12 +62,12 @@ def rotate_kernel(
     row = tl.program_id(0).to(tl.int64)
     heads = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     offsets = tl.arange(0, LANES)
-    mask = (heads < num_heads)[:, None] & (offsets < HALF)[None, :]
+    inside = (heads < num_heads)[:, None] & (offsets < HALF)[None, :]
     head_ptrs = qkv_ptr + row * qkv_stride + (heads * HEAD)[:, None]
     first_ptrs = head_ptrs + offsets[None, :]
     second_ptrs = first_ptrs + HALF
-    first = tl.load(first_ptrs, mask=mask, other=0)
-    second = tl.load(second_ptrs, mask=mask, other=0)
+    first = tl.load(first_ptrs, mask=inside, other=0)
+    second = tl.load(second_ptrs, mask=inside, other=0)
     dtype = first.dtype
 
     index = row
@@ -86,9 +86,9 @@ def rotate_kernel(
         if HEAD > 2 * HALF:
             rest_offsets = 2 * HALF + tl.arange(0, REST_LANES)
             in_rest = rest_offsets < HEAD
-            rest_mask = (heads < num_heads)[:, None] & in_rest[None, :]
+            rest_inside = (heads < num_heads)[:, None] & in_rest[None, :]
             rest_ptrs = head_ptrs + rest_offsets[None, :]
-            rest = tl.load(rest_ptrs, mask=rest_mask, other=0).to(tl.float32)
+            rest = tl.load(rest_ptrs, mask=rest_inside, other=0).to(tl.float32)
             total += tl.sum(rest * rest, axis=1)
         eps = tl.where(heads < num_q_heads, q_eps, k_eps)
         scale = tl.rsqrt(total / HEAD + eps)[:, None]
@@ -106,7 +106,7 @@ def rotate_kernel(
             k_rest = tl.load(k_weight_ptr + rest_offsets, mask=in_rest, other=0)[None, :]
             weight_rest = tl.where(is_q, q_rest, k_rest).to(tl.float32)
             rest = (rest * scale).to(dtype).to(tl.float32) * weight_rest
-            tl.store(rest_ptrs, rest.to(dtype), mask=rest_mask)
+            tl.store(rest_ptrs, rest.to(dtype), mask=rest_inside)
 
     wide_first = first.to(tl.float32)
     wide_second = second.to(tl.float32)
@@ -115,8 +115,8 @@ def rotate_kernel(
     rotated_first += (-wide_second * sin).to(dtype).to(tl.float32)
     rotated_second = (wide_second * cos).to(dtype).to(tl.float32)
     rotated_second += (wide_first * sin).to(dtype).to(tl.float32)
-    tl.store(first_ptrs, rotated_first.to(dtype), mask=mask)
-    tl.store(second_ptrs, rotated_second.to(dtype), mask=mask)
+    tl.store(first_ptrs, rotated_first.to(dtype), mask=inside)
+    tl.store(second_ptrs, rotated_second.to(dtype), mask=inside)
 
 
 def rotate_triton(
