@@ -75,9 +75,9 @@ def _apply_penalties(
     seen = _bits(pools.seen, row, ids)
     if rows.drafts is not None and rows.drafts.numel():
         generation = (owners - rows.num_contexts).clamp_min(0)
-        for place in range(rows.drafts.shape[1]):
-            is_before = (place < num_before) & (owners >= rows.num_contexts)
-            hit = (rows.drafts[generation, place].unsqueeze(1) == ids) & is_before.unsqueeze(1)
+        for column in range(rows.drafts.shape[1]):
+            is_before = (column < num_before) & (owners >= rows.num_contexts)
+            hit = (rows.drafts[generation, column].unsqueeze(1) == ids) & is_before.unsqueeze(1)
             counts += hit.to(torch.int32)
             seen |= hit
     repetition, presence, frequency = (
@@ -126,13 +126,13 @@ def disallowed_tokens(rows: LogitRows, slots: SlotRows) -> tuple[torch.Tensor, t
     words = torch.where(begins & (row >= 0).unsqueeze(1), listed[:, :, -1], -1)
 
     row = slots.read("allowed_row", requests)[owners]
-    place = row.clamp_min(0).to(torch.int64)
+    pool_row = row.clamp_min(0).to(torch.int64)
     ids = torch.cat([stops, words], dim=1)
     width = (pools.allowed.shape[1] - 1) * WORD_BITS
     known = ids.clamp(0, width - 1)
-    bits = pools.allowed[place].gather(1, known // WORD_BITS)
+    bits = pools.allowed[pool_row].gather(1, known // WORD_BITS)
     taken = (bits & bit_of(known) != 0) & (ids >= 0) & (ids < width)
-    left = pools.allowed[place, -1] - (taken & _is_first(ids)).sum(dim=1)
+    left = pools.allowed[pool_row, -1] - (taken & _is_first(ids)).sum(dim=1)
     yields = (left <= 0) & (row >= 0)
     return torch.where(yields.unsqueeze(1), -1, stops), words
 
@@ -151,14 +151,14 @@ def update_draft_mask(rows: LogitRows, slots: SlotRows) -> None:
     ids = torch.cat([stops, words], dim=1)
     row = slots.read("allowed_row", slice(0, rows.num_requests)).to(torch.int64)
     mine = (row >= 0).unsqueeze(1)
-    place = row.clamp_min(0)
+    pool_row = row.clamp_min(0)
 
-    old = draft_mask.masked_ids[place].to(torch.int64)
-    _flip(draft_mask.allowed, place, old, mine & (old >= 0))
+    old = draft_mask.masked_ids[pool_row].to(torch.int64)
+    _flip(draft_mask.allowed, pool_row, old, mine & (old >= 0))
     ids = torch.where(mine & (ids >= 0) & (ids < vocab), ids, -1)
-    bits = draft_mask.allowed[place].gather(1, ids.clamp_min(0) // WORD_BITS)
+    bits = draft_mask.allowed[pool_row].gather(1, ids.clamp_min(0) // WORD_BITS)
     is_set = (bits & bit_of(ids.clamp_min(0)) != 0) & (ids >= 0) & _is_first(ids)
-    _flip(draft_mask.allowed, place, ids, is_set)
+    _flip(draft_mask.allowed, pool_row, ids, is_set)
     kept = torch.where(is_set, ids, -1).to(draft_mask.masked_ids.dtype)
     spare = draft_mask.masked_ids.shape[0] - 1  # takes the writes of the other requests
     draft_mask.masked_ids[torch.where(row >= 0, row, spare)] = kept
@@ -194,7 +194,7 @@ def _tokens_before(
         generation = (owners - rows.num_contexts).clamp_min(0)
         tokens = torch.cat([recent, rows.drafts.to(torch.int64)[generation]], dim=1)
     ends = recent.shape[1] + num_before
-    places = ends.unsqueeze(1) + torch.arange(-length, 0, device=ends.device)
+    columns = ends.unsqueeze(1) + torch.arange(-length, 0, device=ends.device)
     missing = torch.full_like(tokens[:, :1], -1)
     tokens = torch.cat([tokens, missing], dim=1)
-    return tokens.gather(1, places.clamp_max(tokens.shape[1] - 1))
+    return tokens.gather(1, columns.clamp_max(tokens.shape[1] - 1))

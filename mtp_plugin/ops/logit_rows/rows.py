@@ -135,8 +135,8 @@ class LogitRows:
         contexts, device = self.num_contexts, self.positions.device
         requests = torch.arange(self.num_requests, device=device)
         owners = torch.cat([requests[:contexts], requests[contexts:].repeat_interleave(self.width)])
-        place = torch.arange(self.num_rows, device=device) - contexts
-        offsets = torch.where(place < 0, 0, place % self.width) + self.column
+        generation_row = torch.arange(self.num_rows, device=device) - contexts
+        offsets = torch.where(generation_row < 0, 0, generation_row % self.width) + self.column
         first = self.positions.to(torch.int64) + 1
         if self.ahead is not None:
             first = first + self.ahead

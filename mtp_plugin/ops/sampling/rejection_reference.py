@@ -131,11 +131,11 @@ class _Case:
             if forced_ids is not None:
                 is_plain = is_plain & (forced[contexts:].view(count, width, 1)[:, :draft_len] < 0)
             q = torch.where(is_plain, draft_probs[slots.of(mine), :draft_len], q)
-        places = torch.arange(draft_len, device=logits.device)
+        draft_indices = torch.arange(draft_len, device=logits.device)
         # q = 0: the draft row had no finite value, so the token was not sampled
         is_present = (given == drafts) & (q.gather(2, drafts.unsqueeze(2)).squeeze(2) > 0)
         if proposed.lens is not None:
-            is_present &= places < proposed.lens.to(torch.int64).unsqueeze(1)
+            is_present &= draft_indices < proposed.lens.to(torch.int64).unsqueeze(1)
 
         seed, steps = slots.read("seed", mine), noise_steps(slots, mine)
         indices = indices[contexts:].view(count, width)

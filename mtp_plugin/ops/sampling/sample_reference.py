@@ -195,10 +195,10 @@ def words_of(
     counter = (groups + rows, (rows.squeeze(1) + indices).unsqueeze(1) & _MASK, of_role, of_step)
     key = (seed[:, :1].to(torch.int64) & _MASK, seed[:, 1:].to(torch.int64) & _MASK)
     words = torch.stack(torch.broadcast_tensors(*philox(counter, key)), dim=-1)
-    place = ids.to(torch.int64) & 3
+    word = ids.to(torch.int64) & 3
     if of_group is not None:
-        return words[:, of_group, place]
-    return words.gather(-1, place.expand(words.shape[:2]).unsqueeze(-1)).squeeze(-1)
+        return words[:, of_group, word]
+    return words.gather(-1, word.expand(words.shape[:2]).unsqueeze(-1)).squeeze(-1)
 
 
 def gumbel_of(word: torch.Tensor) -> torch.Tensor:
