@@ -96,15 +96,15 @@ def top1_kernel(
     """One program per (row, block): its highest value and the lowest id of it."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
-    part = tl.program_id(1)
-    first = part * block_len
+    block = tl.program_id(1)
+    first = block * block_len
     end = tl.minimum(first + block_len, vocab)
     best, best_id = _lane_top1(logits_ptr, row * row_stride, first, end, TILE)
     top = tl.max(best, axis=0)
     top_id = tl.min(tl.where(best == top, best_id, 2147483647), axis=0)
-    out = row * num_blocks + part
-    tl.store(value_ptr + out, top)
-    tl.store(id_ptr + out, top_id)
+    index = row * num_blocks + block
+    tl.store(value_ptr + index, top)
+    tl.store(id_ptr + index, top_id)
 
 
 def top1_partials(logits: torch.Tensor) -> Top1Partials:

@@ -450,12 +450,12 @@ def word_ends(
     """The ids [WORDS] that would complete a bad word after the slot's recent tokens and ``offset``
     draft tokens; -1: none."""
     words_row = tl.load(slot_row_ptr + WORDS_ROW).to(tl.int64)
-    lanes = tl.arange(0, WORDS)
+    word_lanes = tl.arange(0, WORDS)
     ends = tl.full([WORDS], -1, tl.int32)
     if words_row >= 0:
         offsets = tl.arange(0, LENGTH)
         word_ptr = words_ptr + words_row * (WORDS * LENGTH)
-        word_tokens = tl.load(word_ptr + lanes[:, None] * LENGTH + offsets[None, :])
+        word_tokens = tl.load(word_ptr + word_lanes[:, None] * LENGTH + offsets[None, :])
         # a word's last token follows the slot's recent tokens, then draft tokens
         back = LENGTH - 1 - offsets
         from_slot = LENGTH + offset - back
@@ -495,11 +495,11 @@ def leaves_some(
     WORDS: tl.constexpr,
 ):
     """Whether an allowed id remains without disallowed stop ids and the ends of bad words."""
-    columns = tl.arange(0, STOPS)
-    lanes = tl.arange(0, WORDS)
+    stop_lanes = tl.arange(0, STOPS)
+    word_lanes = tl.arange(0, WORDS)
     disallowed_stops = tl.where(is_disallowed, stops, -1)
     is_repeated = (disallowed_stops[:, None] == disallowed_stops[None, :]) & (
-        columns[None, :] < columns[:, None]
+        stop_lanes[None, :] < stop_lanes[:, None]
     )
     is_repeated = tl.max(is_repeated.to(tl.int32), axis=1)
     is_word_end = tl.max((disallowed_stops[:, None] == ends[None, :]).to(tl.int32), axis=1)
@@ -508,7 +508,7 @@ def leaves_some(
         & (1 - is_repeated)
         & (1 - is_word_end)
     )
-    is_repeated_end = (ends[:, None] == ends[None, :]) & (lanes[None, :] < lanes[:, None])
+    is_repeated_end = (ends[:, None] == ends[None, :]) & (word_lanes[None, :] < word_lanes[:, None])
     is_repeated_end = tl.max(is_repeated_end.to(tl.int32), axis=1)
     left = tl.load(allowed_row_ptr + num_words(pool_vocab)) - tl.sum(is_removed, axis=0)
     left -= tl.sum(_allowed_bits(allowed_row_ptr, ends, pool_vocab) & (1 - is_repeated_end), axis=0)
@@ -557,11 +557,11 @@ def update_draft_mask(
     allowed_row = tl.load(slot_row_ptr + ALLOWED_ROW).to(tl.int64)
     if allowed_row >= 0:
         allowed_row_ptr = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
-        columns = tl.arange(0, STOPS)
-        lanes = tl.arange(0, WORDS)
+        stop_lanes = tl.arange(0, STOPS)
+        word_lanes = tl.arange(0, WORDS)
         masked_ids_row_ptr = masked_ids_ptr + allowed_row * (STOPS + WORDS)
-        _set_bits(allowed_row_ptr, tl.load(masked_ids_row_ptr + columns))
-        _set_bits(allowed_row_ptr, tl.load(masked_ids_row_ptr + STOPS + lanes))
+        _set_bits(allowed_row_ptr, tl.load(masked_ids_row_ptr + stop_lanes))
+        _set_bits(allowed_row_ptr, tl.load(masked_ids_row_ptr + STOPS + word_lanes))
         tl.debug_barrier()
         stops, is_disallowed = early_stops(slot_row_ptr, index, pool_vocab, STOPS)
         ends = word_ends(slot_row_ptr, offset, words_ptr, draft_ptr, WORDS, LENGTH, HAS_DRAFTS)
@@ -571,7 +571,7 @@ def update_draft_mask(
         tl.debug_barrier()
         ends = tl.where(ends < pool_vocab, ends, -1)
         tl.store(
-            masked_ids_row_ptr + columns,
+            masked_ids_row_ptr + stop_lanes,
             _clear_bits(allowed_row_ptr, tl.where(is_disallowed, stops, -1)),
         )
-        tl.store(masked_ids_row_ptr + STOPS + lanes, _clear_bits(allowed_row_ptr, ends))
+        tl.store(masked_ids_row_ptr + STOPS + word_lanes, _clear_bits(allowed_row_ptr, ends))

@@ -108,19 +108,21 @@ def thread_maxima(by_thread):
 
 
 @triton.jit
-def sum_chunks(by_thread, thread_max, below, scale):
+def sum_chunks(by_thread, thread_max, thread_exponents, scale):
     """The sum of the weights of each chunk, relative to the weight of its maximum; NaN weighs 0.
 
     Args:
         by_thread: values by thread [..., threads, each].
         thread_max: their maxima.
-        below: thread maxima minus chunk maximum, in log2 [chunks, threads of a chunk].
+        thread_exponents: thread maxima minus chunk maximum, in log2 [chunks, threads of a chunk].
     """
-    base = neg_inf_to_zero(thread_max)
-    weights = tl.exp2((by_thread - base[None, :, None]) * scale)
+    thread_base = neg_inf_to_zero(thread_max)
+    weights = tl.exp2((by_thread - thread_base[None, :, None]) * scale)
     weights = tl.where(by_thread == by_thread, weights, 0.0)
     thread_sums = tl.sum(tl.sum(weights, axis=0), axis=1)
-    return tl.sum(tl.reshape(thread_sums, below.shape) * tl.exp2(below), axis=1)
+    return tl.sum(
+        tl.reshape(thread_sums, thread_exponents.shape) * tl.exp2(thread_exponents), axis=1
+    )
 
 
 @triton.jit

@@ -37,12 +37,12 @@ def thinking_after(
         next_progress_ptr + progress * length + lanes, mask=lanes < length, other=0
     )
     progress = tl.max(tl.where(end_ids == token, next_progress, 0), axis=0)
-    thinks = num_thinking >= 0
-    is_forced = thinks & (budget >= 0) & (num_thinking >= budget)
-    ends = (token == end_token) & (token >= 0) & (is_forced == 0)
-    continues = thinks & (ends == 0) & (progress != length)
-    begins = tl.where((token == begin_token) & (num_thinking < 0), 0, -1)
-    return tl.where(continues, num_thinking + 1, begins), tl.where(continues, progress, 0)
+    is_thinking = num_thinking >= 0
+    is_forced = is_thinking & (budget >= 0) & (num_thinking >= budget)
+    is_end = (token == end_token) & (token >= 0) & (is_forced == 0)
+    continues = is_thinking & (is_end == 0) & (progress != length)
+    begun = tl.where((token == begin_token) & (num_thinking < 0), 0, -1)
+    return tl.where(continues, num_thinking + 1, begun), tl.where(continues, progress, 0)
 
 
 @triton.jit

@@ -51,7 +51,7 @@ def processed_scores_kernel(
     table_ptr,  # [S, W] int32
     slot_ptr,  # [>= R] integer: each request's row of the table
     bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
-    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
+    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, then a count
     count_ptr,  # HAS_PROCESSING: [P, pool_vocab] int16, unsigned: token counts
     seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
     truncation_ptr,  # [N, TRUNCATION_SIZE] float32

@@ -141,12 +141,12 @@ def sum_recovered(partials, row):
 
 
 @triton.jit
-def argmax_column(partials, row, which):
+def argmax_column(partials, row, field):
     """The column of the best score of all blocks, the lowest of equals."""
     ptrs = (
         partials.ptr
         + (row.to(tl.int64) * partials.num_blocks + partials.blocks) * PARTIAL_SIZE
-        + which
+        + field
     )
     inside = partials.blocks < partials.num_blocks
     scores = tl.load(ptrs, mask=inside, other=float("-inf"))
@@ -157,9 +157,9 @@ def argmax_column(partials, row, which):
 
 
 @triton.jit
-def is_accepted(test, p, q):
-    """Accept a draft token with probability min(1, p / q); ``test`` is uniform."""
-    return test * q < p
+def is_accepted(u, p, q):
+    """Accept a draft token with probability min(1, p / q); ``u`` is uniform."""
+    return u * q < p
 
 
 @triton.jit
@@ -176,17 +176,17 @@ def next_joint_prob(joint, p, q):
 
 
 @triton.jit
-def block_matches(accept_ptr, partials, noise, first_row, present):
-    """How many of the ``present`` draft tokens block verification accepts.
+def block_matches(accept_ptr, partials, noise, first_row, num_drafts):
+    """How many of the ``num_drafts`` draft tokens block verification accepts.
 
     ``first_row`` is the generation's row after no draft tokens.
     """
     matches = tl.full([], 0, tl.int32)
-    for num_accepted in range(1, present + 1):
+    for num_accepted in range(1, num_drafts + 1):
         joint = tl.load(accept_ptr + (first_row + num_accepted) * 2)
         mass = sum_recovered(partials, first_row + num_accepted)
         accept_prob = tl.where(mass > 0, tl.div_rn(mass, mass + (1.0 - joint)), 0.0)
-        accept_prob = tl.where(num_accepted == present, joint, accept_prob)
+        accept_prob = tl.where(num_accepted == num_drafts, joint, accept_prob)
         matches = tl.where(
             acceptance_uniform(noise, num_accepted - 1) <= accept_prob, num_accepted, matches
         )
@@ -202,7 +202,7 @@ def keep_draft_probs_kernel(
     table_ptr,  # [S, W] int32
     slot_ptr,  # [>= R] integer: each request's row of the table
     bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
-    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
+    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, then a count
     count_ptr,  # HAS_PROCESSING: [P, pool_vocab] int16, unsigned: token counts
     seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
     truncation_ptr,  # [R, TRUNCATION_SIZE] float32
@@ -257,8 +257,8 @@ def keep_draft_probs_kernel(
         inside = columns < vocab
         score = truncated_scores(truncated, columns, inside, HAS_IDS, HAS_PROCESSING)
         ids = load_ids(truncated.logit_row, columns, inside, HAS_IDS)
-        out = prob_ptr + (slot_id * max_drafts + column) * prob_vocab
-        tl.store(out + ids, truncated_probs(truncated, score), mask=inside)
+        out_ptr = prob_ptr + (slot_id * max_drafts + column) * prob_vocab
+        tl.store(out_ptr + ids, truncated_probs(truncated, score), mask=inside)
 
 
 @triton.jit
@@ -278,7 +278,7 @@ def rejection_scan_kernel(
     table_ptr,  # [S, W] int32
     slot_ptr,  # [>= R] integer: each request's row of the table
     bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
-    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
+    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, then a count
     count_ptr,  # HAS_PROCESSING: [P, pool_vocab] int16, unsigned: token counts
     seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
     truncation_ptr,  # [N, TRUNCATION_SIZE] float32
@@ -449,12 +449,12 @@ def rejection_scan_kernel(
                 ),
                 axis=0,
             )
-            out = partial_ptr + tl.program_id(0).to(tl.int64) * PARTIAL_SIZE
-            tl.store(out, tl.sum(recovered, axis=0))
-            tl.store(out + 1, best_recovered)
-            tl.store(out + 2, first_recovered.to(tl.float32, bitcast=True))
-            tl.store(out + 3, best_target)
-            tl.store(out + 4, first_target.to(tl.float32, bitcast=True))
+            out_ptr = partial_ptr + tl.program_id(0).to(tl.int64) * PARTIAL_SIZE
+            tl.store(out_ptr, tl.sum(recovered, axis=0))
+            tl.store(out_ptr + 1, best_recovered)
+            tl.store(out_ptr + 2, first_recovered.to(tl.float32, bitcast=True))
+            tl.store(out_ptr + 3, best_target)
+            tl.store(out_ptr + 4, first_target.to(tl.float32, bitcast=True))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
@@ -504,13 +504,13 @@ def rejection_finish_kernel(
         noise = Noise(slot_row_ptr, request, step, position_ptr, position_stride)
         first_row = generation * width
         accepted = tl.load(accept_ptr + (first_row + offsets) * 2 + 1, mask=inside, other=-1.0)
-        present = tl.sum((accepted >= 0).to(tl.int32), axis=0) - 1
+        num_drafts = tl.sum((accepted >= 0).to(tl.int32), axis=0) - 1
         matches = rejection_matches(accepted)
         if HAS_BLOCK and verified_by == VERIFIED_BY_BLOCK:
-            matches = block_matches(accept_ptr, partials, noise, first_row, present)
+            matches = block_matches(accept_ptr, partials, noise, first_row, num_drafts)
         row = first_row + matches
         mass = sum_recovered(partials, row)
-        mass = tl.where(matches < present, mass, 0.0)
+        mass = tl.where(matches < num_drafts, mass, 0.0)
         token = argmax_column(partials, row, tl.where(mass > 0, 1, 3))
         token = tl.where(token == NO_COLUMN, -1, token)
         tokens = tl.where(offsets == matches, token, tokens)

@@ -280,21 +280,21 @@ def load_values(logit_row, columns, inside, HAS_IDS: tl.constexpr, HAS_PROCESSIN
 class Cutoff(NamedTuple):
     """A point in the order of a row's ids, which is by depth, then by column."""
 
-    before: tl.tensor  # ids up to this difference to the maximum are ahead
+    before: tl.tensor  # ids up to this difference to the maximum are before it
     within: tl.tensor  # so are those up to this one with a lower column
     column: tl.tensor
 
 
 @triton.jit
 def no_cutoff():
-    """The cutoff that all ids are ahead of, except those with a value of -inf."""
+    """The cutoff that all ids are before, except those with a value of -inf."""
     highest = tl.full([], MAX_FLOAT, tl.float32)
     return Cutoff(highest, highest, tl.full([], NO_COLUMN, tl.int32))
 
 
 @triton.jit
 def is_before(differences, columns, cutoff):
-    """Whether ids are ahead of a cutoff."""
+    """Whether ids are before a cutoff."""
     at_cutoff = (differences <= cutoff.within) & (columns < cutoff.column)
     return (differences <= cutoff.before) | at_cutoff
 
@@ -314,7 +314,7 @@ def best_noisy_column(
     """The column of the highest noisy score.
 
     Exact scores are computed only for chunks whose bound reaches it, one or two of a thousand. With
-    a cutoff, only ids ahead of it that min-p keeps count.
+    a cutoff, only ids before it that min-p keeps count.
     """
     INDEX_MASK: tl.constexpr = chunks.shape[0] - 1
     # the chunk's index in the lowest bits, which decreases no bound

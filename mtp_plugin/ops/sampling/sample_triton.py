@@ -128,7 +128,7 @@ class ScanOutputs(NamedTuple):
 
 
 @triton.jit
-def _above(bounds, exponents):
+def _relative_bounds(bounds, exponents):
     """Bounds of chunks relative to the exponents of their maxima, rounded up.
 
     If an exponent is infinite, the noise itself is the bound. With exponents beyond 1e7, which no
@@ -197,36 +197,41 @@ def _scan_blocks(
         thread_max = thread_maxima(by_thread)
         by_chunk = tl.reshape(thread_max, [LAYOUT.chunks, LAYOUT.chunk_threads])
         chunk_max = tl.max(by_chunk, axis=1)
-        base = neg_inf_to_zero(chunk_max)
-        below = (by_chunk - base[:, None]) * scale
+        chunk_base = neg_inf_to_zero(chunk_max)
+        thread_exponents = (by_chunk - chunk_base[:, None]) * scale
 
-        out = block * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks)
+        offsets = block * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks)
         if temperature < GREEDY_BELOW:
             argmax = tl.reshape(block * BLOCK + tl.arange(0, BLOCK), by_thread.shape)
             argmax = tl.where(by_thread == thread_max[None, :, None], argmax, NO_COLUMN)
             argmax = tl.reshape(tl.min(tl.min(argmax, axis=0), axis=1), by_chunk.shape)
             argmax = tl.min(tl.where(by_chunk == chunk_max[:, None], argmax, NO_COLUMN), axis=1)
-            tl.store(outputs.detail_ptr + out, argmax.to(tl.float32, bitcast=True))
+            tl.store(outputs.detail_ptr + offsets, argmax.to(tl.float32, bitcast=True))
         elif is_noisy:
             if not NOISE_FIRST:
                 noise = gumbel_bound(philox_of_block(logit_row, block, stream, BLOCK, HAS_IDS))
             bound = tl.reshape(noise, by_thread.shape) + by_thread * scale
             bound = tl.reshape(tl.max(tl.max(bound, axis=0), axis=1), by_chunk.shape)
             bound = nan_to_neg_inf(tl.max(bound, axis=1))
-            tl.store(outputs.detail_ptr + out, _above(bound, base * scale))
+            tl.store(outputs.detail_ptr + offsets, _relative_bounds(bound, chunk_base * scale))
             if HAS_TRUNCATION:
                 tl.store(
-                    outputs.chunk_sum_ptr + out, sum_chunks(by_thread, thread_max, below, scale)
+                    outputs.chunk_sum_ptr + offsets,
+                    sum_chunks(by_thread, thread_max, thread_exponents, scale),
                 )
         elif (options.top_k == 0) & (options.top_p < 1):
-            tl.store(outputs.detail_ptr + out, sum_chunks(by_thread, thread_max, below, scale))
+            tl.store(
+                outputs.detail_ptr + offsets,
+                sum_chunks(by_thread, thread_max, thread_exponents, scale),
+            )
         if HAS_SUMS:  # noqa: SIM102 - known when it is compiled
             if options.num_logprobs >= 0:
-                below = (by_chunk - base[:, None]) * LOG2_E
+                thread_exponents = (by_chunk - chunk_base[:, None]) * LOG2_E
                 tl.store(
-                    outputs.raw_sum_ptr + out, sum_chunks(by_thread, thread_max, below, LOG2_E)
+                    outputs.raw_sum_ptr + offsets,
+                    sum_chunks(by_thread, thread_max, thread_exponents, LOG2_E),
                 )
-        tl.store(outputs.chunk_max_ptr + out, chunk_max)
+        tl.store(outputs.chunk_max_ptr + offsets, chunk_max)
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
@@ -240,7 +245,7 @@ def sample_scan_kernel(
     table_ptr,  # [S, W] int32
     slot_ptr,  # [>= R] integer: each request's row of the table
     bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
-    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
+    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, then a count
     count_ptr,  # HAS_PROCESSING: [P, pool_vocab] int16, unsigned: token counts
     seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
     # outputs
@@ -323,9 +328,12 @@ def sample_scan_kernel(
     num_before = tl.where(request < num_contexts, 0, offset) if HAS_DRAFTS else 0
     processing = load_processing(slot_row_ptr, pools, draft_ptr, num_before)
     logit_row = LogitRow(logits_ptr + row * row_stride, vocab, vocab_ids_ptr, processing)
-    chunk = row * (num_blocks * LAYOUT.chunks)
+    first_chunk = row * (num_blocks * LAYOUT.chunks)
     outputs = ScanOutputs(
-        chunk_max_ptr + chunk, detail_ptr + chunk, chunk_sum_ptr + chunk, raw_sum_ptr + chunk
+        chunk_max_ptr + first_chunk,
+        detail_ptr + first_chunk,
+        chunk_sum_ptr + first_chunk,
+        raw_sum_ptr + first_chunk,
     )
     # two calls, so that rows without processing need no registers for it
     if HAS_PROCESSING and is_processed(slot_row_ptr):
@@ -375,7 +383,7 @@ def sample_finish_kernel(
     table_ptr,  # [S, W] int32
     slot_ptr,  # [>= R] integer: each request's row of the table
     bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
-    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
+    allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, then a count
     count_ptr,  # HAS_PROCESSING: [P, pool_vocab] int16, unsigned: token counts
     seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
     chunk_max_ptr,  # [N, num_chunks] float32: maximum of each chunk

@@ -38,9 +38,9 @@ from mtp_plugin.ops.sampling.row_triton import (
 
 LIST_CAPACITY = tl.constexpr(4096)
 """Capacity of the list of candidates."""
-OF_THREAD = tl.constexpr(32)
+THREAD_VALUES = tl.constexpr(32)
 """Largest number of values of a tile per thread."""
-LIST_SIZE = tl.constexpr(LIST_CAPACITY + 2 * OF_THREAD)
+LIST_SIZE = tl.constexpr(LIST_CAPACITY + 2 * THREAD_VALUES)
 """Size of a row's list in memory: threads may write past a full list."""
 
 
@@ -107,7 +107,7 @@ def unpack_pairs(pairs):
 
 @triton.jit
 def compute_depths(x, inside, row_max, temperature):
-    """The depths of values, (top - x) / T; infinite where not ``inside``.
+    """The depths of values, (row_max - x) / T; infinite where not ``inside``.
 
     Operands of 0 or infinity are replaced, since they send the whole warp through the slow path of
     the division.
@@ -247,8 +247,8 @@ class Sampled(NamedTuple):
 class PassResult(NamedTuple):
     """Results of a pass over selected chunks."""
 
-    nearer: tl.tensor  # measure up to the first key
-    within: tl.tensor  # measure up to the second key
+    near_measure: tl.tensor  # measure up to the first key
+    far_measure: tl.tensor  # measure up to the second key
     num_listed: tl.tensor  # number of ids between them
     sampled: Sampled  # from the ids up to the first key
 
@@ -288,15 +288,15 @@ def list_between(
     HAS_PROCESSING: tl.constexpr,
 ):
     """List the ids between two keys and sample from those before, in one pass over all chunks."""
-    SUMS: tl.constexpr = LAYOUT.chunk_size // LAYOUT.each
+    NUM_SUMS: tl.constexpr = LAYOUT.chunk_size // LAYOUT.each
     logit_row = sample.logit_row
     selected = candidates.selected
     scale = log2_scale(sample.options.temperature)
-    near_reach = max_difference(near, sample.options.temperature)
-    far_reach = max_difference(far, sample.options.temperature)
-    nearer = tl.zeros([TILE, SUMS], tl.float32)
-    within = tl.zeros([TILE, SUMS], tl.float32)
-    kept_mass = tl.zeros([TILE, SUMS], tl.float32)
+    near_difference = max_difference(near, sample.options.temperature)
+    far_difference = max_difference(far, sample.options.temperature)
+    near_measure = tl.zeros([TILE, NUM_SUMS], tl.float32)
+    far_measure = tl.zeros([TILE, NUM_SUMS], tl.float32)
+    kept_mass = tl.zeros([TILE, NUM_SUMS], tl.float32)
     num_listed = 0
     best = float("-inf")
     sampled = NO_COLUMN
@@ -313,15 +313,15 @@ def list_between(
         exponents = differences * scale
         weights = tl.exp2(-exponents)
         measures = tl.where(by_mass, weights, 1.0)
-        is_nearer = differences <= near_reach
-        is_within = differences <= far_reach
-        nearer += sum_neighbours(tl.where(is_nearer, measures, 0.0), LAYOUT.each)
-        within += sum_neighbours(tl.where(is_within, measures, 0.0), LAYOUT.each)
+        is_nearer = differences <= near_difference
+        is_within = differences <= far_difference
+        near_measure += sum_neighbours(tl.where(is_nearer, measures, 0.0), LAYOUT.each)
+        far_measure += sum_neighbours(tl.where(is_within, measures, 0.0), LAYOUT.each)
         is_kept = is_nearer & (weights >= sample.options.min_p)
         kept_mass += sum_neighbours(tl.where(is_kept, weights, 0.0), LAYOUT.each)
         num_listed = list_values(
             x,
-            is_within & (differences > near_reach),
+            is_within & (differences > near_difference),
             selected,
             first,
             num_listed,
@@ -347,8 +347,8 @@ def list_between(
         x = next_x
     tl.debug_barrier()
     return PassResult(
-        tl.sum(tl.sum(nearer, axis=1), axis=0),
-        tl.sum(tl.sum(within, axis=1), axis=0),
+        tl.sum(tl.sum(near_measure, axis=1), axis=0),
+        tl.sum(tl.sum(far_measure, axis=1), axis=0),
         num_listed,
         Sampled(best, sampled, tl.sum(tl.sum(kept_mass, axis=1), axis=0)),
     )
@@ -367,12 +367,12 @@ def list_within(
 ):
     """List the ids up to a key; returns how many, or more than LIST_CAPACITY."""
     selected = candidates.selected
-    reach = max_difference(key, sample.options.temperature)
+    key_difference = max_difference(key, sample.options.temperature)
     num_listed = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
     while (first < selected.num_chunks) & (num_listed <= LIST_CAPACITY):
         x = load_tile(sample.logit_row, selected, first, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
-        is_within = sample.row_max - x <= reach
+        is_within = sample.row_max - x <= key_difference
         num_listed = list_values(
             x, is_within, selected, first, num_listed, candidates.pair_ptr, LAYOUT, WARPS
         )
@@ -458,15 +458,15 @@ def sample_chunks(
     HAS_PROCESSING: tl.constexpr,
 ):
     """`sample_list` for all ids of the selected chunks."""
-    SUMS: tl.constexpr = LAYOUT.chunk_size // LAYOUT.each
+    NUM_SUMS: tl.constexpr = LAYOUT.chunk_size // LAYOUT.each
     logit_row = sample.logit_row
     options = sample.options
     scale = log2_scale(options.temperature)
-    before_reach = max_difference(limit - 1, options.temperature)
-    limit_reach = max_difference(limit, options.temperature)
+    before_difference = max_difference(limit - 1, options.temperature)
+    limit_difference = max_difference(limit, options.temperature)
     best = float("-inf")
     sampled = NO_COLUMN
-    kept_mass = tl.zeros([TILE, SUMS], tl.float32)
+    kept_mass = tl.zeros([TILE, NUM_SUMS], tl.float32)
     offsets = tl.arange(0, LAYOUT.chunk_size)
     x = load_tile(logit_row, selected, 0, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
     for first in range(0, selected.num_chunks, TILE):
@@ -477,7 +477,9 @@ def sample_chunks(
         differences = sample.row_max - x
         exponents = differences * scale
         weights = tl.exp2(-exponents)
-        is_kept = (differences <= before_reach) | ((differences <= limit_reach) & (columns <= last))
+        is_kept = (differences <= before_difference) | (
+            (differences <= limit_difference) & (columns <= last)
+        )
         kept_mass += sum_neighbours(
             tl.where(is_kept & (weights >= options.min_p), weights, 0.0), LAYOUT.each
         )
@@ -560,15 +562,15 @@ def join_shares(passed, split, pair_ptr, SHARES: tl.constexpr):
     The list of share s starts at ``pair_ptr + LIST_SIZE * s``; the joint list follows the last one.
     """
     partial_ptr = split.partial_ptr + split.share
-    tl.store(partial_ptr, passed.nearer)
-    tl.store(partial_ptr + SHARES, passed.within)
+    tl.store(partial_ptr, passed.near_measure)
+    tl.store(partial_ptr + SHARES, passed.far_measure)
     tl.store(partial_ptr + 2 * SHARES, passed.num_listed.to(tl.float32, bitcast=True))
     tl.store(partial_ptr + 3 * SHARES, passed.sampled.score)
     tl.store(partial_ptr + 4 * SHARES, passed.sampled.column.to(tl.float32, bitcast=True))
     tl.store(partial_ptr + 5 * SHARES, passed.sampled.mass)
     is_last = arrive_and_check_last(split, SHARES)
-    nearer = passed.nearer
-    within = passed.within
+    near_measure = passed.near_measure
+    far_measure = passed.far_measure
     num_listed = tl.full([], 0, tl.int32)
     best = passed.sampled.score
     sampled = passed.sampled.column
@@ -576,8 +578,8 @@ def join_shares(passed, split, pair_ptr, SHARES: tl.constexpr):
     if is_last:
         shares = tl.arange(0, SHARES)
         all_ptr = split.partial_ptr + shares
-        nearer = tl.sum(tl.load(all_ptr), axis=0)
-        within = tl.sum(tl.load(all_ptr + SHARES), axis=0)
+        near_measure = tl.sum(tl.load(all_ptr), axis=0)
+        far_measure = tl.sum(tl.load(all_ptr + SHARES), axis=0)
         share_counts = tl.load(all_ptr + 2 * SHARES).to(tl.int32, bitcast=True)
         scores = tl.load(all_ptr + 3 * SHARES)
         columns = tl.load(all_ptr + 4 * SHARES).to(tl.int32, bitcast=True)
@@ -595,4 +597,6 @@ def join_shares(passed, split, pair_ptr, SHARES: tl.constexpr):
                 pairs = tl.load(from_ptr + offsets, mask=inside, other=0)
                 tl.store(to_ptr + offsets, pairs, mask=inside)
             tl.debug_barrier()
-    return PassResult(nearer, within, num_listed, Sampled(best, sampled, kept_mass)), is_last
+    return PassResult(
+        near_measure, far_measure, num_listed, Sampled(best, sampled, kept_mass)
+    ), is_last

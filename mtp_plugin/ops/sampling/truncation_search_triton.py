@@ -238,8 +238,8 @@ def _narrow_bounds(
         passed = list_between(
             near, far, by_mass, sample, candidates_of_share, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING
         )
-        nearer = passed.nearer
-        within = passed.within
+        near_measure = passed.near_measure
+        far_measure = passed.far_measure
         num_between = passed.num_listed
         best = passed.sampled.score
         column = passed.sampled.column
@@ -248,19 +248,19 @@ def _narrow_bounds(
             joined, is_last = join_shares(
                 passed, split, candidates.pair_ptr - SHARES * LIST_SIZE, SHARES
             )
-            nearer = joined.nearer
-            within = joined.within
+            near_measure = joined.near_measure
+            far_measure = joined.far_measure
             num_between = joined.num_listed
             best = joined.sampled.score
             column = joined.sampled.column
             kept_mass = joined.sampled.mass
-        is_nearer = (nearer >= required) & (near > low)
+        is_nearer = (near_measure >= required) & (near > low)
         # up to the highest key the measure is reached, also if rounding says otherwise
-        is_farther = (within < required) & (far < high)
+        is_farther = (far_measure < required) & (far < high)
         num_listed = tl.where(is_nearer | is_farther, num_listed, num_between)
         end = tl.where(is_nearer, near, tl.where(is_farther, end, far))
-        total = tl.where(is_nearer, nearer, tl.where(is_farther, total, within))
-        before = tl.where(is_nearer, before, tl.where(is_farther, within, nearer))
+        total = tl.where(is_nearer, near_measure, tl.where(is_farther, total, far_measure))
+        before = tl.where(is_nearer, before, tl.where(is_farther, far_measure, near_measure))
         low = tl.where(is_nearer, low, tl.where(is_farther, far, near))
         high = tl.where(is_nearer, near, tl.where(is_farther, high, far))
         guesses += tl.where(is_last, 1, MAX_GUESSES)
@@ -428,6 +428,7 @@ def sample_many(
         high = limit
         before = 0.0
         if not is_listed:
+            # phases 1 and 2
             low, high, before, num_listed, sampled, is_last = _narrow_bounds(
                 required,
                 by_mass,
@@ -448,6 +449,7 @@ def sample_many(
             column = sampled.column
             kept_mass = sampled.mass
         if num_listed <= LIST_CAPACITY:
+            # phase 3
             keys = _list_keys(sample, candidates.pair_ptr, num_listed)
             threshold, inner = _search_list(required - before, low + 1, high, keys, by_mass)
             before += inner
@@ -478,10 +480,10 @@ def sample_many(
             if is_listed:
                 keys = _list_keys(sample, candidates.pair_ptr, num_listed)
                 weights = tl.exp(-keys.to(tl.float32, bitcast=True))
-                nearer = tl.sum(tl.where(keys < limit, weights, 0.0), axis=0)
-                within = tl.sum(tl.where(keys <= limit, weights, 0.0), axis=0)
+                mass_before = tl.sum(tl.where(keys < limit, weights, 0.0), axis=0)
+                mass_within = tl.sum(tl.where(keys <= limit, weights, 0.0), axis=0)
             else:
-                nearer, within, _ = measure(
+                mass_before, mass_within, _ = measure(
                     limit - 1,
                     limit,
                     limit,
@@ -495,10 +497,11 @@ def sample_many(
                     HAS_IDS,
                     HAS_PROCESSING,
                 )
-            mass = tl.minimum(nearer + num_at_limit * weight, within)
+            mass = tl.minimum(mass_before + num_at_limit * weight, mass_within)
             end = limit
             total = mass
         by_mass = True
+    # phase 4
     if (top_k > 0) | (top_p < 1):
         if num_listed <= LIST_CAPACITY:
             keys = _list_keys(sample, candidates.pair_ptr, num_listed)
@@ -539,6 +542,7 @@ def sample_many(
                     HAS_IDS,
                     HAS_PROCESSING,
                 )
+    # phase 5
     if num_listed <= LIST_CAPACITY:
         sampled = sample_list(
             sample,

@@ -83,16 +83,16 @@ STEPS_KEPT = tl.constexpr(24)
 MIN_FLOAT = tl.constexpr(-3.4028234663852886e38)
 NO_KEY = tl.constexpr(9223372036854775807)
 FLAT_SUM = tl.constexpr(256.0)
-"""Sum of the relative masses of chunks from which on a nucleus counts as flat."""
+"""Total of the candidate chunks' relative sums from which on a nucleus counts as flat."""
 BLOCKS_PER_CHECK = tl.constexpr(2)
-"""Blocks that are weighed between two checks; one where values are processed."""
+"""Blocks whose weights are summed between two checks; one where values are processed."""
 MIN_FLAT_TOP_P = tl.constexpr(0.25)
 """Smallest top-p for `sample_flat`; for a smaller nucleus a search is as fast."""
 
 
 @triton.jit
 def _depth_of_count(depths, top_k, far, STEPS: tl.constexpr):
-    """A depth of at most ``far`` within which at least ``top_k`` ids lie, or ``far``.
+    """A depth of at most ``far`` that has at least ``top_k`` ids within it, or ``far``.
 
     Each chunk within that depth has such an id. A step tries three depths, with the counts of the
     deeper chunks packed into one word; the first chunk is never deeper.
@@ -126,7 +126,7 @@ def _depth_of_count(depths, top_k, far, STEPS: tl.constexpr):
 
 @triton.jit
 def _depth_of_mass(depths, chunk_sums, required, SIZE: tl.constexpr):
-    """A depth within which ids with a mass of at least ``required`` lie, or MAX_DEPTH.
+    """A depth that has a mass of at least ``required`` within it, or MAX_DEPTH.
 
     Ids deeper than d weigh less than 2^-d each, so a chunk with its maximum within d has at least
     its mass minus (SIZE - 1) 2^-d there. The search ends when few chunks are within the depth.
@@ -155,7 +155,7 @@ def _sample_few(
     SIZE: tl.constexpr,
     COMPARED: tl.constexpr,
 ):
-    """`sample_truncated` for few candidates: their ranks and masses are counted pair by pair."""
+    """`sample_truncated` for few candidates: compare them pair by pair."""
     options = sample.options
     num_listed = candidates.num_listed
     offsets = tl.arange(0, SIZE)
@@ -251,10 +251,10 @@ def _by_thread(x, LAYOUT: tl.constexpr):
 
 
 @triton.jit
-def _weigh(
+def _sum_weights(
     first, cutoff, sample, LAYOUT: tl.constexpr, HAS_IDS: tl.constexpr, HAS_PROCESSING: tl.constexpr
 ):
-    """The weights of the ids of some blocks that are ahead of a cutoff, and of the others there."""
+    """Sum the weights of the ids of some blocks that are before a cutoff, and of the others."""
     BLOCK: tl.constexpr = LAYOUT.block
     THREADS: tl.constexpr = LAYOUT.threads
     NUM_BLOCKS: tl.constexpr = 1 if HAS_PROCESSING else BLOCKS_PER_CHECK
@@ -283,15 +283,17 @@ def _is_kept(
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
 ):
-    """Whether less than ``required`` of the row's ``mass`` is ahead of a column, and its cutoff.
+    """Whether less than ``required`` of the row's ``mass`` is before a column, and its cutoff.
 
-    The pass ends as soon as the weights that are not ahead exceed the rest of the mass.
+    The pass ends as soon as the weights that are not before it exceed the rest of the mass.
     """
     BLOCK: tl.constexpr = LAYOUT.block
     temperature = sample.options.temperature
-    same = column + tl.zeros([32], tl.int32)
-    x = load_values(sample.logit_row, same, same < sample.logit_row.vocab, HAS_IDS, HAS_PROCESSING)
-    keys = compute_depths(x, same < sample.logit_row.vocab, sample.row_max, temperature).to(
+    columns = column + tl.zeros([32], tl.int32)
+    x = load_values(
+        sample.logit_row, columns, columns < sample.logit_row.vocab, HAS_IDS, HAS_PROCESSING
+    )
+    keys = compute_depths(x, columns < sample.logit_row.vocab, sample.row_max, temperature).to(
         tl.int32, bitcast=True
     )
     key = tl.max(keys, axis=0)
@@ -302,9 +304,9 @@ def _is_kept(
     first = tl.full([], 0, tl.int32)
     num_blocks = tl.cdiv(sample.logit_row.vocab, BLOCK)
     while (first < num_blocks) & (mass_before < required) & (other_mass <= rest):
-        nearer, outer = _weigh(first, cutoff, sample, LAYOUT, HAS_IDS, HAS_PROCESSING)
-        mass_before += nearer
-        other_mass += outer
+        before, other = _sum_weights(first, cutoff, sample, LAYOUT, HAS_IDS, HAS_PROCESSING)
+        mass_before += before
+        other_mass += other
         first += 1 if HAS_PROCESSING else BLOCKS_PER_CHECK
     return mass_before < required, cutoff
 
@@ -324,7 +326,7 @@ def sample_flat(
 ):
     """The column that a row samples with top-p alone, without its threshold.
 
-    Returns it and whether this program knows it: one of the programs that share the row does.
+    Returns it and whether this program has it: one of the programs that share the row does.
     """
     is_last = tl.full([], 1, tl.int1)
     if SHARES > 1 and is_shared:
@@ -366,7 +368,7 @@ def sample_flat(
 def sample_truncated(
     sample,
     chunk_maxima,
-    details,
+    relative_sums,
     chunks,
     num_chunks,
     selected_ptr,
@@ -387,12 +389,12 @@ def sample_truncated(
 
     Args:
         chunk_maxima: the maxima of the row's chunks.
-        details: their masses, for top-p alone.
+        relative_sums: their sums of weights, for top-p alone.
         selected_ptr, pair_ptr: of the share; other pointers are those of the row.
 
     Returns:
         The sampled column; of the kept tokens the largest depth, the last column at that depth and
-        the mass; and whether this program knows them: one of those that share a row does.
+        the mass; and whether this program has them: one of those that share a row does.
     """
     # the chunks that a bound leaves fit one tile
     TILE: tl.constexpr = WARPS * (512 if HAS_PROCESSING else 1024) // LAYOUT.chunk_size
@@ -403,12 +405,14 @@ def sample_truncated(
     row_max = tl.where(sample.row_max == 0, 0.0, sample.row_max)
     sample = RowSample(logit_row, options, sample.stream, row_max)
     depths = (row_max - chunk_maxima) * log2_scale(temperature)
+
+    # phase 1: bound the depth of kept tokens, select chunks
     far = (MAX_KEPT_DEPTH if HAS_TRUNCATION else MAX_DEPTH) + 0.0
     mass = 0.0
     if options.top_k > 0:
         far = _depth_of_count(depths, options.top_k, far, STEPS_KEPT if HAS_TRUNCATION else STEPS)
     elif options.top_p < 1:
-        chunk_sums = tl.where(chunk_maxima > float("-inf"), details * tl.exp2(-depths), 0.0)
+        chunk_sums = tl.where(chunk_maxima > float("-inf"), relative_sums * tl.exp2(-depths), 0.0)
         mass = tl.sum(chunk_sums, axis=0)
         far = _depth_of_mass(depths, chunk_sums, options.top_p * mass, LAYOUT.chunk_size)
     # with top-k and top-p, the mass of the top k includes ids that min-p removes
@@ -428,7 +432,9 @@ def sample_truncated(
         selected = SelectedChunks(selected_ptr, tl.where(is_idle, 0, selected.num_chunks))
     # threads read what others wrote
     tl.debug_barrier()
-    # finite, so that -inf lies deeper
+
+    # phase 2: list the candidates; of few chunks by groups of four
+    # finite, so that -inf is deeper
     min_value = tl.maximum(row_max - far * LN_2 * temperature, MIN_FLOAT)
     num_listed = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
@@ -466,7 +472,7 @@ def sample_truncated(
     num_listed = tl.where(is_many, LIST_CAPACITY + 1, num_listed)
     if not HAS_TRUNCATION:
         # the truncation is no output, so a flat nucleus needs no list
-        candidate_sum = tl.sum(tl.where(is_candidate & may_be_flat, details, 0.0), axis=0)
+        candidate_sum = tl.sum(tl.where(is_candidate & may_be_flat, relative_sums, 0.0), axis=0)
         num_listed = tl.where(
             is_shared & may_be_flat & (candidate_sum > FLAT_SUM), LIST_CAPACITY + 1, num_listed
         )
@@ -483,6 +489,7 @@ def sample_truncated(
             num_listed = tl.where(is_flat, tl.maximum(num_listed, LIST_CAPACITY + 1), num_listed)
     tl.debug_barrier()
 
+    # phases 3 to 5: truncate and sample, by the number of candidates
     candidates = Candidates(selected, pair_ptr, num_listed)
     sampled = tl.full([], NO_COLUMN, tl.int32)
     limit = tl.full([], 0.0, tl.float32)

@@ -117,13 +117,13 @@ def test_row_is_read_until_the_result_is_certain(monkeypatch: pytest.MonkeyPatch
     """An id near the maximum is kept as soon as 1 - top_p of the mass is read."""
     if DEVICE.type != "cpu":
         pytest.skip("pieces are counted in the interpreter")
-    weighed, seen = truncation_triton._weigh, []
+    weighed, seen = truncation_triton._sum_weights, []
 
     def count(*given: Any) -> Any:
         seen.append(1)
         return weighed(*given)
 
-    monkeypatch.setattr(truncation_triton, "_weigh", count)
+    monkeypatch.setattr(truncation_triton, "_sum_weights", count)
     vocab = 4096 * 2 * 10
     requests = [Options(2.0, top_p=0.95, seed=seed) for seed in range(4)]
     batch = batch_of(normal(1, vocab).expand(4, -1), requests)
