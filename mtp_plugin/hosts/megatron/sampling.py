@@ -67,7 +67,7 @@ class _PluginSampling:
         self._draft_column = 0
         logits = _rows(required_logits, positions.shape[0], gather_indices)
         slots = replace(self._slots, slot_ids=self._slots.slot_ids[requests])
-        return self._sample(logits, LogitRows(0, 1, positions), slots)
+        return self._sample(logits, LogitRows.flat(positions), slots)
 
     def sample_kernel(
         self,
@@ -94,7 +94,7 @@ class _PluginSampling:
         first, lengths = _query_rows(context)
         ends = to_device((first + lengths)[:n], torch.int64, logits.device)
         if context.num_speculative_tokens == 0:
-            slots, rows = self._slots_of(context, logits.device), LogitRows(0, 1, ends - 1)
+            slots, rows = self._slots_of(context, logits.device), LogitRows.flat(ends - 1)
         else:
             expect(
                 self._slots is not None,
@@ -103,7 +103,7 @@ class _PluginSampling:
             )
             # the KV cache was rewound: the last target token is at the end of the sequence
             slots = cast(SlotRows, self._slots)
-            rows = LogitRows(0, 1, ends, column=self._draft_column)
+            rows = LogitRows.flat(ends, self._draft_column)
             self._draft_column += 1
         tokens = self._sample(_rows(logits, n, gather_indices), rows, slots)
         return tokens if output is None else output.copy_(tokens)
