@@ -1,8 +1,8 @@
 """Triton implementation of `logprobs`: a scan of the rows by chunks, and a finish per token.
 
-1. Grid (rows of logits, groups of PARTS blocks), `logprob_scan_kernel`: store of every chunk its
-   maximum, and the sum of exp(x - maximum). Left out if sampling has stored the maxima of chunks
-   and the sums of rows.
+1. Grid (rows of logits, groups of BLOCKS_PER_PROGRAM blocks), `logprob_scan_kernel`: store of every
+   chunk its maximum, and the sum of exp(x - maximum). Left out if sampling has stored the maxima of
+   chunks and the sums of rows.
 2. Grid [R * (K+1)], `logprob_finish_kernel`, one program per entry: load the chunk maxima of the
    entry's row; the row's maximum and sum give the log-probability of the token.
 3. Rank: select the chunks whose maximum is at least the token's value, and count in these alone the
@@ -58,7 +58,7 @@ from mtp_plugin.requests.logprobs import (
 )
 from mtp_plugin.requests.options import MAX_LOGPROBS
 
-PARTS = 4
+BLOCKS_PER_PROGRAM = 4
 """Blocks that a program of the scan reads if there are many rows: programs without work take time
 too."""
 SOME_ROWS = 64
@@ -101,19 +101,19 @@ def requested_logprobs(
 
 
 @triton.jit
-def loaded(pointers, inside):
+def load_values(pointers, inside):
     """Values in float32; -inf for NaN and outside."""
     return nan_to_neg_inf(tl.load(pointers, mask=inside, other=float("-inf")).to(tl.float32))
 
 
 @triton.jit
-def keys_of(x, ids):
+def pack_keys(x, ids):
     """Unique int64 keys in the order of values; among equal values a lower id has a higher key."""
     return float_to_ordered_int(x).to(tl.int64) * 4294967296 - ids
 
 
 @triton.jit
-def id_of(key):
+def id_of_key(key):
     """The id of a key."""
     return (-key & 0x7FFFFFFF).to(tl.int32)
 
@@ -121,7 +121,7 @@ def id_of(key):
 @triton.jit
 def value_of_key(key):
     """The value of a key."""
-    return ordered_int_to_float(((key + id_of(key)) >> 32).to(tl.int32))
+    return ordered_int_to_float(((key + id_of_key(key)) >> 32).to(tl.int32))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=UNALIGNED)
@@ -132,8 +132,8 @@ def logprob_scan_kernel(
     table_ptr,  # HAS_SLOTS: [S, W] int32
     slot_ptr,  # HAS_SLOTS: [>= R] integer
     # outputs
-    top_ptr,  # [N, num_blocks * LAYOUT.chunks] float32: maxima of chunks
-    mass_ptr,  # [N, num_blocks * LAYOUT.chunks] float32: sums of exp(x - maximum)
+    chunk_max_ptr,  # [N, num_blocks * LAYOUT.chunks] float32: maxima of chunks
+    sum_ptr,  # [N, num_blocks * LAYOUT.chunks] float32: sums of exp(x - maximum)
     # sizes
     num_contexts,  # C
     width,  # K+1: rows of a generation
@@ -146,11 +146,11 @@ def logprob_scan_kernel(
     slot_stride,
     # constants
     LAYOUT: tl.constexpr,  # ChunkLayout
-    PARTS: tl.constexpr,  # blocks per program
+    BLOCKS_PER_PROGRAM: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One program per ``PARTS`` blocks of a row; rows without a requested entry are skipped."""
+    """One program per BLOCKS_PER_PROGRAM blocks of a row; rows without an entry are skipped."""
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     generation_row = tl.maximum(tl.program_id(0) - num_contexts, 0)
@@ -162,105 +162,107 @@ def logprob_scan_kernel(
         request, table_ptr, table_stride, slot_ptr, slot_stride, requested, HAS_SLOTS
     )
     if (requested >= 0) & (index < count):
-        first_block = tl.program_id(1) * PARTS
-        for block in range(first_block, tl.minimum(first_block + PARTS, num_blocks)):
+        first_block = tl.program_id(1) * BLOCKS_PER_PROGRAM
+        for block in range(first_block, tl.minimum(first_block + BLOCKS_PER_PROGRAM, num_blocks)):
             x = load_block(logits_ptr + row * row_stride, block, vocab, LAYOUT.block)
-            held = tl.reshape(x, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
-            thread_top = thread_maxima(held)
-            by_chunk = tl.reshape(thread_top, [LAYOUT.chunks, LAYOUT.chunk_threads])
-            top = tl.max(by_chunk, axis=1)
-            below = (by_chunk - neg_inf_to_zero(top)[:, None]) * LOG2_E
-            out = (row * num_blocks + block) * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks)
-            tl.store(top_ptr + out, top)
-            tl.store(mass_ptr + out, sum_chunks(held, thread_top, below, LOG2_E))
+            by_thread = tl.reshape(x, [LAYOUT.wraps, LAYOUT.threads, LAYOUT.each])
+            thread_max = thread_maxima(by_thread)
+            by_chunk = tl.reshape(thread_max, [LAYOUT.chunks, LAYOUT.chunk_threads])
+            chunk_max = tl.max(by_chunk, axis=1)
+            thread_exponents = (by_chunk - neg_inf_to_zero(chunk_max)[:, None]) * LOG2_E
+            offsets = (row * num_blocks + block) * LAYOUT.chunks + tl.arange(0, LAYOUT.chunks)
+            tl.store(chunk_max_ptr + offsets, chunk_max)
+            tl.store(sum_ptr + offsets, sum_chunks(by_thread, thread_max, thread_exponents, LOG2_E))
 
 
 @triton.jit
-def _tile_of(row_ptr, vocab, picked, first, TILE: tl.constexpr, LAYOUT: tl.constexpr):
-    """Values and columns of picked chunks, and which are valid, all [TILE, chunk size]; values are
-    -inf where invalid."""
-    columns, here = tile_columns(picked, first, tl.arange(0, LAYOUT.chunk_size), TILE, LAYOUT)
-    inside = here[:, None] & (columns < vocab)
-    return loaded(row_ptr + columns, inside), columns, inside
+def _load_tile(row_ptr, vocab, selected, first, TILE: tl.constexpr, LAYOUT: tl.constexpr):
+    """Values and columns of selected chunks, and which are valid, all [TILE, chunk size].
+
+    Values are -inf where invalid.
+    """
+    columns, is_chunk = tile_columns(selected, first, tl.arange(0, LAYOUT.chunk_size), TILE, LAYOUT)
+    inside = is_chunk[:, None] & (columns < vocab)
+    return load_values(row_ptr + columns, inside), columns, inside
 
 
 @triton.jit
-def rank_of(
+def count_rank(
     row_ptr,
     vocab,
     token,
-    own,
-    tops,
+    token_value,
+    chunk_maxima,
     is_chunk,
-    picked_ptr,
+    selected_ptr,
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """The rank of a token of value ``own``: 1 + the number of tokens ordered before it."""
+    """The rank of a token of value ``token_value``: 1 + the number of tokens ordered before it."""
     SIZE: tl.constexpr = LAYOUT.chunk_size
-    picked = select_chunks((tops >= own) & is_chunk, picked_ptr)
+    selected = select_chunks((chunk_maxima >= token_value) & is_chunk, selected_ptr)
     # other threads read what a thread wrote
     tl.debug_barrier()
-    ahead = tl.zeros([TILE, SIZE], tl.int32)
-    places = tl.arange(0, SIZE)
-    x = _tile_of(row_ptr, vocab, picked, 0, TILE, LAYOUT)[0]
-    for first in range(0, picked.num_chunks, TILE):
+    num_before = tl.zeros([TILE, SIZE], tl.int32)
+    offsets = tl.arange(0, SIZE)
+    x = _load_tile(row_ptr, vocab, selected, 0, TILE, LAYOUT)[0]
+    for first in range(0, selected.num_chunks, TILE):
         # load the next tile while this one is counted
-        next_x = _tile_of(row_ptr, vocab, picked, first + TILE, TILE, LAYOUT)[0]
-        columns, here = tile_columns(picked, first, places, TILE, LAYOUT)
-        is_equal = here[:, None] & (x == own) & (columns < tl.minimum(token, vocab))
-        ahead += ((x > own) | is_equal).to(tl.int32)
+        next_x = _load_tile(row_ptr, vocab, selected, first + TILE, TILE, LAYOUT)[0]
+        columns, in_list = tile_columns(selected, first, offsets, TILE, LAYOUT)
+        is_equal = in_list[:, None] & (x == token_value) & (columns < tl.minimum(token, vocab))
+        num_before += ((x > token_value) | is_equal).to(tl.int32)
         x = next_x
-    return 1 + tl.sum(tl.sum(ahead, axis=1), axis=0)
+    return 1 + tl.sum(tl.sum(num_before, axis=1), axis=0)
 
 
 @triton.jit
 def most_likely(
     row_ptr,
     vocab,
-    number,
-    tops,
+    num_tokens,
+    chunk_maxima,
     chunks,
     is_chunk,
-    picked_ptr,
+    selected_ptr,
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """The ``number`` >= 1 most likely tokens of a row and their values [LISTED], then -1."""
-    # each of the `number` highest chunks holds a value >= least
-    keys = tl.where(is_chunk, keys_of(tops, chunks), NO_KEY)
-    least = float("inf")
-    for _ in range(number):
+    """The ``num_tokens`` >= 1 most likely tokens of a row and their values [LISTED], then -1."""
+    # each of the `num_tokens` highest chunks has a value >= min_value
+    keys = tl.where(is_chunk, pack_keys(chunk_maxima, chunks), NO_KEY)
+    min_value = float("inf")
+    for _ in range(num_tokens):
         best = tl.max(keys, axis=0)
-        least = tl.where(best > NO_KEY, value_of_key(best), float("-inf"))
+        min_value = tl.where(best > NO_KEY, value_of_key(best), float("-inf"))
         keys = tl.where(keys == best, NO_KEY, keys)
-    # the rank was counted with the previous contents of picked_ptr
+    # the rank was counted with the previous contents of selected_ptr
     tl.debug_barrier()
-    picked = select_chunks((tops >= least) & is_chunk, picked_ptr)
+    selected = select_chunks((chunk_maxima >= min_value) & is_chunk, selected_ptr)
     tl.debug_barrier()
 
-    places = tl.arange(0, LISTED)
+    offsets = tl.arange(0, LISTED)
     # unique, so that exactly one is replaced at a time
-    found = NO_KEY + places.to(tl.int64)
+    best_keys = NO_KEY + offsets.to(tl.int64)
     lowest = tl.full([], NO_KEY, tl.int64)
-    for first in range(0, picked.num_chunks, TILE):
-        x, columns, inside = _tile_of(row_ptr, vocab, picked, first, TILE, LAYOUT)
-        of_tile = tl.where(inside, keys_of(x, columns), NO_KEY)
-        best_of_tile = tl.max(tl.max(of_tile, axis=1), axis=0)
-        while best_of_tile > lowest:
-            found = tl.where(found == lowest, best_of_tile, found)
-            lowest = tl.min(tl.where(places < number, found, HIGHEST_KEY), axis=0)
-            of_tile = tl.where(of_tile == best_of_tile, NO_KEY, of_tile)
-            best_of_tile = tl.max(tl.max(of_tile, axis=1), axis=0)
+    for first in range(0, selected.num_chunks, TILE):
+        x, columns, inside = _load_tile(row_ptr, vocab, selected, first, TILE, LAYOUT)
+        tile_keys = tl.where(inside, pack_keys(x, columns), NO_KEY)
+        best_tile_key = tl.max(tl.max(tile_keys, axis=1), axis=0)
+        while best_tile_key > lowest:
+            best_keys = tl.where(best_keys == lowest, best_tile_key, best_keys)
+            lowest = tl.min(tl.where(offsets < num_tokens, best_keys, HIGHEST_KEY), axis=0)
+            tile_keys = tl.where(tile_keys == best_tile_key, NO_KEY, tile_keys)
+            best_tile_key = tl.max(tl.max(tile_keys, axis=1), axis=0)
 
     ids = tl.full([LISTED], -1, tl.int32)
     values = tl.full([LISTED], 0.0, tl.float32)
-    for place in range(number):
-        best = tl.max(found, axis=0)
-        is_here = (places == place) & (best >= LOWEST_KEY)
-        ids = tl.where(is_here, id_of(best), ids)
-        values = tl.where(is_here, value_of_key(best), values)
-        found = tl.where(found == best, NO_KEY, found)
+    for index in range(num_tokens):
+        best = tl.max(best_keys, axis=0)
+        is_index = (offsets == index) & (best >= LOWEST_KEY)
+        ids = tl.where(is_index, id_of_key(best), ids)
+        values = tl.where(is_index, value_of_key(best), values)
+        best_keys = tl.where(best_keys == best, NO_KEY, best_keys)
     return ids, values
 
 
@@ -275,12 +277,12 @@ def logprob_finish_kernel(
     table_ptr,  # HAS_SLOTS: [S, W] int32
     slot_ptr,  # HAS_SLOTS: [>= R] integer
     token_ptr,  # [R, width] integer: generated tokens
-    top_ptr,  # [N, num_blocks * LAYOUT.chunks] float32: maxima of chunks
-    mass_ptr,  # HAS_SUMS: [N], else [N, num_blocks * LAYOUT.chunks] float32: sums of rows or chunks
+    chunk_max_ptr,  # [N, num_blocks * LAYOUT.chunks] float32: maxima of chunks
+    sum_ptr,  # HAS_SUMS: [N], else [N, num_blocks * LAYOUT.chunks] float32: sums of rows or chunks
     # outputs
     entry_ptr,  # [R, width, ENTRY] int32
     # written and read
-    picked_ptr,  # [R, width, num_blocks * LAYOUT.chunks] int32: indices of selected chunks
+    selected_ptr,  # [R, width, num_blocks * LAYOUT.chunks] int32: indices of selected chunks
     # sizes
     num_contexts,  # C
     width,  # K+1: rows of a generation
@@ -311,61 +313,83 @@ def logprob_finish_kernel(
     requested = requested_logprobs(
         request, table_ptr, table_stride, slot_ptr, slot_stride, requested, HAS_SLOTS
     )
-    places = tl.arange(0, LISTED)
+    offsets = tl.arange(0, LISTED)
     token = tl.full([], -1, tl.int32)
     rank = tl.full([], 0, tl.int32)
     value = tl.full([], 0.0, tl.float32)
     ids = tl.full([LISTED], -1, tl.int32)
     values = tl.full([LISTED], 0.0, tl.float32)
     if (requested >= 0) & (index < count) & ((index == 0) | (request >= num_contexts)):
-        number = tl.minimum(requested, TOP)
+        num_tokens = tl.minimum(requested, TOP)
         token = tl.load(token_ptr + request * token_row_stride + index * token_stride).to(tl.int32)
         row_ptr = logits_ptr + row * row_stride
-        own = loaded(row_ptr + token, (token >= 0) & (token < vocab))
+        token_value = load_values(row_ptr + token, (token >= 0) & (token < vocab))
         num_chunks = num_blocks * LAYOUT.chunks
         chunks = tl.arange(0, ALL_CHUNKS)
         is_chunk = chunks < num_chunks
-        kept = row * num_chunks + chunks
-        tops = tl.load(top_ptr + kept, mask=is_chunk, other=float("-inf"))
+        chunk_offsets = row * num_chunks + chunks
+        chunk_maxima = tl.load(chunk_max_ptr + chunk_offsets, mask=is_chunk, other=float("-inf"))
         if HAS_SUMS:
-            mass = tl.load(mass_ptr + row)
+            row_sum = tl.load(sum_ptr + row)
         else:
-            masses = tl.load(mass_ptr + kept, mask=is_chunk, other=0.0)
-        top = tl.max(tops, axis=0)
-        if top == float("inf"):
+            chunk_sums = tl.load(sum_ptr + chunk_offsets, mask=is_chunk, other=0.0)
+        row_max = tl.max(chunk_maxima, axis=0)
+        if row_max == float("inf"):
             # blocks are in the order of token ids, chunks within a block are not
-            block = tl.min(tl.where(tops == top, chunks // LAYOUT.chunks, NO_COLUMN), axis=0)
+            block = tl.min(
+                tl.where(chunk_maxima == row_max, chunks // LAYOUT.chunks, NO_COLUMN), axis=0
+            )
             columns = block * LAYOUT.block + tl.arange(0, LAYOUT.block)
-            x = loaded(row_ptr + columns, columns < vocab)
-            first = tl.min(tl.where(x == top, columns, NO_COLUMN), axis=0)
+            x = load_values(row_ptr + columns, columns < vocab)
+            first = tl.min(tl.where(x == row_max, columns, NO_COLUMN), axis=0)
             # then all others by id
-            others = places - 1 + (places > first).to(tl.int32)
-            ids = tl.where(places == 0, first, others)
-            values = tl.where(places == 0, 0.0, float("-inf"))
+            others = offsets - 1 + (offsets > first).to(tl.int32)
+            ids = tl.where(offsets == 0, first, others)
+            values = tl.where(offsets == 0, 0.0, float("-inf"))
             value = tl.where(token == first, 0.0, float("-inf"))
             rank = tl.where(token == first, 1, token + 1 + (token < first).to(tl.int32))
-            is_listed = (places < number) & (places < vocab)
+            is_listed = (offsets < num_tokens) & (offsets < vocab)
             ids = tl.where(is_listed, ids, -1)
             values = tl.where(is_listed, values, 0.0)
         else:
             if not HAS_SUMS:
-                mass = sum_row(masses, tops, top, LOG2_E)
-            norm = tl.log(mass)
-            value = tl.where(own > float("-inf"), own - top - norm, float("-inf"))
-            picked_ptr += tl.program_id(0).to(tl.int64) * num_chunks
-            rank = rank_of(row_ptr, vocab, token, own, tops, is_chunk, picked_ptr, TILE, LAYOUT)
-            if number > 0:
+                row_sum = sum_row(chunk_sums, chunk_maxima, row_max, LOG2_E)
+            norm = tl.log(row_sum)
+            value = tl.where(
+                token_value > float("-inf"), token_value - row_max - norm, float("-inf")
+            )
+            selected_ptr += tl.program_id(0).to(tl.int64) * num_chunks
+            rank = count_rank(
+                row_ptr,
+                vocab,
+                token,
+                token_value,
+                chunk_maxima,
+                is_chunk,
+                selected_ptr,
+                TILE,
+                LAYOUT,
+            )
+            if num_tokens > 0:
                 ids, values = most_likely(
-                    row_ptr, vocab, number, tops, chunks, is_chunk, picked_ptr, TILE, LAYOUT
+                    row_ptr,
+                    vocab,
+                    num_tokens,
+                    chunk_maxima,
+                    chunks,
+                    is_chunk,
+                    selected_ptr,
+                    TILE,
+                    LAYOUT,
                 )
-                lower = tl.where(values > float("-inf"), values - top - norm, float("-inf"))
+                lower = tl.where(values > float("-inf"), values - row_max - norm, float("-inf"))
                 values = tl.where(ids >= 0, lower, 0.0)
     entry = entry_ptr + tl.program_id(0).to(tl.int64) * ENTRY
     tl.store(entry + TOKEN, token)
     tl.store(entry + RANK, rank)
     tl.store(entry + VALUE, value.to(tl.int32, bitcast=True))
-    tl.store(entry + TOP_IDS + places, ids, mask=places < TOP)
-    tl.store(entry + TOP_VALUES + places, values.to(tl.int32, bitcast=True), mask=places < TOP)
+    tl.store(entry + TOP_IDS + offsets, ids, mask=offsets < TOP)
+    tl.store(entry + TOP_VALUES + offsets, values.to(tl.int32, bitcast=True), mask=offsets < TOP)
 
 
 def logprobs_triton(
@@ -410,18 +434,26 @@ def logprobs_triton(
         **pdl_options(device),
     }
     if sums is None:
-        parts = 1 if num_rows <= SOME_ROWS else PARTS
-        tops, masses = torch.empty(2, num_rows, num_chunks, dtype=torch.float32, device=device)
-        logprob_scan_kernel[(num_rows, -(-num_blocks // parts))](
-            *inputs, tops, masses, *sizes, **constants, PARTS=parts, num_warps=chunks.warps
+        blocks = 1 if num_rows <= SOME_ROWS else BLOCKS_PER_PROGRAM
+        chunk_maxima, chunk_sums = torch.empty(
+            2, num_rows, num_chunks, dtype=torch.float32, device=device
+        )
+        logprob_scan_kernel[(num_rows, -(-num_blocks // blocks))](
+            *inputs,
+            chunk_maxima,
+            chunk_sums,
+            *sizes,
+            **constants,
+            BLOCKS_PER_PROGRAM=blocks,
+            num_warps=chunks.warps,
         )
     else:
-        tops, masses = sums.tops, sums.masses
+        chunk_maxima, chunk_sums = sums.tops, sums.masses
     logprob_finish_kernel[(num_cells,)](
         *inputs,
         tokens,
-        tops,
-        masses,
+        chunk_maxima,
+        chunk_sums,
         # outputs
         result.entries,
         # written and read
