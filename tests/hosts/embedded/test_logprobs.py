@@ -352,8 +352,8 @@ def test_who_does_not_ask_costs_nothing(harness, target, prompts, monkeypatch):
     assert all(one is None for one in reported)
     assert_idle(llm)
     llm.executor.engine.captured = None
-    monkeypatch.setattr(worker_module, "logprobs", never)
-    monkeypatch.setattr(prompt_logprobs, "logprobs", never)
+    monkeypatch.setattr(worker_module, "compute_logprobs", never)
+    monkeypatch.setattr(prompt_logprobs, "compute_logprobs", never)
     check_all(llm, target, prompts, [no_logprobs] * len(prompts))
 
 
