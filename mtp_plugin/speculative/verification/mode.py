@@ -24,7 +24,7 @@ from mtp_plugin.speculative.verification.draft_rules import (
     SAMPLED_DRAFTS,
     DraftRule,
 )
-from mtp_plugin.verifications import codes
+from mtp_plugin.verifications import codes, drafts_of
 
 DELTA_POOL = "mtp_relaxed_delta_pool"
 """Slot column and attribute of the manager: the delta of relaxed acceptance that applies."""
@@ -242,9 +242,12 @@ class VerificationMode(ABC):
         """
 
     @classmethod
-    def count_draft_probs(cls, options: DecodingOptions) -> int:  # noqa: ARG003
-        """Return for how many drafts per slot the mode reads ``draft_probs`` of the manager."""
-        return 0
+    def count_draft_probs(cls, options: DecodingOptions) -> int:
+        """Return for how many drafts per slot the mode reads ``draft_probs`` of the manager: of
+        methods that verify independently sampled drafts, for all."""
+        methods = set(cls.verifications).intersection(options.mtp.verifications)
+        is_plain = any("plain" in drafts_of(name) for name in methods)
+        return options.max_draft_len if is_plain and options.mtp.draft_sampling != "greedy" else 0
 
     @classmethod
     def label(cls, options: DecodingOptions) -> Label | None:  # noqa: ARG003

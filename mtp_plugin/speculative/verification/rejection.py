@@ -39,11 +39,6 @@ class RejectionVerification(VerificationMode):
         super().__init__(options, device)
         self._by_block = "block" in options.mtp.verifications
 
-    @classmethod
-    @override
-    def count_draft_probs(cls, options: DecodingOptions) -> int:
-        return options.max_draft_len if options.mtp.draft_sampling != "greedy" else 0
-
     @override
     def verify(
         self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
