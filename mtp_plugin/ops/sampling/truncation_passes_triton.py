@@ -536,7 +536,7 @@ class Split(NamedTuple):
 
 @triton.jit
 def select_share_chunks(selected, split, ALL_CHUNKS: tl.constexpr, SHARES: tl.constexpr):
-    """The selected chunks of a share: every SHARES-th, written after all picked chunks."""
+    """The selected chunks of a share: every SHARES-th, written after all selected chunks."""
     offsets = tl.arange(0, ALL_CHUNKS // SHARES)
     index = offsets * SHARES + split.share
     inside = index < selected.num_chunks

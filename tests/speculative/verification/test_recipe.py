@@ -25,7 +25,7 @@ def run_program(code: str) -> dict[str, Any]:
 def test_method_of_the_recipe_decides_about_its_requests_alone(code: str) -> None:
     found = run_program(code)
     ((ids, histogram),) = found["coupled"]
-    assert sum(histogram[3:]) > 0  # else nothing tells the methods apart
+    assert sum(histogram[3:]) > 0  # else the methods do not differ
     ((single_ids, single_histogram),) = found["single"]
     assert single_ids == ids  # lossless too
     assert sum(single_histogram[3:]) == 0 < single_histogram[2]
