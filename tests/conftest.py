@@ -65,7 +65,7 @@ def group_of_combinations(item: pytest.Function) -> tuple[int, tuple[object, ...
         others = tuple(id(value) for name, value in params.items() if name not in combined)
     elif (
         MATRIX & params.keys()
-        and "executor" in item.path.parts
+        and "embedded" in item.path.parts
         and "losslessness" not in item.path.name
     ):
         combined, count = MATRIX, 1
