@@ -17,7 +17,7 @@ from triton.runtime.driver import driver
 
 from mtp_plugin.hosts.embedded.attention import triton as attention
 from mtp_plugin.ops import launching, programmatic_launch
-from mtp_plugin.ops.parallel_compile import CompileJob, record_launches
+from mtp_plugin.ops.early_compile import CompileJob, record_launches
 from tests.compiled.compiler import AbsentDriver, Compilations
 from tests.compiled.launches import (
     compile_attention_of_long_prompts,
@@ -70,11 +70,13 @@ def main() -> None:
             empty = torch.empty(3).tolist()
         recorded = list(requests.values())
         at_launch.clear()
-        job = CompileJob(recorded)
+        job = CompileJob()
+        job.compile(recorded)
         job.wait()
         with compilations.of_launches():
             launch()
-        repeated = CompileJob(recorded)
+        repeated = CompileJob()
+        repeated.compile(recorded)
     report = {
         "errors": compilations.errors,
         "recorded": len(recorded),

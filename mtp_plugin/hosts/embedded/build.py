@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from mtp_plugin.config import LLMConfig
-from mtp_plugin.errors import ConfigError, describe_error, format_value
+from mtp_plugin.errors import ConfigError, format_value
 from mtp_plugin.hosts.embedded.attention import (
     AttentionBackend,
     AttentionLease,
@@ -28,6 +28,7 @@ from mtp_plugin.hosts.embedded.cuda_graphs import (
     graph_bytes,
     padded_sizes,
 )
+from mtp_plugin.hosts.embedded.early_kernels import run_dry
 from mtp_plugin.hosts.embedded.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.hosts.embedded.kv_cache.sizing import (
     available_bytes,
@@ -65,12 +66,6 @@ from mtp_plugin.hosts.embedded.resolved_config import (
 from mtp_plugin.hosts.embedded.resources import ResourceManagers, SeqSlotManager
 from mtp_plugin.hosts.embedded.row_table import StepShape
 from mtp_plugin.hosts.embedded.scheduler import ChunkPolicy, Scheduler, whole_budget
-from mtp_plugin.ops.parallel_compile import (
-    CompileProcess,
-    launches_kernels,
-    record_launches,
-    warn_of_failed_recording,
-)
 from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.host import ResourceManager
 from mtp_plugin.speculative.plugin import HostFacts, SpeculativePieces, build_pieces
@@ -131,13 +126,7 @@ def build_executor(
     check_requests(resolved, dtype=None if model is None else _dtype_of(model))
     if chunk_policy is not whole_budget and not config.enable_chunked_prefill:
         raise ConfigError("chunk_policy: enable_chunked_prefill is false, so there is none")
-    is_captured = resolved.device.type == "cuda" and config.cuda_graph_config is not None
-    # it imports what it needs while the weights are loaded
-    compiles = is_captured and launches_kernels(resolved.device)
     with ExitStack() as undo:
-        process = CompileProcess.start_ahead() if compiles else None
-        if process is not None:
-            undo.callback(process.close)  # a stored traceback would keep it
         if model is None:
             model = _load(resolved, report)
         check_model(resolved, model)
@@ -157,9 +146,7 @@ def build_executor(
             pieces = build_pieces(resolved.plugin, speculative, resolved.plan, host)
         lease = AttentionLease(model, attn_backend.attention_function)
         undo.callback(lease.release)
-        engine = _engine(
-            resolved, model, pieces, attn_backend, lease, on_progress, kv_fill, process
-        )
+        engine = _engine(resolved, model, pieces, attn_backend, lease, on_progress, kv_fill)
         seq_slots = SeqSlotManager(host.max_num_sequences)
         built = BuiltExecutor(
             executor=_executor(resolved, engine, seq_slots, chunk_policy),
@@ -254,7 +241,6 @@ def _engine(
     lease: AttentionLease,
     on_progress: Progress | None,
     kv_fill: float,
-    process: CompileProcess | None,
 ) -> ModelEngine:
     """Make the draft head, size the KV cache by the memory that is left, then capture."""
     config, device = resolved.config, resolved.device
@@ -268,7 +254,8 @@ def _engine(
     shapes = captured_shapes(config, pieces, attn_backend) if graphs is not None else []
     report("running one token through every layer")
     write = partial(_write_one_token, model, attn_backend, resolved.plan.num_draft_layers)
-    probe = _probe(write, is_dry=graphs is not None and launches_kernels(device))
+    # its values are not read
+    probe = probe_pools(write) if graphs is None else run_dry(partial(probe_pools, write), device)
     report("allocating the KV cache")
     num_blocks = num_kv_blocks(
         config,
@@ -296,22 +283,11 @@ def _engine(
     )
     if graphs is not None:
         model.keep_experts_on_device()
-        engine.capture(shapes, report, lazy=graphs.capture == "lazy", process=process)
+        engine.capture(shapes, report, lazy=graphs.capture == "lazy")
     if on_progress is not None:
         pending = engine.captured.pending if engine.captured is not None else ()
         report(memory_line(engine, _graph_bytes(resolved, pending)))
     return engine
-
-
-def _probe(write: Callable[[PagedKVPools], object], *, is_dry: bool) -> PagedKVPools:
-    """Return pools that ``write`` wrote to; in a dry run, kernels are not compiled one by one."""
-    if is_dry:
-        try:
-            with record_launches():
-                return probe_pools(write)  # its values are not read
-        except Exception as error:  # of a Triton with other hooks
-            warn_of_failed_recording(describe_error(error))
-    return probe_pools(write)
 
 
 def captured_shapes(

@@ -19,7 +19,7 @@ from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, describe_error
 from mtp_plugin.hosts.embedded.prompt_steps import PromptBuffer, PromptChunks
 from mtp_plugin.hosts.embedded.row_table import Row, RowTable, StepShape
-from mtp_plugin.ops.parallel_compile import CompileJob, CompileRequest, record_launches
+from mtp_plugin.ops.early_compile import CompileJob
 from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.speculative.plugin import ReplayCheck
@@ -197,12 +197,10 @@ class CapturedSteps:
         return torch.cuda.Stream()
 
     @torch.inference_mode()
-    def launched_kernels(self, shapes: Iterable[StepShape]) -> dict[str, CompileRequest]:
-        """Return the kernels of steps, by name, that are not loaded yet, without running them."""
-        with record_launches() as requests:
-            for shape in shapes:
-                self._padding_step(shape)[0]()
-        return requests
+    def launch_padding(self, shapes: Iterable[StepShape]) -> None:
+        """Launch steps of padding rows, which write to sentinel slots only."""
+        for shape in shapes:
+            self._padding_step(shape)[0]()
 
     @torch.inference_mode()
     def capture(self, shape: StepShape) -> None:

@@ -7,41 +7,31 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
 
-from mtp_plugin.errors import ConfigError, describe_error
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded.attention import (
     AttentionBackend,
     AttentionLease,
     PagedAttentionMetadata,
 )
 from mtp_plugin.hosts.embedded.cuda_graphs import CapturedSteps, capture_lock, is_captured_first
+from mtp_plugin.hosts.embedded.early_kernels import EarlyKernels
 from mtp_plugin.hosts.embedded.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.hosts.embedded.models import LoadedModel
 from mtp_plugin.hosts.embedded.prompt_logprobs import ScoredPrompts
 from mtp_plugin.hosts.embedded.prompt_steps import (
     CAPTURED_CHUNKS,
     PromptChunks,
-    distinct_shapes,
     fitting_shape,
 )
 from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.hosts.embedded.row_table import Row, RowTable, StepRows, StepShape
 from mtp_plugin.hosts.embedded.scheduler import ScheduledRequests
 from mtp_plugin.hosts.embedded.step_inputs import LastResults, StepInputs, generation_inputs
-from mtp_plugin.ops.parallel_compile import (
-    CompileJob,
-    CompileProcess,
-    CompileRequest,
-    is_recording,
-    launches_kernels,
-    num_processes,
-    record_launches,
-    warn_of_failed_recording,
-)
 from mtp_plugin.ops.step import Accepted, SamplingKind
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
@@ -51,16 +41,6 @@ from mtp_plugin.speculative.verified_tokens import VerifiedTokens
 PROMPT_LENGTHS = (128, 100)
 """Lengths of prompts whose kernels are compiled before the first request: Triton distinguishes
 multiples of 16."""
-
-
-class _Kernels(NamedTuple):
-    """Kernels to compile, by name."""
-
-    of_greedy: dict[str, CompileRequest]
-    """Of the steps that are captured first."""
-    needed: dict[str, CompileRequest]
-    """Those, and all others that are needed before the first request."""
-    later: dict[str, CompileRequest]
 
 
 @dataclass(frozen=True)
@@ -146,7 +126,6 @@ class ModelEngine:
         report: Callable[[str], None],
         *,
         lazy: bool = False,
-        process: CompileProcess | None = None,
     ) -> None:
         """Capture steps in CUDA graphs.
 
@@ -155,7 +134,6 @@ class ModelEngine:
             report: called with a line of text per graph.
             lazy: capture only the most common shapes, see `is_captured_first`, and leave the others
                 to :meth:`capture_next`.
-            process: compiles the kernels; None: one is started.
 
         Raises:
             ConfigError: the plugin's sampler keeps no tokens on the device, or its metadata no
@@ -189,57 +167,18 @@ class ModelEngine:
         first = [s for s in shapes if not lazy or is_captured_first(s, shapes)]
         first.sort(key=lambda shape: shape.sampling_kind)
         later = [s for s in shapes if s not in first]
-        processed = [s for s in later if s.sampling_kind is SamplingKind.PROCESSED]
-        greedy = [s for s in first if s.sampling_kind is SamplingKind.GREEDY]
-        kernels = self._find_kernels(captured, greedy, shapes, processed, report)
-        job = CompileJob(list(kernels.needed.values()), urgent=kernels.of_greedy, process=process)
-        if not job.is_done:
-            report(f"compiling {len(kernels.needed)} kernels in {num_processes()} processes")
-        try:
-            # the kernels of sampling take longest: meanwhile, greedy steps are captured
-            job.wait_for(kernels.of_greedy.values())
+        launch = captured.launch_padding
+        with EarlyKernels(
+            self.device, launch, self._launch_prompts, shapes, first, report
+        ) as kernels:
             for number, shape in enumerate(first):
-                if number == len(greedy):
-                    job.wait()
+                kernels.wait_for(shape)
                 report(f"capturing CUDA graphs {number + 1}/{len(first)}")
                 captured.capture(shape)
-            job.wait()
-        except BaseException:
-            job.close()
-            raise
-        compilation = CompileJob(list(kernels.later.values()), background=True)
-        captured.defer(sorted(later, key=lambda shape: shape.sampling_kind), compilation)
+        later.sort(key=lambda shape: shape.sampling_kind)
+        captured.defer(later, kernels.compile_later())
         self._prompt_shapes = [shape for shape in shapes if shape.chunk_lens]
         self.captured = captured
-
-    def _find_kernels(
-        self,
-        captured: CapturedSteps,
-        greedy: Sequence[StepShape],
-        shapes: Sequence[StepShape],
-        processed: Sequence[StepShape],
-        report: Callable[[str], None],
-    ) -> _Kernels:
-        """Find the kernels of the steps of ``shapes`` and of eager prompts by a dry run.
-
-        Args:
-            greedy: those of ``shapes`` that are captured first.
-            processed: those of ``shapes`` whose kernels are compiled in the background.
-        """
-        if not launches_kernels(self.device):
-            return _Kernels({}, {}, {})
-        report("looking for kernels to compile")
-        others = [s for s in shapes if s not in processed and s not in greedy]
-        try:
-            of_greedy = captured.launched_kernels(greedy)
-            with record_launches() as of_prompts:
-                self._launch_prompts()
-            needed = of_greedy | of_prompts | captured.launched_kernels(distinct_shapes(others))
-            later = captured.launched_kernels(distinct_shapes(processed))
-        except Exception as error:  # of a Triton with other hooks
-            warn_of_failed_recording(describe_error(error))
-            return _Kernels({}, {}, {})
-        return _Kernels(of_greedy, needed, {n: r for n, r in later.items() if n not in needed})
 
     @torch.inference_mode()
     def _launch_prompts(self) -> None:
@@ -501,6 +440,6 @@ class ModelEngine:
             kv_capacity=inputs.capacity,
             pools=self.pools,
             request_ids=[row.request_id for row in step.host],
-            check=self.pieces.checks_metadata and not is_recording(),
+            check=self.pieces.checks_metadata,
             backend=self._attn_backend,
         )

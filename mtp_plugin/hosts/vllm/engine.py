@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from mtp_plugin.hosts.vllm.options import EngineSettings
-from mtp_plugin.hosts.vllm.precompile import Precompilation
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
 from mtp_plugin.hosts.vllm.row_ops import RowOps
 from mtp_plugin.hosts.vllm.versions import fitting_module
 from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.early_compile import CompileJob
 
 _logger = logging.getLogger("vllm.mtp_plugin")
 
@@ -32,7 +32,7 @@ class Engine:
         settings: EngineSettings,
         sampler: Any,
         device: torch.device,
-        precompilation: Precompilation | None = None,
+        precompilation: CompileJob | None = None,
     ) -> None:
         version = fitting_module()
         spec = vllm_config.speculative_config

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 import torch
 
 from mtp_plugin.hosts.vllm.options import EngineSettings
-from mtp_plugin.hosts.vllm.precompile import Precompilation
 from mtp_plugin.hosts.vllm.request_slots import DRAFT_LIMIT, RequestSlots
 from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.early_compile import CompileJob
 from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.sampling import TRUNCATION_SIZE, keep_draft_probs, sample_tokens
 from mtp_plugin.ops.step import Accepted, SamplingKind, StepLayout
@@ -69,7 +69,7 @@ class RowOps:
         self.settings = settings
         self.num_drafts = settings.num_drafts
         self.backend = backend
-        self.precompilation: Precompilation | None = None
+        self.precompilation: CompileJob | None = None
         """The first launch waits for it."""
         device = slots.table.device
         self._make_verifier()
@@ -144,7 +144,7 @@ class RowOps:
 
     def _wait_for_kernels(self) -> None:
         if self.precompilation is not None:
-            seconds, self.precompilation = self.precompilation.finish(), None
+            seconds, self.precompilation = self.precompilation.wait(), None
             _logger.info("mtp_plugin waited %.1f s for its kernels to be compiled", seconds)
 
     # ---- verification

@@ -56,18 +56,18 @@ def _worker_init(original: Method) -> Method:
 
             fitting_module()
             wrap_worker()
-            _precompile(vllm_config, *args, **kwargs)
+            _compile_early(vllm_config, *args, **kwargs)
         return original(self, vllm_config, *args, **kwargs)
 
     return wrapper
 
 
-def _precompile(vllm_config: Any, local_rank: int = 0, *_args: Any, **_kwargs: Any) -> None:
+def _compile_early(vllm_config: Any, local_rank: int = 0, *_args: Any, **_kwargs: Any) -> None:
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda() or _settings(vllm_config).options.kernels == "reference":
         return
-    from mtp_plugin.hosts.vllm.precompile import start
+    from mtp_plugin.hosts.vllm.early_kernels import start
 
     capability = current_platform.get_device_capability().to_int()
     start(vllm_config, capability, is_first_rank=local_rank == 0)
@@ -164,8 +164,8 @@ def _custom_sampler(original: Method) -> Method:
         settings = _settings(self.vllm_config)
         if settings is None:
             return given
+        from mtp_plugin.hosts.vllm.early_kernels import of_worker
         from mtp_plugin.hosts.vllm.engine import Engine
-        from mtp_plugin.hosts.vllm.precompile import of_worker
 
         if given is not None:
             raise _own_sampler(self)

@@ -15,14 +15,14 @@ from triton.runtime.driver import driver
 
 from integration.random_models import random_model
 from mtp_plugin.config import parse_config
-from mtp_plugin.hosts.embedded import build, model_engine
+from mtp_plugin.hosts.embedded import build, early_kernels, model_engine
 from mtp_plugin.hosts.embedded.attention import triton as attention
 from mtp_plugin.hosts.embedded.cuda_graphs import CapturedSteps, generation_shapes
 from mtp_plugin.hosts.embedded.models import fuse
 from mtp_plugin.hosts.embedded.prompt_steps import prompt_shapes
 from mtp_plugin.ops import launching, programmatic_launch
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.parallel_compile import record_launches
+from mtp_plugin.ops.early_compile import record_launches
 from tests.compiled.compiler import AbsentDriver
 
 CONFIG = {
@@ -55,16 +55,21 @@ class Job:
     requested: list[list[str]] = []  # noqa: RUF012
     waited_for: list[list[str]] = []  # noqa: RUF012
 
-    def __init__(self, requests, *, urgent=(), background=False, process=None) -> None:
-        assert process is None
-        assert bool(urgent) == (not background)
+    def __init__(self, niceness=0, **_) -> None:
+        self.is_background = niceness > 0
+
+    def compile(self, requests, *, urgent=()) -> None:
+        assert self.is_background == (not urgent)
+        assert self.is_background == (len(self.requested) == 1)
         self.requested.append([request.name.split()[0] for request in requests])
-        assert background == (len(self.requested) == 2)
 
     def wait_for(self, requests) -> None:
         self.waited_for.append([request.name.split()[0] for request in requests])
 
     def wait(self) -> None:
+        pass
+
+    def close(self) -> None:
         pass
 
 
@@ -87,8 +92,8 @@ def main() -> None:
             (programmatic_launch, "_supports_pdl", lambda _: True),
             (build, "probe_pools", probe_dry),
             (model_engine, "CapturedSteps", NotCaptured),
-            (model_engine, "CompileJob", Job),
-            (model_engine, "launches_kernels", lambda _: True),
+            (early_kernels, "CompileJob", Job),
+            (early_kernels, "launches_kernels", lambda _: True),
         ):
             patches.enter_context(patch.object(owner, name, replacement))
         model = fuse(random_model("glm4_moe", dtype=torch.bfloat16))

@@ -6,17 +6,15 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mtp_plugin.config import parse_config
-from mtp_plugin.errors import CheckpointError
-from mtp_plugin.hosts.embedded import build
-from mtp_plugin.hosts.embedded.kv_cache import PagedKVPools
-from mtp_plugin.ops.parallel_compile import warn_of_failed_recording
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.hosts.embedded import early_kernels
 
 triton = pytest.importorskip("triton")
 
@@ -35,7 +33,7 @@ def test_dry_run_finds_the_kernels_of_steps_and_prompts() -> None:
         check=False,
     )
     assert child.returncode == 0, child.stderr[-3000:]
-    needed, later, first, is_written = json.loads(child.stdout)
+    needed, later, first, *_, is_written = json.loads(child.stdout)
     of_steps = {name.rpartition(".")[2] for name in needed}
     of_greedy = {name.rpartition(".")[2] for name in first}
     of_processing = {name.rpartition(".")[2] for name in later}
@@ -57,43 +55,32 @@ def test_dry_run_finds_the_kernels_of_steps_and_prompts() -> None:
     assert not is_written
 
 
-def test_kv_probe_runs_without_a_dry_run_where_triton_has_other_hooks(
+def test_function_runs_without_a_dry_run_where_triton_has_other_hooks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(triton, "knobs", SimpleNamespace())
-    warn_of_failed_recording.cache_clear()
-
-    def write(pools: PagedKVPools) -> None:
-        rows = torch.ones(1, 2, 1, 4)
-        pools.layer(0, rows, rows)
-
+    early_kernels._warn_once.cache_clear()
     for _ in range(2):
-        assert build._probe(write, is_dry=True).num_bytes() == 2 * (2 * 2 * 4 * 4)
+        assert early_kernels.run_dry(lambda: "result", torch.device("cuda")) == "result"
     (record,) = caplog.records
-    assert record.getMessage().startswith("kernels are compiled in one process: AttributeError: ")
+    assert record.getMessage().startswith(
+        "kernels are compiled at their first launch: AttributeError: "
+    )
 
 
-def test_an_executor_that_cannot_be_built_ends_the_compile_process(
+def test_kernels_of_steps_that_cannot_be_captured_are_not_compiled_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended = []
-    process = SimpleNamespace(close=lambda: ended.append(True))
-    resolved = SimpleNamespace(
-        device=torch.device("cuda"), config=SimpleNamespace(cuda_graph_config="graphs")
+    job = SimpleNamespace(
+        compile=lambda *_, **__: None, is_done=False, close=lambda: ended.append(True)
     )
-
-    def fail(*_: object) -> None:
-        raise CheckpointError("a tensor is missing")
-
-    for name, value in {
-        "resolve_config": lambda *_: resolved,
-        "check_requests": lambda *_, **__: None,
-        "launches_kernels": lambda _: True,
-        "CompileProcess": SimpleNamespace(start_ahead=lambda: process),
-        "_load": fail,
-    }.items():
-        monkeypatch.setattr(build, name, value)
-    config = parse_config({"model": "integration/tiny_model/checkpoint", "cuda_graph_config": {}})
-    with pytest.raises(CheckpointError):
-        build.build_executor(config)
+    monkeypatch.setattr(early_kernels, "CompileJob", lambda **_: job)
+    monkeypatch.setattr(early_kernels, "record_launches", lambda: nullcontext({}))
+    nothing = (lambda *_: None, lambda: None, [], [], lambda _: None)
+    with (
+        pytest.raises(ConfigError),
+        early_kernels.EarlyKernels(torch.device("cuda"), *nothing),
+    ):
+        raise ConfigError("a step cannot be captured")
     assert ended == [True]

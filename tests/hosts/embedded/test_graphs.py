@@ -17,10 +17,15 @@ import pytest
 import torch
 
 from mtp_plugin.errors import ConfigError, ExecutorError, MetadataError, RequestError
-from mtp_plugin.hosts.embedded import SamplingParams, engine, model_engine, row_table
+from mtp_plugin.hosts.embedded import (
+    SamplingParams,
+    early_kernels,
+    engine,
+    model_engine,
+    row_table,
+)
 from mtp_plugin.hosts.embedded.cuda_graphs import CAPTURE_AT_STEP
 from mtp_plugin.hosts.embedded.row_table import Row, RowTable, StepShape
-from mtp_plugin.ops.parallel_compile import warn_of_failed_recording
 from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.drafting import MTPEagleWorker, SpecWorker
@@ -455,14 +460,14 @@ def test_kernels_of_another_triton_are_compiled_at_their_launch(
     def fail():
         raise AttributeError("no jit_cache_hook")
 
-    monkeypatch.setattr(model_engine, "launches_kernels", lambda _: True)
-    monkeypatch.setattr(model_engine, "record_launches", fail)
-    warn_of_failed_recording.cache_clear()
+    monkeypatch.setattr(early_kernels, "launches_kernels", lambda _: True)
+    monkeypatch.setattr(early_kernels, "record_launches", fail)
+    early_kernels._warn_once.cache_clear()
     watched = graphed(capture="lazy")
     assert watched.generate(prompts[:1], greedy(6)) == [target.greedy(prompts[0], 6)]
-    (record,) = [r for r in caplog.records if r.name == "mtp_plugin.ops.parallel_compile"]
+    (record,) = [r for r in caplog.records if r.name == "mtp_plugin.ops.early_compile"]
     assert record.getMessage() == (
-        "kernels are compiled in one process: AttributeError: no jit_cache_hook"
+        "kernels are compiled at their first launch: AttributeError: no jit_cache_hook"
     )
 
 

@@ -294,7 +294,7 @@ def test_a_worker_on_a_cuda_device_compiles_kernels_early(
     def start(_config: object, capability: int, *, is_first_rank: bool) -> None:
         found.append((capability, is_first_rank))
 
-    monkeypatch.setattr("mtp_plugin.hosts.vllm.precompile.start", start)
+    monkeypatch.setattr("mtp_plugin.hosts.vllm.early_kernels.start", start)
     vllm["vllm.platforms"].current_platform = SimpleNamespace(  # type: ignore[attr-defined]
         is_cuda=lambda: True, get_device_capability=lambda: SimpleNamespace(to_int=lambda: 90)
     )

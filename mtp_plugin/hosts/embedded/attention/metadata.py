@@ -18,6 +18,7 @@ from mtp_plugin.errors import MetadataError, expect
 from mtp_plugin.hosts.embedded.attention.backend import find_backend
 from mtp_plugin.hosts.embedded.attention.types import AttentionBackend, Group, Layout, RowCounts
 from mtp_plugin.hosts.embedded.kv_cache import PagedKVPools
+from mtp_plugin.ops.early_compile import is_recording
 from mtp_plugin.ops.step import Accepted
 
 
@@ -80,7 +81,7 @@ class PagedAttentionMetadata:
         )
         self.is_cuda_graph = False
         self.request_ids = request_ids
-        self.check = check
+        self.check = check and not is_recording()  # there, lengths have no values
         self.backend: AttentionBackend = find_backend("sdpa") if backend is None else backend
         self.after_verification: Callable[[Accepted, torch.Tensor | None], Any] | None = None
         self._pools = pools

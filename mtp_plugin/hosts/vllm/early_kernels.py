@@ -1,0 +1,79 @@
+"""The kernels that other processes compile while vLLM loads its model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
+from mtp_plugin.hosts.vllm.request_slots import RequestSlots
+from mtp_plugin.hosts.vllm.row_ops import RowOps, StepRows
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.early_compile import CompileJob, request_launches
+
+TILINGS = (1, 24, 34, 192, 265, 512)
+"""The least numbers of rows from which the sampling kernels are tiled differently."""
+VOCAB_PADDING = 64
+"""vLLM pads the rows of logits to a multiple of this many columns."""
+NICENESS = 5
+
+_of_worker: CompileJob | None = None
+
+
+def of_worker() -> CompileJob | None:
+    """Return what this process started last; a worker has one engine."""
+    return _of_worker
+
+
+def start(vllm_config: Any, capability: int, *, is_first_rank: bool) -> None:
+    """Start compiling for the logits of an engine, unprocessed and processed ones.
+
+    The worker has not set its device yet: nothing here initialises a driver.
+    """
+    global _of_worker
+    model, spec = vllm_config.model_config, vllm_config.speculative_config
+    num_drafts = 0 if spec is None else spec.num_speculative_tokens
+    most = vllm_config.scheduler_config.max_num_seqs * (num_drafts + 1)
+    tilings = tuple(rows for rows in TILINGS if rows <= most)
+    dtypes = tuple(dict.fromkeys((str(model.dtype).removeprefix("torch."), "float32")))
+    arguments = dtypes, tilings, model.get_vocab_size(), num_drafts
+    _of_worker = CompileJob(niceness=NICENESS)
+    request = request_launches(launch_kernels, *arguments, capability=capability)
+    _of_worker.compile([request], starts=is_first_rank)
+
+
+def launch_kernels(
+    dtypes: tuple[str, ...], tilings: tuple[int, ...], vocab: int, num_drafts: int
+) -> None:
+    """Launch the kernels of `RowOps` once per tiling, in a dry run without a GPU."""
+    width, most = num_drafts + 1, max(tilings)
+    settings, device = EngineSettings(VllmOptions(), num_drafts), torch.device("cpu")
+    ops = RowOps(RequestSlots(most, device), settings, Backend.TRITON, vocab)
+    padded = -(-vocab // VOCAB_PADDING) * VOCAB_PADDING
+    # memory that nothing writes takes none
+    memory = torch.from_numpy(np.zeros(most * width * padded, np.float32))
+    indices = torch.zeros(most * width, dtype=torch.int32)
+    positions = torch.zeros(most * width, dtype=torch.int64)
+    for dtype in dtypes:
+        all_logits = memory.view(getattr(torch, dtype))[: len(memory)].view(-1, padded)[:, :vocab]
+        for rows in tilings:
+            logits = all_logits[: rows * width]
+            ops.sample(logits[:rows], indices[:rows], positions[:rows])
+            starts = torch.arange(0, rows * width + 1, width, dtype=torch.int32)
+            uniform, ragged = rows * width, rows * width - 1
+            for count in (uniform, ragged) if num_drafts else ():
+                step = StepRows(
+                    logits[:count],
+                    drafts=indices[:count],
+                    positions=positions[:count],
+                    row_indices=indices[:count],
+                    offsets=indices[:count],
+                    cu_num_logits=starts,
+                    indices=indices[:rows],
+                    host_indices=np.zeros(rows, dtype=np.int32),
+                    seq_lens=indices[:rows],
+                    prefill_lens=indices[:rows],
+                )
+                ops.verify(step)
