@@ -30,6 +30,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
+from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
@@ -193,52 +194,35 @@ class CompileJob:
     """Processes that compile requests into the cache of this process.
 
     Args:
+        requests: to compile where they have no mark; those with the most parameters, which take
+            longest, come first.
+        urgent: names of requests that half of the processes compile before the others.
         niceness: of the processes.
-        ahead: start a process before the requests are known, unless an earlier job left marks; it
-            imports what compiling needs.
+        starts: False: another process of this machine compiles, and this one only waits.
     """
 
-    def __init__(self, *, niceness: int = 0, ahead: bool = False) -> None:
-        self._niceness = niceness
-        self._process: subprocess.Popen[bytes] | None = None
-        self._dry_runs: Sequence[CompileRequest] = ()
-        self._awaited: Sequence[CompileRequest] = ()  # another process compiles them
-        if ahead and not os.path.exists(self._marks):
-            self._start()
-
-    @cached_property
-    def _marks(self) -> Path:
-        return _cache_folder() / "mtp_plugin-compiled"
-
-    def compile(
+    def __init__(
         self,
-        requests: Sequence[CompileRequest],
+        requests: Sequence[CompileRequest] = (),
         *,
         urgent: Set[str] = frozenset(),
+        niceness: int = 0,
         starts: bool = True,
     ) -> None:
-        """Start compiling what has no mark.
-
-        Args:
-            requests: those with the most parameters, which take longest, come first.
-            urgent: names of requests that half of the processes compile before the others.
-            starts: False: another process of this machine does it, and this one only waits.
-        """
+        self._process: subprocess.Popen[bytes] | None = None
+        self._awaited: Sequence[CompileRequest] = ()  # another process compiles them
+        self._marks = _cache_folder() / "mtp_plugin-compiled" if requests else Path()
         self._dry_runs = [request for request in requests if request.is_dry_run]
         missing = [request for request in requests if not self._is_marked(request)]
         if not starts:
             self._awaited = missing
-        elif len(missing) < LEAST_KERNELS and not any(request.is_dry_run for request in missing):
-            self.close()
-        elif (process := self._process or self._start()) is not None:
-            job = pickle.dumps((missing, urgent, self._marks, num_processes(), self._niceness))
-            # the process reads it once it has imported what it needs
-            threading.Thread(target=_write, args=(process.stdin, job), daemon=True).start()
+        elif len(missing) >= LEAST_KERNELS or any(request.is_dry_run for request in missing):
+            self._start(missing, urgent, self._marks, num_processes(), niceness)
 
-    def _start(self) -> subprocess.Popen[bytes] | None:
+    def _start(self, *job: Any) -> None:
         # of a frozen program, the executable would start the program again
         if not sys.executable or getattr(sys, "frozen", False):
-            return None
+            return
         environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"} | {
             "CUDA_VISIBLE_DEVICES": "",
             "OMP_NUM_THREADS": "1",
@@ -252,19 +236,21 @@ class CompileJob:
         )
         try:
             self._marks.mkdir(parents=True, exist_ok=True)
-            self._process = subprocess.Popen(
-                [sys.executable, "-c", program],
-                env=environment,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # an interrupt is for this process
-            )
+            with TemporaryFile() as file:
+                pickle.dump(job, file)
+                file.seek(0)
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", program],
+                    env=environment,
+                    stdin=file,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,  # an interrupt is for this process
+                )
         except OSError as error:
             warn_of_compilation(error)
-            return None
-        self._end = weakref.finalize(self, _end, self._process)
-        return self._process
+        else:
+            self._end = weakref.finalize(self, _end, self._process)
 
     def _is_marked(self, request: CompileRequest) -> bool:
         return os.path.exists(self._marks / request.mark)  # False without access
@@ -329,20 +315,12 @@ def warn_of_compilation(reason: object) -> None:
     _logger.warning("kernels are compiled at their first launch: %s", reason)
 
 
-def _write(pipe: Any, content: bytes) -> None:
-    with suppress(BrokenPipeError), pipe:  # the process failed: see CompileJob.wait
-        pipe.write(content)
-
-
 def _end(process: subprocess.Popen[bytes]) -> None:
     """End a process and those that it started, unless it ended by itself."""
     if process.poll() != 0:  # of a process that was killed, others may go on
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    if process.stdin is not None:
-        with suppress(BrokenPipeError):
-            process.stdin.close()
 
 
 def num_processes() -> int:
@@ -360,8 +338,7 @@ def _cache_folder() -> Path:
 
 
 def main() -> None:
-    """Compile what is sent to standard input."""
-    _import_ahead()
+    """Compile the job in standard input."""
     requests, urgent, marks, count, niceness = pickle.load(sys.stdin.buffer)
     os.nice(niceness)
     _compile([request for request in requests if not request.is_dry_run], urgent, marks, count)
@@ -376,16 +353,6 @@ def main() -> None:
                 written = marks / f"{request.mark}.new"
                 written.write_text(" ".join(names))
                 written.replace(marks / request.mark)
-
-
-def _import_ahead() -> None:
-    """Import what most jobs need, before the job is known and for all processes."""
-    root = Path(__file__).parents[1]
-    for path in root.rglob("*_triton.py"):
-        with suppress(Exception):
-            importlib.import_module(".".join(path.relative_to(root.parent).with_suffix("").parts))
-    with suppress(Exception):  # hashes the files of Triton, for its keys
-        importlib.import_module("triton.runtime.cache").triton_key()
 
 
 def _find_kernels(
@@ -407,6 +374,8 @@ def _compile(requests: Sequence[CompileRequest], urgent: Set[str], marks: Path, 
     for request in requests:
         with suppress(Exception):
             importlib.import_module(pickle.loads(request.content)[0])  # once for all processes
+    with suppress(Exception):  # hashes the files of Triton, for its keys
+        importlib.import_module("triton.runtime.cache").triton_key()
     context = multiprocessing.get_context("fork")
     arguments = _in_order(requests, urgent, count), marks, context.Value("i", 0)
     processes = [

@@ -70,13 +70,11 @@ def main() -> None:
             empty = torch.empty(3).tolist()
         recorded = list(requests.values())
         at_launch.clear()
-        job = CompileJob()
-        job.compile(recorded)
+        job = CompileJob(recorded)
         job.wait()
         with compilations.of_launches():
             launch()
-        repeated = CompileJob()
-        repeated.compile(recorded)
+        repeated = CompileJob(recorded)
     report = {
         "errors": compilations.errors,
         "recorded": len(recorded),

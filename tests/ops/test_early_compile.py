@@ -66,9 +66,7 @@ def slow_requests(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Compi
 
 
 def job_of(*requests: CompileRequest, **options: Any) -> CompileJob:
-    job = CompileJob()
-    job.compile(requests, **options)
-    return job
+    return CompileJob(requests, **options)
 
 
 def popen_of(job: CompileJob) -> subprocess.Popen[bytes]:
@@ -132,7 +130,6 @@ def test_no_process_starts_when_everything_is_cached(
     (cache / "mtp_plugin-compiled").mkdir()
     for each in (known, launches):
         (cache / "mtp_plugin-compiled" / each.mark).touch()
-    assert CompileJob(ahead=True)._process is None
     assert job_of(known, launches).is_done
 
 
@@ -263,24 +260,6 @@ def test_process_that_fails_is_logged(caplog: Any) -> None:
     assert "first launch: the compiling process ended with status 3" in caplog.text
 
 
-@pytest.mark.usefixtures("cache")
-def test_job_compiles_in_the_process_that_was_started_ahead() -> None:
-    job = CompileJob(ahead=True)
-    ahead = popen_of(job)
-    job.compile([request(Exit())])
-    job.wait()
-    assert ahead.returncode == 3
-
-
-@pytest.mark.usefixtures("cache")
-def test_process_started_ahead_ends_if_nothing_is_missing() -> None:
-    job = CompileJob(ahead=True)
-    ahead = popen_of(job)
-    job.compile([])
-    assert job.is_done
-    assert ahead.returncode is not None
-
-
 def test_no_process_starts_without_access_to_the_cache(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
@@ -318,22 +297,3 @@ def test_urgent_kernels_come_after_the_longest() -> None:
     requests = [CompileRequest(f"kernel {n}", n, b"") for n in range(6)]
     ordered = _in_order(requests, {"kernel 1", "kernel 2"}, 4)
     assert [each.num_parameters for each in ordered] == [5, 4, 2, 1, 3, 0]
-
-
-def test_process_imports_kernels_without_models() -> None:
-    program = (
-        "import sys; from mtp_plugin.ops.early_compile import _import_ahead; "
-        "_import_ahead(); print(*sys.modules)"
-    )
-    child = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-    )
-    imported = child.stdout.split()
-    assert "mtp_plugin.ops.sampling.sample_triton" in imported
-    assert "mtp_plugin.hosts.embedded.layers.experts_triton" in imported
-    assert not {"transformers", "tokenizers", "mtp_plugin.hosts.embedded.llm"} & set(imported)

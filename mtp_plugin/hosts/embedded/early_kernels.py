@@ -77,7 +77,6 @@ class EarlyKernels:
         others = [s for s in shapes if s not in processed and s not in greedy]
         report("looking for kernels to compile")
         try:
-            self._job = CompileJob(ahead=True)
             with record_launches() as self._greedy:
                 launch(greedy)
             with record_launches() as of_others:
@@ -87,12 +86,11 @@ class EarlyKernels:
                 launch(distinct_shapes([s for s in shapes if s in processed]))
         except Exception as error:  # of a Triton with other hooks
             _warn_once(describe_error(error))
-            self._job.close()
             self._greedy = {}
             return
         needed = self._greedy | of_others
         self._later = {name: r for name, r in of_processed.items() if name not in needed}
-        self._job.compile(list(needed.values()), urgent={*self._greedy})
+        self._job = CompileJob(list(needed.values()), urgent={*self._greedy})
         if not self._job.is_done:
             report(f"compiling {len(needed)} kernels in {num_processes()} processes")
 
@@ -116,9 +114,7 @@ class EarlyKernels:
 
     def compile_later(self) -> CompileJob:
         """Start compiling the kernels of requests with logits processing."""
-        job = CompileJob(niceness=BACKGROUND_NICENESS)
-        job.compile(list(self._later.values()))
-        return job
+        return CompileJob(list(self._later.values()), niceness=BACKGROUND_NICENESS)
 
 
 @cache

@@ -39,9 +39,8 @@ def start(vllm_config: Any, capability: int, *, is_first_rank: bool) -> None:
     tilings = tuple(rows for rows in TILINGS if rows <= most)
     dtypes = tuple(dict.fromkeys((str(model.dtype).removeprefix("torch."), "float32")))
     arguments = dtypes, tilings, model.get_vocab_size(), num_drafts
-    _of_worker = CompileJob(niceness=NICENESS)
     request = request_launches(launch_kernels, *arguments, capability=capability)
-    _of_worker.compile([request], starts=is_first_rank)
+    _of_worker = CompileJob([request], niceness=NICENESS, starts=is_first_rank)
 
 
 def launch_kernels(

@@ -55,13 +55,10 @@ class Job:
     requested: list[list[str]] = []  # noqa: RUF012
     waited_for: list[list[str]] = []  # noqa: RUF012
 
-    def __init__(self, niceness=0, **_) -> None:
-        self.is_background = niceness > 0
-
-    def compile(self, requests, *, urgent=()) -> None:
-        assert self.is_background == (not urgent)
-        assert self.is_background == (len(self.requested) == 1)
-        self.requested.append([request.name.split()[0] for request in requests])
+    def __init__(self, requests=(), *, urgent=(), niceness=0) -> None:
+        if requests:
+            assert bool(urgent) == (niceness == 0) == (not self.requested)
+            self.requested.append([request.name.split()[0] for request in requests])
 
     def wait_for(self, requests) -> None:
         self.waited_for.append([request.name.split()[0] for request in requests])

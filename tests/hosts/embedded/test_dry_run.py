@@ -72,10 +72,8 @@ def test_kernels_of_steps_that_cannot_be_captured_are_not_compiled_any_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     ended = []
-    job = SimpleNamespace(
-        compile=lambda *_, **__: None, is_done=False, close=lambda: ended.append(True)
-    )
-    monkeypatch.setattr(early_kernels, "CompileJob", lambda **_: job)
+    job = SimpleNamespace(is_done=False, close=lambda: ended.append(True))
+    monkeypatch.setattr(early_kernels, "CompileJob", lambda *_, **__: job)
     monkeypatch.setattr(early_kernels, "record_launches", lambda: nullcontext({}))
     nothing = (lambda *_: None, lambda: None, [], [], lambda _: None)
     with (
