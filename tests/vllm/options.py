@@ -74,6 +74,6 @@ WRONG_XARGS: list[tuple[dict[str, Any], str]] = [
     ({"mtp_verification": "typical"}, "mtp_verification: expected one of coupled, rejection, "),
     ({"mtp_max_draft_len": 4}, "mtp_max_draft_len: expected at most num_speculative_tokens = 3"),
     ({"mtp_speculate": "no"}, "mtp_speculate: expected True or False, got 'no'"),
-    ({"mtp_x": 1, "mtp_relaxed_delta": -1}, "mtp_relaxed_delta: expected a number >= 0, got -1"),
+    ({"mtp_relaxed_delta": -1, "mtp_x": 1}, "mtp_relaxed_delta: expected a number >= 0, got -1"),
 ]
 """Options of the plugin for a server, and part of the message of HTTP 400."""

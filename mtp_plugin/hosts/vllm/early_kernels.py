@@ -49,7 +49,7 @@ def launch_kernels(
     """Launch the kernels of `RowOps` once per tiling, in a dry run without a GPU."""
     width, most = num_drafts + 1, max(tilings)
     settings, device = EngineSettings(VllmOptions(), num_drafts), torch.device("cpu")
-    ops = RowOps(RequestSlots(most, device), settings, Backend.TRITON, vocab)
+    ops = RowOps(RequestSlots(most, device, settings), settings, Backend.TRITON, vocab)
     padded = -(-vocab // VOCAB_PADDING) * VOCAB_PADDING
     # memory that nothing writes takes none
     memory = torch.from_numpy(np.zeros(most * width * padded, np.float32))
