@@ -8,7 +8,8 @@ import torch
 from typing_extensions import Self
 
 from mtp_plugin.hosts.vllm.requests import AdmittedOptions
-from mtp_plugin.hosts.vllm.row_ops import RowOps, valid_ids
+from mtp_plugin.hosts.vllm.row_ops import RowOps, StepRows, valid_ids
+from mtp_plugin.ops.step import Accepted
 
 PREFILL = "_mtp_plugin_prefill"
 """Attribute of vLLM's ``RequestState``: request state index -> ids of a new request's prefill."""
@@ -91,6 +92,29 @@ class SamplerParts:
         processed = self.processed(logits, *rows)
         tokens = valid_ids(self.ops.sample(processed, rows[0], positions))
         return tokens, self.scored(logits, processed, *rows) if return_logprobs else logits
+
+    def verify_rows(
+        self, batch: Any, logits: torch.Tensor, drafts: torch.Tensor, positions: torch.Tensor
+    ) -> Accepted:
+        """Verify the drafts of vLLM's ``InputBatch``.
+
+        Args:
+            logits: [N, V] after the logits processors. drafts, positions: [N], see `StepRows`.
+        """
+        return self.ops.verify(
+            StepRows(
+                logits,
+                drafts,
+                positions,
+                batch.expanded_idx_mapping,
+                batch.expanded_local_pos,
+                batch.cu_num_logits,
+                batch.idx_mapping,
+                batch.idx_mapping_np,
+                batch.seq_lens[: batch.num_reqs],
+                self.req_states.prefill_len.gpu,
+            )
+        )
 
     def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
         """Sample a step without drafts, and update thinking phases."""

@@ -23,7 +23,6 @@ from mtp_plugin.hosts.vllm.draft_loop import can_capture, run_passes
 from mtp_plugin.hosts.vllm.row_ops import (
     DraftRows,
     RowOps,
-    StepRows,
     keep_allowed_ids,
     mark_padding,
     valid_ids,
@@ -171,20 +170,7 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
             batch.expanded_local_pos,
         )
         processed = sampler.processed(logits, *rows)
-        accepted = sampler.ops.verify(
-            StepRows(
-                processed,
-                drafts,
-                positions,
-                batch.expanded_idx_mapping,
-                batch.expanded_local_pos,
-                batch.cu_num_logits,
-                batch.idx_mapping,
-                batch.idx_mapping_np,
-                batch.seq_lens[: batch.num_reqs],
-                sampler.req_states.prefill_len.gpu,
-            )
-        )
+        accepted = sampler.verify_rows(batch, processed, drafts, positions)
         tokens, num_sampled = valid_ids(accepted.tokens), accepted.num_accepted
         logprobs = None
         if sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np) != NO_LOGPROBS:

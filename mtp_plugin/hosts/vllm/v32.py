@@ -16,7 +16,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     gather_draft_sampled,
 )
 
-from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps, StepRows, valid_ids
+from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps, valid_ids
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
 from mtp_plugin.hosts.vllm.versions import ROWS_32
 
@@ -122,20 +122,7 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
         processed = sampler.processed(logits, *rows)
         if invalid_drafts is not None:
             drafts = drafts.masked_fill(invalid_drafts, -1)
-        accepted = sampler.ops.verify(
-            StepRows(
-                processed,
-                drafts,
-                positions,
-                batch.expanded_idx_mapping,
-                batch.expanded_local_pos,
-                batch.cu_num_logits,
-                batch.idx_mapping,
-                batch.idx_mapping_np,
-                batch.seq_lens[: batch.num_reqs],
-                sampler.req_states.prefill_len.gpu,
-            )
-        )
+        accepted = sampler.verify_rows(batch, processed, drafts, positions)
         tokens, num_sampled = valid_ids(accepted.tokens), accepted.num_accepted
         max_num_logprobs = sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
         logprobs = None
