@@ -14,7 +14,7 @@ from mtp_plugin.hosts.vllm.requests import RequestOptions, method_problems
 from mtp_plugin.ops.step import SlotRows
 from mtp_plugin.requests.columns import INT32_MAX, Number, SlotColumn
 from mtp_plugin.requests.seeds import seed_words
-from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
+from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.requests.thinking import NO_TOKEN
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
@@ -144,10 +144,8 @@ def engine_modes(settings: EngineSettings, device: torch.device) -> tuple[Verifi
 
 def request_facts(params: Any, options: RequestOptions, prompt_len: int) -> RequestFacts:
     """Return what the modes read of a request of vLLM, which stops and masks requests by itself."""
-    ends = params.stop_token_ids if params.ignore_eos else params.all_stop_token_ids
-    ends = tuple(sorted(ends or ()))
-    # more ids than a slot holds cannot be masked by it either
-    min_tokens = params.min_tokens if len(ends) <= MAX_STOP_IDS else 0
+    # of ignored ids too, which relaxed acceptance accepts only as the argmax
+    ends = tuple(sorted(map(int, params.all_stop_token_ids)))
     requested = {
         "temperature": params.temperature,
         "top_k": max(params.top_k, 0),
@@ -159,12 +157,6 @@ def request_facts(params: Any, options: RequestOptions, prompt_len: int) -> Requ
     }
     return RequestFacts(
         0,
-        StopRule(
-            max_length=INT32_MAX,
-            prompt_len=prompt_len,
-            min_tokens=min_tokens,
-            end_ids=ends,
-            ignored_ids=tuple(sorted(set(params.all_stop_token_ids).difference(ends))),
-        ),
+        StopRule(max_length=INT32_MAX, prompt_len=prompt_len, end_ids=ends),
         options={name: value for name, value in requested.items() if value is not None},
     )
