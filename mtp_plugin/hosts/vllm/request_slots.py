@@ -35,6 +35,7 @@ class RequestSlots:
 
     def __init__(self, max_num_reqs: int, device: torch.device, settings: EngineSettings) -> None:
         self.settings = settings
+        self._custom_codes = custom_codes()
         self.modes = engine_modes(settings, device)
         """Verification modes; replaced when a request names a method that was registered later."""
         columns = [column for mode in self.modes for column in mode.columns]
@@ -64,9 +65,10 @@ class RequestSlots:
                 of the output so far if the request was preempted.
         """
         method = options.verification or self.settings.options.verification
-        if self.settings.synthetic_rates is None and not any(
-            method in m.methods for m in self.modes
-        ):
+        code = custom_codes().get(method)
+        if code is not None and code != self._custom_codes.get(method):
+            # registered since, or again
+            self._custom_codes = custom_codes()
             self.modes = engine_modes(self.settings, self.table.device)
         facts = request_facts(params, options, prompt_len)
         values = facts.columns()

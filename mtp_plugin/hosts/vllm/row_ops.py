@@ -193,9 +193,9 @@ class RowOps:
         )
 
     def _methods_of(self, host_indices: Any) -> frozenset[str]:
-        """Return the verification methods of requests."""
+        """Return the verification methods of requests; ``coupled`` for one that the modes lack."""
         codes = set(self.slots.verified_by[host_indices].tolist())
-        return frozenset(self._names[code] for code in codes)
+        return frozenset(self._names.get(code, "coupled") for code in codes)
 
     def follow_phase(
         self, tokens: torch.Tensor, indices: torch.Tensor, is_output: torch.Tensor

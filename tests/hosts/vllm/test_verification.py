@@ -13,7 +13,7 @@ import torch
 from integration.examples.top2 import Top2Verification
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
-from mtp_plugin.hosts.vllm.requests import method_problems
+from mtp_plugin.hosts.vllm.requests import RequestOptions, method_problems
 from mtp_plugin.hosts.vllm.row_ops import RowOps
 from mtp_plugin.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.ops.backend import Backend
@@ -492,3 +492,59 @@ def test_a_registered_method_is_a_choice_of_requests() -> None:
         assert "block, top2, got 'other'" in method_problems("name", "other", settings)[0]
     finally:
         unregister_verification("top2")
+
+
+class AcceptAll(CustomVerification):
+    """Accepts every draft."""
+
+    description = "accepts every draft"
+
+    def __init__(self) -> None:
+        self.num_calls = 0
+
+    def num_accepted(self, logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+        self.num_calls += 1
+        return torch.full((len(logits),), NUM_DRAFTS, device=logits.device)
+
+
+def add_requests(ops: RowOps, method: str, indices: Sequence[int] = range(NUM_SLOTS)) -> None:
+    """Stage greedy requests that name a method."""
+    params = SimpleNamespace(
+        temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, all_stop_token_ids=set()
+    )
+    for index in indices:
+        values = ops.slots.values(params, RequestOptions(method), 1, (1,))
+        ops.slots.stage(index, values, index)
+    ops.slots.apply()
+
+
+def test_requests_of_a_method_go_on_after_it_is_unregistered() -> None:
+    """They are verified strictly once the engine creates the modes of another new method."""
+    ops, batch = make_ops(Backend.TORCH), make_batch(3, [4] * 6)
+    register_verification("first", AcceptAll())
+    try:
+        add_requests(ops, "first")
+    finally:
+        unregister_verification("first")
+    register_verification("second", AcceptAll())
+    try:
+        add_requests(ops, "second", batch.indices[:1])
+        counts = verify(ops, batch).num_accepted.tolist()
+    finally:
+        unregister_verification("second")
+    assert counts[0] == NUM_DRAFTS + 1
+    assert max(counts[1:]) < NUM_DRAFTS + 1
+
+
+def test_a_method_that_is_registered_again_replaces_the_one_before() -> None:
+    before, after = AcceptAll(), AcceptAll()
+    register_verification("again", before)
+    try:
+        ops = make_ops(Backend.TORCH)
+        unregister_verification("again")
+        register_verification("again", after)
+        add_requests(ops, "again")
+        verify(ops, make_batch(3, [4] * 6))
+    finally:
+        unregister_verification("again")
+    assert (before.num_calls, after.num_calls) == (0, 1)
