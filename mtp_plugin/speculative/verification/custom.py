@@ -309,6 +309,8 @@ class CustomVerificationMode(VerificationMode):
             matches = torch.full_like(code, -1, dtype=torch.int32)
         self._failed = []
         for name, (own_code, method) in self._methods.items():
+            if inputs.methods is not None and name not in inputs.methods:
+                continue
             try:
                 counts = count_accepted(name, method, logits, drafts, targets)
             except (PluginError, TensorContractError) as error:

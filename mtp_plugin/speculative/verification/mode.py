@@ -47,7 +47,7 @@ class VerificationInputs:
     missing_slots: str | None = None  # why there are no slots, if there should be
     sampling_kind: SamplingKind = SamplingKind.GREEDY
     methods: frozenset[str] | None = None
-    """Verification methods of the step's requests; None: any. Modes without one are not run."""
+    """Verification methods of the step's requests; None: any. Others do not run."""
     final_context: torch.Tensor | None = None  # [C] bool: ends its prompt; None: all do
     draft_probs: torch.Tensor | None = None  # [S, K, V] float32, see `ProposedDrafts`
     delta_in_force: torch.Tensor | None = None  # [S] float32, see `RelaxedRule`

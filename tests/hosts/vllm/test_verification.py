@@ -548,3 +548,17 @@ def test_a_method_that_is_registered_again_replaces_the_one_before() -> None:
     finally:
         unregister_verification("again")
     assert (before.num_calls, after.num_calls) == (0, 1)
+
+
+def test_methods_that_no_request_names_are_not_called() -> None:
+    methods = {"one": AcceptAll(), "other": AcceptAll()}
+    for name, method in methods.items():
+        register_verification(name, method)
+    try:
+        ops = make_ops(Backend.TORCH)
+        add_requests(ops, "one")
+        verify(ops, make_batch(3, [4] * 6))
+    finally:
+        for name in methods:
+            unregister_verification(name)
+    assert [method.num_calls for method in methods.values()] == [1, 0]
