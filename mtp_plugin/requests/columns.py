@@ -55,10 +55,11 @@ class SlotColumn:
             MetadataError,
             f"slot column {self.name}: expected at most {self.width} numbers, got {len(given)}",
         )
-        numbers = [*given, *[self.empty] * (self.width - len(given))]
+        padding = [self.empty] * (self.width - len(given))
         if self.kind is int:
-            return [int(min(max(number, -INT32_MAX - 1), INT32_MAX)) for number in numbers]
-        held = struct.pack(f"{self.width}f", *map(within_float32, numbers))
+            numbers = [int(min(max(number, -INT32_MAX - 1), INT32_MAX)) for number in given]
+            return [*numbers, *map(int, padding)]
+        held = struct.pack(f"{self.width}f", *map(within_float32, [*given, *padding]))
         return list(struct.unpack(f"{self.width}i", held))
 
 

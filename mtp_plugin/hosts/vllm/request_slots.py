@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -52,7 +52,7 @@ class RequestSlots:
         """[max_num_reqs] on the host: code of each request's verification method."""
         self.has_draft_limit = np.zeros(max_num_reqs, dtype=bool)
         self._padding = max_num_reqs
-        self._staged: dict[int, SlotValues] = {}
+        self._staged: dict[int, list[int]] = {}
         self._num_requests = 0
 
     def values(
@@ -91,20 +91,14 @@ class RequestSlots:
         number = self._num_requests & 0x7FFFFFFF
         self._num_requests += 1
         words = seed_words(seed & _SEED_MASK, number)
-        staged: Mapping[str, Number | Sequence[Number]] = {
-            **values,
-            "seed": words,
-            "number": number,
-        }
-        self.columns.row(staged)  # an error belongs to this request, not to the batch
-        self._staged[index] = staged
+        self._staged[index] = self.columns.row({**values, "seed": words, "number": number})
         self.verified_by[index] = values.get("verification", 0)
         self.has_draft_limit[index] = DRAFT_LIMIT in values
 
     def apply(self) -> None:
         """Write the staged rows; no synchronization."""
         if self._staged:
-            self._table.write(self._staged)
+            self._table.write_rows(self._staged)
             self._staged = {}
 
     def of(self, indices: torch.Tensor) -> SlotRows:

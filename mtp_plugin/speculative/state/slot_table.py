@@ -53,7 +53,11 @@ class SlotTable:
         Returns:
             The slots [N] int64, on the device.
         """
-        written = [[slot, *self.columns.row(values)] for slot, values in slots.items()]
+        return self.write_rows({slot: self.columns.row(values) for slot, values in slots.items()})
+
+    def write_rows(self, rows: Mapping[int, Sequence[int]]) -> torch.Tensor:
+        """As `write`, of rows [W] int32 that `TableColumns.row` returned."""
+        written = [[slot, *row] for slot, row in rows.items()]
         moved = to_device(written, torch.int32, self.rows.device)
         indices = moved[:, 0].to(torch.int64)
         self.rows.index_copy_(0, indices, moved[:, 1:])
