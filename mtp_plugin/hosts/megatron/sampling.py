@@ -175,7 +175,7 @@ class _SlotCache:
 
     def rows_of(self, requests: Sequence[_RequestKey]) -> SlotRows:
         """Return the rows of the requests of a step, after writing those of new ones."""
-        new = [request for request in requests if request not in self._slots]
+        new = [request for request in dict.fromkeys(requests) if request not in self._slots]
         if len(new) > len(self._free):
             for gone in self._slots.keys() - set(requests):
                 self._free.append(self._slots.pop(gone))

@@ -137,6 +137,12 @@ def test_an_id_that_returns_with_other_options_gets_another_row() -> None:
     sample(sampling, requests)
 
 
+def test_requests_that_share_an_id_do_not_share_a_row_with_others() -> None:
+    sampling = make_sampling()
+    sample(sampling, [request(1), request(1), request(2)])
+    sample(sampling, [request(3), request(4), request(1), request(2)])
+
+
 def test_steps_with_and_without_inference_mode() -> None:
     sampling = make_sampling()
     with torch.inference_mode():
