@@ -153,9 +153,7 @@ class VerificationInputs:
         """
         if rules.choices is not None:
             return self.of_generations(rules.choices)
-        logits = self.of_generations(self.logits)
-        best, tokens = logits.masked_fill(logits.isnan(), -torch.inf).max(dim=-1)
-        return torch.where(best > -torch.inf, tokens, -1).to(torch.int32)
+        return argmax_tokens(self.of_generations(self.logits))
 
     def expand(self, rules: AcceptanceRules) -> tuple[Self, AcceptanceRules]:
         """Return these inputs and rules with K+1 rows of every generation."""
@@ -177,6 +175,12 @@ class VerificationInputs:
         )
         choices = None if rules.choices is None else rules.choices[full]
         return inputs, replace(rules, choices=choices)
+
+
+def argmax_tokens(logits: torch.Tensor) -> torch.Tensor:
+    """Return the argmax of rows [..., V] int32; -1: no finite logit."""
+    best, tokens = logits.masked_fill(logits.isnan(), -torch.inf).max(dim=-1)
+    return torch.where(best > -torch.inf, tokens, -1).to(torch.int32)
 
 
 class VerificationMode(ABC):

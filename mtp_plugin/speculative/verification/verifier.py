@@ -23,7 +23,11 @@ from mtp_plugin.ops.step import Accepted, SamplingKind
 from mtp_plugin.ops.thinking_budget import force_thinking_end, update_thinking_state
 from mtp_plugin.ops.token_history import update_token_history
 from mtp_plugin.speculative.verification.draft_rules import DraftRule
-from mtp_plugin.speculative.verification.mode import VerificationInputs, VerificationMode
+from mtp_plugin.speculative.verification.mode import (
+    VerificationInputs,
+    VerificationMode,
+    argmax_tokens,
+)
 from mtp_plugin.verifications import METHODS
 
 
@@ -216,13 +220,14 @@ def _of_own_requests(
         own |= of_requests == METHODS[name].code
     matches, choices = after.forced_matches, after.choices
     if matches is not None and matches is not before.forced_matches:
-        others = torch.full_like(matches, -1)
-        if before.forced_matches is not None:
-            others = before.forced_matches.to(matches.dtype)
-        matches = torch.where(own, matches, others)
-    if choices is not None and before.choices is not None and choices is not before.choices:
+        others = before.forced_matches
+        if others is None:
+            others = torch.full_like(of_requests, -1)
+        matches = torch.where(own, matches, others)  # unsigned integers become signed
+    if choices is not None and choices is not before.choices:
+        tokens = argmax_tokens(inputs.logits) if before.choices is None else before.choices
         rows = torch.cat(
             [own.new_zeros(layout.num_contexts), own.repeat_interleave(layout.step_rows)]
         )
-        choices = torch.where(rows, choices, before.choices)
+        choices = torch.where(rows, choices, tokens)
     return replace(after, forced_matches=matches, choices=choices)

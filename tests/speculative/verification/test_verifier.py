@@ -13,7 +13,7 @@ from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.ops.acceptance import AcceptanceRules
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logit_rows import LOGITS_PROCESSING_OPTIONS
-from mtp_plugin.ops.sampling import SAMPLING_OPTIONS
+from mtp_plugin.ops.sampling import DRAFT_COLUMNS, SAMPLING_OPTIONS
 from mtp_plugin.ops.step import SamplingKind, SlotRows, StepLayout
 from mtp_plugin.speculative.host import DecodingOptions, HostStep
 from mtp_plugin.speculative.verification import (
@@ -160,3 +160,35 @@ def test_modes_with_different_draft_rules_are_refused() -> None:
 def test_verifier_without_modes_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected at least one mode, got none"):
         Verifier([])
+
+
+class AllOfRejection(VerificationMode):
+    """Accepts all drafts of requests with ``rejection``, and gives them token 5."""
+
+    name = "all"
+    verifications = ("rejection",)
+
+    @override
+    def verify(
+        self, inputs: VerificationInputs, rules: AcceptanceRules, *, backend: Backend
+    ) -> AcceptanceRules:
+        rows, generations = len(inputs.logits), inputs.layout.num_generations
+        return replace(
+            rules,
+            choices=torch.full((rows,), 5, dtype=torch.int32, device=DEVICE),
+            forced_matches=torch.full((generations,), K, dtype=torch.uint8, device=DEVICE),
+        )
+
+
+@pytest.mark.parametrize("kind", [SamplingKind.GREEDY, SamplingKind.SAMPLED])
+@pytest.mark.parametrize("backend", Backend)
+def test_decisions_about_requests_with_another_method_are_dropped(
+    backend: Backend, kind: SamplingKind
+) -> None:
+    """Also target tokens of a greedy step, and a number of drafts of an unsigned type."""
+    requests = [{"temperature": 0.0, "verification": index % 2} for index in range(4)]
+    slots = slot_rows(requests, columns=DRAFT_COLUMNS)
+    verifier = Verifier([StrictVerification(*OPTIONS), AllOfRejection(*OPTIONS)])
+    accepted = verifier.verify(step(slots, sampling_kind=kind), backend=backend)
+    strict, own = [1, 2, -1], [1, 7, 5]
+    assert accepted.tokens.tolist() == [strict, own, strict, own]
