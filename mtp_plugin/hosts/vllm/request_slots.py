@@ -11,6 +11,7 @@ import torch
 from mtp_plugin.config import MTPPluginOptions
 from mtp_plugin.hosts.vllm.options import EngineSettings
 from mtp_plugin.hosts.vllm.requests import RequestOptions, method_problems
+from mtp_plugin.ops.sampling import DRAFT_COLUMNS, STEP_COLUMN
 from mtp_plugin.ops.step import SlotRows
 from mtp_plugin.requests.columns import INT32_MAX, Number, SlotColumn
 from mtp_plugin.requests.seeds import seed_words
@@ -39,6 +40,8 @@ class RequestSlots:
         self.modes = engine_modes(settings, device)
         """Verification modes; replaced when a request names a method that was registered later."""
         columns = [column for mode in self.modes for column in mode.columns]
+        # drafts are sampled by them, with modes that do not read them too
+        columns = list(dict.fromkeys((*DRAFT_COLUMNS, STEP_COLUMN, *columns)))
         columns.append(SlotColumn(DRAFT_LIMIT, int, INT32_MAX))
         self._table = SlotTable(max_num_reqs + 1, columns, device)
         self.columns = self._table.columns

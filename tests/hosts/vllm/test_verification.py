@@ -562,3 +562,19 @@ def test_methods_that_no_request_names_are_not_called() -> None:
         for name in methods:
             unregister_verification(name)
     assert [method.num_calls for method in methods.values()] == [1, 0]
+
+
+@BACKENDS
+def test_synthetic_acceptance_with_draft_probs_samples_drafts(backend: Backend) -> None:
+    """``rejection_sample_method: synthetic`` with ``draft_sample_method: probabilistic``."""
+    rates, batch = [0.5] * NUM_DRAFTS, make_batch(3, [1] * 4)
+    drafts = [
+        draft(
+            make_ops(backend, rates=rates, keeps_draft_probs=keeps),
+            batch.logits,
+            vector(batch.indices),
+            vector(batch.positions),
+        )
+        for keeps in (False, True)
+    ]
+    assert torch.equal(*drafts)
