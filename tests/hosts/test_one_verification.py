@@ -41,7 +41,7 @@ SAMPLING: Sequence[dict[str, Any]] = (
     {"temperature": 1.0, "top_k": 8},
     {"temperature": 0.0},
     {"temperature": 0.7, "min_p": 0.05},
-    {"temperature": 0.0, "ignore_eos": True},
+    {"temperature": 0.0, "ignore_eos": True, "min_tokens": 3},
 )
 ALONE = [*METHODS, "top2", "relaxed"]
 MIXTURES = [("coupled", "rejection", "block", "top2"), ("top2", "relaxed", "rejection")]
@@ -127,8 +127,9 @@ def in_vllm(
     settings = EngineSettings(VllmOptions(**relaxed), K, True, rates)
     slots = RequestSlots(len(PROMPTS), DEVICE, settings)
     for request, (prompt, sampling) in enumerate(zip(PROMPTS, SAMPLING, strict=True)):
-        options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "all_stop_token_ids": {7}}
-        params = SimpleNamespace(**{**options, **sampling})
+        options = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, "ignore_eos": False, "min_tokens": 0}
+        ends = {"all_stop_token_ids": {7}, "stop_token_ids": []}
+        params = SimpleNamespace(**{**options, **sampling, **ends})
         extra = {} if rates else {"mtp_verification": method_of(request, methods)}
         values = slots.values(params, read_request(extra, settings), len(prompt), prompt)
         slots.stage(request, values, 100 + request)

@@ -14,7 +14,7 @@ PACKAGE = Path(mtp_plugin.__file__).parent
 MODULES = [
     path
     for path in sorted(PACKAGE.rglob("*.py"))
-    if re.search(r"^def \w+_kernel\(", path.read_text(), re.MULTILINE)
+    if re.search(r"^import triton$(.|\n)*^def \w+_kernel\(", path.read_text(), re.MULTILINE)
 ]
 
 

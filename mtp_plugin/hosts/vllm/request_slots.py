@@ -15,7 +15,7 @@ from mtp_plugin.ops.sampling import DRAFT_COLUMNS, STEP_COLUMN
 from mtp_plugin.ops.step import SlotRows
 from mtp_plugin.requests.columns import INT32_MAX, Number, SlotColumn
 from mtp_plugin.requests.seeds import seed_words
-from mtp_plugin.requests.stopping import StopRule
+from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
 from mtp_plugin.requests.thinking import NO_TOKEN
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
@@ -143,8 +143,10 @@ def engine_modes(settings: EngineSettings, device: torch.device) -> tuple[Verifi
 
 def request_facts(params: Any, options: RequestOptions, prompt_len: int) -> RequestFacts:
     """Return what the modes read of a request of vLLM, which stops and masks requests by itself."""
-    # of ignored ids too, which relaxed acceptance accepts only as the argmax
-    ends = tuple(sorted(map(int, params.all_stop_token_ids)))
+    stop_ids = {int(token) for token in params.all_stop_token_ids}
+    ends = stop_ids
+    if params.ignore_eos:
+        ends = stop_ids.intersection(map(int, params.stop_token_ids or ()))
     requested = {
         "temperature": params.temperature,
         "top_k": max(params.top_k, 0),
@@ -156,6 +158,13 @@ def request_facts(params: Any, options: RequestOptions, prompt_len: int) -> Requ
     }
     return RequestFacts(
         0,
-        StopRule(max_length=INT32_MAX, prompt_len=prompt_len, end_ids=ends),
+        StopRule(
+            max_length=INT32_MAX,
+            prompt_len=prompt_len,
+            # more ids than a slot holds cannot be masked by it either
+            min_tokens=params.min_tokens if len(ends) <= MAX_STOP_IDS else 0,
+            end_ids=tuple(sorted(ends)),
+            ignored_ids=tuple(sorted(stop_ids - ends)),
+        ),
         options={name: value for name, value in requested.items() if value is not None},
     )

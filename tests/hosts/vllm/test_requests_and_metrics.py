@@ -182,7 +182,13 @@ def test_synthetic_acceptance_refuses_options_that_forbid_tokens(
 
 def params_of(**options: Any) -> SimpleNamespace:
     defaults = {"temperature": 0.5, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
-    return SimpleNamespace(**{**defaults, "all_stop_token_ids": set(), **options})
+    stops = {
+        "all_stop_token_ids": set(),
+        "stop_token_ids": [],
+        "ignore_eos": False,
+        "min_tokens": 0,
+    }
+    return SimpleNamespace(**{**defaults, **stops, **options})
 
 
 def values_of(
@@ -276,12 +282,15 @@ def test_a_request_with_too_many_stop_ids_is_verified_strictly() -> None:
         assert list(values["stop_ids"]) == (list(range(count)) if topk == 4 else [])
 
 
-def test_requests_with_ignored_stop_ids_and_min_tokens_are_relaxed() -> None:
-    """vLLM masks stop ids by itself, so the slot may hold ignored ones too."""
-    params = params_of(ignore_eos=True, min_tokens=4, stop_token_ids=[9], all_stop_token_ids={9, 3})
+@pytest.mark.parametrize(("min_tokens", "topk"), [(0, 4), (4, 1)])
+def test_ignored_stop_ids_with_min_tokens_are_verified_strictly(min_tokens: int, topk: int) -> None:
+    """As in the embedded executor."""
+    params = params_of(
+        ignore_eos=True, min_tokens=min_tokens, stop_token_ids=[9], all_stop_token_ids={9, 3}
+    )
     values = values_of(params=params, relaxed_topk=4, relaxed_delta=0.5)
-    assert (values["relaxed_topk"], values["relaxed_limit"]) == (4, 0.5)
-    assert values["stop_ids"] == (3, 9)
+    assert values["relaxed_topk"] == topk
+    assert set(values["stop_ids"]) == ({9} if min_tokens else {3, 9})
 
 
 def test_stop_ids_that_vllm_accepts_end_no_engine() -> None:

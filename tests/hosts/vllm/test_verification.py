@@ -509,9 +509,8 @@ class AcceptAll(CustomVerification):
 
 def add_requests(ops: RowOps, method: str, indices: Sequence[int] = range(NUM_SLOTS)) -> None:
     """Stage greedy requests that name a method."""
-    params = SimpleNamespace(
-        temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, all_stop_token_ids=set()
-    )
+    stops = {"all_stop_token_ids": set(), "ignore_eos": False, "min_tokens": 0}
+    params = SimpleNamespace(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, **stops)
     for index in indices:
         values = ops.slots.values(params, RequestOptions(method), 1, (1,))
         ops.slots.stage(index, values, index)
