@@ -159,16 +159,15 @@ class RelaxedVerification(VerificationMode):
             number = len({*facts.stop.device_ids, *facts.stop.ignored_ids})
             self._warn_once(
                 "stop ids",
-                f"request {facts.request_id} has {number} stop ids, and relaxed acceptance serves "
-                f"at most {MAX_STOP_IDS}; requests with more are verified strictly",
+                f"a request has {number} stop ids, and relaxed acceptance serves at most "
+                f"{MAX_STOP_IDS}; requests with more are verified strictly",
             )
         elif facts.stop.ignored_ids and facts.stop.min_tokens > 0:
             # a slot holds only stop ids that min_tokens masks
             is_relaxed = False
             self._warn_once(
                 "ignored stop ids",
-                f"request {facts.request_id} has ignore_eos and min_tokens; such requests are "
-                f"verified strictly",
+                "a request has ignore_eos and min_tokens; such requests are verified strictly",
             )
         topk, limit = 1, 0.0
         if is_relaxed:
