@@ -285,6 +285,7 @@ JOBS: dict[str, dict[str, Any]] = {
     "k1": job(1, PLAIN),
     "k2": job(2, PLAIN),
     "few_slots": job(3, PLAIN, max_num_seqs=3, max_num_batched_tokens=20),
+    "reduced_k3": job(3, PLAIN, plugin=PLUGIN | {"draft_vocab": 512}),
     "few_blocks": job(
         3,
         PLAIN | LONG,

@@ -79,6 +79,19 @@ def test_drafts_are_accepted(results, report, name, floor):
     assert length > floor
 
 
+@pytest.mark.engines("k0", "k3", "reduced_k3")
+def test_reduced_draft_vocabulary_changes_no_output(results, report):
+    assert tokens(results("reduced_k3")) == tokens(results("k0"))
+    assert "1 heads of the lowest 512 ids" in results("reduced_k3")["log"]
+    lengths = {}
+    for name in ("k3", "reduced_k3"):
+        counters = results(name)["plain"]["counters"]
+        accepted = counters["spec_decode_num_accepted_tokens"]
+        lengths[name] = 1 + accepted / counters["spec_decode_num_drafts"]
+    report(f"acceptance length {lengths}")
+    assert 1.3 < lengths["reduced_k3"] < lengths["k3"]
+
+
 @pytest.mark.engines("off", "without_package")
 def test_package_changes_nothing_while_off(results):
     assert "mtp_plugin on" not in results("off")["log"]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
+from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions, read_options
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
 from mtp_plugin.hosts.vllm.row_ops import RowOps, StepRows
 from mtp_plugin.ops.backend import Backend
@@ -38,13 +38,19 @@ def start(vllm_config: Any, capability: int, *, is_first_rank: bool) -> None:
     most = vllm_config.scheduler_config.max_num_seqs * (num_drafts + 1)
     tilings = tuple(rows for rows in TILINGS if rows <= most)
     dtypes = tuple(dict.fromkeys((str(model.dtype).removeprefix("torch."), "float32")))
-    arguments = dtypes, tilings, model.get_vocab_size(), num_drafts
+    options = read_options(vllm_config)
+    draft_vocab = options.draft_vocab if options is not None and num_drafts else None
+    arguments = dtypes, tilings, model.get_vocab_size(), num_drafts, draft_vocab
     request = request_launches(launch_kernels, *arguments, capability=capability)
     _of_worker = CompileJob([request], niceness=NICENESS, starts=is_first_rank)
 
 
 def launch_kernels(
-    dtypes: tuple[str, ...], tilings: tuple[int, ...], vocab: int, num_drafts: int
+    dtypes: tuple[str, ...],
+    tilings: tuple[int, ...],
+    vocab: int,
+    num_drafts: int,
+    draft_vocab: int | None,
 ) -> None:
     """Launch the kernels of `RowOps` once per tiling, in a dry run without a GPU."""
     width, most = num_drafts + 1, max(tilings)
@@ -60,6 +66,9 @@ def launch_kernels(
         for rows in tilings:
             logits = all_logits[: rows * width]
             ops.sample(logits[:rows], indices[:rows], positions[:rows])
+            if draft_vocab is not None:
+                drafted = memory.view(getattr(torch, dtype))[: rows * draft_vocab]
+                ops.sample(drafted.view(rows, -1), indices[:rows], positions[:rows])
             starts = torch.arange(0, rows * width + 1, width, dtype=torch.int32)
             uniform, ragged = rows * width, rows * width - 1
             for count in (uniform, ragged) if num_drafts else ():

@@ -37,6 +37,7 @@ def problems_of(vllm_config: Any, settings: EngineSettings) -> list[str]:
     """Return one line for every reason why the plugin cannot serve an engine."""
     options = settings.options
     problems = _option_problems(options, settings) + _thinking_problems(options, vllm_config)
+    problems += _draft_vocab_problems(options, vllm_config)
     version = release()
     if not options.allow_untested and not is_tested():
         problems.append(
@@ -63,6 +64,27 @@ def _option_problems(options: VllmOptions, settings: EngineSettings) -> list[str
     ):
         problems.append(
             "relaxed acceptance needs thinking_begin_token and thinking_end_token: set both"
+        )
+    return problems
+
+
+def _draft_vocab_problems(options: VllmOptions, vllm_config: Any) -> list[str]:
+    num_ids, spec = options.draft_vocab, vllm_config.speculative_config
+    if num_ids is None or spec is None:
+        return []
+    problems = []
+    vocab = vllm_config.model_config.get_vocab_size()
+    if num_ids > vocab:
+        problems.append(f"draft_vocab: expected at most the vocabulary of {vocab}, got {num_ids}")
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    if ranks > 1:
+        problems.append(
+            f"draft_vocab is not supported with tensor_parallel_size {ranks}: leave out one of them"
+        )
+    if getattr(spec, "draft_lm_head_quantization", None):
+        problems.append(
+            "draft_vocab is not supported with speculative_config.draft_lm_head_quantization: "
+            "leave out one of them"
         )
     return problems
 

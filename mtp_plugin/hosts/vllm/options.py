@@ -30,6 +30,9 @@ class VllmOptions(BaseModel):
     accepted, ..."""
     relaxed_delta: float = Field(default=0.0, ge=0.0, le=1.0)
     """... if their probability is at most so far below the highest one."""
+    draft_vocab: int | None = Field(default=None, ge=1)
+    """How many of the lowest token ids may be drafted; None: all. The draft layers then compute so
+    many logits; output does not change."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """``auto``: Triton kernels on CUDA devices, else torch."""
     allow_untested: bool = False

@@ -52,7 +52,7 @@ class StepRows:
 class DraftRows(NamedTuple):
     """The rows that propose one draft of each of R requests."""
 
-    logits: torch.Tensor  # [R, V]
+    logits: torch.Tensor  # [R, V], or of the lowest ids if only these are drafted
     indices: torch.Tensor  # [R] request state indices; -1 for padding rows, which may hold NaN
     positions: torch.Tensor  # [R]
     column: int  # the draft follows the token at position + column
@@ -76,11 +76,13 @@ class RowOps:
         self._no_contexts = torch.zeros(0, dtype=torch.int32, device=device)
         self._columns = torch.arange(self.num_drafts + 1, device=device)
         self.draft_probs: torch.Tensor | None = None
-        """[S, K, V] float32: distributions of the drafts of rejection sampling."""
+        """[S, K, V] float32: distributions of the drafts of rejection sampling, 0 for ids that are
+        never drafted."""
         if settings.keeps_draft_probs:
             shape = (len(slots.table), self.num_drafts, vocab)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
-            self._last_probs = torch.zeros((shape[0], 1, vocab), dtype=torch.float32, device=device)
+            drafted = (shape[0], 1, settings.options.draft_vocab or vocab)
+            self._last_probs = torch.zeros(drafted, dtype=torch.float32, device=device)
 
     def _make_verifier(self) -> None:
         modes = self.slots.modes
@@ -134,7 +136,7 @@ class RowOps:
         keep_draft_probs(logits, first, slots, truncation, self._last_probs, backend=backend)
         kept = slots.slot_ids.to(torch.int64)
         step = draft.step.to(torch.int64).view(1)  # as a scalar the host would read it
-        self.draft_probs[kept, step] = self._last_probs[kept, 0]
+        self.draft_probs[kept, step, : logits.shape[1]] = self._last_probs[kept, 0]
         return valid_ids(drafts)
 
     def _truncation(self, logits: torch.Tensor) -> torch.Tensor:

@@ -215,8 +215,13 @@ def _load_draft_model(original: Method) -> Method:
             from vllm import envs, ir
             from vllm.model_executor.layers.layernorm import RMSNorm
 
+            from mtp_plugin.hosts.vllm.draft_head import reduce_heads
             from mtp_plugin.hosts.vllm.draft_norms import fuse_norms
 
+            num_ids = _settings(self.vllm_config).options.draft_vocab
+            if num_ids is not None:
+                count = reduce_heads(self.model, num_ids)
+                _logger.info("draft model: %d heads of the lowest %d ids", count, num_ids)
             if not envs.VLLM_BATCH_INVARIANT:
                 ops = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
                 _logger.info("draft model: %d fused norms", fuse_norms(self.model, RMSNorm, *ops))

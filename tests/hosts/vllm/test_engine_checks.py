@@ -19,7 +19,7 @@ from tests.hosts.vllm.fake_vllm import make_config
 OPTION = "additional_config.mtp_plugin"
 KNOWN = (
     "known ones are verification, thinking_begin_token, thinking_end_token, relaxed_topk, "
-    "relaxed_delta, kernels, allow_untested"
+    "relaxed_delta, draft_vocab, kernels, allow_untested"
 )
 WRONG_OPTIONS: list[tuple[Any, str]] = [
     (True, f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got true"),
@@ -53,6 +53,7 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
         {"kernels": None},
         f"{OPTION}.kernels: expected one of 'auto', 'triton', 'reference', got null",
     ),
+    ({"draft_vocab": 0}, f"{OPTION}.draft_vocab: expected an integer of at least 1 or null, got 0"),
     ({"allow_untested": "yes"}, f"{OPTION}.allow_untested: expected true or false, got 'yes'"),
     ({"allow_untested": 1}, f"{OPTION}.allow_untested: expected true or false, got 1"),
     (

@@ -346,8 +346,8 @@ SMALL_VOCAB = 12
 SHARP = {"temperature": 0.9, "top_k": 9, "top_p": 0.95}
 
 
-def many_ops(method: VerifiedBy) -> RowOps:
-    settings = EngineSettings(VllmOptions(), 2, True)
+def many_ops(method: VerifiedBy, draft_vocab: int | None = None) -> RowOps:
+    settings = EngineSettings(VllmOptions(draft_vocab=draft_vocab), 2, True)
     slots = RequestSlots(ROWS, torch.device("cpu"), settings)
     columns = {**SHARP, "verification": method, "draft_sampling": DraftedBy.PLAIN}
     slots.stage(0, columns, 0)
@@ -358,7 +358,9 @@ def many_ops(method: VerifiedBy) -> RowOps:
     return RowOps(slots, settings, Backend.TORCH, SMALL_VOCAB)
 
 
-def distribution_tails(method: VerifiedBy, defect: str | None = None) -> tuple[float, float]:
+def distribution_tails(
+    method: VerifiedBy, defect: str | None = None, draft_vocab: int | None = None
+) -> tuple[float, float]:
     """Chi-square of the first and the second output token of many requests with two drafts.
 
     Even and odd slots have different draft distributions. The second token is compared among
@@ -367,7 +369,8 @@ def distribution_tails(method: VerifiedBy, defect: str | None = None) -> tuple[f
     generator = torch.Generator().manual_seed(3)
     target = torch.randn(3, SMALL_VOCAB, generator=generator) * 1.5
     drafter = target[:2] + torch.randn(2, 2, SMALL_VOCAB, generator=generator)  # [parity, K, V]
-    ops, slots = many_ops(method), torch.arange(ROWS)
+    drafter = drafter[..., :draft_vocab]
+    ops, slots = many_ops(method, draft_vocab), torch.arange(ROWS)
     positions = torch.full((ROWS,), 40)
     drafts = torch.stack(
         [draft(ops, drafter[slots % 2, k], slots, positions, column=k, step=k) for k in range(2)], 1
@@ -396,9 +399,12 @@ def distribution_tails(method: VerifiedBy, defect: str | None = None) -> tuple[f
     return tails[0], tails[1] if method == VerifiedBy.REJECTION else 1.0
 
 
+@pytest.mark.parametrize("draft_vocab", [None, 7])
 @pytest.mark.parametrize("method", METHODS[1:])
-def test_output_has_the_distribution_of_the_target(method: VerifiedBy) -> None:
-    assert min(distribution_tails(method)) > 1e-3
+def test_output_has_the_distribution_of_the_target(
+    method: VerifiedBy, draft_vocab: int | None
+) -> None:
+    assert min(distribution_tails(method, draft_vocab=draft_vocab)) > 1e-3
 
 
 @pytest.mark.parametrize("defect", ["slot", "step"])
