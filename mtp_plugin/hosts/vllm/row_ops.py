@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mtp_plugin.errors import HostError, expect
 from mtp_plugin.hosts.vllm.options import EngineSettings
 from mtp_plugin.hosts.vllm.request_slots import DRAFT_LIMIT, RequestSlots
 from mtp_plugin.ops.backend import Backend
@@ -123,6 +124,13 @@ class RowOps:
         """
         self._wait_for_kernels()
         logits, backend = draft.logits, self.backend
+        num_ids = self.settings.options.draft_vocab
+        expect(
+            num_ids is None or logits.shape[1] == num_ids,
+            HostError,
+            f"draft_vocab: the draft model computes {logits.shape[1]} logits, expected {num_ids}; "
+            "leave it out",
+        )
         rows = LogitRows.flat(draft.positions, draft.column)
         slots = self.slots.of_padded(draft.indices)
         if self.draft_probs is None:

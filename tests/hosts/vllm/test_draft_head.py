@@ -62,5 +62,8 @@ def test_heads_that_cannot_be_cut_are_refused() -> None:
         reduce_heads(make_model(make_head()), 10)
     with pytest.raises(ConfigError, match=r"quantized LM head \(Fp8Method\); leave it out"):
         reduce_heads(make_model(make_head(Fp8Method)), 5)
+    model = type("Gemma4MTP", (SimpleNamespace,), {})(lm_head=make_head())
+    with pytest.raises(ConfigError, match="Gemma4MTP is not supported; leave it out"):
+        reduce_heads(model, 5)
     with pytest.raises(ConfigError, match="SimpleNamespace has no LM head that is known"):
         reduce_heads(SimpleNamespace(), 5)
