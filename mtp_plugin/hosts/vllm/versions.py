@@ -41,6 +41,7 @@ _COMMON: Signatures = {
         "params",
         "supported_tasks",
     ),
+    "vllm.sampling_params:SamplingParams._validate_spec_decode": ("speculative_config",),
     "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": (
         "spec_decoding_stats",
         "num_draft_tokens",
