@@ -80,9 +80,9 @@ def examine(environment: Mapping[str, str] = os.environ) -> Examination:
     seen.methods = sorted(methods[seen.module], key=lambda method: method.kind != "wrapped")
     seen.problems += [method.problem for method in seen.methods if method.problem]
     if not seen.is_tested and not seen.problems:
-        seen.notes.append(
-            f"vLLM {version} was not tested (tested: {', '.join(TESTED)}), but fits by its "
-            "signatures"
+        seen.problems.append(
+            f"vLLM {version} was not tested (tested: {', '.join(TESTED)}): set "
+            "additional_config.mtp_plugin.allow_untested to true to try it"
         )
     _examine_environment(seen, environment, major_minor)
     return seen

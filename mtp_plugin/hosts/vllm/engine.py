@@ -10,7 +10,7 @@ import torch
 from mtp_plugin.hosts.vllm.options import EngineSettings
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
 from mtp_plugin.hosts.vllm.row_ops import RowOps
-from mtp_plugin.hosts.vllm.versions import TESTED, fitting_module, is_tested, release
+from mtp_plugin.hosts.vllm.versions import fitting_module
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.early_compile import CompileJob
 
@@ -54,16 +54,6 @@ class Engine:
             settings.num_drafts,
             backend.value,
         )
-        if not is_tested():
-            major, minor = release()
-            _logger.warning(
-                "vLLM %d.%d fits mtp_plugin by its signatures, but was not tested (tested: %s)",
-                major,
-                minor,
-                ", ".join(TESTED),
-            )
-        if settings.options.allow_untested:
-            _logger.warning("additional_config.mtp_plugin.allow_untested has no effect: remove it")
 
     def sample_draft(self, speculator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Sample the drafts of one pass, in place of ``DraftModelSpeculator.sample_draft``."""

@@ -7,7 +7,7 @@ from typing import Any
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions, read_settings
 from mtp_plugin.hosts.vllm.requests import method_problems
-from mtp_plugin.hosts.vllm.versions import release
+from mtp_plugin.hosts.vllm.versions import TESTED, is_tested, release
 
 DYNAMIC_SINCE = PIPELINE_SINCE = (0, 32)
 """Earlier versions send no draft tokens to earlier pipeline stages."""
@@ -39,6 +39,11 @@ def problems_of(vllm_config: Any, settings: EngineSettings) -> list[str]:
     problems = _option_problems(options, settings) + _thinking_problems(options, vllm_config)
     problems += _draft_vocab_problems(options, vllm_config)
     version = release()
+    if not options.allow_untested and not is_tested():
+        problems.append(
+            f"vLLM {version[0]}.{version[1]} was not tested (tested: {', '.join(TESTED)}): install "
+            "one of these, or set additional_config.mtp_plugin.allow_untested to true"
+        )
     if not vllm_config.use_v2_model_runner:
         problems.append(
             "the engine uses the V1 model runner: set the environment variable "

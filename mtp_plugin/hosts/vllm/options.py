@@ -36,7 +36,7 @@ class VllmOptions(BaseModel):
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """``auto``: Triton kernels on CUDA devices, else torch."""
     allow_untested: bool = False
-    """Without effect: a version whose methods have known signatures is served."""
+    """Try a vLLM version that was not tested, if its methods have known signatures."""
 
     @property
     def is_relaxed(self) -> bool:

@@ -28,7 +28,6 @@ from mtp_plugin.hosts.vllm.row_ops import (
     valid_ids,
 )
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
-from mtp_plugin.hosts.vllm.versions import SAMPLE, SAMPLE_DRAFT, VERIFY, replaces
 
 
 class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
@@ -79,7 +78,6 @@ class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
         for apply in self._temperature_and_min_p:
             apply(logits, *indices)
 
-    @replaces("v24", SAMPLE)
     def sample(
         self,
         logits: torch.Tensor,
@@ -147,7 +145,6 @@ def _apply_logit_bias(
 class PluginVerifier(RejectionSampler):  # type: ignore[misc]
     """Verifies drafts; called for batches with any draft, prompts included."""
 
-    @replaces("v24", VERIFY)
     def __call__(
         self,
         logits: torch.Tensor,
@@ -195,7 +192,6 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
         )
 
 
-@replaces("v24", SAMPLE_DRAFT)
 def draft_rows(
     speculator: Any,
     hidden_states: torch.Tensor,

@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps, valid_ids
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
-from mtp_plugin.hosts.vllm.versions import ROWS_32, SAMPLE, SAMPLE_DRAFT, VERIFY, replaces
+from mtp_plugin.hosts.vllm.versions import ROWS_32
 
 ROWS = ROWS_32[1:]
 """What describes rows of logits, in the order of vLLM's ``Sampler.sample``."""
@@ -49,7 +49,6 @@ class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
         self.thinking_budget_state.apply(logits, context)
         return logits
 
-    @replaces("v32", SAMPLE)
     def sample(
         self,
         logits: torch.Tensor,
@@ -86,7 +85,6 @@ class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
 class PluginVerifier(RejectionSampler):  # type: ignore[misc]
     """Verifies drafts; called for batches with any draft, prompts included."""
 
-    @replaces("v32", VERIFY)
     def __call__(
         self,
         logits: torch.Tensor,
@@ -153,7 +151,6 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
         )
 
 
-@replaces("v32", SAMPLE_DRAFT)
 def draft_rows(
     speculator: Any,
     hidden_states: torch.Tensor,

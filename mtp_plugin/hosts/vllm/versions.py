@@ -1,24 +1,20 @@
 """Which vLLM is installed, and which of our modules fits it.
 
-A version is served by the module whose recorded parameter names are the first ones of the methods
-found; further parameters must be optional. In methods that the plugin replaces these must have
-their defaults, see `replaces`.
+A version is served by the module whose recorded parameter names equal those of the methods found.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from mtp_plugin.errors import HostError, expect, format_value
+from mtp_plugin.errors import HostError
 
 TESTED = ("0.24", "0.26", "0.32")
-SUPPORTED = "0.24 to 0.26, and 0.32 or newer"
 
 Signatures = Mapping[str, tuple[str, ...]]
 """``module:Class.method`` or ``module:function`` -> parameter names after ``self``."""
@@ -112,10 +108,6 @@ ROWS_32 = (
     "seq_lens_upper_bound_np",
 )
 _AUTOREGRESSIVE = f"{_GPU}.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator"
-SAMPLE = f"{_GPU}.sample.sampler:Sampler.sample"
-VERIFY = f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__"
-SAMPLE_DRAFT = f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.sample_draft"
-"""The methods that the plugin replaces."""
 _DRAFT = ("idx_mapping", "temperature", "seeds", "draft_step", "draft_logits")
 SIGNATURES: Mapping[str, Signatures] = {
     "v24": {
@@ -123,7 +115,7 @@ SIGNATURES: Mapping[str, Signatures] = {
         f"{_GPU}.model_runner:GPUModelRunner.load_model": ("load_dummy_weights", "args", "kwargs"),
         f"{_GPU}.sample.sampler:Sampler.add_request": ("req_idx", "prompt_len", "sampling_params"),
         f"{_GPU}.sample.sampler:Sampler.apply_sampling_params": (*_ROWS_24, "skip_top_k_top_p"),
-        SAMPLE: (*_ROWS_24, "return_logprobs"),
+        f"{_GPU}.sample.sampler:Sampler.sample": (*_ROWS_24, "return_logprobs"),
         f"{_GPU}.sample.logit_bias:LogitBiasState.apply_logit_bias": (
             "logits",
             "expanded_idx_mapping",
@@ -143,7 +135,7 @@ SIGNATURES: Mapping[str, Signatures] = {
             "num_stop_token_ids",
             "stop_token_ids",
         ),
-        VERIFY: (
+        f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__": (
             "logits",
             "input_batch",
             "draft_logits",
@@ -154,7 +146,7 @@ SIGNATURES: Mapping[str, Signatures] = {
             "num_sampled",
             "logits",
         ),
-        SAMPLE_DRAFT: (
+        f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.sample_draft": (
             "hidden_states",
             "positions",
             *_DRAFT,
@@ -199,8 +191,8 @@ SIGNATURES: Mapping[str, Signatures] = {
             "pos",
             "seq_lens_upper_bound_np",
         ),
-        SAMPLE: (*ROWS_32, "return_logprobs"),
-        VERIFY: (
+        f"{_GPU}.sample.sampler:Sampler.sample": (*ROWS_32, "return_logprobs"),
+        f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__": (
             "logits",
             "input_batch",
             "draft_logits",
@@ -222,7 +214,7 @@ SIGNATURES: Mapping[str, Signatures] = {
             "expanded_local_pos",
             "prefill_len",
         ),
-        SAMPLE_DRAFT: (
+        f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.sample_draft": (
             "hidden_states",
             "sample_src_positions",
             *_DRAFT,
@@ -260,25 +252,19 @@ def differences(signatures: Signatures) -> list[str]:
 
 def mismatch(target: str, names: tuple[str, ...]) -> str | None:
     """Return how a method of the installed vLLM differs from its recorded parameter names."""
-    found = _parameters(target)
+    found = parameters(target)
     if found is None:
         return f"{target.replace(':', '.')} is missing"
-    shown = tuple(parameter.name for parameter in found)
-    if shown[: len(names)] == names and all(map(_is_optional, found[len(names) :])):
+    if found == names:
         return None
     return (
-        f"{target.replace(':', '.')}({', '.join(shown)}) was expected to have the parameters "
+        f"{target.replace(':', '.')}({', '.join(found)}) was expected to have the parameters "
         f"({', '.join(names)})"
     )
 
 
 def parameters(target: str) -> tuple[str, ...] | None:
     """Return the parameter names of ``module:name``; None if there is no such function."""
-    found = _parameters(target)
-    return None if found is None else tuple(parameter.name for parameter in found)
-
-
-def _parameters(target: str) -> tuple[inspect.Parameter, ...] | None:
     module, _, path = target.partition(":")
     try:
         found: Any = import_module(module)
@@ -286,47 +272,8 @@ def _parameters(target: str) -> tuple[inspect.Parameter, ...] | None:
             found = getattr(found, name)
     except (ImportError, AttributeError):
         return None
-    given = tuple(inspect.signature(found).parameters.values())
-    return given[1:] if "." in path else given
-
-
-def _is_optional(parameter: inspect.Parameter) -> bool:
-    of_any = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return parameter.kind in of_any or parameter.default is not parameter.empty
-
-
-def replaces(module: str, target: str) -> Callable[[Any], Any]:
-    """Decorate a function that is called in place of a method of vLLM.
-
-    Arguments that ``module`` does not know are left out if they have vLLM's default.
-
-    Raises (when it is called):
-        HostError: another value, by name.
-    """
-    names = SIGNATURES[module][target]
-
-    def decorate(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if len(args) > len(names) or not kwargs.keys() <= set(names):
-                further = (_parameters(target) or ())[len(names) :]
-                given = dict(zip((p.name for p in further), args[len(names) :], strict=False))
-                given |= {name: kwargs[name] for name in kwargs if name not in names}
-                defaults = {p.name: p.default for p in further}
-                for name, value in given.items():
-                    expect(
-                        name in defaults and (value is defaults[name] or value == defaults[name]),
-                        HostError,
-                        f"mtp_plugin replaces {target.replace(':', '.')} and does not know its "
-                        f"argument {name}={format_value(value)}; turn off what sets it",
-                    )
-                args = args[: len(names)]
-                kwargs = {name: kwargs[name] for name in kwargs if name in names}
-            return function(self, *args, **kwargs)
-
-        return wrapper
-
-    return decorate
+    names = tuple(inspect.signature(found).parameters)
+    return names[1:] if "." in path else names
 
 
 def fitting_module() -> ModuleType:
@@ -343,5 +290,5 @@ def fitting_module() -> ModuleType:
     major, minor = release()
     raise HostError(
         f"mtp_plugin does not fit vLLM {major}.{minor}: {'; '.join(nearest)}. Supported versions: "
-        f"{SUPPORTED}; install one of these, or leave out additional_config.mtp_plugin"
+        f"{', '.join(TESTED)}"
     )

@@ -81,10 +81,11 @@ def test_an_untested_version(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm.install(monkeypatch, "0.33.0")
     seen = examine({})
     assert output_of(seen)[0] == "vllm 0.33.0, not tested: module v32 fits"
-    assert seen.notes[0] == (
-        "vLLM 0.33.0 was not tested (tested: 0.24, 0.26, 0.32), but fits by its signatures"
-    )
-    assert "not tested" not in " ".join(seen.problems)
+    assert seen.problems == [
+        "vLLM 0.33.0 was not tested (tested: 0.24, 0.26, 0.32): set "
+        "additional_config.mtp_plugin.allow_untested to true to try it"
+    ]
+    assert seen.exit_code == 1
 
 
 @pytest.mark.parametrize(

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
-from typing import Any
 
 import pytest
 
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.versions import (
-    SAMPLE_DRAFT,
     SIGNATURES,
     differences,
     fitting_module,
     is_tested,
     parameters,
     release,
-    replaces,
 )
 from tests.hosts.vllm import fake_vllm
 
@@ -44,8 +41,7 @@ def test_a_missing_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         fitting_module()
     assert str(error.value) == (
         "mtp_plugin does not fit vLLM 0.35: vllm.v1.worker.gpu.sample.sampler.Sampler."
-        "apply_staged_writes is missing. Supported versions: 0.24 to 0.26, and 0.32 or newer; "
-        "install one of these, or leave out additional_config.mtp_plugin"
+        "apply_staged_writes is missing. Supported versions: 0.24, 0.26, 0.32"
     )
 
 
@@ -58,8 +54,7 @@ def test_methods_with_other_parameters_are_named(monkeypatch: pytest.MonkeyPatch
     assert str(error.value) == (
         "mtp_plugin does not fit vLLM 0.33: vllm.v1.worker.gpu.sample.sampler.Sampler.add_request"
         "(req_idx, params, lora) was expected to have the parameters (req_idx, sampling_params). "
-        "Supported versions: 0.24 to 0.26, and 0.32 or newer; install one of these, or leave out "
-        "additional_config.mtp_plugin"
+        "Supported versions: 0.24, 0.26, 0.32"
     )
 
 
@@ -113,35 +108,3 @@ def test_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     assert parameters(f"{SAMPLER}.nothing") is None
     assert parameters("vllm.nothing:f") is None
-
-
-def test_further_optional_parameters_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As ``num_steps`` of ``sample_draft`` in vLLM 0.33."""
-    names = (*SIGNATURES["v32"][SAMPLE_DRAFT], "num_steps")
-    modules = fake_vllm.install(monkeypatch, "0.33.0", {**SIGNATURES["v32"], SAMPLE_DRAFT: names})
-    assert differences(SIGNATURES["v32"]) == []
-
-    @replaces("v32", SAMPLE_DRAFT)
-    def draft_rows(speculator: str, *given: int, **named: int) -> tuple[Any, ...]:
-        return speculator, given, named
-
-    known = (0,) * 8
-    assert draft_rows("s", *known, None) == ("s", known, {})
-    assert draft_rows("s", *known[:7], spec_step_idx=2, num_steps=None) == (
-        "s",
-        known[:7],
-        {"spec_step_idx": 2},
-    )
-    with pytest.raises(HostError, match=r"sample_draft and does not know its argument num_steps=2"):
-        draft_rows("s", *known, 2)
-    with pytest.raises(HostError, match=r"does not know its argument other=1; turn off"):
-        draft_rows("s", *known, other=1)
-
-    owner = modules[SAMPLE_DRAFT.partition(":")[0]].DraftModelSpeculator
-
-    def sample_draft(self: Any, hidden_states: Any, num_steps: Any) -> None:
-        """A further parameter that is required."""
-
-    monkeypatch.setattr(owner, "sample_draft", sample_draft)
-    (problem,) = differences(SIGNATURES["v32"])
-    assert "sample_draft(hidden_states, num_steps) was expected" in problem
