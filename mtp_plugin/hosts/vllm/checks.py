@@ -13,12 +13,16 @@ from typing import TextIO
 from mtp_plugin.errors import HostError
 from mtp_plugin.extras import vllm_command
 from mtp_plugin.hosts.vllm.versions import (
+    INSTALLED,
+    NAMES,
     SIGNATURES,
-    TESTED,
     is_tested,
     mismatch,
-    parameters,
+    missing_names,
+    nearest,
+    refusal,
     release,
+    untested,
 )
 from mtp_plugin.hosts.vllm.wrapping import START, WORKER
 
@@ -72,24 +76,17 @@ def examine(environment: Mapping[str, str] = os.environ) -> Examination:
     except HostError as error:
         return Examination(problems=[str(error)])
     seen = Examination(version, is_tested())
-    methods = {
-        name: [Method(target, mismatch(target, names)) for target, names in signatures.items()]
-        for name, signatures in SIGNATURES.items()
-    }
-    seen.module = min(methods, key=lambda name: _num_problems(methods[name]))
-    seen.methods = sorted(methods[seen.module], key=lambda method: method.kind != "wrapped")
-    seen.problems += [method.problem for method in seen.methods if method.problem]
-    if not seen.is_tested and not seen.problems:
-        seen.problems.append(
-            f"vLLM {version} was not tested (tested: {', '.join(TESTED)}): set "
-            "additional_config.mtp_plugin.allow_untested to true to try it"
-        )
+    seen.module, differences = nearest()
+    signatures, names = SIGNATURES[seen.module], NAMES[seen.module]
+    methods = [Method(target, mismatch(target, known)) for target, known in signatures.items()]
+    methods += [Method(target, missing_names(target, known)) for target, known in names.items()]
+    seen.methods = sorted(methods, key=lambda method: method.kind != "wrapped")
+    if differences:
+        seen.problems.append(refusal(version, differences))
+    elif not seen.is_tested:
+        seen.notes.append(f"warning: {untested(version)}")
     _examine_environment(seen, environment, major_minor)
     return seen
-
-
-def _num_problems(methods: list[Method]) -> int:
-    return sum(method.problem is not None for method in methods)
 
 
 def _examine_environment(
@@ -135,14 +132,20 @@ def show(seen: Examination, out: TextIO) -> None:
         out.write(f"vllm {seen.version}, {tested}: module {seen.module} {fits}\n")
     for method in seen.methods:
         verdict = "NO" if method.problem else "yes"
-        found = parameters(method.target)
-        shown = "missing" if found is None else f"({', '.join(found)})"
         name = method.target.replace(":", ".")
-        out.write(f"  {verdict:3}  {method.kind:7}  {name}  {shown}\n")
+        out.write(f"  {verdict:3}  {method.kind:7}  {name}{_shown(seen, method)}\n")
     for note in seen.notes:
         out.write(f"{note}\n")
     for problem in seen.problems:
         out.write(f"problem: {problem}\n")
+
+
+def _shown(seen: Examination, method: Method) -> str:
+    names = NAMES[seen.module or ""].get(method.target)
+    if names is not None:
+        return f"  has {', '.join(names)}" if method.problem is None else f"  {method.problem}"
+    found = INSTALLED.parameters(method.target)
+    return "  missing" if found is None else f"  ({', '.join(found)})"
 
 
 def main() -> int:

@@ -7,7 +7,7 @@ from typing import Any
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions, read_settings
 from mtp_plugin.hosts.vllm.requests import method_problems
-from mtp_plugin.hosts.vllm.versions import TESTED, is_tested, release
+from mtp_plugin.hosts.vllm.versions import is_tested, release, untested
 
 DYNAMIC_SINCE = PIPELINE_SINCE = (0, 32)
 """Earlier versions send no draft tokens to earlier pipeline stages."""
@@ -33,17 +33,25 @@ def checked_settings(vllm_config: Any) -> EngineSettings | None:
     return settings
 
 
+def warnings_of(settings: EngineSettings) -> list[str]:
+    """Return what to log once when an engine starts."""
+    warnings = []
+    if not is_tested():
+        warnings.append(untested("{}.{}".format(*release())))
+    if settings.options.allow_untested:
+        warnings.append(
+            "additional_config.mtp_plugin.allow_untested has no effect: leave it out, every vLLM "
+            "with known signatures starts"
+        )
+    return warnings
+
+
 def problems_of(vllm_config: Any, settings: EngineSettings) -> list[str]:
     """Return one line for every reason why the plugin cannot serve an engine."""
     options = settings.options
     problems = _option_problems(options, settings) + _thinking_problems(options, vllm_config)
     problems += _draft_vocab_problems(options, vllm_config)
     version = release()
-    if not options.allow_untested and not is_tested():
-        problems.append(
-            f"vLLM {version[0]}.{version[1]} was not tested (tested: {', '.join(TESTED)}): install "
-            "one of these, or set additional_config.mtp_plugin.allow_untested to true"
-        )
     if not vllm_config.use_v2_model_runner:
         problems.append(
             "the engine uses the V1 model runner: set the environment variable "

@@ -36,7 +36,7 @@ class VllmOptions(BaseModel):
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """``auto``: Triton kernels on CUDA devices, else torch."""
     allow_untested: bool = False
-    """Try a vLLM version that was not tested, if its methods have known signatures."""
+    """No effect: every version that fits starts."""
 
     @property
     def is_relaxed(self) -> bool:

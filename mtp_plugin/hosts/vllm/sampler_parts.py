@@ -25,6 +25,8 @@ class SamplerParts:
     top-p, min-p and the random numbers are those of `sample_tokens`.
     """
 
+    params_index = 0
+    """Of the ``SamplingParams`` among the arguments of ``add_request`` after the first."""
     ops: RowOps
     _options: AdmittedOptions
     sampling_states: Any
@@ -40,19 +42,19 @@ class SamplerParts:
         made._options = AdmittedOptions(ops.settings)
         return made
 
-    def add_request(self, req_idx: int, *args: Any) -> None:
-        """Stage the row of a request; the last argument is its ``SamplingParams``."""
-        super().add_request(req_idx, *args)  # type: ignore[misc]
-        params, states, slots = args[-1], self.req_states, self.ops.slots
+    def add_request(self, req_idx: int, *args: Any, **kwargs: Any) -> None:
+        """Stage the row of a request."""
+        super().add_request(req_idx, *args, **kwargs)  # type: ignore[misc]
+        params, states, slots = args[self.params_index], self.req_states, self.ops.slots
         prompt_len = int(states.prompt_len.np[req_idx])
         tokens = getattr(states, PREFILL, {}).pop(req_idx, ())
         values = slots.values(params, self._options.read(params.extra_args), prompt_len, tokens)
         # vLLM draws a seed for requests without one, alike on all ranks
         slots.stage(req_idx, values, int(self.sampling_states.seeds.np[req_idx]))
 
-    def apply_staged_writes(self) -> None:
+    def apply_staged_writes(self, *args: Any, **kwargs: Any) -> None:
         """Write what `add_request` staged."""
-        super().apply_staged_writes()  # type: ignore[misc]
+        super().apply_staged_writes(*args, **kwargs)  # type: ignore[misc]
         self.ops.slots.apply()
 
     def edits_logits(self, indices: Any) -> bool:
@@ -116,9 +118,9 @@ class SamplerParts:
             )
         )
 
-    def __call__(self, logits: torch.Tensor, input_batch: Any) -> Any:
+    def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Sample a step without drafts, and update thinking phases."""
-        output = super().__call__(logits, input_batch)  # type: ignore[misc]
+        output = super().__call__(logits, input_batch, *args, **kwargs)  # type: ignore[misc]
         self.ops.follow_phase(
             output.sampled_token_ids[:, 0], input_batch.idx_mapping, output.num_sampled > 0
         )

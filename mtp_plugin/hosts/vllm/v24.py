@@ -28,10 +28,13 @@ from mtp_plugin.hosts.vllm.row_ops import (
     valid_ids,
 )
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
+from mtp_plugin.hosts.vllm.versions import FITTING, SAMPLE, SAMPLE_DRAFT, VERIFY, replaces
 
 
 class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
     """Samples rows without drafts."""
+
+    params_index = 1
 
     @classmethod
     def replacing(cls, sampler: Any, ops: RowOps) -> PluginSampler:
@@ -64,8 +67,7 @@ class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
             raise HostError(
                 "Sampler.apply_sampling_params of this vLLM changes the logits of a request with "
                 "temperature and min_p, but without logits processors; mtp_plugin would apply them "
-                "twice. Install vLLM 0.24, 0.26 or 0.32, or leave out "
-                "additional_config.mtp_plugin"
+                f"twice. Install vLLM {FITTING}, or leave out additional_config.mtp_plugin"
             )
 
     def apply_processors(self, logits: torch.Tensor, *rows: Any) -> torch.Tensor:
@@ -78,6 +80,7 @@ class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
         for apply in self._temperature_and_min_p:
             apply(logits, *indices)
 
+    @replaces(SAMPLE, "v24")
     def sample(
         self,
         logits: torch.Tensor,
@@ -145,6 +148,7 @@ def _apply_logit_bias(
 class PluginVerifier(RejectionSampler):  # type: ignore[misc]
     """Verifies drafts; called for batches with any draft, prompts included."""
 
+    @replaces(VERIFY, "v24")
     def __call__(
         self,
         logits: torch.Tensor,
@@ -192,6 +196,7 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
         )
 
 
+@replaces(SAMPLE_DRAFT, "v24")
 def draft_rows(
     speculator: Any,
     hidden_states: torch.Tensor,

@@ -1,4 +1,4 @@
-"""vLLM 0.32."""
+"""vLLM 0.32 and newer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps, valid_ids
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
-from mtp_plugin.hosts.vllm.versions import ROWS_32
+from mtp_plugin.hosts.vllm.versions import ROWS_32, SAMPLE, SAMPLE_DRAFT, VERIFY, replaces
 
 ROWS = ROWS_32[1:]
 """What describes rows of logits, in the order of vLLM's ``Sampler.sample``."""
@@ -33,9 +33,9 @@ class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
         made = super().replacing(sampler, ops)
         add = made.sampling_states.add_request
 
-        def add_request(*args: Any) -> bool:
+        def add_request(*args: Any, **kwargs: Any) -> bool:
             """Keep temperature, top-k, top-p and min-p from `needs_logits_processing`."""
-            add(*args)
+            add(*args, **kwargs)
             return False
 
         made.sampling_states.add_request = add_request
@@ -49,6 +49,7 @@ class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
         self.thinking_budget_state.apply(logits, context)
         return logits
 
+    @replaces(SAMPLE, "v32")
     def sample(
         self,
         logits: torch.Tensor,
@@ -85,6 +86,7 @@ class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
 class PluginVerifier(RejectionSampler):  # type: ignore[misc]
     """Verifies drafts; called for batches with any draft, prompts included."""
 
+    @replaces(VERIFY, "v32")
     def __call__(
         self,
         logits: torch.Tensor,
@@ -151,6 +153,7 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
         )
 
 
+@replaces(SAMPLE_DRAFT, "v32")
 def draft_rows(
     speculator: Any,
     hidden_states: torch.Tensor,

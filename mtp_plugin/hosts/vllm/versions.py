@@ -1,42 +1,63 @@
 """Which vLLM is installed, and which of our modules fits it.
 
-A version is served by the module whose recorded parameter names equal those of the methods found.
+`SIGNATURES` and `NAMES` list all that a module of ours uses of vLLM. They are compared with what is
+imported here, and with wheels by ``python -m integration.vllm.signatures``.
+
+Parameters may follow the listed ones: any of a method that is only wrapped, since its call is
+handed on, else optional ones.
 """
 
 from __future__ import annotations
 
+import dis
+import functools
 import inspect
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from importlib import import_module
-from types import ModuleType
-from typing import Any
+from types import FunctionType, ModuleType
+from typing import Any, Protocol, TypeVar
 
 from mtp_plugin.errors import HostError
+from mtp_plugin.hosts.vllm.wrapping import DRAFT_LOOP, START, WORKER
 
 TESTED = ("0.24", "0.26", "0.32")
+FITTING = "0.24 to 0.26, or 0.32 and newer"
 
 Signatures = Mapping[str, tuple[str, ...]]
-"""``module:Class.method`` or ``module:function`` -> parameter names after ``self``."""
+"""``module:Class.method``, ``module:function`` or ``module:Class`` (its constructor) -> the first
+parameter names after ``self``."""
+Names = Mapping[str, tuple[str, ...]]
+"""``module:Class`` -> attributes of its instances; ``module`` -> names in it."""
 
 _GPU = "vllm.v1.worker.gpu"
+_DRAFTS = f"{_GPU}.spec_decode.speculator:DraftModelSpeculator"
+_VERIFIER = f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler"
+SAMPLE_DRAFT = f"{_DRAFTS}.sample_draft"
+VERIFY = f"{_VERIFIER}.__call__"
+SAMPLE = f"{_GPU}.sample.sampler:Sampler.sample"
+REPLACED = (SAMPLE_DRAFT, VERIFY, SAMPLE)
+"""Methods whose original is not called: they take further arguments at their defaults alone."""
+_HANDED_ON = {
+    "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats",
+    f"{_GPU}.sample.sampler:Sampler.__call__",
+    f"{_GPU}.sample.sampler:Sampler.add_request",
+    f"{_GPU}.sample.sampler:Sampler.apply_staged_writes",
+    f"{_GPU}.sample.states:SamplingStates.add_request",
+    *START,
+    *WORKER,
+    *DRAFT_LOOP,
+}
+WRAPPED = frozenset(_HANDED_ON.difference(REPLACED))
+"""Methods whose calls are handed on to the original."""
 _COMMON: Signatures = {
     "vllm.v1.worker.worker_base:WorkerBase.__init__": (
         "vllm_config",
         "local_rank",
         "rank",
-        "distributed_init_method",
-        "is_driver_worker",
     ),
-    "vllm.v1.engine.input_processor:InputProcessor.__init__": (
-        "vllm_config",
-        "renderer",
-        "mm_registry",
-    ),
-    "vllm.v1.engine.input_processor:InputProcessor._validate_params": (
-        "params",
-        "supported_tasks",
-    ),
+    "vllm.v1.engine.input_processor:InputProcessor.__init__": ("vllm_config",),
+    "vllm.v1.engine.input_processor:InputProcessor._validate_params": ("params",),
     "vllm.sampling_params:SamplingParams._validate_spec_decode": ("speculative_config",),
     "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": (
         "spec_decoding_stats",
@@ -57,7 +78,19 @@ _COMMON: Signatures = {
         "client_index",
     ),
     f"{_GPU}.model_states.interface:ModelState.custom_sampler": ("sampler",),
+    f"{_GPU}.model_runner:GPUModelRunner.load_model": (),
     f"{_GPU}.sample.sampler:Sampler.apply_staged_writes": (),
+    f"{_GPU}.sample.sampler:Sampler.__call__": ("logits", "input_batch"),
+    f"{_GPU}.sample.states:SamplingStates.max_num_logprobs": ("idx_mapping_np",),
+    f"{_GPU}.metrics.logits:get_num_nans": ("logits",),
+    f"{_GPU}.sample.output:SamplerOutput": (
+        "sampled_token_ids",
+        "logprobs_tensors",
+        "num_nans",
+        "num_sampled",
+        "num_rejected",
+    ),
+    f"{_VERIFIER}.__init__": ("sampler", "spec_config", "device"),
     f"{_GPU}.sample.states:SamplingStates.apply_temperature": (
         "logits",
         "expanded_idx_mapping",
@@ -73,13 +106,11 @@ _COMMON: Signatures = {
         "expanded_idx_mapping",
         "idx_mapping_np",
     ),
-    f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.load_model": ("target_model",),
+    f"{_DRAFTS}.load_model": (),
     f"{_GPU}.states:RequestState.add_request": (
         "req_id",
         "prompt_len",
         "all_token_ids",
-        "num_computed_tokens",
-        "max_tokens",
     ),
     f"{_GPU}.input_batch:get_num_sampled_and_rejected": (
         "num_sampled",
@@ -89,7 +120,7 @@ _COMMON: Signatures = {
         "prefill_len",
     ),
 }
-_ROWS_24 = (
+ROWS_24 = (
     "logits",
     "expanded_idx_mapping",
     "idx_mapping_np",
@@ -112,10 +143,9 @@ _DRAFT = ("idx_mapping", "temperature", "seeds", "draft_step", "draft_logits")
 SIGNATURES: Mapping[str, Signatures] = {
     "v24": {
         **_COMMON,
-        f"{_GPU}.model_runner:GPUModelRunner.load_model": ("load_dummy_weights", "args", "kwargs"),
         f"{_GPU}.sample.sampler:Sampler.add_request": ("req_idx", "prompt_len", "sampling_params"),
-        f"{_GPU}.sample.sampler:Sampler.apply_sampling_params": (*_ROWS_24, "skip_top_k_top_p"),
-        f"{_GPU}.sample.sampler:Sampler.sample": (*_ROWS_24, "return_logprobs"),
+        f"{_GPU}.sample.sampler:Sampler.apply_sampling_params": (*ROWS_24, "skip_top_k_top_p"),
+        SAMPLE: (*ROWS_24, "return_logprobs"),
         f"{_GPU}.sample.logit_bias:LogitBiasState.apply_logit_bias": (
             "logits",
             "expanded_idx_mapping",
@@ -135,23 +165,23 @@ SIGNATURES: Mapping[str, Signatures] = {
             "num_stop_token_ids",
             "stop_token_ids",
         ),
-        f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__": (
+        VERIFY: (
             "logits",
             "input_batch",
             "draft_logits",
         ),
-        f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors": (
+        f"{_VERIFIER}._get_logprobs_tensors": (
             "input_batch",
             "sampled",
             "num_sampled",
             "logits",
         ),
-        f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.sample_draft": (
+        SAMPLE_DRAFT: (
             "hidden_states",
             "positions",
             *_DRAFT,
         ),
-        f"{_GPU}.spec_decode.speculator:DraftModelSpeculator._build_draft_attn_metadata": (
+        f"{_DRAFTS}._build_draft_attn_metadata": (
             "num_reqs",
             "num_reqs_padded",
             "num_tokens_padded",
@@ -166,22 +196,15 @@ SIGNATURES: Mapping[str, Signatures] = {
             "num_tokens_across_dp",
             "cudagraph_runtime_mode",
         ),
-        f"{_AUTOREGRESSIVE}._multi_step_decode": (
-            "num_reqs",
-            "skip_attn",
-            "batch_desc",
-            "num_tokens_across_dp",
-        ),
+        f"{_AUTOREGRESSIVE}._multi_step_decode": ("num_reqs", "skip_attn", "batch_desc"),
+        f"{_AUTOREGRESSIVE}.capture": (),
+        f"{_GPU}.attn_utils:build_slot_mappings_by_layer": ("slot_mappings", "kv_cache_config"),
     },
     "v32": {
         **_COMMON,
-        f"{_GPU}.model_runner:GPUModelRunner.load_model": (
-            "load_dummy_weights",
-            "args",
-            "model",
-            "kwargs",
-        ),
         f"{_GPU}.sample.sampler:Sampler.add_request": ("req_idx", "sampling_params"),
+        f"{_GPU}.sample.states:SamplingStates.add_request": (),
+        f"{_GPU}.sample.thinking_budget:ThinkingBudgetState.apply": ("logits", "ctx"),
         f"{_GPU}.sample.logits_processor.interface:LogitsContext": (
             "expanded_idx_mapping",
             "idx_mapping",
@@ -191,14 +214,14 @@ SIGNATURES: Mapping[str, Signatures] = {
             "pos",
             "seq_lens_upper_bound_np",
         ),
-        f"{_GPU}.sample.sampler:Sampler.sample": (*ROWS_32, "return_logprobs"),
-        f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__": (
+        SAMPLE: (*ROWS_32, "return_logprobs"),
+        VERIFY: (
             "logits",
             "input_batch",
             "draft_logits",
             "invalid_drafts",
         ),
-        f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors": (
+        f"{_VERIFIER}._get_logprobs_tensors": (
             "sampled",
             "num_sampled",
             "logits",
@@ -214,19 +237,125 @@ SIGNATURES: Mapping[str, Signatures] = {
             "expanded_local_pos",
             "prefill_len",
         ),
-        f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.sample_draft": (
+        SAMPLE_DRAFT: (
             "hidden_states",
             "sample_src_positions",
             *_DRAFT,
             "spec_step_idx",
         ),
-        f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.compute_draft_logits": (
+        f"{_DRAFTS}.compute_draft_logits": (
             "hidden_states",
             "spec_step_idx",
         ),
     },
 }
 """Module of ours -> signatures that it needs."""
+
+_SAMPLER_NAMES = ("compute_nans", "logprobs_mode", "req_states", "sampling_states")
+_BATCH_NAMES = (
+    "cu_num_logits",
+    "expanded_idx_mapping",
+    "expanded_local_pos",
+    "idx_mapping",
+    "idx_mapping_np",
+    "input_ids",
+    "logits_indices",
+    "num_reqs",
+    "positions",
+    "seq_lens",
+)
+_COMMON_NAMES: Names = {
+    f"{_GPU}.sample.states": ("NO_LOGPROBS",),
+    f"{_GPU}.sample.states:SamplingStates": ("seeds",),
+    f"{_GPU}.states:RequestState": ("prefill_len", "prompt_len", "req_id_to_index"),
+    f"{_GPU}.model_runner:GPUModelRunner": ("is_last_pp_rank", "model_state", "sampler"),
+    _VERIFIER: ("sampler",),
+    _DRAFTS: ("model", "model_state", "vllm_config"),
+}
+NAMES: Mapping[str, Names] = {
+    "v24": {
+        **_COMMON_NAMES,
+        f"{_GPU}.sample.sampler:Sampler": (
+            *_SAMPLER_NAMES,
+            "bad_words_state",
+            "logit_bias_state",
+            "penalties_state",
+        ),
+        f"{_GPU}.sample.bad_words:BadWordsState": ("num_bad_words",),
+        f"{_GPU}.sample.penalties:PenaltiesState": ("use_penalty",),
+        f"{_GPU}.sample.logit_bias:LogitBiasState": (
+            "allowed_token_ids",
+            "logit_bias",
+            "logit_bias_token_ids",
+            "min_lens",
+            "num_allowed_token_ids",
+            "num_logit_bias",
+            "num_stop_token_ids",
+            "stop_token_ids",
+            "use_logit_bias",
+        ),
+        f"{_GPU}.input_batch:InputBatch": _BATCH_NAMES,
+    },
+    "v32": {
+        **_COMMON_NAMES,
+        f"{_GPU}.sample.sampler:Sampler": (
+            *_SAMPLER_NAMES,
+            "logits_processors",
+            "needs_logits_processing",
+            "thinking_budget_state",
+        ),
+        f"{_GPU}.input_batch:InputBatch": (
+            *_BATCH_NAMES,
+            "cu_num_logits_np",
+            "seq_lens_cpu_upper_bound",
+        ),
+    },
+}
+"""Module of ours -> attributes that it needs."""
+
+
+class Reader(Protocol):
+    """Where signatures and names of a vLLM version are looked up."""
+
+    def parameters(self, target: str) -> tuple[str, ...] | None:
+        """Return the parameters of a target of `Signatures`, without ``self``.
+
+        An optional one is written ``name=default``, the others of a variable number ``*name`` and
+        ``**name``. None: there is no such target.
+        """
+
+    def names(self, target: str) -> frozenset[str] | None:
+        """Return all attributes of a target of `Names`; None if there is no such target."""
+
+
+class Installed:
+    """Reads the vLLM that can be imported here."""
+
+    def parameters(self, target: str) -> tuple[str, ...] | None:
+        """See `Reader.parameters`."""
+        found = _found(target)
+        if found is None:
+            return None
+        given = list(inspect.signature(found).parameters.values())
+        return tuple(map(_shown, given[1:] if "." in target.partition(":")[2] else given))
+
+    def names(self, target: str) -> frozenset[str] | None:
+        """See `Reader.names`; attributes are those that a method assigns, too."""
+        found = _found(target)
+        if not isinstance(found, type):
+            return None if found is None else frozenset(vars(found))
+        names: set[str] = set()
+        for owner in found.__mro__:
+            names.update(vars(owner), vars(owner).get("__annotations__", ()))
+            for value in vars(owner).values():
+                function = inspect.unwrap(value) if callable(value) else None
+                if isinstance(function, FunctionType):
+                    steps = dis.get_instructions(function)
+                    names.update(step.argval for step in steps if step.opname == "STORE_ATTR")
+        return frozenset(names)
+
+
+INSTALLED = Installed()
 
 
 def release() -> tuple[int, int]:
@@ -244,51 +373,131 @@ def is_tested() -> bool:
     return "{}.{}".format(*release()) in TESTED
 
 
-def differences(signatures: Signatures) -> list[str]:
-    """Return one line for every method of the installed vLLM that is missing or differs."""
-    found = (mismatch(target, names) for target, names in signatures.items())
+def untested(version: str) -> str:
+    """Return the warning for a version that fits, but was not tested."""
+    return f"vLLM {version} was not tested (tested: {', '.join(TESTED)}), but its signatures fit"
+
+
+def differences(module: str, reader: Reader = INSTALLED) -> list[str]:
+    """Return one line for everything that a module of ours needs and that is missing or differs."""
+    found = [mismatch(target, names, reader) for target, names in SIGNATURES[module].items()]
+    found += [missing_names(target, names, reader) for target, names in NAMES[module].items()]
     return [problem for problem in found if problem is not None]
 
 
-def mismatch(target: str, names: tuple[str, ...]) -> str | None:
-    """Return how a method of the installed vLLM differs from its recorded parameter names."""
-    found = parameters(target)
+def mismatch(target: str, names: tuple[str, ...], reader: Reader = INSTALLED) -> str | None:
+    """Return how a method differs from its recorded parameters; None if it fits."""
+    found = reader.parameters(target)
+    shown = target.replace(":", ".")
     if found is None:
-        return f"{target.replace(':', '.')} is missing"
-    if found == names:
+        return f"{shown} is missing"
+    known = tuple(parameter.partition("=")[0] for parameter in found[: len(names)])
+    further = found[len(names) :]
+    required = [name for name in further if "=" not in name and not name.startswith("*")]
+    if known == names and (target in WRAPPED or not required):
         return None
     return (
-        f"{target.replace(':', '.')}({', '.join(found)}) was expected to have the parameters "
-        f"({', '.join(names)})"
+        f"{shown}({', '.join(found)}) was expected to have the parameters ({', '.join(names)})"
+        + ("" if target in WRAPPED else ", and optional ones alone after them")
     )
 
 
-def parameters(target: str) -> tuple[str, ...] | None:
-    """Return the parameter names of ``module:name``; None if there is no such function."""
-    module, _, path = target.partition(":")
-    try:
-        found: Any = import_module(module)
-        for name in path.split("."):
-            found = getattr(found, name)
-    except (ImportError, AttributeError):
-        return None
-    names = tuple(inspect.signature(found).parameters)
-    return names[1:] if "." in path else names
+def missing_names(target: str, names: tuple[str, ...], reader: Reader = INSTALLED) -> str | None:
+    """Return which names a class or module lacks; None if it has all."""
+    shown = target.replace(":", ".")
+    found = reader.names(target)
+    if found is None:
+        return f"{shown} is missing"
+    missing = [name for name in names if name not in found]
+    return f"{shown} has no {', '.join(missing)}" if missing else None
+
+
+def nearest(reader: Reader = INSTALLED) -> tuple[str, list[str]]:
+    """Return the name of the module of ours with the fewest differences, and these."""
+    found = {name: differences(name, reader) for name in SIGNATURES}
+    name = min(found, key=lambda name: len(found[name]))
+    return name, found[name]
+
+
+def refusal(version: str, problems: list[str]) -> str:
+    """Return the message for a version that does not fit."""
+    return (
+        f"mtp_plugin does not fit vLLM {version}: {'; '.join(problems)}. Install vLLM {FITTING}, "
+        "or leave out additional_config.mtp_plugin"
+    )
 
 
 def fitting_module() -> ModuleType:
     """Return our module for the installed vLLM.
 
     Raises:
-        HostError: no module fits; names the methods that differ from the nearest one.
+        HostError: no module fits; names what differs from the nearest one.
     """
-    found = {name: differences(signatures) for name, signatures in SIGNATURES.items()}
-    for name, problems in found.items():
-        if not problems:
-            return import_module(f"mtp_plugin.hosts.vllm.{name}")
-    nearest = min(found.values(), key=len)
-    major, minor = release()
-    raise HostError(
-        f"mtp_plugin does not fit vLLM {major}.{minor}: {'; '.join(nearest)}. Supported versions: "
-        f"{', '.join(TESTED)}"
-    )
+    name, problems = nearest()
+    if problems:
+        raise HostError(refusal("{}.{}".format(*release()), problems))
+    return import_module(f"mtp_plugin.hosts.vllm.{name}")
+
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def replaces(target: str, module: str) -> Callable[[_Method], _Method]:
+    """Decorate what takes the place of a method of vLLM, with the recorded parameters.
+
+    Further arguments are left out at their defaults.
+
+    Raises:
+        HostError: when called with another value; names the argument.
+    """
+    names = SIGNATURES[module][target]
+    known = frozenset(names)
+
+    def decorate(function: _Method) -> _Method:
+        @functools.wraps(function)
+        def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            if len(args) > len(names) or not kwargs.keys() <= known:
+                _check_further(target, names, args, kwargs)
+                args = args[: len(names)]
+                kwargs = {name: value for name, value in kwargs.items() if name in known}
+            return function(owner, *args, **kwargs)
+
+        return call  # type: ignore[return-value]
+
+    return decorate
+
+
+def _check_further(
+    target: str, names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> None:
+    given = list(inspect.signature(_found(target)).parameters.values())[1 + len(names) :]
+    values = dict(zip((parameter.name for parameter in given), args[len(names) :], strict=False))
+    values.update((name, value) for name, value in kwargs.items() if name not in names)
+    defaults = {parameter.name: parameter.default for parameter in given}
+    for name, value in values.items():
+        default = defaults.get(name, inspect.Parameter.empty)
+        if value is not default and (type(value) is not type(default) or value != default):
+            raise HostError(
+                f"{target.replace(':', '.')}: mtp_plugin knows {name}={default!r} alone, got "
+                f"{value!r}; install vLLM {TESTED[-1]}, or leave out additional_config.mtp_plugin"
+            )
+
+
+def _shown(parameter: inspect.Parameter) -> str:
+    if parameter.kind is parameter.VAR_POSITIONAL:
+        return f"*{parameter.name}"
+    if parameter.kind is parameter.VAR_KEYWORD:
+        return f"**{parameter.name}"
+    empty = parameter.default is parameter.empty
+    return parameter.name if empty else f"{parameter.name}={parameter.default!r}"
+
+
+def _found(target: str) -> Any:
+    module, _, path = target.partition(":")
+    try:
+        found: Any = import_module(module)
+        for name in filter(None, path.split(".")):
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        return None
+    return found

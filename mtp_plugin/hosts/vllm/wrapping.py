@@ -61,10 +61,20 @@ def _worker_init(original: Method) -> Method:
 
             fitting_module()
             wrap_worker()
+            _warn(vllm_config, *args, **kwargs)
             _compile_early(vllm_config, *args, **kwargs)
         return original(self, vllm_config, *args, **kwargs)
 
     return wrapper
+
+
+def _warn(
+    vllm_config: Any, _local_rank: int = 0, rank: int = 0, *_args: Any, **_kwargs: Any
+) -> None:
+    from mtp_plugin.hosts.vllm.engine_checks import warnings_of
+
+    for warning in warnings_of(_settings(vllm_config)) if rank == 0 else ():
+        _logger.warning("%s", warning)
 
 
 def _compile_early(vllm_config: Any, local_rank: int = 0, *_args: Any, **_kwargs: Any) -> None:
@@ -129,14 +139,14 @@ def _preprocess_add_request(original: Method) -> Method:
 def _handle_preproc_error(original: Method) -> Method:
     """Log one line in place of a traceback: versions before 0.33 do not expect wrong requests."""
 
-    def wrapper(self: Any, request: Any) -> Any:
+    def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         if not _is_on(self.vllm_config):
-            return original(self, request)
+            return original(self, request, *args, **kwargs)
         from vllm.exceptions import VLLMValidationError
 
         error = sys.exc_info()[1]
         if not isinstance(error, VLLMValidationError):
-            return original(self, request)
+            return original(self, request, *args, **kwargs)
         _logger.warning("request %s is refused: %s", request.request_id, error)
         self._send_error_outputs_to_client([request.request_id], request.client_index)
         return None
@@ -178,8 +188,8 @@ def _update_from_output(original: Method) -> Method:
 
 
 def _custom_sampler(original: Method) -> Method:
-    def wrapper(self: Any, sampler: Any) -> Any:
-        given = original(self, sampler)
+    def wrapper(self: Any, sampler: Any, *args: Any, **kwargs: Any) -> Any:
+        given = original(self, sampler, *args, **kwargs)
         settings = _settings(self.vllm_config)
         if settings is None:
             return given
@@ -230,19 +240,26 @@ def _sample_draft(original: Method) -> Method:
 def _load_draft_model(original: Method) -> Method:
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
-        if _settings(self.vllm_config) is not None:
-            from vllm import envs, ir
-            from vllm.model_executor.layers.layernorm import RMSNorm
-
-            from mtp_plugin.hosts.vllm.draft_head import reduce_heads
-            from mtp_plugin.hosts.vllm.draft_norms import fuse_norms
-
-            num_ids = _settings(self.vllm_config).options.draft_vocab
+        settings = _settings(self.vllm_config)
+        if settings is not None:
+            num_ids = settings.options.draft_vocab
             if num_ids is not None:
+                from mtp_plugin.hosts.vllm.draft_head import reduce_heads
+
                 count = reduce_heads(self.model, num_ids)
                 _logger.info("draft model: %d heads of the lowest %d ids", count, num_ids)
-            if not envs.VLLM_BATCH_INVARIANT:
+            try:
+                from vllm import envs, ir
+                from vllm.model_executor.layers.layernorm import RMSNorm
+
+                is_invariant = envs.VLLM_BATCH_INVARIANT
                 ops = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
+            except (ImportError, AttributeError) as error:  # an optimization alone
+                _logger.warning("draft model: norms stay unfused in this vLLM: %s", error)
+                return result
+            from mtp_plugin.hosts.vllm.draft_norms import fuse_norms
+
+            if not is_invariant:
                 _logger.info("draft model: %d fused norms", fuse_norms(self.model, RMSNorm, *ops))
         return result
 

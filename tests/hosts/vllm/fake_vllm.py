@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from mtp_plugin.hosts.vllm.versions import SIGNATURES
+from mtp_plugin.hosts.vllm.versions import NAMES, SIGNATURES
+
+FURTHER = {
+    "vllm.v1.engine.input_processor:InputProcessor._validate_params": ("supported_tasks",),
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model": ("dummy", "args", "kwargs"),
+    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model": ("target_model",),
+    "vllm.v1.worker.gpu.states:RequestState.add_request": ("num_computed_tokens", "max_tokens"),
+}
+"""Parameters of vLLM's own that the plugin hands on without reading them."""
 
 
 def install(
@@ -20,12 +28,16 @@ def install(
     """Put a ``vllm`` into ``sys.modules`` whose functions return their arguments.
 
     Args:
-        signatures: ``module:Class.method`` -> parameters; default: those of vLLM 0.32.
+        signatures: ``module:Class.method`` -> parameters; default: those of vLLM 0.32. The names
+            that the plugin needs are those of the module of ours with the most of them.
     """
+    signatures = signatures or SIGNATURES["v32"]
+    fits = max(NAMES, key=lambda name: len(SIGNATURES[name].keys() & signatures.keys()))
     root = ModuleType("vllm")
     root.__version__ = version  # type: ignore[attr-defined]
     modules = {"vllm": root}
-    for target, parameters in (signatures or SIGNATURES["v32"]).items():
+    for target, parameters in signatures.items():
+        parameters = (*parameters, *FURTHER.get(target, ()))
         name, _, path = target.partition(":")
         module = _module(modules, name)
         owner_name, _, method = path.partition(".")
@@ -36,6 +48,16 @@ def install(
             setattr(module, owner_name, type(owner_name, (), {"__module__": name}))
         function = make_function(method, ("self", *parameters))
         setattr(getattr(module, owner_name), method, function)
+    for target, names in NAMES[fits].items():
+        name, _, owner_name = target.partition(":")
+        if not SIGNATURES[fits].keys() & signatures.keys():
+            break
+        owner: Any = _module(modules, name)
+        if owner_name and not hasattr(owner, owner_name):
+            setattr(owner, owner_name, type(owner_name, (), {"__module__": name}))
+        owner = getattr(owner, owner_name) if owner_name else owner
+        for attribute in names:
+            setattr(owner, attribute, None)
     platforms = _module(modules, "vllm.platforms")
     platforms.current_platform = SimpleNamespace(is_cuda=lambda: False)  # type: ignore[attr-defined]
     _module(modules, "vllm.triton_utils").HAS_TRITON = True  # type: ignore[attr-defined]

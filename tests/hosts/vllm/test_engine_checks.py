@@ -10,7 +10,7 @@ import pytest
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts import vllm as vllm_host
-from mtp_plugin.hosts.vllm.engine_checks import checked_settings
+from mtp_plugin.hosts.vllm.engine_checks import checked_settings, warnings_of
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions, read_options
 from mtp_plugin.hosts.vllm.requests import RequestOptions
 from tests.hosts.vllm import fake_vllm
@@ -197,16 +197,23 @@ def test_configurations_that_cannot_be_served_are_refused(
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "0.33.0rc1.dev3+gabc", "1.0"])
-def test_untested_versions_are_refused_unless_allowed(
+def test_untested_versions_start_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     fake_vllm.install(monkeypatch, version)
     shown = ".".join(version.split(".")[:2])
-    assert message_of(make_config()) == refusal(
-        f"vLLM {shown} was not tested (tested: 0.24, 0.26, 0.32): install one of these, or set "
-        "additional_config.mtp_plugin.allow_untested to true"
-    )
-    assert checked_settings(make_config({"allow_untested": True})) is not None
+    settings = checked_settings(make_config())
+    assert settings is not None
+    (warning,) = warnings_of(settings)
+    assert warning.startswith(f"vLLM {shown} was not tested (tested: ")
+
+
+@pytest.mark.usefixtures("vllm_32")
+def test_an_option_without_effect_gives_a_warning() -> None:
+    settings = checked_settings(make_config({"allow_untested": True}))
+    assert settings is not None
+    (warning,) = warnings_of(settings)
+    assert warning.startswith("additional_config.mtp_plugin.allow_untested has no effect")
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.26.0"])

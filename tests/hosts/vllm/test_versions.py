@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import sys
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 
+from integration.vllm.signatures import Wheel, main, stored
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.versions import (
+    INSTALLED,
+    NAMES,
+    REPLACED,
+    SAMPLE_DRAFT,
     SIGNATURES,
+    WRAPPED,
     differences,
     fitting_module,
     is_tested,
-    parameters,
+    mismatch,
+    nearest,
     release,
+    replaces,
 )
 from tests.hosts.vllm import fake_vllm
 
 SAMPLER = "vllm.v1.worker.gpu.sample.sampler:Sampler"
+INSTEAD = "Install vLLM 0.24 to 0.26, or 0.32 and newer, or leave out additional_config.mtp_plugin"
+NUM_NANS = "vllm.v1.worker.gpu.metrics.logits:get_num_nans"
 
 
 @pytest.mark.parametrize("name", SIGNATURES)
@@ -30,7 +42,7 @@ def test_the_module_of_the_found_signatures_is_returned(
     fake_vllm.install(monkeypatch, signatures=SIGNATURES[name])
     assert fitting_module() is module
     for other in set(SIGNATURES) - {name}:
-        assert differences(SIGNATURES[other])
+        assert differences(other)
 
 
 def test_a_missing_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -41,7 +53,7 @@ def test_a_missing_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         fitting_module()
     assert str(error.value) == (
         "mtp_plugin does not fit vLLM 0.35: vllm.v1.worker.gpu.sample.sampler.Sampler."
-        "apply_staged_writes is missing. Supported versions: 0.24, 0.26, 0.32"
+        f"apply_staged_writes is missing. {INSTEAD}"
     )
 
 
@@ -53,8 +65,8 @@ def test_methods_with_other_parameters_are_named(monkeypatch: pytest.MonkeyPatch
         fitting_module()
     assert str(error.value) == (
         "mtp_plugin does not fit vLLM 0.33: vllm.v1.worker.gpu.sample.sampler.Sampler.add_request"
-        "(req_idx, params, lora) was expected to have the parameters (req_idx, sampling_params). "
-        "Supported versions: 0.24, 0.26, 0.32"
+        "(req_idx=None, params=None, lora=None) was expected to have the parameters (req_idx, "
+        f"sampling_params). {INSTEAD}"
     )
 
 
@@ -97,14 +109,180 @@ def test_a_version_without_numbers_is_refused(monkeypatch: pytest.MonkeyPatch) -
 
 def test_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm.install(monkeypatch)
-    assert parameters(f"{SAMPLER}.add_request") == ("req_idx", "sampling_params")
-    assert (
-        parameters("vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled")
-        == (
-            SIGNATURES["v32"][
-                "vllm.v1.worker.gpu.spec_decode.rejection_sampler:gather_draft_sampled"
-            ]
-        )
+    assert INSTALLED.parameters(f"{SAMPLER}.add_request") == (
+        "req_idx=None",
+        "sampling_params=None",
     )
-    assert parameters(f"{SAMPLER}.nothing") is None
-    assert parameters("vllm.nothing:f") is None
+    assert INSTALLED.parameters(NUM_NANS) == ("logits",)
+    assert INSTALLED.parameters(f"{SAMPLER}.nothing") is None
+    assert INSTALLED.parameters("vllm.nothing:f") is None
+
+
+class Recorded:
+    """A version with all that the module v32 needs, but for given parameters and names."""
+
+    def __init__(self, parameters: Any = (), without: tuple[str, ...] = ()) -> None:
+        self._parameters = {**SIGNATURES["v32"], **dict(parameters)}
+        self._without = without
+
+    def parameters(self, target: str) -> tuple[str, ...] | None:
+        return self._parameters.get(target)
+
+    def names(self, target: str) -> frozenset[str] | None:
+        return frozenset(NAMES["v32"].get(target, ())).difference(self._without)
+
+
+@pytest.mark.parametrize("target", SIGNATURES["v32"])
+@pytest.mark.parametrize("further", ["more", "more=None", "*more", "**more"])
+def test_parameters_that_follow_the_known_ones(target: str, further: str) -> None:
+    """Any of a method that is only wrapped, optional ones of the others."""
+    found = {target: (*SIGNATURES["v32"][target], further)}
+    fits = target in WRAPPED or further != "more"
+    assert (not differences("v32", Recorded(found))) == fits
+    assert target not in REPLACED or target not in WRAPPED
+
+
+def test_parameters_that_come_earlier_are_refused() -> None:
+    for target, names in SIGNATURES["v32"].items():
+        problem = mismatch(target, names, Recorded({target: ("more=None", *names)}))
+        assert (problem is None) == (names == ())
+
+
+@pytest.mark.parametrize("target", NAMES["v32"])
+def test_attributes_that_are_missing_are_named(target: str) -> None:
+    name = NAMES["v32"][target][-1]
+    found = differences("v32", Recorded(without=(name,)))
+    assert f"{target.replace(':', '.')} has no {name}" in found
+
+
+STORED = {
+    "0.24.0": ("v24", []),
+    "0.25.1": ("v24", []),
+    "0.26.0": ("v24", []),
+    "0.27.1": ("v24", ["_get_logprobs_tensors", "_build_draft_attn_metadata"]),
+    "0.28.0": (
+        "v24",
+        [
+            "Sampler.apply_sampling_params",
+            "Sampler.sample",
+            "_get_logprobs_tensors",
+            "_build_draft_attn_metadata",
+        ],
+    ),
+    "0.31.0": ("v32", ["RejectionSampler.__call__", "sample_draft", "compute_draft_logits"]),
+    "0.32.0": ("v32", []),
+    "0.33.0": ("v32", []),
+}
+
+
+def test_versions_of_vllm_that_fit() -> None:
+    found = {version: nearest(reader) for version, reader in stored().items()}
+    assert found.keys() == STORED.keys()
+    for version, (module, methods) in STORED.items():
+        name, problems = found[version]
+        assert name == module
+        assert len(problems) == len(methods)
+        for problem, method in zip(problems, methods, strict=True):
+            assert problem.partition("(")[0].partition(" ")[0].endswith(method)
+
+
+WHEEL = {
+    "vllm/a.py": """
+from vllm.b import Base, f as g
+class Owner(Base):
+    x: int
+    def __init__(self, a, *, b=1):
+        self.y, self.z[0] = a, b
+class Fields:
+    first: int
+    second: "str | None" = None
+LIMIT = -1
+""",
+    "vllm/b/__init__.py": """
+class Base:
+    def method(self, a, b=(1, 2), *c, d, **e):
+        self.w = 1
+def f(x, y=2): ...
+""",
+}
+
+
+def test_a_wheel_is_read_without_importing_it(tmp_path: Path) -> None:
+    for name, text in WHEEL.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    wheel = Wheel(tmp_path)
+    assert wheel.parameters("vllm.a:Owner.method") == ("a", "b=...", "*c", "d", "**e")
+    assert wheel.parameters("vllm.a:Owner") == ("a", "b=1")
+    assert wheel.parameters("vllm.a:Fields") == ("first", "second=None")
+    assert wheel.parameters("vllm.a:g") == ("x", "y=2")
+    assert wheel.parameters("vllm.a:h") is None
+    assert wheel.parameters("vllm.c:f") is None
+    assert wheel.names("vllm.a:Owner") == {"x", "y", "w", "__init__", "method"}
+    assert "LIMIT" in (wheel.names("vllm.a") or ())
+
+
+def test_the_command_prints_every_difference(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([]) == 1  # stored ones do not fit
+    lines = capsys.readouterr().out.splitlines()
+    assert "vllm 0.33.0: v32 fits" in lines
+    assert "vllm 0.28.0: no module fits; the nearest is v24:" in lines
+    assert main([str(tmp_path)]) == 1
+
+
+def test_arguments_that_are_not_known_are_taken_at_their_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As ``num_steps`` of vLLM 0.33."""
+    modules = fake_vllm.install(monkeypatch)
+    owner: Any = modules[SAMPLE_DRAFT.partition(":")[0]].DraftModelSpeculator
+    scope: dict[str, Any] = {}
+    names = SIGNATURES["v32"][SAMPLE_DRAFT]
+    exec(f"def f(self, {', '.join(names)}, num_steps=1, mask=None): ...", scope)
+    owner.sample_draft = scope["f"]
+    ours = replaces(SAMPLE_DRAFT, "v32")(lambda _owner, *args, **kwargs: (args, kwargs))
+    assert ours(None, *names) == (names, {})
+    assert ours(None, *names, 1) == (names, {})
+    assert ours(None, *names, num_steps=1, mask=None) == (names, {})
+    assert ours(None, *names[:-1], spec_step_idx=2, num_steps=1) == (
+        names[:-1],
+        {"spec_step_idx": 2},
+    )
+    for args, kwargs, shown in (
+        ((2,), {}, "num_steps=1 alone, got 2"),
+        ((), {"num_steps": 3}, "num_steps=1 alone, got 3"),
+        ((1, "m"), {}, "mask=None alone, got 'm'"),
+    ):
+        with pytest.raises(HostError, match=shown):
+            ours(None, *names, *args, **kwargs)
+
+
+def test_every_replacement_takes_unknown_arguments() -> None:
+    """Read as text: the modules need vLLM."""
+    folder = Path(release.__code__.co_filename).parent
+    for name in SIGNATURES:
+        text = (folder / f"{name}.py").read_text(encoding="utf-8")
+        for constant in ("SAMPLE", "SAMPLE_DRAFT", "VERIFY"):
+            assert f'@replaces({constant}, "{name}")\n' in text
+
+
+def test_attributes_of_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Base:
+        a: int
+
+        def set_up(self) -> None:
+            self.b = 1
+
+    class Owner(Base):
+        @property
+        def c(self) -> int:
+            return self.unknown  # type: ignore[attr-defined,no-any-return]
+
+    monkeypatch.setitem(sys.modules, "vllm_x", SimpleNamespace(Owner=Owner, LIMIT=1))  # type: ignore[arg-type]
+    names = INSTALLED.names("vllm_x:Owner") or frozenset()
+    assert {"a", "b", "c", "set_up"} <= names
+    assert "unknown" not in names
+    assert "LIMIT" in (INSTALLED.names("vllm_x") or ())
+    assert INSTALLED.names("vllm_x:Other") is None

@@ -143,7 +143,7 @@ def test_wrappers_return_the_original_result_while_off(
     assert core._handle_request_preproc_error("request") == ("request",)
     runner = object_of(vllm, LOAD_MODEL)
     runner.vllm_config, runner.is_last_pp_rank = config, True
-    assert runner.load_model(True) == (True, None, None, None)
+    assert runner.load_model(True) == (True, None, None)
     state = object_of(vllm, WRAPPED_IN_WORKERS[0])
     state.vllm_config = config
     assert state.custom_sampler("sampler") == ("sampler",)
@@ -340,8 +340,8 @@ def test_missing_methods_are_noticed_only_while_on(
     with pytest.raises(HostError) as error:
         worker.__init__(make_config())
     assert str(error.value) == (
-        f"mtp_plugin does not fit vLLM 0.32: {missing.replace(':', '.')} is missing. Supported "
-        "versions: 0.24, 0.26, 0.32"
+        f"mtp_plugin does not fit vLLM 0.32: {missing.replace(':', '.')} is missing. Install "
+        "vLLM 0.24 to 0.26, or 0.32 and newer, or leave out additional_config.mtp_plugin"
     )
 
 
@@ -349,14 +349,14 @@ def test_other_parameters_of_a_wrapped_method_give_one_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     signatures = dict(SIGNATURES["v32"])
-    signatures[WRAPPED_IN_WORKERS[0]] = ("sampler", "rank")
+    signatures[WRAPPED_IN_WORKERS[0]] = ("rank", "sampler")
     modules = fake_vllm.install(monkeypatch, signatures=signatures)
     register()
     with pytest.raises(HostError) as error:
         object_of(modules, WORKER_INIT).__init__(make_config())
     assert str(error.value).startswith(
         "mtp_plugin does not fit vLLM 0.32: vllm.v1.worker.gpu.model_states.interface.ModelState."
-        "custom_sampler(sampler, rank) was expected to have the parameters (sampler)."
+        "custom_sampler(rank=None, sampler=None) was expected to have the parameters (sampler)."
     )
 
 

@@ -1,0 +1,238 @@
+"""Which vLLM versions the plugin fits, read from wheels that are not installed.
+
+python -m integration.vllm.signatures 0.33.0                # downloads the wheel with pip
+python -m integration.vllm.signatures DIR/vllm-0.33.0-*.whl # or a folder with the files of one
+python -m integration.vllm.signatures latest                # the newest one of the index
+python -m integration.vllm.signatures --store 0.33.0        # and adds it to signatures.json
+python -m integration.vllm.signatures                       # the stored versions
+
+Prints which module of the plugin fits, or every difference to the nearest one; the exit status is 1
+if one of the versions does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from mtp_plugin.hosts.vllm.versions import NAMES, SIGNATURES, Reader, nearest
+
+STORED = Path(__file__).with_name("signatures.json")
+
+
+class Wheel:
+    """Reads the source files of a wheel, or of a folder with its files."""
+
+    def __init__(self, path: Path) -> None:
+        self._root: Any = path if path.is_dir() else zipfile.Path(path)
+        self._modules: dict[str, ast.Module | None] = {}
+
+    def parameters(self, target: str) -> tuple[str, ...] | None:
+        """See `Reader.parameters`."""
+        module, _, path = target.partition(":")
+        owner_name, _, method = path.partition(".")
+        found = self._find(module, owner_name)
+        if method and found is not None:
+            found = self._member(*found, method)
+        if found is None:
+            return None
+        module, node = found
+        if isinstance(node, ast.FunctionDef):
+            return tuple(_parameters(node.args))[1 if method else 0 :]
+        constructor = self._member(module, node, "__init__")
+        if constructor is not None:
+            return tuple(_parameters(constructor[1].args))[1:]
+        fields = [line for line in node.body if isinstance(line, ast.AnnAssign)]
+        return tuple(_shown(line.target, line.value) for line in fields)
+
+    def names(self, target: str) -> frozenset[str] | None:
+        """See `Reader.names`."""
+        module, _, path = target.partition(":")
+        if not path:
+            tree = self._module(module)
+            return None if tree is None else frozenset(_assigned(tree.body))
+        found = self._find(module, path)
+        if found is None:
+            return None
+        names: set[str] = set()
+        for _, node in self._with_bases(*found):
+            names.update(_assigned(node.body))
+            names.update(
+                inner.attr
+                for inner in ast.walk(node)
+                if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
+            )
+        return frozenset(names)
+
+    def _module(self, name: str) -> ast.Module | None:
+        if name not in self._modules:
+            path = name.replace(".", "/")
+            files = [self._root / f"{path}.py", self._root / f"{path}/__init__.py"]
+            text = next(
+                (file.read_text(encoding="utf-8") for file in files if file.is_file()), None
+            )
+            self._modules[name] = None if text is None else ast.parse(text)
+        return self._modules[name]
+
+    def _find(self, module: str, name: str) -> tuple[str, Any] | None:
+        """Return the module that defines a function or class, and its node."""
+        tree = self._module(module)
+        for node in () if tree is None else ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name == name:
+                return module, node
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                for alias in node.names:
+                    if (alias.asname or alias.name) == name:
+                        return self._find(node.module, alias.name)
+        return None
+
+    def _member(self, module: str, owner: Any, name: str) -> tuple[str, Any] | None:
+        for inner_module, node in self._with_bases(module, owner):
+            for line in node.body:
+                if isinstance(line, ast.FunctionDef) and line.name == name:
+                    return inner_module, line
+        return None
+
+    def _with_bases(self, module: str, node: Any) -> Iterator[tuple[str, Any]]:
+        yield module, node
+        for base in getattr(node, "bases", ()):
+            found = self._find(module, base.id) if isinstance(base, ast.Name) else None
+            if found is not None and isinstance(found[1], ast.ClassDef):
+                yield from self._with_bases(*found)
+
+
+class Stored:
+    """Reads one version of ``signatures.json``."""
+
+    def __init__(self, version: Mapping[str, Any]) -> None:
+        self._version = version
+
+    def parameters(self, target: str) -> tuple[str, ...] | None:
+        """See `Reader.parameters`."""
+        text = self._version["parameters"][target]
+        return None if text is None else tuple(filter(None, text.split(", ")))
+
+    def names(self, target: str) -> frozenset[str] | None:
+        """See `Reader.names`."""
+        text = self._version["names"][target]
+        return None if text is None else frozenset(text.split(", "))
+
+
+def to_store(reader: Reader) -> dict[str, Any]:
+    """Return what `Stored` needs of a version: the targets of all modules, names that one needs."""
+    targets = sorted({target for table in SIGNATURES.values() for target in table})
+    asked: dict[str, set[str]] = {}
+    for table in NAMES.values():
+        for target, names in table.items():
+            asked.setdefault(target, set()).update(names)
+    found = {target: reader.parameters(target) for target in targets}
+    present = {target: reader.names(target) for target in sorted(asked)}
+    return {
+        "parameters": {t: None if p is None else ", ".join(p) for t, p in found.items()},
+        "names": {
+            t: None if n is None else ", ".join(sorted(n & asked[t])) for t, n in present.items()
+        },
+    }
+
+
+def stored() -> dict[str, Stored]:
+    """Return the stored versions."""
+    versions = json.loads(STORED.read_text(encoding="utf-8"))
+    return {name: Stored(version) for name, version in versions.items()}
+
+
+def report(version: str, reader: Reader) -> list[str]:
+    """Return which module fits a version, or the differences to the nearest one."""
+    name, problems = nearest(reader)
+    if not problems:
+        return [f"vllm {version}: {name} fits"]
+    return [
+        f"vllm {version}: no module fits; the nearest is {name}:",
+        *(f"  {p}" for p in problems),
+    ]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a report of each version; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("versions", nargs="*", metavar="VERSION|WHEEL|FOLDER|latest")
+    parser.add_argument("--store", action="store_true", help=f"add the versions to {STORED.name}")
+    options = parser.parse_args(arguments)
+    lines = []
+    with tempfile.TemporaryDirectory() as folder:
+        if options.versions:
+            paths = [_path(given, folder) for given in options.versions]
+            readers: Mapping[str, Reader] = {_version(path): Wheel(path) for path in paths}
+        else:
+            readers = stored()
+        for version, reader in readers.items():
+            lines += report(version, reader)
+        if options.store:
+            _store(readers)
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return int(any("no module fits" in line for line in lines))
+
+
+def _path(given: str, folder: str) -> Path:
+    path = Path(given)
+    if path.exists():
+        return path
+    wanted = "vllm" if given == "latest" else f"vllm=={given}"
+    target = Path(folder) / given
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
+    subprocess.run([*command, "-d", str(target), wanted], check=True)
+    return next(target.glob("*.whl"))
+
+
+def _version(path: Path) -> str:
+    found = re.search(r"\d+\.\d+[.\w]*", path.name)
+    return path.name if found is None else found[0]
+
+
+def _store(readers: Mapping[str, Reader]) -> None:
+    versions = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
+    versions.update((version, to_store(reader)) for version, reader in readers.items())
+    ordered = sorted(versions, key=lambda version: [int(n) for n in re.findall(r"\d+", version)])
+    text = json.dumps({version: versions[version] for version in ordered}, indent=1)
+    STORED.write_text(f"{text}\n", encoding="utf-8")
+
+
+def _parameters(given: ast.arguments) -> Iterator[str]:
+    positional = [*given.posonlyargs, *given.args]
+    defaults = [None] * (len(positional) - len(given.defaults)) + [*given.defaults]
+    for argument, default in zip(positional, defaults, strict=True):
+        yield _shown(argument, default)
+    if given.vararg:
+        yield f"*{given.vararg.arg}"
+    for argument, default in zip(given.kwonlyargs, given.kw_defaults, strict=True):
+        yield _shown(argument, default)
+    if given.kwarg:
+        yield f"**{given.kwarg.arg}"
+
+
+def _shown(named: Any, default: ast.expr | None) -> str:
+    name = named.id if isinstance(named, ast.Name) else named.arg
+    if default is None:
+        return str(name)
+    return f"{name}={ast.unparse(default) if isinstance(default, ast.Constant) else '...'}"
+
+
+def _assigned(body: list[ast.stmt]) -> Iterator[str]:
+    for line in body:
+        if isinstance(line, ast.FunctionDef | ast.ClassDef):
+            yield line.name
+        targets = line.targets if isinstance(line, ast.Assign) else [getattr(line, "target", None)]
+        yield from (target.id for target in targets if isinstance(target, ast.Name))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
