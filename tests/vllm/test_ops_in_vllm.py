@@ -55,6 +55,7 @@ PROMPT = [1, 2, 3, 4]
 SPEC = SimpleNamespace(
     num_speculative_tokens=NUM_DRAFTS,
     enable_adaptive_verification=False,
+    fly_entropy_threshold=None,
     rejection_sample_method="standard",
 )
 BACKENDS = pytest.mark.parametrize("backend", Backend)

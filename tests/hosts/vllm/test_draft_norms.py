@@ -77,6 +77,26 @@ def test_nothing_changes_without_kernels(op: Any) -> None:
     assert norm(1) == ("native", 1)
 
 
+@pytest.mark.parametrize("missing", ["pass_weight", "variance_size_override", "forward_native"])
+def test_norms_without_an_attribute_stay_as_they_are(
+    monkeypatch: pytest.MonkeyPatch, missing: str
+) -> None:
+    norm = Norm()
+    if missing == "forward_native":
+        monkeypatch.delattr(Norm, missing)
+    else:
+        delattr(norm, missing)
+    assert fuse_norms(norm, Norm, make_op("norm"), make_op("add_norm")) == 0
+
+
+@pytest.mark.parametrize("missing", ["supports_args", "impl_fn", "supported"])
+def test_nothing_changes_with_other_kernels(missing: str) -> None:
+    op = make_op("norm")
+    delattr(op.impls["vllm_c"], missing)
+    assert fuse_norms(Norm(), Norm, op, make_op("add_norm")) == 0
+    assert fuse_norms(Norm(), Norm, object(), op) == 0
+
+
 @pytest.mark.parametrize(("do_not_compile", "fused"), [(False, 0), (True, 1)])
 def test_compiled_models_stay_as_they_are(do_not_compile: bool, fused: int) -> None:
     model = nn.ModuleList([Norm()])

@@ -360,6 +360,28 @@ def test_other_parameters_of_a_wrapped_method_give_one_error(
     )
 
 
+def test_norms_stay_as_they_are_in_a_vllm_without_such_ops(
+    vllm: dict[str, ModuleType], caplog: pytest.LogCaptureFixture
+) -> None:
+    """The fake has no ``vllm.ir``."""
+    wrap_worker()
+    speculator = object_of(vllm, WRAPPED_IN_WORKERS[1])
+    speculator.vllm_config = make_config()
+    assert speculator.load_model("target") == ("target",)
+    assert "norms stay unfused in this vLLM" in caplog.text
+
+
+@pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])
+def test_an_untested_version_that_fits_starts_with_one_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, count: int
+) -> None:
+    modules = fake_vllm.install(monkeypatch, "0.99.0")
+    monkeypatch.setitem(sys.modules, "mtp_plugin.hosts.vllm.v32", ModuleType("v32"))
+    register()
+    object_of(modules, WORKER_INIT).__init__(vllm_config=make_config(), local_rank=0, rank=rank)
+    assert caplog.text.count("vLLM 0.99 was not tested") == count
+
+
 def test_a_vllm_whose_workers_cannot_be_wrapped_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
