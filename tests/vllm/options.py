@@ -31,8 +31,6 @@ KEPT: dict[str, dict[str, Any]] = {
     "json_object": {"structured_outputs": {"json_object": True}},
     "grammar": {"structured_outputs": {"grammar": 'root ::= ("ab" | "c" root "d")+'}},
     "detokenize": {"detokenize": False},
-    "logit_bias": {"logit_bias": {str(token): 4.0 for token in range(300, 340)}},
-    "negative logit_bias": {"logit_bias": {str(token): -9.0 for token in range(10, 200)}},
     "repetition_detection": {"repetition_detection": {"max_pattern_size": 4, "min_count": 2}},
 }
 """Served with drafts; greedy output equals that of vLLM without the package."""
@@ -41,11 +39,17 @@ TRUNCATION: dict[str, dict[str, Any]] = {
     "temperature": {"temperature": 1.4},
     "top_k": {"top_k": 4},
     "top_p": {"top_p": 0.6},
-    "min_p": {"min_p": 0.1},
-    "min_p and logit_bias": {"min_p": 0.05, "logit_bias": {"7": 3.0, "9": -100.0}},
 }
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "min_p": (
+        {"min_p": 0.1, "temperature": 0.8},
+        "The min_p and logit_bias sampling parameters are not yet supported with speculative",
+    ),
+    "logit_bias": (
+        {"logit_bias": {"5": 2.0}},
+        "The min_p and logit_bias sampling parameters are not yet supported with speculative",
+    ),
     "thinking_token_budget": (
         {"thinking_token_budget": 3},
         "thinking_token_budget is set but reasoning_config is not configured",

@@ -9,7 +9,7 @@ from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions, read_sett
 from mtp_plugin.hosts.vllm.requests import method_problems
 from mtp_plugin.hosts.vllm.versions import is_tested, release, untested
 
-DYNAMIC_SINCE = PIPELINE_SINCE = (0, 32)
+PIPELINE_SINCE = (0, 32)
 """Earlier versions send no draft tokens to earlier pipeline stages."""
 
 
@@ -151,12 +151,6 @@ def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int])
     ):
         if getattr(spec, name, False):
             problems.append(f"speculative_config.{name} is not supported: set it to false")
-    name = "num_speculative_tokens_per_batch_size"
-    if getattr(spec, name, None) and version < DYNAMIC_SINCE:
-        problems.append(
-            f"speculative_config.{name} has no effect in the V2 model runner before vLLM "
-            f"{DYNAMIC_SINCE[0]}.{DYNAMIC_SINCE[1]}: leave it out"
-        )
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and version < PIPELINE_SINCE:
         problems.append(

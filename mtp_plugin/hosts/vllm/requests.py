@@ -165,8 +165,8 @@ def method_problems(name: str, method: str, settings: EngineSettings) -> list[st
 
 
 def _check_synthetic(params: Any) -> None:
-    """Synthetic acceptance would accept drafts whatever these options require."""
-    for name in ("structured_outputs", "bad_words", "allowed_token_ids", "min_p", "logit_bias"):
+    """Synthetic acceptance would accept drafts that these options forbid."""
+    for name in ("structured_outputs", "bad_words", "allowed_token_ids"):
         if getattr(params, name, None):
             raise RequestError(
                 f"{name}: not possible with rejection_sample_method 'synthetic', which accepts "

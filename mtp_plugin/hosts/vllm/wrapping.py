@@ -13,7 +13,6 @@ import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
-from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
@@ -29,10 +28,6 @@ _WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
 _AUTOREGRESSIVE = (
     "vllm.v1.worker.gpu.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator"
 )
-
-
-_is_admitted: ContextVar[bool] = ContextVar("mtp_plugin_is_admitted", default=False)
-"""Whether a request is being validated that an engine with the plugin has admitted."""
 
 
 def wrap_start() -> None:
@@ -103,21 +98,7 @@ def _validate_params(original: Method) -> Method:
             from mtp_plugin.hosts.vllm.requests import check_request
 
             check_request(params, settings)
-            token = _is_admitted.set(True)
-            try:
-                return original(self, params, *args, **kwargs)
-            finally:
-                _is_admitted.reset(token)
         return original(self, params, *args, **kwargs)
-
-    return wrapper
-
-
-def _validate_spec_decode(original: Method) -> Method:
-    """vLLM refuses ``min_p`` and ``logit_bias`` with drafts, which its own verification ignores."""
-
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return None if _is_admitted.get() else original(self, *args, **kwargs)
 
     return wrapper
 
@@ -312,7 +293,6 @@ START: Mapping[str, Callable[[Method], Method]] = {
     _WORKER_INIT: _worker_init,
     "vllm.v1.engine.input_processor:InputProcessor.__init__": _input_processor_init,
     "vllm.v1.engine.input_processor:InputProcessor._validate_params": _validate_params,
-    "vllm.sampling_params:SamplingParams._validate_spec_decode": _validate_spec_decode,
     "vllm.v1.engine.core:EngineCore.preprocess_add_request": _preprocess_add_request,
     "vllm.v1.engine.core:EngineCoreProc._handle_request_preproc_error": _handle_preproc_error,
     "vllm.v1.core.sched.scheduler:Scheduler.add_request": _add_scheduled_request,

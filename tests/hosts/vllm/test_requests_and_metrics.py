@@ -163,9 +163,7 @@ def test_methods_by_probability_are_accepted_without_drafts() -> None:
     assert read_request({"mtp_verification": "block"}, without).verification == "block"
 
 
-@pytest.mark.parametrize(
-    "name", ["structured_outputs", "bad_words", "allowed_token_ids", "min_p", "logit_bias"]
-)
+@pytest.mark.parametrize("name", ["structured_outputs", "bad_words", "allowed_token_ids"])
 def test_synthetic_acceptance_refuses_options_that_forbid_tokens(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:

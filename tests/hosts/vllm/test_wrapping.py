@@ -28,13 +28,12 @@ WRAPPED_IN_EVERY_PROCESS = [
     WORKER_INIT,
     "vllm.v1.engine.input_processor:InputProcessor.__init__",
     "vllm.v1.engine.input_processor:InputProcessor._validate_params",
-    "vllm.sampling_params:SamplingParams._validate_spec_decode",
     "vllm.v1.engine.core:EngineCore.preprocess_add_request",
     "vllm.v1.engine.core:EngineCoreProc._handle_request_preproc_error",
     "vllm.v1.core.sched.scheduler:Scheduler.add_request",
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
 ]
-PREPROCESS, PREPROC_ERROR, ADD_SCHEDULED, UPDATE = WRAPPED_IN_EVERY_PROCESS[4:]
+PREPROCESS, PREPROC_ERROR, ADD_SCHEDULED, UPDATE = WRAPPED_IN_EVERY_PROCESS[3:]
 LOAD_MODEL = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model"
 WRAPPED_IN_WORKERS = [
     "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler",
@@ -89,26 +88,6 @@ def test_register_wraps_the_documented_methods_alone(vllm: dict[str, ModuleType]
     assert sorted(changed) == sorted(WRAPPED_IN_EVERY_PROCESS)
     for target in changed:
         assert function_of(vllm, target).__wrapped__ is before[target]
-
-
-@pytest.mark.parametrize("is_on", [False, True])
-def test_options_that_vllm_refuses_with_drafts_are_served_while_on(
-    monkeypatch: pytest.MonkeyPatch, is_on: bool
-) -> None:
-    modules = fake_vllm.install(monkeypatch)
-    validated = modules["vllm.sampling_params"].SamplingParams()
-    owner = modules["vllm.v1.engine.input_processor"].InputProcessor
-
-    def validate(*_: object) -> object:
-        return validated._validate_spec_decode("drafts")
-
-    monkeypatch.setattr(owner, "_validate_params", validate)
-    register()
-    processor = owner.__new__(owner)
-    processor.__init__(make_config() if is_on else off_config({}))
-    params = SimpleNamespace(extra_args=None)
-    assert processor._validate_params(params) == (None if is_on else ("drafts",))
-    assert validated._validate_spec_decode("drafts") == ("drafts",)  # outside of admission
 
 
 def test_registering_twice_wraps_once(vllm: dict[str, ModuleType]) -> None:
