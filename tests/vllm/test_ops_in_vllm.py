@@ -56,6 +56,7 @@ SPEC = SimpleNamespace(
     num_speculative_tokens=NUM_DRAFTS,
     enable_adaptive_verification=False,
     fly_entropy_threshold=None,
+    fly_entropy_top_k=None,
     rejection_sample_method="standard",
 )
 BACKENDS = pytest.mark.parametrize("backend", Backend)
