@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.vllm.random_requests import random_requests
-from tests.vllm.options import KEPT, REFUSED, TRUNCATION, WRONG_XARGS
+from tests.vllm.options import BIAS, KEPT, REFUSED, TRUNCATION, WRONG_XARGS
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = "integration/tiny_model/checkpoint"
@@ -107,6 +107,15 @@ OPTIONS: Phases = {
     ],
     "refused": [request(PROMPTS[0], 4, **options) for options, _ in REFUSED.values()],
     "token logprobs": [request(PROMPTS[0], 8, logprob_token_ids=[5, 6, 7])],
+}
+BIASED_OPTIONS = ("min_p", "logit_bias", "min_p and logit_bias")
+BIASED: Phases = {
+    phase: [{**each, "params": each["params"] | changes} for each in PLAIN["plain"]]
+    for phase, changes in {
+        "bias": {"logit_bias": BIAS},
+        "min_p": {"min_p": 0.1},
+        "both": {"min_p": 0.1, "logit_bias": BIAS},
+    }.items()
 }
 NO_PLUGINS = {"VLLM_PLUGINS": ""}
 
@@ -279,9 +288,9 @@ EMBEDDED = {
 """The package's own executor."""
 
 JOBS: dict[str, dict[str, Any]] = {
-    "k0": job(0, {**PLAIN, **LONG, **FEW, **UNSEEDED, **OPTIONS, "random": RANDOM}),
+    "k0": job(0, {**PLAIN, **LONG, **FEW, **UNSEEDED, **OPTIONS, **BIASED, "random": RANDOM}),
     "embedded": EMBEDDED,
-    "k3": job(3, {**PLAIN, **UNSEEDED, **OPTIONS, "random": RANDOM}),
+    "k3": job(3, {**PLAIN, **UNSEEDED, **OPTIONS, **BIASED, "random": RANDOM}),
     "k1": job(1, PLAIN),
     "k2": job(2, PLAIN),
     "few_slots": job(3, PLAIN, max_num_seqs=3, max_num_batched_tokens=20),
@@ -354,6 +363,10 @@ JOBS: dict[str, dict[str, Any]] = {
             "methods": [
                 request(PROMPTS[0], 8, temperature=0.8, vllm_xargs=options)
                 for options in ({"mtp_verification": "rejection"}, RELAXED, {"other": 1})
+            ],
+            "biased": [
+                request(PROMPTS[2], 16, **{"temperature": 0.9, "seed": 11, **KEPT[option]})
+                for option in BIASED_OPTIONS
             ],
             "refused": [request(PROMPTS[0], 4, vllm_xargs=options) for options, _ in WRONG_XARGS],
         },

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+BIAS = {str(token): 5.0 for token in range(300, 320)}
+"""As JSON has it; vLLM wants integers as keys."""
+
 KEPT: dict[str, dict[str, Any]] = {
     "presence_penalty": {"presence_penalty": 1.5},
     "frequency_penalty": {"frequency_penalty": 1.5},
@@ -30,6 +33,15 @@ KEPT: dict[str, dict[str, Any]] = {
     },
     "json_object": {"structured_outputs": {"json_object": True}},
     "grammar": {"structured_outputs": {"grammar": 'root ::= ("ab" | "c" root "d")+'}},
+    "min_p": {"min_p": 0.1},
+    "logit_bias": {"logit_bias": BIAS},
+    "min_p and logit_bias": {"min_p": 0.2, "logit_bias": BIAS},
+    "min_p of one": {"min_p": 1.0},
+    "logit_bias and presence_penalty": {"logit_bias": BIAS, "presence_penalty": 1.5},
+    "logit_bias and regex": {
+        "logit_bias": BIAS,
+        "structured_outputs": {"regex": "[a-z]{3,9}(, [a-z]{3,9}){2,6}"},
+    },
     "detokenize": {"detokenize": False},
     "repetition_detection": {"repetition_detection": {"max_pattern_size": 4, "min_count": 2}},
 }
@@ -42,14 +54,6 @@ TRUNCATION: dict[str, dict[str, Any]] = {
 }
 
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "min_p": (
-        {"min_p": 0.1, "temperature": 0.8},
-        "The min_p and logit_bias sampling parameters are not yet supported with speculative",
-    ),
-    "logit_bias": (
-        {"logit_bias": {"5": 2.0}},
-        "The min_p and logit_bias sampling parameters are not yet supported with speculative",
-    ),
     "thinking_token_budget": (
         {"thinking_token_budget": 3},
         "thinking_token_budget is set but reasoning_config is not configured",

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 START_SECONDS = 200
-OWN_OPTIONS = {"top_k", "ignore_eos", "vllm_xargs"}
+OWN_OPTIONS = {"top_k", "min_p", "ignore_eos", "vllm_xargs"}
 """Options of vLLM that the OpenAI API does not have."""
 
 

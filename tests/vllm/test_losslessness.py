@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.engines import JOBS, PLAIN
+from tests.vllm.engines import BIASED, JOBS, PLAIN
 
 pytest.importorskip("vllm")
 
 
 def tokens(result, phase="plain"):
     return [output["tokens"] for output in result[phase]["outputs"]]
+
+
+def acceptance_length(result, phase):
+    counters = result[phase]["counters"]
+    return 1 + counters["spec_decode_num_accepted_tokens"] / counters["spec_decode_num_drafts"]
 
 
 @pytest.mark.engines("k0", "k1", "k2", "k3")
@@ -20,6 +25,16 @@ def test_drafts_do_not_change_the_output(results, name):
     expected = tokens(results("k0"))
     assert sum(map(len, expected)) == 32 * len(PLAIN["plain"])
     assert tokens(results(name)) == expected
+
+
+@pytest.mark.engines("k0", "k3")
+@pytest.mark.parametrize("phase", BIASED)
+def test_min_p_and_logit_bias_give_the_same_output_with_drafts(results, report, phase):
+    expected = tokens(results("k0"), phase)
+    assert expected != tokens(results("k0"))
+    assert tokens(results("k3"), phase) == expected
+    plain, changed = (acceptance_length(results("k3"), each) for each in ("plain", phase))
+    report(f"acceptance length: {plain:.2f}, with {phase} {changed:.2f}")
 
 
 @pytest.mark.engines("k0", "embedded")

@@ -39,6 +39,7 @@ from mtp_plugin.errors import HostError  # noqa: E402
 from mtp_plugin.hosts.vllm.engine import Engine  # noqa: E402
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions  # noqa: E402
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots  # noqa: E402
+from mtp_plugin.hosts.vllm.requests import MAX_BIASED_TOKENS  # noqa: E402
 from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps  # noqa: E402
 from mtp_plugin.hosts.vllm.sampler_parts import PREFILL  # noqa: E402
 from mtp_plugin.hosts.vllm.versions import fitting_module, is_tested, release  # noqa: E402
@@ -306,6 +307,8 @@ def test_penalties_see_the_drafts_before_a_row() -> None:
         ({"allowed_token_ids": [30, 31]}, 30),
         ({"min_tokens": 8, "stop_token_ids": [10]}, 11),
         ({"repetition_penalty": 50.0}, 11),
+        ({"logit_bias": {30: 5.0}}, 30),
+        ({"logit_bias": {10: -5.0}}, 11),
         ({}, 10),
     ],
 )
@@ -315,6 +318,40 @@ def test_logits_processors_of_vllm_are_applied(options: dict[str, object], expec
     logits[:, 10], logits[:, 11], logits[:, 30] = 3.0, 2.0, 1.0
     assert tokens_of(harness.verifier(logits, harness.batch([[5]]))) == [[expected]]
     assert tokens_of(harness.sampler(logits[:1], harness.batch([[]]))) == [[expected]]
+
+
+@pytest.mark.parametrize("method", ["coupled", "rejection", "block"])
+@BACKENDS
+def test_a_bias_and_min_p_are_applied_to_every_row_of_their_request(
+    backend: Backend, method: str
+) -> None:
+    """Rows are ragged; drafts are those that the processed logits give."""
+    bias = dict.fromkeys(range(20, 30), 40.0)
+    biased = {"logit_bias": bias, "min_p": 0.3, "extra_args": {"mtp_verification": method}}
+    params = [seeded(1), seeded(2, **biased), seeded(3, min_p=0.3)]
+    settings = EngineSettings(VllmOptions(), NUM_DRAFTS, True)
+    harness = Harness(backend=backend, settings=settings).add(*params)
+    logits = make_logits(9, seed=7)
+    expected = logits.clone()
+    expected[2:6, 20:30] += 40.0
+    batch = harness.batch([[5], [21, 22, 23], [6, 7]])
+    processed = harness.sampler.processed(logits, *rows_of(batch))
+    assert torch.equal(processed, expected)  # neither temperature nor min_p
+    alone = [Harness(backend=backend, settings=settings).add(each) for each in params]
+    outputs = tokens_of(harness.verifier(logits, batch))
+    assert set(outputs[1]) <= {*range(20, 30)}
+    for request, (first, last) in ((0, (0, 2)), (2, (6, 9))):
+        drafts = batch.input_ids[first + 1 : last].tolist()
+        single = alone[request].batch([drafts])
+        assert tokens_of(alone[request].verifier(logits[first:last], single))[0] == outputs[request]
+
+
+def test_a_worker_holds_as_many_biased_tokens_as_are_admitted() -> None:
+    params = seeded(1, logit_bias=dict.fromkeys(range(MAX_BIASED_TOKENS), 1.0))
+    Harness().add(params)
+    params.logit_bias[MAX_BIASED_TOKENS] = 1.0
+    with pytest.raises(ValueError, match="Too many logit bias tokens"):
+        Harness().add(params)
 
 
 def test_temperature_that_vllm_applies_elsewhere_is_not_applied_twice(

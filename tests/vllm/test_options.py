@@ -45,12 +45,6 @@ def test_option_is_refused_with_drafts(results, option):
     assert REFUSED[option][1] in error
 
 
-@pytest.mark.engines("k0")
-@pytest.mark.parametrize("option", ["min_p", "logit_bias"])
-def test_option_is_kept_without_drafts(results, option):
-    assert output(results, "k0", "refused", list(REFUSED).index(option))["tokens"]
-
-
 @pytest.mark.engines("k0", "k3", "processors_k0", "processors_k3")
 @pytest.mark.parametrize("phase", PROCESSORS)
 def test_processors_give_the_same_output_with_drafts(results, phase):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.options import WRONG_XARGS
+from tests.vllm.engines import BIASED_OPTIONS
+from tests.vllm.options import KEPT, WRONG_XARGS
 
 pytest.importorskip("vllm")
 
@@ -19,6 +20,13 @@ def test_seed_gives_the_same_text_over_http(results):
 def test_withheld_drafts_do_not_change_the_text_over_http(results):
     expected = [output["completions"]["0"]["text"] for output in results("k0")["few"]["outputs"]]
     assert [output.get("text") for output in results("server")["options"]["outputs"]] == expected
+
+
+@pytest.mark.engines("k0", "server")
+def test_min_p_and_logit_bias_give_the_text_without_drafts_over_http(results):
+    outputs = results("k0")["options sampled"]["outputs"]
+    expected = [outputs[list(KEPT).index(o)]["completions"]["0"]["text"] for o in BIASED_OPTIONS]
+    assert [each.get("text") for each in results("server")["biased"]["outputs"]] == expected
 
 
 @pytest.mark.engines("server")

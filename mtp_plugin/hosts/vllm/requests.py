@@ -16,6 +16,8 @@ from mtp_plugin.verifications import codes, custom_codes, drafts_of
 
 _logger = logging.getLogger("vllm.mtp_plugin")
 PREFIX = "mtp_"
+MAX_BIASED_TOKENS = 1024
+"""Of a request; more of them would end vLLM's workers."""
 
 
 @dataclass(frozen=True)
@@ -108,6 +110,7 @@ def check_request(params: Any, settings: EngineSettings) -> None:
             read_request(getattr(params, "extra_args", None), settings)
         except RequestError as error:
             raise RequestError(f"extra_args: {error}") from None
+        _check_bias(getattr(params, "logit_bias", None))
         if settings.synthetic_rates is not None:
             _check_synthetic(params)
     except RequestError as error:
@@ -164,9 +167,16 @@ def method_problems(name: str, method: str, settings: EngineSettings) -> list[st
     return []
 
 
+def _check_bias(bias: Mapping[int, float] | None) -> None:
+    if bias and len(bias) > MAX_BIASED_TOKENS:
+        raise RequestError(
+            f"logit_bias: expected at most {MAX_BIASED_TOKENS} tokens, got {len(bias)}"
+        )
+
+
 def _check_synthetic(params: Any) -> None:
-    """Synthetic acceptance would accept drafts that these options forbid."""
-    for name in ("structured_outputs", "bad_words", "allowed_token_ids"):
+    """Synthetic acceptance would accept drafts that these options forbid or make unlikely."""
+    for name in ("structured_outputs", "bad_words", "allowed_token_ids", "min_p", "logit_bias"):
         if getattr(params, name, None):
             raise RequestError(
                 f"{name}: not possible with rejection_sample_method 'synthetic', which accepts "

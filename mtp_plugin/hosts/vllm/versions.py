@@ -58,6 +58,7 @@ _COMMON: Signatures = {
     ),
     "vllm.v1.engine.input_processor:InputProcessor.__init__": ("vllm_config",),
     "vllm.v1.engine.input_processor:InputProcessor._validate_params": ("params",),
+    "vllm.sampling_params:SamplingParams._validate_spec_decode": ("speculative_config",),
     "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": (
         "spec_decoding_stats",
         "num_draft_tokens",

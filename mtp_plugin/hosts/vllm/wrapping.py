@@ -9,10 +9,12 @@ Imports the standard library alone: vLLM only logs a plugin that fails to import
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import sys
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from importlib import import_module
 from typing import Any
 
@@ -24,6 +26,8 @@ _ENGINE = "_mtp_plugin_engine"
 _COUNTER = "_mtp_plugin_counter"
 _ADMISSION = "_mtp_plugin_admission"
 _LOOP = "_mtp_plugin_captured_draft_loop"
+_SERVES_ALL: ContextVar[bool] = ContextVar("mtp_plugin_serves_all", default=False)
+"""Whether the request that is validated belongs to an engine with the plugin."""
 _WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
 _AUTOREGRESSIVE = (
     "vllm.v1.worker.gpu.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator"
@@ -98,7 +102,24 @@ def _validate_params(original: Method) -> Method:
             from mtp_plugin.hosts.vllm.requests import check_request
 
             check_request(params, settings)
-        return original(self, params, *args, **kwargs)
+        token = _SERVES_ALL.set(settings is not None)
+        try:
+            return original(self, params, *args, **kwargs)
+        finally:
+            _SERVES_ALL.reset(token)
+
+    return wrapper
+
+
+def _validate_spec_decode(original: Method) -> Method:
+    """Let min_p and logit_bias pass, which vLLM refuses with drafts."""
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if not _SERVES_ALL.get():
+            return original(self, *args, **kwargs)
+        others = copy.copy(self)
+        others.min_p, others.logit_bias = 0.0, None
+        return original(others, *args, **kwargs)
 
     return wrapper
 
@@ -293,6 +314,7 @@ START: Mapping[str, Callable[[Method], Method]] = {
     _WORKER_INIT: _worker_init,
     "vllm.v1.engine.input_processor:InputProcessor.__init__": _input_processor_init,
     "vllm.v1.engine.input_processor:InputProcessor._validate_params": _validate_params,
+    "vllm.sampling_params:SamplingParams._validate_spec_decode": _validate_spec_decode,
     "vllm.v1.engine.core:EngineCore.preprocess_add_request": _preprocess_add_request,
     "vllm.v1.engine.core:EngineCoreProc._handle_request_preproc_error": _handle_preproc_error,
     "vllm.v1.core.sched.scheduler:Scheduler.add_request": _add_scheduled_request,

@@ -13,6 +13,7 @@ from mtp_plugin.hosts.vllm.metrics import DraftCounter, counter_of
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
 from mtp_plugin.hosts.vllm.requests import (
+    MAX_BIASED_TOKENS,
     AdmittedOptions,
     RequestOptions,
     check_request,
@@ -163,18 +164,32 @@ def test_methods_by_probability_are_accepted_without_drafts() -> None:
     assert read_request({"mtp_verification": "block"}, without).verification == "block"
 
 
-@pytest.mark.parametrize("name", ["structured_outputs", "bad_words", "allowed_token_ids"])
-def test_synthetic_acceptance_refuses_options_that_forbid_tokens(
+@pytest.mark.parametrize(
+    "name", ["structured_outputs", "bad_words", "allowed_token_ids", "min_p", "logit_bias"]
+)
+def test_synthetic_acceptance_refuses_options_that_change_probabilities(
     monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     exceptions = fake_vllm.install(monkeypatch)["vllm.exceptions"]
-    params = SimpleNamespace(extra_args=None, **{name: [1]})
+    params = SimpleNamespace(extra_args=None, **{name: {1: 1.0}})
     check_request(params, SETTINGS)
     with pytest.raises(exceptions.VLLMValidationError) as error:
         check_request(params, SYNTHETIC)
     assert str(error.value).startswith(
         f"{name}: not possible with rejection_sample_method 'synthetic'"
     )
+
+
+def test_more_biased_tokens_than_a_worker_holds_are_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    exceptions = fake_vllm.install(monkeypatch)["vllm.exceptions"]
+    bias = dict.fromkeys(range(MAX_BIASED_TOKENS), 1.0)
+    check_request(SimpleNamespace(extra_args=None, logit_bias=bias), SETTINGS)
+    bias[MAX_BIASED_TOKENS] = 1.0
+    with pytest.raises(exceptions.VLLMValidationError) as error:
+        check_request(SimpleNamespace(extra_args=None, logit_bias=bias), SETTINGS)
+    assert str(error.value) == "logit_bias: expected at most 1024 tokens, got 1025"
 
 
 # ---- columns of the slot table

@@ -346,10 +346,12 @@ SMALL_VOCAB = 12
 SHARP = {"temperature": 0.9, "top_k": 9, "top_p": 0.95}
 
 
-def many_ops(method: VerifiedBy, draft_vocab: int | None = None) -> RowOps:
+def many_ops(
+    method: VerifiedBy, *, min_p: float = 0.0, draft_vocab: int | None = None
+) -> RowOps:
     settings = EngineSettings(VllmOptions(draft_vocab=draft_vocab), 2, True)
     slots = RequestSlots(ROWS, torch.device("cpu"), settings)
-    columns = {**SHARP, "verification": method, "draft_sampling": DraftedBy.PLAIN}
+    columns = {**SHARP, "verification": method, "draft_sampling": DraftedBy.PLAIN, "min_p": min_p}
     slots.stage(0, columns, 0)
     slots.apply()
     slots.table[:ROWS] = slots.table[0]
@@ -359,18 +361,26 @@ def many_ops(method: VerifiedBy, draft_vocab: int | None = None) -> RowOps:
 
 
 def distribution_tails(
-    method: VerifiedBy, defect: str | None = None, draft_vocab: int | None = None
+    method: VerifiedBy,
+    defect: str | None = None,
+    *,
+    min_p: float = 0.0,
+    bias: float = 0.0,
+    draft_vocab: int | None = None,
 ) -> tuple[float, float]:
     """Chi-square of the first and the second output token of many requests with two drafts.
 
     Even and odd slots have different draft distributions. The second token is compared among
     requests that have one; block verification does not keep it alone, so that its value is 1.
+    Drafts see ``min_p``, but not the ``bias`` of two tokens.
     """
     generator = torch.Generator().manual_seed(3)
     target = torch.randn(3, SMALL_VOCAB, generator=generator) * 1.5
     drafter = target[:2] + torch.randn(2, 2, SMALL_VOCAB, generator=generator)  # [parity, K, V]
+    target[:, [1, 4]] += bias
     drafter = drafter[..., :draft_vocab]
-    ops, slots = many_ops(method, draft_vocab), torch.arange(ROWS)
+    ops = many_ops(method, min_p=min_p, draft_vocab=draft_vocab)
+    slots = torch.arange(ROWS)
     positions = torch.full((ROWS,), 40)
     drafts = torch.stack(
         [draft(ops, drafter[slots % 2, k], slots, positions, column=k, step=k) for k in range(2)], 1
@@ -389,7 +399,7 @@ def distribution_tails(
     for index in range(2):
         order = weights[index].argsort(descending=True)[: int(SHARP["top_k"])]
         mass = weights[index][order] / weights[index][order].sum()
-        order = order[mass.cumsum(0) - mass < SHARP["top_p"]]
+        order = order[(mass.cumsum(0) - mass < SHARP["top_p"]) & (mass >= min_p * mass[0])]
         shares = torch.zeros(SMALL_VOCAB).index_copy(0, order, weights[index][order])
         shares /= shares.sum()
         found = [tokens[index] for tokens in output if len(tokens) > index]
@@ -405,6 +415,14 @@ def test_output_has_the_distribution_of_the_target(
     method: VerifiedBy, draft_vocab: int | None
 ) -> None:
     assert min(distribution_tails(method, draft_vocab=draft_vocab)) > 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+@pytest.mark.parametrize("options", [{"min_p": 0.2}, {"bias": 2.0}, {"min_p": 0.2, "bias": 2.0}])
+def test_min_p_and_a_bias_that_drafts_do_not_see_keep_the_distribution(
+    method: VerifiedBy, options: dict[str, float]
+) -> None:
+    assert min(distribution_tails(method, **options)) > 1e-3
 
 
 @pytest.mark.parametrize("defect", ["slot", "step"])

@@ -28,12 +28,13 @@ WRAPPED_IN_EVERY_PROCESS = [
     WORKER_INIT,
     "vllm.v1.engine.input_processor:InputProcessor.__init__",
     "vllm.v1.engine.input_processor:InputProcessor._validate_params",
+    "vllm.sampling_params:SamplingParams._validate_spec_decode",
     "vllm.v1.engine.core:EngineCore.preprocess_add_request",
     "vllm.v1.engine.core:EngineCoreProc._handle_request_preproc_error",
     "vllm.v1.core.sched.scheduler:Scheduler.add_request",
     "vllm.v1.core.sched.scheduler:Scheduler.update_from_output",
 ]
-PREPROCESS, PREPROC_ERROR, ADD_SCHEDULED, UPDATE = WRAPPED_IN_EVERY_PROCESS[3:]
+PREPROCESS, PREPROC_ERROR, ADD_SCHEDULED, UPDATE = WRAPPED_IN_EVERY_PROCESS[4:]
 LOAD_MODEL = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model"
 WRAPPED_IN_WORKERS = [
     "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler",
@@ -196,6 +197,48 @@ def test_requests_are_checked_while_on(vllm: dict[str, ModuleType]) -> None:
         processor._validate_params(SimpleNamespace(extra_args={"mtp_x": 1}), ("generate",))
     params = SimpleNamespace(extra_args=None)
     assert processor._validate_params(params, ("generate",)) == (params, ("generate",))
+
+
+def test_min_p_and_logit_bias_pass_in_engines_with_the_plugin_alone(
+    vllm: dict[str, ModuleType],
+) -> None:
+    """vLLM refuses them with drafts; its other refusals stay."""
+    owner = vllm["vllm.sampling_params"].SamplingParams
+    processor = vllm["vllm.v1.engine.input_processor"].InputProcessor
+
+    def validate_spec_decode(self: Any, speculative_config: Any) -> None:
+        if speculative_config and (self.min_p or self.logit_bias or self.other):
+            raise ValueError("not supported with speculative decoding")
+
+    def validate_params(_self: Any, params: Any, _supported_tasks: Any) -> str:
+        params._validate_spec_decode("drafts")
+        return "valid"
+
+    owner._validate_spec_decode = validate_spec_decode
+    processor._validate_params = validate_params
+    register()
+    on, off = processor.__new__(processor), processor.__new__(processor)
+    on.__init__(make_config())
+    off.__init__(off_config({}))
+    params = owner.__new__(owner)
+    vars(params).update(extra_args=None, min_p=0.1, logit_bias={5: 2.0}, other=False)
+    given = dict(vars(params))
+    for _ in range(2):  # what one engine lifts does not stay lifted
+        assert on._validate_params(params, ()) == "valid"
+        for refuse in (lambda: off._validate_params(params, ()), lambda: validate(params)):
+            with pytest.raises(ValueError, match="not supported with speculative"):
+                refuse()
+    assert vars(params) == given
+    params.other = True
+    for engine in (on, off):
+        with pytest.raises(ValueError, match="not supported with speculative"):
+            engine._validate_params(params, ())
+    with pytest.raises(ValueError, match="not supported with speculative"):
+        validate(params)
+
+
+def validate(params: Any) -> None:
+    params._validate_spec_decode("drafts")
 
 
 WRONG = SimpleNamespace(
