@@ -117,6 +117,16 @@ BIASED: Phases = {
         "both": {"min_p": 0.1, "logit_bias": BIAS},
     }.items()
 }
+
+
+def of_many_lengths(requests: list[Request]) -> list[Request]:
+    """Return the requests with lengths at which a batch of 8 shrinks one by one."""
+    return [
+        {**each, "params": each["params"] | {"max_tokens": 4 + 4 * (number % 8)}}
+        for number, each in enumerate(requests)
+    ]
+
+
 NO_PLUGINS = {"VLLM_PLUGINS": ""}
 
 PROCESSORS: Phases = {
@@ -209,6 +219,8 @@ TOP2: Phases = {
     ]
 }
 """For an engine with the method of ``integration/examples/top2.py``."""
+DRAFTS_BY_BATCH = [[1, 3, 3], [4, 5, 0], [6, 7, 2], [8, 8, 1]]
+"""First and last batch size, and the drafts of a request."""
 THINKING_TOKENS = {"thinking_begin_token": 1, "thinking_end_token": 2}
 """Token ids of ``<think>`` and ``</think>``."""
 
@@ -291,6 +303,15 @@ JOBS: dict[str, dict[str, Any]] = {
     "k0": job(0, {**PLAIN, **LONG, **FEW, **UNSEEDED, **OPTIONS, **BIASED, "random": RANDOM}),
     "embedded": EMBEDDED,
     "k3": job(3, {**PLAIN, **UNSEEDED, **OPTIONS, **BIASED, "random": RANDOM}),
+    "dynamic": job(
+        3,
+        {phase: of_many_lengths(each) for phase, each in {**PLAIN, **BIASED}.items()},
+        speculative_config={
+            "method": "mtp",
+            "num_speculative_tokens": 3,
+            "num_speculative_tokens_per_batch_size": DRAFTS_BY_BATCH,
+        },
+    ),
     "k1": job(1, PLAIN),
     "k2": job(2, PLAIN),
     "few_slots": job(3, PLAIN, max_num_seqs=3, max_num_batched_tokens=20),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from mtp_plugin.hosts.vllm.engine_checks import DYNAMIC_SINCE
+from mtp_plugin.hosts.vllm.versions import release
 from tests.vllm.engines import BIASED, JOBS, PLAIN
 
 pytest.importorskip("vllm")
@@ -35,6 +37,27 @@ def test_min_p_and_logit_bias_give_the_same_output_with_drafts(results, report, 
     assert tokens(results("k3"), phase) == expected
     plain, changed = (acceptance_length(results("k3"), each) for each in ("plain", phase))
     report(f"acceptance length: {plain:.2f}, with {phase} {changed:.2f}")
+
+
+@pytest.mark.engines("k0", "dynamic")
+def test_draft_lengths_by_batch_size_do_not_change_the_output(results, report):
+    if release() < DYNAMIC_SINCE:
+        with pytest.raises(RuntimeError, match="num_speculative_tokens_per_batch_size needs vLLM"):
+            results("dynamic")
+        return
+    for phase in ("plain", *BIASED):
+        found, whole = tokens(results("dynamic"), phase), tokens(results("k0"), phase)
+        assert list(map(len, found)) == 2 * list(range(4, 36, 4))
+        assert found == [each[: len(got)] for got, each in zip(found, whole, strict=True)]
+        counters, outputs = (results("dynamic")[phase][name] for name in ("counters", "outputs"))
+        steps = counters["spec_decode_num_drafts"]
+        drafts = counters["spec_decode_num_draft_tokens"]
+        later_steps = sum(len(output["new_tokens"]) - 1 for output in outputs)
+        report(f"{phase}: {drafts} drafts in {steps} of {later_steps} request-steps")
+        assert steps < drafts < 3 * steps
+        assert steps < later_steps
+    outputs = results("dynamic")["plain"]["outputs"]
+    assert max(max(output["new_tokens"]) for output in outputs) == 4
 
 
 @pytest.mark.engines("k0", "embedded")

@@ -11,6 +11,8 @@ from mtp_plugin.hosts.vllm.versions import is_tested, release, untested
 
 PIPELINE_SINCE = (0, 32)
 """Earlier versions send no draft tokens to earlier pipeline stages."""
+DYNAMIC_SINCE = (0, 32)
+"""Earlier versions ignore a draft length per batch size in the V2 model runner."""
 
 
 def checked_settings(vllm_config: Any) -> EngineSettings | None:
@@ -151,6 +153,12 @@ def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int])
     ):
         if getattr(spec, name, False):
             problems.append(f"speculative_config.{name} is not supported: set it to false")
+    if getattr(spec, "num_speculative_tokens_per_batch_size", None) and version < DYNAMIC_SINCE:
+        problems.append(
+            "speculative_config.num_speculative_tokens_per_batch_size needs vLLM "
+            f"{DYNAMIC_SINCE[0]}.{DYNAMIC_SINCE[1]} or newer, whose V2 model runner reads it: "
+            "leave it out"
+        )
     stages = vllm_config.parallel_config.pipeline_parallel_size
     if stages > 1 and version < PIPELINE_SINCE:
         problems.append(

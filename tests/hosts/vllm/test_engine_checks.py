@@ -230,6 +230,22 @@ def test_pipeline_parallelism_with_drafts_needs_vllm_32(
     assert checked_settings(config) == EngineSettings(VllmOptions(), 0)
 
 
+@pytest.mark.parametrize("version", ["0.24.0", "0.26.0"])
+def test_draft_lengths_by_batch_size_need_vllm_32(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
+    fake_vllm.install(monkeypatch, version)
+    config = make_config(
+        speculative_config__num_speculative_tokens_per_batch_size=[(1, 4, 3), (5, 8, 1)]
+    )
+    assert message_of(config) == refusal(
+        "speculative_config.num_speculative_tokens_per_batch_size needs vLLM 0.32 or newer, whose "
+        "V2 model runner reads it: leave it out"
+    )
+    fake_vllm.install(monkeypatch, "0.32.0")
+    assert checked_settings(config) == EngineSettings(VllmOptions(), 3)
+
+
 @pytest.mark.usefixtures("vllm_32")
 def test_configurations_that_are_served() -> None:
     assert checked_settings(make_config()) == EngineSettings(VllmOptions(), 3)
