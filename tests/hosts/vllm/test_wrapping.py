@@ -257,6 +257,27 @@ def test_the_engine_core_checks_requests_of_every_front_end(vllm: dict[str, Modu
         assert core.preprocess_add_request(request) == (request,)
 
 
+@pytest.mark.parametrize("options", [{"min_p": 0.1}, {"logit_bias": {5: 2.0}}])
+def test_synthetic_acceptance_refuses_min_p_and_logit_bias_at_both_admissions(
+    vllm: dict[str, ModuleType], options: dict[str, Any]
+) -> None:
+    register()
+    config = make_config(
+        speculative_config__rejection_sample_method="synthetic",
+        speculative_config__synthetic_acceptance_rates=[0.5, 0.5, 0.5],
+    )
+    params = SimpleNamespace(extra_args=None, **options)
+    core, processor = object_of(vllm, PREPROCESS), object_of(vllm, WRAPPED_IN_EVERY_PROCESS[1])
+    core.vllm_config = config
+    processor.__init__(config)
+    message = f"{next(iter(options))}: not possible with rejection_sample_method 'synthetic'"
+    refused = vllm["vllm.exceptions"].VLLMValidationError
+    with pytest.raises(refused, match=message):
+        core.preprocess_add_request(SimpleNamespace(sampling_params=params))
+    with pytest.raises(refused, match=message):
+        processor._validate_params(params, ("generate",))
+
+
 def test_a_refused_request_ends_with_an_error_and_one_line(
     vllm: dict[str, ModuleType], caplog: pytest.LogCaptureFixture
 ) -> None:
