@@ -130,16 +130,16 @@ class Stored:
 def to_store(reader: Reader) -> dict[str, Any]:
     """Return what `Stored` needs of a version: the targets of all modules, names that one needs."""
     targets = sorted({target for table in SIGNATURES.values() for target in table})
-    asked: dict[str, set[str]] = {}
+    wanted: dict[str, set[str]] = {}
     for table in NAMES.values():
         for target, names in table.items():
-            asked.setdefault(target, set()).update(names)
+            wanted.setdefault(target, set()).update(names)
     found = {target: reader.parameters(target) for target in targets}
-    present = {target: reader.names(target) for target in sorted(asked)}
+    present = {target: reader.names(target) for target in sorted(wanted)}
     return {
         "parameters": {t: None if p is None else ", ".join(p) for t, p in found.items()},
         "names": {
-            t: None if n is None else ", ".join(sorted(n & asked[t])) for t, n in present.items()
+            t: None if n is None else ", ".join(sorted(n & wanted[t])) for t, n in present.items()
         },
     }
 

@@ -346,9 +346,7 @@ SMALL_VOCAB = 12
 SHARP = {"temperature": 0.9, "top_k": 9, "top_p": 0.95}
 
 
-def many_ops(
-    method: VerifiedBy, *, min_p: float = 0.0, draft_vocab: int | None = None
-) -> RowOps:
+def many_ops(method: VerifiedBy, *, min_p: float = 0.0, draft_vocab: int | None = None) -> RowOps:
     settings = EngineSettings(VllmOptions(draft_vocab=draft_vocab), 2, True)
     slots = RequestSlots(ROWS, torch.device("cpu"), settings)
     columns = {**SHARP, "verification": method, "draft_sampling": DraftedBy.PLAIN, "min_p": min_p}
