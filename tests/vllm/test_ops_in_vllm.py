@@ -66,7 +66,11 @@ BACKENDS = pytest.mark.parametrize("backend", Backend)
 @pytest.fixture(autouse=True)
 def truncation_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """vLLM's kernel of top-k and top-p, for processed log-probabilities, needs a GPU."""
-    monkeypatch.setattr(vllm_states, "apply_top_k_top_p", apply_top_k_top_p_pytorch)
+    monkeypatch.setattr(
+        vllm_states,
+        "apply_top_k_top_p",
+        lambda logits, k, p, **_hints: apply_top_k_top_p_pytorch(logits, k, p),
+    )
 
 
 def make_vllm_sampler(states: RequestState, mode: str) -> vllm_sampler.Sampler:
