@@ -480,7 +480,7 @@ def test_more_stop_ids_than_fit(caplog: pytest.LogCaptureFixture) -> None:
         assert row["mtp_relaxed_delta_pool"] == 0.0
         assert row["stop_ids"] == padded()
     assert caplog.messages == [
-        "request 7 has 33 stop ids, and relaxed acceptance serves at most 32; requests with more "
+        "a request has 33 stop ids, and relaxed acceptance serves at most 32; requests with more "
         "are verified strictly"
     ]
 
