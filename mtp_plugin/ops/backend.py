@@ -39,7 +39,7 @@ class Backend(Enum):
         """
         if self is Backend.TORCH:
             return reference
-        return cast(Callable[P, R], _triton_implementation(reference))
+        return cast("Callable[P, R]", _triton_implementation(reference))
 
     @classmethod
     def of(cls, kernels: str, device: torch.device | str | None = None) -> Backend:

@@ -146,9 +146,7 @@ def store_results_triton(
         NO_INPUT,
         triton.next_power_of_2(3 * max_draft_len + 4),
     )
-    _launches.launch(
-        (store.device, *(tensor.dtype for tensor in tensors), *constants),
-        slots.shape[0],
+    _launches[(slots.shape[0],)](
         *tensors,
         store.stride(0),
         *results.new_tokens.stride(),

@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mtp_plugin.ops.launching import expect_reachable
+from mtp_plugin.ops.launching import CachedLaunches, expect_reachable
 from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.ops.step import SlotRows
 from mtp_plugin.ops.synthetic_acceptance import RANDOM_BITS, SyntheticRule
@@ -87,6 +87,9 @@ def synthetic_acceptance_kernel(
     tl.store(accepted_ptr + generations, run, mask=inside)
 
 
+_launches = CachedLaunches(synthetic_acceptance_kernel)
+
+
 def synthetic_acceptance_triton(
     last_positions: torch.Tensor, rule: SyntheticRule, slots: SlotRows | None, draft_len: int
 ) -> torch.Tensor:
@@ -98,7 +101,7 @@ def synthetic_acceptance_triton(
     accepted = torch.empty(generations, dtype=torch.int32, device=last_positions.device)
     if generations == 0:
         return accepted
-    synthetic_acceptance_kernel[(triton.cdiv(generations, BLOCK),)](
+    _launches[(triton.cdiv(generations, BLOCK),)](
         # inputs
         last_positions,
         table,

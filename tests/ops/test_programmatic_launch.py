@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,8 +24,9 @@ FLOATS, HALVES = torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)
 class Binary:
     """What a kernel was compiled to for the types of its first launch."""
 
-    def __init__(self, types: list[Any]) -> None:
+    def __init__(self, types: list[Any], options: dict[str, Any]) -> None:
         self.types = types
+        self.options = options
         self.launches: list[tuple[Any, ...]] = []
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
@@ -35,17 +37,31 @@ class Binary:
         return run
 
 
+def parameter(name: str, **properties: bool) -> SimpleNamespace:
+    given = {"is_constexpr": False, "do_not_specialize": False}
+    return SimpleNamespace(
+        name=name, **given | {"do_not_specialize_on_alignment": False} | properties
+    )
+
+
 class Compiled(triton.JITFunction):
-    """A kernel that is compiled for every launch which goes the ordinary way."""
+    """A kernel ``(x, any_x, size, any_size, CONSTANT)`` that is compiled for every launch which
+    goes the ordinary way."""
 
     def __init__(self) -> None:
         self.binaries: list[Binary] = []
-        self.options: list[dict[str, Any]] = []
+        self.params = [
+            parameter("x"),
+            parameter("any_x", do_not_specialize_on_alignment=True),
+            parameter("size"),
+            parameter("any_size", do_not_specialize=True),
+            parameter("CONSTANT", is_constexpr=True),
+        ]
 
-    def __getitem__(self, grid: tuple[int]) -> Any:
-        def run(*arguments: Any, **options: Any) -> Binary:
-            self.binaries.append(Binary(types_of(arguments)))
-            self.options.append(options)
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def run(*arguments: Any, **named: Any) -> Binary:
+            constants = [named.pop("CONSTANT")] if len(arguments) < len(self.params) else []
+            self.binaries.append(Binary(types_of([*arguments, *constants]), named))
             return self.binaries[-1]
 
         return run
@@ -69,7 +85,7 @@ def test_interpreted_launches_all_go_the_ordinary_way() -> None:
     kernel = Interpreted()
     launches = CachedLaunches(kernel)
     for number in range(3):
-        launches.launch("same", 5, FLOATS, number, num_warps=1)
+        launches[(5,)](FLOATS, number, num_warps=1)
     assert kernel.launches == [((5,), (FLOATS, n), {"num_warps": 1}) for n in range(3)]
 
 
@@ -77,31 +93,51 @@ def test_a_launch_seen_before_goes_to_its_binary() -> None:
     kernel = Compiled()
     launches = CachedLaunches(kernel)
     for programs in (5, 7, 9):
-        launches.launch(("cuda", torch.float32), programs, FLOATS, programs, num_warps=2)
-    (binary,) = kernel.binaries
-    assert kernel.options == [{"num_warps": 2}]
-    assert binary.launches == [((7, 1, 1), FLOATS, 7), ((9, 1, 1), FLOATS, 9)]
+        launches[(programs, 2)](FLOATS, FLOATS, 32, programs, CONSTANT=4, num_warps=2)
+    launches[(3,)](FLOATS, FLOATS, 32, 3, 4, num_warps=2)
+    launches[(3,)](FLOATS, FLOATS, 32, 3, 4, num_warps=2)
+    by_name, by_position = kernel.binaries
+    assert by_name.options == {"num_warps": 2}
+    assert by_name.launches == [((n, 2, 1), FLOATS, FLOATS, 32, n, 4) for n in (7, 9)]
+    assert by_position.launches == [((3, 1, 1), FLOATS, FLOATS, 32, 3, 4)]
 
 
-def test_types_and_constants_are_never_mixed_up() -> None:
-    """A binary checks that it sees the types that it was compiled for."""
+@pytest.mark.parametrize(
+    ("one", "other", "num_binaries"),
+    [
+        ((FLOATS, FLOATS, 32, 3, 4), (HALVES, FLOATS, 32, 3, 4), 2),
+        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS[1:], FLOATS, 32, 3, 4), 2),
+        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS, FLOATS[1:], 32, 3, 4), 1),
+        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS, FLOATS, 48, 3, 4), 1),
+        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS, FLOATS, 33, 3, 4), 2),
+        ((FLOATS, FLOATS, 2, 3, 4), (FLOATS, FLOATS, 1, 3, 4), 2),
+        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS, FLOATS, 32, 1, 4), 1),
+        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS, FLOATS, 32, 2**31, 4), 2),
+        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS, FLOATS, 32, 3, 5), 2),
+        ((FLOATS, FLOATS, 32, 3, 1), (FLOATS, FLOATS, 32, 3, True), 2),
+        ((FLOATS, FLOATS, 32, 3, 4), (None, FLOATS, 32, 3, 4), 2),
+    ],
+)
+def test_binaries_are_those_that_triton_would_choose(
+    one: tuple[Any, ...], other: tuple[Any, ...], num_binaries: int
+) -> None:
     kernel = Compiled()
     launches = CachedLaunches(kernel)
-    for turn in range(3):
-        for tensor in (FLOATS, HALVES):
-            for constant in (1, 4):
-                launches.launch((tensor.dtype, constant), turn + 1, tensor, constant)
-    assert len(kernel.binaries) == 4
-    seen = [{launch[2] for launch in binary.launches} for binary in kernel.binaries]
-    assert seen == [{1}, {4}, {1}, {4}]
-    assert all(len(binary.launches) == 2 for binary in kernel.binaries)
+    for _ in range(2):
+        for arguments in (one, other):
+            if arguments[0] is None:
+                arguments = (FLOATS, None, *arguments[2:])
+            launches[(1,)](*arguments)
+    assert len(kernel.binaries) == num_binaries
+    assert sum(len(binary.launches) for binary in kernel.binaries) == 4 - num_binaries
 
 
-def test_kernels_have_binaries_of_their_own() -> None:
-    one, other = Compiled(), Compiled()
-    for kernel in (one, other):
-        CachedLaunches(kernel).launch("same", 1, FLOATS)
-    assert len(one.binaries) == len(other.binaries) == 1
+def test_options_select_the_binary() -> None:
+    kernel = Compiled()
+    launches = CachedLaunches(kernel)
+    for warps in (1, 2, 1, 2):
+        launches[(1,)](FLOATS, FLOATS, 32, 3, 4, num_warps=warps)
+    assert [binary.options for binary in kernel.binaries] == [{"num_warps": 1}, {"num_warps": 2}]
 
 
 def test_a_compiled_kernel_reaches_no_cpu_tensor() -> None:

@@ -212,12 +212,7 @@ def advance_decode_batch_triton(
         on_device,
         _LANES,
     )
-    types = [tensor.dtype for tensor in tensors]
-    if isinstance(num_active_requests, torch.Tensor):
-        types.append(num_active_requests.dtype)
-    _launches.launch(
-        (input_tokens.device, *types, *constants),
-        -(-lanes // _LANES),
+    _launches[(-(-lanes // _LANES),)](
         *tensors,
         buffers.accepted_tokens_per_request.stride(0),
         table.stride(0),

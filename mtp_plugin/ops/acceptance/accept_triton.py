@@ -35,7 +35,7 @@ import triton.language as tl
 from typing_extensions import override
 
 from mtp_plugin.ops.acceptance.types import AcceptanceRules, RelaxedRule
-from mtp_plugin.ops.launching import expect_reachable
+from mtp_plugin.ops.launching import CachedLaunches, expect_reachable
 from mtp_plugin.ops.logit_rows.processing_triton import (
     ALLOWED_ROW,
     Pools,
@@ -461,6 +461,9 @@ class RelaxedPartials(Top1Partials):
         )
 
 
+_launches = CachedLaunches(accept_kernel)
+
+
 def accept_triton(
     layout: StepLayout,
     logits: torch.Tensor,
@@ -501,7 +504,7 @@ def accept_triton(
     relaxed = partials if isinstance(partials, RelaxedPartials) else None
     slots = rules.processed_slots if rule is None else rule.slots
     unused = accepted.num_accepted  # a pointer that the kernel never reads
-    accept_kernel[(layout.num_requests,)](
+    _launches[(layout.num_requests,)](
         # inputs
         partials.values,
         partials.ids,

@@ -41,7 +41,7 @@ import triton.language as tl
 from typing_extensions import Self
 
 from mtp_plugin.ops import row_sums
-from mtp_plugin.ops.launching import expect_reachable
+from mtp_plugin.ops.launching import CachedLaunches, expect_reachable
 from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.logit_rows.processing_triton import (
     Pools,
@@ -573,6 +573,10 @@ def sample_finish_kernel(
             tl.store(truncation_ptr + row * 4 + 3, mass)
 
 
+_scan_launches = CachedLaunches(sample_scan_kernel)
+_finish_launches = CachedLaunches(sample_finish_kernel)
+
+
 def sample_tokens_triton(
     logits: torch.Tensor,
     rows: LogitRows,
@@ -622,7 +626,7 @@ def sample_tokens_triton(
     arrived = torch.empty_like(tokens) if is_split else tokens
     grid = [num_rows, -(-num_blocks // scan.blocks_per_program)]
     row_axis = int(num_rows <= MAX_GRID_Y)
-    sample_scan_kernel[tuple(grid[::-1] if row_axis else grid)](
+    _scan_launches[tuple(grid[::-1] if row_axis else grid)](
         *inputs.tensors,
         chunk_maxima,
         details,
@@ -643,7 +647,7 @@ def sample_tokens_triton(
     lists, segments = (2, shares + 1) if is_split else (1, 1)
     bounds = ChunkLayout.wide(layout.each, warps)
     num_bounds = bounds.num_chunks(vocab)
-    sample_finish_kernel[(num_rows, shares)](
+    _finish_launches[(num_rows, shares)](
         *inputs.tensors,
         chunk_maxima,
         details,
