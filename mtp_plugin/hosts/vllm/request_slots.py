@@ -54,7 +54,8 @@ class RequestSlots:
         self.verified_by = np.zeros(max_num_reqs, dtype=np.int32)
         """[max_num_reqs] on the host: code of each request's verification method."""
         self.has_draft_limit = np.zeros(max_num_reqs, dtype=bool)
-        self._padding = max_num_reqs
+        # a tensor: torch.where with a number would launch a fill first
+        self._padding = torch.tensor(max_num_reqs, dtype=torch.int32, device=device)
         self._staged: dict[int, list[int]] = {}
         self._num_requests = 0
 
@@ -108,9 +109,14 @@ class RequestSlots:
         """Return the slots of request state indices [N], all valid."""
         return self._table.rows_of(indices)
 
-    def of_padded(self, indices: torch.Tensor) -> SlotRows:
-        """Return the slots of request state indices [N] of which some are -1 (padding)."""
-        return self.of(torch.where(indices < 0, self._padding, indices))
+    def of_padded(self, indices: torch.Tensor, is_padding: torch.Tensor | None = None) -> SlotRows:
+        """Return the slots of request state indices [N] of which some are padding.
+
+        Args:
+            is_padding: [N] bool; None: indices below 0.
+        """
+        is_padding = indices < 0 if is_padding is None else is_padding
+        return self.of(torch.where(is_padding, self._padding, indices))
 
 
 def engine_modes(settings: EngineSettings, device: torch.device) -> tuple[VerificationMode, ...]:

@@ -54,10 +54,12 @@ class DraftRows(NamedTuple):
     """The rows that propose one draft of each of R requests."""
 
     logits: torch.Tensor  # [R, V], or of the lowest ids if only these are drafted
-    indices: torch.Tensor  # [R] request state indices; -1 for padding rows, which may hold NaN
+    indices: torch.Tensor  # [R] request state indices, below 0 or any for padding rows
     positions: torch.Tensor  # [R]
     column: int  # the draft follows the token at position + column
     step: torch.Tensor  # [] integer, on the device: which draft of the step it is
+    is_padding: torch.Tensor | None = None
+    """[R] bool: rows that may hold NaN; None: those with an index below 0."""
 
 
 class RowOps:
@@ -132,7 +134,7 @@ class RowOps:
             "leave it out",
         )
         rows = LogitRows.flat(draft.positions, draft.column)
-        slots = self.slots.of_padded(draft.indices)
+        slots = self.slots.of_padded(draft.indices, draft.is_padding)
         if self.draft_probs is None:
             return valid_ids(sample_tokens(logits, rows, slots, backend=backend))
         truncation = self._truncation(logits)
@@ -226,14 +228,14 @@ def valid_ids(tokens: torch.Tensor) -> torch.Tensor:
     return tokens.clamp_min(0).to(torch.int64)
 
 
-def mark_padding(indices: torch.Tensor, query_start_loc: torch.Tensor) -> torch.Tensor:
-    """Return request state indices [R] with -1 for the rows without query tokens.
+def without_tokens(query_start_loc: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return which of the first rows [R] have no query tokens; one launch of a captured graph.
 
     Args:
         query_start_loc: at least [R + 1] first token of each row.
     """
-    starts = query_start_loc[: len(indices) + 1]
-    return torch.where(starts[1:] > starts[:-1], indices, -1)  # two launches of a captured graph
+    starts = query_start_loc[: num_rows + 1]
+    return starts[1:] <= starts[:-1]
 
 
 def keep_allowed_ids(logits: torch.Tensor, counts: torch.Tensor, ids: torch.Tensor) -> None:

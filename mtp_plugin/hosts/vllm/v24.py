@@ -24,8 +24,8 @@ from mtp_plugin.hosts.vllm.row_ops import (
     DraftRows,
     RowOps,
     keep_allowed_ids,
-    mark_padding,
     valid_ids,
+    without_tokens,
 )
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
 from mtp_plugin.hosts.vllm.versions import FITTING, SAMPLE, SAMPLE_DRAFT, VERIFY, replaces
@@ -214,8 +214,8 @@ def draft_rows(
     and the draft probabilities that it writes would replace those of a running request.
     """
     logits = speculator.model.compute_logits(hidden_states)
-    indices = mark_padding(idx_mapping, speculator.input_buffers.query_start_loc)
-    return DraftRows(logits, indices, positions, 1, draft_step)
+    is_padding = without_tokens(speculator.input_buffers.query_start_loc, len(idx_mapping))
+    return DraftRows(logits, idx_mapping, positions, 1, draft_step, is_padding)
 
 
 def draft_loop(speculator: Any) -> Callable[..., None] | None:

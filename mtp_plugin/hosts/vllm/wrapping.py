@@ -250,22 +250,31 @@ def _load_draft_model(original: Method) -> Method:
 
                 count = reduce_heads(self.model, num_ids)
                 _logger.info("draft model: %d heads of the lowest %d ids", count, num_ids)
-            try:
-                from vllm import envs, ir
-                from vllm.model_executor.layers.layernorm import RMSNorm
-
-                is_invariant = envs.VLLM_BATCH_INVARIANT
-                ops = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
-            except (ImportError, AttributeError) as error:  # an optimization alone
-                _logger.warning("draft model: norms stay unfused in this vLLM: %s", error)
-                return result
-            from mtp_plugin.hosts.vllm.draft_norms import fuse_norms
-
-            if not is_invariant:
-                _logger.info("draft model: %d fused norms", fuse_norms(self.model, RMSNorm, *ops))
+            _fuse_layers(self.model)
         return result
 
     return wrapper
+
+
+def _fuse_layers(model: Any) -> None:
+    try:
+        from vllm import envs, ir
+        from vllm.model_executor.layers.layernorm import RMSNorm
+        from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+        from vllm.platforms import current_platform
+
+        is_invariant, is_cuda = envs.VLLM_BATCH_INVARIANT, current_platform.is_cuda()
+        ops = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
+    except (ImportError, AttributeError) as error:  # an optimization alone
+        _logger.warning("draft model: norms stay unfused in this vLLM: %s", error)
+        return
+    from mtp_plugin.hosts.vllm.draft_layers import fuse_norms, fuse_rotary
+
+    if is_invariant:
+        return
+    norms = fuse_norms(model, RMSNorm, *ops)
+    rotary = fuse_rotary(model, RotaryEmbedding) if is_cuda else 0
+    _logger.info("draft model: %d fused norms, %d fused rotary embeddings", norms, rotary)
 
 
 def _speculator_capture(original: Method) -> Method:

@@ -178,4 +178,5 @@ def test_padding_rows_are_sampled_as_greedy_requests(
     rows = v24.draft_rows(
         made, torch.ones(4, 8), torch.arange(4), indices, none, none, step, draft_logits
     )
-    assert rows.indices.tolist() == [2, -1, -1, -1]
+    assert rows.indices is indices
+    assert rows.is_padding.tolist() == [False, True, True, True]

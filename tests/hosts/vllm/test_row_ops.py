@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtp_plugin.hosts.vllm.row_ops import keep_allowed_ids, mark_padding, valid_ids
+from mtp_plugin.hosts.vllm.row_ops import keep_allowed_ids, valid_ids, without_tokens
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.sampling import VerifiedBy
 from tests.hosts.vllm.rows import (
@@ -262,7 +262,12 @@ def test_no_op_writes_logits(backend: Backend) -> None:
 
 def test_rows_without_query_tokens_are_marked_as_padding() -> None:
     starts = torch.tensor([0, 4, 5, 5, 5, 5])  # of a captured batch of 4 with room for 5
-    assert mark_padding(torch.tensor([7, 2, 7, 3]), starts).tolist() == [7, 2, -1, -1]
+    assert without_tokens(starts, 4).tolist() == [False, False, True, True]
+    slots = make_ops(Backend.TORCH).slots
+    indices = torch.tensor([7, 2, 7, 3])
+    given = slots.of_padded(indices, without_tokens(starts, 4)).slot_ids.tolist()
+    assert given == [7, 2, len(slots.table) - 1, len(slots.table) - 1]
+    assert slots.of_padded(indices - 3).slot_ids.tolist() == [4, len(slots.table) - 1, 4, 0]
 
 
 def test_only_allowed_ids_keep_their_logits() -> None:

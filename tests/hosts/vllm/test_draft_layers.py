@@ -1,4 +1,4 @@
-"""Fused norms in draft models that are not compiled."""
+"""Fused layers in draft models that are not compiled."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from mtp_plugin.hosts.vllm.draft_norms import fuse_norms
+from mtp_plugin.hosts.vllm.draft_layers import fuse_norms, fuse_rotary
 
 
 class Norm(nn.Module):
@@ -102,3 +102,61 @@ def test_compiled_models_stay_as_they_are(do_not_compile: bool, fused: int) -> N
     model = nn.ModuleList([Norm()])
     model.do_not_compile = do_not_compile  # set by vLLM's support_torch_compile
     assert fuse_norms(model, Norm, make_op("norm"), make_op("add_norm")) == fused
+
+
+class Rotary(nn.Module):
+    """The methods of vLLM's ``RotaryEmbedding`` that are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cos_sin_cache", torch.ones(3))
+        self._forward_method = self.forward_native
+
+    def forward(self, *args: Any) -> Any:
+        return self._forward_method(*args)
+
+    def forward_native(self, *args: Any) -> Any:
+        return ("native", *args)
+
+    def forward_cuda(self, *args: Any) -> Any:
+        return ("fused", self.cos_sin_cache.sum().item(), *args)
+
+
+class InheritsRotary(Rotary):
+    """Another table of angles."""
+
+
+class OtherRotary(Rotary):
+    def forward_native(self, *args: Any) -> Any:
+        return ("other", *args)
+
+
+def layer_with(rotary: nn.Module) -> nn.Module:
+    layer = nn.Module()
+    layer.rotary_emb = rotary
+    return layer
+
+
+def test_draft_layers_get_a_fused_copy_of_the_rotary_embedding_that_they_share() -> None:
+    shared = Rotary()
+    draft = nn.ModuleList([layer_with(shared), nn.ModuleList([layer_with(shared)])])
+    assert fuse_rotary(draft, Rotary) == 1
+    assert draft[0].rotary_emb(1) == draft[1][0].rotary_emb(1) == ("fused", 3.0, 1)
+    assert shared(1) == ("native", 1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "answer"), [(InheritsRotary, ("fused", 3.0, 1)), (OtherRotary, ("other", 1))]
+)
+def test_rotary_embeddings_with_their_own_computation_stay(kind: Any, answer: Any) -> None:
+    draft = nn.ModuleList([layer_with(kind())])
+    fuse_rotary(draft, Rotary)
+    assert draft[0].rotary_emb(1) == answer
+
+
+def test_rotary_embeddings_of_compiled_models_and_other_versions_stay() -> None:
+    draft = nn.ModuleList([layer_with(Rotary())])
+    assert fuse_rotary(draft, object) == 0
+    draft.do_not_compile = False
+    assert fuse_rotary(draft, Rotary) == 0
+    assert draft[0].rotary_emb(1) == ("native", 1)
