@@ -29,8 +29,16 @@ from integration.vllm.load import text_prompts
 from integration.vllm.soak import prompt_texts
 from integration.vllm.traffic import model_runner
 
-BACKENDS = {True: ("FLASH_ATTN", "TRITON_ATTN"), False: ("CPU_ATTN",)}
-"""By whether there is a GPU; a CPU has no such mode: a trial of this program."""
+KINDS = [
+    ("FLASH_ATTN", False, False),
+    ("FLASH_ATTN", False, True),
+    ("TRITON_ATTN", False, False),
+    ("FLASH_ATTN", True, False),
+    ("FLASH_ATTN", True, True),
+]
+"""Attention backend, whether with graphs and compiled, whether routers are batch-invariant."""
+CPU_KINDS = [("CPU_ATTN", False, False)]
+"""A CPU has no batch-invariant mode: a trial of this program."""
 ROWS = (1, 2, 4, 8, 16, 64)
 """Numbers of rows that are compared with the most."""
 NUM_DRAFTS = 3
@@ -60,21 +68,15 @@ def generate(
     return found
 
 
-def route_gates(llm: Any) -> Any:
-    """Send every plain linear layer through vLLM's batch-invariant product; returns how many."""
-    return llm.apply_model(_route_gates)
-
-
-def _route_gates(model: Any) -> int:
+def route_gates() -> None:
+    """Send every plain linear layer through vLLM's batch-invariant product."""
     import torch
     from vllm.model_executor.layers.batch_invariant import linear_batch_invariant
 
-    count = 0
-    for module in model.modules():
-        if type(module) is torch.nn.Linear:
-            module.forward = lambda x, m=module: linear_batch_invariant(x, m.weight, m.bias)
-            count += 1
-    return count
+    def forward(self: Any, x: Any) -> Any:
+        return linear_batch_invariant(x, self.weight, self.bias)
+
+    torch.nn.Linear.forward = forward
 
 
 def compare_modules(llm: Any) -> Any:
@@ -197,30 +199,32 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     on_gpu = has_gpu()
     os.environ["VLLM_BATCH_INVARIANT"] = str(int(on_gpu))
     prepare(folder, on_gpu)
+    kinds = KINDS if on_gpu else CPU_KINDS
     engines = {
-        (backend, k): EngineProcess(
-            f"{backend}-k{k}",
+        (*kind, k): EngineProcess(
+            f"{kind[0]}-graphs{kind[1]:d}-routed{kind[2]:d}-k{k}",
             engine_settings(
-                k, on_gpu, {}, dtype="bfloat16", enforce_eager=True,
-                attention_backend=backend, max_num_seqs=options.batch,
+                k, on_gpu, {}, dtype="bfloat16", enforce_eager=not kind[1],
+                attention_backend=kind[0], max_num_seqs=options.batch,
             ),
             folder,
             in_process=True,
+            before=route_gates if kind[2] else None,
         )
-        for backend in BACKENDS[on_gpu]
+        for kind in kinds
         for k in (0, NUM_DRAFTS)
     }  # fmt: skip
     found: dict[str, Any] = {"modules": {}, "attention": {}, "requests": [], "problems": []}
     for key, engine in list(engines.items()):
         try:
-            engine.wait_until_ready()
+            found["engine"] = engine.wait_until_ready()
         except EngineError as error:
             found["problems"].append(str(error))
             engines.pop(key).close()
     try:
-        for backend in BACKENDS[on_gpu]:
-            if {(backend, 0), (backend, NUM_DRAFTS)} <= engines.keys():
-                _compare(options, backend, engines, found)
+        for kind in kinds:
+            if {(*kind, 0), (*kind, NUM_DRAFTS)} <= engines.keys():
+                _compare(options, kind, *(engines[(*kind, k)] for k in (0, NUM_DRAFTS)), found)
     except EngineError as error:
         found["problems"].append(str(error))
     finally:
@@ -230,52 +234,56 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _compare(
-    options: argparse.Namespace, backend: str, engines: dict[Any, EngineProcess], found: Any
+    options: argparse.Namespace,
+    kind: tuple[str, bool, bool],
+    plain: EngineProcess,
+    drafts: EngineProcess,
+    found: Any,
 ) -> None:
-    plain, drafts = engines[backend, 0], engines[backend, NUM_DRAFTS]
+    backend, has_graphs, is_routed = kind
+    name = (
+        f"{backend}, {'graphs' if has_graphs else 'eager'}, {'routed' if is_routed else 'as it is'}"
+    )
     prompts = plain.call(text_prompts, SHORT, texts=prompt_texts(), count=options.batch, length=64)
-    for routed in (False, True) if has_gpu() else (False,):
-        if routed:
-            found["routed"] = [engine.call(route_gates, SHORT) for engine in (plain, drafts)]
-        found["modules"][f"{backend} {'routed' if routed else 'as it is'}"] = drafts.call(
-            compare_modules, SHORT
-        )
-        for label, sampling in SAMPLING.items():
-            arguments = {"sampling": sampling, "length": options.osl}
-            outputs = {
-                (k, batch): [
-                    output
-                    for start in range(0, options.batch if batch > 1 else 8, batch)
-                    for output in engine.call(
-                        generate,
-                        LONG,
-                        prompts=prompts[start : start + batch],
-                        first=start,
-                        **arguments,
-                    )
-                ]
-                for k, engine in ((0, plain), (NUM_DRAFTS, drafts))
-                for batch in (1, options.batch)
-            }
-            many = options.batch
-            for one, other in (
-                ((NUM_DRAFTS, many), (0, many)),
-                ((NUM_DRAFTS, 1), (0, 1)),
-                ((0, 1), (0, many)),
-            ):
-                pairs = list(zip(outputs[one], outputs[other], strict=False))
-                found["requests"].append(
-                    {
-                        "backend": backend, "routed": routed, "sampling": label,
-                        "one": f"K = {one[0]}, batch {one[1]}",
-                        "other": f"K = {other[0]}, batch {other[1]}",
-                        "compared": len(pairs),
-                        "equal_ids": sum(a[0] == b[0] for a, b in pairs),
-                        "equal_bits": sum(a == b for a, b in pairs),
-                    }
-                )  # fmt: skip
-    if backend == "FLASH_ATTN":
+    if not has_graphs:
+        found["modules"][name] = drafts.call(compare_modules, SHORT)
+    if backend == "FLASH_ATTN" and not found["attention"]:
         found["attention"] = drafts.call(compare_attention, SHORT)
+    many = options.batch
+    for label, sampling in SAMPLING.items():
+        arguments = {"sampling": sampling, "length": options.osl}
+        outputs = {
+            (k, batch): [
+                output
+                for start in range(0, many if batch > 1 else 8, batch)
+                for output in engine.call(
+                    generate,
+                    LONG,
+                    prompts=prompts[start : start + batch],
+                    first=start,
+                    **arguments,
+                )
+            ]
+            for k, engine in ((0, plain), (NUM_DRAFTS, drafts))
+            for batch in (1, many)
+        }
+        for one, other in (
+            ((NUM_DRAFTS, many), (0, many)),
+            ((NUM_DRAFTS, 1), (0, 1)),
+            ((0, 1), (0, many)),
+        ):
+            pairs = list(zip(outputs[one], outputs[other], strict=False))
+            found["requests"].append(
+                {
+                    "engines": name,
+                    "sampling": label,
+                    "one": f"K = {one[0]}, batch {one[1]}",
+                    "other": f"K = {other[0]}, batch {other[1]}",
+                    "compared": len(pairs),
+                    "equal_ids": sum(a[0] == b[0] for a, b in pairs),
+                    "equal_bits": sum(a == b for a, b in pairs),
+                }
+            )
 
 
 def main() -> int:

@@ -142,10 +142,17 @@ class EngineProcess:
         settings: keyword arguments of ``LLM``.
         in_process: without vLLM's own process for the engine core, so that functions can read its
             state.
+        before: called in the process before vLLM loads the model.
     """
 
     def __init__(
-        self, name: str, settings: dict[str, Any], folder: Path, *, in_process: bool = False
+        self,
+        name: str,
+        settings: dict[str, Any],
+        folder: Path,
+        *,
+        in_process: bool = False,
+        before: Callable[[], Any] | None = None,
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
@@ -157,7 +164,9 @@ class EngineProcess:
         }
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
-        self._process = context.Process(target=_serve, args=(other, settings, env, str(self.log)))
+        self._process = context.Process(
+            target=_serve, args=(other, settings, env, str(self.log), before)
+        )
         self._process.start()
         other.close()
 
@@ -210,7 +219,13 @@ class EngineProcess:
         return f"engine {self.name}: {what}\nend of {self.log}:\n{end}"
 
 
-def _serve(connection: Any, settings: dict[str, Any], env: dict[str, str], log: str) -> None:
+def _serve(
+    connection: Any,
+    settings: dict[str, Any],
+    env: dict[str, str],
+    log: str,
+    before: Callable[[], Any] | None,
+) -> None:
     os.setpgid(0, 0)  # `close` ends the whole group
     os.environ.update(env)
     with open(log, "w") as output:
@@ -219,6 +234,8 @@ def _serve(connection: Any, settings: dict[str, Any], env: dict[str, str], log: 
     try:
         from vllm import LLM
 
+        if before is not None:
+            before()
         llm = LLM(**settings)
         connection.send((False, _described(llm)))
         while True:
