@@ -54,3 +54,6 @@ LINES = {
         ),
     )
 }
+FULL = ("1.2", "1.3b")
+"""The oldest and the newest: run in whole loops. The other's signatures are checked, and that the
+plugin is installed into it."""

@@ -16,14 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_plugin.hosts.embedded.models import LoadedModel
 from tests.contract_host.host import make_host
-from tests.contract_host.line_rules import LINES
+from tests.contract_host.line_rules import FULL
 from tests.contract_host.test_loop import ask
 
 MOST_CALLS = 17  # one is of the host: its draft KV cache
 MOST_MICROSECONDS = 30.0
 """Many times what it takes: others may share the processor, and one launch takes longer."""
 
-lines = pytest.mark.parametrize("line", LINES)
+lines = pytest.mark.parametrize("line", FULL)
 ways = pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]

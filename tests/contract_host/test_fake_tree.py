@@ -6,22 +6,18 @@ import asyncio
 import importlib
 import inspect
 import sys
-import types
 from collections.abc import Iterator
 from typing import Any
 
-import pydantic
 import pytest
 
-from tests.contract_host.fake_tree import MOVED, fake_tree
+from tests.contract_host.fake_tree import fake_tree
 from tests.contract_host.record import record_module
 from tests.contract_host.signatures import (
     KINDS,
     LINES,
-    Class,
     Function,
     Line,
-    Unevaluated,
     load_line,
     signature,
 )
@@ -169,22 +165,6 @@ def test_nothing_is_left():
     assert ours() == []
 
 
-def test_a_package_that_was_there_is_back(monkeypatch: pytest.MonkeyPatch):
-    real, part = types.ModuleType("tensorrt_llm"), types.ModuleType("tensorrt_llm.real")
-    monkeypatch.setitem(sys.modules, "tensorrt_llm", real)
-    monkeypatch.setitem(sys.modules, "tensorrt_llm.real", part)
-    with fake_tree(made_up()) as package:
-        assert sys.modules["tensorrt_llm"] is package is not real
-        assert "tensorrt_llm.real" not in sys.modules
-    assert sys.modules["tensorrt_llm"] is real
-    assert ours() == ["tensorrt_llm", "tensorrt_llm.real"]
-
-
-def test_modules_that_are_not_recorded_are_not_there():
-    with fake_tree(made_up()), pytest.raises(ModuleNotFoundError, match=r"tensorrt_llm\.pieces\.x"):
-        importlib.import_module("tensorrt_llm.pieces.x")
-
-
 def test_bodies_name_themselves():
     with fake_tree(made_up()):
         base, user = modules("base", "user")
@@ -214,36 +194,6 @@ def test_arguments_that_do_not_bind_are_refused_as_python_does():
             base.build(1, 2, nextn=3)
         with pytest.raises(TypeError, match=r"missing 1 required .* 'first'"):
             base.Piece.run(None, first=1, second=2)
-
-
-def test_abstract_classes_cannot_be_made():
-    with fake_tree(made_up()):
-        base, user = modules("base", "user")
-        assert base.Piece.__abstractmethods__ == {"width"}
-        with pytest.raises(TypeError, match="abstract"):
-            user.Worker(1)
-
-        class Whole(user.Worker):
-            width = 3
-
-            def __init__(self):
-                pass
-
-        assert Whole().width == 3
-
-
-def test_an_unrecorded_body_does_not_break_what_python_calls():
-    with fake_tree(made_up()):
-        (base,) = modules("base")
-
-        class Child(base.Piece, metaclass=type(base.Piece)):
-            def __init__(self):
-                pass
-
-            width = 1
-
-        assert "Child" in object.__repr__(Child())
-        assert base.Piece[int] is not None
 
 
 def test_behaviours_are_the_bodies_and_the_signature_stays():
@@ -295,39 +245,6 @@ def test_behaviours_are_the_bodies_and_the_signature_stays():
         assert str(inspect.signature(base.Piece.plain)) == "(a, b=2)"
 
 
-def test_a_behaviour_of_nothing_is_refused():
-    with (
-        pytest.raises(KeyError, match=r"line made up has no .*Piece\.walk"),
-        fake_tree(made_up(), behaviours={f"{NAME}:Piece.walk": print}),
-    ):
-        pass
-    assert ours() == []
-
-
-def test_dataclasses_are_real():
-    with fake_tree(made_up()):
-        (base,) = modules("base")
-        store = base.Store(tokens=1)
-        assert (store.width, store.mode, store.rows) == (3, base.Mode.TWO, [])
-        assert store.made_of == Unevaluated("missing.name")
-        assert store.rows is not base.Store(tokens=1).rows
-        assert issubclass(base.Piece.Args, base.Store)
-        assert base.Piece.Store is base.Store
-        assert base.Pair(1) == (1, None)
-        with pytest.raises(TypeError, match="positional"):
-            base.Store(1)
-
-
-def test_models_are_real():
-    with fake_tree(made_up()):
-        (base,) = modules("base")
-        config = base.Config(label="x", depth=3, unknown=object())
-        assert (config.depth, config.mode, config.name, config._hidden) == (3, 2, "x", True)
-        with pytest.raises(pydantic.ValidationError, match="Extra inputs are not permitted"):
-            base.Config(label="x", dept=3)
-        assert not hasattr(base.Config, "check")
-
-
 def functions(facts: Any, name: str) -> Iterator[tuple[str, Function]]:
     """All functions below a module's or a class's facts."""
     for each, function in getattr(facts, "functions", getattr(facts, "methods", {})).items():
@@ -370,49 +287,3 @@ def test_every_recorded_module_imports_and_has_the_recorded_signatures(line: str
                 compared += 1
     assert compared > 100
     assert ours() == []
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_every_recorded_class_is_what_it_was(line: str):
-    facts = load_line(line)
-
-    def compare(made: Any, recorded: Class) -> None:
-        assert (recorded.dataclass is not None) == ("__dataclass_params__" in vars(made))
-        assert list(recorded.members) == [m.name for m in made] if recorded.members else True
-        own = {name for name, method in recorded.methods.items() if method.abstract}
-        if "ABC" in recorded.bases:
-            assert own <= made.__abstractmethods__
-        if recorded.dataclass is not None:
-            names = {f.name for f in recorded.fields}
-            assert names <= set(made.__dataclass_fields__)
-        for name, inner in recorded.classes.items():
-            compare(getattr(made, name), inner)
-
-    with fake_tree(line):
-        for name, module in facts.modules.items():
-            for each, recorded in module.classes.items():
-                compare(getattr(importlib.import_module(name), each), recorded)
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_imports_by_value_of_every_line_are_the_same_objects(line: str):
-    facts = load_line(line)
-    with fake_tree(line):
-        utils = importlib.import_module("tensorrt_llm._torch.speculative.utils")
-        for name in ("metadata", "resource_manager", "decoder", "worker"):
-            importers = facts.importers(f"get_spec_{name}")
-            assert importers
-            for importer in importers:
-                module = importlib.import_module(importer)
-                assert getattr(module, f"get_spec_{name}") is getattr(utils, f"get_spec_{name}")
-
-
-@pytest.mark.parametrize("line", LINES)
-def test_the_tree_of_moved_names(line: str):
-    with fake_tree(line, moved=True):
-        utils = importlib.import_module("tensorrt_llm._torch.speculative.utils")
-        interface = importlib.import_module("tensorrt_llm._torch.speculative.interface")
-        for old, new in MOVED.items():
-            module = utils if old.startswith("get_") else interface
-            assert not hasattr(module, old)
-            assert getattr(module, new).__name__ == new

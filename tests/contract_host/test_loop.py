@@ -1,5 +1,7 @@
-"""Whole generations in the host's loop, on every line: the text of plain decoding, the acceptance
-of the embedded executor, and nothing left over."""
+"""Whole generations in the host's loop, on the oldest and the newest API version.
+
+They have the text of plain decoding and the acceptance of the embedded executor; nothing is left.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,14 @@ import pytest
 from tests.contract_host.behaviours import FinishReason
 from tests.contract_host.conftest import END_ID
 from tests.contract_host.host import Host, make_host
-from tests.contract_host.line_rules import LINES
+from tests.contract_host.line_rules import FULL, LINES
 from tests.contract_host.requests import LlmRequest
 
-lines = pytest.mark.parametrize("line", LINES)
+lines = pytest.mark.parametrize("line", FULL)
 loops = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 mixed = pytest.mark.parametrize(
     ("line", "overlap"),
-    [("1.2", False), ("1.2", True), ("1.3a", True), ("1.3b", True)],
+    [("1.2", False), ("1.2", True), ("1.3b", True)],
     ids=lambda value: {False: "plain", True: "overlap"}.get(value, value),
 )
 ways = pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
@@ -120,7 +122,7 @@ def test_stops(line, overlap, tiny_model, prompts, decoded):
 @mixed
 def test_draws_and_log_probabilities(line, overlap, tiny_model, prompts, decoded):
     """Two sampled with a seed, one with log-probabilities, one with defaults."""
-    vanilla = line == "1.3a"
+    vanilla = line == "1.3b"
     host = make_host(line, tiny_model, vanilla=vanilla, overlap=overlap, padded_sizes=(4,))
     requests = ask(prompts, [12] * 4)
     requests[0].sampling_config = options_of(line, temperature=0.8, random_seed=5)

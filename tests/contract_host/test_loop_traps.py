@@ -89,7 +89,7 @@ def test_r09_rows_of_logit_edits_of_who_has_ended(line, tiny_model, prompts, dec
 def test_r19_a_hit_is_as_long_as_without_drafts(line, overlap, tiny_model, prompts, decoded):
     """R19: blocks of 32, prompts that end around a block's end: every whole block in front of the
     last token is found again, whatever was drafted after it."""
-    vanilla = line == "1.3a"
+    vanilla = line == "1.3b"
     host = make_host(
         line,
         tiny_model,
@@ -118,7 +118,7 @@ def test_r19_a_hit_is_as_long_as_without_drafts(line, overlap, tiny_model, promp
     assert not host.manager.slot_manager.slot_mapping
 
 
-@pytest.mark.parametrize("line", ["1.3a", "1.3b"])
+@pytest.mark.parametrize("line", ["1.3b"])
 @loops
 def test_steps_of_many_draft_lengths(line, overlap, tiny_model, prompts, decoded):
     """By the size of the batch, none at all among them; a padding dummy for each."""
@@ -199,7 +199,7 @@ def test_a_request_that_is_not_served(line, overlap, tiny_model, prompts, decode
 @mixed
 def test_a_user_gives_up(line, overlap, tiny_model, prompts, decoded):
     """With results in flight: no token follows, other requests continue, slots are freed."""
-    host = make_host(line, tiny_model, vanilla=line == "1.3a", overlap=overlap, batch=2)
+    host = make_host(line, tiny_model, vanilla=line == "1.3b", overlap=overlap, batch=2)
     requests = ask(prompts, [12, 12, 12])
     for request in requests:
         host.executor.add(request)
@@ -217,7 +217,7 @@ def test_a_user_gives_up(line, overlap, tiny_model, prompts, decoded):
 @mixed
 def test_a_step_that_fails(line, overlap, tiny_model, prompts, decoded):
     """In the middle of the draft loop: nothing is left of it, and the next requests are well."""
-    host = make_host(line, tiny_model, vanilla=line == "1.3a", overlap=overlap)
+    host = make_host(line, tiny_model, vanilla=line == "1.3b", overlap=overlap)
     layer = host.engine.draft_model.mtp_layers[-1]
     host.engine.draft_model.mtp_layers[-1] = FailingLayer(layer, at_call=5)
     for request in ask(prompts, [12, 12]):
@@ -244,7 +244,7 @@ class FailingLayer:
         return self.layer(**inputs)
 
 
-@pytest.mark.parametrize("line", LINES)
+@lines
 def test_ranks_without_the_last_stage(line, tiny_model, prompts):
     """Their outputs have the shapes of the last one's; every row is one valid token long."""
     host = make_host(line, tiny_model, vanilla=False, overlap=False)
@@ -266,7 +266,7 @@ def test_ranks_without_the_last_stage(line, tiny_model, prompts):
         assert int(outputs["next_new_tokens"].min()) >= 0
 
 
-@pytest.mark.parametrize("line", LINES)
+@lines
 def test_states_that_the_host_built_itself(line, tiny_model, prompts, decoded):
     """As a rank does that was sent them: the host's fields say it all."""
     host = make_host(line, tiny_model, vanilla=False, overlap=False)
@@ -386,7 +386,7 @@ def test_the_host_notices(plant, expected, line, tiny_model, prompts):
         run()
 
 
-@pytest.mark.parametrize("line", LINES)
+@lines
 def test_the_host_notices_rows_that_ranks_were_not_given(line, tiny_model, prompts):
     """The host's own metadata counts K rows of a generation; ours feeds K+1 to its first layer."""
     host = make_host(
