@@ -251,11 +251,12 @@ def over_http() -> str:
 
 def in_vllm() -> str:
     """The plugin inside vLLM: milliseconds of a step, acceptance length, equal outputs."""
-    found = result("vllm-0.24-plugin")
+    found, steps = result("vllm-0.24-plugin"), result("vllm-0.24-steps")
     engines = {
         "vLLM 0.24": "vllm",
         "vLLM, `draft_sample_method: probabilistic`": "vllm_probabilistic",
         "vLLM with the plugin": "mtp_plugin",
+        "with `draft_vocab` of 32,768 ids": "mtp_plugin, draft_vocab 32768",
         "vLLM with the plugin, `rejection`": "mtp_plugin_rejection",
         "vLLM with the plugin, `block`": "mtp_plugin_block",
     }
@@ -263,10 +264,10 @@ def in_vllm() -> str:
         "greedy": "greedy",
         "T = 0.6, top-p 0.95": "t0.6-p0.95",
     }
-    head = ["milliseconds of a step, K = 3", *(f"batch {size}" for size in found["batches"])]
+    head = ["milliseconds of a step, K = 3", *(f"batch {size}" for size in steps["batches"])]
     rows = []
     for label, key in requests.items():
-        step_ms = found["step_ms"][key]
+        step_ms = steps["step_ms"][key]
         for engine, name in engines.items():
             if name not in step_ms:
                 continue
@@ -296,17 +297,21 @@ def in_vllm() -> str:
 
 def in_vllm_short() -> str:
     """The plugin inside vLLM in a sentence, for the README."""
-    found = result("vllm-0.24-plugin")
-    ratios = {
-        key: [ours / theirs for ours, theirs in zip(ms["mtp_plugin"], ms["vllm"], strict=True)]
-        for key, ms in found["step_ms"].items()
-    }
-    lengths = found["acceptance_length"]["t0.8"]
+    steps = result("vllm-0.24-steps")
+
+    def ratios(engine: str, kind: str) -> str:
+        ms = steps["step_ms"][kind]
+        return _each([a / b for a, b in zip(ms[engine], ms["vllm"], strict=True)], 2)
+
+    short, sampled = "mtp_plugin, draft_vocab 32768", "t0.6-p0.95"
+    lengths = result("vllm-0.24-plugin")["acceptance_length"]["t0.8"]
     return _text(
-        f"Inside vLLM 0.24 on one H100 (K = 3, batch {_each(found['batches'], 0)}) a step takes",
-        f"{_each(ratios['greedy'], 2)} of vLLM's time greedy and {_each(ratios['t0.6-p0.95'], 2)}",
-        "at T = 0.6 with top-p 0.95; at T = 0.8 the tiny model outputs",
-        f"{lengths['mtp_plugin']:.2f} tokens per step instead of {lengths['vllm']:.2f}.",
+        f"Inside vLLM 0.24 on one H200 (K = 3, batch {_each(steps['batches'], 0)}) a step takes",
+        f"{ratios('mtp_plugin', 'greedy')} of vLLM's time greedy and",
+        f"{ratios('mtp_plugin', sampled)} at T = 0.6 with top-p 0.95; with drafts from 32,768 of",
+        f"129,280 ids {ratios(short, 'greedy')} and {ratios(short, sampled)}. At T = 0.8 the tiny",
+        f"model outputs {lengths['mtp_plugin']:.2f} tokens per step instead of",
+        f"{lengths['vllm']:.2f}.",
     )
 
 
