@@ -4,6 +4,7 @@ The names below are the public interface for users and host engines. They are im
 that ``import mtp_plugin`` loads nothing else.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -105,7 +106,13 @@ if not TYPE_CHECKING:  # a checker reads the imports above
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            from mtp_plugin.foreign_names import OF_PACKAGE, counterpart
+
+            hint = counterpart(name, OF_PACKAGE)
+            # Python replaces an AttributeError of ``from mtp_plugin import name`` by its own text
+            is_import = sys._getframe(1).f_code.co_name == "_handle_fromlist"
+            kind = ImportError if hint and is_import else AttributeError
+            raise kind(f"module {__name__!r} has no attribute {name!r}{hint}")
         value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
         globals()[name] = value
         return value

@@ -61,6 +61,16 @@ def test_unknown_name() -> None:
         mtp_plugin.MTPWalker  # noqa: B018
 
 
+def test_names_of_other_engines_name_what_to_type() -> None:
+    assert not hasattr(mtp_plugin, "EngineArgs")
+    with pytest.raises(AttributeError, match=r"'TokensPrompt'; use a list of token ids"):
+        mtp_plugin.TokensPrompt  # noqa: B018
+    with pytest.raises(ImportError, match=r"'EngineArgs'; use keyword arguments of `LLM"):
+        from mtp_plugin import EngineArgs  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'MTPWalker'"):
+        from mtp_plugin import MTPWalker  # noqa: F401
+
+
 def alone(code: str) -> str:
     """What a fresh interpreter prints."""
     command = [sys.executable, "-c", code]

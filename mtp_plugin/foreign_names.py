@@ -1,0 +1,46 @@
+"""Names of vLLM and TensorRT-LLM that do not exist here, and what to type instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_ASYNC = "use `await LLM(...).generate_async(...)` and `LLM(...).stream_async(...)`"
+_GRAMMAR = "grammars are not supported; vLLM with this plugin serves them with drafts"
+_TASK = "this engine only generates"
+_ARGUMENTS = "use keyword arguments of `LLM(...)`"
+
+OF_PACKAGE: Mapping[str, str] = {
+    "AsyncEngineArgs": _ARGUMENTS,
+    "AsyncLLM": _ASYNC,
+    "AsyncLLMEngine": _ASYNC,
+    "CudaGraphConfig": "use `LLM(..., cuda_graph_config={...})`",
+    "EngineArgs": _ARGUMENTS,
+    "GuidedDecodingParams": _GRAMMAR,
+    "KvCacheConfig": "use `LLM(..., kv_cache_config={...})`",
+    "LLMEngine": "use `LLM(...).submit(...)`, which returns a handle",
+    "MTPConfig": "use `MTPDecodingConfig`",
+    "PoolingParams": _TASK,
+    "RequestOutputKind": "use `LLM.stream(...)` for new tokens, `LLM.generate(...)` for the whole",
+    "StructuredOutputsParams": _GRAMMAR,
+    "TextPrompt": 'use a text, or `{"prompt": text}`',
+    "TokensPrompt": 'use a list of token ids, or `{"prompt_token_ids": ids}`',
+    "TorchLlmArgs": _ARGUMENTS,
+}
+OF_LLM: Mapping[str, str] = {
+    "beam_search": "use `SamplingParams(n=...)` with sampling",
+    "classify": _TASK,
+    "collective_rpc": "use `LLM.executor`: the engine runs in this process",
+    "embed": _TASK,
+    "encode": _TASK,
+    "get_default_sampling_params": "use `SamplingParams()`",
+    "get_stats": "use `LLM.get_metrics()`",
+    "llm_engine": "use `LLM.executor`",
+    "score": _TASK,
+    "sleep": "use `LLM.shutdown()`, and a new `LLM` later",
+    "wake_up": "use a new `LLM`",
+}
+
+
+def counterpart(name: str, names: Mapping[str, str]) -> str:
+    """Return the end of an AttributeError's message; empty for a name of neither engine."""
+    return f"; {names[name]}" if name in names else ""
