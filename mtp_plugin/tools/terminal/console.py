@@ -134,6 +134,12 @@ def can_show(characters: str, stream: IO[str]) -> bool:
     return True
 
 
+def progress_bar(share: float, width: int = 20) -> str:
+    """Return a bar with the share that is done, for a progress message."""
+    done = min(width, int(width * share))
+    return f"[{'#' * done}{'.' * (width - done)}] {share:4.0%}"
+
+
 @contextmanager
 def progress(console: OutputConsole) -> Iterator[Callable[[str], None]]:
     """Yield a function that shows progress messages: a spinner in a terminal, else lines."""

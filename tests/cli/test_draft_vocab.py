@@ -1,0 +1,128 @@
+"""``mtp-plugin draft-vocab``: counted ids, held-out shares, and wrong input."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
+from mtp_plugin.tools.draft_vocab import select_ids
+from mtp_plugin.tools.texts import BLOCK_BYTES, read_conversations, read_texts
+from tests.cli.calls import SPECIALS, VOCAB, Run, byte_tokenizer
+
+SPECIAL_IDS = set(range(VOCAB - len(SPECIALS), VOCAB))
+
+
+def ids_of(text: str) -> set[int]:
+    return set(byte_tokenizer().encode(text))
+
+
+def draft_vocab(run: Run, checkpoint: Path, folder: Path, *more: str) -> tuple[str, list[int]]:
+    out = folder / "ids.json"
+    result = run("draft-vocab", "--tokenizer", str(checkpoint), "--out", str(out), *more)
+    assert result.code == 0, result.err
+    return result.out, json.loads(out.read_text())
+
+
+def test_list_has_counted_ids_and_special_tokens(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text(
+        "".join(
+            json.dumps(record) + "\n"
+            for _ in range(10)
+            for record in (
+                {"prompt": "zzyy"},
+                {"text": "zx"},
+                {"messages": [{"role": "user", "content": [{"type": "text", "text": "zy"}]}]},
+                {"messages": [{"role": "assistant", "content": "xz"}, {"content": None}]},
+            )
+        )
+    )
+    shown, ids = draft_vocab(run, checkpoint, tmp_path, "--texts", str(file), "--size", "8")
+    assert set(ids) == SPECIAL_IDS | ids_of("xyz\n")
+    assert resolve_draft_vocab(str(tmp_path / "ids.json"), VOCAB) == ids
+    # 36 texts are counted and 4 are held out; no such letter is among the 8 lowest ids
+    assert " 100.00% by the 8 ids" in shown
+    assert " 0.00% by the 8 lowest ids" in shown
+    assert "fewer ids" not in shown
+
+
+def test_short_list_is_filled_with_the_lowest_ids(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    for name in "ab":
+        (tmp_path / f"{name}.txt").write_text("zzz\n" * (6 * BLOCK_BYTES // 4))
+    files = ("--texts", str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))
+    shown, ids = draft_vocab(run, checkpoint, tmp_path, *files, "--size", "10")
+    lowest = set(range(10 - len(SPECIAL_IDS) - 2))
+    assert set(ids) == SPECIAL_IDS | ids_of("z\n") | lowest
+    assert f"{len(lowest)} of the list are the lowest other ones" in shown
+    assert f"{11 * BLOCK_BYTES:,} tokens counted, {BLOCK_BYTES:,} held out" in shown
+
+
+def test_most_frequent_ids_are_selected_and_sorted() -> None:
+    assert select_ids(Counter({9: 5, 4: 1, 3: 2, 5: 1}), {7}, 4) == [3, 4, 7, 9]
+    assert select_ids(Counter({9: 5}), {7}, 4) == [0, 1, 7, 9]
+
+
+def test_blocks_of_a_text_file_join_to_its_text(tmp_path: Path) -> None:
+    text = "a line\nzażółć gęślą jaźń " * 400 + "€" * 3 * BLOCK_BYTES
+    file = tmp_path / "text.txt"
+    file.write_text("\ufeff" + text, encoding="utf-8")
+    sizes: list[int] = []
+    blocks = list(read_texts(file, sizes.append))
+    assert "".join(blocks) == text
+    assert len(blocks) > 10
+    assert sum(sizes) == file.stat().st_size
+    assert blocks[0].endswith("\n")
+
+
+def test_answers_are_no_part_of_prompts(tmp_path: Path) -> None:
+    question, answer = ({"role": role, "content": role} for role in ("user", "assistant"))
+    file = tmp_path / "prompts.jsonl"
+    lines = [{"messages": [question, answer]}, {"prompt": "text"}, "more", "not read"]
+    file.write_text("\n\n".join(map(json.dumps, lines)))
+    assert read_conversations(file, 3) == [[question], "text", "more"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "options", "message"),
+    [
+        ("a.csv", b"", (), "a.csv: expected a file .txt or .jsonl"),
+        ("none.txt", None, (), "none.txt: no such file"),
+        ("a.txt", b"\xff" * 20, (), "a.txt: expected UTF-8 text"),
+        ("a.txt", b"short", (), "expected at least 10 records or blocks of text"),
+        ("a.jsonl", b'{"text": "a"}\n{"a"', (), "a.jsonl, line 2: not valid JSON"),
+        ("a.jsonl", b'{"input": "a"}', (), "line 1: expected a text, or an object with a text as"),
+        ("a.jsonl", b'{"messages": [1]}', (), "line 1: expected a text"),
+        ("a.jsonl", b'{"messages": [{"content": [{"text": 1}]}]}', (), "line 1: expected a text"),
+        ("a.txt", b"a", ("--size", "3"), f"--size: expected 4 (special tokens) to {VOCAB}"),
+        ("a.txt", b"a", ("--size", "999"), f"to {VOCAB} (vocabulary), got 999"),
+        ("a.txt", b"a", ("--tokenizer", "."), "--tokenizer .: expected a folder with tokenizer"),
+        ("a.txt", b"a", ("--out", "no/ids.json"), "--out no/ids.json: there is no folder no"),
+    ],
+)
+def test_wrong_input_is_one_line(
+    run: Run,
+    checkpoint: Path,
+    tmp_path: Path,
+    name: str,
+    content: bytes | None,
+    options: tuple[str, ...],
+    message: str,
+) -> None:
+    file = tmp_path / name
+    if content is not None:
+        file.write_bytes(content)
+    out = tmp_path / "ids.json"
+    given = ["--tokenizer", str(checkpoint), "--texts", str(file), "--out", str(out)]
+    result = run("draft-vocab", *given, "--size", "8", *options)
+    assert result.code == 2
+    assert message in result.err
+    assert len(result.err.strip().splitlines()) == 1
+    assert not out.exists()
