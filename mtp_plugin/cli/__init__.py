@@ -1,5 +1,5 @@
 """The command line: ``mtp-plugin generate``, ``serve``, ``parity``, ``config``, ``doctor``,
-``bench`` and ``draft-vocab``.
+``bench``, ``draft-vocab`` and ``tune``.
 
 Each command is a file; its function's docstring is its help. torch and transformers take seconds to
 import, pydantic and yaml half the time of ``--help``: each command imports what it needs.
@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from mtp_plugin import __version__
-from mtp_plugin.cli import bench, config, doctor, draft_vocab, generate, parity, serve
+from mtp_plugin.cli import bench, config, doctor, draft_vocab, generate, parity, serve, tune
 from mtp_plugin.tools.command_group import CommandGroup
 from mtp_plugin.tools.terminal.console import output, run_to_the_end
 
@@ -32,6 +32,7 @@ app.command("config")(config.command)
 app.command("doctor")(doctor.command)
 app.command("bench")(bench.command)
 app.command("draft-vocab")(draft_vocab.command)
+app.command("tune")(tune.command)
 
 
 def main() -> None:

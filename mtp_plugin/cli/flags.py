@@ -107,13 +107,14 @@ def names(text: str | None, allowed: tuple[str, ...], option: str) -> tuple[str,
     return names
 
 
-def numbers(text: str | None, option: str) -> tuple[int, ...]:
+def numbers(text: str | None, option: str, least: int = 1) -> tuple[int, ...]:
     try:
         numbers = tuple(int(part) for part in text.split(",")) if text else ()
     except ValueError:
-        numbers = (0,)
-    if any(number < 1 for number in numbers):
+        numbers = (-1,)
+    if any(number < least for number in numbers):
         raise typer.BadParameter(
-            f"expected whole numbers above 0 with commas between, got {text!r}", param_hint=option
+            f"expected whole numbers above {least - 1} with commas between, got {text!r}",
+            param_hint=option,
         )
     return numbers

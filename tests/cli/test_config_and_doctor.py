@@ -289,5 +289,5 @@ def test_version_and_help(run: Run) -> None:
     assert re.fullmatch(r"mtp-plugin \d+\.\d+\.\d+\n", run("--version").out)
     result = run("--help")
     assert result.code == 0
-    assert all(command in result.out for command in ("config", "doctor", "draft-vocab"))
+    assert all(command in result.out for command in ("doctor", "draft-vocab", "tune"))
     assert "..." not in result.out.partition("Commands:")[2]

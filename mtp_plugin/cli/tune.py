@@ -1,0 +1,171 @@
+"""``mtp-plugin tune``."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from mtp_plugin.cli.flags import MinP, Temperature, TopK, TopP, names, numbers
+from mtp_plugin.errors import HostError
+from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output, progress
+
+OWN_OPTIONS = ("--model", "--speculative-config", "--spec-", "--additional-config")
+
+
+def command(
+    model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="As vLLM takes it.")],
+    host: Annotated[
+        str, typer.Option("--host", metavar="ENGINE", help="vllm is the only one.")
+    ] = "vllm",
+    prompts: Annotated[
+        Path | None,
+        typer.Option(
+            "--prompts",
+            metavar="FILE",
+            help='.jsonl whose lines have "prompt", "text" or "messages". Default: prompts.json in '
+            "the parent folder of the checkpoint, or 8 general ones.",
+        ),
+    ] = None,
+    num_prompts: Annotated[
+        int, typer.Option("--num-prompts", metavar="N", min=1, help="The first N are used.")
+    ] = 64,
+    batch_sizes: Annotated[
+        str, typer.Option("--batch-sizes", metavar="N,N", help="Requests that run at once.")
+    ] = "1,8,64",
+    k: Annotated[
+        str | None,
+        typer.Option(
+            "--k", metavar="K,K", help="Drafts per step; 0 is always measured. Default: 0,1,3."
+        ),
+    ] = None,
+    k_max: Annotated[
+        int | None,
+        typer.Option("--k-max", metavar="K", min=1, help="All draft lengths from 0 to K."),
+    ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(
+            "--methods",
+            metavar="NAME,NAME",
+            help="coupled, rejection, block. With greedy requests all are the same.",
+        ),
+    ] = "coupled",
+    draft_vocab: Annotated[
+        str,
+        typer.Option(
+            "--draft-vocab",
+            metavar="X,X",
+            help="none, a number of the lowest ids, or a JSON file of mtp-plugin draft-vocab.",
+        ),
+    ] = "none",
+    temperature: Temperature = None,
+    top_k: TopK = None,
+    top_p: TopP = None,
+    min_p: MinP = None,
+    max_new_tokens: Annotated[
+        int,
+        typer.Option("--max-new-tokens", "-n", metavar="N", min=8, help="Tokens per request."),
+    ] = 128,
+    steps: Annotated[
+        int, typer.Option("--steps", metavar="N", min=1, help="Timed steps per batch size.")
+    ] = 64,
+    at_once: Annotated[
+        int,
+        typer.Option(
+            "--at-once",
+            metavar="N",
+            min=1,
+            help="Start so many engines at the same time, which share the GPU: give vLLM a "
+            "--gpu-memory-utilization that fits. They are measured in turn.",
+        ),
+    ] = 1,
+    logs: Annotated[
+        Path | None,
+        typer.Option("--logs", metavar="DIR", help="Keep the logs of the engines there."),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
+    ] = False,
+    engine_arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGS]", help="Further options of vllm serve."),
+    ] = None,
+) -> None:
+    """Find the draft length, verification method and draft vocabulary for a model, a GPU and your
+    traffic, or that drafts should be off.
+
+    Runs your prompts in vLLM engines with the plugin, one engine per draft length and draft
+    vocabulary, and prints a table and the options for vllm serve. Step times are medians of steps
+    in which all requests generate. Acceptance is that of the prompts, up to the end of each output.
+    A setting has numbers only if its outputs are identical to those of K = 0, near ties apart;
+    rejection and block are compared with greedy requests.
+
+    Exit code 1: a setting has no numbers; the reason is printed. 2: a named error.
+    """
+    from mtp_plugin.tools.tune.answer import METHODS
+
+    if host != "vllm":
+        raise typer.BadParameter(f"expected vllm, got {host!r}", param_hint="--host")
+    if k is not None and k_max is not None:
+        raise typer.BadParameter("--k and --k-max exclude each other")
+    sizes = tuple(sorted(set(numbers(batch_sizes, "--batch-sizes"))))
+    chosen = names(methods, METHODS, "--methods")
+    if not sizes or not chosen:
+        raise typer.BadParameter("expected at least one batch size and one method")
+    lengths = range(1, k_max + 1) if k_max else numbers(k or "0,1,3", "--k", least=0)
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
+    sampling = {name: value for name, value in given.items() if value is not None}
+    arguments = engine_arguments or []
+    taken = [text for text in arguments if text.replace("_", "-").startswith(OWN_OPTIONS)]
+    if taken:
+        raise typer.BadParameter(f"tune sets {taken[0]} itself; leave it out")
+    if find_spec("vllm") is None:
+        raise HostError("tune: vllm is not installed; run it in the environment of vLLM")
+    from mtp_plugin.tools.tune.prompts import tune_prompts
+    from mtp_plugin.tools.tune.report import TuneReport
+    from mtp_plugin.tools.tune.run import TuneOptions, Tuning
+
+    found, source = tune_prompts(prompts, model, num_prompts)
+    folder = logs or Path(tempfile.mkdtemp(prefix="mtp-plugin-tune-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    options = TuneOptions(
+        ("--model", model, *arguments),
+        found,
+        sizes,
+        tuple(sorted(set(lengths))),
+        tuple(dict.fromkeys(chosen)),
+        tuple(_vocab(text) for text in dict.fromkeys(draft_vocab.split(","))),
+        sampling,
+        max_new_tokens,
+        steps,
+        at_once,
+        folder,
+    )
+    log = messages()
+    try:
+        with progress(log) as show_progress:
+            tuning = Tuning(options, show_progress)
+            tuning.run()
+    except KeyboardInterrupt:
+        log.write_line("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+    report = TuneReport(tuning, source)
+    if as_json:
+        output().write_line(json.dumps(report.as_dict(), indent=2))
+    else:
+        report.show(output())
+    if report.exit_code:
+        log.write_line(f"logs of the engines: {folder}")
+    elif logs is None:
+        shutil.rmtree(folder)
+    raise typer.Exit(report.exit_code)
+
+
+def _vocab(text: str) -> int | str | None:
+    return None if text == "none" else int(text) if text.isdecimal() else text

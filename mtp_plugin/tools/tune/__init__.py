@@ -1,0 +1,1 @@
+"""``mtp-plugin tune``: which K, verification method and draft vocabulary, or no drafts at all."""

@@ -1,0 +1,186 @@
+"""From measured settings to an answer: K, method and draft vocabulary, or no drafts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+METHODS = ("coupled", "rejection", "block")
+BY_PROBABILITY = METHODS[1:]
+"""They need ``draft_sample_method: probabilistic``; sampled outputs are not those of K = 0."""
+TOLERANCE = 0.02
+"""Of settings that are no more than this share slower than the best one, the simplest is taken."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What is tried; K = 0: no drafts."""
+
+    num_drafts: int
+    method: str = METHODS[0]
+    draft_vocab: int | str | None = None
+
+    @property
+    def engine(self) -> Setting:
+        """The setting for which an engine is started: it also serves others that share it."""
+        return replace(self, method="rejection") if self.method in BY_PROBABILITY else self
+
+    def __str__(self) -> str:
+        if not self.num_drafts:
+            return "K = 0"
+        vocab = "" if self.draft_vocab is None else f", draft vocabulary {self.draft_vocab}"
+        return f"K = {self.num_drafts}, {self.method}{vocab}"
+
+    def speculative_config(self) -> dict[str, Any] | None:
+        """Return vLLM's ``--speculative-config``."""
+        if not self.num_drafts:
+            return None
+        config: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": self.num_drafts}
+        if self.method in BY_PROBABILITY:
+            config["draft_sample_method"] = "probabilistic"
+        return config
+
+    def plugin_options(self) -> dict[str, Any]:
+        """Return the plugin's options, in vLLM's ``--additional-config``."""
+        options: dict[str, Any] = {}
+        if self.num_drafts and self.method != METHODS[0]:
+            options["verification"] = self.method
+        if self.num_drafts and self.draft_vocab is not None:
+            options["draft_vocab"] = self.draft_vocab
+        return options
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What was measured of a setting."""
+
+    setting: Setting
+    problem: str | None = None
+    """Why there are no numbers: the engine failed, or outputs differ."""
+    step_ms: Mapping[int, float] = field(default_factory=dict)
+    """Median time of a step by batch size."""
+    acceptance: tuple[float, ...] = ()
+    """Share of steps that accept at least i + 1 drafts."""
+    num_outputs: int = 0
+    """Outputs that were compared with those of K = 0 ..."""
+    num_equal: int = 0
+    ties: tuple[str, ...] = ()
+    """... and those that differ by a near tie."""
+
+    @property
+    def acceptance_length(self) -> float:
+        """Output tokens per step of a request."""
+        return 1 + sum(self.acceptance)
+
+    def tokens_per_second(self, batch_size: int) -> float:
+        """Return the output tokens per second of steps with so many requests."""
+        return 1000 * batch_size * self.acceptance_length / self.step_ms[batch_size]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The setting to use at each batch size; they differ in K alone."""
+
+    by_batch_size: Mapping[int, Setting]
+    speed_up: Mapping[int, float]
+    """Tokens per second over those of K = 0, by batch size."""
+
+    @property
+    def setting(self) -> Setting:
+        """The setting with the most drafts; K = 0: leave drafts off."""
+        return max(self.by_batch_size.values(), key=lambda setting: setting.num_drafts)
+
+    def speculative_config(self) -> dict[str, Any] | None:
+        """Return vLLM's ``--speculative-config``, with a schedule if K depends on the batch."""
+        config = self.setting.speculative_config()
+        schedule = make_schedule({b: s.num_drafts for b, s in self.by_batch_size.items()})
+        if config is not None and len(schedule) > 1:
+            config["num_speculative_tokens_per_batch_size"] = schedule
+        return config
+
+    def options(self) -> dict[str, Any]:
+        """Return the options of ``vllm serve``."""
+        config = self.speculative_config()
+        drafting = {} if config is None else {"--speculative-config": config}
+        plugin = {"mtp_plugin": self.setting.plugin_options()}
+        return {**drafting, "--additional-config": plugin}
+
+
+def find_answer(measurements: Sequence[Measurement], has_schedule: bool) -> Answer | None:
+    """Return the best setting over all batch sizes, which count the same.
+
+    Args:
+        has_schedule: K may depend on the batch size.
+
+    Returns:
+        None: there is no number for K = 0.
+    """
+    valid = [found for found in measurements if found.problem is None]
+    off = next((found for found in valid if not found.setting.num_drafts), None)
+    if off is None:
+        return None
+    sizes = sorted(off.step_ms)
+    best = {size: max(found.tokens_per_second(size) for found in valid) for size in sizes}
+    candidates = [dict.fromkeys(sizes, found) for found in valid]
+    if has_schedule:
+        groups: dict[Setting, list[Measurement]] = {}
+        for found in valid:
+            if found is not off:
+                groups.setdefault(replace(found.setting, num_drafts=0), [off]).append(found)
+        candidates += [{size: _best_at(size, group) for size in sizes} for group in groups.values()]
+
+    def share(candidate: Mapping[int, Measurement]) -> float:
+        return statistics.geometric_mean(
+            candidate[size].tokens_per_second(size) / best[size] for size in sizes
+        )
+
+    least = max(map(share, candidates)) * (1 - TOLERANCE)
+    near = [candidate for candidate in candidates if share(candidate) >= least]
+    chosen = min(near, key=_complexity)
+    return Answer(
+        {size: chosen[size].setting for size in sizes},
+        {
+            size: chosen[size].tokens_per_second(size) / off.tokens_per_second(size)
+            for size in sizes
+        },
+    )
+
+
+def make_schedule(num_drafts: Mapping[int, int]) -> list[list[int]]:
+    """Return vLLM's ranges ``[first batch size, last, K]`` of K by measured batch size.
+
+    Between two measured sizes the border is their geometric mean. vLLM keeps the last K for larger
+    batches.
+    """
+    sizes = sorted(num_drafts)
+    ranges: list[list[int]] = []
+    first = 1
+    for size, following in zip(sizes, [*sizes[1:], sizes[-1]], strict=True):
+        last = math.isqrt(size * following)
+        if ranges and ranges[-1][2] == num_drafts[size]:
+            ranges[-1][1] = last
+        else:
+            ranges.append([first, last, num_drafts[size]])
+        first = last + 1
+    return ranges
+
+
+def _best_at(size: int, group: Sequence[Measurement]) -> Measurement:
+    """Return the measurement with the fewest drafts that is nearly the best one."""
+    least = max(found.tokens_per_second(size) for found in group) * (1 - TOLERANCE)
+    near = [found for found in group if found.tokens_per_second(size) >= least]
+    return min(near, key=lambda found: found.setting.num_drafts)
+
+
+def _complexity(candidate: Mapping[int, Measurement]) -> tuple[int, ...]:
+    settings = [found.setting for found in candidate.values()]
+    most = max(settings, key=lambda setting: setting.num_drafts)
+    return (
+        len({setting.num_drafts for setting in settings}),
+        most.num_drafts,
+        most.draft_vocab is not None,
+        METHODS.index(most.method),
+    )

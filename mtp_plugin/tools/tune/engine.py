@@ -1,0 +1,218 @@
+"""A vLLM engine in a process of its own, and what runs in it: requests, step times, counters."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from mtp_plugin.errors import ConfigError, ExecutorError, HostError
+from mtp_plugin.tools.tune.answer import Setting
+
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+Request = tuple[list[int], dict[str, Any]]
+"""Token ids of the prompt, and keyword arguments of vLLM's ``SamplingParams``."""
+TICK_SECONDS = 10.0
+_REASON = re.compile(r"((?:\w+\.)*\w+(?:Error|Exception): .+)")
+_NO_REASON = "Engine core initialization failed"
+"""vLLM's message in the front end; the reason is in the log."""
+
+
+class EngineFailedError(ExecutorError):
+    """An engine did not start, or failed."""
+
+
+class EngineProcess:
+    """One engine; functions ``(engine, *arguments)`` run in its process, one at a time.
+
+    Args:
+        setting: drafts and options of the plugin. arguments: of ``vllm serve``.
+        log: file for the output of vLLM.
+    """
+
+    def __init__(self, setting: Setting, arguments: list[str], log: Path) -> None:
+        self._log = log
+        context = multiprocessing.get_context("spawn")
+        self._connection, other = context.Pipe()
+        given = (other, setting, arguments, str(log))
+        self._process = context.Process(target=_serve, args=given)
+        self._process.start()
+        other.close()
+
+    def result(self, on_wait: Callable[[], None] = lambda: None) -> Any:
+        """Return what the last call returned; after the start: see `_described`.
+
+        Args:
+            on_wait: called every `TICK_SECONDS`.
+
+        Raises:
+            EngineFailedError: the engine did not start, or failed.
+            ConfigError, HostError: no engine can start with these arguments, or with this vLLM.
+        """
+        try:
+            while not self._connection.poll(TICK_SECONDS):
+                on_wait()
+            error, value = self._connection.recv()
+        except (EOFError, ConnectionError):
+            raise EngineFailedError(self._reason("the process ended")) from None
+        if error is None:
+            return value
+        raise error(value if error is not EngineFailedError else self._reason(value))
+
+    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """Run a function in the process and return its result."""
+        self._connection.send((function, arguments))
+        return self.result()
+
+    def close(self) -> None:
+        """End the process and those that vLLM started."""
+        self._connection.close()
+        self._process.join(20)
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid or 0, signal.SIGKILL)
+        self._process.join()
+
+    def _reason(self, message: str) -> str:
+        """Return the message, or the last error of the log if that says more."""
+        text = self._log.read_text(errors="replace") if self._log.exists() else ""
+        found = [line for line in _REASON.findall(text) if _NO_REASON not in line]
+        return found[-1] if found and (":" not in message or _NO_REASON in message) else message
+
+
+def _serve(connection: Any, setting: Setting, arguments: list[str], log: str) -> None:
+    os.setpgid(0, 0)  # `close` ends the whole group; Ctrl-C goes to the parent alone
+    os.environ.setdefault(V2_RUNNER, "1")
+    with open(log, "w") as output:
+        os.dup2(output.fileno(), sys.stdout.fileno())
+        os.dup2(output.fileno(), sys.stderr.fileno())
+    try:
+        try:
+            engine_arguments = _engine_arguments(setting, arguments)
+        except (ConfigError, HostError) as error:
+            connection.send((type(error), str(error)))
+            return
+        from vllm import LLMEngine
+        from vllm.usage.usage_lib import UsageContext
+
+        engine = LLMEngine.from_engine_args(engine_arguments, UsageContext.OPENAI_API_SERVER)
+        connection.send((None, _described(engine)))
+        while True:
+            function, given = connection.recv()
+            connection.send((None, function(engine, *given)))
+    except (EOFError, ConnectionError):  # the parent closed the connection
+        engine.engine_core.shutdown()
+    except Exception as error:
+        traceback.print_exc()
+        connection.send((EngineFailedError, f"{type(error).__name__}: {error}"))
+
+
+def _engine_arguments(setting: Setting, arguments: list[str]) -> Any:
+    """Return vLLM's ``EngineArgs``: those of the user, with the drafts of the setting."""
+    from mtp_plugin.hosts.vllm.checks import examine
+
+    problems = examine().problems
+    if problems:
+        raise HostError("; ".join(problems))
+    from vllm import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    class Parser(FlexibleArgumentParser):  # type: ignore[misc]
+        def error(self, message: str) -> None:
+            raise ConfigError(f"engine arguments: {message}")
+
+    given = EngineArgs.from_cli_args(EngineArgs.add_cli_args(Parser()).parse_args(arguments))
+    given.speculative_config = setting.speculative_config()
+    given.additional_config = {"mtp_plugin": setting.plugin_options()}
+    given.disable_log_stats = False
+    return given
+
+
+def _described(engine: Any) -> dict[str, Any]:
+    import torch
+    import vllm
+
+    from mtp_plugin.hosts.vllm.engine_checks import DYNAMIC_SINCE
+    from mtp_plugin.hosts.vllm.versions import release
+
+    config = engine.vllm_config
+    return {
+        "vllm": str(vllm.__version__),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "max_num_seqs": config.scheduler_config.max_num_seqs,
+        "has_schedule": release() >= DYNAMIC_SINCE,
+    }
+
+
+def encode_prompts(engine: Any, prompts: list[Any]) -> list[list[int]]:
+    """Return the token ids of texts and conversations."""
+    tokenizer = engine.get_tokenizer()
+    encoded = []
+    for prompt in prompts:
+        if isinstance(prompt, list) and getattr(tokenizer, "chat_template", None):
+            prompt = tokenizer.apply_chat_template(
+                prompt, tokenize=False, add_generation_prompt=True
+            )
+            encoded.append(list(tokenizer.encode(prompt, add_special_tokens=False)))
+            continue
+        if isinstance(prompt, list):
+            prompt = "\n".join(str(message.get("content")) for message in prompt)
+        encoded.append(list(tokenizer.encode(prompt)))
+    return encoded
+
+
+def run_requests(engine: Any, requests: list[Request]) -> dict[str, Any]:
+    """Run requests as one batch.
+
+    Returns:
+        ``tokens`` of each, ``step_ms`` of the steps in which all of them generate, and
+        ``acceptance``: the share of steps that accept at least i + 1 drafts.
+    """
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    before = _counters(engine)
+    for number, (prompt, options) in enumerate(requests):
+        params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, **options)
+        engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
+    tokens: list[list[int]] = [[] for _ in requests]
+    step_ms: list[float] = []
+    last, was_full, num_finished = 0.0, False, 0
+    while engine.has_unfinished_requests():
+        num_emitted = 0
+        for output in engine.step():
+            new = list(output.outputs[0].token_ids)
+            tokens[int(output.request_id.split("-")[0])] += new
+            num_emitted += bool(new)
+            num_finished += output.finished
+        now = time.perf_counter()
+        if num_emitted:
+            is_full = num_emitted == len(requests) and not num_finished
+            if is_full and was_full:
+                step_ms.append(1000 * (now - last))
+            last, was_full = now, is_full
+    drafts, *accepted = (
+        now - then for now, then in zip_longest(_counters(engine), before, fillvalue=0)
+    )
+    acceptance = [number / drafts for number in accepted] if drafts else []
+    return {"tokens": tokens, "step_ms": step_ms, "acceptance": acceptance}
+
+
+def _counters(engine: Any) -> list[int]:
+    """Return vLLM's numbers of draft steps, and of accepted drafts by position."""
+    drafts, accepted = 0, [0]
+    for metric in engine.get_metrics():
+        if metric.name == "vllm:spec_decode_num_drafts":
+            drafts += metric.value
+        elif metric.name == "vllm:spec_decode_num_accepted_tokens_per_pos":
+            accepted = [a + b for a, b in zip_longest(accepted, metric.values, fillvalue=0)]
+    return [drafts, *accepted]

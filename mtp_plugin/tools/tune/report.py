@@ -1,0 +1,118 @@
+"""The table of measured settings, and the options to paste into ``vllm serve``."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole
+from mtp_plugin.tools.tune.answer import Answer, find_answer
+from mtp_plugin.tools.tune.run import Tuning
+
+COLUMNS = ("batch", "step ms", "tokens/s", "of best", "tokens/step", "by position", "setting")
+
+
+@dataclass(frozen=True)
+class TuneReport:
+    """The report of finished measurements."""
+
+    tuning: Tuning
+    source: str
+    """Of the prompts."""
+
+    @cached_property
+    def answer(self) -> Answer | None:
+        """What to use; None: there are no numbers for K = 0."""
+        return find_answer(self.tuning.measurements, self.tuning.facts.get("has_schedule", False))
+
+    @property
+    def exit_code(self) -> int:
+        """`DIFFERENT` if a setting has no numbers."""
+        return DIFFERENT if any(found.problem for found in self.tuning.measurements) else OK
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the JSON document."""
+        options, answer = self.tuning.options, self.answer
+        settings = [
+            {
+                **asdict(found),
+                "acceptance_length": found.acceptance_length,
+                "tokens_per_second": {n: found.tokens_per_second(n) for n in found.step_ms},
+            }
+            for found in self.tuning.measurements
+        ]
+        return {
+            **self.tuning.facts,
+            "prompts": f"{len(options.prompts)} of {self.source}",
+            "sampling": dict(options.sampling),
+            "max_new_tokens": options.max_new_tokens,
+            "settings": settings,
+            "answer": None if answer is None else {**asdict(answer), "options": answer.options()},
+        }
+
+    def show(self, out: OutputConsole) -> None:
+        """Print the table, the comparison of outputs, and the answer."""
+        options = self.tuning.options
+        traffic = ", ".join(f"{name} {value:g}" for name, value in options.sampling.items())
+        out.write_line(
+            "vLLM {vllm}, {dtype} on {device}".format(**self.tuning.facts)
+            if self.tuning.facts
+            else "vLLM did not start"
+        )
+        out.write_line(
+            f"{len(options.prompts)} prompts of {self.source}, {traffic or 'greedy'}, at most "
+            f"{options.max_new_tokens} tokens each"
+        )
+        rows = [COLUMNS, *self._rows()]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for *numbers, setting in rows:
+            cells = [cell.rjust(width) for cell, width in zip(numbers, widths, strict=False)]
+            out.write_line("  ".join([*cells, setting]))
+        for found in self.tuning.measurements:
+            if found.problem is not None:
+                out.write_line(f"no numbers for {found.setting}: {found.problem}", "bold red")
+            elif found.setting.num_drafts:
+                ties = f"; ties: {'; '.join(found.ties)}" if found.ties else ""
+                counts = f"{found.num_equal} of {found.num_outputs}"
+                out.write_line(f"{found.setting}: outputs identical to K = 0: {counts}{ties}")
+        self._show_answer(out)
+
+    def _rows(self) -> Iterator[tuple[str, ...]]:
+        valid = [found for found in self.tuning.measurements if found.problem is None]
+        valid.sort(key=lambda found: found.setting.num_drafts)
+        for size in self.tuning.options.batch_sizes if valid else ():
+            best = max(found.tokens_per_second(size) for found in valid)
+            for found in valid:
+                speed = found.tokens_per_second(size)
+                yield (
+                    str(size),
+                    f"{found.step_ms[size]:.2f}",
+                    f"{speed:.0f}",
+                    f"{speed / best:.0%}",
+                    f"{found.acceptance_length:.2f}",
+                    " ".join(f"{rate:.2f}" for rate in found.acceptance),
+                    str(found.setting),
+                )
+
+    def _show_answer(self, out: OutputConsole) -> None:
+        answer = self.answer
+        if answer is None:
+            out.write_line("no answer: there are no numbers for K = 0", "bold red")
+            return
+        if answer.setting.num_drafts:
+            for size, setting in answer.by_batch_size.items():
+                gain = answer.speed_up[size]
+                out.write_line(
+                    f"answer, batch {size}: {setting}, {gain:.2f} times as fast as K = 0"
+                )
+        else:
+            out.write_line("answer: leave drafts off, no setting is clearly faster than K = 0")
+        _, model, *others = self.tuning.options.engine_arguments
+        words = ["vllm", "serve", model, *others]
+        for name, value in answer.options().items():
+            words += [name, json.dumps(value)]
+        out.write_line(f"VLLM_USE_V2_MODEL_RUNNER=1 {shlex.join(words)}")

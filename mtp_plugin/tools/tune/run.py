@@ -1,0 +1,257 @@
+"""Measure settings in vLLM engines, each in a process of its own."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from mtp_plugin.tools.terminal.console import progress_bar
+from mtp_plugin.tools.tune.answer import BY_PROBABILITY, METHODS, Measurement, Setting
+from mtp_plugin.tools.tune.engine import (
+    EngineFailedError,
+    EngineProcess,
+    Request,
+    encode_prompts,
+    run_requests,
+)
+
+WARM_UP_TOKENS = 16
+MAX_WAVES = 16
+"""Batches of one size at most, while there are fewer steps than wanted."""
+TIE_MARGINS = {"float32": 0.01}
+TIE_MARGIN = 0.25
+"""A token is a tie if raising its logit, and lowering that of the other token, by so much gives it.
+The default is for 16-bit models: two units in the last place of logits from 16 to 32."""
+MIN_SAMPLED = 32
+"""Sampled requests for the acceptance at least; prompts are repeated with other seeds."""
+_START_UNITS = 4
+"""Start of an engine in the progress bar; the other units are batches."""
+
+Outputs = list[list[int]]
+
+
+@dataclass(frozen=True)
+class TuneOptions:
+    """What is measured.
+
+    Args:
+        engine_arguments: of ``vllm serve``, the model included.
+        prompts: texts and conversations.
+        sampling: options of vLLM's ``SamplingParams``; empty: greedy.
+        num_steps: timed steps per batch size at least.
+        at_once: engines that share the GPU.
+    """
+
+    engine_arguments: tuple[str, ...]
+    prompts: Sequence[Any]
+    batch_sizes: tuple[int, ...]
+    num_drafts: tuple[int, ...]
+    methods: tuple[str, ...]
+    draft_vocabs: tuple[int | str | None, ...]
+    sampling: Mapping[str, Any]
+    max_new_tokens: int
+    num_steps: int
+    at_once: int
+    logs: Path
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether all methods give the same output."""
+        return not self.sampling.get("temperature")
+
+    def engines(self) -> dict[Setting, list[Setting]]:
+        """Return the settings that each engine serves; that of K = 0 is the last one."""
+        methods = METHODS[:1] if self.is_greedy else self.methods
+        settings = [
+            Setting(k, method, vocab)
+            for vocab in self.draft_vocabs
+            for k in self.num_drafts
+            for method in methods
+            if k
+        ]
+        engines: dict[Setting, list[Setting]] = {}
+        for setting in [*settings, Setting(0)]:
+            engines.setdefault(setting.engine, []).append(setting)
+        return engines
+
+
+@dataclass
+class Tuning:
+    """The engines, and what was measured in them."""
+
+    options: TuneOptions
+    report: Callable[[str], None]
+    measurements: list[Measurement] = field(default_factory=list)
+    facts: dict[str, Any] = field(default_factory=dict)
+    _prompts: list[list[int]] = field(default_factory=list)
+    _outputs: dict[tuple[Setting, bool], Outputs] = field(default_factory=dict)
+    """By setting, and whether they are greedy."""
+    _num_done: int = 0
+
+    def run(self) -> None:
+        """Start the engines and measure all settings; those of K = 0 are the last, and are compared
+        with the others.
+
+        Raises:
+            ConfigError, HostError: no engine can start.
+        """
+        engines = list(self.options.engines().items())
+        for first in range(0, len(engines), self.options.at_once):
+            group = engines[first : first + self.options.at_once]
+            processes = []
+            try:
+                for number, (setting, _) in enumerate(group, first + 1):
+                    log = self.options.logs / f"engine-{number}.log"
+                    arguments = list(self.options.engine_arguments)
+                    processes.append(EngineProcess(setting, arguments, log))
+                for process, (_, settings) in zip(processes, group, strict=True):
+                    self._run_engine(process, settings)
+            finally:
+                for process in processes:
+                    process.close()
+        failed = next(
+            (m for m in self.measurements if m.problem and not m.setting.num_drafts), None
+        )
+        if failed is not None:  # it is the last one
+            why = "there are no outputs of K = 0 to compare with"
+            self.measurements = [
+                m if m.problem else Measurement(m.setting, why) for m in self.measurements
+            ]
+
+    def _run_engine(self, process: EngineProcess, settings: list[Setting]) -> None:
+        waiting = list(settings)
+        try:
+            self._wait(process, settings[0])
+            while waiting:
+                self.measurements.append(self._measure(process, waiting[0]))
+                setting = waiting.pop(0)
+                if not setting.num_drafts:
+                    self._progress("comparing outputs", 0)
+                    self.measurements = [self._compared(process, m) for m in self.measurements]
+        except EngineFailedError as error:
+            self.measurements += [Measurement(setting, str(error)) for setting in waiting]
+
+    def _wait(self, process: EngineProcess, setting: Setting) -> None:
+        started = time.monotonic()
+
+        def show() -> None:
+            self._progress(f"{setting}: starting, {time.monotonic() - started:.0f} s", 0)
+
+        show()
+        self.facts = process.result(show)
+        self._num_done += _START_UNITS
+        if not self._prompts:
+            self._prompts = process.call(encode_prompts, list(self.options.prompts))
+
+    def _measure(self, process: EngineProcess, setting: Setting) -> Measurement:
+        options, count = self.options, len(self._prompts)
+        if not options.is_greedy:
+            count = max(count, MIN_SAMPLED)
+        self._progress(f"{setting}: acceptance, {count} prompts", 1)
+        process.call(run_requests, self._requests(setting, count, WARM_UP_TOKENS))
+        found = process.call(run_requests, self._requests(setting, count))
+        self._outputs[setting, options.is_greedy] = found["tokens"]
+        if self._is_compared_greedy(setting):
+            greedy = self._requests(setting, count, temperature=0.0)
+            self._outputs[setting, True] = process.call(run_requests, greedy)["tokens"]
+        step_ms = {}
+        for size in options.batch_sizes:
+            self._progress(f"{setting}: step time, batch {size}", 1)
+            times = self._time_steps(process, setting, size)
+            if not times:
+                raise EngineFailedError(
+                    f"no step generates for {size} requests at once: expected batch sizes of at "
+                    f"most max_num_seqs ({self.facts['max_num_seqs']}), and "
+                    "--max-new-tokens for several steps"
+                )
+            step_ms[size] = statistics.median(times)
+        return Measurement(setting, None, step_ms, tuple(found["acceptance"]))
+
+    def _time_steps(self, process: EngineProcess, setting: Setting, size: int) -> list[float]:
+        process.call(run_requests, self._requests(setting, size, WARM_UP_TOKENS, ignore_eos=True))
+        requests = self._requests(setting, size, ignore_eos=True)
+        times: list[float] = []
+        for _ in range(MAX_WAVES):
+            times += process.call(run_requests, requests)["step_ms"]
+            if len(times) >= self.options.num_steps:
+                break
+        return times
+
+    def _requests(
+        self, setting: Setting, count: int, max_tokens: int | None = None, **changed: Any
+    ) -> list[Request]:
+        """Return requests with the prompts in turn; each has a seed of its own."""
+        options = {"temperature": 0.0, **self.options.sampling, **changed}
+        options["max_tokens"] = max_tokens or self.options.max_new_tokens
+        if setting.num_drafts:
+            options["extra_args"] = {"mtp_verification": setting.method}
+        prompts = self._prompts
+        return [(prompts[i % len(prompts)], {**options, "seed": i}) for i in range(count)]
+
+    def _is_compared_greedy(self, setting: Setting) -> bool:
+        """Whether sampled outputs cannot be compared, and greedy ones are instead."""
+        if self.options.is_greedy:
+            return False
+        others = set(self.options.methods) & set(BY_PROBABILITY)
+        return bool(others) if not setting.num_drafts else setting.method in BY_PROBABILITY
+
+    def _compared(self, process: EngineProcess, found: Measurement) -> Measurement:
+        """Compare the outputs with those of K = 0, whose engine runs in this process."""
+        setting = found.setting
+        if not setting.num_drafts or found.problem is not None:
+            return found
+        is_greedy = self.options.is_greedy or setting.method in BY_PROBABILITY
+        outputs = self._outputs[setting, is_greedy]
+        reference = self._outputs[Setting(0), is_greedy]
+        differing = differences(outputs, reference)
+        changed = {} if self.options.is_greedy or not is_greedy else {"temperature": 0.0}
+        requests = self._requests(Setting(0), len(outputs), 1, ignore_eos=True, **changed)
+        margin = TIE_MARGINS.get(self.facts["dtype"], TIE_MARGIN)
+        again = {}
+        for number, at in differing.items():
+            if at < min(len(outputs[number]), len(reference[number])):
+                prompt, options = requests[number]
+                bias = {outputs[number][at]: margin, reference[number][at]: -margin}
+                prompt = prompt + reference[number][:at]
+                again[number] = (prompt, {**options, "logit_bias": bias})
+        samples = process.call(run_requests, list(again.values()))["tokens"]
+        ties = {
+            number: f"request {number + 1}, token {differing[number] + 1}"
+            for number, sample in zip(again, samples, strict=True)
+            if sample[0] == outputs[number][differing[number]]
+        }
+        others = [number for number in differing if number not in ties]
+        problem = None
+        if others:
+            number = others[0]
+            problem = (
+                f"{len(others)} of {len(outputs)} outputs differ from K = 0 and are no ties; the "
+                f"first is request {number + 1}, token {differing[number] + 1}"
+            )
+        num_equal = len(outputs) - len(differing)
+        ties_named = tuple(ties.values())
+        return replace(
+            found, problem=problem, num_outputs=len(outputs), num_equal=num_equal, ties=ties_named
+        )
+
+    def _progress(self, text: str, units: int) -> None:
+        engines = self.options.engines().values()
+        per_setting = 1 + len(self.options.batch_sizes)
+        total = sum(_START_UNITS + per_setting * len(settings) for settings in engines)
+        self.report(f"{progress_bar(self._num_done / total)} {text}")
+        self._num_done += units
+
+
+def differences(outputs: Outputs, reference: Outputs) -> dict[int, int]:
+    """Return the position of the first different token, by number of the output."""
+    found = {}
+    for number, (tokens, expected) in enumerate(zip(outputs, reference, strict=True)):
+        if tokens != expected:
+            pairs = zip(tokens, expected, strict=False)
+            shorter = min(len(tokens), len(expected))
+            found[number] = next((at for at, (a, b) in enumerate(pairs) if a != b), shorter)
+    return found

@@ -1,0 +1,114 @@
+"""``mtp-plugin tune``: options, the table, and what to paste; the engines are stubs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_plugin.tools.tune import run as tuning
+from mtp_plugin.tools.tune.answer import Setting
+from mtp_plugin.tools.tune.engine import EngineFailedError, encode_prompts
+from tests.cli.calls import Run
+
+
+class StubEngine:
+    """K drafts take K ms longer; K = 2 does not start."""
+
+    arguments: list[str]
+
+    def __init__(self, setting: Setting, arguments: list[str], log: Path) -> None:
+        self.k = setting.num_drafts
+        log.touch()
+        type(self).arguments = arguments
+
+    def result(self, on_wait: Any) -> dict[str, Any]:
+        on_wait()
+        if self.k == 2:
+            raise EngineFailedError("ValueError: too large")
+        return {"vllm": "0.32.0", "device": "cpu", "dtype": "float32", "has_schedule": True}
+
+    def call(self, function: Any, given: list[Any]) -> Any:
+        if function is encode_prompts:
+            return [[1, 2] for _ in given]
+        # drafts of a batch of 64 take too long
+        step_ms = [4.0 + self.k * (10 if len(given) == 64 else 1)]
+        return {"tokens": [[1] for _ in given], "step_ms": step_ms, "acceptance": [0.7] * self.k}
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.fixture(autouse=True)
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "EngineProcess", StubEngine)
+    module = type(sys)("vllm")
+    module.__spec__ = sys.__spec__
+    monkeypatch.setitem(sys.modules, "vllm", module)
+
+
+def test_table_and_options_to_paste(run: Run, tmp_path: Path) -> None:
+    given = ("--host", "vllm", "--model", "M", "--k-max", "3", "--logs", str(tmp_path))
+    result = run("tune", *given, "--", "--max-model-len", "256")
+    assert StubEngine.arguments == ["--model", "M", "--max-model-len", "256"]
+    lines = result.out.splitlines()
+    assert lines[:2] == [
+        "vLLM 0.32.0, float32 on cpu",
+        "8 prompts of general prompts, greedy, at most 128 tokens each",
+    ]
+    assert lines[2].split()[:4] == ["batch", "step", "ms", "tokens/s"]
+    assert lines[5].split()[:5] == ["1", "7.00", "443", "100%", "3.10"]
+    assert "no numbers for K = 2, coupled: ValueError: too large" in lines
+    assert "K = 3, coupled: outputs identical to K = 0: 8 of 8" in lines
+    assert "answer, batch 8: K = 3, coupled, 1.77 times as fast as K = 0" in lines
+    assert "answer, batch 64: K = 0, 1.00 times as fast as K = 0" in lines
+    assert lines[-1] == (
+        "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve M --max-model-len 256 --speculative-config "
+        '\'{"method": "mtp", "num_speculative_tokens": 3, '
+        '"num_speculative_tokens_per_batch_size": [[1, 22, 3], [23, 64, 0]]}\' '
+        "--additional-config '{\"mtp_plugin\": {}}'"
+    )
+    assert result.code == 1
+    assert f"logs of the engines: {tmp_path}" in result.err
+    assert "K = 3, coupled: step time, batch 64" in result.err
+
+
+def test_json_document(run: Run, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    given = ("--model", "M", "--prompts", str(prompts), "--k", "0,1", "--batch-sizes", "64")
+    result = run("tune", *given, "--temperature", "0.8", "--json")
+    document = json.loads(result.out)
+    assert result.code == 0
+    assert [entry["setting"]["num_drafts"] for entry in document["settings"]] == [1, 0]
+    assert document["sampling"] == {"temperature": 0.8}
+    assert document["answer"]["options"] == {"--additional-config": {"mtp_plugin": {}}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--host", "sglang"), "expected vllm, got 'sglang'"),
+        (("--k", "1", "--k-max", "2"), "--k and --k-max exclude each other"),
+        (("--k", "-1"), "expected whole numbers above -1"),
+        (("--methods", "greedy"), "expected coupled or rejection or block"),
+        (("--batch-sizes", ""), "expected at least one batch size"),
+        (("--prompts", "none.jsonl"), "none.jsonl: no such file"),
+        (("--prompts", "none.txt"), "none.txt: expected a file .jsonl"),
+        (("--", "--speculative_config", "{}"), "tune sets --speculative_config itself"),
+    ],
+)
+def test_wrong_options_are_named(run: Run, arguments: tuple[str, ...], message: str) -> None:
+    result = run("tune", "--model", "M", *arguments)
+    assert result.code == 2
+    assert message in " ".join(result.err.replace("│", " ").split())
+
+
+def test_tune_needs_vllm(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "vllm")
+    result = run("tune", "--model", "M")
+    assert result.code == 2
+    assert "vllm is not installed" in result.err

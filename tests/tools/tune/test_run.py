@@ -1,0 +1,155 @@
+"""Measuring settings, with engines that are stubs: failures, comparison of outputs, ties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.tools.tune import run
+from mtp_plugin.tools.tune.answer import Setting
+from mtp_plugin.tools.tune.engine import EngineFailedError, Request, encode_prompts
+from mtp_plugin.tools.tune.run import TuneOptions, Tuning, differences
+
+OPTIONS = TuneOptions(
+    engine_arguments=("--model", "MODEL"),
+    prompts=("a", "b"),
+    batch_sizes=(1, 4),
+    num_drafts=(0, 2, 3),
+    methods=("coupled",),
+    draft_vocabs=(None,),
+    sampling={},
+    max_new_tokens=8,
+    num_steps=5,
+    at_once=1,
+    logs=Path("logs"),
+)
+
+
+class StubEngine:
+    """An engine whose outputs are the same for all settings, except for `changed`."""
+
+    running = 0
+    started: list[Setting]
+    failing: dict[int, Exception]
+    changed: dict[int, int]
+    """By K: the last token of the first prompt's output."""
+    ties: set[int]
+
+    def __init__(self, setting: Setting, arguments: list[str], log: Path) -> None:
+        assert (arguments, log.parent) == (["--model", "MODEL"], OPTIONS.logs)
+        self.setting = setting
+        self.requests: list[Request] = []
+        type(self).started.append(setting)
+        type(self).running += 1
+
+    def result(self, on_wait: Callable[[], None]) -> dict[str, Any]:
+        on_wait()
+        if self.setting.num_drafts in self.failing:
+            raise self.failing[self.setting.num_drafts]
+        return {"dtype": "bfloat16", "max_num_seqs": 4, "has_schedule": True}
+
+    def call(self, function: Callable[..., Any], given: list[Any]) -> Any:
+        if function is encode_prompts:
+            return [[ord(text)] for text in given]
+        k = self.setting.num_drafts
+        tokens = [self.output(prompt, options) for prompt, options in given]
+        step_ms = [9.0, 2.0 + k, 2.0 + k] if given else []
+        return {"tokens": tokens, "step_ms": step_ms, "acceptance": [0.5] * k}
+
+    def output(self, prompt: list[int], options: dict[str, Any]) -> list[int]:
+        bias = options.get("logit_bias")
+        if bias is not None:
+            raised = max(bias, key=bias.__getitem__)
+            return [raised if raised in self.ties else min(bias, key=bias.__getitem__)]
+        temperature = 10 * round(10 * options["temperature"])
+        first = prompt[0] + temperature
+        is_changed = prompt == [ord("a")] and not options.get("ignore_eos")
+        return [first, 2, self.changed.get(self.setting.num_drafts, 3) if is_changed else 3]
+
+    def close(self) -> None:
+        type(self).running -= 1
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> type[StubEngine]:
+    empty = {"started": [], "failing": {}, "changed": {}, "ties": set()}
+    stub = type("Engine", (StubEngine,), empty)
+    monkeypatch.setattr(run, "EngineProcess", stub)
+    return stub
+
+
+def tune(**changed: Any) -> tuple[Tuning, list[str]]:
+    lines: list[str] = []
+    tuning = Tuning(replace(OPTIONS, **changed), lines.append)
+    tuning.run()
+    return tuning, lines
+
+
+def test_settings_are_measured_and_compared_with_k_0(engine: type[StubEngine]) -> None:
+    tuning, lines = tune()
+    assert engine.started == [Setting(2), Setting(3), Setting(0)]
+    assert not engine.running
+    two, three, off = tuning.measurements
+    assert (two.step_ms, off.step_ms) == ({1: 4.0, 4: 4.0}, {1: 2.0, 4: 2.0})
+    assert three.acceptance == (0.5, 0.5, 0.5)
+    assert (two.num_outputs, two.num_equal, two.problem) == (2, 2, None)
+    assert lines[0].startswith("[....................]   0% K = 2, coupled: starting")
+    assert lines[-1] == "[####################] 100% comparing outputs"
+
+
+def test_engine_that_fails_leaves_the_other_settings(engine: type[StubEngine]) -> None:
+    engine.failing[3] = EngineFailedError("out of memory")
+    tuning, _ = tune(at_once=2)
+    problems = {m.setting.num_drafts: m.problem for m in tuning.measurements}
+    assert problems == {2: None, 3: "out of memory", 0: None}
+    assert not engine.running
+
+
+def test_no_numbers_without_outputs_of_k_0(engine: type[StubEngine]) -> None:
+    engine.failing[0] = EngineFailedError("out of memory")
+    tuning, _ = tune()
+    problems = [m.problem for m in tuning.measurements]
+    why = "there are no outputs of K = 0 to compare with"
+    assert problems == [why, why, "out of memory"]
+
+
+def test_wrong_arguments_end_the_run(engine: type[StubEngine]) -> None:
+    engine.failing[2] = ConfigError("engine arguments: unrecognized arguments: --nonsense")
+    with pytest.raises(ConfigError, match="nonsense"):
+        tune()
+    assert not engine.running
+
+
+def test_different_outputs_are_ties_or_no_numbers(engine: type[StubEngine]) -> None:
+    engine.changed.update({2: 7, 3: 8})
+    engine.ties.add(7)
+    two, three, _ = tune()[0].measurements
+    assert (two.problem, two.num_equal, two.ties) == (None, 1, ("request 1, token 3",))
+    assert three.problem is not None
+    assert three.problem.startswith("1 of 2 outputs differ from K = 0 and are no ties")
+
+
+def test_methods_by_probability_are_compared_with_greedy_requests(
+    engine: type[StubEngine],
+) -> None:
+    given = {"sampling": {"temperature": 0.8}, "methods": ("coupled", "block"), "num_drafts": (3,)}
+    tuning, _ = tune(**given)
+    assert engine.started == [Setting(3), Setting(3, "rejection"), Setting(0)]
+    coupled, block, _ = tuning.measurements
+    assert block.setting == Setting(3, "block")
+    assert (coupled.num_outputs, block.num_outputs) == (run.MIN_SAMPLED, run.MIN_SAMPLED)
+    assert (coupled.problem, block.problem) == (None, None)
+
+
+def test_greedy_requests_need_one_method(engine: type[StubEngine]) -> None:
+    tune(methods=("rejection", "block"), num_drafts=(3,))
+    assert engine.started == [Setting(3), Setting(0)]
+
+
+def test_first_difference_of_outputs() -> None:
+    assert differences([[1, 2], [1, 2], [1]], [[1, 2], [1, 3], [1, 2]]) == {1: 1, 2: 1}
