@@ -113,27 +113,26 @@ class Tuning:
             finally:
                 for process in processes:
                     process.close()
-        failed = next(
-            (m for m in self.measurements if m.problem and not m.setting.num_drafts), None
-        )
-        if failed is not None:  # it is the last one
+        if self.measurements[-1].problem is not None:  # that of K = 0
             why = "there are no outputs of K = 0 to compare with"
             self.measurements = [
                 m if m.problem else Measurement(m.setting, why) for m in self.measurements
             ]
 
     def _run_engine(self, process: EngineProcess, settings: list[Setting]) -> None:
-        waiting = list(settings)
+        measured: list[Measurement] = []
         try:
             self._wait(process, settings[0])
-            while waiting:
-                self.measurements.append(self._measure(process, waiting[0]))
-                setting = waiting.pop(0)
+            for setting in settings:
+                found = self._measure(process, setting)
                 if not setting.num_drafts:
                     self._progress("comparing outputs", 0)
                     self.measurements = [self._compared(process, m) for m in self.measurements]
+                measured.append(found)
         except EngineFailedError as error:
-            self.measurements += [Measurement(setting, str(error)) for setting in waiting]
+            others = settings[len(measured) :]
+            measured += [Measurement(setting, str(error)) for setting in others]
+        self.measurements += measured
 
     def _wait(self, process: EngineProcess, setting: Setting) -> None:
         started = time.monotonic()
@@ -155,7 +154,8 @@ class Tuning:
         process.call(run_requests, self._requests(setting, count, WARM_UP_TOKENS))
         found = process.call(run_requests, self._requests(setting, count))
         self._outputs[setting, options.is_greedy] = found["tokens"]
-        if self._is_compared_greedy(setting):
+        is_compared_greedy = not setting.num_drafts or setting.method in BY_PROBABILITY
+        if is_compared_greedy and not options.is_greedy:
             greedy = self._requests(setting, count, temperature=0.0)
             self._outputs[setting, True] = process.call(run_requests, greedy)["tokens"]
         step_ms = {}
@@ -187,17 +187,10 @@ class Tuning:
         """Return requests with the prompts in turn; each has a seed of its own."""
         options = {"temperature": 0.0, **self.options.sampling, **changed}
         options["max_tokens"] = max_tokens or self.options.max_new_tokens
-        if setting.num_drafts:
+        if setting != setting.engine:
             options["extra_args"] = {"mtp_verification": setting.method}
         prompts = self._prompts
         return [(prompts[i % len(prompts)], {**options, "seed": i}) for i in range(count)]
-
-    def _is_compared_greedy(self, setting: Setting) -> bool:
-        """Whether sampled outputs cannot be compared, and greedy ones are instead."""
-        if self.options.is_greedy:
-            return False
-        others = set(self.options.methods) & set(BY_PROBABILITY)
-        return bool(others) if not setting.num_drafts else setting.method in BY_PROBABILITY
 
     def _compared(self, process: EngineProcess, found: Measurement) -> Measurement:
         """Compare the outputs with those of K = 0, whose engine runs in this process."""
@@ -208,7 +201,7 @@ class Tuning:
         outputs = self._outputs[setting, is_greedy]
         reference = self._outputs[Setting(0), is_greedy]
         differing = differences(outputs, reference)
-        changed = {} if self.options.is_greedy or not is_greedy else {"temperature": 0.0}
+        changed = {"temperature": 0.0} if is_greedy else {}
         requests = self._requests(Setting(0), len(outputs), 1, ignore_eos=True, **changed)
         margin = TIE_MARGINS.get(self.facts["dtype"], TIE_MARGIN)
         again = {}
