@@ -81,8 +81,9 @@ def command(
             "--at-once",
             metavar="N",
             min=1,
-            help="Start so many engines at the same time, which share the GPU: give vLLM a "
-            "--gpu-memory-utilization that fits. They are measured in turn.",
+            help="Start so many engines at the same time, which share the GPU: give vLLM "
+            "--gpu-memory-utilization and --kv-cache-memory-bytes that fit. They are measured in "
+            "turn.",
         ),
     ] = 1,
     logs: Annotated[

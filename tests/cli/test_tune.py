@@ -20,8 +20,11 @@ class StubEngine:
 
     arguments: list[str]
 
-    def __init__(self, setting: Setting, arguments: list[str], log: Path) -> None:
+    def __init__(
+        self, setting: Setting, arguments: list[str], log: Path, cache: str | None
+    ) -> None:
         self.k = setting.num_drafts
+        assert cache is None
         log.touch()
         type(self).arguments = arguments
 

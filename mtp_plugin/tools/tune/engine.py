@@ -18,7 +18,7 @@ from typing import Any
 from mtp_plugin.errors import ConfigError, ExecutorError, HostError
 from mtp_plugin.tools.tune.answer import Setting
 
-V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+V2_RUNNER, CACHE_ROOT = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CACHE_ROOT"
 Request = tuple[list[int], dict[str, Any]]
 """Token ids of the prompt, and keyword arguments of vLLM's ``SamplingParams``."""
 TICK_SECONDS = 10.0
@@ -37,13 +37,17 @@ class EngineProcess:
     Args:
         setting: drafts and options of the plugin. arguments: of ``vllm serve``.
         log: file for the output of vLLM.
+        cache: name of a folder in vLLM's cache, whose files engines that start together must not
+            share; None: vLLM's.
     """
 
-    def __init__(self, setting: Setting, arguments: list[str], log: Path) -> None:
+    def __init__(
+        self, setting: Setting, arguments: list[str], log: Path, cache: str | None
+    ) -> None:
         self._log = log
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
-        given = (other, setting, arguments, str(log))
+        given = (other, setting, arguments, str(log), cache)
         self._process = context.Process(target=_serve, args=given)
         self._process.start()
         other.close()
@@ -88,9 +92,14 @@ class EngineProcess:
         return found[-1] if found and (":" not in message or _NO_REASON in message) else message
 
 
-def _serve(connection: Any, setting: Setting, arguments: list[str], log: str) -> None:
+def _serve(
+    connection: Any, setting: Setting, arguments: list[str], log: str, cache: str | None
+) -> None:
     os.setpgid(0, 0)  # `close` ends the whole group; Ctrl-C goes to the parent alone
     os.environ.setdefault(V2_RUNNER, "1")
+    if cache is not None:
+        root = os.environ.get(CACHE_ROOT) or os.path.expanduser("~/.cache/vllm")
+        os.environ[CACHE_ROOT] = os.path.join(root, cache)
     with open(log, "w") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
         os.dup2(output.fileno(), sys.stderr.fileno())
@@ -137,8 +146,8 @@ def _engine_arguments(setting: Setting, arguments: list[str]) -> Any:
 
 
 def _described(engine: Any) -> dict[str, Any]:
-    import torch
     import vllm
+    from vllm.platforms import current_platform
 
     from mtp_plugin.hosts.vllm.engine_checks import DYNAMIC_SINCE
     from mtp_plugin.hosts.vllm.versions import release
@@ -146,7 +155,7 @@ def _described(engine: Any) -> dict[str, Any]:
     config = engine.vllm_config
     return {
         "vllm": str(vllm.__version__),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
+        "device": current_platform.get_device_name(),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "has_schedule": release() >= DYNAMIC_SINCE,

@@ -107,7 +107,8 @@ class Tuning:
                 for number, (setting, _) in enumerate(group, first + 1):
                     log = self.options.logs / f"engine-{number}.log"
                     arguments = list(self.options.engine_arguments)
-                    processes.append(EngineProcess(setting, arguments, log))
+                    cache = None if len(group) == 1 else f"mtp_plugin-tune-{number}"
+                    processes.append(EngineProcess(setting, arguments, log, cache))
                 for process, (_, settings) in zip(processes, group, strict=True):
                     self._run_engine(process, settings)
             finally:

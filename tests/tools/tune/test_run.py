@@ -35,13 +35,17 @@ class StubEngine:
 
     running = 0
     started: list[Setting]
+    caches: list[str | None]
     failing: dict[int, Exception]
     changed: dict[int, int]
     """By K: the last token of the first prompt's output."""
     ties: set[int]
 
-    def __init__(self, setting: Setting, arguments: list[str], log: Path) -> None:
+    def __init__(
+        self, setting: Setting, arguments: list[str], log: Path, cache: str | None
+    ) -> None:
         assert (arguments, log.parent) == (["--model", "MODEL"], OPTIONS.logs)
+        self.caches.append(cache)
         self.setting = setting
         self.requests: list[Request] = []
         type(self).started.append(setting)
@@ -77,7 +81,7 @@ class StubEngine:
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> type[StubEngine]:
-    empty = {"started": [], "failing": {}, "changed": {}, "ties": set()}
+    empty = {"started": [], "caches": [], "failing": {}, "changed": {}, "ties": set()}
     stub = type("Engine", (StubEngine,), empty)
     monkeypatch.setattr(run, "EngineProcess", stub)
     return stub
@@ -107,6 +111,7 @@ def test_engine_that_fails_leaves_the_other_settings(engine: type[StubEngine]) -
     tuning, _ = tune(at_once=2)
     problems = {m.setting.num_drafts: m.problem for m in tuning.measurements}
     assert problems == {2: None, 3: "out of memory", 0: None}
+    assert engine.caches == ["mtp_plugin-tune-1", "mtp_plugin-tune-2", None]
     assert not engine.running
 
 
