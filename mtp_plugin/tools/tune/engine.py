@@ -22,7 +22,7 @@ V2_RUNNER, CACHE_ROOT = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CACHE_ROOT"
 Request = tuple[list[int], dict[str, Any]]
 """Token ids of the prompt, and keyword arguments of vLLM's ``SamplingParams``."""
 TICK_SECONDS = 10.0
-_REASON = re.compile(r"((?:\w+\.)*\w+(?:Error|Exception): .+)")
+_ERROR = re.compile(r"((?:\w+\.)*\w+(?:Error|Exception): .+)")
 _NO_REASON = "Engine core initialization failed"
 """vLLM's message in the front end; the reason is in the log."""
 
@@ -86,10 +86,17 @@ class EngineProcess:
         self._process.join()
 
     def _reason(self, message: str) -> str:
-        """Return the message, or the last error of the log if that says more."""
-        text = self._log.read_text(errors="replace") if self._log.exists() else ""
-        found = [line for line in _REASON.findall(text) if _NO_REASON not in line]
-        return found[-1] if found and (":" not in message or _NO_REASON in message) else message
+        return find_reason(
+            message, self._log.read_text(errors="replace") if self._log.exists() else ""
+        )
+
+
+def find_reason(message: str, log: str) -> str:
+    """Return why an engine failed: the message, or the last error of the log if that says more."""
+    if _ERROR.match(message) and _NO_REASON not in message:
+        return message
+    found = [line for line in _ERROR.findall(log) if _NO_REASON not in line]
+    return found[-1] if found else message
 
 
 def _serve(
