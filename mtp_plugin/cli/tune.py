@@ -103,7 +103,7 @@ def command(
 
     Runs your prompts in vLLM engines with the plugin, one engine per draft length and draft
     vocabulary, and prints a table and the options for vllm serve. Step times are medians of steps
-    in which all requests generate. Acceptance is that of the prompts, up to the end of each output.
+    in which all requests generate. Acceptance is counted up to the end of each output.
     A setting has numbers only if its outputs are identical to those of K = 0, near ties apart;
     rejection and block are compared with greedy requests.
 
@@ -149,6 +149,8 @@ def command(
         folder,
     )
     log = messages()
+    if options.is_greedy and chosen != METHODS[:1]:
+        log.write_line("greedy requests: all methods are the same, coupled is measured")
     try:
         with progress(log) as show_progress:
             tuning = Tuning(options, show_progress)

@@ -55,7 +55,7 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_table_and_options_to_paste(run: Run, tmp_path: Path) -> None:
     given = ("--host", "vllm", "--model", "M", "--k-max", "3", "--logs", str(tmp_path))
-    result = run("tune", *given, "--", "--max-model-len", "256")
+    result = run("tune", *given, "--methods", "block", "--", "--max-model-len", "256")
     assert StubEngine.arguments == ["--model", "M", "--max-model-len", "256"]
     lines = result.out.splitlines()
     assert lines[:2] == [
@@ -75,6 +75,7 @@ def test_table_and_options_to_paste(run: Run, tmp_path: Path) -> None:
         "--additional-config '{\"mtp_plugin\": {}}'"
     )
     assert result.code == 1
+    assert result.err.startswith("greedy requests: all methods are the same, coupled is measured")
     assert f"logs of the engines: {tmp_path}" in result.err
     assert "K = 3, coupled: step time, batch 64" in result.err
 
