@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole
-from mtp_plugin.tools.tune.answer import Answer, find_answer
+from mtp_plugin.tools.tune.answer import BY_PROBABILITY, Answer, find_answer
 from mtp_plugin.tools.tune.run import Tuning
 
 COLUMNS = ("batch", "step ms", "tokens/s", "of best", "tokens/step", "by position", "setting")
@@ -77,8 +77,9 @@ class TuneReport:
                 out.write_line(f"no numbers for {found.setting}: {found.problem}", "bold red")
             elif found.setting.num_drafts:
                 ties = f"; ties: {'; '.join(found.ties)}" if found.ties else ""
+                kind = "greedy outputs" if found.setting.method in BY_PROBABILITY else "outputs"
                 counts = f"{found.num_equal} of {found.num_outputs}"
-                out.write_line(f"{found.setting}: outputs identical to K = 0: {counts}{ties}")
+                out.write_line(f"{found.setting}: {kind} identical to K = 0: {counts}{ties}")
         self._show_answer(out)
 
     def _rows(self) -> Iterator[tuple[str, ...]]:

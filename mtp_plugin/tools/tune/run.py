@@ -157,7 +157,7 @@ class Tuning:
         self._outputs[setting, options.is_greedy] = found["tokens"]
         is_compared_greedy = not setting.num_drafts or setting.method in BY_PROBABILITY
         if is_compared_greedy and not options.is_greedy:
-            greedy = self._requests(setting, count, temperature=0.0)
+            greedy = self._requests(setting, len(self._prompts), temperature=0.0)
             self._outputs[setting, True] = process.call(run_requests, greedy)["tokens"]
         step_ms = {}
         for size in options.batch_sizes:

@@ -147,7 +147,7 @@ def test_methods_by_probability_are_compared_with_greedy_requests(
     assert engine.started == [Setting(3), Setting(3, "rejection"), Setting(0)]
     coupled, block, _ = tuning.measurements
     assert block.setting == Setting(3, "block")
-    assert (coupled.num_outputs, block.num_outputs) == (run.MIN_SAMPLED, run.MIN_SAMPLED)
+    assert (coupled.num_outputs, block.num_outputs) == (run.MIN_SAMPLED, 2)
     assert (coupled.problem, block.problem) == (None, None)
 
 
