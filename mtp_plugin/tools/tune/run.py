@@ -122,6 +122,7 @@ class Tuning:
 
     def _run_engine(self, process: EngineProcess, settings: list[Setting]) -> None:
         measured: list[Measurement] = []
+        end = self._num_done + self._units(settings)
         try:
             self._wait(process, settings[0])
             for setting in settings:
@@ -133,6 +134,7 @@ class Tuning:
         except EngineFailedError as error:
             others = settings[len(measured) :]
             measured += [Measurement(setting, str(error)) for setting in others]
+            self._num_done = end
         self.measurements += measured
 
     def _wait(self, process: EngineProcess, setting: Setting) -> None:
@@ -232,10 +234,12 @@ class Tuning:
             found, problem=problem, num_outputs=len(outputs), num_equal=num_equal, ties=ties_named
         )
 
+    def _units(self, settings: Sequence[Setting]) -> int:
+        """Return the units of an engine in the progress bar."""
+        return _START_UNITS + len(settings) * (1 + len(self.options.batch_sizes))
+
     def _progress(self, text: str, units: int) -> None:
-        engines = self.options.engines().values()
-        per_setting = 1 + len(self.options.batch_sizes)
-        total = sum(_START_UNITS + per_setting * len(settings) for settings in engines)
+        total = sum(map(self._units, self.options.engines().values()))
         self.report(f"{progress_bar(self._num_done / total)} {text}")
         self._num_done += units
 

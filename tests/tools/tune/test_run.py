@@ -108,9 +108,10 @@ def test_settings_are_measured_and_compared_with_k_0(engine: type[StubEngine]) -
 
 def test_engine_that_fails_leaves_the_other_settings(engine: type[StubEngine]) -> None:
     engine.failing[3] = EngineFailedError("out of memory")
-    tuning, _ = tune(at_once=2)
+    tuning, lines = tune(at_once=2)
     problems = {m.setting.num_drafts: m.problem for m in tuning.measurements}
     assert problems == {2: None, 3: "out of memory", 0: None}
+    assert lines[-1] == "[####################] 100% comparing outputs"
     assert engine.caches == ["mtp_plugin-tune-1", "mtp_plugin-tune-2", None]
     assert not engine.running
 
