@@ -151,22 +151,25 @@ def command(
     log = messages()
     if options.is_greedy and chosen != METHODS[:1]:
         log.write_line("greedy requests: all methods are the same, coupled is measured")
+    keeps_logs = logs is not None
     try:
         with progress(log) as show_progress:
             tuning = Tuning(options, show_progress)
             tuning.run()
+        report = TuneReport(tuning, source)
+        keeps_logs = keeps_logs or bool(report.exit_code)
     except KeyboardInterrupt:
         log.write_line("interrupted")
         raise typer.Exit(INTERRUPTED) from None
-    report = TuneReport(tuning, source)
+    finally:
+        if not keeps_logs:
+            shutil.rmtree(folder)
     if as_json:
         output().write_line(json.dumps(report.as_dict(), indent=2))
     else:
         report.show(output())
     if report.exit_code:
         log.write_line(f"logs of the engines: {folder}")
-    elif logs is None:
-        shutil.rmtree(folder)
     raise typer.Exit(report.exit_code)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -80,7 +81,8 @@ def test_table_and_options_to_paste(run: Run, tmp_path: Path) -> None:
     assert "K = 3, coupled: step time, batch 64" in result.err
 
 
-def test_json_document(run: Run, tmp_path: Path) -> None:
+def test_json_document(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"prompt": "a"}\n{"text": "b"}\n')
     given = ("--model", "M", "--prompts", str(prompts), "--k", "0,1", "--batch-sizes", "64")
@@ -89,6 +91,7 @@ def test_json_document(run: Run, tmp_path: Path) -> None:
     assert result.code == 0
     assert [entry["setting"]["num_drafts"] for entry in document["settings"]] == [1, 0]
     assert document["sampling"] == {"temperature": 0.8}
+    assert list(tmp_path.iterdir()) == [prompts]  # no logs are left
     assert document["answer"]["options"] == {"--additional-config": {"mtp_plugin": {}}}
 
 
