@@ -15,7 +15,7 @@ from mtp_plugin.cli.flags import MinP, Temperature, TopK, TopP, names, numbers
 from mtp_plugin.errors import HostError
 from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output, progress
 
-OWN_OPTIONS = ("--model", "--speculative-config", "--spec-", "--additional-config")
+OWN_OPTIONS = ("--model", "--speculative-config", "--spec-", "-sc", "--additional-config")
 
 
 def command(
