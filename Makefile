@@ -6,6 +6,9 @@ STAMP := $(VENV)/.installed
 WORKERS ?= auto
 MOST_WORKERS ?= 6
 BENCH = $(BIN)/python -m integration.bench
+RESULTS := integration/results
+# whole steps of random weights
+STEPS = --shape 8gb --batch 1,8,64 --worker eagle --osl 200 --acceptance 0.78,0.605,0.467
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses $(MOST_WORKERS) --dist worksteal
 # one file or folder of tests for each part of the package
 FAST = tests/config tests/ops tests/tools tests/test_errors.py tests/test_readme.py \
@@ -19,7 +22,7 @@ FAST = tests/config tests/ops tests/tools tests/test_errors.py tests/test_readme
 	tests/ops/sampling/test_sample_tokens.py tests/ops/token_history \
 	tests/speculative/state tests/speculative/test_plugin.py tests/speculative/test_sampler.py \
 	tests/speculative/verification integration/examples/test_own_loop.py
-# the command of `make demo`; integration/recording.py records it
+# the command of `make demo`, which integration/results/demo.svg shows
 DEMO = mtp-plugin generate --config configs/tiny_eagle.yaml --prompt "$(DEMO_PROMPT)" --max-new-tokens 96
 DEMO_PROMPT = class HTTPServer(socketserver.TCPServer):
 # the oldest supported Triton, in a directory that precedes the environment on the path
@@ -36,7 +39,7 @@ CLIENTS_VENV := .venv-clients
 MEGATRON_PYTHON ?= python3.12
 MEGATRON_VENV := .venv-megatron
 
-.PHONY: setup demo test test-fast test-full test-triton-3.5 test-vllm test-megatron test-clients lint results recording clean
+.PHONY: setup demo test test-fast test-full test-triton-3.5 test-vllm test-megatron test-clients lint results clean
 
 setup: $(STAMP)
 
@@ -113,31 +116,23 @@ lint: $(STAMP)
 # needs a GPU: its tests, then the benchmarks of one GPU, and the pages with their results
 results: $(STAMP)
 	$(PYTEST) -m gpu
-	$(BENCH) step
-	$(BENCH) ops
-	$(BENCH) ops --filter draw/ --output integration/results/ops-draws.json
-	$(BENCH) e2e --shape 8gb --batch 1,8,64 --worker eagle --k 1,3 --isl 128 --osl 200 \
-		--acceptance 0.78,0.605,0.467
-	$(BENCH) e2e --shape 8gb --batch 1,8,64 --worker eagle --k 3 --isl 128 --osl 200 \
-		--acceptance 0.78,0.605,0.467 --draft-vocab 32768 --output integration/results/e2e-8gb-draft-vocab.json
-	$(BENCH) e2e --shape 8gb --batch 1,8,32 --worker eagle --k 3 --isl 7000 --osl 200 \
-		--acceptance 0.78,0.605,0.467 --draft-vocab 32768 --output integration/results/e2e-8gb-long.json
-	$(BENCH) e2e --shape 8gb --batch 1,8,64 --worker eagle --k 3 --isl 128 --osl 256 \
-		--acceptance 0.8 --ask greedy,sampled,sampled-logprob,sampled-top5,sampled-penalty,one-sampled \
-		--output integration/results/e2e-8gb-request-kinds.json
-	$(BENCH) e2e --model integration/tiny_model/checkpoint --batch 1,8,64 --k 3 --isl 64 --osl 128
-	$(BENCH) e2e --model integration/tiny_model/checkpoint --batch 16 --k 3 --isl 64 --osl 192 \
-		--dtype float32 --no-phases --no-transformers --ask greedy,$(call methods,0.6),$(call methods,1.0) \
-		--output integration/results/e2e-tiny_model-sampled.json
-	$(BENCH) serve --shape 8gb
-	$(BENCH) soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200
+	$(BENCH) ops --filter step/ --output $(RESULTS)/step.json
+	$(BENCH) ops --output $(RESULTS)/ops.json
+	$(BENCH) ops --filter draw/ --output $(RESULTS)/ops-draws.json
+	$(BENCH) e2e $(STEPS) --isl 128 --k 1,3 --output $(RESULTS)/e2e-8gb.json
+	$(BENCH) e2e $(STEPS) --isl 128 --k 3 --draft-vocab 32768 --output $(RESULTS)/e2e-8gb-draft-vocab.json
+	$(BENCH) e2e $(STEPS) --isl 7000 --k 3 --draft-vocab 32768 --batch 1,8,32 --output $(RESULTS)/e2e-8gb-long.json
+	$(BENCH) e2e $(STEPS) --isl 128 --k 3 --osl 256 --acceptance 0.8 \
+		--ask greedy,sampled,sampled-logprob,sampled-top5,sampled-penalty,one-sampled \
+		--output $(RESULTS)/e2e-8gb-request-kinds.json
+	$(BENCH) e2e --model integration/tiny_model/checkpoint --batch 1,8,64 --k 3 --isl 64 --osl 128 \
+		--output $(RESULTS)/e2e-tiny_model.json
+	$(BENCH) e2e --model integration/tiny_model/checkpoint --batch 16 --k 3 --isl 64 --osl 192 --dtype float32 \
+		--device cpu --ask greedy,$(call methods,0.6),$(call methods,1.0) --output $(RESULTS)/e2e-tiny_model-sampled.json
+	$(BENCH) soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200 \
+		--output $(RESULTS)/soak-tiny_model.json
 	$(BIN)/python -m integration.tiny_model.relaxed
 	$(BIN)/python -m integration.figures
-
-# the animation of the README
-recording: $(STAMP)
-	$(BIN)/python -m integration.recording integration/results/demo.svg --shown-as "make demo" \
-		--title "A small trained model on two CPU cores" -- $(BIN)/$(DEMO)
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(MEGATRON_VENV) $(CLIENTS_VENV) $(OLD_TRITON) build dist *.egg-info .coverage

@@ -1,18 +1,14 @@
-"""Benchmark cases, their input sets, and the comparison with the reference."""
+"""Cases of the benchmark of ops: sizes, random inputs, and one call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
-from integration.bench.shapes import Shape
-from integration.bench.targets import Target
 from mtp_plugin.errors import MTPPluginError
 from mtp_plugin.ops.backend import Backend
-
-POISON = -777
 
 
 class BenchmarkError(MTPPluginError, RuntimeError):
@@ -20,13 +16,62 @@ class BenchmarkError(MTPPluginError, RuntimeError):
 
 
 @dataclass(frozen=True)
+class Shape:
+    """Sizes of one step; hidden states are bfloat16."""
+
+    batch: int
+    hidden: int = 7168
+    vocab: int = 129280
+    k: int = 3
+    dtype: str = "float32"  # of the logits
+
+    @property
+    def rows(self) -> int:
+        """Rows of the target's logits: K+1 per generation."""
+        return self.batch * (self.k + 1)
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row of logits."""
+        return self.vocab * (4 if self.dtype == "float32" else 2)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one hidden state."""
+        return self.hidden * 2
+
+    @property
+    def label(self) -> str:
+        """Batch size and the sizes that differ from the reference, part of the case's label."""
+        named = {
+            "hidden": f"h{self.hidden}",
+            "vocab": f"v{self.vocab}",
+            "k": f"k{self.k}",
+            "dtype": self.dtype,
+        }
+        other = [text for name, text in named.items() if getattr(self, name) != _default(name)]
+        return "-".join([f"b{self.batch}", *other])
+
+
+REFERENCE = Shape(batch=1)
+TINY = Shape(batch=1, hidden=48, vocab=211, k=2)
+
+
+def _default(name: str) -> object:
+    return getattr(REFERENCE, name)
+
+
+def variations(shape: Shape) -> list[Shape]:
+    """Return variants of ``shape`` with one other value each."""
+    return [replace(shape, dtype="bfloat16"), replace(shape, k=1), replace(shape, k=7)]
+
+
+@dataclass(frozen=True)
 class Trial:
     """One input set and the call on it."""
 
     run: Callable[[Backend], dict[str, torch.Tensor]]  # new tensors by name
-    state: dict[str, torch.Tensor] = field(
-        default_factory=dict
-    )  # changed in place, or must be restored
+    state: dict[str, torch.Tensor] = field(default_factory=dict)  # changed in place
     approximate: frozenset[str] = frozenset()  # compared with a tolerance, the others exactly
 
 
@@ -36,61 +81,49 @@ class Case:
 
     name: str
     shape: Shape
-    bytes_read: int  # lower bound of the call
-    bytes_written: int
+    bytes_moved: int  # lower bound of the call
     prepare: Callable[[int], Trial]  # seed -> trial
-    target: Target | None = None
 
     @property
     def label(self) -> str:
         """Name of the case, which ``--filter`` matches."""
         return f"{self.name}/{self.shape.label}"
 
-    @property
-    def bytes_moved(self) -> int:
-        return self.bytes_read + self.bytes_written
 
+class RandomInputs:
+    """Random tensors on a device, determined by a seed."""
 
-class InputSets:
-    """The input sets of a case with the results of the reference."""
+    def __init__(self, seed: int, device: torch.device) -> None:
+        self.device = device
+        self._generator = torch.Generator(device=device).manual_seed(seed)
 
-    def __init__(self, case: Case, count: int, reference: Backend) -> None:
-        self.trials = [case.prepare(seed) for seed in range(count)]
-        self._state = [tensor for trial in self.trials for tensor in trial.state.values()]
-        self._initial = [tensor.clone() for tensor in self._state]
-        self._expected: list[dict[str, torch.Tensor]] = []
-        for trial in self.trials:
-            results = trial.run(reference) | trial.state
-            self._expected.append({name: value.clone() for name, value in results.items()})
-        self.restore()
+    def integers(
+        self, low: int, high: int, *shape: int, dtype: torch.dtype = torch.int32
+    ) -> torch.Tensor:
+        """Return integers in [low, high)."""
+        return torch.randint(
+            low, high, shape, generator=self._generator, device=self.device, dtype=dtype
+        )
 
-    def restore(self) -> None:
-        """Restore every state that a call changes."""
-        if self._state:
-            torch._foreach_copy_(self._state, self._initial)
+    def normal(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        """Return normal numbers, since some devices process zeros faster."""
+        return torch.randn(shape, generator=self._generator, device=self.device, dtype=dtype)
 
-    def mismatches(self, results: list[dict[str, torch.Tensor]]) -> list[str]:
-        """Return the names of results and states that differ from the reference."""
-        wrong: set[str] = set()
-        for trial, expected, result in zip(self.trials, self._expected, results, strict=True):
-            actual = result | trial.state
-            wrong |= expected.keys() ^ actual.keys()
-            for name in expected.keys() & actual.keys():
-                if not _same(expected[name], actual[name], name in trial.approximate):
-                    wrong.add(name)
-        return sorted(wrong)
+    def permutation(self, size: int) -> torch.Tensor:
+        """Return a permutation of 0..size-1."""
+        return torch.randperm(size, generator=self._generator, device=self.device)
 
+    def states(self, *shape: int) -> torch.Tensor:
+        return self.normal(*shape, dtype=torch.bfloat16)
 
-def poison(results: list[dict[str, torch.Tensor]]) -> None:
-    """Overwrite result tensors, to detect a replay that does not write one."""
-    for result in results:
-        for tensor in result.values():
-            tensor.fill_(torch.nan if tensor.is_floating_point() else POISON)
+    def logits(self, rows: int, shape: Shape) -> torch.Tensor:
+        return self.normal(rows, shape.vocab, dtype=getattr(torch, shape.dtype))
 
-
-def _same(expected: torch.Tensor, actual: torch.Tensor, approximate: bool) -> bool:
-    if expected.shape != actual.shape or expected.dtype != actual.dtype:
-        return False
-    if approximate:
-        return torch.allclose(actual, expected, rtol=1e-4, atol=1e-6)
-    return torch.equal(actual, expected)
+    def drafts(self, logits: torch.Tensor, shape: Shape, best_of: int = 1) -> torch.Tensor:
+        """Return draft ids [B*K], mostly among the top ``best_of`` of the target's ``logits``."""
+        rows = logits.view(shape.batch, shape.k + 1, shape.vocab)[:, : shape.k]
+        places = self.integers(0, best_of, shape.batch, shape.k, 1, dtype=torch.int64)
+        best = rows.topk(best_of, dim=-1).indices.gather(-1, places).squeeze(-1)
+        other = self.integers(0, shape.vocab, *best.shape, dtype=torch.int64)
+        is_likely = torch.rand(best.shape, generator=self._generator, device=self.device) < 0.8
+        return torch.where(is_likely, best, other).reshape(-1).to(torch.int32)

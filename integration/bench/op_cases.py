@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
-from integration.bench.case import Case, Trial
-from integration.bench.random_inputs import RandomInputs
-from integration.bench.shapes import Shape, has_reference_sizes
-from integration.bench.targets import (
-    ACCEPT_RELAXED,
-    ACCEPT_STRICT,
-    MIXED_FIRST_PASS,
-    VANILLA_FIRST_PASS,
-    Target,
-    graph_target,
-)
+from integration.bench.case import Case, RandomInputs, Shape, Trial
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.ops.backend import Backend
@@ -28,6 +20,7 @@ from mtp_plugin.ops.draft_inputs import (
     advance_and_build_inputs,
     build_reused_inputs,
 )
+from mtp_plugin.ops.state_rollback import mamba_state_selective_copy
 from mtp_plugin.ops.step import DraftOutput, SlotRows, StepLayout
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 
@@ -53,76 +46,48 @@ MIXTURE = Mixture(4, 2048)
 TINY_MIXTURE = Mixture(2, 9)
 
 
+STATE, TINY_STATE = (64, 64, 128), (2, 4, 8)
+STATE_COPIES = 512
+"""Number of layers times requests of a full state copy: 1 GiB read and written."""
+
+
 def op_cases(shape: Shape, device: torch.device) -> list[Case]:
     """Return the ops on a batch of generations."""
-    at_reference = has_reference_sizes(shape)
-
-    def target(bounds: dict[int, int]) -> Target | None:
-        return graph_target(bounds, shape.batch) if at_reference else None
-
-    ids = shape.rows * INT
+    ids, target = shape.rows * INT, shape.rows * shape.row_bytes
+    strict = partial(_trial, _strict, shape, device)
+    relaxed = partial(_trial, _relaxed, shape, device)
+    eagle = partial(_trial, _eagle, shape, device)
+    draft = partial(_trial, _propose, shape, device)
     return [
-        Case(
-            name="accept/strict",
-            shape=shape,
-            bytes_read=shape.target_bytes,
-            bytes_written=ids,
-            prepare=lambda seed: _strict(shape, RandomInputs(seed, device)),
-            target=target(ACCEPT_STRICT),
-        ),
-        Case(
-            name="accept/relaxed",
-            shape=shape,
-            bytes_read=shape.target_bytes,
-            bytes_written=ids,
-            prepare=lambda seed: _relaxed(shape, RandomInputs(seed, device)),
-            target=target(ACCEPT_RELAXED),
-        ),
-        first_pass_case("first-pass/vanilla", shape, device, None, target(VANILLA_FIRST_PASS)),
-        Case(
-            name="first-pass/eagle",
-            shape=shape,
-            bytes_read=3 * ids,
-            bytes_written=ids + 2 * 8 * shape.batch,
-            prepare=lambda seed: _eagle(shape, RandomInputs(seed, device)),
-        ),
-        Case(
-            name="draft/propose",
-            shape=shape,
-            bytes_read=shape.draft_bytes // shape.k,
-            bytes_written=3 * INT * shape.batch,
-            prepare=lambda seed: _propose(shape, RandomInputs(seed, device)),
-        ),
+        Case("accept/strict", shape, target + ids, strict),
+        Case("accept/relaxed", shape, target + ids, relaxed),
+        first_pass_case("first-pass/vanilla", shape, device, Mixture(0, 0)),
+        Case("first-pass/eagle", shape, 4 * ids + 2 * 8 * shape.batch, eagle),
+        Case("draft/propose", shape, shape.batch * (shape.row_bytes + 3 * INT), draft),
     ]
 
 
-def mixed_case(shape: Shape, device: torch.device, mixture: Mixture) -> Case:
-    """Return history and draft inputs of prompts and generations in one batch.
-
-    Args:
-        shape: sizes; the batch size counts prompts and generations.
-    """
-    as_targeted = has_reference_sizes(shape) and mixture == MIXTURE and shape.batch == 64
-    target = MIXED_FIRST_PASS if as_targeted else None
-    return first_pass_case("first-pass/mixed", shape, device, mixture, target)
+def first_pass_case(name: str, shape: Shape, device: torch.device, mixture: Mixture) -> Case:
+    """Return history and draft inputs of the vanilla worker; the batch size counts prompts too."""
+    generations = shape.batch - mixture.num_contexts
+    states = generations * (3 * shape.k + 2) + 2 * mixture.num_tokens
+    states += mixture.num_contexts * shape.k
+    prepare = partial(_trial, partial(_vanilla, mixture), shape, device)
+    return Case(name, shape, states * shape.state_bytes, prepare)
 
 
-def first_pass_case(
-    name: str, shape: Shape, device: torch.device, mixture: Mixture | None, target: Target | None
-) -> Case:
-    """Return history and draft inputs of the vanilla worker."""
-    mixture = mixture or Mixture(0, 0)
-    generations = (shape.batch - mixture.num_contexts) * shape.state_bytes
-    prompts = mixture.num_tokens * shape.state_bytes
-    pools = mixture.num_contexts * shape.k * shape.state_bytes
-    return Case(
-        name=name,
-        shape=shape,
-        bytes_read=generations * (shape.k + 1) + prompts,
-        bytes_written=generations * (2 * shape.k + 1) + prompts + pools,
-        prepare=lambda seed: _vanilla(shape, RandomInputs(seed, device), mixture),
-        target=target,
-    )
+def state_copy_case(shape: Shape, device: torch.device, state: tuple[int, ...]) -> Case:
+    """Return the copy of accepted recurrent states, for 8 layers, or fewer with a large batch."""
+    num_layers = max(1, min(8, STATE_COPIES // shape.batch))
+    moved = 2 * num_layers * shape.batch * 2 * torch.Size(state).numel()
+    prepare = partial(_trial, partial(_state_copy, state, num_layers), shape, device)
+    return Case("state-copy", shape, moved, prepare)
+
+
+def _trial(
+    build: Callable[[Shape, RandomInputs], Trial], shape: Shape, device: torch.device, seed: int
+) -> Trial:
+    return build(shape, RandomInputs(seed, device))
 
 
 def _generations(shape: Shape, rng: RandomInputs) -> StepLayout:
@@ -136,16 +101,26 @@ def _strict(shape: Shape, rng: RandomInputs) -> Trial:
     drafts = rng.drafts(logits, shape)
 
     def run(backend: Backend) -> dict[str, torch.Tensor]:
-        last = torch.empty(shape.batch, dtype=torch.int32, device=rng.device)
-        accepted = accept(layout, logits, drafts, last_tokens=last, backend=backend)
-        return {
-            "tokens": accepted.tokens,
-            "num_accepted": accepted.num_accepted,
-            "status": accepted.status,
-            "last_tokens": last,
-        }
+        return _accepted(layout, logits, drafts, AcceptanceRules(), backend)
 
     return Trial(run)
+
+
+def _accepted(
+    layout: StepLayout,
+    logits: torch.Tensor,
+    drafts: torch.Tensor,
+    rules: AcceptanceRules,
+    backend: Backend,
+) -> dict[str, torch.Tensor]:
+    last = torch.empty(layout.num_generations, dtype=torch.int32, device=logits.device)
+    found = accept(layout, logits, drafts, rules, last_tokens=last, backend=backend)
+    return {
+        "tokens": found.tokens,
+        "num_accepted": found.num_accepted,
+        "status": found.status,
+        "last_tokens": last,
+    }
 
 
 def _relaxed(shape: Shape, rng: RandomInputs) -> Trial:
@@ -176,19 +151,12 @@ def _relaxed(shape: Shape, rng: RandomInputs) -> Trial:
     layout, rules = _generations(shape, rng), AcceptanceRules(relaxed=rule)
 
     def run(backend: Backend) -> dict[str, torch.Tensor]:
-        last = torch.empty(batch, dtype=torch.int32, device=device)
-        result = accept(layout, logits, drafts, rules, last_tokens=last, backend=backend)
-        return {
-            "tokens": result.tokens,
-            "num_accepted": result.num_accepted,
-            "status": result.status,
-            "last_tokens": last,
-        }
+        return _accepted(layout, logits, drafts, rules, backend)
 
     return Trial(run, {"slots": table})
 
 
-def _vanilla(shape: Shape, rng: RandomInputs, mixture: Mixture) -> Trial:
+def _vanilla(mixture: Mixture, shape: Shape, rng: RandomInputs) -> Trial:
     batch, k, device = shape.batch, shape.k, rng.device
     num_contexts, num_prompt_rows = mixture.num_contexts, mixture.num_tokens
     num_generations = batch - num_contexts
@@ -288,3 +256,19 @@ def _propose(shape: Shape, rng: RandomInputs) -> Trial:
         return {}
 
     return Trial(run, {"drafts": drafts, "next_tokens": next_tokens, "ids": shifted})
+
+
+def _state_copy(state: tuple[int, ...], num_layers: int, shape: Shape, rng: RandomInputs) -> Trial:
+    batch, width = shape.batch, shape.k + 1
+    after = rng.states(num_layers, batch, width, *state)
+    current = rng.states(num_layers, batch, *state)
+    prefill_status = torch.zeros(batch, dtype=torch.int32, device=rng.device)
+    slots, counts = rng.permutation(batch), rng.integers(0, width, batch)
+
+    def run(backend: Backend) -> dict[str, torch.Tensor]:
+        mamba_state_selective_copy(
+            after, current, prefill_status, slots, counts, num_layers, backend=backend
+        )
+        return {}
+
+    return Trial(run, {"current_states": current})

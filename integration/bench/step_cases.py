@@ -13,10 +13,7 @@ from typing import Any
 
 import torch
 
-from integration.bench.case import Case, Trial
-from integration.bench.random_inputs import RandomInputs
-from integration.bench.shapes import Shape, has_reference_sizes
-from integration.bench.targets import EAGLE_STEP, VANILLA_STEP, Target, graph_target
+from integration.bench.case import Case, RandomInputs, Shape, Trial
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import SamplingKind
@@ -64,22 +61,18 @@ class GenerationAttention:
     Args:
         seq_len: rows per request.
         kv_lens: [R] int32, including the rows of this step.
-        write_limits: also keep the write limits of the embedded executor.
     """
 
     supports_dead_rows = True
     is_cuda_graph = True
     kv_cache_params = None
 
-    def __init__(self, seq_len: int, kv_lens: torch.Tensor, *, write_limits: bool) -> None:
+    def __init__(self, seq_len: int, kv_lens: torch.Tensor) -> None:
         self._seq_lens = torch.full((kv_lens.shape[0],), seq_len, dtype=torch.int32)
         self._seq_lens_cuda = self._seq_lens.to(kv_lens.device, copy=True)
         self.kv_lens_cuda = kv_lens
         self.host_request_types = torch.ones_like(self._seq_lens)
         self.num_contexts = 0
-        if write_limits:
-            self.kv_write_limit = kv_lens.clone()
-            self.kv_capacity = kv_lens + 2 * seq_len
 
     @property
     def num_seqs(self) -> int:
@@ -97,9 +90,8 @@ class GenerationAttention:
         """Do nothing: no field depends on the lengths."""
 
     def device_tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that a step must restore."""
-        names = ("_seq_lens_cuda", "kv_lens_cuda", "kv_write_limit", "kv_capacity")
-        return {name: getattr(self, name) for name in names if hasattr(self, name)}
+        """Return the tensors that a step changes."""
+        return {"seq_lens": self._seq_lens_cuda, "kv_lens": self.kv_lens_cuda}
 
 
 class FreeLayer:
@@ -118,63 +110,37 @@ class FreeLayer:
         return logits
 
 
-def step_cases(shape: Shape, device: torch.device, *, write_limits: bool = False) -> list[Case]:
-    """Return a step of each worker."""
-    suffix = "-write-limits" if write_limits else ""
-    with_target = has_reference_sizes(shape) and not write_limits
-    vanilla = graph_target(VANILLA_STEP, shape.batch) if with_target else None
-    eagle = graph_target(EAGLE_STEP, shape.batch) if with_target else None
-    return [
-        _case(f"step/vanilla{suffix}", shape, device, "output", write_limits, vanilla),
-        _case(f"step/eagle{suffix}", shape, device, None, write_limits, eagle),
-    ]
-
-
-def target_shift_case(shape: Shape, device: torch.device) -> Case:
-    """Return a step of the vanilla worker whose depths all read the target's hidden states."""
-    return _case("step/vanilla-target-shift", shape, device, "target_shift", False, None)
+def step_cases(shape: Shape, device: torch.device) -> list[Case]:
+    """Return a step of each worker, and of a vanilla worker whose depths all read the target's
+    hidden states."""
+    chains = {"vanilla": "output", "eagle": None, "vanilla-target-shift": "target_shift"}
+    return [_case(name, shape, device, chain, KINDS[""]) for name, chain in chains.items()]
 
 
 def kind_cases(shape: Shape, device: torch.device, kinds: Mapping[str, Kind] = KINDS) -> list[Case]:
     """Return a step of each worker per kind of requests that are not greedy."""
     return [
-        _case(f"step/{worker}-{name}", shape, device, chain, False, None, kind)
+        _case(f"{worker}-{name}", shape, device, chain, kind)
         for name, kind in kinds.items()
         if name
         for worker, chain in (("vanilla", "output"), ("eagle", None))
     ]
 
 
-def _case(
-    name: str,
-    shape: Shape,
-    device: torch.device,
-    chain: str | None,
-    write_limits: bool,
-    target: Target | None,
-    kind: Kind = KINDS[""],
-) -> Case:
+def _case(name: str, shape: Shape, device: torch.device, chain: str | None, kind: Kind) -> Case:
     """Return a case; ``chain`` is that of the vanilla worker, or None for the Eagle worker."""
-    states = shape.batch * shape.state_bytes
-    if chain is None:
-        # only the state of the last accepted row is gathered
-        read, written = states, states
-    else:
-        # the window is read once; it and the pool rows are written
-        read, written = states * (shape.k + 1), states * (2 * shape.k + 1)
+    # Eagle gathers the state of the last accepted row; vanilla moves the window and the pool rows
+    states = shape.batch * (2 if chain is None else 3 * shape.k + 2)
+    logits = (shape.rows + shape.k * shape.batch) * shape.row_bytes
     return Case(
-        name=name,
-        shape=shape,
-        bytes_read=shape.target_bytes + shape.draft_bytes + read,
-        bytes_written=written,
-        prepare=lambda seed: _trial(shape, RandomInputs(seed, device), chain, write_limits, kind),
-        target=target,
+        f"step/{name}",
+        shape,
+        logits + states * shape.state_bytes,
+        lambda seed: _trial(shape, RandomInputs(seed, device), chain, kind),
     )
 
 
-def _trial(
-    shape: Shape, rng: RandomInputs, chain: str | None, write_limits: bool, kind: Kind
-) -> Trial:
+def _trial(shape: Shape, rng: RandomInputs, chain: str | None, kind: Kind) -> Trial:
     batch, k, device = shape.batch, shape.k, rng.device
     width = k + 1
     config = MTPDecodingConfig(
@@ -210,7 +176,7 @@ def _trial(
         is_cuda_graph=True,
     )
     lens = rng.integers(100, 4000, batch)
-    attention = GenerationAttention(width, lens + width, write_limits=write_limits)
+    attention = GenerationAttention(width, lens + width)
     logits = rng.logits(batch * width, shape)
     spec.request_ids = requests
     spec.draft_tokens = rng.drafts(logits, shape)

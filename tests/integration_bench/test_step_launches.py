@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from integration.bench.shapes import REFERENCE, TINY, Shape
+from integration.bench.case import REFERENCE, TINY, Shape
+from integration.bench.ops import capture, count_launches
 from integration.bench.step_cases import DRAWS, KINDS, Kind, kind_cases, step_cases
-from integration.bench.timing import count_launches
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.speculative.verification.draft_rules import GREEDY_DRAFTS
 from mtp_plugin.speculative.verification.mode import VerificationMode
@@ -116,16 +116,6 @@ def test_greedy_drafts_need_one_launch_each(worker: str, kind: str, monkeypatch)
 def test_captured_step_launches(k: int, batch: int, worker: str, kind: str) -> None:
     shape = dataclasses.replace(REFERENCE, k=k, batch=batch)
     run = case_of(worker, kind, shape, torch.device("cuda")).prepare(0).run
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(Backend.TRITON)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph(keep_graph=True)
-    with torch.cuda.graph(graph, stream=stream):
-        run(Backend.TRITON)
-    launches = count_launches(graph, 1, lambda: run(Backend.TRITON))
-    assert launches is not None
-    assert launches.source == "graph"
-    assert launches.kernels == expected(worker, k, kind)
-    assert launches.copies == launches.memsets == 0
+    graph, _ = capture(lambda: [run(Backend.TRITON)])
+    launches = {"kernels": expected(worker, k, kind), "copies": 0, "memsets": 0, "others": 0}
+    assert count_launches(graph) == launches

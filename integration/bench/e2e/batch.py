@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
 
 import torch
 
 from integration.bench.case import BenchmarkError
 from mtp_plugin.errors import expect
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
-from mtp_plugin.requests.logprobs import Logprobs
 from mtp_plugin.requests.states import FinishReason
+from mtp_plugin.tools.terminal.decoding import Decoded, decoded
 
 
 @dataclass(frozen=True)
@@ -44,13 +42,16 @@ class TimedStep:
 class Run:
     """Results of a finished batch."""
 
-    token_ids: list[list[int]]
+    results: list[Decoded]
     steps: list[TimedStep]
     seconds: float
     first_tokens_seconds: float
     """Time until every request had its first token."""
-    logprobs: list[Logprobs | None] = field(default_factory=list)
-    """Logprobs of each request's tokens; None: not requested."""
+
+    @property
+    def token_ids(self) -> list[list[int]]:
+        """Output tokens of each request."""
+        return [result.token_ids for result in self.results]
 
     @property
     def num_tokens(self) -> int:
@@ -70,17 +71,6 @@ class Run:
     def steady(self) -> list[TimedStep]:
         """The steps that only generate."""
         return [step for step in self.steps if step.is_steady]
-
-
-def pooled(runs: Sequence[Run]) -> Run:
-    """Merge runs of the same prompts: all steps, medians of times, and tokens of the first run."""
-    return Run(
-        runs[0].token_ids,
-        [step for run in runs for step in run.steps],
-        statistics.median(run.seconds for run in runs),
-        statistics.median(run.first_tokens_seconds for run in runs),
-        runs[0].logprobs,
-    )
 
 
 def steady_tokens(num_tokens: int, step_rows: int) -> int:
@@ -163,13 +153,6 @@ class Batch:
                 emitted.append(count)
         return Call(start, seconds, emitted, steady)
 
-    def cancel(self) -> None:
-        """Cancel every request and step until none is left."""
-        for request in self.requests:
-            self._executor.cancel(request.request_id)
-        while self.is_running:
-            self._executor.step()
-
     def _error(self, request_id: int) -> str | None:
         return next(each.error for each in self.requests if each.request_id == request_id)
 
@@ -180,14 +163,8 @@ def run_batch(
     num_tokens: int,
     *,
     params: Sequence[SamplingParams] | None = None,
-    before: Callable[[], Any] | None = None,
-    after: Callable[[Call], Any] | None = None,
 ) -> Run:
-    """Run a batch to its end.
-
-    Args:
-        params: as for `Batch`.
-        before, after: called before and after every step that may be steady.
+    """Run a batch to its end; ``params`` as for `Batch`.
 
     Raises:
         BenchmarkError: a request failed or was preempted.
@@ -200,12 +177,7 @@ def run_batch(
     start = perf_counter()
     batch.start()
     while batch.is_running:
-        candidate = batch.is_steady
-        if candidate and before is not None:
-            before()
         calls.append(batch.step())
-        if candidate and after is not None:
-            after(calls[-1])
         if not first and batch.all_started:
             first = perf_counter() - start
     synchronize(llm.device)
@@ -214,9 +186,8 @@ def run_batch(
     expect(
         preempted == 0, BenchmarkError, f"{preempted} requests were preempted: too few KV blocks"
     )
-    tokens = [request.output_token_ids for request in batch.requests]
-    logprobs = [request.logprobs for request in batch.requests]
-    return Run(tokens, timed_steps(calls, end), end - start, first, logprobs)
+    results = [decoded(request, f"request {n}") for n, request in enumerate(batch.requests, 1)]
+    return Run(results, timed_steps(calls, end), end - start, first)
 
 
 def timed_steps(calls: Sequence[Call], end: float) -> list[TimedStep]:

@@ -1,23 +1,18 @@
-"""Cases of the end-to-end benchmark: batch sizes, and configurations per batch size."""
+"""Cases of the benchmark of whole steps, and the kinds of requests that a case compares."""
 
 from __future__ import annotations
 
-import itertools
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from integration.bench.case import BenchmarkError
-from integration.bench.e2e.request_kinds import GREEDY, check_kinds
-from mtp_plugin.config import MAX_DRAFT_LEN
 from mtp_plugin.errors import expect
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.verifications import METHODS
 
-BATCHES = (1, 8, 32, 128)
-QUICK_BATCHES = (1, 2)
-KS = (1, 3)
 EAGLE, VANILLA, OFF = "eagle", "vanilla", "off"
-WORKERS = (EAGLE, VANILLA)
-ACCEPTANCE_RATE = 0.8
-"""Default acceptance rate of a draft whose predecessors were accepted."""
+GREEDY, SAMPLED = "greedy", "sampled"
 
 
 @dataclass(frozen=True)
@@ -39,18 +34,9 @@ class Synthetic:
         expect(
             len(self.rates) >= k,
             BenchmarkError,
-            f"--acceptance: expected one rate, or a share for each of {k} drafts, got "
-            f"{len(self.rates)}",
+            f"--acceptance: expected one rate, or {k} of them, got {len(self.rates)}",
         )
         return self.rates[:k]
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-
-def acceptance_kind(synthetic: Synthetic | None) -> str:
-    """Return how drafts were accepted: real or synthetic."""
-    return "real" if synthetic is None else "synthetic"
 
 
 @dataclass(frozen=True)
@@ -67,121 +53,122 @@ class E2ECase:
         return self.worker == OFF
 
     @property
-    def way(self) -> str:
-        """Worker and draft length, without the batch size."""
-        return OFF if self.is_off else f"{self.worker}-k{self.k}"
-
-    @property
     def label(self) -> str:
-        """Name of the case, which ``--filter`` matches."""
-        return f"{self.way}/b{self.batch}"
+        way = OFF if self.is_off else f"{self.worker}-k{self.k}"
+        return f"{way}/b{self.batch}"
+
+
+@dataclass(frozen=True)
+class RequestKind:
+    """Options of every request of a batch, or of one of them."""
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    of_one: bool = False
+    """The options apply to the first request; all others are greedy."""
 
     @property
-    def off(self) -> E2ECase:
-        """The same batch without MTP."""
-        return replace(self, worker=OFF, k=0)
+    def verification(self) -> str:
+        return str(self.options.get("verification", "coupled"))
+
+    @property
+    def keeps_output(self) -> bool:
+        """Whether outputs are those of the same seeds without drafts."""
+        return METHODS[self.verification].keeps_output
+
+    def params(self, batch: int, num_tokens: int, seed: int = 0) -> list[SamplingParams]:
+        """Return the options of every request, each with its own seed."""
+        always: dict[str, Any] = {"max_new_tokens": num_tokens, "ignore_eos": True}
+        count = (1 if self.of_one else batch) if self.options else 0
+        others = [SamplingParams(**always)] * (batch - count)
+        return [SamplingParams(**always, seed=seed + n, **self.options) for n in range(count)] + (
+            others
+        )
+
+
+_SAMPLED = {"temperature": 0.6, "top_p": 0.95, "top_k": 20}
+_METHODS = {
+    "coupled": {"verification": "coupled"},
+    "rejection": {"verification": "rejection"},
+    "block": {"verification": "block"},
+    "greedy-drafts": {"verification": "coupled", "draft_sampling": "greedy"},
+}
+KINDS: Mapping[str, RequestKind] = {
+    kind.name: kind
+    for kind in (
+        RequestKind(GREEDY),
+        RequestKind(SAMPLED, _SAMPLED),
+        RequestKind("sampled-logprob", {**_SAMPLED, "logprobs": 0}),
+        RequestKind("sampled-top5", {**_SAMPLED, "logprobs": 5}),
+        RequestKind("sampled-penalty", {**_SAMPLED, "repetition_penalty": 1.1}),
+        RequestKind("one-sampled", _SAMPLED, of_one=True),
+        *(
+            RequestKind(f"{name}-t{temperature}", {"temperature": temperature, **options})
+            for temperature in (0.6, 1.0)
+            for name, options in _METHODS.items()
+        ),
+    )
+}
+"""By name."""
+
+
+def check_kinds(names: Sequence[str], *, only_with_output: bool = False) -> None:
+    """Refuse unknown names.
+
+    Args:
+        only_with_output: also refuse kinds whose outputs depend on the drafts or on other requests.
+
+    Raises:
+        BenchmarkError: there is one.
+    """
+    able = [
+        name
+        for name, kind in KINDS.items()
+        if not only_with_output or (kind.keeps_output and not kind.of_one)
+    ]
+    odd = [name for name in names if name not in able]
+    expect(not odd, BenchmarkError, f"--ask: expected some of {', '.join(able)}, got {odd[:1]}")
 
 
 @dataclass(frozen=True)
 class E2EOptions:
-    """Options of the command line; None: the default."""
+    """Options of the command line."""
 
-    batches: tuple[int, ...] | None = None
-    ks: tuple[int, ...] | None = None
-    workers: tuple[str, ...] | None = None
-    isl: int | None = None
-    osl: int | None = None
+    batches: tuple[int, ...] = (1, 8, 32, 128)
+    ks: tuple[int, ...] = (1, 3)
+    workers: tuple[str, ...] = (EAGLE, VANILLA)
+    isl: int = 128
+    """Tokens of each prompt."""
+    osl: int = 256
+    """Output tokens of each request."""
     seed: int = 0
     acceptance: tuple[float, ...] | None = None
-    """Synthetic acceptance; None: real with trained weights, else a default."""
+    """Synthetic acceptance; None: real with trained weights, else 0.8 for each draft."""
     draft_vocab: int | None = None
     """Size of the draft vocabulary; None: all tokens."""
     graphs: bool = True
-    fused: bool | None = None
-    text: bool = False
-    phases: bool = True
-    transformers: bool = True
-    quick: bool = False
-    only: str | None = None
     kinds: tuple[str, ...] = (GREEDY,)
-    """Kinds of requests, names of `REQUEST_KINDS`."""
-
-    @property
-    def input_tokens(self) -> int:
-        """Tokens of each prompt."""
-        return self.isl or (16 if self.quick else 128)
-
-    @property
-    def output_tokens(self) -> int:
-        """Output tokens of each request."""
-        return self.osl or (24 if self.quick else 256)
-
-    def check(self) -> None:
-        """Check the options.
-
-        Raises:
-            BenchmarkError: a number is out of range, or a worker, rate or name of `--ask` is
-                invalid.
-        """
-        check_kinds(self.kinds, is_synthetic=self.acceptance is not None)
-        for name, numbers in (
-            ("batch", self.batches),
-            ("k", self.ks),
-            ("isl", (self.isl,) if self.isl is not None else None),
-            ("osl", (self.osl,) if self.osl is not None else None),
-        ):
-            low = [number for number in numbers or () if number < 1]
-            expect(not low, BenchmarkError, f"--{name}: expected at least 1, got {low[:1]}")
-        expect(
-            -(2**63) <= self.seed < 2**63,
-            BenchmarkError,
-            f"--seed: expected an integer of at most 64 bits, got {self.seed}",
-        )
-        high = [k for k in self.ks or () if k > MAX_DRAFT_LEN]
-        expect(not high, BenchmarkError, f"--k: expected at most {MAX_DRAFT_LEN}, got {high[:1]}")
-        odd = [worker for worker in self.workers or () if worker not in WORKERS]
-        expect(not odd, BenchmarkError, f"--worker: expected {' or '.join(WORKERS)}, got {odd[:1]}")
-        rates = self.acceptance or ()
-        falling = all(after <= before for before, after in itertools.pairwise(rates))
-        expect(
-            falling and all(0 <= rate <= 1 for rate in rates),
-            BenchmarkError,
-            f"--acceptance: expected shares from 0 to 1 that do not rise, got {list(rates)}",
-        )
+    """Kinds of requests, names of `KINDS`; the first one is the reference of step times."""
 
     def synthetic(self, *, is_trained: bool) -> Synthetic | None:
         """Return the synthetic acceptance; None: it is real."""
         if self.acceptance is None and is_trained:
             return None
-        return Synthetic(self.acceptance or (ACCEPTANCE_RATE,), self.seed)
+        return Synthetic(self.acceptance or (0.8,), self.seed)
 
+    def cases(self, num_mtp_layers: int) -> list[E2ECase]:
+        """Return the cases that the checkpoint can run, each batch size without MTP first."""
+        ways = [(worker, k) for worker in self.workers for k in self.ks]
+        able = [(worker, k) for worker, k in ways if worker != VANILLA or k <= num_mtp_layers]
+        return [
+            case
+            for batch in self.batches
+            for case in (E2ECase(batch), *(E2ECase(batch, *way) for way in able))
+        ]
 
-def cases_of(options: E2EOptions, num_mtp_layers: int) -> tuple[list[E2ECase], list[str]]:
-    """Return (cases, each batch size without MTP first; labels of cases that cannot run).
-
-    Raises:
-        BenchmarkError: no case is selected.
-    """
-    options.check()
-    batches = options.batches or (QUICK_BATCHES if options.quick else BATCHES)
-    ways = [(worker, k) for worker in options.workers or WORKERS for k in options.ks or KS]
-    cases: list[E2ECase] = []
-    skipped: list[str] = []
-    for batch in batches:
-        wanted = [E2ECase(batch, worker, k) for worker, k in ways]
-        if options.only:
-            wanted = [case for case in wanted if options.only in case.label]
-        # vanilla takes one layer per draft
-        able = [c for c in wanted if c.worker != VANILLA or c.k <= num_mtp_layers]
-        skipped += [case.label for case in wanted if case not in able]
-        off = E2ECase(batch)
-        if able or (options.only and options.only in off.label):
-            cases += [off, *able]
-    expect(
-        bool(cases),
-        BenchmarkError,
-        f"--filter: no case that can run has {options.only!r} in its name"
-        if options.only
-        else f"no case can run: vanilla needs a layer per draft, there are {num_mtp_layers}",
-    )
-    return cases, skipped
+    def kinds_of(self, case: E2ECase) -> list[RequestKind]:
+        """Return the kinds to run; without MTP, greedy requests alone."""
+        kinds = [KINDS[name] for name in self.kinds]
+        if case.is_off:
+            kinds = kinds[:1]
+        return [kind for kind in kinds if case.batch > 1 or not kind.of_one]

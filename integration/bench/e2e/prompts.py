@@ -5,9 +5,7 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
-from integration.bench.case import BenchmarkError
 from integration.bench.e2e.subject import Subject
-from mtp_plugin.errors import expect
 from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.tools.terminal.prompts import BUNDLED, prompts_of_file
 
@@ -16,10 +14,6 @@ def make_prompts(subject: Subject, count: int, length: int, seed: int) -> list[l
     """``count`` different prompts of ``length`` tokens; the first ones do not depend on the count.
 
     Text prompts are bundled ones in a row, the last one cut where it was the last one before.
-
-    Raises:
-        BenchmarkError: a bundled prompt without a token.
-        RequestError: bundled prompts that cannot be read.
     """
     rng = random.Random(seed)
     texts = _bundled(subject)
@@ -27,7 +21,6 @@ def make_prompts(subject: Subject, count: int, length: int, seed: int) -> list[l
         vocab = subject.model.facts.vocab_size
         return [[rng.randrange(vocab) for _ in range(length)] for _ in range(count)]
     whole = [encode(subject.tokenizer, text) for text in texts]
-    expect(all(whole), BenchmarkError, f"{_file(subject)}: expected no prompt without a token")
     prompts = []
     for number in range(count):
         last = whole[number % len(whole)]
@@ -42,23 +35,12 @@ def make_prompts(subject: Subject, count: int, length: int, seed: int) -> list[l
 
 
 def make_pieces(subject: Subject, count: int, longest: int, seed: int) -> list[list[int]]:
-    """``count`` prompts of 1 to ``longest`` tokens each.
-
-    Raises:
-        BenchmarkError: a bundled prompt without a token.
-        RequestError: bundled prompts that cannot be read.
-    """
+    """``count`` prompts of 1 to ``longest`` tokens each."""
     rng = random.Random(seed)
     prompts = make_prompts(subject, count, longest, seed)
     return [prompt[-rng.randint(1, longest) :] for prompt in prompts]
 
 
 def _bundled(subject: Subject) -> list[str]:
-    file = _file(subject)
-    if subject.tokenizer is None or not file.is_file():
-        return []
-    return prompts_of_file(file)
-
-
-def _file(subject: Subject) -> Path:
-    return Path(subject.path).parent / BUNDLED
+    file = Path(subject.path).parent / BUNDLED
+    return prompts_of_file(file) if subject.tokenizer is not None and file.is_file() else []

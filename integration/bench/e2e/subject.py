@@ -121,12 +121,8 @@ def make_shape(
     seed: int,
     *,
     fused: bool,
-    **weights: Any,
 ) -> Subject:
     """Create a model with random weights; the default dtype is bfloat16.
-
-    Args:
-        weights: options of `random_model`, for example `echo_draft`.
 
     Raises:
         BenchmarkError: the shape or dtype is unknown.
@@ -139,7 +135,7 @@ def make_shape(
     sizes = dict(SHAPES[name])
     family = sizes.pop("family")
     model = random_model(
-        family, seed=seed, dtype=_dtype(dtype) or torch.bfloat16, device=device, **sizes, **weights
+        family, seed=seed, dtype=_dtype(dtype) or torch.bfloat16, device=device, **sizes
     )
     return Subject(name, fuse(model) if fused else model, name, False)
 

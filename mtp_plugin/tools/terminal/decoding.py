@@ -118,7 +118,7 @@ def run_batch(
         if events and on_step is not None:
             on_step([(numbers[event.request_id], event) for event in events])
     return BatchRun(
-        [_decoded(r, place_of(n, len(requests))) for n, r in enumerate(requests, 1)],
+        [decoded(r, place_of(n, len(requests))) for n, r in enumerate(requests, 1)],
         requests[0].params,
         llm.executor.num_steps - steps_before,
         seconds,
@@ -126,7 +126,12 @@ def run_batch(
     )
 
 
-def _decoded(request: LlmRequest, place: str) -> Decoded:
+def decoded(request: LlmRequest, place: str) -> Decoded:
+    """Return the result of a finished request; ``place`` names it in an error.
+
+    Raises:
+        ExecutorError: it failed.
+    """
     reason = request.finish_reason
     if reason is None or reason is FinishReason.ERROR:
         raise ExecutorError(

@@ -1,1 +1,0 @@
-"""Throughput over HTTP compared with `LLM.generate`."""

@@ -1,1 +1,0 @@
-"""Soak test: a long run of random traffic with checks of outputs, slots, blocks and memory."""
