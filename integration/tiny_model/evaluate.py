@@ -1,4 +1,4 @@
-"""Measure a checkpoint on the held-out files; writes `report.json` and `report.md`.
+"""Measure a checkpoint on the held-out files; writes `report.json`.
 
 python -m integration.tiny_model.evaluate [--corpus DIR] [--out DIR] [--prompts N] [--windows N]
 
@@ -20,18 +20,8 @@ from integration.tiny_model.corpus import default_corpus, read_manifest, read_te
 from integration.tiny_model.drafting import dense_masks, draft_states
 from integration.tiny_model.export import load_checkpoint
 from integration.tiny_model.model import TinyMtpModel
-from integration.tiny_model.simulation import (
-    DRAFTINGS,
-    EAGLE,
-    VANILLA,
-    Continuation,
-    Tally,
-    continue_greedily,
-    join_tallies,
-    replay,
-    run_sampled,
-)
 from integration.tiny_model.tokenizer import encode_documents, load_tokenizer
+from mtp_plugin import LLM, SamplingParams
 
 HERE = Path(__file__).parent
 LOG = logging.getLogger("evaluate")
@@ -39,6 +29,18 @@ LOG = logging.getLogger("evaluate")
 NUM_DRAFTS = 3
 REPEAT_LENGTH = 8
 SECTIONS = ("teacher_forced", "free_running", "free_running_sampled")
+DRAFTINGS: dict[str, dict[str, Any]] = {
+    "eagle": {},
+    **{
+        f"vanilla, chain: {chain}, draft_window: {window}": {
+            "use_mtp_vanilla": True,
+            "chain": chain,
+            "draft_window": window,
+        }
+        for window in ("exact", "trtllm")
+        for chain in ("output", "target_shift")
+    },
+}
 DRAFTS_TEACHER_FORCED = ("vanilla (chain: output)", "eagle (layer 1 reused)")
 
 
@@ -105,216 +107,75 @@ def _loss_and_hits(log_p: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     return loss.cpu(), (log_p.argmax(-1) == labels).double().mean().cpu()
 
 
-def sample_prompts(documents: list[list[int]], count: int, length: int, seed: int) -> Tensor:
-    """Snippets `[count, length]` at random places of the documents, by their share of tokens."""
+def sample_prompts(
+    documents: list[list[int]], count: int, length: int, seed: int
+) -> list[list[int]]:
+    """Snippets of `length` tokens at random places of the documents, by their share of tokens."""
     long_enough = [document for document in documents if len(document) > 2 * length]
     chooser = random.Random(seed)
     chosen = chooser.choices(long_enough, weights=list(map(len, long_enough)), k=count)
     starts = [chooser.randrange(len(document) - length) for document in chosen]
-    rows = [doc[start : start + length] for doc, start in zip(chosen, starts, strict=True)]
-    return torch.tensor(rows)
+    return [doc[start : start + length] for doc, start in zip(chosen, starts, strict=True)]
 
 
-def repeated_share(text: Continuation) -> Tensor:
-    """Per text, the share of generated 8-grams that occurred before in it `[B]`."""
-    shares = []
-    for tokens, end in zip(text.tokens.tolist(), text.ends.tolist(), strict=True):
-        seen, repeated, total = set(), 0, 0
-        for start in range(end - REPEAT_LENGTH + 1):
-            gram = tuple(tokens[start : start + REPEAT_LENGTH])
-            if start >= text.prompt_length:
-                total += 1
-                repeated += gram in seen
-            seen.add(gram)
-        shares.append(repeated / max(total, 1))
-    return torch.tensor(shares)
+def repeated_share(prompt: list[int], output: list[int]) -> float:
+    """Share of generated 8-grams that occurred before in the text."""
+    tokens, repeated = prompt + output, 0
+    seen: set[tuple[int, ...]] = set()
+    for start in range(len(tokens) - REPEAT_LENGTH + 1):
+        gram = tuple(tokens[start : start + REPEAT_LENGTH])
+        repeated += start >= len(prompt) and gram in seen
+        seen.add(gram)
+    return repeated / max(len(output) - REPEAT_LENGTH + 1, 1)
 
 
 def free_running(
-    model: TinyMtpModel, prompts: Tensor, new_tokens: int, batch_size: int = 256
+    checkpoint: Path, prompts: list[list[int]], new_tokens: int, *, temperature: float = 0.0
 ) -> dict[str, Any]:
-    """Acceptance of greedy drafts, K = 3, along the target's greedy continuations."""
-    texts = [
-        continue_greedily(model, batch, new_tokens, spare=NUM_DRAFTS + 1, eos=0)
-        for batch in prompts.split(batch_size)
-    ]
+    """Acceptance of the executor's drafts, K = 3: greedy, or sampled and verified by rejection."""
     ways = {}
-    for drafting in DRAFTINGS:
-        tally = join_tallies([replay(model, text, drafting, NUM_DRAFTS) for text in texts])
-        ways[drafting.name] = _acceptance(tally)
-        LOG.info("greedy, %s: %s", drafting.name, ways[drafting.name])
+    for name, way in DRAFTINGS.items() if not temperature else tuple(DRAFTINGS.items())[:2]:
+        mtp = {key: value for key, value in way.items() if key != "use_mtp_vanilla"}
+        config = {
+            "model": str(checkpoint),
+            "dtype": "float32",
+            "max_batch_size": len(prompts),
+            "max_num_tokens": max(4 * len(prompts), 2048),
+            "speculative_config": {
+                "decoding_type": "MTP",
+                "max_draft_len": NUM_DRAFTS,
+                "use_mtp_vanilla": way.get("use_mtp_vanilla", False),
+                "mtp": mtp | ({"verification": "rejection"} if temperature else {}),
+            },
+        }
+        params = SamplingParams(max_tokens=new_tokens, temperature=temperature)
+        with LLM(config) as llm:
+            outputs = llm.generate(prompts, params, use_tqdm=False)
+            found = llm.executor.acceptance
+        rates = found.per_position
+        shares = [repeated_share(p, o.token_ids) for p, o in zip(prompts, outputs, strict=True)]
+        ways[name] = {
+            "acceptance_length": _round(found.acceptance_length),
+            "acceptance_per_position": [_round(rate) for rate in rates],
+            "conditional_acceptance": [
+                _round(rate / max(before, 1e-9))
+                for rate, before in zip(rates, [1.0, *rates], strict=False)
+            ],
+            "steps": found.steps,
+            "share_of_repeated_8_grams": _round(sum(shares) / len(shares)),
+        }
+        LOG.info("%s: %s", name, ways[name])
     return {
-        **_setting(prompts, new_tokens),
-        "texts_ended_by_eos": sum(
-            int((text.ends < text.prompt_length + new_tokens).sum()) for text in texts
-        ),
-        "tokens_changed_by_one_forward": sum(text.changed for text in texts),
-        "share_of_repeated_8_grams": _round(torch.cat([repeated_share(t) for t in texts]).mean()),
-        "drafting": ways,
-    }
-
-
-def free_running_sampled(
-    model: TinyMtpModel, prompts: Tensor, new_tokens: int, seed: int
-) -> dict[str, Any]:
-    """Acceptance of sampled drafts, K = 3, in speculative sampling at temperature 1."""
-    ways = {}
-    for drafting in (EAGLE, VANILLA):
-        generator = torch.Generator().manual_seed(seed)
-        text, tally = run_sampled(model, prompts, drafting, NUM_DRAFTS, new_tokens, generator)
-        repeats = _round(repeated_share(text).mean())
-        ways[drafting.name] = {**_acceptance(tally), "share_of_repeated_8_grams": repeats}
-        LOG.info("sampled, %s: %s", drafting.name, ways[drafting.name])
-    return {**_setting(prompts, new_tokens), "drafting": ways}
-
-
-def _setting(prompts: Tensor, new_tokens: int) -> dict[str, int]:
-    count, length = prompts.shape
-    return {
-        "prompts": count,
-        "prompt_tokens": length,
+        "prompts": len(prompts),
+        "prompt_tokens": len(prompts[0]),
         "new_tokens": new_tokens,
         "num_drafts": NUM_DRAFTS,
-    }
-
-
-def _acceptance(tally: Tally) -> dict[str, Any]:
-    return {
-        "acceptance_length": _round(tally.acceptance_length()),
-        "acceptance_per_position": [_round(x) for x in tally.acceptance()],
-        "conditional_acceptance": [_round(x) for x in tally.conditional_acceptance()],
-        "steps": int(tally.steps.sum()),
+        "drafting": ways,
     }
 
 
 def _round(value: float | Tensor) -> float:
     return round(float(value), 4)
-
-
-def to_markdown(report: dict[str, Any]) -> str:
-    """`report.md`: the same figures to read."""
-    figures = report["evaluation"]
-    lines = [
-        "# The tiny model on held-out files",
-        "",
-        "Float32 from the bfloat16 weights.",
-        *_teacher_forced_lines(figures.get("teacher_forced")),
-        *_free_running_lines(figures.get("free_running")),
-        *_sampled_lines(figures.get("free_running_sampled")),
-        *_training_lines(report.get("training")),
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _teacher_forced_lines(forced: dict[str, Any] | None) -> list[str]:
-    if forced is None:
-        return []
-    lines = [
-        "",
-        "## Teacher forced",
-        "",
-        f"{forced['windows']} windows of {forced['rows_per_window']} tokens, on "
-        f"{forced['device']}. Main model: loss {forced['main']['loss']:.3f}, next-token accuracy "
-        f"{forced['main']['next_token_accuracy']:.3f}. Agreement is with the target's top token; "
-        "overlap is the sum of min(p, q), the expected acceptance at temperature 1. Tokens per "
-        "step are expected from the depths of a row together, on this text, which has no loops.",
-        "",
-        "| drafting | depth | loss | top-1 agreement | overlap | tokens per step, greedy "
-        "| at temperature 1 |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
-    ]
-    for name in DRAFTS_TEACHER_FORCED:
-        *columns, expected = forced[name].values()
-        for depth, (loss, agreement, overlap) in enumerate(zip(*columns, strict=True), start=1):
-            is_last = depth == len(columns[0])
-            tokens = [f"{value:.3f}" if is_last else "" for value in expected.values()]
-            lines.append(
-                f"| {name} | {depth} | {loss:.3f} | {agreement:.3f} | {overlap:.3f} "
-                f"| {tokens[0]} | {tokens[1]} |"
-            )
-    return lines
-
-
-def _free_running_lines(free: dict[str, Any] | None) -> list[str]:
-    if free is None:
-        return []
-    return [
-        "",
-        "## Free running, greedy",
-        "",
-        f"{_describe(free)} Acceptance length is emitted tokens per target step, the bonus token "
-        "included.",
-        "",
-        *_acceptance_table(free),
-        "",
-        f"Loops flatter these figures: {free['share_of_repeated_8_grams']:.1%} of the generated "
-        "8-grams occurred before in the same text. Read them together with the other two sections. "
-        "`draft_window: trtllm` never writes the row of the last accepted token of a fully "
-        "accepted step; here such rows are masked out of attention, where an engine would read "
-        "whatever lies there.",
-    ]
-
-
-def _sampled_lines(sampled: dict[str, Any] | None) -> list[str]:
-    if sampled is None:
-        return []
-    repeats = " and ".join(
-        f"{way['share_of_repeated_8_grams']:.1%}" for way in sampled["drafting"].values()
-    )
-    return [
-        "",
-        "## Free running, sampled at temperature 1",
-        "",
-        f"{_describe(sampled)} Drafts are sampled too and verified by rejection. Repeated "
-        f"8-grams: {repeats}.",
-        "",
-        *_acceptance_table(sampled),
-    ]
-
-
-def _describe(section: dict[str, Any]) -> str:
-    return (
-        f"{section['prompts']} snippets of {section['prompt_tokens']} tokens at random places of "
-        f"the held-out files, {section['new_tokens']} new tokens each, K = "
-        f"{section['num_drafts']}, on {section['device']}."
-    )
-
-
-def _acceptance_table(section: dict[str, Any]) -> list[str]:
-    return [
-        "| drafting | acceptance length | accepted, per position | given the earlier ones |",
-        "| --- | --- | --- | --- |",
-        *(
-            f"| {name} | {way['acceptance_length']:.3f} | {_join(way['acceptance_per_position'])} "
-            f"| {_join(way['conditional_acceptance'])} |"
-            for name, way in section["drafting"].items()
-        ),
-    ]
-
-
-def _training_lines(training: dict[str, Any] | None) -> list[str]:
-    if training is None:
-        return []
-    versions = ", ".join(f"{name} {version}" for name, version in training["versions"].items())
-    recipe = ", ".join(f"{name} {value}" for name, value in training["recipe"].items())
-    return [
-        "",
-        "## Training",
-        "",
-        f"{training['tokens'] / 1e6:.0f} M tokens ({training['epochs']} epochs, "
-        f"{training['steps']} steps) in {training['seconds']:.0f} s, of which "
-        f"{training['seconds_compiling']:.0f} s compiling, on {training['gpu']}; {versions}.",
-        "",
-        f"Recipe: {recipe}.",
-        "",
-        "Largest logit difference to transformers in float32 (main model, depths 1-3): "
-        + ", ".join(f"{x:.1e}" for x in training["logit_difference_to_transformers"])
-        + ".",
-    ]
-
-
-def _join(values: list[float]) -> str:
-    return " / ".join(f"{value:.3f}" for value in values)
 
 
 def evaluate(args: argparse.Namespace) -> dict[str, Any]:
@@ -326,12 +187,12 @@ def evaluate(args: argparse.Namespace) -> dict[str, Any]:
     documents = encode_documents(tokenizer, texts)
     stream = torch.tensor([token for document in documents for token in document], device=device)
     model = load_checkpoint(args.checkpoint).to(device)
-    prompts = sample_prompts(documents, args.prompts, args.prompt_tokens, args.seed).to(device)
+    prompts = sample_prompts(documents, args.prompts, args.prompt_tokens, args.seed)
     measures = {
         "teacher_forced": lambda: teacher_forced(model, stream, args.rows, args.windows),
-        "free_running": lambda: free_running(model, prompts, args.new_tokens),
-        "free_running_sampled": lambda: free_running_sampled(
-            model, prompts, args.new_tokens, args.seed
+        "free_running": lambda: free_running(args.checkpoint, prompts, args.new_tokens),
+        "free_running_sampled": lambda: free_running(
+            args.checkpoint, prompts, args.new_tokens, temperature=1.0
         ),
     }
     setting = {
@@ -364,7 +225,6 @@ def main() -> None:
     report = json.loads(path.read_text()) if path.is_file() else {}
     report["evaluation"] = {**report.get("evaluation", {}), **evaluate(args)}
     path.write_text(json.dumps(report, indent=1) + "\n")
-    (args.out / "report.md").write_text(to_markdown(report))
 
 
 if __name__ == "__main__":

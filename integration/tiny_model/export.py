@@ -1,4 +1,4 @@
-"""The checkpoint folder: writing, reading, and comparing it with `transformers`."""
+"""The checkpoint folder: writing and reading it."""
 
 import json
 import shutil
@@ -12,10 +12,6 @@ from integration.tiny_model.model import ModelShape, TinyMtpModel
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 _EXPERT_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-
-
-class ExportMismatchError(RuntimeError):
-    """`transformers` computes something else from the exported weights than this package."""
 
 
 def save_checkpoint(model: TinyMtpModel, folder: Path, tokenizer_folder: Path) -> None:
@@ -87,52 +83,3 @@ def _is_expert_projection(name: str, shape: ModelShape) -> bool:
 
 def _split_dim(name: str) -> int:
     return 1 if name.endswith("down_proj.weight") else 0
-
-
-@torch.no_grad()
-def compare_with_transformers(folder: Path, ids: Tensor, tolerance: float = 1e-3) -> list[float]:
-    """Largest logit difference to `transformers` in float32 on the CPU: main model, then depths.
-
-    Args:
-        folder: the checkpoint.
-        ids: token ids `[B, S]`; the depths run chained, each on its predecessor's output.
-        tolerance: the largest difference to accept.
-
-    Raises:
-        ExportMismatchError: a difference exceeds `tolerance`.
-    """
-    from transformers import AutoModelForCausalLM
-    from transformers.modeling_layers import MtpModel
-
-    from integration.tiny_model.hf_patch import enable_mtp
-
-    own = load_checkpoint(folder)
-    main = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    drafter = MtpModel.from_pretrained(enable_mtp(main)).eval()
-
-    depths = own.shape.num_nextn_predict_layers
-    length = ids.shape[1] - depths
-    positions = torch.arange(length).unsqueeze(0)
-    their_state = main.model(ids[:, :length]).last_hidden_state
-    own_state = own.states(ids[:, :length])
-    differences = [_difference(main.lm_head(their_state), own.lm_head(own_state))]
-    for depth in range(depths):
-        shifted = ids[:, depth + 1 : depth + 1 + length]
-        embedding = drafter.embed_tokens(shifted)
-        rotary = drafter.rotary_emb(embedding, position_ids=positions)
-        their_state = drafter.layers[depth](
-            embedding,
-            their_state,
-            position_embeddings=rotary,
-            attention_mask=None,
-            position_ids=positions,
-        )
-        own_state, _ = own.mtp[depth](own.embed(shifted), own_state, own.rotary(length))
-        differences.append(_difference(main.lm_head(their_state), own.lm_head(own_state)))
-    if max(differences) > tolerance:
-        raise ExportMismatchError(f"logits differ by {differences}, expected <= {tolerance}")
-    return differences
-
-
-def _difference(theirs: Tensor, own: Tensor) -> float:
-    return (theirs - own).abs().max().item()

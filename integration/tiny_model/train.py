@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from integration.tiny_model.corpus import default_corpus, read_manifest, read_texts
 from integration.tiny_model.drafting import block_masks, dense_masks, draft_states
-from integration.tiny_model.export import compare_with_transformers, save_checkpoint
+from integration.tiny_model.export import save_checkpoint
 from integration.tiny_model.model import ModelShape, TinyMtpModel
 from integration.tiny_model.tokenizer import encode_documents, load_tokenizer
 
@@ -56,24 +56,16 @@ class Recipe:
     distill: float = 1.0
     balance_rate: float = 1e-3
     seed: int = 0
-    evaluate_every: int = 500
-    held_out_windows: int = 1000
-    save_every_minutes: float = 1.0
 
 
-def load_streams(
-    corpus: Path, manifest_path: Path, tokenizer_folder: Path, seed: int
-) -> dict[str, Tensor]:
-    """Both splits as one row of token ids each, files in seeded random order."""
+def load_stream(corpus: Path, manifest_path: Path, tokenizer_folder: Path, seed: int) -> Tensor:
+    """The training files as one row of token ids, in seeded random order."""
     manifest = read_manifest(manifest_path)
     tokenizer = load_tokenizer(tokenizer_folder)
     generator = torch.Generator().manual_seed(seed)
-    streams = {}
-    for split in ("train", "held_out"):
-        documents = encode_documents(tokenizer, read_texts(corpus, manifest.of_split(split)))
-        order = torch.randperm(len(documents), generator=generator).tolist()
-        streams[split] = torch.tensor([token for index in order for token in documents[index]])
-    return streams
+    documents = encode_documents(tokenizer, read_texts(corpus, manifest.of_split("train")))
+    order = torch.randperm(len(documents), generator=generator).tolist()
+    return torch.tensor([token for index in order for token in documents[index]])
 
 
 def windows(
@@ -111,25 +103,23 @@ def draft_loss(
 class Trainer:
     """A training run."""
 
-    def __init__(self, recipe: Recipe, streams: dict[str, Tensor], device: torch.device) -> None:
+    def __init__(self, recipe: Recipe, stream: Tensor, device: torch.device) -> None:
         torch.manual_seed(recipe.seed)
         self.recipe = recipe
         self.device = device
         self.on_gpu = device.type == "cuda"
-        self.streams = {name: stream.to(device) for name, stream in streams.items()}
+        self.stream = stream.to(device)
         self.model = TinyMtpModel(ModelShape(), recipe.dropout).to(device)
         self.depths = len(self.model.mtp)
         self.optimizer = self._optimizer()
         self.main_loss = main_loss
         self.draft_loss = draft_loss
-        self.held_out_masks = dense_masks(recipe.rows, self.depths, device)
-        self.masks: Sequence[BlockMask | Tensor] = self.held_out_masks
+        masks = block_masks if self.on_gpu else dense_masks
+        self.masks: Sequence[BlockMask | Tensor] = masks(recipe.rows, self.depths, device)
         if self.on_gpu:
             self._compile()
-            self.masks = block_masks(recipe.rows, self.depths, device)
         self.progress = 0.0
         self.expert_shares: list[Tensor] = []
-        self.history: list[dict[str, Any]] = []
 
     def _optimizer(self) -> torch.optim.AdamW:
         matrices = [p for p in self.model.parameters() if p.dim() >= 2]
@@ -150,16 +140,14 @@ class Trainer:
         self.draft_loss = torch.compile(draft_loss, dynamic=False)
 
     def train(self, save: Path, tokenizer_folder: Path) -> dict[str, Any]:
-        """Run the schedule, exporting regularly to `save`; returns what to report."""
+        """Run the schedule, export to `save` and return what to report."""
         recipe = self.recipe
         length = recipe.rows + self.depths + 1
-        batches = windows(
-            self.streams["train"], length, recipe.rows, recipe.batch_size, recipe.seed
-        )
+        batches = windows(self.stream, length, recipe.rows, recipe.batch_size, recipe.seed)
         self.model.train()
         began = time.monotonic()
         self._step(next(batches), step=0)
-        compiled = saved = time.monotonic()
+        compiled = time.monotonic()
         step = 1
         while self.progress < 1.0:
             elapsed = time.monotonic() - compiled
@@ -170,31 +158,24 @@ class Trainer:
                 shown = " ".join(f"{loss:.3f}" for loss in losses.tolist())
                 rate = step * recipe.batch_size * recipe.rows / (time.monotonic() - compiled) / 1e6
                 LOG.info("%5d %3.0f%% %s  %.2f Mtok/s", step, 100 * self.progress, shown, rate)
-            if step % recipe.evaluate_every == 0:
-                self._record(step)
-            if time.monotonic() - saved > 60 * recipe.save_every_minutes:
-                saved = time.monotonic()
-                save_checkpoint(self.model, save, tokenizer_folder)
-        self._record(step)
         save_checkpoint(self.model, save, tokenizer_folder)
         tokens = step * recipe.batch_size * recipe.rows
         return {
             "steps": step,
             "tokens": tokens,
-            "epochs": round(tokens / len(self.streams["train"]), 1),
+            "epochs": round(tokens / len(self.stream), 1),
             "seconds": round(time.monotonic() - began, 1),
             "seconds_compiling": round(compiled - began, 1),
             "expert_shares_of_last_step": [
                 [round(share, 3) for share in shares.tolist()] for shares in self.expert_shares
             ],
-            "history": self.history,
         }
 
     def _step(self, window: Tensor, step: int) -> Tensor:
         for group in self.optimizer.param_groups:
             group["lr"] = self._learning_rate(step)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu):
-            main, drafts = self._losses(window, self.masks)
+            main, drafts = self._losses(window)
         # [0] cross-entropy to the text, [1] to the target
         drafts_loss = (drafts[:, 0] + self.recipe.distill * drafts[:, 1]).sum() / self.depths
         (main + self._mtp_weight() * drafts_loss).backward()
@@ -205,13 +186,13 @@ class Trainer:
         self.expert_shares = [block.balance(rate) for block in self.model.expert_blocks()]
         return torch.cat([main.detach().unsqueeze(0), drafts[:, 0].detach()])
 
-    def _losses(self, window: Tensor, masks: Sequence[BlockMask | Tensor]) -> tuple[Tensor, Tensor]:
+    def _losses(self, window: Tensor) -> tuple[Tensor, Tensor]:
         """The main loss and `[2 D - 1, 2]` draft losses: chained depths, then reused from 2."""
         model, rows = self.model, self.recipe.rows
         head = model.lm_head.weight
         states = model.states(window[:, :rows])
         main, target = self.main_loss(states, head, window[:, 1 : rows + 1].contiguous())
-        drafts = draft_states(model, window, states, masks)
+        drafts = draft_states(model, window, states, self.masks)
         losses = []
         for depths in (list(enumerate(drafts.chained)), list(enumerate(drafts.reused))[1:]):
             for index, draft in depths:
@@ -231,48 +212,6 @@ class Trainer:
     def _mtp_weight(self) -> float:
         late = self.progress > 1 - self.recipe.late_share
         return self.recipe.late_mtp_weight if late else self.recipe.mtp_weight
-
-    @torch.no_grad()
-    def _record(self, step: int) -> None:
-        """Append held-out losses and first-draft agreement to the history."""
-        model, rows = self.model.eval(), self.recipe.rows
-        length = rows + self.depths + 1
-        held_out = self.streams["held_out"].unfold(0, length, length)[
-            : self.recipe.held_out_windows
-        ]
-        total = torch.zeros(2 * self.depths + 1, device=self.device)
-        batches = held_out.split(32)
-        with (
-            torch.compiler.set_stance("force_eager"),
-            torch.autocast(self.device.type, torch.bfloat16, enabled=self.on_gpu),
-        ):
-            for window in batches:
-                main, drafts = self._losses(window, self.held_out_masks)
-                agreement = self._agreement(window)
-                parts = torch.cat([main.view(1), drafts[:, 0], agreement.view(1)])
-                total += parts * len(window) / len(held_out)
-        values = [round(value, 4) for value in total.tolist()]
-        LOG.info(
-            "held out: main %.4f drafts %s agreement %.4f", values[0], values[1:-1], values[-1]
-        )
-        self.history.append(
-            {
-                "step": step,
-                "main_loss": values[0],
-                "draft_losses": values[1:-1],
-                "first_draft_agreement": values[-1],
-            }
-        )
-        model.train()
-
-    def _agreement(self, window: Tensor) -> Tensor:
-        model, rows = self.model, self.recipe.rows
-        states = model.states(window[:, :rows])
-        embedding = model.embed(window[:, 1 : rows + 1])
-        draft, _ = model.mtp[0](embedding, states, model.rotary(rows))
-        target = model.lm_head(states)[:, 1:].argmax(-1)
-        agrees: Tensor = model.lm_head(draft)[:, :-1].argmax(-1) == target
-        return agrees.float().mean()
 
 
 def training_report(recipe: Recipe, device: torch.device, result: dict[str, Any]) -> dict[str, Any]:
@@ -304,16 +243,13 @@ def main() -> None:
 
     recipe = Recipe(**{name: getattr(args, name) for name in vars(Recipe())})
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    streams = load_streams(args.corpus, args.manifest, args.tokenizer, recipe.seed)
-    LOG.info("tokens: %s", {name: len(stream) for name, stream in streams.items()})
-    trainer = Trainer(recipe, streams, device)
+    stream = load_stream(args.corpus, args.manifest, args.tokenizer, recipe.seed)
+    LOG.info("tokens: %d", len(stream))
+    trainer = Trainer(recipe, stream, device)
     checkpoint = args.out / "checkpoint"
     result = trainer.train(checkpoint, args.tokenizer)
-    sample = streams["held_out"][:512].view(2, -1)
-    result["logit_difference_to_transformers"] = compare_with_transformers(checkpoint, sample)
     report = {"training": training_report(recipe, device, result)}
     (args.out / "report.json").write_text(json.dumps(report, indent=1) + "\n")
-    LOG.info("logit differences: %s", result["logit_difference_to_transformers"])
 
 
 if __name__ == "__main__":
