@@ -1,7 +1,7 @@
-"""Write the tables of the README files and a plot from ``integration/results/*.json``.
+"""Write the tables of the README files from ``integration/results/*.json``.
 
 ``python -m integration.figures`` rewrites the blocks between ``<!-- figures: NAME -->`` and
-``<!-- end -->``, and the plot. A test compares them with the result files.
+``<!-- end -->``. A test compares the pages with the result files.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ PAGES = (
     RESULTS / "README.md",
     ROOT / "mtp_plugin" / "hosts" / "vllm" / "README.md",
 )
-PLOT = RESULTS / "speed.svg"
 OPS_BATCHES, E2E_BATCHES, LONG_BATCHES = (1, 8, 64, 256), (1, 8, 64), (1, 8, 32)
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
@@ -557,69 +556,10 @@ def named_blocks(text: str) -> list[str]:
     return [found[2] for found in _BLOCK.finditer(text)]
 
 
-# --- plots ---
-
-
-def plotted() -> dict[str, list[float]]:
-    """Speed-ups by batch size, for each row of `speed`."""
-    return {
-        row: [round(speed_up(*where, batch), 2) for batch in E2E_BATCHES]
-        for row, where in STEPS.items()
-    }
-
-
-COLORS = ("#7fb2d9", "#2f79b5", "#e08a2c")
-BAR, GAP, HEIGHT, LEFT, UNIT = 52, 44, 356, 56, 90  # pixels; UNIT: height of 1.0x
-
-
-def plot() -> str:
-    """Return the bars of `plotted` as SVG."""
-    values_of, base, found = plotted(), HEIGHT - 52, result("e2e-8gb")
-    group = len(values_of) * BAR + GAP
-    width = LEFT + group * len(E2E_BATCHES)
-    gpu = found["machine"]["gpu"]
-    model = f"{found['model']['family']}, {found['model']['parameters'] / 1e9:.1f} B random weights"
-    title = "Speed-up of MTP: tokens per second relative to MTP off"
-    lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{HEIGHT}" '
-        f'viewBox="0 0 {width} {HEIGHT}" font-family="sans-serif" font-size="13" '
-        'text-anchor="middle">',
-        f"<title>{title}</title>",
-        f'<rect width="{width}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="12" y="22" font-size="16" font-weight="bold" text-anchor="start">{title}</text>',
-        f'<text x="12" y="42" fill="#555" text-anchor="start">{gpu}, {model}, synthetic acceptance'
-        "</text>",
-    ]
-    for number, (row, values) in enumerate(values_of.items()):
-        color, left = COLORS[number], 12 + number * 90
-        lines.append(f'<rect x="{left}" y="54" width="12" height="12" fill="{color}"/>')
-        lines.append(f'<text x="{left + 18}" y="65" text-anchor="start">{row}</text>')
-        for index, value in enumerate(values):
-            x, height = LEFT + index * group + number * BAR, round(value * UNIT, 1)
-            lines.append(
-                f'<rect x="{x}" y="{base - height:.1f}" width="{BAR - 4}" height="{height}" '
-                f'fill="{color}"/>'
-            )
-            middle = x + BAR / 2 - 2
-            lines.append(f'<text x="{middle}" y="{base - height - 5:.1f}">{value:.2f}x</text>')
-    for index, batch in enumerate(E2E_BATCHES):
-        middle = LEFT + index * group + (len(values_of) * BAR - 4) / 2
-        lines.append(f'<text x="{middle}" y="{base + 18}">{batch}</text>')
-    lines.append(
-        f'<path d="M{LEFT - 10} {base}H{width - 10}M{LEFT - 10} {base - UNIT}H{width - 10}" '
-        'stroke="black" stroke-width="0.7" fill="none"/>'
-    )
-    for value in (0, 1):
-        lines.append(f'<text x="{LEFT - 24}" y="{base - value * UNIT + 4}">{value}x</text>')
-    lines.append(f'<text x="{(LEFT + width) / 2}" y="{HEIGHT - 12}">batch size</text>')
-    return "\n".join([*lines, "</svg>", ""])
-
-
 def main() -> None:
-    """Rewrite the pages and the plot."""
+    """Rewrite the pages."""
     for page in PAGES:
         page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
-    PLOT.write_text(plot(), encoding="utf-8")
 
 
 if __name__ == "__main__":

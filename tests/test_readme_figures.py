@@ -15,14 +15,11 @@ from integration.figures import (
     KINDS,
     METHODS_FILE,
     PAGES,
-    PLOT,
     RESULTS,
     STEPS,
     named_blocks,
     of_kind,
     of_methods,
-    plot,
-    plotted,
     rendered,
     result,
 )
@@ -49,16 +46,6 @@ def test_a_changed_number_is_detected() -> None:
     text = TEXTS[PAGES[0]].replace("| 394 |", "| 395 |")
     assert text != TEXTS[PAGES[0]]
     assert rendered(text) == TEXTS[PAGES[0]]
-
-
-def test_plot_matches_table() -> None:
-    assert PLOT.read_text(encoding="utf-8") == plot()
-    table = BLOCKS["speed"]()
-    for row, values in plotted().items():
-        assert f"| {row} |" in table
-        assert f"| {' / '.join(f'{value:.2f}' for value in values)} |\n" in table
-        assert all(f">{value:.2f}x</text>" in plot() for value in values)
-    assert f"({PLOT.name})" in TEXTS[PAGES[1]]
 
 
 def test_every_file_is_named() -> None:
@@ -135,7 +122,7 @@ def test_comparisons_name_their_source(path: Path) -> None:
 
 
 def test_plots_are_shown_on_a_page() -> None:
-    names = [path.name for path in RESULTS.iterdir() if path.suffix in (".png", ".svg")]
+    names = [path.name for path in RESULTS.iterdir() if path.suffix == ".svg"]
     assert [name for name in names if not any(name in text for text in TEXTS.values())] == []
 
 

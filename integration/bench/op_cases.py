@@ -9,23 +9,19 @@ from functools import partial
 import torch
 
 from integration.bench.case import Case, RandomInputs, Shape, Trial
-from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.draft import propose
 from mtp_plugin.ops.draft_inputs import (
     DraftWindows,
     History,
     TargetRows,
     advance_and_build_inputs,
-    build_reused_inputs,
 )
 from mtp_plugin.ops.state_rollback import mamba_state_selective_copy
-from mtp_plugin.ops.step import DraftOutput, SlotRows, StepLayout
+from mtp_plugin.ops.step import SlotRows, StepLayout
 from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
 
 TOPK, DELTA = 10, 0.6
-HIGHEST_POSITION = 131071
 INT = 4
 """Bytes."""
 
@@ -56,14 +52,10 @@ def op_cases(shape: Shape, device: torch.device) -> list[Case]:
     ids, target = shape.rows * INT, shape.rows * shape.row_bytes
     strict = partial(_trial, _strict, shape, device)
     relaxed = partial(_trial, _relaxed, shape, device)
-    eagle = partial(_trial, _eagle, shape, device)
-    draft = partial(_trial, _propose, shape, device)
     return [
         Case("accept/strict", shape, target + ids, strict),
         Case("accept/relaxed", shape, target + ids, relaxed),
         first_pass_case("first-pass/vanilla", shape, device, Mixture(0, 0)),
-        Case("first-pass/eagle", shape, 4 * ids + 2 * 8 * shape.batch, eagle),
-        Case("draft/propose", shape, shape.batch * (shape.row_bytes + 3 * INT), draft),
     ]
 
 
@@ -201,61 +193,6 @@ def _vanilla(mixture: Mixture, shape: Shape, rng: RandomInputs) -> Trial:
         }
 
     return Trial(run, {"past_tokens": tokens_pool, "past_states": states_pool})
-
-
-def _eagle(shape: Shape, rng: RandomInputs) -> Trial:
-    batch, k, device = shape.batch, shape.k, rng.device
-    num_accepted = rng.integers(1, k + 2, batch)
-    tokens = rng.integers(0, shape.vocab, batch, k + 1)
-    is_unused = torch.arange(k + 1, device=device) >= num_accepted.unsqueeze(1)
-    tokens = tokens.masked_fill(is_unused, -1)
-    input_ids = rng.integers(0, shape.vocab, shape.rows)
-    lens = rng.integers(100, 4000, batch, dtype=torch.int64)
-    positions = (lens.unsqueeze(1) + torch.arange(k + 1, device=device)).reshape(-1)
-    hidden_states = rng.states(shape.rows, shape.hidden)
-    context_lens = torch.empty(0, dtype=torch.int32, device=device)
-    layout = StepLayout((), batch, k, context_lens, positions)
-    target_rows = TargetRows(input_ids, hidden_states)
-
-    def run(backend: Backend) -> dict[str, torch.Tensor]:
-        first = build_reused_inputs(
-            layout,
-            target_rows,
-            tokens,
-            num_accepted,
-            max_position=HIGHEST_POSITION,
-            backend=backend,
-        )
-        if first.next_positions is None:
-            raise TensorContractError("the first pass gave no positions for the second")
-        # states and positions are the step's own
-        return {
-            "ids": first.ids,
-            "last_rows": first.last_rows,
-            "next_positions": first.next_positions,
-        }
-
-    return Trial(run)
-
-
-def _propose(shape: Shape, rng: RandomInputs) -> Trial:
-    """The first draft of each request, written to its three places."""
-    batch, k = shape.batch, shape.k
-    logits = rng.logits(batch, shape)
-    drafts = rng.integers(0, shape.vocab, batch, k)
-    next_tokens = rng.integers(0, shape.vocab, batch, k + 1)
-    shifted = rng.integers(0, shape.vocab, shape.rows + k - 1)
-    last_rows = torch.arange(batch, device=rng.device) * (k + 1) + k
-    shifts = k > 1
-    place = DraftOutput(
-        drafts, next_tokens, 0, shifted if shifts else None, last_rows if shifts else None
-    )
-
-    def run(backend: Backend) -> dict[str, torch.Tensor]:
-        propose(logits, place, backend=backend)
-        return {}
-
-    return Trial(run, {"drafts": drafts, "next_tokens": next_tokens, "ids": shifted})
 
 
 def _state_copy(state: tuple[int, ...], num_layers: int, shape: Shape, rng: RandomInputs) -> Trial:
