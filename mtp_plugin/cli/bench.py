@@ -80,7 +80,7 @@ def command(
     read_ahead(settings.model)
     import_engine(log)
     from mtp_plugin.hosts.embedded.models import read_facts
-    from mtp_plugin.tools.bench import run_bench
+    from mtp_plugin.tools.bench import run_bench, show
 
     out = output()
     try:
@@ -102,5 +102,5 @@ def command(
     if as_json:
         out.write_line(json.dumps(report.as_dict(), indent=2))
     else:
-        report.show(out)
+        show(report, out)
     raise typer.Exit(report.exit_code)

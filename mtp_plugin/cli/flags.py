@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from functools import wraps
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+
+if TYPE_CHECKING:
+    from mtp_plugin.requests.options import SamplingParams
 
 ConfigFile = Annotated[
     Path | None,
@@ -45,48 +52,159 @@ NoMTP = Annotated[
     bool, typer.Option("--no-mtp", help="Decode without MTP; no MTP weights are needed.")
 ]
 
-Temperature = Annotated[
-    float | None,
-    typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 or unset: greedy."),
-]
-TopK = Annotated[
-    int | None, typer.Option("--top-k", metavar="N", help="Sample from the N most likely tokens.")
-]
-TopP = Annotated[
-    float | None,
-    typer.Option("--top-p", metavar="P", help="Nucleus sampling: cumulative probability."),
-]
-MinP = Annotated[
-    float | None,
-    typer.Option("--min-p", metavar="P", help="Minimum probability relative to the argmax."),
-]
-RepetitionPenalty = Annotated[
-    float,
-    typer.Option(
-        "--repetition-penalty",
-        metavar="R",
-        help="Above 1: tokens of prompt and output get less likely.",
-    ),
-]
-PresencePenalty = Annotated[
-    float,
-    typer.Option(
-        "--presence-penalty", metavar="X", help="Subtracted from the logits of output tokens."
-    ),
-]
-FrequencyPenalty = Annotated[
-    float,
-    typer.Option("--frequency-penalty", metavar="X", help="Subtracted for each occurrence."),
-]
-OtherOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--option",
-        metavar="NAME=VALUE",
-        help="Any other request option, with a YAML value: 'logit_bias={3: 1.5}', "
-        "'bad_words=[[3, 4]]'; may be given repeatedly.",
-    ),
-]
+MAX_NEW_TOKENS = "Maximum number of output tokens per prompt. Default: "
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParityRequest:
+    """Options of the requests of ``parity``: the flags that become `SamplingParams`."""
+
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", "-n", metavar="N", help=f"{MAX_NEW_TOKENS}64."),
+    ] = None
+    ignore_eos: Annotated[
+        bool, typer.Option("--ignore-eos", help="Continue after the model's EOS tokens.")
+    ] = False
+    temperature: Annotated[
+        float | None,
+        typer.Option(
+            "--temperature", metavar="T", help="Sampling temperature; 0 or unset: greedy."
+        ),
+    ] = None
+    top_k: Annotated[
+        int | None,
+        typer.Option("--top-k", metavar="N", help="Sample from the N most likely tokens."),
+    ] = None
+    top_p: Annotated[
+        float | None,
+        typer.Option("--top-p", metavar="P", help="Nucleus sampling: cumulative probability."),
+    ] = None
+    min_p: Annotated[
+        float | None,
+        typer.Option("--min-p", metavar="P", help="Minimum probability relative to the argmax."),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed",
+            metavar="N",
+            help="Seed of random prompts and of sampling. Default: 0, and from the prompt's "
+            "number.",
+        ),
+    ] = None
+    repetition_penalty: Annotated[
+        float,
+        typer.Option(
+            "--repetition-penalty",
+            metavar="R",
+            help="Above 1: tokens of prompt and output get less likely.",
+        ),
+    ] = 1.0
+    presence_penalty: Annotated[
+        float,
+        typer.Option(
+            "--presence-penalty", metavar="X", help="Subtracted from the logits of output tokens."
+        ),
+    ] = 0.0
+    frequency_penalty: Annotated[
+        float,
+        typer.Option("--frequency-penalty", metavar="X", help="Subtracted for each occurrence."),
+    ] = 0.0
+    option: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--option",
+            metavar="NAME=VALUE",
+            help="Any other request option, with a YAML value: 'logit_bias={3: 1.5}', "
+            "'bad_words=[[3, 4]]'; may be given repeatedly.",
+        ),
+    ] = None
+
+    def params(self, max_new_tokens: int) -> SamplingParams:
+        """Return the options of a request, with a default of ``max_new_tokens``.
+
+        Raises:
+            RequestError: an option is invalid.
+        """
+        from mtp_plugin.tools.terminal.request_options import sampling_params
+
+        flags = {each.name: getattr(self, each.name) for each in fields(self)}
+        others = flags.pop("option") or ()
+        flags = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items()}
+        return sampling_params(flags, others, presumed={"max_new_tokens": max_new_tokens})
+
+
+@dataclass(frozen=True, kw_only=True)
+class GenerateRequest(ParityRequest):
+    """Options of the requests of ``generate``."""
+
+    max_new_tokens: Annotated[
+        int | None,
+        typer.Option("--max-new-tokens", "-n", metavar="N", help=f"{MAX_NEW_TOKENS}128."),
+    ] = None
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            "--seed", metavar="N", help="Seed of sampling. Default: from the prompt's number."
+        ),
+    ] = None
+    min_tokens: Annotated[
+        int, typer.Option("--min-tokens", metavar="N", help="Minimum number of output tokens.")
+    ] = 0
+    stop: Annotated[
+        list[str],
+        typer.Option(
+            "--stop",
+            metavar="TEXT",
+            help="Stop before this text; may be given repeatedly.",
+            show_default=False,
+        ),
+    ] = field(default_factory=list)
+    thinking_token_budget: Annotated[
+        int | None,
+        typer.Option(
+            "--thinking-token-budget",
+            "--thinking-budget",
+            metavar="N",
+            help="Maximum number of thinking tokens; the end-of-thinking tag is forced after that.",
+        ),
+    ] = None
+
+
+def with_flags_of(kind: type[ParityRequest]) -> Callable[[Callable[..., None]], Any]:
+    """Return a decorator of a command whose parameter ``request`` is a data class of flags: the
+    flags take its place."""
+    hints = get_type_hints(kind, include_extras=True)
+    flags = [
+        Parameter(
+            each.name,
+            Parameter.KEYWORD_ONLY,
+            annotation=hints[each.name],
+            default=[] if each.default is MISSING else each.default,
+        )
+        for each in fields(kind)
+    ]
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        hints = get_type_hints(command, include_extras=True)
+        own = [
+            parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
+            for parameter in signature(command).parameters.values()
+        ]
+        place = next(n for n, each in enumerate(own) if each.name == "request")
+        parameters = [*own[:place], *flags, *own[place + 1 :]]
+
+        @wraps(command)
+        def run(**values: Any) -> None:
+            request = kind(**{each.name: values.pop(each.name) for each in flags})
+            command(request=request, **values)
+
+        run.__dict__["__signature__"] = Signature(parameters)
+        run.__annotations__ = {each.name: each.annotation for each in parameters}
+        return run
+
+    return decorate
 
 
 def draft_length(k: int | None, no_mtp: bool) -> int | None:

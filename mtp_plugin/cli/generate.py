@@ -11,23 +11,18 @@ import typer
 from mtp_plugin.cli.flags import (
     ConfigFile,
     DraftLength,
-    FrequencyPenalty,
-    MinP,
+    GenerateRequest,
     ModelFolder,
     NoMTP,
-    OtherOptions,
     PluginOptions,
-    PresencePenalty,
-    RepetitionPenalty,
-    Temperature,
-    TopK,
-    TopP,
     draft_length,
+    with_flags_of,
 )
 from mtp_plugin.cli.opening import errors_of, import_engine, load
 from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output
 
 
+@with_flags_of(GenerateRequest)
 def command(
     config: ConfigFile = None,
     model: ModelFolder = None,
@@ -46,50 +41,8 @@ def command(
             help=".txt: one prompt; .json: a list of prompts; -: standard input.",
         ),
     ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-new-tokens",
-            "-n",
-            metavar="N",
-            help="Maximum number of output tokens per prompt. Default: 128.",
-        ),
-    ] = None,
-    min_tokens: Annotated[
-        int, typer.Option("--min-tokens", metavar="N", help="Minimum number of output tokens.")
-    ] = 0,
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--stop", metavar="TEXT", help="Stop before this text; may be given repeatedly."
-        ),
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue after the model's EOS tokens.")
-    ] = False,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed", metavar="N", help="Seed of sampling. Default: from the prompt's number."
-        ),
-    ] = None,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    option: OtherOptions = None,
-    thinking_budget: Annotated[
-        int | None,
-        typer.Option(
-            "--thinking-token-budget",
-            "--thinking-budget",
-            metavar="N",
-            help="Maximum number of thinking tokens; the end-of-thinking tag is forced after that.",
-        ),
-    ] = None,
+    *,
+    request: GenerateRequest,
     compare: Annotated[
         bool,
         typer.Option(
@@ -128,7 +81,6 @@ def command(
     """
     from mtp_plugin.tools.terminal.prompts import read_prompts
     from mtp_plugin.tools.terminal.read_ahead import read_ahead
-    from mtp_plugin.tools.terminal.request_options import sampling_params
 
     log = messages()
     draft_len = draft_length(k, no_mtp)
@@ -139,22 +91,7 @@ def command(
     if model is None:
         read_ahead(settings.model)
     prompts = read_prompts(prompt or (), prompt_file, Path(settings.model), log.write_line)
-    flags = {
-        "max_new_tokens": max_new_tokens,
-        "min_tokens": min_tokens,
-        "stop": tuple(stop or ()),
-        "ignore_eos": ignore_eos,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-        "thinking_token_budget": thinking_budget,
-    }
-    params = sampling_params(flags, option or (), presumed={"max_new_tokens": 128})
+    params = request.params(max_new_tokens=128)
     out = output()
     try:
         with errors_of(config):
@@ -168,10 +105,10 @@ def command(
     except KeyboardInterrupt:
         log.write_line("interrupted")
         raise typer.Exit(INTERRUPTED) from None
-    from mtp_plugin.tools.terminal.report import report_document, show_report
+    from mtp_plugin.tools.terminal.report import as_report, show_report
 
     if as_json:
-        out.write_line(json.dumps(report_document(report), indent=2))
+        out.write_line(json.dumps(as_report(report).as_dict(), indent=2))
     else:
         show_report(report, out)
     raise typer.Exit(report.exit_code)

@@ -8,22 +8,12 @@ from typing import Annotated
 
 import typer
 
-from mtp_plugin.cli.flags import (
-    FrequencyPenalty,
-    MinP,
-    OtherOptions,
-    PresencePenalty,
-    RepetitionPenalty,
-    Temperature,
-    TopK,
-    TopP,
-    names,
-    numbers,
-)
+from mtp_plugin.cli.flags import ParityRequest, names, numbers, with_flags_of
 from mtp_plugin.cli.opening import errors_of, import_engine, load
 from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output, progress
 
 
+@with_flags_of(ParityRequest)
 def command(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file.")
@@ -50,35 +40,8 @@ def command(
             help="Use the first N prompts; if there are fewer, also random excerpts of them.",
         ),
     ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--max-new-tokens",
-            "-n",
-            metavar="N",
-            help="Maximum number of output tokens per prompt. Default: 64.",
-        ),
-    ] = None,
-    ignore_eos: Annotated[
-        bool, typer.Option("--ignore-eos", help="Continue after the model's EOS tokens.")
-    ] = False,
-    temperature: Temperature = None,
-    top_k: TopK = None,
-    top_p: TopP = None,
-    min_p: MinP = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed",
-            metavar="N",
-            help="Seed of random prompts and of sampling. Default: 0, and from the prompt's "
-            "number.",
-        ),
-    ] = None,
-    repetition_penalty: RepetitionPenalty = 1.0,
-    presence_penalty: PresencePenalty = 0.0,
-    frequency_penalty: FrequencyPenalty = 0.0,
-    option: OtherOptions = None,
+    *,
+    request: ParityRequest,
     worker: Annotated[
         str | None,
         typer.Option(
@@ -143,7 +106,6 @@ def command(
     from mtp_plugin.tools.terminal import parity_options
     from mtp_plugin.tools.terminal.prompts import prompts_for_comparison
     from mtp_plugin.tools.terminal.read_ahead import read_ahead
-    from mtp_plugin.tools.terminal.request_options import sampling_params
 
     if (config is None) == (model is None):
         raise typer.BadParameter("expected either --config or --model")
@@ -154,19 +116,7 @@ def command(
         raise typer.BadParameter(
             f"expected at least 0 ulps, got {tie_tolerance:g}", param_hint="--tie-tolerance"
         )
-    flags = {
-        "max_new_tokens": max_new_tokens,
-        "ignore_eos": ignore_eos,
-        "temperature": temperature,
-        "top_k": top_k,
-        "top_p": top_p,
-        "min_p": min_p,
-        "seed": seed,
-        "repetition_penalty": repetition_penalty,
-        "presence_penalty": presence_penalty,
-        "frequency_penalty": frequency_penalty,
-    }
-    params = sampling_params(flags, option or (), presumed={"max_new_tokens": 64})
+    params = request.params(max_new_tokens=64)
 
     log = messages()
     if config is not None:
@@ -183,7 +133,7 @@ def command(
     from mtp_plugin.hosts.embedded.requested_config import default_drafting
     from mtp_plugin.tools.parity import TIE_ULPS
     from mtp_plugin.tools.terminal import parity
-    from mtp_plugin.tools.terminal.parity_report import parity_document, show_parity
+    from mtp_plugin.tools.terminal.parity_report import as_report, show_parity
 
     choices: list[str] = []
     with errors_of(config):
@@ -207,7 +157,7 @@ def command(
                 texts,
                 params,
                 num_prompts=num_prompts,
-                seed=0 if seed is None else seed,
+                seed=request.seed or 0,
                 tie_ulps=TIE_ULPS if tie_tolerance is None else tie_tolerance,
                 on_progress=show_progress,
             )
@@ -216,7 +166,7 @@ def command(
         raise typer.Exit(INTERRUPTED) from None
     out = output()
     if as_json:
-        out.write_line(json.dumps(parity_document(report), indent=2))
+        out.write_line(json.dumps(as_report(report).as_dict(), indent=2))
     else:
         show_parity(report, out)
     raise typer.Exit(report.exit_code)

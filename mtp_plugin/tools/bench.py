@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -25,105 +25,82 @@ from mtp_plugin.tools.parity import (
     first_difference,
     transformers_attention,
 )
-from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
+from mtp_plugin.tools.report import Report
+from mtp_plugin.tools.terminal.console import OutputConsole, can_show
 from mtp_plugin.tools.terminal.decoding import BatchRun, merged, run_batch
 from mtp_plugin.tools.terminal.parity import expect_same_text, make_prompts
-from mtp_plugin.tools.terminal.report import versions
 
 TIMED_RUNS = 3
 WARM_UP = 16
 """Output tokens per request of an untimed run before them."""
 
 
-@dataclass(frozen=True)
-class BatchResult:
-    """The timed runs of one batch size, and the comparison of their outputs."""
+def result_of(
+    batch_size: int,
+    without_mtp: Sequence[BatchRun],
+    with_mtp: Sequence[BatchRun],
+    differences: list[str],
+    num_ties: int,
+) -> dict[str, Any]:
+    """Return the result of a batch size; without numbers if the outputs differ.
 
-    batch_size: int
-    without_mtp: list[BatchRun]
-    with_mtp: list[BatchRun]
-    differences: list[str]
-    num_ties: int
-    """Tokens that differ by no more than half-precision rounding explains."""
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON entry; without numbers if the outputs differ."""
-        entry = {
-            "batch_size": self.batch_size,
-            "identical": not self.differences,
-            "ties": self.num_ties,
-            "differences": self.differences,
-        }
-        if self.differences:
-            return entry
-        acceptance = merged([output for run in self.with_mtp for output in run.results])
-        speeds = [
-            statistics.median(run.tokens_per_second for run in runs)
-            for runs in (self.without_mtp, self.with_mtp)
-        ]
-        return entry | {
-            "output_tokens": self.with_mtp[0].num_tokens,
-            "tokens_per_second_without_mtp": speeds[0],
-            "tokens_per_second_with_mtp": speeds[1],
-            "speed_up": speeds[1] / speeds[0],
-            "acceptance_length": acceptance.acceptance_length,
-            "acceptance_rate_per_position": acceptance.per_position,
-        }
-
-    def row(self) -> list[str]:
-        """Return the row of the table."""
-        entry = self.as_dict()
-        if self.differences:
-            return [str(self.batch_size), "differs"]
-        return [
-            str(self.batch_size),
-            f"{entry['tokens_per_second_without_mtp']:.1f}",
-            f"{entry['tokens_per_second_with_mtp']:.1f}",
-            f"{entry['speed_up']:.2f}",
-            f"{entry['acceptance_length']:.2f}",
-            " ".join(f"{rate:.2f}" for rate in entry["acceptance_rate_per_position"]),
-        ]
+    Args:
+        num_ties: tokens that differ by no more than half-precision rounding explains.
+    """
+    entry: dict[str, Any] = {
+        "batch_size": batch_size,
+        "identical": not differences,
+        "compared_tokens": sum(run.num_tokens for run in with_mtp),
+        "ties": num_ties,
+        "differences": differences,
+    }
+    if differences:
+        return entry
+    acceptance = merged([output for run in with_mtp for output in run.results])
+    speeds = [
+        statistics.median(run.tokens_per_second for run in runs) for runs in (without_mtp, with_mtp)
+    ]
+    return entry | {
+        "output_tokens": with_mtp[0].num_tokens,
+        "tokens_per_second_without_mtp": speeds[0],
+        "tokens_per_second_with_mtp": speeds[1],
+        "speed_up": speeds[1] / speeds[0],
+        "acceptance_length": acceptance.acceptance_length,
+        "acceptance_rate_per_position": acceptance.per_position,
+    }
 
 
-@dataclass(frozen=True)
-class BenchReport:
-    """Results by batch size, and what ran."""
-
-    ran: dict[str, Any]
-    results: list[BatchResult]
-
-    @property
-    def exit_code(self) -> int:
-        """`DIFFERENT` if any output differs."""
-        return DIFFERENT if any(result.differences for result in self.results) else OK
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the JSON document."""
-        results = [result.as_dict() for result in self.results]
-        return {**self.ran, "versions": versions(), "results": results}
-
-    def show(self, out: OutputConsole) -> None:
-        """Print a table, the differences, and whether all outputs are identical."""
-        table = Table(
-            box=box.SIMPLE_HEAD if can_show("─", out.file) else box.ASCII,
-            title="{dtype} on {device}, K = {max_draft_len}, greedy".format(**self.ran),
-        )
-        for name in ("batch", "tok/s without MTP", "with MTP", "speed-up", "acceptance length"):
-            table.add_column(name, justify="right")
-        table.add_column("rate per position")
-        for result in self.results:
-            table.add_row(*result.row())
-        out.print(table)
-        for result in self.results:
-            for line in result.differences:
-                out.write_line(f"difference: batch {result.batch_size}, {line}", "bold red")
-        tokens = sum(run.num_tokens for result in self.results for run in result.with_mtp)
-        ties = sum(result.num_ties for result in self.results)
-        out.write_line(
-            f"identical to decoding without MTP: {'NO' if self.exit_code else 'yes'} "
-            f"({tokens} tokens; ties: {ties})",
-            "bold red" if self.exit_code else None,
-        )
+def show(report: Report, out: OutputConsole) -> None:
+    """Print a table, the differences, and whether all outputs are identical."""
+    table = Table(
+        box=box.SIMPLE_HEAD if can_show("─", out.file) else box.ASCII,
+        title="{dtype} on {device}, K = {max_draft_len}, greedy".format(**report.ran),
+    )
+    for name in ("batch", "tok/s without MTP", "with MTP", "speed-up", "acceptance length"):
+        table.add_column(name, justify="right")
+    table.add_column("rate per position")
+    for result in report.results:
+        numbers = ["differs"]
+        if result["identical"]:
+            numbers = [
+                f"{result['tokens_per_second_without_mtp']:.1f}",
+                f"{result['tokens_per_second_with_mtp']:.1f}",
+                f"{result['speed_up']:.2f}",
+                f"{result['acceptance_length']:.2f}",
+                " ".join(f"{rate:.2f}" for rate in result["acceptance_rate_per_position"]),
+            ]
+        table.add_row(str(result["batch_size"]), *numbers)
+    out.print(table)
+    for result in report.results:
+        for line in result["differences"]:
+            out.write_line(f"difference: batch {result['batch_size']}, {line}", "bold red")
+    tokens = sum(result["compared_tokens"] for result in report.results)
+    ties = sum(result["ties"] for result in report.results)
+    out.write_line(
+        f"identical to decoding without MTP: {'yes' if report.identical else 'NO'} "
+        f"({tokens} tokens; ties: {ties})",
+        None if report.identical else "bold red",
+    )
 
 
 def run_bench(
@@ -132,7 +109,7 @@ def run_bench(
     batch_sizes: Sequence[int],
     max_new_tokens: int,
     on_progress: Callable[[str], None],
-) -> BenchReport:
+) -> Report:
     """Decode batches greedily with and without MTP, time them and compare the outputs.
 
     Args:
@@ -171,7 +148,7 @@ def run_bench(
             found = [_compare(oracle, run, reference) for run in (*others, *with_mtp[size])]
             differences = list(dict.fromkeys(line for lines, _ in found for line in lines))
             ties = sum(num_ties for _, num_ties in found)
-            results.append(BatchResult(size, without_mtp[size], with_mtp[size], differences, ties))
+            results.append(result_of(size, without_mtp[size], with_mtp[size], differences, ties))
     ran = {
         "model": config.model,
         "device": str(oracle.device),
@@ -180,7 +157,7 @@ def run_bench(
         "max_new_tokens": max_new_tokens,
         "timed_runs": TIMED_RUNS,
     }
-    return BenchReport(ran, results)
+    return Report("bench", ran, all(result["identical"] for result in results), results)
 
 
 def _time(

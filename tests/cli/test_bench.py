@@ -151,3 +151,15 @@ def test_invalid_options_are_named(
     result = run("bench", "-c", config(EAGLE), "-p", "ab", *options)
     assert result.code == 2
     assert message in result.err
+
+
+@pytest.mark.parametrize("command", ["generate", "bench", "parity"])
+def test_every_command_has_one_json_form(
+    run: Run, config: Callable[..., str], command: str
+) -> None:
+    result = run(command, "-c", config(EAGLE), "-p", "def f(", "-n", "8", "--json")
+    document = json.loads(result.out)
+    assert list(document)[:2] == ["kind", "versions"]
+    assert list(document)[-2:] == ["identical", "results"]
+    assert (document["kind"], document["identical"]) == (command, True)
+    assert all(isinstance(each, dict) for each in document["results"])

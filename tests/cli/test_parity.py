@@ -81,9 +81,9 @@ def test_every_combination_is_compared(run: Run, checkpoint: str) -> None:
     assert expected["identical"] is True
     assert expected["dtype"] == "float32"
     assert expected["device"] == "cpu"
-    found = [(v["worker"], v["max_draft_len"], v["batch_size"]) for v in expected["variants"]]
+    found = [(v["worker"], v["max_draft_len"], v["batch_size"]) for v in expected["results"]]
     assert found == [(w, k, b) for w in ("eagle", "vanilla") for k in (1, 3) for b in (1, 3)]
-    for variant in expected["variants"]:
+    for variant in expected["results"]:
         assert variant["num_prompts"] == 4
         assert variant["num_tokens"] == variant["num_equal"] == 48
         assert variant["ties"] == variant["differences"] == []
@@ -123,7 +123,7 @@ def test_as_many_drafts_are_without_the_executor(
         *("--num-prompts", "5", "-n", "14", "--json", "--ignore-eos", *sampling),
     )
     assert result.code == 0
-    variants = json.loads(result.out)["variants"]
+    variants = json.loads(result.out)["results"]
     for variant in variants:
         found = variant["without_executor"]
         assert (found["num_prompts"], found["num_equal_texts"]) == (4, 4)
@@ -171,7 +171,7 @@ def test_another_text_without_the_executor_is_a_difference(run: Run, checkpoint:
     assert result.out.splitlines()[-1] == last
     expected = json.loads(run(*arguments, "--json").out)
     assert expected["identical"] is False
-    found = expected["variants"][0]["without_executor"]
+    found = expected["results"][0]["without_executor"]
     assert (found["num_equal_texts"], len(found["differences"])) == (1, 1)
 
 
@@ -185,7 +185,7 @@ def test_a_tie_without_the_executor_is_no_difference(run: Run, checkpoint: str) 
     assert result.out.splitlines()[-1].startswith("identical to decoding without MTP: yes (")
     expected = json.loads(run(*arguments, "--json").out)
     assert expected["identical"] is True
-    found = expected["variants"][0]["without_executor"]
+    found = expected["results"][0]["without_executor"]
     assert found["num_ties"] >= 1
     assert found["differences"] == []
 
@@ -209,7 +209,7 @@ def test_drafts_that_depend_on_more_than_the_text_are_not_made_again(
     file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
     result = run("-c", str(file), "--num-prompts", "2", "-n", "4", "--json", "--ignore-eos")
     assert result.code == 0
-    (variant,) = json.loads(result.out)["variants"]
+    (variant,) = json.loads(result.out)["results"]
     assert variant["without_executor"] is None
 
 
@@ -230,8 +230,8 @@ def test_sampled_texts_are_compared(run: Run, checkpoint: str, seed: tuple[str, 
     expected = json.loads(result.out)
     assert expected["sampling_params"]["temperature"] == 0.9
     assert expected["sampling_params"].get("seed") == (11 if seed else None)
-    assert len(expected["variants"]) == 4
-    for variant in expected["variants"]:
+    assert len(expected["results"]) == 4
+    for variant in expected["results"]:
         assert variant["num_tokens"] == variant["num_equal"] == 48
         assert variant["differences"] == []
         assert variant["acceptance_length"] > 1
@@ -262,7 +262,7 @@ def test_every_other_option_is_compared(
     assert result.code == 0
     expected = json.loads(result.out)
     assert expected["sampling_params"].keys() >= OTHERS.keys()
-    for variant in expected["variants"]:
+    for variant in expected["results"]:
         assert variant["num_tokens"] == variant["num_equal"] >= 4 * 10
         assert variant["differences"] == []
         assert variant["logprobs"]["num_values"] >= 2 * variant["num_tokens"]
@@ -279,7 +279,7 @@ def test_how_many_tokens_there_may_be(
 ) -> None:
     result = run("-m", checkpoint, "--num-prompts", "1", "--ignore-eos", "--json", *option)
     assert result.code == 0, result.err
-    (variant,) = json.loads(result.out)["variants"]
+    (variant,) = json.loads(result.out)["results"]
     assert variant["num_tokens"] == variant["num_equal"] == count
 
 
@@ -308,7 +308,7 @@ def test_log_probabilities_are_compared(
     )
     result = run(*requested, "--repetition-penalty", "1.3", "--json")
     assert result.code == 0
-    (variant,) = json.loads(result.out)["variants"]
+    (variant,) = json.loads(result.out)["results"]
     found = variant["logprobs"]
     assert found["num_values"] >= 3 * 8 * 3
     assert 0 < found["largest_gap"] < (1e-4 if dtype == "float32" else 1)
@@ -344,7 +344,7 @@ def test_another_log_probability_is_a_difference(
     assert result.code == 1
     expected = json.loads(result.out)
     assert expected["identical"] is False
-    (variant,) = expected["variants"]
+    (variant,) = expected["results"]
     assert variant["differences"] == []
     *lost, wrong = variant["logprobs"]["differences"]
     assert (wrong["prompt"], wrong["position"], wrong["in_prompt"]) == (2, 5, False)
@@ -367,12 +367,12 @@ def test_another_log_probability_is_a_difference(
 def test_log_probabilities_that_nothing_requests(run: Run, checkpoint: str) -> None:
     requested = ("-m", checkpoint, "--num-prompts", "1", "-n", "2")
     assert "log-prob" not in run(*requested).out
-    assert json.loads(run(*requested, "--json").out)["variants"][0]["logprobs"] is None
+    assert json.loads(run(*requested, "--json").out)["results"][0]["logprobs"] is None
 
 
 def test_words_that_are_never_written_are_compared(run: Run) -> None:
     requested = ("-m", str(TINY), "-p", "def f(self", "-n", "12", "--k", "2", "--json")
-    (variant,) = json.loads(run(*requested, "--option", "bad_words=[self]").out)["variants"]
+    (variant,) = json.loads(run(*requested, "--option", "bad_words=[self]").out)["results"]
     assert variant["num_tokens"] == variant["num_equal"] == 12
     assert variant["without_executor"]["num_equal_texts"] == 1
 
@@ -438,7 +438,7 @@ def test_the_engine_s_seed_decides_draws_without_one(
     file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
     result = run("-c", str(file), "--num-prompts", "3", "-n", "8", "--temperature", "1", "--json")
     assert result.code == 0
-    (variant,) = json.loads(result.out)["variants"]
+    (variant,) = json.loads(result.out)["results"]
     assert variant["num_equal"] == variant["num_tokens"]
 
 
@@ -451,7 +451,7 @@ def test_a_wrong_token_is_reported_with_both_tokens_and_the_gap(
     assert result.code == 1
     expected = json.loads(result.out)
     assert expected["identical"] is False
-    (variant,) = expected["variants"]
+    (variant,) = expected["results"]
     (found,) = variant["differences"]
     assert (found["prompt"], found["position"]) == (2, 5)
     assert found["token"] == (found["expected"] + 1) % VOCAB
@@ -488,7 +488,7 @@ def test_another_length_is_reported(
     tampered(0, 5, change)
     result = run("-m", checkpoint, "--num-prompts", "2", "-n", "6", "--json", "--ignore-eos")
     assert result.code == 1
-    (found,) = json.loads(result.out)["variants"][0]["differences"]
+    (found,) = json.loads(result.out)["results"][0]["differences"]
     assert found["token"] == token
     assert found["gap"] is None
 
@@ -521,7 +521,7 @@ def test_ties_are_excused_and_differences_are_not(
     )
     assert result.code == case.code
     expected = json.loads(result.out)
-    (variant,) = expected["variants"]
+    (variant,) = expected["results"]
     assert variant["num_ties"] == len(variant["ties"]) == case.ties
     assert variant["num_differences"] == 1 - case.ties
     (found,) = variant["ties"] or variant["differences"]
@@ -579,7 +579,7 @@ def test_after_a_tie_decoding_goes_on_piece_by_piece(
 def test_prompts_of_the_folder_and_pieces_of_them(run: Run) -> None:
     result = run("-m", str(TINY), "--num-prompts", "10", "-n", "3", "--k", "3", "--json")
     assert result.code == 0
-    (variant,) = json.loads(result.out)["variants"]
+    (variant,) = json.loads(result.out)["results"]
     assert variant["num_prompts"] == 10
 
 
@@ -601,7 +601,7 @@ def test_a_config_without_mtp_is_compared_as_it_is(
     file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": None}))
     result = run("-c", str(file), "--num-prompts", "2", "-n", "4", "--json")
     assert result.code == 0
-    (variant,) = json.loads(result.out)["variants"]
+    (variant,) = json.loads(result.out)["results"]
     assert (variant["worker"], variant["max_draft_len"]) == ("none", 0)
 
 
@@ -640,7 +640,7 @@ def test_a_request_that_is_strict_under_such_a_config_is_compared(
     file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": relaxed}))
     result = run("-c", str(file), "--num-prompts", "2", "-n", "6", "--option", option, "--json")
     assert result.code == 0, result.err
-    (variant,) = json.loads(result.out)["variants"]
+    (variant,) = json.loads(result.out)["results"]
     assert variant["num_tokens"] == 12
     assert variant["without_executor"]["differences"] == []
 

@@ -23,7 +23,7 @@ from mtp_plugin.tools.terminal.plain_decoding import (
     resampling_method,
     thinking_of,
 )
-from mtp_plugin.tools.terminal.report import Report
+from mtp_plugin.tools.terminal.report import Generated
 from mtp_plugin.tools.terminal.stream_view import StreamView
 
 
@@ -47,7 +47,7 @@ def run_generate(
     stream: OutputConsole | None,
     log: OutputConsole,
     choices: Sequence[str] = (),
-) -> Report:
+) -> Generated:
     """Run all requested decodings.
 
     Args:
@@ -85,7 +85,7 @@ def run_generate(
             plain, run, resampling_method(settings, options.params), log, is_alike=is_alike
         )
     weight: Any = model.embed_tokens.weight
-    return Report(
+    return Generated(
         config=resolved,
         max_draft_len=draft_len,
         device=str(weight.device),

@@ -9,14 +9,13 @@ from rich import box
 from rich.table import Table
 
 from mtp_plugin.tools.parity import Divergence, LogprobComparison, LogprobMismatch
+from mtp_plugin.tools.report import Report, as_json
 from mtp_plugin.tools.terminal.console import OK, OutputConsole, can_show
 from mtp_plugin.tools.terminal.parity import Outcome, ParityReport, Variant
 from mtp_plugin.tools.terminal.report import (
-    json_number,
+    compared_acceptance,
     same_as_target_only,
     spelled,
-    versions,
-    without_executor_document,
     without_executor_line,
 )
 
@@ -142,23 +141,25 @@ def _prompt(report: ParityReport, ids: Iterable[int]) -> str:
     return repr(report.tokenizer.decode(list(ids), skip_special_tokens=False)[-PROMPT_TAIL:])
 
 
-def parity_document(report: ParityReport) -> dict[str, Any]:
-    """Return the report as a JSON document."""
-    return {
-        "versions": versions(),
-        "config": report.config.model_dump(mode="json"),
-        "device": report.device,
-        "dtype": report.dtype,
-        "sampling_params": report.params.requested_options(),
-        "tie_tolerance_ulps": report.tie_ulps,
-        "identical": report.exit_code == OK,
-        "variants": [_outcome_document(outcome) for outcome in report.outcomes],
-    }
+def as_report(report: ParityReport) -> Report:
+    """Return the results in the form of every command."""
+    return Report(
+        command="parity",
+        ran={
+            "config": report.config.model_dump(mode="json"),
+            "device": report.device,
+            "dtype": report.dtype,
+            "sampling_params": report.params.requested_options(),
+            "tie_tolerance_ulps": report.tie_ulps,
+        },
+        identical=report.exit_code == OK,
+        results=[_as_json_outcome(outcome) for outcome in report.outcomes],
+    )
 
 
-def _outcome_document(outcome: Outcome) -> dict[str, Any]:
-    variant = outcome.variant
-    return {
+def _as_json_outcome(outcome: Outcome) -> dict[str, Any]:
+    variant, plain, logprobs = outcome.variant, outcome.plain, outcome.logprobs
+    entry: dict[str, Any] = {
         "worker": variant.worker,
         "max_draft_len": variant.k,
         "batch_size": variant.batch_size,
@@ -168,57 +169,52 @@ def _outcome_document(outcome: Outcome) -> dict[str, Any]:
         "num_ties": outcome.num_ties,
         "num_differences": len(outcome.differences),
         "acceptance_length": outcome.acceptance.acceptance_length if variant.k else None,
-        "without_executor": _plain_document(outcome),
-        "logprobs": _logprobs_document(outcome),
-        "ties": [_found_document(outcome, n, tie) for n, tie in outcome.ties],
-        "differences": [_found_document(outcome, n, found) for n, found in outcome.differences],
+        "ties": _as_json_found(outcome, outcome.ties),
+        "differences": _as_json_found(outcome, outcome.differences),
+        "without_executor": None,
+        "logprobs": None,
     }
+    if plain is not None:
+        entry["without_executor"] = {
+            **compared_acceptance(outcome.results, plain.results),
+            "num_ties": plain.num_ties,
+            "differences": _as_json_found(plain, plain.differences),
+        }
+    if logprobs is not None:
+        count, gap = _compared(logprobs)
+        entry["logprobs"] = {
+            "num_values": count,
+            "largest_gap": as_json(gap),
+            "differences": [
+                {
+                    "prompt": number,
+                    "in_prompt": one.in_prompt,
+                    "position": one.position + 1,
+                    "token": one.token,
+                    "logprob": one.reported and as_json(one.reported.logprob),
+                    "rank": one.reported and one.reported.rank,
+                    "expected_logprob": as_json(one.expected.logprob),
+                    "expected_rank": one.expected.rank,
+                    "tolerance": one.tolerance,
+                }
+                for number, one in outcome.mismatches
+            ],
+        }
+    return entry
 
 
-def _plain_document(outcome: Outcome) -> dict[str, Any] | None:
-    plain = outcome.plain
-    if plain is None:
-        return None
-    return {
-        **without_executor_document(outcome.results, plain.results),
-        "num_ties": plain.num_ties,
-        "differences": [_found_document(plain, n, found) for n, found in plain.differences],
-    }
-
-
-def _logprobs_document(outcome: Outcome) -> dict[str, Any] | None:
-    if outcome.logprobs is None:
-        return None
-    count, gap = _compared(outcome.logprobs)
-    return {
-        "num_values": count,
-        "largest_gap": json_number(gap),
-        "differences": [_mismatch_document(number, one) for number, one in outcome.mismatches],
-    }
-
-
-def _mismatch_document(number: int, one: LogprobMismatch) -> dict[str, Any]:
-    reported = one.reported
-    return {
-        "prompt": number,
-        "in_prompt": one.in_prompt,
-        "position": one.position + 1,
-        "token": one.token,
-        "logprob": None if reported is None else json_number(reported.logprob),
-        "rank": None if reported is None else reported.rank,
-        "expected_logprob": json_number(one.expected.logprob),
-        "expected_rank": one.expected.rank,
-        "tolerance": one.tolerance,
-    }
-
-
-def _found_document(outcome: Outcome, number: int, found: Divergence) -> dict[str, Any]:
-    return {
-        "prompt": number,
-        "prompt_token_ids": outcome.results[number - 1].prompt_token_ids,
-        "position": found.position + 1,
-        "token": found.token,
-        "expected": found.expected,
-        "gap": found.gap,
-        "tie_tolerance": found.tolerance,
-    }
+def _as_json_found(
+    outcome: Outcome, found: Sequence[tuple[int, Divergence]]
+) -> list[dict[str, Any]]:
+    return [
+        {
+            "prompt": number,
+            "prompt_token_ids": outcome.results[number - 1].prompt_token_ids,
+            "position": one.position + 1,
+            "token": one.token,
+            "expected": one.expected,
+            "gap": one.gap,
+            "tie_tolerance": one.tolerance,
+        }
+        for number, one in found
+    ]

@@ -1,22 +1,18 @@
-"""The results of ``generate``: a table and a summary, or a JSON document."""
+"""The results of ``generate``: a table and a summary, or a report."""
 
 from __future__ import annotations
 
-import math
-import platform
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from typing import Any
 
 from rich import box
 from rich.table import Table
 
-from mtp_plugin import __version__
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.requests.detokenizer import Tokenizer
-from mtp_plugin.requests.logprobs import TokenLogprobs
-from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
+from mtp_plugin.speculative.metrics.acceptance import Label
+from mtp_plugin.tools.report import Report, as_json
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
 from mtp_plugin.tools.terminal.decoding import BatchRun, Decoded, merged
 from mtp_plugin.tools.terminal.plain_decoding import Comparison, Difference, PlainRun
@@ -26,7 +22,7 @@ SHOWN_LOGPROBS = 10
 
 
 @dataclass(frozen=True)
-class Report:
+class Generated:
     """Results of ``generate``."""
 
     config: LLMConfig
@@ -57,7 +53,7 @@ class Report:
         return DIFFERENT if any(found.differences for found in compared) else OK
 
 
-def show_report(report: Report, console: OutputConsole) -> None:
+def show_report(report: Generated, console: OutputConsole) -> None:
     """Print the requested log-probabilities, the table under its headline, and how the output
     compares with decoding without MTP."""
     console.write_line("")
@@ -77,7 +73,7 @@ def show_report(report: Report, console: OutputConsole) -> None:
         console.write_line(line, None if report.exit_code == OK else "bold red")
 
 
-def headline(report: Report) -> str | None:
+def headline(report: Generated) -> str | None:
     """Return the speed-up and whether outputs are identical; None without a run without MTP."""
     if report.run_without_mtp is None or not report.run_without_mtp.tokens_per_second:
         return None
@@ -112,7 +108,7 @@ def logprob_lines(results: Sequence[Decoded], tokenizer: Tokenizer | None) -> It
                 yield f"  and {len(logprobs) - SHOWN_LOGPROBS} further tokens"
 
 
-def _table(report: Report, *, ascii_box: bool) -> Table:
+def _table(report: Generated, *, ascii_box: bool) -> Table:
     """Compare the runs.
 
     Tokens and steps are those of decoding, summed over the prompts: the first token of a prompt
@@ -140,7 +136,7 @@ def _table(report: Report, *, ascii_box: bool) -> Table:
     return table
 
 
-def comparison_lines(report: Report) -> list[str]:
+def comparison_lines(report: Generated) -> list[str]:
     """Return the result of the comparison with non-speculative decoding, and its differences."""
     comparison = report.comparison
     if comparison is None:
@@ -159,7 +155,7 @@ def comparison_lines(report: Report) -> list[str]:
     return [f"{title} yes ({comparison.num_tokens} tokens{ties})"]
 
 
-def without_executor_lines(report: Report, plain: PlainRun) -> list[str]:
+def without_executor_lines(report: Generated, plain: PlainRun) -> list[str]:
     """Return a summary of decoding with the same drafts without the executor, and its differences
     from non-speculative decoding."""
     results, found = report.run.results, plain.comparison
@@ -230,126 +226,58 @@ def spelled(token: int | None, tokenizer: Tokenizer | None) -> str:
 # --- JSON ---
 
 
-def report_document(report: Report) -> dict[str, Any]:
-    """Return the report as a JSON document."""
-    results = zip(report.prompts, report.run.results, strict=True)
-    return {
-        "versions": versions(),
-        "config": report.config.model_dump(mode="json"),
-        "device": report.device,
-        "dtype": report.dtype,
-        "max_draft_len": report.max_draft_len,
-        "label": _label_document(report.label),
-        "results": [
-            _result_document(prompt, result, report.max_draft_len) for prompt, result in results
+def as_report(found: Generated) -> Report:
+    """Return the results in the form of every command."""
+    is_mtp, plain = found.max_draft_len > 0, found.run_without_executor
+    comparison = None
+    if found.comparison is not None:
+        comparison = {
+            "identical": not found.comparison.differences,
+            "expected_identical": found.label is None,
+            **asdict(found.comparison),
+        }
+    alike = None
+    if plain is not None:
+        verdict = None if plain.comparison is None else asdict(plain.comparison)
+        alike = {
+            **compared_acceptance(found.run.results, plain.results),
+            "num_ties": verdict and verdict["num_ties"],
+            "differences": verdict and verdict["differences"],
+        }
+    is_compared = found.comparison is not None and found.label is None
+    return Report(
+        command="generate",
+        ran={
+            "config": found.config.model_dump(mode="json"),
+            "device": found.device,
+            "dtype": found.dtype,
+            "max_draft_len": found.max_draft_len,
+            "label": as_json(found.label),
+            "run": _as_json_run(found.run, is_mtp=is_mtp),
+            "run_without_mtp": found.run_without_mtp
+            and _as_json_run(found.run_without_mtp, is_mtp=False),
+            "comparison": comparison,
+            "without_executor": alike,
+        },
+        identical=found.exit_code == OK if is_compared else None,
+        results=[
+            {"prompt": prompt, **as_json(result)} | ({} if is_mtp else {"acceptance": None})
+            for prompt, result in zip(found.prompts, found.run.results, strict=True)
         ],
-        "run": _run_document(report.run, report.max_draft_len),
-        "run_without_mtp": (
-            None if report.run_without_mtp is None else _run_document(report.run_without_mtp, 0)
-        ),
-        "comparison": _comparison_document(report),
-        "without_executor": _without_executor_document(report),
-    }
+    )
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of the package and its dependencies."""
-    found = {"mtp_plugin": __version__, "python": platform.python_version()}
-    return {**found, **{name: version(name) for name in ("torch", "transformers")}}
-
-
-def _result_document(prompt: str, result: Decoded, max_draft_len: int) -> dict[str, Any]:
-    return {
-        "prompt": prompt,
-        "prompt_token_ids": result.prompt_token_ids,
-        "token_ids": result.token_ids,
-        "text": result.text,
-        "finish_reason": result.finish_reason.value,
-        "acceptance": _acceptance_document(result.acceptance) if max_draft_len else None,
-        "logprobs": _logprobs_document(result.logprobs),
-        "prompt_logprobs": _logprobs_document(result.prompt_logprobs),
-    }
-
-
-def _logprobs_document(logprobs: Sequence[TokenLogprobs | None] | None) -> list[Any] | None:
-    """Return the entries of every token: its own, then the top-k tokens."""
-    if logprobs is None:
-        return None
-    return [
-        entries
-        and [
-            {
-                "token_id": token,
-                "logprob": json_number(one.logprob),
-                "rank": one.rank,
-            }
-            for token, one in entries.items()
-        ]
-        for entries in logprobs
-    ]
-
-
-def json_number(value: float) -> float | None:
-    """Return the number, or None if JSON cannot represent it."""
-    return value if math.isfinite(value) else None
-
-
-def _run_document(run: BatchRun, max_draft_len: int) -> dict[str, Any]:
+def _as_json_run(run: BatchRun, *, is_mtp: bool) -> dict[str, Any]:
     return {
         "num_tokens": run.num_tokens,
         "num_steps": run.num_steps,
         "seconds": run.seconds,
         "tokens_per_second": run.tokens_per_second,
-        "acceptance": _acceptance_document(run.acceptance) if max_draft_len else None,
+        "acceptance": as_json(run.acceptance) if is_mtp else None,
     }
 
 
-def _acceptance_document(stats: AcceptanceStats) -> dict[str, Any]:
-    return {
-        "acceptance_length": stats.acceptance_length,
-        "per_position": stats.per_position,
-        "acceptance_rate": stats.acceptance_rate,
-        "steps": stats.steps,
-        "emitted": stats.emitted,
-        "drafted": stats.num_drafted,
-        "steps_by_emitted_tokens": stats.histogram,
-        "label": _label_document(stats.label),
-    }
-
-
-def _label_document(label: Label | None) -> dict[str, Any] | None:
-    return None if label is None else asdict(label)
-
-
-def _comparison_document(report: Report) -> dict[str, Any] | None:
-    comparison = report.comparison
-    if comparison is None:
-        return None
-    return {
-        "identical": not comparison.differences,
-        "expected_identical": report.label is None,
-        "num_tokens": comparison.num_tokens,
-        "num_equal": comparison.num_equal,
-        "num_ties": comparison.num_ties,
-        "differences": [asdict(difference) for difference in comparison.differences],
-    }
-
-
-def _without_executor_document(report: Report) -> dict[str, Any] | None:
-    plain = report.run_without_executor
-    if plain is None:
-        return None
-    found = plain.comparison
-    return {
-        **without_executor_document(report.run.results, plain.results),
-        "num_ties": None if found is None else found.num_ties,
-        "differences": None if found is None else [asdict(other) for other in found.differences],
-    }
-
-
-def without_executor_document(
-    results: Sequence[Decoded], alike: Sequence[Decoded]
-) -> dict[str, Any]:
+def compared_acceptance(results: Sequence[Decoded], alike: Sequence[Decoded]) -> dict[str, Any]:
     """Return the comparison with the same drafts without the executor, for JSON."""
     return {
         "num_prompts": len(alike),
