@@ -22,8 +22,9 @@ import torch
 
 from integration.bench.case import BenchmarkError
 from integration.bench.e2e.cases import EAGLE, GREEDY, KINDS, VANILLA
+from integration.bench.e2e.prompts import make_pieces
 from integration.bench.e2e.reference import Reference
-from integration.bench.e2e.subject import Subject, make_pieces
+from integration.bench.e2e.subject import Subject
 from integration.bench.machine import describe_machine
 from mtp_plugin.errors import expect
 from mtp_plugin.hosts.embedded import LLM, LlmRequest, SamplingParams

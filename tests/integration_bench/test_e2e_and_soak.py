@@ -75,6 +75,22 @@ def test_a_wrong_token_is_found(toy: Subject, kind: str) -> None:
     assert (match.num_tokens, match.num_ties) == (12, 0)
 
 
+def test_a_wrong_logprob_is_found(toy: Subject) -> None:
+    params = KINDS["sampled-top5"].params(1, 3)
+    config = {"model": "toy", "device": "cpu", "max_batch_size": 1, "max_seq_len": 16}
+    with LLM(config, model=toy.model) as llm:
+        (output,) = llm.generate(PROMPTS[:1], params, use_tqdm=False)
+    logprobs = [dict(entries) for entries in output.logprobs or ()]
+    tokens = list(output.token_ids)
+    result = replace(decoded(PROMPTS[0], tokens), logprobs=logprobs)
+    reference = Reference(toy)
+    assert reference.compare([result], params).mismatches == []
+    logprobs[1][tokens[1]] = logprobs[1][tokens[1]]._replace(logprob=-0.5)
+    assert reference.compare([result], params).mismatches == [
+        f"request 1, token 2: logprob of {tokens[1]}"
+    ]
+
+
 def test_synthetic_acceptance_is_checked() -> None:
     stats = AcceptanceStats(1)
     for count in [2] * 800 + [1] * 200:

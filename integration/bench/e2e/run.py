@@ -17,8 +17,9 @@ from integration.bench.case import BenchmarkError
 from integration.bench.e2e.batch import Run, TimedStep, run_batch
 from integration.bench.e2e.case_config import executor_config
 from integration.bench.e2e.cases import E2ECase, E2EOptions, RequestKind
+from integration.bench.e2e.prompts import make_prompts
 from integration.bench.e2e.reference import Match, Reference, check_synthetic
-from integration.bench.e2e.subject import Subject, make_prompts
+from integration.bench.e2e.subject import Subject
 from integration.bench.machine import describe_machine, store
 from mtp_plugin.errors import expect
 from mtp_plugin.hosts.embedded import LLM
