@@ -28,7 +28,7 @@ class VllmOptions(BaseModel):
     relaxed_topk: int = Field(default=1, ge=1)
     """In the thinking phase of a greedy request, drafts among the so many most probable tokens are
     accepted, ..."""
-    relaxed_delta: float = Field(default=0.0, ge=0.0, le=1.0)
+    relaxed_delta: float = Field(default=0.0, ge=0)
     """... if their probability is at most so far below the highest one."""
     draft_vocab: int | None = Field(default=None, ge=1)
     """How many of the lowest token ids may be drafted; None: all. The draft layers then compute so

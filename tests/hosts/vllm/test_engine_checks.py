@@ -34,8 +34,8 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     ({"relaxed_topk": 0}, f"{OPTION}.relaxed_topk: expected an integer of at least 1, got 0"),
     ({"relaxed_topk": 2.0}, f"{OPTION}.relaxed_topk: expected an integer of at least 1, got 2.0"),
     (
-        {"relaxed_delta": 1.5},
-        f"{OPTION}.relaxed_delta: expected a number from 0.0 to 1.0, got 1.5",
+        {"relaxed_delta": -0.5},
+        f"{OPTION}.relaxed_delta: expected a number of at least 0, got -0.5",
     ),
     (
         {"thinking_begin_token": -1},
@@ -263,6 +263,8 @@ def test_configurations_that_are_served() -> None:
     settings = checked_settings(make_config(given, **PROBABILISTIC))
     assert settings == EngineSettings(VllmOptions(**given), 3, keeps_draft_probs=True)
     assert settings.options.is_relaxed
+    relaxed = {"thinking_begin_token": 5, "thinking_end_token": 7, "relaxed_delta": 1.5}
+    assert checked_settings(make_config(relaxed)) is not None  # may exceed 1, as a request's
     # without drafts, nothing is verified
     assert checked_settings(make_config({"verification": "rejection"}, speculative_config=None))
 
