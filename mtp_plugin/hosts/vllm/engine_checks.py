@@ -6,8 +6,9 @@ from typing import Any
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions, read_settings
-from mtp_plugin.hosts.vllm.requests import method_problems
+from mtp_plugin.hosts.vllm.requests import load_problem, method_problems
 from mtp_plugin.hosts.vllm.versions import is_tested, release, untested
+from mtp_plugin.verifications import custom_codes
 
 PIPELINE_SINCE = (0, 32)
 """Earlier versions send no draft tokens to earlier pipeline stages."""
@@ -45,6 +46,10 @@ def warnings_of(settings: EngineSettings) -> list[str]:
             "additional_config.mtp_plugin.allow_untested has no effect: leave it out, every vLLM "
             "with known signatures starts"
         )
+    for name in custom_codes():
+        problem = load_problem(name)
+        if problem is not None:
+            warnings.append(f"verification method {name!r} is left out: {problem}")
     return warnings
 
 

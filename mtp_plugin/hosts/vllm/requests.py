@@ -151,11 +151,10 @@ def method_problems(name: str, method: str, settings: EngineSettings) -> list[st
     known = codes() | custom_codes()
     if method not in known:
         return [f"{name}: expected one of {', '.join(known)}, got {format_value(method)}"]
-    if method not in codes():
-        try:  # a worker that could not load it would end the engine
-            custom_verifications()[method]
-        except PluginError as error:
-            return [f"{name}: {error}"]
+    # a worker that could not load it would end the engine
+    problem = None if method in codes() else load_problem(method)
+    if problem is not None:
+        return [f"{name}: {problem}"]
     if settings.synthetic_rates is not None and method != "coupled":
         return [f"{name}: {method} cannot be combined with rejection_sample_method 'synthetic'"]
     reads_probs = "plain" in drafts_of(method)
@@ -165,6 +164,15 @@ def method_problems(name: str, method: str, settings: EngineSettings) -> list[st
             "which the engine keeps the probabilities of drafts"
         ]
     return []
+
+
+def load_problem(method: str) -> str | None:
+    """Return why a method from outside the package cannot be loaded; None: it can."""
+    try:
+        custom_verifications()[method]
+    except PluginError as error:
+        return str(error)
+    return None
 
 
 def _check_bias(bias: Mapping[int, float] | None) -> None:

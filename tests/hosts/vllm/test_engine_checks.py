@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from mtp_plugin import verifications
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm.engine_checks import checked_settings, warnings_of
 from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions, read_options
 from mtp_plugin.hosts.vllm.requests import RequestOptions
+from mtp_plugin.speculative.verification import custom
 from tests.hosts.vllm import fake_vllm
 from tests.hosts.vllm.fake_vllm import make_config
 
@@ -214,6 +217,23 @@ def test_an_option_without_effect_gives_a_warning() -> None:
     assert settings is not None
     (warning,) = warnings_of(settings)
     assert warning.startswith("additional_config.mtp_plugin.allow_untested has no effect")
+
+
+@pytest.mark.usefixtures("vllm_32")
+def test_an_entry_point_that_cannot_be_loaded_gives_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    point = EntryPoint("broken", "no.such.module:thing", verifications.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(verifications, "offered_methods", lambda: {"broken": [point]})
+    monkeypatch.setattr(custom, "offered_methods", verifications.offered_methods)
+    monkeypatch.setattr(verifications, "_custom_codes", {})
+    settings = checked_settings(make_config())
+    assert settings is not None
+    assert warnings_of(settings) == [
+        "verification method 'broken' is left out: entry point 'broken' of "
+        "mtp_plugin.verifications (no.such.module:thing) cannot be loaded: ModuleNotFoundError: "
+        "No module named 'no'"
+    ]
 
 
 @pytest.mark.parametrize("version", ["0.24.0", "0.26.0"])
