@@ -68,7 +68,7 @@ def widen_dummy_weights() -> None:
     from vllm.model_executor.model_loader import dummy_loader
 
     @torch.no_grad()
-    def initialize(parameter: torch.Tensor) -> None:
+    def initialize(parameter: torch.Tensor, **_: Any) -> None:
         if torch.is_floating_point(parameter):
             rng = torch.Generator().manual_seed(parameter.numel())
             low, high = (0.5, 1.5) if parameter.ndim < 2 else (-0.15, 0.15)

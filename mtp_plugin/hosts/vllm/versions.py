@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.wrapping import DRAFT_LOOP, START, WORKER
 
-TESTED = ("0.24", "0.26", "0.32")
+TESTED = ("0.24", "0.26", "0.32", "0.33")
 FITTING = "0.24 to 0.26, or 0.32 and newer"
 
 Signatures = Mapping[str, tuple[str, ...]]

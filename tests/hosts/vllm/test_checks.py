@@ -67,11 +67,11 @@ def test_a_missing_method(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_vllm.install(monkeypatch, "0.33.0", {**SIGNATURES["v32"], DRAFTS: ("states", "rows")})
+    fake_vllm.install(monkeypatch, "0.34.0", {**SIGNATURES["v32"], DRAFTS: ("states", "rows")})
     seen = examine({})
     lines = output_of(seen)
     name = DRAFTS.replace(":", ".")
-    assert lines[0] == "vllm 0.33.0, not tested: module v32 does not fit"
+    assert lines[0] == "vllm 0.34.0, not tested: module v32 does not fit"
     assert f"  NO   wrapped  {name}  (states=None, rows=None)" in lines
     (problem,) = seen.problems
     assert f"{name}(states=None, rows=None) was expected to have the parameters (hidden" in problem

@@ -199,7 +199,7 @@ def test_configurations_that_cannot_be_served_are_refused(
     assert message_of(make_config(**changes)) == refusal(problem)
 
 
-@pytest.mark.parametrize("version", ["0.25.1", "0.33.0", "0.33.0rc1.dev3+gabc", "1.0"])
+@pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "0.34.0rc1.dev3+gabc", "1.0"])
 def test_untested_versions_start_with_a_warning(
     monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
