@@ -13,11 +13,13 @@ STRUCTURES: list[dict[str, Any]] = [
 ]
 
 
-def random_requests(prompts: list[str], count: int) -> list[dict[str, Any]]:
-    """Return ``count`` requests; the same for every call."""
-    rng = random.Random(34)
+def random_requests(
+    prompts: list[str], count: int, seed: int = 34, longest: int = 16
+) -> list[dict[str, Any]]:
+    """Return ``count`` requests; the same for every call with these arguments."""
+    rng = random.Random(seed)
     return [
-        {"prompt": rng.choice(prompts), "params": random_options(rng, number)}
+        {"prompt": rng.choice(prompts), "params": random_options(rng, number, longest)}
         for number in range(count)
     ]
 
@@ -66,4 +68,9 @@ def random_options(rng: random.Random, number: int, longest: int = 16) -> dict[s
         options["structured_outputs"] = rng.choice(STRUCTURES)
     elif chance(0.2):
         options["allowed_token_ids"] = rng.sample(range(VOCAB_SIZE), rng.choice([3, 400]))
+    if chance(0.2):
+        options["min_p"] = rng.choice([0.02, 0.1, 0.5])
+    if chance(0.2):
+        biased = rng.sample(range(VOCAB_SIZE), rng.choice([5, 100]))
+        options["logit_bias"] = {str(token): rng.uniform(-5, 5) for token in biased}
     return options

@@ -16,6 +16,7 @@ PROMPTS = [
     entry["prompt"] for entry in json.loads((ROOT / CHECKPOINT / "../prompts.json").read_text())
 ]
 PLUGIN = {"kernels": "reference"}
+MAX_MODEL_LEN = 256
 
 Request = dict[str, Any]
 """``prompt`` and ``params``."""
@@ -63,7 +64,7 @@ def job(
     settings: dict[str, Any] = {
         "model": CHECKPOINT,
         "dtype": "float32",
-        "max_model_len": 512,
+        "max_model_len": MAX_MODEL_LEN,
         "max_num_seqs": 8,
         "enforce_eager": True,
         "enable_prefix_caching": False,
@@ -89,6 +90,11 @@ FEW: Phases = {
 }
 """vLLM's own top-k and top-p do not run under Triton's interpreter."""
 RANDOM = random_requests(PROMPTS, 60)
+LONGEST = ["".join((PROMPTS[n:] + PROMPTS[:n])[:7]) + PROMPTS[n][:25] for n in range(len(PROMPTS))]
+"""Prompts of 224 to 242 tokens: some of their outputs end at `MAX_MODEL_LEN`."""
+MIXED = random_requests(
+    [*PROMPTS, *(each["prompt"] for each in LONG["long"]), *LONGEST], 40, seed=10, longest=48
+)
 UNSEEDED: Phases = {
     "unseeded": [request(PROMPTS[0], 24, temperature=1.0) for _ in range(4)],
     "n": [
@@ -117,6 +123,22 @@ BIASED: Phases = {
         "both": {"min_p": 0.1, "logit_bias": BIAS},
     }.items()
 }
+ONE_TOKEN = [
+    {**each, "params": each["params"] | more}
+    for each in BIASED["both"][::2]
+    for more in ({}, {"temperature": 0.8, "seed": 5, "min_p": 1.0})
+]
+"""Requests with one possible token at every position, whatever the method."""
+NUM_SAMPLES = 160
+SAMPLING = {"temperature": 0.8, "min_p": 0.05, "logit_bias": BIAS}
+
+
+def samples(count: int, first_seed: int, *lengths: int) -> list[Request]:
+    """Return requests with one prompt and a seed each; ``max_tokens`` are ``lengths`` in turn."""
+    return [
+        request(PROMPTS[1], lengths[n % len(lengths)], seed=first_seed + n, **SAMPLING)
+        for n in range(count)
+    ]
 
 
 def of_many_lengths(requests: list[Request]) -> list[Request]:
@@ -129,6 +151,25 @@ def of_many_lengths(requests: list[Request]) -> list[Request]:
 
 NO_PLUGINS = {"VLLM_PLUGINS": ""}
 
+TAG = {
+    "type": "structural_tag",
+    "format": {
+        "type": "triggered_tags",
+        "triggers": ["<call"],
+        "tags": [
+            {
+                "begin": "<call>",
+                "content": {
+                    "type": "json_schema",
+                    "json_schema": KEPT["json"]["structured_outputs"]["json"],
+                },
+                "end": "</call>",
+            }
+        ],
+        "at_least_one": True,
+        "stop_after_first": True,
+    },
+}
 PROCESSORS: Phases = {
     "thinking": [
         request(f"{PROMPTS[3]}\n<think>", 20, thinking_token_budget=budget, **options)
@@ -144,8 +185,29 @@ PROCESSORS: Phases = {
         request(prompt, 12, temperature=0.7, seed=number, logprobs=2, frequency_penalty=number % 2)
         for number, prompt in enumerate(PROMPTS[:4])
     ],
+    "structure after thinking": [
+        request(f"{prompt}<think>", 48, ignore_eos=False, structured_outputs=structure, **options)
+        for structure in (
+            KEPT["json"]["structured_outputs"],
+            KEPT["regex"]["structured_outputs"],
+            {"structural_tag": json.dumps(TAG)},
+        )
+        for prompt in (PROMPTS[0], PROMPTS[1], PROMPTS[3])
+        for options in (
+            {},
+            {"temperature": 0.9, "seed": 1},
+            {"temperature": 0.9, "seed": 2},
+            {"temperature": 0.9, "seed": 3},
+        )
+    ],
 }
 PROCESSOR_SETTINGS: dict[str, Any] = {
+    "structured_outputs_config": {
+        "backend": "xgrammar",
+        "disable_any_whitespace": True,
+        "reasoning_parser": "newline",
+        "reasoning_parser_plugin": "tests.vllm.reasoning",
+    },
     "reasoning_config": {"reasoning_start_str": "<think>", "reasoning_end_str": "</think>"},
     "logits_processors": ["tests.vllm.processors:EvenWithoutRepeats"],
     "logprobs_mode": "processed_logprobs",
@@ -175,10 +237,17 @@ SAMPLED = [
     for number, prompt in enumerate(PROMPTS)
     for seed in (number, 100 + number)
 ]
+MIXED_WITH_METHODS = with_extra(
+    MIXED, *LIMITS, {"mtp_verification": "rejection"}, {"mtp_verification": "block"}
+)
 THINKING = [request(f"{prompt}\n<think>", 32) for prompt in PROMPTS]
 LONG_THINKING = [
     request(f"{prompt}{middle}<think>", 48) for prompt in PROMPTS for middle in ("", "\n")
 ]
+BANNED = range(200, 320)
+BANS = {"logit_bias": dict.fromkeys(map(str, BANNED), -100.0), "logprobs": 20}
+THINKING_BANNED = [{**each, "params": each["params"] | BANS} for each in THINKING]
+RELAXED_BANNED = {"mtp_relaxed_topk": 5, "mtp_relaxed_delta": 0.3}
 NEWLINE = 201
 """A token that ends the thinking phase in some outputs."""
 METHODS: Phases = {
@@ -191,7 +260,16 @@ METHODS: Phases = {
     "mixed": with_extra(
         PLAIN["plain"], {}, {"mtp_verification": "rejection"}, {}, {"mtp_verification": "block"}, {}
     ),
+    **{
+        f"{method} {name}": with_extra(requests, {"mtp_verification": method})
+        for first_seed, method in ((10_000, "rejection"), (20_000, "block"))
+        for name, requests in (
+            ("one token", ONE_TOKEN),
+            ("samples", samples(NUM_SAMPLES, first_seed, 5)),
+        )
+    },
     "strict": THINKING,
+    "relaxed banned": with_extra(THINKING_BANNED, RELAXED_BANNED),
     "relaxed": with_extra(THINKING, RELAXED),
     "relaxed outside": with_extra(
         [
@@ -219,7 +297,7 @@ TOP2: Phases = {
     ]
 }
 """For an engine with the method of ``integration/examples/top2.py``."""
-DRAFTS_BY_BATCH = [[1, 3, 3], [4, 5, 0], [6, 7, 2], [8, 8, 1]]
+DRAFTS_BY_BATCH = [[1, 3, 0], [4, 5, 3], [6, 7, 2], [8, 8, 1]]
 """First and last batch size, and the drafts of a request."""
 THINKING_TOKENS = {"thinking_begin_token": 1, "thinking_end_token": 2}
 """Token ids of ``<think>`` and ``</think>``."""
@@ -299,16 +377,51 @@ EMBEDDED = {
 }
 """The package's own executor."""
 
+WAVES: Phases = {
+    f"wave {number}": with_extra(
+        samples(8, 30_000 + 8 * number, 4, 4, 6, 6, 9, 9, 9, 9),
+        {"mtp_verification": ("rejection", "block")[number % 2]},
+    )
+    for number in range(NUM_SAMPLES // 8)
+}
+"""Requests of one batch, whose size falls from 8 to 6 to 4."""
+
 JOBS: dict[str, dict[str, Any]] = {
-    "k0": job(0, {**PLAIN, **LONG, **FEW, **UNSEEDED, **OPTIONS, **BIASED, "random": RANDOM}),
+    "k0": job(
+        0,
+        {
+            **PLAIN,
+            **LONG,
+            **FEW,
+            **UNSEEDED,
+            **OPTIONS,
+            **BIASED,
+            "random": RANDOM,
+            "mixed": MIXED,
+            "samples": samples(NUM_SAMPLES, 0, 9),
+            "other samples": [
+                {**each, "params": each["params"] | {"logit_bias": {}}}
+                for each in samples(NUM_SAMPLES, 0, 3)
+            ],
+            "strict banned": THINKING_BANNED,
+        },
+    ),
     "embedded": EMBEDDED,
     "k3": job(3, {**PLAIN, **UNSEEDED, **OPTIONS, **BIASED, "random": RANDOM}),
     "dynamic": job(
         3,
-        {phase: of_many_lengths(each) for phase, each in {**PLAIN, **BIASED}.items()},
+        {
+            **{phase: of_many_lengths(each) for phase, each in {**PLAIN, **BIASED}.items()},
+            **{
+                f"{method} one token": of_many_lengths(
+                    with_extra(ONE_TOKEN, {"mtp_verification": method})
+                )
+                for method in ("rejection", "block")
+            },
+            **WAVES,
+        },
         speculative_config={
-            "method": "mtp",
-            "num_speculative_tokens": 3,
+            **keeps_probs(3)["speculative_config"],
             "num_speculative_tokens_per_batch_size": DRAFTS_BY_BATCH,
         },
     ),
@@ -318,11 +431,15 @@ JOBS: dict[str, dict[str, Any]] = {
     "reduced_k3": job(3, PLAIN, plugin=PLUGIN | {"draft_vocab": 512}),
     "few_blocks": job(
         3,
-        PLAIN | LONG,
+        {
+            **PLAIN,
+            **LONG,
+            "mixed": MIXED_WITH_METHODS,
+        },
         enable_prefix_caching=True,
         block_size=32,
-        num_gpu_blocks_override=13,
-        max_model_len=256,
+        num_gpu_blocks_override=12,
+        **keeps_probs(3),
     ),
     "off": job(3, FEW, plugin=None),
     "without_package": job(3, FEW, plugin=None, env=NO_PLUGINS),
@@ -360,7 +477,6 @@ JOBS: dict[str, dict[str, Any]] = {
         enable_prefix_caching=True,
         block_size=32,
         num_gpu_blocks_override=13,
-        max_model_len=256,
         **keeps_probs(1),
     ),
     # the engine core, a process of its own, finds the method by the entry point in this folder

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
+from collections import Counter
 
 import pytest
 
-from tests.vllm.engines import LIMITS, METHODS, NEWLINE, PLAIN
+from integration.vllm.methods import chi_square
+from tests.vllm.engines import BANNED, LIMITS, METHODS, NEWLINE, PLAIN, RELAXED_BANNED, WAVES
 
 pytest.importorskip("vllm")
 
@@ -88,6 +91,80 @@ def test_other_methods_in_a_batch_do_not_change_coupled_requests(results):
         else:
             assert output == expected
     assert differ > 0
+
+
+@pytest.mark.engines("k0", "methods_k3", "dynamic")
+@pytest.mark.parametrize("name", ["methods_k3", "dynamic"])
+@pytest.mark.parametrize("method", ["rejection", "block"])
+def test_min_p_and_logit_bias_are_read_by_methods_by_probability(results, name, method):
+    """Where only one token is possible; those of a batch whose draft length changes too."""
+    phase = f"{method} one token"
+    expected = [each for each in tokens(results("k0"), "both")[::2] for _ in range(2)]
+    found = tokens(results(name), phase)
+    assert found == [each[: len(got)] for got, each in zip(found, expected, strict=True)]
+    assert min(map(len, found)) == (4 if name == "dynamic" else 32)
+    assert results(name)[phase]["counters"]["spec_decode_num_accepted_tokens"] > 0
+
+
+def p_values(one, other):
+    """Return the p-values of chi-square tests of the tokens, and pairs of them, by position."""
+    found = {}
+    for position in range(1, max(map(len, one))):
+        for width in (1, 2):
+            counts = [
+                Counter(
+                    tuple(output[position - width + 1 : position + 1])
+                    for output in outputs
+                    if len(output) > position
+                )
+                for outputs in (one, other)
+            ]
+            found[position, width] = chi_square(*counts)[0]
+    return found
+
+
+@pytest.mark.engines("k0", "methods_k3", "dynamic")
+@pytest.mark.parametrize(
+    ("name", "phases"),
+    [
+        ("methods_k3", ["rejection samples"]),
+        ("methods_k3", ["block samples"]),
+        ("dynamic", list(WAVES)),
+        ("k0", ["other samples"]),
+    ],
+)
+def test_min_p_and_logit_bias_keep_their_distribution(results, report, name, phases):
+    """Also if the draft length changes during requests; without the bias it is another one."""
+    found = [output for phase in phases for output in tokens(results(name), phase)]
+    values = p_values(found, tokens(results("k0"), "samples"))
+    least = min(values.values()) * len(values)
+    report(
+        f"{name} {phases[0]}: least p of {len(values)} chi-square tests, times that: {least:.2g}"
+    )
+    assert (least < 1e-3) == (name == "k0")
+
+
+@pytest.mark.engines("k0", "methods_k3")
+def test_relaxed_acceptance_reads_biased_logits(results, report):
+    """With 120 tokens ruled out by a bias: other drafts are accepted by rank and probability."""
+    result = results("methods_k3")
+    strict, relaxed = results("k0")["strict banned"]["outputs"], result["relaxed banned"]["outputs"]
+    assert [each["tokens"] for each in relaxed] != [each["tokens"] for each in strict]
+    ranks = Counter()
+    for output in relaxed:
+        ends = set(itertools.accumulate(output["new_tokens"][:-1]))
+        logprobs = output["completions"]["0"]["logprobs"]
+        for number, (token, at) in enumerate(zip(output["tokens"], logprobs, strict=True), 1):
+            allowed = {each: math.exp(value) for each, value, _ in at if each not in BANNED}
+            ruled_out = sum(math.exp(value) for each, value, _ in at if each in BANNED)
+            rank = 1 + sum(value > allowed[token] for value in allowed.values())
+            ranks[rank] += 1
+            assert rank <= (1 if number in ends else RELAXED_BANNED["mtp_relaxed_topk"])
+            below = (max(allowed.values()) - allowed[token]) / (1 - ruled_out)
+            assert below <= RELAXED_BANNED["mtp_relaxed_delta"] + 0.01
+    length = acceptance_length(result, "relaxed banned")
+    report(f"relaxed with a bias: acceptance length {length:.2f}, tokens by rank {dict(ranks)}")
+    assert ranks[2] > 0
 
 
 @pytest.mark.engines("methods_k3")

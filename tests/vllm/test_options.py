@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import pytest
 
-from tests.vllm.engines import PROCESSORS
+from tests.vllm.engines import NEWLINE, PROCESSORS
 from tests.vllm.options import KEPT, REFUSED, TRUNCATION
 from tests.vllm.test_random_requests import assert_same_completion
 
@@ -61,6 +61,23 @@ def test_thinking_ends_at_its_budget(results):
     phase = results("processors_k3")["thinking"]
     for given, result in zip(PROCESSORS["thinking"], phase["outputs"], strict=True):
         assert result["tokens"].index(END_OF_THINKING) == given["params"]["thinking_token_budget"]
+
+
+@pytest.mark.engines("processors_k3")
+def test_structures_begin_when_thinking_ends(results, report):
+    """Also if a draft ends it, and others follow in the same step."""
+    outputs = results("processors_k3")["structure after thinking"]["outputs"]
+    ended = [each for each in outputs if NEWLINE in each["tokens"]]
+    crossing = sum(
+        each["tokens"].index(NEWLINE) + 1 not in accumulate(each["new_tokens"]) for each in ended
+    )
+    finished = sum(each["completions"]["0"]["finish_reason"] == "stop" for each in ended)
+    report(
+        f"thinking ends in {len(ended)} of {len(outputs)} outputs, in {crossing} within a step; "
+        f"{finished} structures end"
+    )
+    assert crossing > 0
+    assert finished > 3
 
 
 @pytest.mark.engines("processors_k3")

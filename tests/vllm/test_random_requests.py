@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.vllm.engines import RANDOM
+from tests.vllm.engines import MAX_MODEL_LEN, MIXED_WITH_METHODS, RANDOM
 
 pytest.importorskip("vllm")
 
@@ -34,6 +34,29 @@ def test_options_give_the_same_output_with_drafts(results, number):
     got, expected = (results(name)["random"]["outputs"][number] for name in ("k3", "k0"))
     assert "error" not in expected, expected
     assert_same_completion(got, expected)
+
+
+@pytest.mark.engines("k0", "few_blocks")
+def test_preemption_and_the_longest_sequence_do_not_change_the_output(results, report):
+    """Other methods are in the batch; their greedy requests are compared too."""
+    result = results("few_blocks")["mixed"]
+    expected = results("k0")["mixed"]["outputs"]
+    at_the_end = compared = 0
+    for given, got, wanted in zip(MIXED_WITH_METHODS, result["outputs"], expected, strict=True):
+        assert "error" not in wanted, wanted
+        is_at_the_end = len(got["prompt_token_ids"]) + len(got["tokens"]) == MAX_MODEL_LEN
+        at_the_end += is_at_the_end
+        if given["params"]["temperature"] == 0 or not given["params"]["extra_args"].get(
+            "mtp_verification"
+        ):
+            compared += 1
+            assert_same_completion(got, wanted)
+    preemptions = result["counters"]["num_preemptions"]
+    report(
+        f"random requests: {compared} compared, {at_the_end} at the end, {preemptions} preempted"
+    )
+    assert preemptions > 2
+    assert at_the_end > 2
 
 
 @pytest.mark.engines("k0", "triton_k3")
