@@ -449,6 +449,12 @@ def test_synthetic_pieces_say_so() -> None:
 
 # --- a cut draft vocabulary ---
 
+RELAXED_ON = {
+    "use_relaxed_acceptance_for_thinking": True,
+    "begin_thinking_phase_token": 9,
+    "end_thinking_phase_token": 11,
+}
+
 
 def test_a_draft_vocabulary_reaches_the_worker(tmp_path: Path) -> None:
     """One tensor, ascending, for the host and for the worker."""
@@ -465,6 +471,16 @@ def test_a_draft_vocabulary_reaches_the_worker(tmp_path: Path) -> None:
     whole = build(max_draft_len=2)
     assert whole.draft_vocab_ids is None
     assert whole.worker.draft_vocab_ids is None
+
+
+def test_a_draft_vocabulary_has_the_stop_ids_and_thinking_tags(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level("INFO", logger="mtp_plugin")
+    pieces = build(host(end_ids=(3, 31, 40)), max_draft_len=2, mtp={"draft_vocab": 4}, **RELAXED_ON)
+    assert pieces.draft_vocab_ids.tolist() == [0, 1, 2, 3, 9, 11, 31]
+    assert "draft vocabulary: added 3 stop ids and thinking tags" in caplog.text
+    assert build(max_draft_len=2).draft_vocab_ids is None
 
 
 def test_draft_vocabularies_that_cannot_be(tmp_path: Path) -> None:

@@ -230,6 +230,7 @@ def _host_facts(resolved: ResolvedConfig, model: LoadedModel, tokenizer: Any) ->
         encode=partial(encode, tokenizer, add_special_tokens=False) if has_text else None,
         reads_states=False,
         padded_sizes=padded_sizes(resolved.config),
+        end_ids=resolved.facts.eos_token_ids,
     )
 
 

@@ -52,6 +52,7 @@ class HostFacts:
     encode: Callable[[str], list[int]] | None = None  # text -> ids, if a tokenizer is loaded
     reads_states: bool = True  # hidden states of a step are read after the worker ran
     padded_sizes: Sequence[int] = ()  # batch sizes to which generation-only batches are padded
+    end_ids: Sequence[int] = ()  # ids that end an output, which a draft vocabulary always has
 
     def __post_init__(self) -> None:
         for name in _HOST_SIZES:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -9,11 +10,11 @@ from typing import Any
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
+from mtp_plugin.config.draft_vocab import add_draft_ids, resolve_draft_vocab
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.requests.thinking import resolve_thinking_tokens
 from mtp_plugin.speculative.draft_length.controller import DraftLengthController
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
-from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
 from mtp_plugin.speculative.drafting.trace_check import deferred_checks
 from mtp_plugin.speculative.drafting.worker import SpecWorker
 from mtp_plugin.speculative.host import DecodingOptions
@@ -34,6 +35,8 @@ from mtp_plugin.speculative.verification import (
     most_draft_probs,
     refusals,
 )
+
+_logger = logging.getLogger("mtp_plugin")
 
 
 class MTPPlugin:
@@ -63,10 +66,7 @@ class MTPPlugin:
             config, thinking_tokens=self._thinking(config, host), defer_thinking_end=True
         )
         options = replace(options, thinking_end=thinking_end_of(config, host))
-        vocab = resolve_draft_vocab(config.mtp.draft_vocab, host.vocab_size)
-        draft_vocab_ids = None
-        if vocab is not None:
-            draft_vocab_ids = torch.tensor(vocab, dtype=torch.int32, device=host.device)
+        draft_vocab_ids = self._draft_vocab(config, options, host)
         vanilla = config.use_mtp_vanilla
         worker_class = MTPWorker if vanilla else MTPEagleWorker
         worker = worker_class(
@@ -133,6 +133,24 @@ class MTPPlugin:
             make_graph_metadata=MTPSpecMetadata.create_cuda_graph_metadata,
             memory_report=manager.memory_report,
         )
+
+    @staticmethod
+    def _draft_vocab(
+        config: MTPDecodingConfig, options: DecodingOptions, host: HostFacts
+    ) -> torch.Tensor | None:
+        """Return the ids that may be drafted [V'] int32, stop ids and thinking tags among them."""
+        listed = resolve_draft_vocab(config.mtp.draft_vocab, host.vocab_size)
+        if listed is None:
+            return None
+        always = {*host.end_ids, *options.thinking_tokens}
+        if (end := options.thinking_end) is not None:
+            always.update((end.begin, *end.end, end.end_token))
+        ids = add_draft_ids(listed, always, host.vocab_size)
+        if len(ids) > len(listed):
+            _logger.info(
+                "draft vocabulary: added %d stop ids and thinking tags", len(ids) - len(listed)
+            )
+        return torch.tensor(ids, dtype=torch.int32, device=host.device)
 
     @staticmethod
     def _manager(

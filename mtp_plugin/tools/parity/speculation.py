@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
+from mtp_plugin.config.draft_vocab import add_draft_ids, resolve_draft_vocab
 from mtp_plugin.hosts.embedded.models import LoadedModel
 from mtp_plugin.infer import (
     Continuation,
@@ -13,6 +14,7 @@ from mtp_plugin.infer import (
     MTPTarget,
     Role,
     Speculated,
+    Thinking,
     coupled,
     rejection,
     speculative_decode,
@@ -20,7 +22,6 @@ from mtp_plugin.infer import (
 from mtp_plugin.infer.mtp_head import Chain
 from mtp_plugin.infer.speculation import Verify
 from mtp_plugin.requests.options import SamplingParams
-from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.verification import label_of
 
@@ -45,8 +46,17 @@ class Drafting:
         return self.verify is not coupled
 
     @classmethod
-    def of(cls, config: LLMConfig, model: LoadedModel, params: SamplingParams) -> Drafting | str:
+    def of(
+        cls,
+        config: LLMConfig,
+        model: LoadedModel,
+        params: SamplingParams,
+        thinking: Thinking | None = None,
+    ) -> Drafting | str:
         """Return the executor's settings for a resolved config, or why they cannot be reproduced.
+
+        Args:
+            thinking: the tags, which a draft vocabulary always has.
 
         Raises:
             ConfigError: the draft vocabulary does not fit the model.
@@ -74,13 +84,19 @@ class Drafting:
             return "the number of drafts depends on more than the text"
         if is_vanilla and (chain == "target_shift" or mtp.draft_window != "exact"):
             return "what the MTP layers read depends on more than the text"
+        vocab_size = model.facts.vocab_size
+        ids = resolve_draft_vocab(mtp.draft_vocab, vocab_size)
+        if ids is not None:
+            tags = () if thinking is None else (thinking.begin, *thinking.end, thinking.end_token)
+            always = (*model.facts.eos_token_ids, *(tag for tag in tags if tag is not None))
+            ids = add_draft_ids(ids, always, vocab_size)
         return cls(
             num_drafts=speculative.draft_len,
             is_vanilla=is_vanilla,
             chain=chain,
             role=_ROLES[params.draft_sampling or mtp.drafts_of(verification)],
             verify=verify,
-            vocab_ids=resolve_draft_vocab(mtp.draft_vocab, model.facts.vocab_size),
+            vocab_ids=ids,
         )
 
 

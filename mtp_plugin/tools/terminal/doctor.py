@@ -310,5 +310,6 @@ def _build(
         max_seq_len=max_seq_len,
         chain=family_of(facts.model_type).traits.chain,
         encode=None if tokenizer is None else partial(encode, tokenizer, add_special_tokens=False),
+        end_ids=facts.eos_token_ids,
     )
     return build_pieces(plugin, config.speculative_config, plan, host)

@@ -148,7 +148,7 @@ def _drafting(
     resolved: LLMConfig, options: GenerateOptions, plain: PlainDecoding, run: BatchRun
 ) -> Drafting | str:
     """Return the executor's draft settings, or why they cannot be reproduced."""
-    drafting = Drafting.of(resolved, plain.model, options.params)
+    drafting = Drafting.of(resolved, plain.model, options.params, plain.thinking)
     if isinstance(drafting, Drafting) and drafting.changes_output and run.num_preemptions:
         method = resampling_method(resolved, options.params)
         return f"preempted {run.num_preemptions} times, after which {method} samples anew"

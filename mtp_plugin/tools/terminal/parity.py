@@ -230,7 +230,7 @@ def run_parity(
                 known=known.setdefault(seed_of_engine, {}),
             )
             verdicts = plain.verdicts(results, tie_ulps, on_progress)
-            drafting = Drafting.of(config, model, params)
+            drafting = Drafting.of(config, model, params, plain.thinking)
             key = (variant.worker, variant.k)
             if isinstance(drafting, Drafting) and key not in alike:
                 on_progress(f"{variant.drafts}: the same without the executor")

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from mtp_plugin.config.draft_vocab import add_draft_ids, resolve_draft_vocab
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
 
 
 @pytest.fixture
@@ -100,3 +100,16 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 def test_files_that_are_too_deep_or_too_long(listed: Any, content: str) -> None:
     with pytest.raises(ConfigError, match="not valid JSON: "):
         resolve_draft_vocab(listed(content))
+
+
+@pytest.mark.parametrize("ids", [range(4), [0, 2, 3]])
+def test_added_ids_are_sorted_in_and_known_ones_change_nothing(ids: Any) -> None:
+    assert add_draft_ids(ids, (3, 0, 9, -1), 9) is ids
+    assert add_draft_ids(ids, (8, 3, 5), 9) == [*ids, 5, 8]
+
+
+def test_a_message_names_the_key_of_the_caller() -> None:
+    with pytest.raises(ConfigError, match=r"^other: expected at most the vocabulary of 9, got 10$"):
+        resolve_draft_vocab(10, 9, key="other")
+    with pytest.raises(ConfigError, match=r"^other: none\.json: no such file"):
+        resolve_draft_vocab("none.json", 9, key="other")
