@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from integration.vllm.engine_process import COMMON_ENVIRONMENT, CPU_ENVIRONMENT, SHIM
-from tests.vllm.engines import JOBS, ROOT
+from tests.vllm.engines import JOBS, ROOT, counted_ids
 
 LIMIT_SECONDS = 500
 ENVIRONMENT = {
@@ -62,6 +62,12 @@ def results(
 def run(name: str, folder: Path) -> Result:
     """Run an engine in a process of its own; its log is in the folder."""
     job = JOBS[name]
+    if size := job.get("counted_ids"):
+        listed = folder / f"{name}.ids.json"
+        listed.write_text(json.dumps(counted_ids(size)))
+        plugin = job["engine"]["additional_config"]["mtp_plugin"] | {"draft_vocab": str(listed)}
+        engine = job["engine"] | {"additional_config": {"mtp_plugin": plugin}}
+        job = job | {"engine": engine}
     given, result, log = (folder / f"{name}.{suffix}" for suffix in ("json", "out.json", "log"))
     given.write_text(json.dumps(job))
     module = job.get("module", "tests.vllm.run_engine")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -385,6 +386,26 @@ WAVES: Phases = {
     for number in range(NUM_SAMPLES // 8)
 }
 """Requests of one batch, whose size falls from 8 to 6 to 4."""
+TWO_RANKS: dict[str, Any] = {
+    "env": {"TORCHDYNAMO_DISABLE": "1"},
+    "tensor_parallel_size": 2,
+    "distributed_executor_backend": "mp",
+}
+REDUCED = 512
+"""Of 2,048 ids."""
+COUNTED_FILES = 60
+
+
+def counted_ids(size: int) -> list[int]:
+    """Return the most frequent ids of the training corpus, the standard library."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(ROOT / CHECKPOINT / "tokenizer.json"))
+    files = sorted(Path(json.__file__).parents[1].glob("*.py"))[:COUNTED_FILES]
+    encoded = tokenizer.encode_batch([file.read_text(encoding="utf-8") for file in files])
+    counts = Counter(token for each in encoded for token in each.ids)
+    return [token for token, _ in counts.most_common(size)]
+
 
 JOBS: dict[str, dict[str, Any]] = {
     "k0": job(
@@ -429,6 +450,19 @@ JOBS: dict[str, dict[str, Any]] = {
     "k2": job(2, PLAIN),
     "few_slots": job(3, PLAIN, max_num_seqs=3, max_num_batched_tokens=20),
     "reduced_k3": job(3, PLAIN, plugin=PLUGIN | {"draft_vocab": 512}),
+    "counted_k3": job(
+        3,
+        {**PLAIN, "mixed": METHODS["mixed"]},
+        plugin=PLUGIN | {"thinking_begin_token": 1, "thinking_end_token": 2047},
+        **keeps_probs(3),
+    )
+    | {"counted_ids": REDUCED},
+    # a list, so that rows are copied
+    "reload_k1": job(1, {**PLAIN, **FEW, "negative": PLAIN["plain"]})
+    | {
+        "counted_ids": REDUCED,
+        "weights": {"plain": "reloaded", "few": "draft", "negative": "target"},
+    },
     "few_blocks": job(
         3,
         {
@@ -447,13 +481,8 @@ JOBS: dict[str, dict[str, Any]] = {
     "processors_k0": job(0, PROCESSORS, **PROCESSOR_SETTINGS),
     "processors_k3": job(3, PROCESSORS, **PROCESSOR_SETTINGS),
     "triton_k3": job(3, {"random": RANDOM[:10]}, plugin={"kernels": "triton"}),
-    "two_ranks": job(
-        3,
-        FEW,
-        env={"TORCHDYNAMO_DISABLE": "1"},
-        tensor_parallel_size=2,
-        distributed_executor_backend="mp",
-    ),
+    "two_ranks": job(3, FEW, **TWO_RANKS),
+    "counted_two_ranks": job(3, FEW, **TWO_RANKS) | {"counted_ids": REDUCED - 1},
     "methods_k3": job(3, METHODS, plugin=PLUGIN | THINKING_TOKENS, **keeps_probs(3)),
     "relaxed_k3": job(
         3,

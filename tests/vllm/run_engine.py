@@ -35,6 +35,8 @@ def main() -> None:
         "start_seconds": time.monotonic() - started,
     }
     for name, requests in job["phases"].items():
+        if name in job.get("weights", {}):
+            load_weights(llm, job["engine"]["model"], job["weights"][name])
         if isinstance(requests, dict):
             requests = continuations(result[requests["of"]]["outputs"], **requests["options"])
         before, started = counters(llm), time.monotonic()
@@ -60,6 +62,31 @@ def continuations(
             prompt = output["prompt_token_ids"] + output["tokens"][:end]
             found.append({"prompt": prompt, "params": {**params, "max_tokens": rest}})
     return found
+
+
+def load_weights(llm: Any, checkpoint: str, how: str) -> None:
+    """Load weights into the models of a running engine with one draft pass.
+
+    With negative weights of the LM head and of the norms around it both models compute what they
+    did. ``reloaded``: the target's weights again; ``draft``: negative norms of the draft model, and
+    the head, which trainers send to both; ``target``: negative weights of the target.
+    """
+    from safetensors.torch import load_file
+
+    if how == "reloaded":
+        llm.collective_rpc("reload_weights")
+        return
+    weights = load_file(f"{checkpoint}/model.safetensors")
+    norms = [f"model.layers.12.{name}.weight" for name in ("hnorm", "shared_head.norm")]
+    of_draft = [("lm_head.weight", weights["lm_head.weight"]), *((n, -weights[n]) for n in norms)]
+    if how == "draft":
+        llm.collective_rpc(
+            lambda worker: worker.model_runner.speculator.model.load_weights(of_draft)
+        )
+        return
+    for name in ("lm_head.weight", "model.norm.weight"):
+        weights[name].neg_()
+    llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
 
 
 def widen_dummy_weights() -> None:

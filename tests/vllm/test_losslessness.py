@@ -110,24 +110,49 @@ def test_metrics_agree_with_the_outputs(results, name):
 @pytest.mark.engines("k1", "k2", "k3")
 @pytest.mark.parametrize(("name", "floor"), [("k1", 1.4), ("k2", 1.7), ("k3", 1.9)])
 def test_drafts_are_accepted(results, report, name, floor):
-    counters = results(name)["plain"]["counters"]
-    accepted = counters["spec_decode_num_accepted_tokens"]
-    length = 1 + accepted / counters["spec_decode_num_drafts"]
+    length = acceptance_length(results(name), "plain")
     report(f"{name}: acceptance length {length:.2f}")
     assert length > floor
 
 
-@pytest.mark.engines("k0", "k3", "reduced_k3")
-def test_reduced_draft_vocabulary_changes_no_output(results, report):
-    assert tokens(results("reduced_k3")) == tokens(results("k0"))
-    assert "1 heads of the lowest 512 ids" in results("reduced_k3")["log"]
+@pytest.mark.engines("k0", "k3", "reduced_k3", "counted_k3")
+def test_draft_vocabularies_change_no_output(results, report):
     lengths = {}
-    for name in ("k3", "reduced_k3"):
-        counters = results(name)["plain"]["counters"]
-        accepted = counters["spec_decode_num_accepted_tokens"]
-        lengths[name] = 1 + accepted / counters["spec_decode_num_drafts"]
+    for name in ("k3", "reduced_k3", "counted_k3"):
+        assert tokens(results(name)) == tokens(results("k0"))
+        lengths[name] = acceptance_length(results(name), "plain")
+    heads = {name: results(name)["log"] for name in ("reduced_k3", "counted_k3")}
+    assert "1 heads of the lowest 512 ids, 0 of them added" in heads["reduced_k3"]
+    assert "1 heads of listed 515 ids, 3 of them added" in heads["counted_k3"]
     report(f"acceptance length {lengths}")
-    assert 1.3 < lengths["reduced_k3"] < lengths["k3"]
+    assert 1.8 < lengths["reduced_k3"] < lengths["counted_k3"] < lengths["k3"]
+
+
+@pytest.mark.engines("k0", "counted_k3")
+def test_coupled_requests_next_to_other_methods_with_a_draft_vocabulary(results):
+    """Two requests in five are verified by rejection and by block."""
+    mixed, expected = tokens(results("counted_k3"), "mixed"), tokens(results("k0"))
+    assert [t for n, t in enumerate(mixed) if n % 5 not in (1, 3)] == [
+        t for n, t in enumerate(expected) if n % 5 not in (1, 3)
+    ]
+    assert acceptance_length(results("counted_k3"), "mixed") > 1.8
+
+
+@pytest.mark.engines("reload_k1")
+def test_drafts_of_listed_ids_follow_new_weights(results):
+    """With new weights that give equal logits, the acceptance stays."""
+    result = results("reload_k1")
+    assert tokens(result, "negative") == tokens(result, "plain")
+    assert result["negative"]["counters"] == result["plain"]["counters"]
+    assert acceptance_length(result, "plain") > 1.5
+    assert acceptance_length(result, "few") < 1.2  # the draft model has weights of another target
+
+
+@pytest.mark.engines("k0", "counted_two_ranks")
+def test_tensor_parallelism_splits_the_listed_ids(results):
+    result = results("counted_two_ranks")
+    assert tokens(result, "few") == tokens(results("k0"), "few")
+    assert acceptance_length(result, "few") > 1.8
 
 
 @pytest.mark.engines("off", "without_package")

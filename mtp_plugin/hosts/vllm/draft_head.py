@@ -1,9 +1,11 @@
-"""A reduced LM head for drafts: that of the lowest token ids, which are the most frequent ones."""
+"""A reduced LM head for drafts, with the rows of the ids that may be drafted."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Iterator, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -29,14 +31,14 @@ class DraftHead(nn.Module):
 
     def __init__(self, head: Any, num_ids: int) -> None:
         super().__init__()
-        self._whole = (head,)  # in a tuple: its weight is no parameter of the draft model
+        self.whole = (head,)  # in a tuple: its weight is no parameter of the draft model
         self.num_ids = num_ids
         self.quant_method = head.quant_method
 
     @property
     def weight(self) -> torch.Tensor:
         """[V', H]"""
-        weight: torch.Tensor = self._whole[0].weight
+        weight: torch.Tensor = self.whole[0].weight
         return weight[: self.num_ids]
 
     @staticmethod
@@ -47,11 +49,79 @@ class DraftHead(nn.Module):
         return functional.linear(x, weight, bias)
 
 
-def reduce_heads(model: Any, num_ids: int) -> int:
-    """Replace the heads of a draft model by their first rows; returns how many.
+class CopiedDraftHead(DraftHead):
+    """Listed rows of another head, copied.
+
+    The ranks of tensor parallelism have equal parts of the list, in ascending order of ids; rows
+    that pad the last parts are 0. The copy keeps its address, which captured graphs read.
 
     Args:
-        model: vLLM's MTP model, after it shares the target's head.
+        head: vLLM's ``ParallelLMHead``; its ranks have consecutive ranges of ids.
+        ids: [V'] ascending.
+        group: vLLM's ``GroupCoordinator`` of the ranks; not read with one rank.
+    """
+
+    def __init__(self, head: Any, ids: Sequence[int], group: Any) -> None:
+        super().__init__(head, len(ids))
+        self.tp_size = getattr(head, "tp_size", 1)
+        self._group = group
+        part = -(-len(ids) // self.tp_size)
+        # on the host: sleep of level 2 discards what was allocated on the device while loading
+        self._ids = torch.full((self.tp_size, part), -1)
+        self._ids.view(-1)[: len(ids)] = torch.tensor(ids)
+        rows: torch.Tensor = head.weight.new_empty(part, head.weight.shape[1])
+        self._rows = rows
+        self.refresh()
+        _copies.add(self)
+
+    @property
+    def weight(self) -> torch.Tensor:
+        """[V' / ranks, H]"""
+        return self._rows
+
+    @torch.inference_mode()
+    def refresh(self) -> None:
+        """Copy the rows again; all ranks call it."""
+        self.is_stale = False
+        head = self.whole[0]
+        weight = head.weight
+        if self.tp_size == 1:
+            torch.index_select(weight, 0, self._ids[0].to(weight.device), out=self._rows)
+            return
+        first, end = (
+            head.shard_indices.org_vocab_start_index,
+            head.shard_indices.org_vocab_end_index,
+        )
+        for rank, ids in enumerate(self._ids):
+            is_own = rank == self._group.rank_in_group
+            rows = self._rows if is_own else torch.empty_like(self._rows)
+            rows.zero_()
+            (found,) = torch.where((ids >= first) & (ids < end))
+            source = (ids[found] - first).to(weight.device)
+            rows.index_copy_(0, found.to(weight.device), weight.index_select(0, source))
+            # every row is 0 on all ranks but one: the sum of its bytes is the row
+            torch.distributed.reduce(
+                rows.view(torch.uint8), self._group.ranks[rank], group=self._group.device_group
+            )
+
+
+_copies: WeakSet[CopiedDraftHead] = WeakSet()
+
+
+def mark_stale() -> None:
+    """Let every copy be refreshed before the next draft pass."""
+    for head in _copies:
+        head.is_stale = True
+
+
+def reduce_heads(model: Any, ids: Sequence[int]) -> list[DraftHead]:
+    """Replace the heads of a draft model by their rows of the ids that may be drafted.
+
+    The lowest ids of a head that is not split are read where they lie, others are copied.
+
+    Args:
+        model: vLLM's MTP model, after it shares the target's head. ids: ascending; a range: the
+            lowest ones.
 
     Raises:
         ConfigError: the model has no head of its own class, or one that cannot be cut.
@@ -63,12 +133,69 @@ def reduce_heads(model: Any, num_ids: int) -> int:
     for owner, name in list(_heads(model)):
         head = getattr(owner, name)
         if id(head) not in reduced:
-            _check(head, model_name, num_ids)
-            reduced[id(head)] = DraftHead(head, num_ids)
+            _check(head, model_name, ids)
+            reduced[id(head)] = _reduced(head, ids)
         setattr(owner, name, reduced[id(head)])
     if not reduced:
         raise ConfigError(f"{KEY}: {model_name} has no LM head that is known; leave it out")
-    return len(reduced)
+    return list(reduced.values())
+
+
+def _reduced(head: Any, ids: Sequence[int]) -> DraftHead:
+    if getattr(head, "tp_size", 1) > 1:
+        from vllm.distributed.parallel_state import get_tp_group
+
+        return CopiedDraftHead(head, ids, get_tp_group())
+    return DraftHead(head, len(ids)) if isinstance(ids, range) else CopiedDraftHead(head, ids, None)
+
+
+def follow_weights(speculator: Any, target: Any, heads: Sequence[DraftHead]) -> None:
+    """Refresh the copies before the first draft pass after either model loaded weights.
+
+    Methods of these objects are replaced, since vLLM and RL frameworks call them on objects. What
+    `mark_stale` marks is copied in `propose`, outside of captured graphs.
+    """
+    draft = speculator.model
+    places = [(owner, name, getattr(owner, name)) for owner, name in _heads(draft)]
+
+    def before_draft_weights() -> None:  # a loader expects the parameters of the whole heads
+        for owner, name, head in places:
+            setattr(owner, name, head.whole[0])
+
+    def after_draft_weights() -> None:
+        for owner, name, head in places:
+            setattr(owner, name, head)
+        mark_stale()
+
+    def refresh() -> None:
+        for head in copies:
+            if head.is_stale:
+                head.refresh()
+
+    _surround(draft, "load_weights", before_draft_weights, after_draft_weights)
+    copies = [head for head in heads if isinstance(head, CopiedDraftHead)]
+    if copies:
+        _surround(target, "load_weights", _nothing, mark_stale)
+        _surround(speculator, "propose", refresh, _nothing)
+
+
+def _surround(owner: Any, name: str, before: Any, after: Any) -> None:
+    """Let a method of an object call ``before`` and ``after``, also if it raises."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        before()
+        try:
+            return original(*args, **kwargs)
+        finally:
+            after()
+
+    setattr(owner, name, method)
+
+
+def _nothing() -> None:
+    return None
 
 
 def _heads(model: Any) -> Iterator[tuple[Any, str]]:
@@ -82,13 +209,19 @@ def _heads(model: Any) -> Iterator[tuple[Any, str]]:
             yield shared, "head"
 
 
-def _check(head: Any, model: str, num_ids: int) -> None:
+def _check(head: Any, model: str, ids: Sequence[int]) -> None:
     method = type(getattr(head, "quant_method", None)).__name__
     if method not in _UNQUANTIZED or not hasattr(head, "weight"):
         raise ConfigError(f"{KEY}: {model} has a quantized LM head ({method}); leave it out")
     if getattr(head, "bias", None) is not None:
         raise ConfigError(f"{KEY}: {model} has an LM head with a bias; leave it out")
-    if num_ids > head.weight.shape[0]:
+    if getattr(head, "parallel_group", None) is not None:
         raise ConfigError(
-            f"{KEY}: expected at most the vocabulary of {head.weight.shape[0]}, got {num_ids}"
+            f"{KEY}: {model} has an LM head that is split over another group than that of tensor "
+            "parallelism; leave it out"
+        )
+    vocab = getattr(head, "org_vocab_size", head.weight.shape[0])
+    if ids[-1] >= vocab:
+        raise ConfigError(
+            f"{KEY}: expected ids of the LM head's vocabulary of {vocab}, got {ids[-1]}"
         )

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions, read_options
+from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
 from mtp_plugin.hosts.vllm.request_slots import RequestSlots
 from mtp_plugin.hosts.vllm.row_ops import RowOps, StepRows
 from mtp_plugin.ops.backend import Backend
@@ -27,7 +27,9 @@ def of_worker() -> CompileJob | None:
     return _of_worker
 
 
-def start(vllm_config: Any, capability: int, *, is_first_rank: bool) -> None:
+def start(
+    vllm_config: Any, settings: EngineSettings, capability: int, *, is_first_rank: bool
+) -> None:
     """Start compiling for the logits of an engine, unprocessed and processed ones.
 
     The worker has not set its device yet: nothing here initialises a driver.
@@ -38,8 +40,9 @@ def start(vllm_config: Any, capability: int, *, is_first_rank: bool) -> None:
     most = vllm_config.scheduler_config.max_num_seqs * (num_drafts + 1)
     tilings = tuple(rows for rows in TILINGS if rows <= most)
     dtypes = tuple(dict.fromkeys((str(model.dtype).removeprefix("torch."), "float32")))
-    options = read_options(vllm_config)
-    draft_vocab = options.draft_vocab if options is not None and num_drafts else None
+    draft_vocab = None
+    if (ids := settings.draft_ids) is not None:
+        draft_vocab = len(ids), settings.draft_columns[-1], not isinstance(ids, range)
     arguments = dtypes, tilings, model.get_vocab_size(), num_drafts, draft_vocab
     request = request_launches(launch_kernels, *arguments, capability=capability)
     _of_worker = CompileJob([request], niceness=NICENESS, starts=is_first_rank)
@@ -50,9 +53,14 @@ def launch_kernels(
     tilings: tuple[int, ...],
     vocab: int,
     num_drafts: int,
-    draft_vocab: int | None,
+    draft_vocab: tuple[int, int, bool] | None,
 ) -> None:
-    """Launch the kernels of `RowOps` once per tiling, in a dry run without a GPU."""
+    """Launch the kernels of `RowOps` once per tiling, in a dry run without a GPU.
+
+    Args:
+        draft_vocab: number of ids that may be drafted, columns of their logits with padding, and
+            whether the ids are listed.
+    """
     width, most = num_drafts + 1, max(tilings)
     settings, device = EngineSettings(VllmOptions(), num_drafts), torch.device("cpu")
     ops = RowOps(RequestSlots(most, device, settings), settings, Backend.TRITON, vocab)
@@ -61,14 +69,17 @@ def launch_kernels(
     memory = torch.from_numpy(np.zeros(most * width * padded, np.float32))
     indices = torch.zeros(most * width, dtype=torch.int32)
     positions = torch.zeros(most * width, dtype=torch.int64)
+    num_drafted, num_columns, is_listed = draft_vocab or (0, 0, False)
+    draft_ids = torch.arange(num_drafted, dtype=torch.int32) if is_listed else None
     for dtype in dtypes:
         all_logits = memory.view(getattr(torch, dtype))[: len(memory)].view(-1, padded)[:, :vocab]
         for rows in tilings:
             logits = all_logits[: rows * width]
             ops.sample(logits[:rows], indices[:rows], positions[:rows])
-            if draft_vocab is not None:
-                drafted = memory.view(getattr(torch, dtype))[: rows * draft_vocab]
-                ops.sample(drafted.view(rows, -1), indices[:rows], positions[:rows])
+            if num_drafted:
+                drafted = memory.view(getattr(torch, dtype))[: rows * num_columns].view(rows, -1)
+                drafted = drafted[:, :num_drafted]
+                ops.sample(drafted, indices[:rows], positions[:rows], draft_ids)
             starts = torch.arange(0, rows * width + 1, width, dtype=torch.int32)
             uniform, ragged = rows * width, rows * width - 1
             for count in (uniform, ragged) if num_drafts else ():

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions, read_settings
+from mtp_plugin.hosts.vllm.options import (
+    EngineSettings,
+    VllmOptions,
+    draft_ids_of,
+    read_settings,
+)
 from mtp_plugin.hosts.vllm.requests import load_problem, method_problems
 from mtp_plugin.hosts.vllm.versions import is_tested, release, untested
 from mtp_plugin.verifications import custom_codes
@@ -33,7 +39,11 @@ def checked_settings(vllm_config: Any) -> EngineSettings | None:
             + "; ".join(problems)
             + ". Change this, or turn the plugin off by leaving out additional_config.mtp_plugin."
         )
-    return settings
+    found = draft_ids_of(vllm_config, settings.options)
+    if found is None:
+        return settings
+    ranks = vllm_config.parallel_config.tensor_parallel_size
+    return replace(settings, draft_ids=found[0], num_added_ids=found[1], num_ranks=ranks)
 
 
 def warnings_of(settings: EngineSettings) -> list[str]:
@@ -84,18 +94,14 @@ def _option_problems(options: VllmOptions, settings: EngineSettings) -> list[str
 
 
 def _draft_vocab_problems(options: VllmOptions, vllm_config: Any) -> list[str]:
-    num_ids, spec = options.draft_vocab, vllm_config.speculative_config
-    if num_ids is None or spec is None:
+    spec = vllm_config.speculative_config
+    if options.draft_vocab is None or spec is None:
         return []
     problems = []
-    vocab = vllm_config.model_config.get_vocab_size()
-    if num_ids > vocab:
-        problems.append(f"draft_vocab: expected at most the vocabulary of {vocab}, got {num_ids}")
-    ranks = vllm_config.parallel_config.tensor_parallel_size
-    if ranks > 1:
-        problems.append(
-            f"draft_vocab is not supported with tensor_parallel_size {ranks}: leave out one of them"
-        )
+    try:
+        draft_ids_of(vllm_config, options)
+    except ConfigError as error:
+        problems.append(str(error))
     if getattr(spec, "draft_lm_head_quantization", None):
         problems.append(
             "draft_vocab is not supported with speculative_config.draft_lm_head_quantization: "

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from mtp_plugin.config.draft_vocab import add_draft_ids, resolve_draft_vocab
 from mtp_plugin.config.messages import expected, got
+from mtp_plugin.config.values import DraftVocab
 from mtp_plugin.errors import ConfigError
 
 KEY = "mtp_plugin"
@@ -30,9 +33,9 @@ class VllmOptions(BaseModel):
     accepted, ..."""
     relaxed_delta: float = Field(default=0.0, ge=0)
     """... if their probability is at most so far below the highest one."""
-    draft_vocab: int | None = Field(default=None, ge=1)
-    """How many of the lowest token ids may be drafted; None: all. The draft layers then compute so
-    many logits; output does not change."""
+    draft_vocab: DraftVocab | None = None
+    """Token ids that may be drafted: how many of the lowest ones, or the path of a JSON list; None:
+    all. The draft layers then compute the logits of these alone; output does not change."""
     kernels: Literal["auto", "triton", "reference"] = "auto"
     """``auto``: Triton kernels on CUDA devices, else torch."""
     allow_untested: bool = False
@@ -54,6 +57,19 @@ class EngineSettings:
     """``draft_sample_method: probabilistic``, which ``rejection`` and ``block`` need."""
     synthetic_rates: tuple[float, ...] | None = None
     """Share of steps that accept at least i+1 drafts; None: real acceptance."""
+    draft_ids: Sequence[int] | None = None
+    """Token ids that may be drafted, ascending; a range: the lowest ones; None: all."""
+    num_added_ids: int = 0
+    """Of ``draft_ids``: stop ids and thinking tags that the option leaves out."""
+    num_ranks: int = 1
+    """Of tensor parallelism, over which the rows of the LM head are split."""
+
+    @property
+    def draft_columns(self) -> tuple[int, ...]:
+        """Numbers of columns that draft logits may have with ``draft_ids``: of a head that is not
+        split, and of one whose ranks have equal numbers of rows."""
+        num_ids = len(self.draft_ids or ())
+        return num_ids, -(-num_ids // self.num_ranks) * self.num_ranks
 
 
 def read_settings(vllm_config: Any) -> EngineSettings | None:
@@ -94,6 +110,40 @@ def read_options(vllm_config: Any) -> VllmOptions | None:
         return VllmOptions.model_validate(given)
     except ValidationError as error:
         raise ConfigError("; ".join(_problem(entry, given) for entry in error.errors())) from None
+
+
+def draft_ids_of(vllm_config: Any, options: VllmOptions) -> tuple[Sequence[int], int] | None:
+    """Return the token ids that may be drafted, and how many of them the option leaves out; None:
+    all ids.
+
+    Stop ids of the model and thinking tags are always among them.
+
+    Raises:
+        ConfigError: see `resolve_draft_vocab`.
+    """
+    model = vllm_config.model_config
+    if options.draft_vocab is None or vllm_config.speculative_config is None:
+        return None
+    vocab = model.get_vocab_size()
+    ids = resolve_draft_vocab(
+        options.draft_vocab, vocab, key=f"additional_config.{KEY}.draft_vocab"
+    )
+    if ids is None:
+        return None
+    tags = (options.thinking_begin_token, options.thinking_end_token)
+    always = [*_stop_ids(model), *(tag for tag in tags if tag is not None)]
+    drafted = add_draft_ids(ids, always, vocab)
+    return drafted, len(drafted) - len(ids)
+
+
+def _stop_ids(model: Any) -> Iterator[int]:
+    """Yield the ids that end an output, of the model's configuration and generation config."""
+    given = [getattr(model.hf_config, "eos_token_id", None)]
+    given.append(getattr(model.hf_text_config, "eos_token_id", None))
+    given.append(model.try_get_generation_config().get("eos_token_id"))
+    for ids in given:
+        if ids is not None:
+            yield from (ids,) if isinstance(ids, int) else ids
 
 
 def _problem(entry: Any, given: dict[str, Any]) -> str:

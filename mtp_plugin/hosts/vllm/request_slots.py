@@ -105,6 +105,10 @@ class RequestSlots:
             self._table.write_rows(self._staged)
             self._staged = {}
 
+    def restore(self) -> None:
+        """Write the row of padding again."""
+        self._table.write({self._padding: {}})
+
     def of(self, indices: torch.Tensor) -> SlotRows:
         """Return the slots of request state indices [N], all valid."""
         return self._table.rows_of(indices)

@@ -53,7 +53,7 @@ class StepRows:
 class DraftRows(NamedTuple):
     """The rows that propose one draft of each of R requests."""
 
-    logits: torch.Tensor  # [R, V], or of the lowest ids if only these are drafted
+    logits: torch.Tensor  # [R, V]; with a draft vocabulary [R, V' or more], columns of padding last
     indices: torch.Tensor  # [R] request state indices, below 0 or any for padding rows
     positions: torch.Tensor  # [R]
     column: int  # the draft follows the token at position + column
@@ -78,14 +78,31 @@ class RowOps:
         self._make_verifier()
         self._no_contexts = torch.zeros(0, dtype=torch.int32, device=device)
         self._columns = torch.arange(self.num_drafts + 1, device=device)
+        ids = settings.draft_ids
+        self._num_drafted = vocab if ids is None else len(ids)
+        self._draft_ids: torch.Tensor | None = None
+        """[V'] int32: token ids of the columns of draft logits; None: column i is id i."""
+        if ids is not None and not isinstance(ids, range):
+            self._draft_ids = torch.tensor(ids, dtype=torch.int32, device=device)
         self.draft_probs: torch.Tensor | None = None
         """[S, K, V] float32: distributions of the drafts of rejection sampling, 0 for ids that are
         never drafted."""
         if settings.keeps_draft_probs:
             shape = (len(slots.table), self.num_drafts, vocab)
             self.draft_probs = torch.zeros(shape, dtype=torch.float32, device=device)
-            drafted = (shape[0], 1, settings.options.draft_vocab or vocab)
+            drafted = (shape[0], 1, self._num_drafted)
             self._last_probs = torch.zeros(drafted, dtype=torch.float32, device=device)
+
+    def restore(self) -> None:
+        """Write the constants on the device again; what requests write stays."""
+        self.slots.restore()
+        self._columns.copy_(torch.arange(self.num_drafts + 1))
+        if self._draft_ids is not None:
+            self._draft_ids.copy_(torch.tensor(self.settings.draft_ids))
+        if self.draft_probs is not None and self.settings.draft_ids is not None:
+            is_drafted = torch.zeros(self.draft_probs.shape[2], dtype=torch.bool)
+            is_drafted[list(self.settings.draft_ids)] = True
+            self.draft_probs.masked_fill_(~is_drafted.to(self.draft_probs.device), 0.0)
 
     def _make_verifier(self) -> None:
         modes = self.slots.modes
@@ -100,12 +117,13 @@ class RowOps:
         logits: torch.Tensor,
         indices: torch.Tensor,
         positions: torch.Tensor,
+        vocab_ids: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Sample the token after each row.
 
         Args:
             logits: [N, V]. indices: [N] request state index of each row. positions: [N] position
-                of each row's token.
+                of each row's token. vocab_ids: as in `sample_tokens`.
 
         Returns:
             [N] int32, valid token ids; 0 for a row without finite value, since a request that gets
@@ -113,7 +131,8 @@ class RowOps:
         """
         self._wait_for_kernels()
         rows, slots = LogitRows.flat(positions), self.slots.of(indices)
-        return sample_tokens(logits, rows, slots, backend=self.backend).clamp_min(0)
+        tokens = sample_tokens(logits, rows, slots, vocab_ids=vocab_ids, backend=self.backend)
+        return tokens.clamp_min(0)
 
     def sample_drafts(self, draft: DraftRows) -> torch.Tensor:
         """Sample a draft token per row.
@@ -125,28 +144,40 @@ class RowOps:
             [R] int64, valid token ids.
         """
         self._wait_for_kernels()
-        logits, backend = draft.logits, self.backend
-        num_ids = self.settings.options.draft_vocab
-        expect(
-            num_ids is None or logits.shape[1] == num_ids,
-            HostError,
-            f"draft_vocab: the draft model computes {logits.shape[1]} logits, expected {num_ids}; "
-            "leave it out",
-        )
+        backend, ids = self.backend, self._draft_ids
+        logits = draft.logits
+        if self.settings.draft_ids is not None:
+            expect(
+                logits.shape[1] in self.settings.draft_columns,
+                HostError,
+                f"draft_vocab: the draft model computes {logits.shape[1]} logits, expected "
+                f"{self._num_drafted}; leave it out",
+            )
+            logits = logits[:, : self._num_drafted]
         rows = LogitRows.flat(draft.positions, draft.column)
         slots = self.slots.of_padded(draft.indices, draft.is_padding)
         if self.draft_probs is None:
-            return valid_ids(sample_tokens(logits, rows, slots, backend=backend))
+            return valid_ids(sample_tokens(logits, rows, slots, vocab_ids=ids, backend=backend))
         truncation = self._truncation(logits)
         drafts = sample_tokens(
-            logits, rows, slots, as_drafts=True, truncation=truncation, backend=backend
+            logits,
+            rows,
+            slots,
+            as_drafts=True,
+            vocab_ids=ids,
+            truncation=truncation,
+            backend=backend,
         )
         # kept as draft 0, then moved: a captured graph serves every draft of a step
         first = LogitRows.flat(draft.positions)
         keep_draft_probs(logits, first, slots, truncation, self._last_probs, backend=backend)
         kept = slots.slot_ids.to(torch.int64)
         step = draft.step.to(torch.int64).view(1)  # as a scalar the host would read it
-        self.draft_probs[kept, step, : logits.shape[1]] = self._last_probs[kept, 0]
+        probs = self._last_probs[kept, 0]
+        if ids is None:
+            self.draft_probs[kept, step, : logits.shape[1]] = probs
+        else:
+            self.draft_probs[kept.unsqueeze(1), step, ids.to(torch.int64)] = probs
         return valid_ids(drafts)
 
     def _truncation(self, logits: torch.Tensor) -> torch.Tensor:

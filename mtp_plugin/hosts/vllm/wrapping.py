@@ -47,10 +47,10 @@ def wrap_start() -> None:
 
 
 def wrap_worker() -> None:
-    """Wrap the methods of `WORKER`, which `fitting_module` found, and of `DRAFT_LOOP`; a repeated
-    call changes nothing."""
-    _wrap_all(WORKER)
-    _wrap_all(DRAFT_LOOP)
+    """Wrap the methods of `WORKER`, which `fitting_module` found, and those of `DRAFT_LOOP` and
+    `NEW_WEIGHTS` that there are; a repeated call changes nothing."""
+    for table in (WORKER, DRAFT_LOOP, NEW_WEIGHTS):
+        _wrap_all(table)
 
 
 def _worker_init(original: Method) -> Method:
@@ -79,12 +79,13 @@ def _warn(
 def _compile_early(vllm_config: Any, local_rank: int = 0, *_args: Any, **_kwargs: Any) -> None:
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cuda() or _settings(vllm_config).options.kernels == "reference":
+    settings = _settings(vllm_config)
+    if not current_platform.is_cuda() or settings.options.kernels == "reference":
         return
     from mtp_plugin.hosts.vllm.early_kernels import start
 
     capability = current_platform.get_device_capability().to_int()
-    start(vllm_config, capability, is_first_rank=local_rank == 0)
+    start(vllm_config, settings, capability, is_first_rank=local_rank == 0)
 
 
 def _input_processor_init(original: Method) -> Method:
@@ -240,16 +241,12 @@ def _sample_draft(original: Method) -> Method:
 
 
 def _load_draft_model(original: Method) -> Method:
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
+    def wrapper(self: Any, target_model: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, target_model, *args, **kwargs)
         settings = _settings(self.vllm_config)
         if settings is not None:
-            num_ids = settings.options.draft_vocab
-            if num_ids is not None:
-                from mtp_plugin.hosts.vllm.draft_head import reduce_heads
-
-                count = reduce_heads(self.model, num_ids)
-                _logger.info("draft model: %d heads of the lowest %d ids", count, num_ids)
+            if settings.draft_ids is not None:
+                _reduce_heads(self, target_model, settings)
             _fuse_layers(self.model)
         return result
 
@@ -275,6 +272,54 @@ def _fuse_layers(model: Any) -> None:
     norms = fuse_norms(model, RMSNorm, *ops)
     rotary = fuse_rotary(model, RotaryEmbedding) if is_cuda else 0
     _logger.info("draft model: %d fused norms, %d fused rotary embeddings", norms, rotary)
+
+
+def _reduce_heads(speculator: Any, target: Any, settings: Any) -> None:
+    from mtp_plugin.hosts.vllm.draft_head import follow_weights, reduce_heads
+
+    ids = settings.draft_ids
+    heads = reduce_heads(speculator.model, ids)
+    follow_weights(speculator, target, heads)
+    _logger.info(
+        "draft model: %d heads of %s %d ids, %d of them added as stop ids and thinking tags",
+        len(heads),
+        "the lowest" if isinstance(ids, range) else "listed",
+        len(ids),
+        settings.num_added_ids,
+    )
+
+
+def _new_weights(original: Method) -> Method:
+    """Let drafts follow weights that are loaded without the model's method ``load_weights``."""
+
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            _mark_stale()
+
+    return wrapper
+
+
+def _mark_stale() -> None:
+    loaded = sys.modules.get("mtp_plugin.hosts.vllm.draft_head")  # else no head was replaced
+    if loaded is not None:
+        loaded.mark_stale()
+
+
+def _wake_up(original: Method) -> Method:
+    """Write what sleep of level 2 discards and no request writes again."""
+
+    def wrapper(self: Any, tags: Any = None, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, tags, *args, **kwargs)
+        if tags is None or "weights" in tags:
+            _mark_stale()
+            engine = getattr(getattr(self.model_runner, "model_state", None), _ENGINE, None)
+            if engine is not None:
+                engine.ops.restore()
+        return result
+
+    return wrapper
 
 
 def _speculator_capture(original: Method) -> Method:
@@ -341,6 +386,13 @@ DRAFT_LOOP: Mapping[str, Callable[[Method], Method]] = {
     f"{_AUTOREGRESSIVE}._multi_step_decode": _multi_step_decode,
 }
 """For vLLM before 0.32, which has no such class and captures its draft loop by itself."""
+NEW_WEIGHTS: Mapping[str, Callable[[Method], Method]] = {
+    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.reload_weights": _new_weights,
+    "vllm.v1.worker.gpu_worker:Worker.update_weights": _new_weights,
+    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update": _new_weights,
+    "vllm.v1.worker.gpu_worker:Worker.wake_up": _wake_up,
+}
+"""Not all versions have all of them."""
 
 
 def _is_on(vllm_config: Any) -> bool:

@@ -98,7 +98,12 @@ def make_config(given: Any = None, **changes: Any) -> SimpleNamespace:
         additional_config={"mtp_plugin": {} if given is None else given},
         use_v2_model_runner=True,
         model_config=SimpleNamespace(
-            runner_type="generate", is_diffusion=False, get_vocab_size=lambda: 900
+            runner_type="generate",
+            is_diffusion=False,
+            get_vocab_size=lambda: 900,
+            hf_config=SimpleNamespace(eos_token_id=0),
+            hf_text_config=SimpleNamespace(eos_token_id=None),
+            try_get_generation_config=dict,
         ),
         parallel_config=SimpleNamespace(pipeline_parallel_size=1),
         speculative_config=SimpleNamespace(

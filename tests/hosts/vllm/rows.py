@@ -83,6 +83,8 @@ def make_ops(
     options: VllmOptions | None = None,
     columns: Mapping[int, Mapping[str, Number | Sequence[Number]]] | None = None,
     keeps_draft_probs: bool = False,
+    draft_ids: Sequence[int] | None = None,
+    num_ranks: int = 1,
 ) -> RowOps:
     """Ops with `NUM_SLOTS` requests; slot i has the options ``SAMPLING[i % 5]``.
 
@@ -94,6 +96,8 @@ def make_ops(
         num_drafts,
         keeps_draft_probs,
         synthetic_rates=None if rates is None else tuple(rates),
+        draft_ids=draft_ids,
+        num_ranks=num_ranks,
     )
     slots = RequestSlots(NUM_SLOTS, DEVICE, settings)
     for index in range(NUM_SLOTS):

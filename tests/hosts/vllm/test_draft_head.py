@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +12,13 @@ from torch import nn
 from torch.nn import functional
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.hosts.vllm.draft_head import DraftHead, reduce_heads
+from mtp_plugin.hosts.vllm.draft_head import (
+    CopiedDraftHead,
+    DraftHead,
+    follow_weights,
+    mark_stale,
+    reduce_heads,
+)
 
 
 class UnquantizedEmbeddingMethod:
@@ -45,7 +53,7 @@ def make_model(head: nn.Module, *, of_layers: bool = False) -> nn.Module:
 def test_heads_are_the_first_rows_of_the_target(of_layers: bool) -> None:
     head, x = make_head(), torch.randn(2, 4)
     model = make_model(head, of_layers=of_layers)
-    assert reduce_heads(model, 5) == 1
+    assert len(reduce_heads(model, range(5))) == 1
     reduced = model.model.layers["3"].shared_head.head if of_layers else model.lm_head
     assert isinstance(reduced, DraftHead)
     assert list(model.parameters()) == []
@@ -58,12 +66,100 @@ def test_heads_are_the_first_rows_of_the_target(of_layers: bool) -> None:
 
 
 def test_heads_that_cannot_be_cut_are_refused() -> None:
-    with pytest.raises(ConfigError, match=r"draft_vocab: expected at most the vocabulary of 9"):
-        reduce_heads(make_model(make_head()), 10)
+    with pytest.raises(
+        ConfigError, match=r"draft_vocab: expected ids of the LM head's vocabulary of 9, got 9"
+    ):
+        reduce_heads(make_model(make_head()), [1, 9])
     with pytest.raises(ConfigError, match=r"quantized LM head \(Fp8Method\); leave it out"):
-        reduce_heads(make_model(make_head(Fp8Method)), 5)
+        reduce_heads(make_model(make_head(Fp8Method)), range(5))
+    biased, grouped = make_head(), make_head()
+    biased.bias = nn.Parameter(torch.zeros(9))
+    with pytest.raises(ConfigError, match="has an LM head with a bias; leave it out"):
+        reduce_heads(make_model(biased), range(5))
+    grouped.parallel_group = object()
+    with pytest.raises(ConfigError, match="split over another group than that of tensor"):
+        reduce_heads(make_model(grouped), range(5))
     model = type("Gemma4MTP", (SimpleNamespace,), {})(lm_head=make_head())
     with pytest.raises(ConfigError, match="Gemma4MTP is not supported; leave it out"):
-        reduce_heads(model, 5)
+        reduce_heads(model, range(5))
     with pytest.raises(ConfigError, match="SimpleNamespace has no LM head that is known"):
-        reduce_heads(SimpleNamespace(), 5)
+        reduce_heads(SimpleNamespace(), range(5))
+
+
+LISTED = [1, 4, 5, 8]
+
+
+class Target(nn.Module):
+    """A model whose weights are loaded by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = make_head()
+
+    def load_weights(self, weights: dict[str, torch.Tensor]) -> None:
+        parameters = dict(self.named_parameters())
+        for name, weight in weights.items():
+            parameters[name].data.copy_(weight)
+
+
+class Speculator:
+    """Returns the draft logits of one hidden state per row."""
+
+    def __init__(self, target: Target) -> None:
+        self.model = Target()
+        self.model.lm_head = target.lm_head
+
+    def propose(self, x: torch.Tensor) -> torch.Tensor:
+        head = self.model.lm_head
+        return head.quant_method.apply(head, x, None)
+
+
+@pytest.mark.parametrize("ids", [range(5), LISTED])
+def test_drafts_follow_weights_that_either_model_loads(ids: list[int] | range) -> None:
+    target = Target()
+    speculator, x = Speculator(target), torch.randn(2, 4)
+    (head,) = heads = reduce_heads(speculator.model, ids)
+    follow_weights(speculator, target, heads)
+    assert isinstance(head, CopiedDraftHead) == (ids is LISTED)
+    address = head.weight.data_ptr()
+    for model in (target, speculator.model, target):
+        model.load_weights({"lm_head.weight": torch.randn(9, 4)})
+        expected = functional.linear(x, target.lm_head.weight[list(ids)])
+        assert torch.equal(speculator.propose(x), expected)
+    target.lm_head.weight.data.normal_()  # by other means, after which vLLM's methods mark it
+    mark_stale()
+    assert torch.equal(
+        speculator.propose(x), functional.linear(x, target.lm_head.weight[list(ids)])
+    )
+    assert head.weight.data_ptr() == address
+    assert list(speculator.model.parameters()) == []
+
+
+def test_weights_are_copied_once_for_many_loads(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = Target()
+    speculator, count = Speculator(target), 0
+    heads = reduce_heads(speculator.model, LISTED)
+    follow_weights(speculator, target, heads)
+    refresh = CopiedDraftHead.refresh
+
+    def counted(head: CopiedDraftHead) -> None:
+        nonlocal count
+        count += 1
+        refresh(head)
+
+    monkeypatch.setattr(CopiedDraftHead, "refresh", counted)
+    speculator.propose(torch.randn(1, 4))
+    assert count == 0
+    for _ in range(3):
+        target.load_weights({"lm_head.weight": torch.randn(9, 4)})
+    for _ in range(2):
+        speculator.propose(torch.randn(1, 4))
+    assert count == 1
+
+
+@pytest.mark.parametrize("ids", ["range(7)", "[1, 3, 12]", "[13]", "list(range(14))"])
+def test_ranks_have_equal_parts_of_the_list(ids: str) -> None:
+    """Two processes, of which the second has fewer ids than rows."""
+    code = f"from tests.hosts.vllm.head_ranks import main; main({ids})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-2000:]

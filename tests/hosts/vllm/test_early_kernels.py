@@ -13,6 +13,7 @@ import torch
 from triton.runtime import driver
 
 from mtp_plugin.hosts.vllm import early_kernels
+from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
 from mtp_plugin.ops.early_compile import CompileJob
 from tests.hosts.vllm.fake_vllm import make_config
 
@@ -34,7 +35,8 @@ def start(monkeypatch: pytest.MonkeyPatch, *, is_first_rank: bool = True) -> Com
         speculative_config__num_speculative_tokens=1,
         scheduler_config=type("Scheduler", (), {"max_num_seqs": 1}),
     )
-    early_kernels.start(config, 90, is_first_rank=is_first_rank)
+    settings = EngineSettings(VllmOptions(), 1, draft_ids=[*range(7), 899])
+    early_kernels.start(config, settings, 90, is_first_rank=is_first_rank)
     job = early_kernels.of_worker()
     assert job is not None
     return job

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -56,7 +57,16 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
         {"kernels": None},
         f"{OPTION}.kernels: expected one of 'auto', 'triton', 'reference', got null",
     ),
-    ({"draft_vocab": 0}, f"{OPTION}.draft_vocab: expected an integer of at least 1 or null, got 0"),
+    (
+        {"draft_vocab": 0},
+        f"{OPTION}.draft_vocab: expected an integer of at least 1 or text that is not empty or "
+        "null, got 0",
+    ),
+    (
+        {"draft_vocab": [1]},
+        f"{OPTION}.draft_vocab: expected an integer of at least 1 or text that is not empty or "
+        "null, got a list",
+    ),
     ({"allow_untested": "yes"}, f"{OPTION}.allow_untested: expected true or false, got 'yes'"),
     ({"allow_untested": 1}, f"{OPTION}.allow_untested: expected true or false, got 1"),
     (
@@ -287,6 +297,58 @@ def test_configurations_that_are_served() -> None:
     assert checked_settings(make_config(relaxed)) is not None  # may exceed 1, as a request's
     # without drafts, nothing is verified
     assert checked_settings(make_config({"verification": "rejection"}, speculative_config=None))
+
+
+@pytest.mark.usefixtures("vllm_32")
+def test_a_draft_vocabulary_has_stop_ids_and_thinking_tags(tmp_path: Path) -> None:
+    (tmp_path / "ids.json").write_text("[7, 3, 880]")
+    tags = {"thinking_begin_token": 5, "thinking_end_token": 700}
+    for option, given, ids, added in (
+        (8, {}, [*range(8), 890], 1),
+        (891, {}, range(891), 0),
+        (8, tags, [*range(8), 700, 890], 2),
+        (str(tmp_path / "ids.json"), tags, [2, 3, 5, 7, 700, 880, 890], 4),
+    ):
+        config = make_config(
+            {"draft_vocab": option, **given},
+            model_config__hf_config=SimpleNamespace(eos_token_id=2),
+            model_config__try_get_generation_config=lambda: {"eos_token_id": [2, 890, 900]},
+            parallel_config__tensor_parallel_size=2,
+        )
+        settings = checked_settings(config)
+        assert settings is not None
+        assert settings.draft_ids == ids
+        assert (settings.num_added_ids, settings.num_ranks) == (added, 2)
+        config.speculative_config = None
+        assert checked_settings(config).draft_ids is None
+
+
+@pytest.mark.usefixtures("vllm_32")
+def test_a_draft_vocabulary_that_cannot_be_served_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # relative paths are those of the working directory
+    (tmp_path / "ids.json").write_text("[1, 900]")
+    for option, changes, problem in (
+        (901, {}, f"{OPTION}.draft_vocab: expected at most the vocabulary of 900, got 901"),
+        (
+            "none.json",
+            {},
+            f"{OPTION}.draft_vocab: none.json: no such file; expected a JSON list of token ids",
+        ),
+        (
+            "ids.json",
+            {},
+            f"{OPTION}.draft_vocab: ids.json: expected ids of the vocabulary of 900, got 900",
+        ),
+        (
+            5,
+            {"speculative_config__draft_lm_head_quantization": "fp8"},
+            "draft_vocab is not supported with speculative_config.draft_lm_head_quantization: "
+            "leave out one of them",
+        ),
+    ):
+        assert message_of(make_config({"draft_vocab": option}, **changes)) == refusal(problem)
 
 
 @pytest.mark.usefixtures("vllm_32")

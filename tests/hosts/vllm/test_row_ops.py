@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.row_ops import keep_allowed_ids, valid_ids, without_tokens
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.sampling import VerifiedBy
+from mtp_plugin.ops.sampling import DraftedBy, VerifiedBy
 from tests.hosts.vllm.rows import (
     NUM_DRAFTS,
     NUM_SLOTS,
@@ -131,6 +132,45 @@ def test_drafts_have_the_noise_of_the_row_that_verifies_them(backend: Backend, c
     assert drafts.tolist() == ops.sample(batch.logits, indices, positions + column).tolist()
     elsewhere = ops.sample(batch.logits, indices, positions + column + 1)
     assert drafts.tolist() != elsewhere.tolist()
+
+
+@BACKENDS
+@pytest.mark.parametrize("ids", [range(30), [0, 3, *range(9, 40, 2), 60]])
+@pytest.mark.parametrize("keeps_draft_probs", [False, True])
+def test_listed_drafts_have_the_noise_of_their_ids(
+    backend: Backend, ids: list[int] | range, keeps_draft_probs: bool
+) -> None:
+    """They are the target's tokens if no other id can be sampled; ranks pad the columns."""
+    given = {"draft_ids": ids, "num_ranks": 7, "keeps_draft_probs": keeps_draft_probs}
+    ops, batch = make_ops(backend, **given), make_batch(3, [1] * 8)
+    indices, positions = vector(batch.indices), vector(batch.positions)
+    others = [token for token in range(VOCAB) if token not in ids]
+    batch.logits[:, others] = float("-inf")
+    logits = torch.nn.functional.pad(batch.logits[:, list(ids)], (0, -len(ids) % 7), value=99.0)
+    drafts = draft(ops, logits, indices, positions, 1).tolist()
+    assert drafts == ops.sample(batch.logits, indices, positions + 1).tolist()
+    assert {*drafts} <= {*ids}
+    with pytest.raises(HostError, match=f"computes {VOCAB} logits, expected {len(ids)}"):
+        draft(ops, batch.logits, indices, positions, 1)
+
+
+def test_constants_are_restored_and_rows_of_requests_stay() -> None:
+    """After sleep of level 2, which discards device memory."""
+    ids, method = [0, 3, 9, 60], {"verification": VerifiedBy.REJECTION}
+    columns = {6: method | {"draft_sampling": DraftedBy.PLAIN, "temperature": 1.0}}
+    ops = make_ops(Backend.TORCH, draft_ids=ids, keeps_draft_probs=True, columns=columns)
+    logits, indices = make_batch(3, [1] * 2).logits[:, ids], vector([6, -1])
+    positions = vector([5, 6])
+    drafts = draft(ops, logits, indices, positions).tolist()
+    kept, probs = ops.slots.table[:NUM_SLOTS].clone(), ops.draft_probs.clone()
+    for constant in (ops._columns, ops._draft_ids, ops.slots.table[-1]):
+        constant.fill_(7)
+    ops.draft_probs[:, :, 1] = 0.5
+    ops.restore()
+    assert torch.equal(ops.slots.table[:NUM_SLOTS], kept)
+    assert torch.equal(ops.draft_probs, probs)
+    assert ops._columns.tolist() == [*range(NUM_DRAFTS + 1)]
+    assert draft(ops, logits, indices, positions).tolist() == drafts
 
 
 @BACKENDS

@@ -346,8 +346,10 @@ SMALL_VOCAB = 12
 SHARP = {"temperature": 0.9, "top_k": 9, "top_p": 0.95}
 
 
-def many_ops(method: VerifiedBy, *, min_p: float = 0.0, draft_vocab: int | None = None) -> RowOps:
-    settings = EngineSettings(VllmOptions(draft_vocab=draft_vocab), 2, True)
+def many_ops(
+    method: VerifiedBy, *, min_p: float = 0.0, draft_ids: Sequence[int] | None = None
+) -> RowOps:
+    settings = EngineSettings(VllmOptions(), 2, True, draft_ids=draft_ids)
     slots = RequestSlots(ROWS, torch.device("cpu"), settings)
     columns = {**SHARP, "verification": method, "draft_sampling": DraftedBy.PLAIN, "min_p": min_p}
     slots.stage(0, columns, 0)
@@ -364,7 +366,7 @@ def distribution_tails(
     *,
     min_p: float = 0.0,
     bias: float = 0.0,
-    draft_vocab: int | None = None,
+    draft_ids: Sequence[int] | None = None,
 ) -> tuple[float, float]:
     """Chi-square of the first and the second output token of many requests with two drafts.
 
@@ -376,8 +378,10 @@ def distribution_tails(
     target = torch.randn(3, SMALL_VOCAB, generator=generator) * 1.5
     drafter = target[:2] + torch.randn(2, 2, SMALL_VOCAB, generator=generator)  # [parity, K, V]
     target[:, [1, 4]] += bias
-    drafter = drafter[..., :draft_vocab]
-    ops = many_ops(method, min_p=min_p, draft_vocab=draft_vocab)
+    whole = drafter
+    if draft_ids is not None:
+        drafter = drafter[..., list(draft_ids)]
+    ops = many_ops(method, min_p=min_p, draft_ids=draft_ids)
     slots = torch.arange(ROWS)
     positions = torch.full((ROWS,), 40)
     drafts = torch.stack(
@@ -387,6 +391,10 @@ def distribution_tails(
         ops.draft_probs[:ROWS] = ops.draft_probs[:ROWS].roll(1, 0)
     elif defect == "step":
         ops.draft_probs.copy_(ops.draft_probs.flip(1))
+    elif defect == "whole":  # not renormalized over the list
+        shares = (whole / SHARP["temperature"]).softmax(-1)[..., list(draft_ids or ())].sum(-1)
+        for parity in range(2):
+            ops.draft_probs[parity:ROWS:2] *= shares[parity].unsqueeze(1)
     # a few requests without drafts make the rows ragged
     sizes = [3 if index % 50 else 1 for index in range(ROWS)]
     rows = torch.cat([target if size == 3 else target[:1] for size in sizes])
@@ -407,12 +415,20 @@ def distribution_tails(
     return tails[0], tails[1] if method == VerifiedBy.REJECTION else 1.0
 
 
-@pytest.mark.parametrize("draft_vocab", [None, 7])
+LISTED = (0, 2, 3, 5, 8, 10, 11)
+
+
+@pytest.mark.parametrize("draft_ids", [None, range(7), LISTED])
 @pytest.mark.parametrize("method", METHODS[1:])
 def test_output_has_the_distribution_of_the_target(
-    method: VerifiedBy, draft_vocab: int | None
+    method: VerifiedBy, draft_ids: Sequence[int] | None
 ) -> None:
-    assert min(distribution_tails(method, draft_vocab=draft_vocab)) > 1e-3
+    assert min(distribution_tails(method, draft_ids=draft_ids)) > 1e-3
+
+
+@pytest.mark.parametrize("method", METHODS[1:])
+def test_probabilities_that_are_not_those_of_the_list_are_noticed(method: VerifiedBy) -> None:
+    assert min(distribution_tails(method, "whole", draft_ids=LISTED)) < 1e-5
 
 
 @pytest.mark.parametrize("method", METHODS[1:])

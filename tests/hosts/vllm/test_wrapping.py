@@ -16,12 +16,20 @@ from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm import register
 from mtp_plugin.hosts.vllm.sampler_parts import PREFILL
 from mtp_plugin.hosts.vllm.versions import SIGNATURES
-from mtp_plugin.hosts.vllm.wrapping import DRAFT_LOOP, START, WORKER, wrap_worker
+from mtp_plugin.hosts.vllm.wrapping import (
+    _ENGINE,
+    DRAFT_LOOP,
+    NEW_WEIGHTS,
+    START,
+    WORKER,
+    wrap_worker,
+)
 from tests.hosts.vllm import fake_vllm
 from tests.hosts.vllm.fake_vllm import make_config
 
 WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
 README = Path(vllm_host.__file__).parent / "README.md"
+DRAFT_HEAD = "mtp_plugin.hosts.vllm.draft_head"
 OFF = ({}, None, "text", {"mtp_plugin": False}, {"mtp_plugin": None}, {"other": {}})
 
 WRAPPED_IN_EVERY_PROCESS = [
@@ -77,7 +85,7 @@ def test_the_wrapped_methods_are_the_documented_ones() -> None:
     for signatures in SIGNATURES.values():
         assert {*START, *WORKER} <= signatures.keys()
     readme = README.read_text(encoding="utf-8")
-    for target in (*START, *WORKER, *DRAFT_LOOP):
+    for target in (*START, *WORKER, *DRAFT_LOOP, *NEW_WEIGHTS):
         assert f"`{target.partition(':')[2]}`" in readme
 
 
@@ -355,7 +363,7 @@ def test_a_worker_on_a_cuda_device_compiles_kernels_early(
 ) -> None:
     found: list[tuple[int, bool]] = []
 
-    def start(_config: object, capability: int, *, is_first_rank: bool) -> None:
+    def start(_config: object, _settings: object, capability: int, *, is_first_rank: bool) -> None:
         found.append((capability, is_first_rank))
 
     monkeypatch.setattr("mtp_plugin.hosts.vllm.early_kernels.start", start)
@@ -412,6 +420,28 @@ def test_norms_stay_as_they_are_in_a_vllm_without_such_ops(
     speculator.vllm_config = make_config()
     assert speculator.load_model("target") == ("target",)
     assert "norms stay unfused in this vLLM" in caplog.text
+
+
+@pytest.mark.parametrize("target", NEW_WEIGHTS)
+def test_methods_that_give_new_weights_let_drafts_follow(
+    monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    """Some versions lack them; what raised may have loaded some weights."""
+    modules = fake_vllm.install(monkeypatch, signatures={**SIGNATURES["v32"], target: ("tags",)})
+    marked: list[str] = []
+    monkeypatch.setattr(f"{DRAFT_HEAD}.mark_stale", lambda: marked.append("stale"))
+    wrap_worker()
+    owner = object_of(modules, target)
+    ops = SimpleNamespace(restore=lambda: marked.append("restored"))
+    state = SimpleNamespace(**{_ENGINE: SimpleNamespace(ops=ops)})
+    owner.model_runner = SimpleNamespace(model_state=state)
+    call = getattr(owner, target.rpartition(".")[2])
+    wakes = target.endswith("wake_up")
+    assert call(["weights"]) == (["weights"],)
+    assert marked == (["stale", "restored"] if wakes else ["stale"])
+    if wakes:
+        assert call(["kv_cache"]) == (["kv_cache"],)
+        assert len(marked) == 2
 
 
 @pytest.mark.parametrize(("rank", "count"), [(0, 1), (1, 0)])

@@ -1,0 +1,56 @@
+"""The reduced head of two ranks, each a process, over gloo."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+from torch import distributed, nn
+from torch.multiprocessing.spawn import spawn
+
+from mtp_plugin.hosts.vllm.draft_head import CopiedDraftHead
+
+VOCAB, PADDED, RANKS = 14, 8, 2
+"""Ids; rows of each rank, of which the second one has two of padding."""
+
+
+def main(ids: Sequence[int]) -> None:
+    """Run both ranks; raises if one fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        spawn(run_rank, (list(ids), str(Path(folder, "store"))), RANKS)
+
+
+def run_rank(rank: int, ids: list[int], store: str) -> None:
+    """Compare the logits of all ranks with the listed columns, twice with new weights between."""
+    distributed.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS
+    )
+    head = nn.Module()
+    first = rank * PADDED
+    head.shard_indices = SimpleNamespace(
+        org_vocab_start_index=first, org_vocab_end_index=min(first + PADDED, VOCAB)
+    )
+    head.tp_size, head.quant_method = RANKS, None
+    head.weight = nn.Parameter(torch.full((PADDED, 4), torch.nan), requires_grad=False)
+    group = SimpleNamespace(
+        rank_in_group=rank, ranks=list(range(RANKS)), device_group=distributed.group.WORLD
+    )
+    copied = None
+    for seed in range(2):
+        rng = torch.Generator().manual_seed(seed)
+        whole, x = torch.randn(VOCAB, 4, generator=rng), torch.randn(3, 4, generator=rng)
+        own = whole[first : first + PADDED]
+        head.weight[: len(own)] = own
+        if copied is None:
+            copied = CopiedDraftHead(head, ids, group)
+        else:
+            copied.refresh()
+        parts = [torch.empty(3, -(-len(ids) // RANKS)) for _ in range(RANKS)]
+        distributed.all_gather(parts, x @ copied.weight.T)
+        logits = torch.cat(parts, 1)
+        torch.testing.assert_close(logits[:, : len(ids)], x @ whole[ids].T)
+        assert not logits[:, len(ids) :].any()
+    distributed.destroy_process_group()
