@@ -142,13 +142,16 @@ def test_doctor_of_a_checkpoint_without_its_mtp_weights(
 def test_doctor_reports_a_cut_draft_vocabulary(
     run: Run, config: Callable[..., str], tmp_path: Path
 ) -> None:
-    """How much is left of it, and what is wrong with its file, which needs no weight either."""
+    """How much is left of it, and what is wrong with its file, which needs no weight either.
+
+    Stop ids and thinking tags of the checkpoint are added to the three ids of the file.
+    """
     ids = tmp_path / "ids.json"
     ids.write_text("[5, 3, 9]")
     file = config({**EAGLE, "mtp": {"draft_vocab": str(ids)}})
     result = run("doctor", "-c", file)
     assert result.code == 0
-    assert re.search(rf"^draft vocabulary +3 of {VOCAB} ids$", result.out, re.MULTILINE)
+    assert re.search(rf"^draft vocabulary +6 of {VOCAB} ids$", result.out, re.MULTILINE)
     assert "draft vocabulary" not in run("doctor", "-c", config(EAGLE)).out
     for content, message in (
         ("[5, 5]", "expected every id once, got 5 more than once"),
