@@ -52,6 +52,23 @@ NoMTP = Annotated[
     bool, typer.Option("--no-mtp", help="Decode without MTP; no MTP weights are needed.")
 ]
 
+Temperature = Annotated[
+    float | None,
+    typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 or unset: greedy."),
+]
+TopK = Annotated[
+    int | None,
+    typer.Option("--top-k", metavar="N", help="Sample from the N most likely tokens."),
+]
+TopP = Annotated[
+    float | None,
+    typer.Option("--top-p", metavar="P", help="Nucleus sampling: cumulative probability."),
+]
+MinP = Annotated[
+    float | None,
+    typer.Option("--min-p", metavar="P", help="Minimum probability relative to the argmax."),
+]
+
 MAX_NEW_TOKENS = "Maximum number of output tokens per prompt. Default: "
 
 
@@ -66,24 +83,10 @@ class ParityRequest:
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue after the model's EOS tokens.")
     ] = False
-    temperature: Annotated[
-        float | None,
-        typer.Option(
-            "--temperature", metavar="T", help="Sampling temperature; 0 or unset: greedy."
-        ),
-    ] = None
-    top_k: Annotated[
-        int | None,
-        typer.Option("--top-k", metavar="N", help="Sample from the N most likely tokens."),
-    ] = None
-    top_p: Annotated[
-        float | None,
-        typer.Option("--top-p", metavar="P", help="Nucleus sampling: cumulative probability."),
-    ] = None
-    min_p: Annotated[
-        float | None,
-        typer.Option("--min-p", metavar="P", help="Minimum probability relative to the argmax."),
-    ] = None
+    temperature: Temperature = None
+    top_k: TopK = None
+    top_p: TopP = None
+    min_p: MinP = None
     seed: Annotated[
         int | None,
         typer.Option(

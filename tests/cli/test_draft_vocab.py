@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mtp_plugin.speculative.drafting.draft_vocab import resolve_draft_vocab
+from mtp_plugin.config.draft_vocab import resolve_draft_vocab
 from mtp_plugin.tools.draft_vocab import select_ids
 from mtp_plugin.tools.texts import BLOCK_BYTES, read_conversations, read_texts
 from tests.cli.calls import SPECIALS, VOCAB, Run, byte_tokenizer

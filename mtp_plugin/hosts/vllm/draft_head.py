@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from mtp_plugin.errors import ConfigError
+from mtp_plugin.hosts.vllm.options import rows_per_rank
 
 KEY = "additional_config.mtp_plugin.draft_vocab"
 _UNQUANTIZED = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")
@@ -37,9 +38,10 @@ class DraftHead(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[V', H]"""
+        """[V', H], and rows of padding if the head has them."""
         weight: torch.Tensor = self.whole[0].weight
-        return weight[: self.num_ids]
+        padded = rows_per_rank(self.num_ids)
+        return weight[: padded if padded <= len(weight) else self.num_ids]
 
     @staticmethod
     def cpu_linear(
@@ -65,7 +67,7 @@ class CopiedDraftHead(DraftHead):
         super().__init__(head, len(ids))
         self.tp_size = getattr(head, "tp_size", 1)
         self._group = group
-        part = -(-len(ids) // self.tp_size)
+        part = rows_per_rank(len(ids), self.tp_size)
         # on the host: sleep of level 2 discards what was allocated on the device while loading
         self._ids = torch.full((self.tp_size, part), -1)
         self._ids.view(-1)[: len(ids)] = torch.tensor(ids)
@@ -76,7 +78,7 @@ class CopiedDraftHead(DraftHead):
 
     @property
     def weight(self) -> torch.Tensor:
-        """[V' / ranks, H]"""
+        """[V' / ranks, H], V' with padding"""
         return self._rows
 
     @torch.inference_mode()
@@ -86,7 +88,9 @@ class CopiedDraftHead(DraftHead):
         head = self.whole[0]
         weight = head.weight
         if self.tp_size == 1:
-            torch.index_select(weight, 0, self._ids[0].to(weight.device), out=self._rows)
+            ids = self._ids[0, : self.num_ids]
+            torch.index_select(weight, 0, ids.to(weight.device), out=self._rows[: self.num_ids])
+            self._rows[self.num_ids :] = 0
             return
         first, end = (
             head.shard_indices.org_vocab_start_index,

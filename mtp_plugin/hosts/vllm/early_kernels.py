@@ -42,7 +42,7 @@ def start(
     dtypes = tuple(dict.fromkeys((str(model.dtype).removeprefix("torch."), "float32")))
     draft_vocab = None
     if (ids := settings.draft_ids) is not None:
-        draft_vocab = len(ids), settings.draft_columns[-1], not isinstance(ids, range)
+        draft_vocab = len(ids), settings.most_draft_columns, not isinstance(ids, range)
     arguments = dtypes, tilings, model.get_vocab_size(), num_drafts, draft_vocab
     request = request_launches(launch_kernels, *arguments, capability=capability)
     _of_worker = CompileJob([request], niceness=NICENESS, starts=is_first_rank)

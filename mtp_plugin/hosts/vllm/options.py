@@ -14,6 +14,8 @@ from mtp_plugin.config.values import DraftVocab
 from mtp_plugin.errors import ConfigError
 
 KEY = "mtp_plugin"
+_ROWS = 64
+"""A draft head has a multiple of so many rows: others make its product slow."""
 
 
 class VllmOptions(BaseModel):
@@ -65,11 +67,14 @@ class EngineSettings:
     """Of tensor parallelism, over which the rows of the LM head are split."""
 
     @property
-    def draft_columns(self) -> tuple[int, ...]:
-        """Numbers of columns that draft logits may have with ``draft_ids``: of a head that is not
-        split, and of one whose ranks have equal numbers of rows."""
-        num_ids = len(self.draft_ids or ())
-        return num_ids, -(-num_ids // self.num_ranks) * self.num_ranks
+    def most_draft_columns(self) -> int:
+        """Columns of draft logits with ``draft_ids``, those of padding included."""
+        return rows_per_rank(len(self.draft_ids or ()), self.num_ranks) * self.num_ranks
+
+
+def rows_per_rank(num_ids: int, num_ranks: int = 1) -> int:
+    """Return how many rows of a draft head each rank has, those of padding included."""
+    return -(-num_ids // (num_ranks * _ROWS)) * _ROWS
 
 
 def read_settings(vllm_config: Any) -> EngineSettings | None:

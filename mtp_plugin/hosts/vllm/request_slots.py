@@ -107,7 +107,8 @@ class RequestSlots:
 
     def restore(self) -> None:
         """Write the row of padding again."""
-        self._table.write({self._padding: {}})
+        self._table.write({len(self.table) - 1: {}})
+        self._padding.fill_(len(self.table) - 1)
 
     def of(self, indices: torch.Tensor) -> SlotRows:
         """Return the slots of request state indices [N], all valid."""

@@ -146,12 +146,14 @@ def test_listed_drafts_have_the_noise_of_their_ids(
     indices, positions = vector(batch.indices), vector(batch.positions)
     others = [token for token in range(VOCAB) if token not in ids]
     batch.logits[:, others] = float("-inf")
-    logits = torch.nn.functional.pad(batch.logits[:, list(ids)], (0, -len(ids) % 7), value=99.0)
+    padding = ops.settings.most_draft_columns - len(ids)
+    logits = torch.nn.functional.pad(batch.logits[:, list(ids)], (0, padding), value=99.0)
     drafts = draft(ops, logits, indices, positions, 1).tolist()
     assert drafts == ops.sample(batch.logits, indices, positions + 1).tolist()
     assert {*drafts} <= {*ids}
-    with pytest.raises(HostError, match=f"computes {VOCAB} logits, expected {len(ids)}"):
-        draft(ops, batch.logits, indices, positions, 1)
+    more = torch.nn.functional.pad(logits, (0, 1))
+    with pytest.raises(HostError, match=f"computes {more.shape[1]} logits, expected {len(ids)}"):
+        draft(ops, more, indices, positions, 1)
 
 
 def test_constants_are_restored_and_rows_of_requests_stay() -> None:
