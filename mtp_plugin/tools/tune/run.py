@@ -109,8 +109,13 @@ class Tuning:
                     arguments = list(self.options.engine_arguments)
                     cache = None if len(group) == 1 else f"mtp_plugin-tune-{number}"
                     processes.append(EngineProcess(setting, arguments, log, cache))
-                for process, (_, settings) in zip(processes, group, strict=True):
-                    self._run_engine(process, settings)
+                # all of them first: an engine that starts slows down the steps of another one
+                problems = [
+                    self._wait(process, setting)
+                    for process, (setting, _) in zip(processes, group, strict=True)
+                ]
+                for process, (_, settings), problem in zip(processes, group, problems, strict=True):
+                    self._run_engine(process, settings, problem)
             finally:
                 for process in processes:
                     process.close()
@@ -120,11 +125,14 @@ class Tuning:
                 m if m.problem else Measurement(m.setting, why) for m in self.measurements
             ]
 
-    def _run_engine(self, process: EngineProcess, settings: list[Setting]) -> None:
+    def _run_engine(
+        self, process: EngineProcess, settings: list[Setting], problem: str | None
+    ) -> None:
         measured: list[Measurement] = []
-        end = self._num_done + self._units(settings)
+        end = self._num_done + self._num_batches(settings)
         try:
-            self._wait(process, settings[0])
+            if problem is not None:
+                raise EngineFailedError(problem)
             for setting in settings:
                 found = self._measure(process, setting)
                 if not setting.num_drafts:
@@ -137,17 +145,23 @@ class Tuning:
             self._num_done = end
         self.measurements += measured
 
-    def _wait(self, process: EngineProcess, setting: Setting) -> None:
+    def _wait(self, process: EngineProcess, setting: Setting) -> str | None:
+        """Wait until an engine is ready; returns why it is not."""
         started = time.monotonic()
 
         def show() -> None:
             self._progress(f"{setting}: starting, {time.monotonic() - started:.0f} s", 0)
 
         show()
-        self.facts = process.result(show)
-        self._num_done += _START_UNITS
-        if not self._prompts:
-            self._prompts = process.call(encode_prompts, list(self.options.prompts))
+        try:
+            self.facts = process.result(show)
+            if not self._prompts:
+                self._prompts = process.call(encode_prompts, list(self.options.prompts))
+        except EngineFailedError as error:
+            return str(error)
+        finally:
+            self._num_done += _START_UNITS
+        return None
 
     def _measure(self, process: EngineProcess, setting: Setting) -> Measurement:
         options, count = self.options, len(self._prompts)
@@ -234,12 +248,13 @@ class Tuning:
             found, problem=problem, num_outputs=len(outputs), num_equal=num_equal, ties=ties_named
         )
 
-    def _units(self, settings: Sequence[Setting]) -> int:
-        """Return the units of an engine in the progress bar."""
-        return _START_UNITS + len(settings) * (1 + len(self.options.batch_sizes))
+    def _num_batches(self, settings: Sequence[Setting]) -> int:
+        """Return the units of an engine in the progress bar, without those of its start."""
+        return len(settings) * (1 + len(self.options.batch_sizes))
 
     def _progress(self, text: str, units: int) -> None:
-        total = sum(map(self._units, self.options.engines().values()))
+        engines = self.options.engines().values()
+        total = len(engines) * _START_UNITS + sum(map(self._num_batches, engines))
         self.report(f"{progress_bar(self._num_done / total)} {text}")
         self._num_done += units
 

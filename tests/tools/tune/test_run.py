@@ -116,6 +116,12 @@ def test_engine_that_fails_leaves_the_other_settings(engine: type[StubEngine]) -
     assert not engine.running
 
 
+def test_nothing_is_measured_while_an_engine_of_the_group_starts(engine: type[StubEngine]) -> None:
+    _, lines = tune(at_once=3)
+    states = ["starting" in line for line in lines]
+    assert states == sorted(states, reverse=True)
+
+
 def test_no_numbers_without_outputs_of_k_0(engine: type[StubEngine]) -> None:
     engine.failing[0] = EngineFailedError("out of memory")
     tuning, _ = tune()
