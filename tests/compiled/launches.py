@@ -22,14 +22,12 @@ from mtp_plugin.hosts.embedded.layers.norm import Norm, add_rms_norm, join_norms
 from mtp_plugin.hosts.embedded.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
 from mtp_plugin.hosts.embedded.row_table import Row, RowTable
 from mtp_plugin.hosts.embedded.step_inputs import generation_inputs
-from mtp_plugin.hosts.megatron.batch_advance import advance_decode_batch
 from mtp_plugin.hosts.megatron.kv_rewind import rewind_kv_cache
 from mtp_plugin.hosts.megatron.next_forward import prepare_next_forward_pass
 from mtp_plugin.hosts.megatron.token_verify import (
     required_logit_indices,
     verify_speculative_tokens,
 )
-from mtp_plugin.hosts.megatron.types import KVBlockState, NextForwardBuffers
 from mtp_plugin.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.draft import (
@@ -366,8 +364,11 @@ def compile_bookkeeping() -> None:
         verify_speculative_tokens(vector(tokens), vector(tokens), decode, prefill, drafts, **on)
         lengths = vector(requests), vector(requests)
         required_logit_indices(*lengths, decode, prefill, num_speculative_tokens=drafts, **on)
-        buffers = NextForwardBuffers(
-            vector(requests), vector(requests), ints(decode, drafts, dtype=dtype), vector(decode)
+        buffers = (
+            vector(requests),
+            vector(requests),
+            ints(decode, drafts, dtype=dtype),
+            vector(decode),
         )
         prepare_next_forward_pass(
             decode,
@@ -376,27 +377,13 @@ def compile_bookkeeping() -> None:
             ints(requests, dtype=I64),
             ints(tokens, dtype=torch.bool),
             vector(tokens),
-            *vars(buffers).values(),
+            *buffers,
             drafts,
             **on,
         )
         state = [*(vector(requests) for _ in range(4)), ints(requests, 64, dtype=dtype)]
         for size in (block, 2):
             rewind_kv_cache(vector(requests), vector(requests), *state, drafts, size, active, **on)
-            for _ in range(2):  # the second goes to the binary of the first
-                advance_decode_batch(
-                    vector(tokens),
-                    vector(tokens),
-                    vector(tokens),
-                    buffers,
-                    KVBlockState(*state),
-                    num_decode_requests=decode,
-                    num_prefill_requests=prefill,
-                    num_speculative_tokens=drafts,
-                    block_size_tokens=size,
-                    num_active_requests=active,
-                    **on,
-                )
 
 
 def compile_state_rollback() -> None:

@@ -10,7 +10,7 @@ sampling, in the running process::
 
 ``mtp_utils_pytorch`` (any device) and ``mtp_utils_triton`` (Triton, CUDA tensors) have the
 functions of Megatron's modules of these names, with the same signatures, and in addition
-``required_logit_indices`` and ``advance_decode_batch``, for engines that import them.
+``required_logit_indices``, for engines that import them.
 """
 
 from mtp_plugin.hosts.megatron.installation import Status, install, status, uninstall

@@ -1,24 +1,14 @@
 """Megatron's ``mtp_utils_pytorch``: its functions in torch, on any device."""
 
-from mtp_plugin.hosts.megatron import batch_advance, kv_rewind, next_forward, token_verify
+from mtp_plugin.hosts.megatron import kv_rewind, next_forward, token_verify
 from mtp_plugin.hosts.megatron.drop_in import with_backend
-from mtp_plugin.hosts.megatron.types import (
-    AdvancedBatch,
-    KVBlockState,
-    NextForwardBuffers,
-    RewoundBlocks,
-    VerifiedTokens,
-)
+from mtp_plugin.hosts.megatron.types import RewoundBlocks, VerifiedTokens
 from mtp_plugin.ops import state_rollback
 from mtp_plugin.ops.backend import Backend
 
 __all__ = [
-    "AdvancedBatch",
-    "KVBlockState",
-    "NextForwardBuffers",
     "RewoundBlocks",
     "VerifiedTokens",
-    "advance_decode_batch",
     "mamba_state_selective_copy",
     "prepare_next_forward_pass",
     "required_logit_indices",
@@ -26,7 +16,6 @@ __all__ = [
     "verify_speculative_tokens",
 ]
 
-advance_decode_batch = with_backend(batch_advance.advance_decode_batch, Backend.TORCH)
 mamba_state_selective_copy = with_backend(state_rollback.mamba_state_selective_copy, Backend.TORCH)
 prepare_next_forward_pass = with_backend(next_forward.prepare_next_forward_pass, Backend.TORCH)
 required_logit_indices = with_backend(token_verify.required_logit_indices, Backend.TORCH)

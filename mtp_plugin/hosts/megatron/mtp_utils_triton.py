@@ -16,7 +16,7 @@ except ImportError as error:
         "mtp_utils_pytorch has the same functions without it"
     ) from error
 
-from mtp_plugin.hosts.megatron import batch_advance, kv_rewind, next_forward, token_verify
+from mtp_plugin.hosts.megatron import kv_rewind, next_forward, token_verify
 from mtp_plugin.hosts.megatron.drop_in import with_backend
 from mtp_plugin.hosts.megatron.kv_rewind_triton import (
     _rewind_kv_cache_kernel as _rewind_kv_cache_kernel,
@@ -27,13 +27,7 @@ from mtp_plugin.hosts.megatron.next_forward_triton import (
 from mtp_plugin.hosts.megatron.token_verify_triton import (
     _verify_speculative_tokens_kernel as _verify_speculative_tokens_kernel,
 )
-from mtp_plugin.hosts.megatron.types import (
-    AdvancedBatch,
-    KVBlockState,
-    NextForwardBuffers,
-    RewoundBlocks,
-    VerifiedTokens,
-)
+from mtp_plugin.hosts.megatron.types import RewoundBlocks, VerifiedTokens
 from mtp_plugin.ops import state_rollback
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.state_rollback_triton import (
@@ -41,12 +35,8 @@ from mtp_plugin.ops.state_rollback_triton import (
 )
 
 __all__ = [
-    "AdvancedBatch",
-    "KVBlockState",
-    "NextForwardBuffers",
     "RewoundBlocks",
     "VerifiedTokens",
-    "advance_decode_batch",
     "mamba_state_selective_copy",
     "prepare_next_forward_pass",
     "required_logit_indices",
@@ -54,7 +44,6 @@ __all__ = [
     "verify_speculative_tokens",
 ]
 
-advance_decode_batch = with_backend(batch_advance.advance_decode_batch, Backend.TRITON)
 mamba_state_selective_copy = with_backend(state_rollback.mamba_state_selective_copy, Backend.TRITON)
 prepare_next_forward_pass = with_backend(next_forward.prepare_next_forward_pass, Backend.TRITON)
 required_logit_indices = with_backend(token_verify.required_logit_indices, Backend.TRITON)

@@ -47,12 +47,3 @@ class RewoundBlocks(NamedTuple):
 
     blocks_to_release: torch.Tensor  # dtype of ``last_kv_block_id``
     remove_mask: torch.Tensor  # bool: whether the block of the same entry is released
-
-
-class AdvancedBatch(NamedTuple):
-    """Results of the verification and the rewind of a batch."""
-
-    last_one_indices: torch.Tensor  # [N] int64: flat index of a request's last accepted token
-    accepted_tokens_mask: torch.Tensor  # [T] bool: False on padding
-    blocks_to_release: torch.Tensor  # [N], or [N, W] if S > B; dtype of ``last_kv_block_id``
-    remove_mask: torch.Tensor  # bool, same shape: whether the block is released

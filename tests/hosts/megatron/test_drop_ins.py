@@ -54,7 +54,7 @@ def test_signatures_equal_those_of_megatron(utils: ModuleType, name: str) -> Non
 
 
 @both
-@pytest.mark.parametrize("name", [*PARAMETERS, "advance_decode_batch"])
+@pytest.mark.parametrize("name", PARAMETERS)
 def test_the_backend_is_fixed(utils: ModuleType, name: str) -> None:
     """A drop-in has the name and the docstring of its function, and takes no backend."""
     op = getattr(utils, name)
@@ -190,8 +190,6 @@ from mtp_plugin.hosts.megatron import mtp_utils_triton as utils
 
 one, two = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
 mask, table = torch.zeros(2, dtype=torch.bool), torch.zeros(1, 1, dtype=torch.int64)
-buffers = utils.NextForwardBuffers(one, one, table, one)
-kv = utils.KVBlockState(one, one, one, one, table)
 calls = {
     "verify_speculative_tokens": (two, two, 1, 0, 1),
     "required_logit_indices": (one, one, 1, 0),
@@ -205,13 +203,6 @@ for name, arguments in calls.items():
     except TensorContractError as error:
         assert "TRITON_INTERPRET=1" in str(error), error
         print(name)
-try:
-    utils.advance_decode_batch(
-        two, two, two, buffers, kv, num_decode_requests=1, num_prefill_requests=0,
-        num_speculative_tokens=1, block_size_tokens=4,
-    )
-except TensorContractError as error:
-    print("advance_decode_batch")
 """
 
 
@@ -225,7 +216,7 @@ def test_tensors_on_the_cpu_are_refused() -> None:
         text=True,
         check=False,
     )
-    assert sorted(ran.stdout.split()) == sorted([*PARAMETERS, "advance_decode_batch"]), ran.stderr
+    assert sorted(ran.stdout.split()) == sorted(PARAMETERS), ran.stderr
 
 
 NO_TENSORS = {
@@ -233,24 +224,12 @@ NO_TENSORS = {
     "required_logit_indices": ["prefill_status", "query_lengths", "out"],
     "prepare_next_forward_pass": PARAMETERS["prepare_next_forward_pass"].split()[1:-1],
     "rewind_kv_cache": [*PARAMETERS["rewind_kv_cache"].split()[:7], "out"],
-    "advance_decode_batch": (
-        ["input_tokens", "output_tokens", "required_logit_indices", "buffers", "kv", "out"]
-    ),
 }
 NO_INTEGERS = {
     "verify_speculative_tokens": PARAMETERS["verify_speculative_tokens"].split()[2:],
     "required_logit_indices": ["num_decode", "num_prefill", "num_speculative_tokens"],
     "prepare_next_forward_pass": ["num_decode_requests", "num_speculative_tokens"],
     "rewind_kv_cache": PARAMETERS["rewind_kv_cache"].split()[7:],
-    "advance_decode_batch": (
-        [
-            "num_decode_requests",
-            "num_prefill_requests",
-            "num_speculative_tokens",
-            "block_size_tokens",
-            "num_active_requests",
-        ]
-    ),
 }
 
 
@@ -265,17 +244,9 @@ def arguments_of(name: str) -> dict[str, Any]:
         "required_logit_indices": (one, vector([2]), 1, 0),
         "prepare_next_forward_pass": (1, two, two, one, mask, two, *buffers, 1),
         "rewind_kv_cache": (one, one, *kv, 1, 4, 1),
-        "advance_decode_batch": (two, two, two),
     }[name]
-    arguments = dict(
-        zip(inspect.signature(getattr(mtp_utils_pytorch, name)).parameters, values, strict=False)
-    )
-    if name == "advance_decode_batch":
-        arguments["buffers"] = mtp_utils_pytorch.NextForwardBuffers(*buffers)
-        arguments["kv"] = mtp_utils_pytorch.KVBlockState(*kv)
-        sizes = {"num_decode_requests": 1, "num_prefill_requests": 0, "num_speculative_tokens": 1}
-        arguments |= {**sizes, "block_size_tokens": 4}
-    return arguments
+    parameters = inspect.signature(getattr(mtp_utils_pytorch, name)).parameters
+    return dict(zip(parameters, values, strict=False))
 
 
 @both
