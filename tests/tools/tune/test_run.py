@@ -116,7 +116,8 @@ def test_engine_that_fails_leaves_the_other_settings(engine: type[StubEngine]) -
     assert not engine.running
 
 
-def test_nothing_is_measured_while_an_engine_of_the_group_starts(engine: type[StubEngine]) -> None:
+@pytest.mark.usefixtures("engine")
+def test_nothing_is_measured_while_an_engine_of_the_group_starts() -> None:
     _, lines = tune(at_once=3)
     states = ["starting" in line for line in lines]
     assert states == sorted(states, reverse=True)
