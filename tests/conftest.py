@@ -48,6 +48,105 @@ MakeText = Callable[[Path], str]
 """Returns a text; may write files into the folder."""
 
 
+EMBEDDED = "tests/hosts/embedded"
+PROTECTED = {
+    "lossless": (
+        "integration/examples",
+        "tests/contract_host/test_loop.py",
+        f"{EMBEDDED}/on_gpu",
+        f"{EMBEDDED}/test_draft_exactness.py",
+        f"{EMBEDDED}/test_draft_length.py",
+        f"{EMBEDDED}/test_draft_vocab.py",
+        f"{EMBEDDED}/test_edits.py",
+        f"{EMBEDDED}/test_fused_layers.py",
+        f"{EMBEDDED}/test_graphs.py",
+        f"{EMBEDDED}/test_logprobs.py",
+        f"{EMBEDDED}/test_losslessness.py",
+        f"{EMBEDDED}/test_processed_logprobs.py",
+        f"{EMBEDDED}/test_prompt_graphs.py",
+        f"{EMBEDDED}/test_properties.py",
+        f"{EMBEDDED}/test_random_requests.py",
+        f"{EMBEDDED}/test_sampling.py",
+        f"{EMBEDDED}/test_sampling_scenarios.py",
+        f"{EMBEDDED}/test_scenarios.py",
+        f"{EMBEDDED}/test_thinking_budget.py",
+        "tests/hosts/test_one_verification.py",
+        "tests/infer",
+        "tests/serving/test_equality.py",
+        "tests/speculative/drafting/test_batch_independence.py",
+    ),
+    "distribution": (
+        f"{EMBEDDED}/test_residual.py",
+        "tests/distribution",
+        "tests/ops/sampling/test_distribution.py",
+        "tests/ops/sampling/test_shares.py",
+    ),
+    "contract": (
+        "integration/vllm",
+        "tests/contract_host",
+        "tests/hosts",
+        "tests/megatron",
+        "tests/speculative",
+        "tests/vllm",
+    ),
+    "ops": (
+        f"{EMBEDDED}/attention",
+        f"{EMBEDDED}/layers",
+        "tests/compiled",
+        "tests/hosts/vllm/test_row_ops.py",
+        "tests/integration_bench/test_ops.py",
+        "tests/interpreter",
+        "tests/ops",
+    ),
+    "messages": (
+        f"{EMBEDDED}/models/test_config_fuzz.py",
+        f"{EMBEDDED}/models/test_config_reader.py",
+        f"{EMBEDDED}/models/test_model_preflight.py",
+        f"{EMBEDDED}/test_admission.py",
+        f"{EMBEDDED}/test_set_up.py",
+        "tests/cli/test_errors.py",
+        "tests/config",
+        "tests/hosts/tensorrt_llm/test_side_file.py",
+        "tests/hosts/vllm/test_engine_checks.py",
+        "tests/ops/draft_inputs/test_arguments.py",
+        "tests/ops/logprobs/test_arguments.py",
+        "tests/ops/sampling/test_arguments.py",
+        "tests/requests/test_admission.py",
+        "tests/serving/test_bad_requests.py",
+        "tests/serving/test_hostile_bodies.py",
+        "tests/speculative/host/test_refusals.py",
+        "tests/test_errors.py",
+    ),
+    "api": (EMBEDDED, "integration", "tests"),
+}
+"""What tests protect, the marker that they get, by folder or file; the longest path decides."""
+MARKER_OF = {path: marker for marker, paths in PROTECTED.items() for path in paths}
+ROOT = Path(__file__).parent.parent
+
+
+def pytest_configure() -> None:
+    """Refuse a table with paths that no longer exist: their tests would get another marker."""
+    missing = [path for path in MARKER_OF if not (ROOT / path).exists()]
+    if missing:
+        raise pytest.UsageError(f"PROTECTED in tests/conftest.py: no such path: {missing}")
+
+
+def protection_of(path: Path) -> str:
+    """Return the marker of the tests in a file."""
+    inside = path.relative_to(ROOT) if path.is_relative_to(ROOT) else Path("tests")
+    return next(
+        MARKER_OF[str(part)] for part in (inside, *inside.parents) if str(part) in MARKER_OF
+    )
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """With ``-m lossless``, or several of these markers with ``or``, import only their files."""
+    wanted = {*config.option.markexpr.split()}
+    if wanted and wanted <= {*PROTECTED, "or"} and collection_path.name.startswith("test_"):
+        return protection_of(collection_path) not in wanted or None
+    return None
+
+
 MATRIX = frozenset({"no_overlap", "vanilla", "k", "keep_warm"})
 """Parameters whose combinations multiply engines: loop, worker, draft length, idle drafter."""
 
@@ -76,12 +175,15 @@ def group_of_combinations(item: pytest.Function) -> tuple[int, tuple[object, ...
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip tests marked ``gpu`` without a CUDA device; mark combinations ``full``.
+    """Add the marker of :data:`PROTECTED`; skip tests marked ``gpu`` without a CUDA device; mark
+    combinations ``full``.
 
     A test with the marker ``thinned`` runs few combinations of the parameters that it names, and
     every scenario of the executor, except losslessness, one of :data:`MATRIX`. Which ones differs
     from test to test; the others get the marker ``full`` and run with ``-m "full or not full"``.
     """
+    for item in items:
+        item.add_marker(protection_of(item.path))
     if not torch.cuda.is_available():
         for item in items:
             if item.get_closest_marker("gpu"):
