@@ -223,7 +223,6 @@ VLLM: Mapping[str, HostKey] = _table(
     ("cuda_graph_config selects CUDA graphs", (False,), "enforce_eager"),
     (_NO_REUSE, (False, None), "enable_prefix_caching"),
     (_NO_QUANTIZATION, (None,), "quantization"),
-    ("speculative_config.mtp.seed is the engine's seed", (0, None), "seed"),
     (_NO_ITERATION_LOG, (bool,), "disable_log_stats disable_log_requests"),
     (_ONE_GPU, (1,), "data_parallel_size"),
     (_ONE_GPU, (False,), "enable_expert_parallel"),

@@ -12,9 +12,10 @@ from typing_extensions import Self, override
 
 from mtp_plugin.config import host_keys
 from mtp_plugin.config.messages import got, join
+from mtp_plugin.config.mtp import MTPPluginOptions
 from mtp_plugin.config.schema import ConfigModel, Problem, drop_host_keys, whole_file
 from mtp_plugin.config.speculative import MTPDecodingConfig, SpeculativeConfig, is_mtp
-from mtp_plugin.config.values import BatchSizes, Switch
+from mtp_plugin.config.values import MAX_ENGINE_SEED, BatchSizes, Switch
 
 _logger = logging.getLogger("mtp_plugin")
 
@@ -190,6 +191,13 @@ class LLMConfig(ConfigModel):
         description="maximum number of prompt tokens in a step that also generates, for shorter "
         "gaps between tokens; null: max_num_tokens",
     )
+    seed: int | None = Field(
+        default=None,
+        ge=0,
+        le=MAX_ENGINE_SEED,
+        description="combined with the request number into the seed of requests without one, with "
+        "and without drafts; null: speculative_config.mtp.seed",
+    )
     speculative_config: SpeculativeConfig | None = Field(
         default=None, description="the drafter, chosen by decoding_type; null: target-only decoding"
     )
@@ -198,6 +206,7 @@ class LLMConfig(ConfigModel):
     @override
     def _prepare(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:
         yield from _read_vllm(data)
+        yield from _set_seed(data)
         names = drop_host_keys(cls, data)
         for section, model in _SECTIONS.items():
             inner = data.get(section)
@@ -210,6 +219,14 @@ class LLMConfig(ConfigModel):
                 "%s: set aside, as they change nothing on one GPU: %s", source, ", ".join(names)
             )
         yield from super()._prepare(data, info)
+
+    @property
+    def engine_seed(self) -> int:
+        """``seed``, or that of ``speculative_config.mtp``."""
+        if self.seed is not None:
+            return self.seed
+        spec = self.speculative_config
+        return spec.mtp.seed if isinstance(spec, MTPDecodingConfig) else 0
 
     def resolve(self, num_mtp_layers: int) -> Self:
         """The same config with K filled in from the checkpoint (`MTPDecodingConfig.resolve`)."""
@@ -280,6 +297,34 @@ def _read_vllm(data: dict[Any, Any]) -> Iterator[Problem]:
     data["speculative_config"] = {"decoding_type": "MTP", **inner}
     if not (isinstance(method, str) and method.casefold().endswith("mtp")):
         yield "speculative_config.method", f"expected 'mtp', got {got(method)}"
+
+
+def _set_seed(data: dict[Any, Any]) -> Iterator[Problem]:
+    """Copy a valid ``seed`` to ``speculative_config.mtp``, and yield the conflict of two seeds."""
+    seed, spec = data.get("seed"), data.get("speculative_config")
+    if type(seed) is not int or not 0 <= seed <= MAX_ENGINE_SEED:
+        return
+    if isinstance(spec, MTPDecodingConfig):
+        options: Any = spec.mtp
+    elif isinstance(spec, Mapping) and is_mtp(spec):
+        options = spec.get("mtp", {})
+    else:
+        return
+    given: Any
+    if isinstance(options, MTPPluginOptions):
+        given = options.seed if "seed" in options.model_fields_set else seed
+        options = options.model_copy(update={"seed": given})
+    elif isinstance(options, Mapping):
+        given = options.get("seed", seed)
+        options = {**options, "seed": given}
+    else:
+        return
+    if isinstance(spec, MTPDecodingConfig):
+        data["speculative_config"] = spec.model_copy(update={"mtp": options})
+    else:
+        data["speculative_config"] = {**spec, "mtp": options}
+    if given != seed:
+        yield "seed", f"{seed} contradicts speculative_config.mtp.seed: {got(given)}; leave one out"
 
 
 _SECTIONS: Mapping[str, type[ConfigModel]] = {

@@ -348,6 +348,7 @@ def test_keys_of_vllm_are_those_here() -> None:
     }
     ours = {
         "model": "m",
+        "seed": 0,
         "max_seq_len": 64,
         "max_batch_size": 4,
         "max_num_tokens": 128,
@@ -391,6 +392,7 @@ class TestFile:
             "disable_overlap_scheduler": False,
             "enable_chunked_prefill": True,
             "max_prompt_tokens_while_generating": 1024,
+            "seed": None,
             "speculative_config": None,
         }
 

@@ -36,7 +36,7 @@ TOP_LEVEL_KEYS = (
     "model, dtype, device, max_batch_size, max_num_tokens, max_seq_len, kv_cache_config, "
     "gpu_memory_utilization, attn_backend, fused_layers, cuda_graph_config, "
     "disable_overlap_scheduler, enable_chunked_prefill, max_prompt_tokens_while_generating, "
-    "speculative_config"
+    "seed, speculative_config"
 )
 
 
@@ -223,9 +223,14 @@ KEY_CASES = [
         "got true",
     ),
     Case(
-        "another engine's seed",
-        "model: m\nseed: 7\n",
-        "seed: speculative_config.mtp.seed is the engine's seed; expected 0 or null, got 7",
+        "two seeds of the engine",
+        "model: m\nseed: 7\nspeculative_config:\n  decoding_type: MTP\n  mtp: {seed: 3}\n",
+        "seed: 7 contradicts speculative_config.mtp.seed: 3; leave one out",
+    ),
+    Case(
+        "seed of the engine below zero",
+        "model: m\nseed: -7\n",
+        "seed: expected an integer from 0 to 18446744073709551615 or null, got -7",
     ),
     Case(
         "another engine's method",

@@ -163,7 +163,7 @@ REFUSED = [
         "tensor_paralel_size: unknown key; expected one of model, dtype, device, max_batch_size, "
         "max_num_tokens, max_seq_len, kv_cache_config, gpu_memory_utilization, attn_backend, "
         "fused_layers, cuda_graph_config, disable_overlap_scheduler, enable_chunked_prefill, "
-        "max_prompt_tokens_while_generating, speculative_config",
+        "max_prompt_tokens_while_generating, seed, speculative_config",
     ),
 ]
 

@@ -231,6 +231,7 @@ def _host_facts(resolved: ResolvedConfig, model: LoadedModel, tokenizer: Any) ->
         reads_states=False,
         padded_sizes=padded_sizes(resolved.config),
         end_ids=resolved.facts.eos_token_ids,
+        engine_seed=resolved.config.engine_seed,
     )
 
 

@@ -17,6 +17,7 @@ import torch
 
 from mtp_plugin.errors import ConfigError, PluginError, expect, expect_int, format_value
 from mtp_plugin.ops.backend import Backend
+from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.stop_callback import StopCallback
 from mtp_plugin.requests.thinking import (
     ThinkingEnd,
@@ -53,6 +54,7 @@ class HostFacts:
     reads_states: bool = True  # hidden states of a step are read after the worker ran
     padded_sizes: Sequence[int] = ()  # batch sizes to which generation-only batches are padded
     end_ids: Sequence[int] = ()  # ids that end an output, which a draft vocabulary always has
+    engine_seed: int = ENGINE_SEED  # seed of requests without one
 
     def __post_init__(self) -> None:
         for name in _HOST_SIZES:

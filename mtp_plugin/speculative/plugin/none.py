@@ -66,6 +66,7 @@ class NoSpeculationPlugin:
             num_seq_slots=host.max_num_sequences,
             vocab_size=host.vocab_size,
             thinking_end=thinking_end,
+            engine_seed=host.engine_seed,
         )
         sampler = MTPSampler(
             host.sampler_args,

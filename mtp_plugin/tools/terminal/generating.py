@@ -19,7 +19,6 @@ from mtp_plugin.tools.terminal.plain_decoding import (
     Comparison,
     PlainDecoding,
     PlainRun,
-    engine_seed_of,
     resampling_method,
     thinking_of,
 )
@@ -70,7 +69,7 @@ def run_generate(
         run.params,
         max_seq_len,
         tokenizer,
-        engine_seed=engine_seed_of(settings),
+        engine_seed=settings.engine_seed,
         thinking=thinking_of(settings, tokenizer),
     )
     run_without_mtp = None

@@ -34,7 +34,6 @@ from mtp_plugin.tools.terminal.parity_options import EAGLE, VANILLA, combination
 from mtp_plugin.tools.terminal.plain_decoding import (
     KnownTexts,
     PlainDecoding,
-    engine_seed_of,
     logprobs_mode_of,
     resampling_method,
     thinking_of,
@@ -219,7 +218,7 @@ def run_parity(
             on_progress(f"{variant.label}: target-only decoding")
             run, max_seq_len = decoded[index]
             results = run.results
-            seed_of_engine = engine_seed_of(config)
+            seed_of_engine = config.engine_seed
             plain = PlainDecoding(
                 model,
                 run.params,

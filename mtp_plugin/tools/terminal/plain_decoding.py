@@ -262,12 +262,6 @@ def _report_tokens(report: Callable[[str], None], place: str, count: int) -> Non
 # --- settings of a config ---
 
 
-def engine_seed_of(config: LLMConfig) -> int:
-    """Return the seed of requests without one."""
-    speculative = config.speculative_config
-    return speculative.mtp.seed if isinstance(speculative, MTPDecodingConfig) else ENGINE_SEED
-
-
 def thinking_of(config: LLMConfig, tokenizer: Tokenizer | None) -> Thinking | None:
     """Return the thinking tags for thinking budgets; None if they are unknown.
 

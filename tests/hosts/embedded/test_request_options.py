@@ -405,6 +405,13 @@ def test_engine_seeds_that_cannot_be(harness, seed: Any) -> None:
         harness.llm(mtp={"seed": seed})
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_seed_of_the_config_is_the_engines_seed(harness, prompts, k: int) -> None:
+    expected = sampled(harness.llm(mtp={"seed": 7}), prompts[3])
+    assert sampled(harness.llm(seed=7, k=k), prompts[3]) == expected
+    assert sampled(harness.llm(seed=8, k=k), prompts[3]) != expected
+
+
 # --- log-probabilities ---
 
 
