@@ -27,6 +27,7 @@ OF_PACKAGE: Mapping[str, str] = {
     "TorchLlmArgs": _ARGUMENTS,
 }
 OF_LLM: Mapping[str, str] = {
+    "args": "use `LLM.config`",
     "beam_search": "use `SamplingParams(n=...)` with sampling",
     "classify": _TASK,
     "collective_rpc": "use `LLM.executor`: the engine runs in this process",
@@ -34,9 +35,14 @@ OF_LLM: Mapping[str, str] = {
     "encode": _TASK,
     "get_default_sampling_params": "use `SamplingParams()`",
     "get_stats": "use `LLM.get_metrics()`",
+    "get_stats_async": "use `LLM.get_metrics()`",
     "llm_engine": "use `LLM.executor`",
+    "reset_prefix_cache": "KV blocks are not reused between requests",
+    "reward": _TASK,
     "score": _TASK,
     "sleep": "use `LLM.shutdown()`, and a new `LLM` later",
+    "start_profile": "use `torch.profiler` around `LLM.generate(...)`",
+    "stop_profile": "use `torch.profiler` around `LLM.generate(...)`",
     "wake_up": "use a new `LLM`",
 }
 

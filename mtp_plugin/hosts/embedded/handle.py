@@ -57,6 +57,11 @@ class RequestHandle:
         return self._pending.request_id
 
     @property
+    def requests(self) -> list[LlmRequest]:
+        """The requests of the prompt, one for each of its ``n`` sequences."""
+        return self._pending.result()
+
+    @property
     def is_finished(self) -> bool:
         """Whether all events have been produced."""
         return self._log.done.done()

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, RequestError, expect_int, format_value
+from mtp_plugin.foreign_names import OF_LLM, counterpart
 from mtp_plugin.hosts.embedded import gc_freeze
 from mtp_plugin.hosts.embedded.admission import Admission
 from mtp_plugin.hosts.embedded.build import BuiltExecutor, build_executor
@@ -32,6 +33,7 @@ from mtp_plugin.hosts.embedded.event_stream import (
 from mtp_plugin.hosts.embedded.handle import RequestHandle, is_in_a_loop
 from mtp_plugin.hosts.embedded.metrics import PREFIX, Metric, read_metrics
 from mtp_plugin.hosts.embedded.models import LoadedModel
+from mtp_plugin.hosts.embedded.output_stream import OutputStream
 from mtp_plugin.hosts.embedded.outputs import RequestOutput
 from mtp_plugin.hosts.embedded.pending_request import PendingRequest
 from mtp_plugin.hosts.embedded.progress import Progress, batch_progress, loading_progress
@@ -291,19 +293,60 @@ class LLM:
         pending = self._admission.make_pending(prompt, sampling_params)
         return AsyncEventStream(pending, self._engine, self._tokenising, self)
 
-    async def generate_async(
-        self, prompt: Prompt, sampling_params: SamplingParams | None = None
-    ) -> RequestOutput:
+    @overload
+    def generate_async(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        streaming: Literal[False] = False,
+    ) -> Coroutine[Any, Any, RequestOutput]: ...
+
+    @overload
+    def generate_async(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        streaming: Literal[True],
+    ) -> OutputStream: ...
+
+    def generate_async(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | None = None,
+        *,
+        streaming: bool = False,
+    ) -> Coroutine[Any, Any, RequestOutput] | OutputStream:
         """Run one prompt; concurrent calls share the batch. A cancelled task cancels its request.
+
+        Args:
+            streaming: submit the prompt now and return an object to iterate over partial outputs
+                with ``async for``, or to ``await``; otherwise only to ``await``.
 
         Raises:
             RequestError: a prompt or option cannot be served; nothing was started.
             ExecutorError: the request ended with an error, or this is the engine thread.
         """
+        if streaming:
+            return OutputStream(self.submit(prompt, sampling_params))
+        return self._generate_async(prompt, sampling_params)
+
+    async def _generate_async(
+        self, prompt: Prompt, sampling_params: SamplingParams | None
+    ) -> RequestOutput:
         pending = self._admission.make_pending(prompt, sampling_params)
         async for _ in read_events(pending, self._engine, self._tokenising):
             pass
         return RequestOutput.of_success(*pending.result())
+
+    if not TYPE_CHECKING:  # a checker reports unknown names itself
+
+        def __getattr__(self, name: str) -> Any:
+            """Name the counterpart of an attribute of vLLM's and TensorRT-LLM's ``LLM``."""
+            kind = type(self).__name__
+            hint = counterpart(name, OF_LLM)
+            raise AttributeError(f"{kind!r} object has no attribute {name!r}{hint}")
 
     def submit(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

@@ -31,8 +31,8 @@ class CompletionOutput:
     text: str
     """Empty without a tokenizer or with ``detokenize=False``."""
     token_ids: list[int]
-    finish_reason: str
-    """``"stop"``, ``"length"``, ``"abort"`` or ``"error"``."""
+    finish_reason: str | None
+    """``"stop"``, ``"length"``, ``"abort"`` or ``"error"``; None: the sequence is unfinished."""
     stop_reason: int | str | None = None
     """The id of ``stop_token_ids`` or the stop string that ended the sequence, else None."""
     logprobs: Logprobs | None = None
@@ -81,7 +81,7 @@ class RequestMetrics:
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """A finished prompt and its generated sequences.
+    """A prompt and its generated sequences, finished unless it is a partial output of a stream.
 
     The attributes of ``outputs[0]`` are also attributes of this object.
     """
@@ -97,6 +97,7 @@ class RequestOutput:
     metrics: RequestMetrics | None = field(default=None, compare=False)
     """None for several sequences."""
     finished: bool = True
+    """False in partial outputs."""
 
     @classmethod
     def of(cls, *requests: LlmRequest) -> Self:
@@ -141,7 +142,7 @@ class RequestOutput:
         return self.outputs[0].token_ids
 
     @property
-    def finish_reason(self) -> str:
+    def finish_reason(self) -> str | None:
         """Finish reason of the first sequence."""
         return self.outputs[0].finish_reason
 

@@ -1,0 +1,116 @@
+"""Partial outputs of one prompt, as TensorRT-LLM's ``generate_async(..., streaming=True)``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Generator
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from mtp_plugin.hosts.embedded.handle import RequestHandle
+from mtp_plugin.hosts.embedded.outputs import FINISH_REASONS, CompletionOutput, RequestOutput
+from mtp_plugin.hosts.embedded.py_executor import StepEvent
+from mtp_plugin.requests.logprobs import Logprobs, PromptLogprobs
+
+
+@dataclass(frozen=True)
+class PartialCompletion(CompletionOutput):
+    """One sequence so far; ``acceptance`` is empty until its prompt has finished."""
+
+    text_diff: str = ""
+    """Text since the last partial output."""
+    token_ids_diff: list[int] = field(default_factory=list)
+    """Token ids since the last partial output."""
+
+
+class OutputStream(AsyncIterator[RequestOutput]):
+    """Returned by ``LLM.generate_async(..., streaming=True)``: ``async for`` or ``await`` it.
+
+    The iteration yields a `RequestOutput` with the whole output so far whenever there are new
+    tokens; one that lags gets the tokens of several steps at once. ``finished`` of the last one is
+    True. ``await`` returns the final output. Garbage collection of the object aborts the request.
+
+    Raises:
+        RequestError: the prompt or an option cannot be served.
+        ExecutorError: the request ended with an error, the executor was shut down, or this is the
+            engine thread.
+    """
+
+    def __init__(self, handle: RequestHandle) -> None:
+        self._handle = handle
+        self._arrived = handle.read_arrived()
+        self._completions: dict[int, PartialCompletion] = {}
+        self._prompt_logprobs: PromptLogprobs | None = None
+
+    @property
+    def request_id(self) -> int:
+        """The id that `LLM.abort` expects; with ``n`` > 1 that of the first sequence."""
+        return self._handle.request_id
+
+    def abort(self) -> bool:
+        """Abort the request; see `LLM.abort`."""
+        return self._handle.abort()
+
+    def result(self) -> RequestOutput:
+        """Wait for the final output outside of a coroutine; see `RequestHandle.result`."""
+        return self._handle.result()
+
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        """Wait for the final output."""
+        return self._handle.__await__()
+
+    async def __anext__(self) -> RequestOutput:
+        """Return the output so far, once it has new tokens."""
+        new: dict[int, list[StepEvent]] = {}
+        for _, event in await self._arrived.__anext__():
+            new.setdefault(event.sample_index, []).append(event)
+            self._prompt_logprobs = event.prompt_logprobs or self._prompt_logprobs
+        requests = self._handle.requests
+        for index in range(len(requests)):
+            last = self._completions.get(index) or PartialCompletion(index, "", [], None)
+            self._completions[index] = _extended(last, new.get(index, []))
+        if all(each.finish_reason is not None for each in self._completions.values()):
+            output = RequestOutput.of_success(*requests)
+            return replace(output, outputs=[self._with_diffs(each) for each in output.outputs])
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt=requests[0].prompt,
+            prompt_token_ids=requests[0].tokens[: requests[0].py_orig_prompt_len],
+            outputs=list(self._completions.values()),
+            prompt_logprobs=self._prompt_logprobs,
+            finished=False,
+        )
+
+    def _with_diffs(self, final: CompletionOutput) -> PartialCompletion:
+        last = self._completions[final.index]
+        values = {each.name: getattr(final, each.name) for each in fields(final)}
+        return PartialCompletion(
+            **values, text_diff=last.text_diff, token_ids_diff=last.token_ids_diff
+        )
+
+
+def _extended(last: PartialCompletion, events: list[StepEvent]) -> PartialCompletion:
+    """Return a sequence with further events."""
+    text = "".join(event.text for event in events)
+    tokens = [token for event in events for token in event.token_ids]
+    new = [event.logprobs for event in events if event.logprobs is not None]
+    logprobs = last.logprobs
+    if new:
+        logprobs = Logprobs(decode=new[0].decode)
+        for part in (*([last.logprobs] if last.logprobs is not None else []), *new):
+            logprobs.extend(part)
+    extended = replace(
+        last,
+        text=last.text + text,
+        token_ids=last.token_ids + tokens,
+        logprobs=logprobs,
+        text_diff=text,
+        token_ids_diff=tokens,
+    )
+    if not events or (reason := events[-1].finish_reason) is None:
+        return extended
+    return replace(
+        extended,
+        finish_reason=FINISH_REASONS[reason],
+        stop_reason=events[-1].stop_reason,
+        error=events[-1].error,
+    )

@@ -1,0 +1,106 @@
+"""`LLM.generate_async(..., streaming=True)`: partial outputs as in TensorRT-LLM."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+
+import pytest
+
+from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.hosts.embedded import LLM, RequestOutput
+from mtp_plugin.hosts.embedded.output_stream import OutputStream
+from mtp_plugin.hosts.embedded.outputs import CompletionOutput
+from tests.hosts.embedded.conftest import assert_drained, wait_until
+from tests.hosts.embedded.test_llm_api import Pieces, greedy
+
+
+async def partial_outputs(llm: LLM, prompt, params) -> list[RequestOutput]:
+    return [output async for output in llm.generate_async(prompt, params, streaming=True)]
+
+
+def plain(completion: CompletionOutput) -> CompletionOutput:
+    names = [each.name for each in dataclasses.fields(CompletionOutput)]
+    return CompletionOutput(**{name: getattr(completion, name) for name in names})
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 3, "temperature": 1.0, "seed": 5}])
+def test_partial_outputs_grow_to_the_output_of_generate(harness, options) -> None:
+    llm = harness.llm(tokenizer=Pieces())
+    params = greedy(20, logprobs=2, prompt_logprobs=1, **options)
+    (expected,) = llm.generate([[4, 5]], params)
+    outputs = asyncio.run(partial_outputs(llm, [4, 5], params))
+    assert len(outputs) > 2
+    assert [output.finished for output in outputs] == [False] * (len(outputs) - 1) + [True]
+    for index in range(params.n):
+        texts, tokens = "", []
+        for output in outputs:
+            sequence = output.outputs[index]
+            texts += sequence.text_diff
+            tokens = tokens + sequence.token_ids_diff
+            assert (sequence.text, sequence.token_ids) == (texts, tokens)
+            assert len(sequence.logprobs or ()) == len(tokens)
+    assert outputs[0].prompt_token_ids == [4, 5]
+    assert outputs[0].prompt_logprobs == expected.prompt_logprobs
+    assert outputs[0].outputs[0].finish_reason is None
+    last = dataclasses.replace(outputs[-1], outputs=[plain(each) for each in outputs[-1].outputs])
+    assert last == dataclasses.replace(expected, request_id=last.request_id)
+    assert_drained(llm)
+
+
+def test_a_stream_is_awaited_or_waited_for(harness, target, prompts) -> None:
+    llm = harness.llm()
+
+    async def main() -> list[int]:
+        stream = llm.generate_async(prompts[3], greedy(), streaming=True)
+        await anext(stream)
+        assert (await stream).token_ids == (await stream).token_ids
+        return (await llm.generate_async(prompts[3], greedy(), streaming=True)).token_ids
+
+    assert asyncio.run(main()) == target.greedy(prompts[3], 12)
+    stream = llm.generate_async(prompts[4], greedy(), streaming=True)
+    assert isinstance(stream, OutputStream)
+    assert stream.result().token_ids == target.greedy(prompts[4], 12)
+    assert_drained(llm)
+
+
+def test_leaving_or_aborting_a_stream_ends_its_request(harness, prompts) -> None:
+    llm = harness.llm()
+
+    async def main() -> str | None:
+        async for _ in llm.generate_async(prompts[3], greedy(90), streaming=True):
+            break
+        assert await asyncio.to_thread(wait_until, lambda: not llm.executor.has_work)
+        stream = llm.generate_async(prompts[4], greedy(90), streaming=True)
+        await anext(stream)
+        assert llm.find_request(stream.request_id) is not None
+        assert stream.abort()
+        return (await stream).finish_reason
+
+    assert asyncio.run(main()) == "abort"
+    assert_drained(llm)
+
+
+def test_errors_of_a_stream(harness, prompts) -> None:
+    llm = harness.llm()
+    with pytest.raises(RequestError, match="ids must be integers"):
+        llm.generate_async([-1], streaming=True)
+
+    async def main() -> None:
+        stream = llm.generate_async(prompts[3], greedy(90), streaming=True)
+        await anext(stream)
+        await asyncio.to_thread(llm.shutdown)
+        async for _ in stream:
+            pass
+
+    with pytest.raises(ExecutorError, match="shut down"):
+        asyncio.run(main())
+
+
+def test_names_of_other_engines_name_their_counterpart(harness) -> None:
+    llm = harness.llm()
+    with pytest.raises(AttributeError, match=r"'get_stats'; use `LLM.get_metrics\(\)`"):
+        llm.get_stats()
+    with pytest.raises(AttributeError, match=r"'LLM' object has no attribute 'generat'$"):
+        llm.generat()
+    assert not hasattr(llm, "embed")
