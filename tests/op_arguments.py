@@ -1,11 +1,11 @@
-"""Shared by the tests of op arguments: strided tensors and poisoned memory."""
+"""Shared by the tests of op arguments: strided tensors, wrong tensors and poisoned memory."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from mtp_plugin.errors import TensorContractError
+from tests.ops.bits import same_bits
 from tests.ops.top_k.launches import poison
 
 GAP = 3
@@ -76,6 +77,77 @@ def check_strided_arguments(
         assert len(got) == len(expected), name
         for one, other in zip(got, expected, strict=True):
             assert torch.equal(one, other), name
+
+
+WRONG: dict[str, Callable[[torch.Tensor], Any]] = {
+    "type": lambda t: t.int() if t.is_floating_point() else t.float(),
+    "dimensions": lambda t: t.unsqueeze(0),
+    "shorter": lambda t: t[:-1],
+    "elsewhere": lambda t: t.to("meta"),
+    "list": lambda t: t.tolist(),
+}
+"""Changes of a tensor that an op refuses."""
+
+
+def check_wrong_arguments(
+    op: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    free: Collection[str] = (),
+    **others: Any,
+) -> None:
+    """Check that `op` refuses each tensor with each change of `WRONG`, and then writes nothing.
+
+    The message names a tensor of another type or rank; another size or device may also be reported
+    as that of a second tensor.
+
+    Args:
+        free: changes that the op accepts, as `argument.field` or `argument.field: change`.
+        others: further arguments, passed unchanged.
+    """
+    problems = []
+    for name in _tensor_names(arguments):
+        for kind, change in WRONG.items():
+            if name in free or f"{name}: {kind}" in free:
+                continue
+            copies = {argument: _copied(value) for argument, value in arguments.items()}
+            message = _refusal(op, copies, name, change, others)
+            field = name.rpartition(".")[2].replace("_", "[_ ]")
+            if message is None:
+                problems.append(f"{name}: {kind} is accepted")
+            elif kind not in ("shorter", "elsewhere") and not re.search(field, message):
+                problems.append(f"{name}: {kind}: {message}")
+            elif not all(map(same_bits, _tensors(copies), _tensors(arguments))):
+                problems.append(f"{name}: {kind} is refused after a write")
+    assert not problems, "\n".join(problems)
+
+
+def _refusal(
+    op: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    name: str,
+    change: Callable[[torch.Tensor], Any],
+    others: Mapping[str, Any],
+) -> str | None:
+    """The message with which `op` refuses a changed tensor, or None."""
+    try:
+        op(**_with(arguments, name, change), **others)
+    except TensorContractError as error:
+        return str(error)
+    return None
+
+
+def check_arguments(
+    op: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    *,
+    refused: Mapping[str, str] | None = None,
+    free: Collection[str] = (),
+    **others: Any,
+) -> None:
+    """:func:`check_strided_arguments` and :func:`check_wrong_arguments`."""
+    check_strided_arguments(op, arguments, refused=refused, **others)
+    check_wrong_arguments(op, arguments, free=free, **others)
 
 
 def _run(

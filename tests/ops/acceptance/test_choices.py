@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from mtp_plugin.ops.acceptance import AcceptanceRules, accept
 from mtp_plugin.ops.backend import Backend
-from tests.op_arguments import check_strided_arguments
 from tests.ops.acceptance.cases import layout_of
 from tests.ops.on_device import DEVICE, vector
 
@@ -57,29 +56,6 @@ def test_target_tokens_act_as_rows_with_one_value(
             accept(layout, other, drafts, rules, backend=backend, **options) for backend in Backend
         )
         assert torch.equal(first.tokens, second.tokens)
-
-
-@both
-def test_strided_choices(backend: Backend) -> None:
-    layout = layout_of(1, 2, 2)
-
-    def emitted(choices: torch.Tensor, forced_ids: torch.Tensor) -> list[torch.Tensor]:
-        matches = vector([2, -1], torch.int32)  # one generation needs what is forced, one does not
-        rules = AcceptanceRules(choices=choices, forced_ids=forced_ids, forced_matches=matches)
-        drafts = vector([1, 2, 3, 4], torch.int32)
-        logits = torch.zeros(7, VOCAB, device=DEVICE)
-        accepted = accept(layout, logits, drafts, rules, backend=backend)
-        return [accepted.tokens, accepted.num_accepted]
-
-    given = {
-        "choices": vector([5, 1, 6, 6, 3, 4, -1], torch.int32),
-        "forced_ids": vector([-1, 1, 6, -1, -1, 4, -1], torch.int32),
-    }
-    check_strided_arguments(emitted, given)
-    assert [each.tolist() for each in emitted(**given)] == [
-        [[5, -1, -1], [1, 6, -1], [3, 4, -1]],
-        [1, 2, 2],
-    ]
 
 
 @both
