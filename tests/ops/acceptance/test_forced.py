@@ -65,16 +65,6 @@ def test_a_run_ends_before_a_row_without_values(backend: Backend) -> None:
     assert accepted.status.tolist() == [STATUS_NO_FINITE_LOGIT, STATUS_NO_FINITE_LOGIT, 0]
 
 
-@pytest.mark.parametrize("backend", Backend)
-def test_no_forced_match_is_target_only_decoding(backend: Backend) -> None:
-    """One token per request, also where the target agrees with the drafts."""
-    case = make_case(4, num_contexts=2, num_generations=4, k=5, vocab=1025)
-    accepted = case.accept(forced([0] * 4), backend).accepted
-    assert (accepted.num_accepted <= 1).all()
-    honest = case.accept(STRICT, backend).accepted
-    assert torch.equal(accepted.num_accepted[:2], honest.num_accepted[:2])
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.int8])
 @pytest.mark.parametrize("backend", Backend)
 def test_a_negative_number_leaves_it_to_the_target(backend: Backend, dtype: torch.dtype) -> None:

@@ -162,30 +162,6 @@ def test_relaxed_rows(backend: Backend, case: RelaxedCase) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_the_phase_changes_inside_a_run(backend: Backend) -> None:
-    """`e` ends thinking, `b` begins it: a second-best `x` is accepted after `b`."""
-    begin, end, x, top = ids("bexa")
-    near = torch.full((26,), -9.0)
-    near[[top, x]] = torch.tensor([0.0, -0.1])
-    tops = rows_with_top("be")
-    rule = relaxed_rule([Thinker(False), Thinker(True)], begin, end)
-    case = Case(
-        layout_of(0, 2, 3),
-        torch.stack([tops[0], near, near, near, near, tops[1], near, near]).to(DEVICE),
-        vector([[begin, x, x], [x, end, x]]),
-        rule,
-        vector([-1, -1]),
-    )
-    outcome = case.accept("relaxed", backend)
-    assert outcome.accepted.tokens.tolist() == [[begin, x, x, top], [x, end, top, PAD_TOKEN]]
-    assert outcome.noted.tolist() == [1, 0]
-    assert outcome.in_force.tolist() == [0.5, 0.0]
-    # thresholds decided where the request thought by then, and nowhere else
-    decided = torch.isfinite(case.margins(case.rules("relaxed")))
-    assert decided.tolist() == [[False, True, True], [True, False, False]]
-
-
-@pytest.mark.parametrize("backend", Backend)
 def test_every_rule_decides_its_own_rows(backend: Backend) -> None:
     """Second-best `x` after `b`, and forced drafts."""
     begin, end, x, top, wrong = ids("bexaz")

@@ -104,26 +104,6 @@ def test_a_request_without_a_delta_shows_its_phase_in_the_note(backend: Backend,
     assert phases() == [(1, 0.0), (0, 0.0)]
 
 
-@BACKENDS
-def test_equal_values_are_accepted_without_a_distance(backend: Backend) -> None:
-    """What a phase without a delta is good for: two best tokens."""
-    rule = relaxed_rule([Thinker(flag, limit=0.0) for flag in (False, True)])
-    rows = rows_of([PLAIN] * 4)
-    rows[:, NEAR] = rows[:, PLAIN]
-    rules, layout = AcceptanceRules(relaxed=rule), layout_of(0, 2, 1)
-    accepted = accept(layout, rows, vector([[NEAR], [NEAR]]), rules, backend=backend)
-    assert accepted.num_accepted.tolist() == [1, 2]
-
-
-@BACKENDS
-@pytest.mark.parametrize("delta", [0.5, 1.0, 1e30])
-def test_the_best_one_alone_is_never_relaxed(backend: Backend, delta: float) -> None:
-    """Top 1 is strict, whatever delta the request has or a host writes."""
-    thinkers = [Thinker(topk=1, limit=delta), Thinker(topk=1, limit=0.0, written=delta)]
-    rule = relaxed_rule(thinkers, BEGIN, END)
-    assert one_step(rule, [[NEAR], [NEAR]], None, backend) == [STRICT, STRICT]
-
-
 @EVERY_POOL
 @BACKENDS
 def test_a_phase_ends_and_begins_over_steps(backend: Backend, pool: str) -> None:
@@ -213,13 +193,6 @@ def test_padding_rows_that_share_a_slot_change_no_request(
         # the padding's own numbers are tokens, too
         assert ((accepted.tokens >= -1) & (accepted.tokens < 127)).all()
         assert int(column(after.slots, "thinking")[int(slot_ids[real])]) in (0, 1)
-
-
-@BACKENDS
-def test_no_request_writes_no_slot(backend: Backend) -> None:
-    case = make_case(3, num_generations=0, k=2, vocab=7)
-    outcome = case.accept("relaxed", backend)
-    assert outcome.noted.shape == outcome.in_force.shape == (0,)
 
 
 @BACKENDS

@@ -7,51 +7,23 @@ from dataclasses import replace
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mtp_plugin.ops.acceptance import AcceptanceRules, accept
 from mtp_plugin.ops.backend import Backend
 from tests.ops.acceptance.cases import (
     KINDS,
     Case,
-    assert_implementations_agree,
-    assert_matches_example,
     assert_same,
     layout_of,
     ragged,
 )
 from tests.ops.acceptance.margins import undecided
-from tests.ops.acceptance.random_cases import cases, make_case, small_cases
+from tests.ops.acceptance.random_cases import cases, make_case
 from tests.ops.letters import ids, rows_with_top
 from tests.ops.on_device import DEVICE, vector
 
 BACKENDS = pytest.mark.parametrize("backend", Backend)
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)
-DTYPES = st.sampled_from([torch.int32, torch.int64, torch.int16])
-
-
-@EVERY_KIND
-@settings(max_examples=15)
-@given(case=cases, seed=st.integers(0, 2**16), dtype=DTYPES)
-def test_ragged_rows_match_the_example(
-    kind: str, case: Case, seed: int, dtype: torch.dtype
-) -> None:
-    case = ragged(case, seed, dtype)
-    rules = case.rules(kind)
-    for backend in Backend:
-        assert_matches_example(case, rules, case.accept(rules, backend))
-    assert_implementations_agree(case, kind)
-
-
-@EVERY_KIND
-@settings(max_examples=50)
-@given(case=small_cases, seed=st.integers(0, 2**16))
-def test_ragged_rows_of_a_small_vocabulary_match_the_example(
-    kind: str, case: Case, seed: int
-) -> None:
-    case = ragged(case, seed)
-    rules = case.rules(kind)
-    assert_matches_example(case, rules, case.accept(rules, Backend.TORCH))
 
 
 @EVERY_KIND

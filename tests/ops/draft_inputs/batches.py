@@ -16,6 +16,7 @@ from mtp_plugin.ops.draft_inputs import (
     History,
     TargetRows,
     advance_and_build_inputs,
+    advance_history,
     build_reused_inputs,
 )
 from mtp_plugin.ops.step import DrafterInputs, StepLayout
@@ -164,6 +165,19 @@ class Batch:
                 backend=backend,
             )
         return first, pools
+
+    def advanced(self, backend: Backend) -> Pools:
+        """The pools after the history alone has advanced."""
+        pools = self.pools()
+        with poisoned_memory():
+            advance_history(
+                self.layout,
+                History(*pools, self.slot_ids),
+                self.rows,
+                self.num_accepted,
+                backend=backend,
+            )
+        return pools
 
     def reused(
         self, backend: Backend, max_position: int | None = None, floor: int | None = None

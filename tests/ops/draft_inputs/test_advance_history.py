@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,205 +17,47 @@ from mtp_plugin.ops.draft_inputs import History, TargetRows, advance_history
 from mtp_plugin.ops.step import StepLayout
 from tests.op_arguments import poisoned_memory
 from tests.ops.bits import same_bits
-from tests.ops.draft_inputs import example
-from tests.ops.draft_inputs.batches import FLOATS, int32
-from tests.ops.draft_inputs.example import Pair
+from tests.ops.draft_inputs.batches import FLOATS, Batch, Request, batches, int32
 from tests.ops.letters import ids
 from tests.ops.on_device import DEVICE, poisoned
 from tests.ops.top_k.launches import captured
 
 both = pytest.mark.parametrize("backend", Backend)
-H = 3
-
-
-# --- examples in letters ---
-
-
-def pairs(letters: str) -> list[Pair]:
-    return [Pair(token, 10.0 + token) for token in ids(letters)]
-
-
-def states_of(rows: list[Pair], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """A state is its name in every column, moved on by the column."""
-    names = torch.tensor([row.state for row in rows], dtype=torch.float32).reshape(-1, 1)
-    return (names + 0.25 * torch.arange(H)).to(DEVICE, dtype)
-
-
-def tokens_of(rows: list[Pair]) -> torch.Tensor:
-    return int32([row.token for row in rows])
-
-
-class Pools:
-    """S slots of K pairs; slots that no request of the story has hold NaN and a foreign number."""
-
-    def __init__(
-        self,
-        slots: dict[int, list[Pair]],
-        num_slots: int,
-        k: int,
-        backend: Backend,
-        dtype: torch.dtype = torch.float32,
-    ) -> None:
-        self.backend, self.dtype = backend, dtype
-        self.tokens = poisoned(num_slots, k, dtype=torch.int32)
-        self.states = torch.full((num_slots, k, H), torch.nan, dtype=dtype, device=DEVICE)
-        for slot, rows in slots.items():
-            self.tokens[slot] = tokens_of(rows)
-            self.states[slot] = states_of(rows, dtype)
-        self.before = self.tokens.clone(), self.states.clone()
-
-    def advance(
-        self,
-        slot_ids: list[int],
-        contexts: list[list[Pair]],
-        generations: list[list[Pair]],
-        num_accepted: list[int],
-        *,
-        draft_len: int | None = None,
-        input_dtype: torch.dtype = torch.int32,
-    ) -> None:
-        chunks = [row for chunk in contexts for row in chunk]
-        flat = chunks + [row for step in generations for row in step]
-        layout = StepLayout(
-            chunk_lens=tuple(len(chunk) for chunk in contexts),
-            num_generations=len(generations),
-            draft_len=self.tokens.shape[1] if draft_len is None else draft_len,
-            context_lens=int32([len(chunk) for chunk in contexts]),
-        )
-        advance_history(
-            layout,
-            History(self.tokens, self.states, torch.tensor(slot_ids).long().to(DEVICE)),
-            TargetRows(
-                tokens_of(flat).to(input_dtype), states_of(flat, self.dtype).reshape(len(flat), H)
-            ),
-            int32([1] * len(contexts) + num_accepted),
-            backend=self.backend,
-        )
-
-    def assert_slot(self, slot: int, rows: list[Pair]) -> None:
-        assert torch.equal(self.tokens[slot], tokens_of(rows))
-        assert torch.equal(self.states[slot], states_of(rows, self.dtype))
-
-    def assert_untouched(self, slot: int) -> None:
-        assert same_bits(self.tokens[slot], self.before[0][slot])
-        assert same_bits(self.states[slot], self.before[1][slot])
-
-
-@both
-def test_letters(backend: Backend) -> None:
-    """K = 3: `p q r s` emits `t`; `t u v w` emits `u v x`; `x` and wrong drafts emit `y`."""
-    pools = Pools({1: [Pair(0, 0.0)] * 3}, 3, 3, backend)
-    pools.advance([1], [pairs("pqrs")], [], [])
-    pools.assert_slot(1, pairs("qrs"))
-    pools.advance([1], [], [pairs("tuvw")], [3])
-    pools.assert_slot(1, pairs("tuv"))
-    pools.advance([1], [], [pairs("xabc")], [1])
-    pools.assert_slot(1, pairs("uvx"))
-    pools.assert_untouched(0)
-    pools.assert_untouched(2)
 
 
 @both
 @pytest.mark.parametrize(
-    ("step", "num_accepted", "kept"),
+    ("step", "emitted", "kept"),
     [
-        ("tuvw", 0, "abc"),
-        ("tuvw", 1, "bct"),
-        ("tuvw", 2, "ctu"),
-        ("tuvw", 3, "tuv"),
-        ("tuvw", 4, "uvw"),
-        ("tu", 2, "ctu"),
-        ("t", 0, "abc"),
-        ("t", 1, "bct"),
+        ("tuvw", "", "qrs"),  # a row without finite logits
+        ("tuvw", "x", "rst"),
+        ("tuvw", "ux", "stu"),
+        ("tuvw", "uvwx", "uvw"),
+        ("tu", "ux", "stu"),  # fewer drafts than K
+        ("t", "x", "rst"),
     ],
 )
-def test_every_count_of_a_generation(
-    backend: Backend, step: str, num_accepted: int, kept: str
-) -> None:
-    """Of K drafts and of fewer."""
-    pools = Pools({0: pairs("abc")}, 1, 3, backend)
-    pools.advance([0], [], [pairs(step)], [num_accepted], draft_len=len(step) - 1)
-    pools.assert_slot(0, pairs(kept))
-    assert example.after_generation(pairs("abc"), pairs(step), num_accepted) == pairs(kept)
-
-
-@both
-@pytest.mark.parametrize(
-    ("chunk", "kept"), [("s", "bcs"), ("st", "cst"), ("stu", "stu"), ("stuv", "tuv")]
-)
-def test_every_length_of_a_chunk(backend: Backend, chunk: str, kept: str) -> None:
-    pools = Pools({0: pairs("abc")}, 1, 3, backend)
-    pools.advance([0], [pairs(chunk)], [], [])
-    pools.assert_slot(0, pairs(kept))
-    assert example.after_prompt(pairs("abc"), pairs(chunk)) == pairs(kept)
-
-
-@both
-def test_chunks_leave_what_the_whole_prompt_leaves(backend: Backend) -> None:
-    fresh = {0: [Pair(0, 0.0)] * 4}
-    whole = Pools(fresh, 1, 4, backend)
-    whole.advance([0], [pairs("abcdefg")], [], [])
-    for cut in range(1, 7):
-        pieces = Pools(fresh, 1, 4, backend)
-        pieces.advance([0], [pairs("abcdefg")[:cut]], [], [])
-        pieces.advance([0], [pairs("abcdefg")[cut:]], [], [])
-        pieces.assert_slot(0, pairs("defg"))
-        assert same_bits(pieces.states, whole.states)
+def test_letters(backend: Backend, step: str, emitted: str, kept: str) -> None:
+    """K = 3: a request with `p q r s` in its history, and a prompt with the chunk `d e`."""
+    generation = Request(ids("pqrs" + step), 4, ids(emitted), 0, 0)
+    prompt = Request(ids("abcde"), 3, [], ids("f")[0], 0)
+    batch = Batch(3, [prompt], [generation], hidden=3, draft_len=len(step) - 1)
+    tokens, states = batch.advanced(backend)
+    assert tokens[batch.slots].tolist() == [ids("cde"), ids(kept)]
+    batch.assert_history((tokens, states))
 
 
 @both
 @settings(max_examples=40)
-@given(
-    k=st.integers(1, 7),
-    num_contexts=st.integers(0, 3),
-    num_generations=st.integers(0, 4),
-    num_dummies=st.integers(0, 3),
-    fewer=st.integers(0, 7),
-    dtype=st.sampled_from(FLOATS),
-    input_dtype=st.sampled_from([torch.int32, torch.int64]),
-    seed=st.integers(0, 2**32),
-)
-def test_the_story_of_any_batch(
-    backend: Backend,
-    k: int,
-    num_contexts: int,
-    num_generations: int,
-    num_dummies: int,
-    fewer: int,
-    dtype: torch.dtype,
-    input_dtype: torch.dtype,
-    seed: int,
-) -> None:
-    """Requests in any slots, padding rows that share the last one, everything else left alone."""
-    rng = random.Random(seed)
-    requests = num_contexts + num_generations
-    num_slots = requests + 3
-    sentinel = num_slots - 1
-    slots = rng.sample(range(sentinel), requests)
-    draft_len = max(k - fewer, 0)
-
-    def make(count: int) -> list[Pair]:
-        return [Pair(rng.randrange(100), float(rng.randrange(64))) for _ in range(count)]
-
-    past = {slot: make(k) for slot in slots}
-    pools = Pools(past, num_slots, k, backend, dtype)
-    contexts = [make(rng.randint(1, 2 * k + 1)) for _ in range(num_contexts)]
-    steps = [make(draft_len + 1) for _ in range(num_generations + num_dummies)]
-    counts = [rng.randint(0, draft_len + 1) for _ in range(num_generations + num_dummies)]
-    pools.advance(
-        slots + [sentinel] * num_dummies,
-        contexts,
-        steps,
-        counts,
-        draft_len=draft_len,
-        input_dtype=input_dtype,
-    )
-    for slot, chunk in zip(slots, contexts, strict=False):
-        pools.assert_slot(slot, example.after_prompt(past[slot], chunk))
-    for slot, step, n in zip(slots[num_contexts:], steps, counts, strict=False):
-        pools.assert_slot(slot, example.after_generation(past[slot], step, n))
-    for slot in set(range(sentinel)) - set(slots):
-        pools.assert_untouched(slot)
+@given(batch=batches, sharing=st.integers(0, 2))
+def test_history_matches_the_example(backend: Backend, batch: Batch, sharing: int) -> None:
+    """Requests in any slots, padding rows that share the last one, all other slots unchanged."""
+    sharing = min(sharing, len(batch.generations))
+    batch = replace(batch, sharing=sharing)
+    before = {name: value.clone() for name, value in batch.inputs().items()}
+    batch.assert_history(batch.advanced(backend))
+    for name, value in batch.inputs().items():
+        assert same_bits(value, before[name]), name
 
 
 # --- kernels and torch on random bits ---

@@ -1,15 +1,12 @@
-"""Pieces of draft inputs against the example."""
+"""Pieces of draft inputs in letters; `test_first_pass.py` has random batches of them."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.draft_inputs import (
@@ -20,7 +17,6 @@ from mtp_plugin.ops.draft_inputs import (
     generation_window,
 )
 from mtp_plugin.ops.step import DraftInputs
-from tests.ops.bits import same_bits
 from tests.ops.draft_inputs import example
 from tests.ops.draft_inputs.example import Row
 from tests.ops.letters import ids
@@ -52,21 +48,11 @@ def int32(values: list[int]) -> torch.Tensor:
 # --- windows of generations ---
 
 
-def entries(tokens: list[int], k: int, request: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """K pool pairs and this step's K+1 inputs: the last 2K+1 of `tokens`, zero before the start."""
-    positions = list(range(len(tokens) - 2 * k - 1, len(tokens)))
-    table = torch.zeros(len(positions), H)
-    alive = [p for p in positions if p >= 0]
-    table[len(positions) - len(alive) :] = states(alive, request)
-    return int32([tokens[p] if p >= 0 else 0 for p in positions]), table
-
-
 def test_window_letters() -> None:
     """K = 3: pool `q r s`, the step read `t u v w` and emitted `u x`."""
-    tokens, table = entries(ids("qrstuvw"), 3)
     inputs = generation_window(
-        tokens.unsqueeze(0),
-        table.unsqueeze(0),
+        int32(ids("qrstuvw")).unsqueeze(0),
+        states([*range(7)]).unsqueeze(0),
         torch.tensor([1]),
         int32(ids("x")),
         torch.tensor([1]),
@@ -74,67 +60,6 @@ def test_window_letters() -> None:
     )
     assert inputs.input_ids.tolist() == ids("stux")
     assert_rows(inputs, example.window(ids("qrstu") + ids("x"), 4))
-
-
-@given(
-    k=st.integers(1, 7),
-    num_generations=st.integers(0, 4),
-    exact=st.booleans(),
-    seed=st.integers(0, 2**32),
-)
-def test_windows(k: int, num_generations: int, exact: bool, seed: int) -> None:
-    """Any length down to one prompt token, any count: the window ends before the newest token."""
-    rng = random.Random(seed)
-    window = k + 1 if exact else k
-    tokens, tables, first_entry, last, first_position = [], [], [], [], []
-    expected: list[list[Row]] = []
-    for g in range(num_generations):
-        length = rng.randint(1, 3 * k + 2)
-        verified = [rng.randrange(1, 99) for _ in range(length + k + 1)]  # committed, then inputs
-        n = rng.randint(1, k + 1)
-        bonus = rng.randrange(1, 99)
-        request_tokens, table = entries(verified, k, g)
-        tokens.append(request_tokens)
-        tables.append(table)
-        first_entry.append(n + k - window)
-        last.append(bonus)
-        first_position.append(length + n - window)
-        expected.append(example.window([*verified[: length + n], bonus], window))
-    shape = (num_generations, 2 * k + 1)
-    inputs = generation_window(
-        torch.stack(tokens) if tokens else torch.zeros(shape, dtype=torch.int32),
-        torch.stack(tables) if tables else torch.zeros(*shape, H),
-        torch.tensor(first_entry, dtype=torch.int64),
-        int32(last),
-        torch.tensor(first_position, dtype=torch.int64),
-        window,
-    )
-    assert inputs.hidden_states.shape == (num_generations * window, H)
-    for g, rows in enumerate(expected):
-        assert_rows(inputs, rows, request=g, first=g * window)
-    assert (inputs.input_ids >= 0).all()
-    assert (inputs.position_ids >= 0).all()
-
-
-def test_a_window_wider_than_the_entries_is_refused() -> None:
-    with pytest.raises(TensorContractError, match="at most E = 3 rows"):
-        generation_window(
-            torch.zeros(1, 3, dtype=torch.int32),
-            torch.zeros(1, 3, H),
-            torch.tensor([0]),
-            int32([1]),
-            torch.tensor([0]),
-            4,
-        )
-    with pytest.raises(TensorContractError, match=r"states \[1, 3, H\]"):
-        generation_window(
-            torch.zeros(1, 3, dtype=torch.int32),
-            torch.zeros(1, 2, H),
-            torch.tensor([0]),
-            int32([1]),
-            torch.tensor([0]),
-            2,
-        )
 
 
 # --- prompts ---
@@ -160,51 +85,6 @@ def test_history_letters() -> None:
     assert_rows(inputs, example.chunk(ids("pqrst"), 3, 4, history=2))
 
 
-@given(k=st.integers(1, 7), num_contexts=st.integers(1, 4), seed=st.integers(0, 2**32))
-def test_prompts(k: int, num_contexts: int, seed: int) -> None:
-    """Chunks anywhere in their prompts, with as much history as there is."""
-    rng = random.Random(seed)
-    prompts, starts, ends = [], [], []
-    for _ in range(num_contexts):
-        prompt = [rng.randrange(1, 99) for _ in range(rng.randint(1, 3 * k) + 1)]
-        start = rng.randrange(len(prompt) - 1)
-        prompts.append(prompt)
-        starts.append(start)
-        ends.append(rng.randint(start + 1, len(prompt) - 1))
-    spans = list(zip(prompts, starts, ends, strict=True))
-    chunk_ids = int32([token for prompt, start, end in spans for token in prompt[start:end]])
-    position_ids = torch.tensor([p for _, start, end in spans for p in range(start, end)])
-    chunk_states = torch.cat([states([*range(s, e)], r) for r, (_, s, e) in enumerate(spans)])
-    lens = [end - start for _, start, end in spans]
-    before = chunk_ids.clone(), chunk_states.clone()
-    rows = context_rows(
-        chunk_ids,
-        position_ids,
-        chunk_states,
-        int32(lens),
-        int32([prompt[end] for prompt, _, end in spans]),
-    )
-    first = 0
-    for r, (prompt, start, end) in enumerate(spans):
-        assert_rows(rows, example.chunk(prompt, start, end, history=0), r, first)
-        first += end - start
-
-    history = [min(k, start) for start in starts]
-    pool_tokens = torch.full((num_contexts, k), -777, dtype=torch.int32)
-    pool_states = torch.full((num_contexts, k, H), torch.nan)
-    for r, ((prompt, start, _), count) in enumerate(zip(spans, history, strict=True)):
-        pool_tokens[r, k - count :] = int32(prompt[start - count : start])
-        pool_states[r, k - count :] = states([*range(start - count, start)], r)
-    again = context_rows_with_history(rows, chunk_ids, pool_tokens, pool_states, lens, history)
-    first = 0
-    for r, ((prompt, start, end), count) in enumerate(zip(spans, history, strict=True)):
-        assert_rows(again, example.chunk(prompt, start, end, history=count), r, first)
-        first += count + end - start
-    assert again.input_ids.shape == (first,)
-    assert same_bits(chunk_ids, before[0])
-    assert same_bits(chunk_states, before[1])
-
-
 # --- accepted columns ---
 
 
@@ -215,31 +95,6 @@ def test_accepted_letters() -> None:
     )
     assert inputs.input_ids.tolist() == ids("uvxx")
     assert_rows(inputs, example.accepted(ids("uvx"), 4, start=4))
-
-
-@given(
-    k=st.integers(0, 7), counts=st.lists(st.integers(0, 8), max_size=4), seed=st.integers(0, 2**32)
-)
-def test_accepted_columns(k: int, counts: list[int], seed: int) -> None:
-    """Outputs of every length; columns after the first padding are not read."""
-    rng = random.Random(seed)
-    runs, columns, starts = [], [], []
-    for count in (min(count, k + 1) for count in counts):
-        run = [rng.randrange(99) for _ in range(count)]
-        tail = [-1] + [rng.choice([-1, 98]) for _ in range(k - count)]
-        runs.append(run)
-        columns.append(run + tail[: k + 1 - count])
-        starts.append(rng.randrange(50))
-    positions = [start + i for start in starts for i in range(k + 1)]
-    hidden = [states([s + i for i in range(k + 1)], r) for r, s in enumerate(starts)]
-    inputs = accepted_rows(
-        int32(columns).reshape(len(runs), k + 1),
-        torch.tensor(positions, dtype=torch.int64),
-        torch.cat(hidden) if hidden else torch.zeros(0, H),
-    )
-    assert inputs.input_ids.shape == (len(runs) * (k + 1),)
-    for r, run in enumerate(runs):
-        assert_rows(inputs, example.accepted(run, k + 1, starts[r]), r, first=r * (k + 1))
 
 
 def test_contexts_precede_generations() -> None:
@@ -303,6 +158,8 @@ def columns_of(**change: Any) -> None:
 @pytest.mark.parametrize(
     ("call", "change", "message"),
     [
+        (window_of, {"window": 4}, "at most E = 3 rows"),
+        (window_of, {"entry_states": torch.zeros(2, 2, H)}, r"states \[2, 3, H\]"),
         (window_of, {"first_entry": torch.tensor([0])}, r"first_entry: expected .* \[2\]"),
         (window_of, {"last_tokens": int32([1])}, r"last_tokens: expected .* \[2\]"),
         (window_of, {"first_position": int32([1] * 3)}, r"first_position: expected .* \[2\]"),
