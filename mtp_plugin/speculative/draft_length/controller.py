@@ -1,4 +1,4 @@
-"""The draft length of a step, by the schedule, the gate or gain policy, and cold requests.
+"""The draft length of a step: by the schedule, the gate or measured gain, and by cold requests.
 
 A step launched with draft length K' verifies at most K' drafts per request and makes K' for the
 next step. The length is decided on the host before the launch, from the batch and from results up
@@ -11,16 +11,16 @@ What an executor does with K' (captured graphs are keyed by padded batch size an
 
 **Every step.** `DraftLengthController.plan` is called once, after scheduling and before the launch.
 A generation has K'+1 rows, of which ``py_draft_state.limit`` + 1 count; later drafts are absent.
-Drafts of the previous step beyond the limit are dropped. After the length was raised, the first
-step verifies only what the shorter step before it drafted.
+After the length was raised, the first step verifies only what the shorter step before it drafted.
+The worker gets K' as ``runtime_draft_len``, in eager steps and in captured ones.
 
 **keep_warm: true, K' < K.** The draft KV is kept as if every step drafted K tokens.
 
 - Reused layer (eagle): the first pass runs over the accepted rows, also with K' = 0; K'-1 passes of
   single rows follow. Heads run only for the K' drafts.
-- One layer per depth (vanilla): the history is updated, and all K depths run over the whole window,
-  K' of them with their heads. Tokens of a depth that were not drafted have id 0; later windows
-  overwrite these rows before they are used, since no step accepts more tokens than were drafted.
+- One layer per depth (vanilla): all K depths run over the whole window, K' of them with their
+  heads. Tokens of a depth that were not drafted have id 0; later windows overwrite these rows
+  before they are used, since no step accepts more tokens than were drafted.
 - Prompt chunks run through every draft layer.
 
 **keep_warm: false, K' < K.** Only what the K' drafts need runs. A request of such a step, also one
@@ -33,17 +33,12 @@ complete.
 - warm is K again only when the whole prompt is computed again: for a new request, or a preempted
   one. Further prompt chunks of a cold request cannot warm it.
 - A batch whose requests can all use fewer drafts than were chosen runs with fewer: a cold batch
-  drafts nothing, until a warm request joins it.
-- A cold request in a batch with warm ones takes part in every pass; its drafts are arbitrary and
-  never verified.
+  drafts nothing, until a warm request joins it. A cold request in a batch with warm ones takes part
+  in every pass; its drafts are arbitrary and never verified.
 
 **In flight.** Whether a request is cold follows from launches, not from results: once a step is
-launched, the state of its requests is fixed, whatever their output. A preempted request starts
-again with its first prompt chunk; late results from before the preemption are dropped by their
-epoch, and the gate does not count them.
-
-The embedded executor passes K' to the worker as ``runtime_draft_len``, in eager steps and in
-captured ones.
+launched, the state of its requests is fixed, whatever their output. Late results from before a
+preemption are dropped by their epoch, and the gate does not count them.
 """
 
 from __future__ import annotations
@@ -53,28 +48,27 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from mtp_plugin.config import MTPDecodingConfig
+from mtp_plugin.errors import ExecutorError, expect
 from mtp_plugin.speculative.draft_length.gain import GainPolicy
 from mtp_plugin.speculative.draft_length.gate import LengthGate
-from mtp_plugin.speculative.draft_length.schedule import DraftLengthSchedule
 from mtp_plugin.speculative.host import may_speculate
 
 
 class DraftLengthController:
     """Chooses the draft length of every step, and how many drafts each request may use.
 
-    The possible lengths are K, those of the schedule, and 0 with a gate. The schedule limits the
-    length by batch size; the gate chooses the largest length up to this limit that is worth its
-    cost. Thresholds are proportional: if K drafts must reach ``acceptance_length_threshold`` tokens
-    per step, k drafts must reach 1 + (threshold - 1) * k / K, and ``mtp.gate_margin`` * k / K more
-    after the gate closed. So the gate closes one length of the schedule after the other, down to 0.
-    Each length has a `LengthGate`, which counts the request-steps that verified exactly so many
-    drafts.
+    The schedule (``draft_len_schedule`` or ``max_concurrency``) gives the largest length of a batch
+    size. It is the length of every step, unless one of these chooses a smaller one:
 
-    With ``mtp.adaptive_draft_len`` the possible lengths are all from 0 to K, and a `GainPolicy`
-    chooses among those up to the schedule's.
-
-    TensorRT-LLM's gate averages finished requests, does not count the bonus token, and never opens
-    again: its threshold t is t + 1 here.
+    - The gate (``acceptance_window``) chooses the largest length of the schedule, or 0, that is
+      worth its cost. Thresholds are proportional: if K drafts must reach
+      ``acceptance_length_threshold`` tokens per step, k drafts must reach
+      1 + (threshold - 1) * k / K, and ``mtp.gate_margin`` * k / K more after the gate closed. So
+      the gate closes one length after the other, down to 0. Each length has a `LengthGate`, which
+      counts the request-steps that verified exactly so many drafts. TensorRT-LLM's gate averages
+      finished requests, does not count the bonus token, and never opens again: its threshold t is
+      t + 1 here.
+    - With ``mtp.adaptive_draft_len`` a `GainPolicy` chooses among all lengths.
 
     Args:
         config: with K resolved (`MTPDecodingConfig.resolve`).
@@ -98,23 +92,16 @@ class DraftLengthController:
         self.max_batch_size = max_batch_size
         self.keep_warm = config.mtp.keep_warm
         self._layer_per_depth = config.use_mtp_vanilla
-        self._schedule = DraftLengthSchedule(config, max_batch_size)
-        lengths = self._schedule.lengths()
+        self._schedule = [config.draft_len_for(size) for size in range(1, max_batch_size + 1)]
+        lengths = set(self._schedule)
         if config.acceptance_window is not None:
             lengths |= {0, *(config.draft_len_schedule or {}).values()}
-        self._lengths = sorted(lengths)
-        self.gates: Mapping[int, LengthGate] = self._make_gates(config)
         self.gain: GainPolicy | None = None
         if config.mtp.adaptive_draft_len:
-            padded = sorted(padded_sizes)
-
-            def padded_size(size: int) -> int:
-                # steps without padding: close sizes have close times
-                return next((n for n in padded if n >= size), 1 << (size - 1).bit_length())
-
-            self.gain = GainPolicy(
-                self.max_draft_len, padded_size, longest_with_prompts=bool(padded), clock=clock
-            )
+            lengths = set(range(self.max_draft_len + 1))
+            self.gain = GainPolicy(self.max_draft_len, padded_sizes, clock)
+        self._lengths = sorted(lengths)
+        self.gates: Mapping[int, LengthGate] = self._make_gates(config)
         self._step = 0
 
     def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:
@@ -126,12 +113,11 @@ class DraftLengthController:
         Raises:
             ExecutorError: a size out of range.
         """
-        most = self._schedule.lengths(batch_sizes)
-        if self.gain is not None:
-            return tuple(range(max(most) + 1)) if most else ()
-        if self.gates or not self.keep_warm:
-            return tuple(k for k in self._lengths if most and k <= max(most))
-        return tuple(sorted(most))
+        sizes = range(1, self.max_batch_size + 1) if batch_sizes is None else batch_sizes
+        scheduled = {self._scheduled(size) for size in sizes}
+        if self.gain is None and not self.gates and self.keep_warm:
+            return tuple(sorted(scheduled))
+        return tuple(k for k in self._lengths if scheduled and k <= max(scheduled))
 
     def choose(self, batch_size: int) -> int:
         """Return the draft length for the next step by schedule and gate; call once per step.
@@ -139,7 +125,7 @@ class DraftLengthController:
         Raises:
             ExecutorError: a size out of range.
         """
-        scheduled = self._schedule.length(batch_size)
+        scheduled = self._scheduled(batch_size)
         self._step += 1
         for length in reversed(self._lengths):
             if length <= scheduled:
@@ -158,9 +144,7 @@ class DraftLengthController:
         """
         if self.gain is not None:
             self.gain.record(request, num_emitted, num_drafted)
-            return
-        gate = self.gates.get(num_drafted)
-        if gate is not None:
+        elif (gate := self.gates.get(num_drafted)) is not None:
             gate.record(num_emitted, self._step)
 
     def finish(self, batch: Any) -> None:
@@ -185,49 +169,46 @@ class DraftLengthController:
         for request in batch.context_requests:
             if request.is_first_context_chunk:
                 request.py_draft_state.restart(self.max_draft_len)
-        if self.gain is None:
-            length = self._needed(requests, self.choose(len(requests)))
+        size = len(requests)
+        scheduled = self._scheduled(size)
+        usable = max(r.py_draft_state.usable if may_speculate(r) else 0 for r in requests)
+        if self.gain is not None:
+            length = self.gain.choose(batch, min(scheduled, usable))
         else:
-            most = min(self._schedule.length(len(requests)), self._usable(requests))
-            length = self.gain.choose(batch, most)
-        stays_warm = self._stays_warm(length)
+            length = self.choose(size)
+            if usable < length and usable in self.draft_lens((size,)):
+                length = usable
+        stays_warm = self.max_draft_len
+        if not self.keep_warm and (self._layer_per_depth or length == 0):
+            # the first pass of a reused layer writes all draft KV that later steps read
+            stays_warm = length
         for request in requests:
             request.py_draft_state.launch(length, stays_warm)
         return length
 
-    def _needed(self, requests: Sequence[Any], length: int) -> int:
-        """Return ``length``, or less if no request can use more and that length is possible."""
-        usable = self._usable(requests)
-        less = usable < length and usable in self.draft_lens((len(requests),))
-        return usable if less else length
-
-    @staticmethod
-    def _usable(requests: Sequence[Any]) -> int:
-        """Return the maximum number of drafts that a request of the batch can use."""
-        return max(
-            request.py_draft_state.usable if may_speculate(request) else 0 for request in requests
+    def _scheduled(self, batch_size: int) -> int:
+        """Return the largest draft length of a batch size."""
+        expect(
+            1 <= batch_size <= self.max_batch_size,
+            ExecutorError,
+            f"draft length: expected a batch of 1 to {self.max_batch_size} requests, got "
+            f"{batch_size}",
         )
-
-    def _stays_warm(self, length: int) -> int:
-        if self.keep_warm:
-            return self.max_draft_len
-        # the first pass of a reused layer writes all draft KV that later steps read
-        return length if self._layer_per_depth or length == 0 else self.max_draft_len
+        return self._schedule[batch_size - 1]
 
     def _make_gates(self, config: MTPDecodingConfig) -> dict[int, LengthGate]:
         window, threshold = config.acceptance_window, config.acceptance_length_threshold
         if window is None or threshold is None:
             return {}
-        gates = {}
-        for length in self._lengths:
-            if length > 0:
-                share = length / self.max_draft_len
-                gates[length] = LengthGate(
-                    length,
-                    window=window,
-                    close_below=1 + (threshold - 1) * share,
-                    open_at=1 + (threshold - 1 + config.mtp.gate_margin) * share,
-                    interval=config.mtp.gate_probe_interval,
-                    max_interval=config.mtp.gate_max_probe_interval,
-                )
-        return gates
+        return {
+            length: LengthGate(
+                length,
+                window=window,
+                close_below=1 + (threshold - 1) * length / self.max_draft_len,
+                open_at=1 + (threshold - 1 + config.mtp.gate_margin) * length / self.max_draft_len,
+                interval=config.mtp.gate_probe_interval,
+                max_interval=config.mtp.gate_max_probe_interval,
+            )
+            for length in self._lengths
+            if length > 0
+        }

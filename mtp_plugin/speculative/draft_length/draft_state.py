@@ -1,11 +1,48 @@
-"""The draft state of a request."""
+"""The draft state of a request, and its live acceptance rates."""
 
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from dataclasses import dataclass
 
-from mtp_plugin.speculative.draft_length.acceptance_rates import AcceptanceRates
+
+class AcceptanceRates:
+    """Exponential averages of the acceptance rate of each draft position.
+
+    The rate of position i is conditional: of the steps that accepted drafts 1..i-1 and verified
+    draft i, the share that accepted it. A position that is not verified keeps its rate.
+
+    Args:
+        horizon: number of samples over which a position is averaged.
+    """
+
+    def __init__(self, draft_len: int, *, horizon: int) -> None:
+        self._decay = 1 - 1 / horizon
+        self._verified = [0.0] * draft_len
+        self._accepted = [0.0] * draft_len
+        self._counts: Counter[tuple[int, int]] = Counter()
+        """(accepted, verified drafts) of steps that are not in the averages yet."""
+
+    def record(self, num_accepted: int, num_drafted: int) -> None:
+        """Count a step that accepted ``num_accepted`` of ``num_drafted`` drafts."""
+        self._counts[num_accepted, num_drafted] += 1
+
+    def rate(self, position: int, expected: float, weight: float) -> float:
+        """Return the rate of a position, with ``weight`` samples of the rate ``expected`` added."""
+        if self._counts:
+            self._average()
+        return (self._accepted[position] + weight * expected) / (self._verified[position] + weight)
+
+    def _average(self) -> None:
+        counts, self._counts = self._counts, Counter()
+        for i in range(len(self._verified)):
+            decided = {n: c for n, c in counts.items() if min(n[0] + 1, n[1]) > i}
+            total = sum(decided.values())
+            decay = self._decay**total
+            self._verified[i] = self._verified[i] * decay + total
+            passed = sum(count for (accepted, _), count in decided.items() if accepted > i)
+            self._accepted[i] = self._accepted[i] * decay + passed
 
 
 @dataclass

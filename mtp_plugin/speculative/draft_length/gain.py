@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtp_plugin.speculative.draft_length.acceptance_rates import AcceptanceRates
-from mtp_plugin.speculative.draft_length.step_times import StepTimes
+from mtp_plugin.speculative.draft_length.draft_state import AcceptanceRates
 from mtp_plugin.speculative.host import has_finished, may_speculate
 
 EXPLORATION_STEPS = 8
@@ -34,6 +33,52 @@ REQUEST_PRIOR, BATCH_PRIOR = 8.0, 2.0
 """Samples as which the rates of all requests count for a request, and the first rate for all."""
 FIRST_RATE = 0.7
 """Acceptance rate before the first sample."""
+WINDOW, LEAST_SAMPLES = 16, 4
+"""Latest steps of a length whose times are kept, and steps from which on it is measured."""
+
+
+class StepTimes:
+    """Times of steps of one shape by draft length.
+
+    The time of a length is the lower median of its latest steps, which ignores delayed steps. Only
+    the length in use is measured all the time. If its time drifts (longer sequences, another
+    clock rate), the older times of the other lengths move by the same amount.
+    """
+
+    def __init__(self) -> None:
+        self._samples: dict[int, deque[float]] = {}
+        self._times: dict[int, float] = {}
+
+    def restart(self, length: int) -> None:
+        """Measure a length anew; its old time stays until there are enough steps."""
+        self._samples.pop(length, None)
+
+    def record(self, length: int, seconds: float, *, in_use: bool) -> None:
+        """Count a step; the times of other lengths follow the drift of the one ``in_use``."""
+        samples = self._samples.setdefault(length, deque(maxlen=WINDOW))
+        is_full = len(samples) == WINDOW
+        samples.append(seconds)
+        if len(samples) < LEAST_SAMPLES:
+            return
+        median = sorted(samples)[(len(samples) - 1) // 2]
+        drift = median - self._times.get(length, median) if in_use and is_full else 0.0
+        for other, known in self._times.items():
+            self._times[other] = max(known + drift, 0.1 * known)
+        self._times[length] = median
+
+    def is_measured(self, length: int) -> bool:
+        """Whether enough steps of a length were measured."""
+        return length in self._times
+
+    def of(self, length: int) -> float | None:
+        """Return the time of a length, interpolated if it is not measured; None: not known."""
+        if not self._times or length in self._times:
+            return self._times.get(length)
+        # the lengths around it, or twice the nearest one
+        below = max((k for k in self._times if k < length), default=min(self._times))
+        above = min((k for k in self._times if k > length), default=below)
+        share = (length - below) / (above - below) if above > below else 0.0
+        return self._times[below] * (1 - share) + self._times[above] * share
 
 
 @dataclass
@@ -59,14 +104,13 @@ class _Shape:
 
 
 @dataclass(frozen=True)
-class _Launched:
-    """A step whose results have not been read yet."""
+class _Step:
+    """A launched step; ``shape`` is None with prompts, whose time is not counted."""
 
+    number: int
     batch: weakref.ReferenceType[Any]
     shape: _Shape | None
-    """None: the step has prompts, so its time is not counted."""
     length: int
-    number: int
 
 
 class GainPolicy:
@@ -88,52 +132,47 @@ class GainPolicy:
 
     Args:
         max_draft_len: K.
-        padded_size: number of requests -> batch size of the step, with padding.
-        longest_with_prompts: steps with prompts use the largest length, as only for that there are
-            CUDA graphs; False: the length in use.
+        padded_sizes: batch sizes to which generation-only batches are padded, if they are. Steps
+            with prompts then use the largest length, as only for that there are CUDA graphs, else
+            the length in use.
         clock: returns seconds.
     """
 
     def __init__(
         self,
         max_draft_len: int,
-        padded_size: Callable[[int], int],
-        *,
-        longest_with_prompts: bool = False,
+        padded_sizes: Sequence[int] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.max_draft_len = max_draft_len
-        self._padded_size = padded_size
-        self._longest_with_prompts = longest_with_prompts
+        self._padded_sizes = sorted(padded_sizes)
         self._clock = clock
         self._shapes: dict[tuple[int, int], _Shape] = {}
         self._rates = AcceptanceRates(max_draft_len, horizon=BATCH_HORIZON)
-        self._counts: Counter[tuple[int, int]] = Counter()
-        """(accepted, verified) of request-steps that are not in the rates yet."""
         self._latest = max_draft_len
         self._last_shape: _Shape | None = None
-        self._launched: deque[_Launched] = deque(maxlen=2)
         self._number = 0
-        self._finished: tuple[int, _Shape | None, int, float] | None = None
+        self._launched: deque[_Step] = deque(maxlen=2)
+        self._finished: tuple[_Step, float] | None = None
 
     def choose(self, batch: Any, most: int) -> int:
         """Return the draft length, 0 to ``most``, of the next step; call once per launched step."""
         requests = batch.all_requests()
-        kind = max(int(request.sampling_kind) for request in requests)
-        key = (self._padded_size(len(requests)), kind)
-        shape = self._shapes.get(key)
+        size = len(requests)
+        # steps without padding: close sizes have close times
+        padded = next((n for n in self._padded_sizes if n >= size), 1 << (size - 1).bit_length())
+        key = (padded, max(int(request.sampling_kind) for request in requests))
+        shape: _Shape | None
         if batch.context_requests:
-            length = most
-            if not self._longest_with_prompts:
-                known = None if shape is None else shape.current
-                length = min(self._latest if known is None else known, most)
-            self._add_launched(batch, None, length)
-            return length
-        if shape is None:
-            shape = self._shapes[key] = _Shape()
-        length = self._choose_measured(shape, requests, most)
-        shape.used[length] = shape.step
-        self._add_launched(batch, shape, length)
+            known, shape = self._shapes.get(key), None
+            in_use = self._latest if known is None or known.current is None else known.current
+            length = most if self._padded_sizes else min(in_use, most)
+        else:
+            shape = self._shapes.setdefault(key, _Shape())
+            length = self._choose_measured(shape, requests, most)
+            shape.used[length] = shape.step
+        self._number += 1
+        self._launched.append(_Step(self._number, weakref.ref(batch), shape, length))
         return length
 
     def finish(self, batch: Any) -> None:
@@ -145,12 +184,14 @@ class GainPolicy:
                 break
         else:
             return
-        previous, self._finished = self._finished, (step.number, step.shape, step.length, now)
-        if previous is None or step.shape is None:
+        before, self._finished = self._finished, (step, now)
+        if before is None or step.shape is None:
             return
-        number, shape, length, then = previous
-        if number == step.number - 1 and shape is step.shape and length == step.length:
-            shape.times.record(length, now - then, in_use=length == shape.current)
+        last, then = before
+        is_next = last.number == step.number - 1
+        if is_next and last.shape is step.shape and last.length == step.length:
+            in_use = step.length == step.shape.current
+            step.shape.times.record(step.length, now - then, in_use=in_use)
 
     def record(self, request: Any, num_emitted: int, num_drafted: int) -> None:
         """Count one request-step; one that ends its request may lack output and is not counted."""
@@ -159,9 +200,8 @@ class GainPolicy:
         state = request.py_draft_state
         if state.acceptance is None:
             state.acceptance = AcceptanceRates(self.max_draft_len, horizon=REQUEST_HORIZON)
-        num_accepted = min(num_emitted - 1, num_drafted)
-        state.acceptance.record(num_accepted, num_drafted)
-        self._counts[num_accepted, num_drafted] += 1
+        for rates in (state.acceptance, self._rates):
+            rates.record(min(num_emitted - 1, num_drafted), num_drafted)
 
     # ---- the choice -------------------------------------------------------------------------
 
@@ -176,11 +216,10 @@ class GainPolicy:
             if is_new_length and count < MAX_EXPLORATION_STEPS:
                 shape.explored[length] = count + 1
                 return length
-        is_probing = shape.probe_steps > 0 and shape.probe <= most
         is_due = is_new or shape.step >= shape.decided + DECISION_INTERVAL
-        if not is_probing and (is_due or shape.current is None):
+        if (is_due or shape.current is None) and not (shape.probe_steps and shape.probe <= most):
             self._decide(shape, requests, most)
-        if shape.probe_steps > 0 and shape.probe <= most:
+        if shape.probe_steps and shape.probe <= most:
             shape.probe_steps -= 1
             return shape.probe
         return min(self._latest if shape.current is None else shape.current, most)
@@ -188,8 +227,6 @@ class GainPolicy:
     def _decide(self, shape: _Shape, requests: Sequence[Any], most: int) -> None:
         """Update the length in use, and start a probe if one is due."""
         shape.decided, shape.probe_steps = shape.step, 0
-        self._rates.record_all(self._counts)
-        self._counts.clear()
         times = [shape.times.of(length) for length in range(most + 1)]
         tokens = self._expected_tokens(requests, most)
         rates = [count / t if t else 0.0 for count, t in zip(tokens, times, strict=True)]
@@ -197,7 +234,7 @@ class GainPolicy:
         if rates[best] == 0.0:
             return  # no step was measured
         if shape.current is None:
-            shape.current = self._latest = best
+            shape.current = best
         current = min(shape.current, most)
         shape.advantage += rates[best] / max(rates[current], 1e-9) - 1
         if best == current:
@@ -240,7 +277,3 @@ class GainPolicy:
                     tokens += share
                 totals[position + 1] += tokens
         return totals
-
-    def _add_launched(self, batch: Any, shape: _Shape | None, length: int) -> None:
-        self._number += 1
-        self._launched.append(_Launched(weakref.ref(batch), shape, length, self._number))

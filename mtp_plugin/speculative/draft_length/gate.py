@@ -40,14 +40,10 @@ class LengthGate:
         interval: int,
         max_interval: int,
     ) -> None:
-        self.length = length
-        self.window = window
-        self.close_below = close_below
-        self.open_at = open_at
+        self.length, self.window = length, window
+        self.close_below, self.open_at = close_below, open_at
         self.state = GateState.OPEN
-        self.num_closings = 0
-        self.num_probes = 0
-        self.num_openings = 0
+        self.num_closings = self.num_probes = self.num_openings = 0
         self._interval = self._first_interval = interval
         self._max_interval = max_interval
         self._due = 0
@@ -77,35 +73,26 @@ class LengthGate:
         if len(self._emitted) < self.window:
             return
         probing = self.state is GateState.PROBING
-        pays = self._total >= self.window * (self.open_at if probing else self.close_below)
-        if not pays:
-            self._close(step, self._interval * 2 if probing else self._first_interval)
-        elif probing:
-            self._open()
-
-    def _close(self, step: int, interval: int) -> None:
+        threshold = self.open_at if probing else self.close_below
+        pays = self._total >= self.window * threshold
+        if pays and not probing:
+            return
         _logger.info(
-            "acceptance gate: draft length %d is off, %.3f tokens per step over %d request-steps "
-            "(threshold %.3f)",
+            "acceptance gate: draft length %d is %s, %.3f tokens per step over %d request-steps%s",
             self.length,
+            "on again" if pays else "off",
             self.acceptance_length,
             self.window,
-            self.open_at if self.state is GateState.PROBING else self.close_below,
+            "" if pays else f" (threshold {threshold:.3f})",
         )
-        self.num_closings += self.state is GateState.OPEN
-        self.state = GateState.CLOSED
+        if pays:
+            self.state = GateState.OPEN
+            self.num_openings += 1
+            return
+        self.num_closings += not probing
+        interval = self._interval * 2 if probing else self._first_interval
         self._interval = min(interval, self._max_interval)
         self._due = step + self._interval
+        self.state = GateState.CLOSED
         self._emitted.clear()
         self._total = 0
-
-    def _open(self) -> None:
-        _logger.info(
-            "acceptance gate: draft length %d is on again, %.3f tokens per step over %d "
-            "request-steps",
-            self.length,
-            self.acceptance_length,
-            self.window,
-        )
-        self.state = GateState.OPEN
-        self.num_openings += 1
