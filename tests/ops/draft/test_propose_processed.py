@@ -14,7 +14,7 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.draft import propose, propose_processed
 from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.step import DraftOutput
-from tests.op_arguments import check_strided_arguments
+from tests.op_arguments import check_arguments
 from tests.ops.on_device import DEVICE
 from tests.ops.sampling.processed_rows import EditedBatch
 
@@ -76,7 +76,7 @@ def test_rows_of_another_column_are_refused(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_strided_arguments(backend: Backend) -> None:
+def test_arguments(backend: Backend) -> None:
     case = EditedBatch.of(5, 33, greedy=True, contexts=0, width=1, generations=4)
     slots, output = case.batch.slots, output_of(case)
 
@@ -99,4 +99,5 @@ def test_strided_arguments(backend: Backend) -> None:
         "rows.drafts": "row-contiguous",
         "table": "row-contiguous",
     }
-    check_strided_arguments(placed, arguments, refused=refused)
+    free = {"table: shorter", "slot_ids: shorter", "rows.drafts: list"}
+    check_arguments(placed, arguments, refused=refused, free=free)

@@ -18,10 +18,10 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.ops.logit_rows import LOGITS_PROCESSING_OPTIONS, LogitRows
 from mtp_plugin.ops.step import SlotRows, StepLayout
-from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn
+from mtp_plugin.requests.columns import SlotColumn
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from tests.op_arguments import check_strided_arguments, poisoned_memory, storage
+from tests.op_arguments import check_arguments, poisoned_memory, storage
 from tests.ops.bits import same_bits
 from tests.ops.logits_processing import example
 from tests.ops.logits_processing.pools import pools_of
@@ -32,7 +32,6 @@ from tests.ops.top_k.rows import DTYPES, VOCABS, odd_rows, strided, without_nan
 
 OF_METHOD = SlotColumn("of_a_method", int, 0, 3)
 FOREVER = 2**31 - 1
-WIDTH = sum(column.width for column in (*REQUEST_COLUMNS, OF_METHOD))
 
 
 @dataclass
@@ -424,12 +423,6 @@ def test_edited_options() -> None:
     assert expected == LOGITS_PROCESSING_OPTIONS
 
 
-def test_positions_are_needed() -> None:
-    layout = StepLayout((), 1, 1, vector([], torch.int32))
-    with pytest.raises(TensorContractError, match="needs the step's positions"):
-        LogitRows.of_target(layout)
-
-
 @pytest.mark.parametrize("drafts", [torch.zeros(3).int(), torch.zeros(2, 3).int()])
 def test_another_number_of_drafts(drafts: torch.Tensor) -> None:
     layout = StepLayout((), 2, 2, vector([], torch.int32), vector(range(6)))
@@ -446,57 +439,6 @@ def test_rows_of_drafts_are_refused(backend: Backend) -> None:
             batch.masked(backend)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        (
-            "logits",
-            torch.zeros(7, 7),
-            r"logits: expected floating-point tensor \[8, V\], got .*\[7, 7\]",
-        ),
-        ("logits", torch.zeros(8), r"logits: expected floating-point tensor \[8, V\]"),
-        ("logits", torch.zeros(8, 7).int(), "logits: expected floating-point .*torch.int32"),
-        (
-            "table",
-            torch.zeros(9, WIDTH),
-            rf"slot table: expected .*torch.int32 tensor \[S, {WIDTH}\].*32 ",
-        ),
-        ("slot_ids", torch.zeros(3).long(), r"slot_ids: expected integer tensor \[>= 4\].*\[3\]"),
-    ],
-)
-@pytest.mark.parametrize("backend", Backend)
-def test_tensors_that_do_not_fit(backend: Backend, name: str, change: Any, message: str) -> None:
-    batch = small()
-    change = change.to(DEVICE)
-    if name == "logits":
-        batch.logits = change
-    else:
-        batch.slots = replace(batch.slots, **{name: change})
-    with pytest.raises(TensorContractError, match=message):
-        batch.masked(backend)
-
-
-POOLS = {
-    "bias": torch.zeros(2, 7).double(),
-    "allowed": torch.zeros(4, 1).int(),
-    "counts": torch.zeros(4, 7).int(),
-    "seen": torch.zeros(4, 2).int()[:, ::2],
-    "words": torch.zeros(4, 64, 15).int(),
-}
-
-
-@pytest.mark.parametrize("name", POOLS)
-@pytest.mark.parametrize("backend", Backend)
-def test_pools_that_do_not_fit(backend: Backend, name: str) -> None:
-    batch = small()
-    assert batch.slots.pools is not None
-    kept = batch.slots.pools
-    for change in (POOLS[name].to(DEVICE), vars(kept)[name].to("meta")):
-        batch.slots = replace(batch.slots, pools=replace(kept, **{name: change}))
-        with pytest.raises(TensorContractError, match=r"pools\.\w+: expected contiguous"):
-            batch.masked(backend)
-
-
 @pytest.mark.parametrize("vocab", [6, 8])
 @pytest.mark.parametrize("backend", Backend)
 def test_logits_of_another_vocabulary(backend: Backend, vocab: int) -> None:
@@ -506,23 +448,8 @@ def test_logits_of_another_vocabulary(backend: Backend, vocab: int) -> None:
         batch.masked(backend)
 
 
-@pytest.mark.parametrize("name", ["slot table", "slot_ids", "positions", "drafts"])
 @pytest.mark.parametrize("backend", Backend)
-def test_tensors_elsewhere(backend: Backend, name: str) -> None:
-    batch = small()
-    if name in ("positions", "drafts"):
-        away = getattr(batch.rows, name).to("meta")
-        batch.rows = replace(batch.rows, **{name: away})
-    else:
-        field = "table" if name == "slot table" else name
-        away = getattr(batch.slots, field).to("meta")
-        batch.slots = replace(batch.slots, **{field: away})
-    with pytest.raises(TensorContractError, match=f"{name}: expected .*on {DEVICE.type}.*meta"):
-        batch.masked(backend)
-
-
-@pytest.mark.parametrize("backend", Backend)
-def test_strided_arguments(backend: Backend) -> None:
+def test_arguments(backend: Backend) -> None:
     batch = small()
     assert batch.slots.pools is not None
     bias = batch.slots.pools.bias.nan_to_num(nan=0.25)
@@ -532,8 +459,11 @@ def test_strided_arguments(backend: Backend) -> None:
         "slots": replace(batch.slots, pools=replace(batch.slots.pools, bias=bias)),
     }
     refused = {"slots.table": "row-contiguous", "rows.drafts": "row-contiguous"}
-    refused |= {f"slots.pools.{name}": f"pools.{name}" for name in POOLS}
-    check_strided_arguments(mask_disallowed_tokens, arguments, refused=refused, backend=backend)
+    pools = [f"slots.pools.{name}" for name in vars(batch.slots.pools)]
+    refused |= dict.fromkeys(pools, "pools.")
+    free = {f"{name}: shorter" for name in (*pools, "slots.table", "slots.slot_ids")}
+    free |= {"rows.drafts: list", "rows.positions: list", "rows.positions: dimensions"}
+    check_arguments(mask_disallowed_tokens, arguments, refused=refused, free=free, backend=backend)
 
 
 @pytest.mark.gpu

@@ -19,7 +19,7 @@ from mtp_plugin.ops.step import Accepted, DraftOutput, SlotRows
 from mtp_plugin.ops.token_history import update_token_history
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from tests.op_arguments import check_strided_arguments
+from tests.op_arguments import check_arguments
 from tests.ops.logit_mask.test_logit_mask import word_of
 from tests.ops.logits_processing import example
 from tests.ops.logits_processing.example import LogitsOptions, Place
@@ -207,7 +207,7 @@ def test_without_further_drafts_no_mask_is_updated(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_strided_arguments(backend: Backend) -> None:
+def test_arguments(backend: Backend) -> None:
     given_batch = Batch.of(3, 4, 40)
     refused = {"slots.table": "row-contiguous", "accepted.tokens": "row-contiguous"}
     for name in ("bias", "allowed", "counts", "seen", "words"):
@@ -223,7 +223,9 @@ def test_strided_arguments(backend: Backend) -> None:
         "slots": slots,
         "positions": vector(given_batch.positions),
     }
-    check_strided_arguments(update_token_history, arguments, refused=refused, backend=backend)
+    names = [name for name in refused if "." in name and name != "accepted.tokens"]
+    free = {f"{name}: shorter" for name in (*names, "slots.slot_ids")} | {"accepted.status"}
+    check_arguments(update_token_history, arguments, refused=refused, free=free, backend=backend)
 
     def placed(drafts: torch.Tensor, held: torch.Tensor, next_rows: LogitRows, slots: SlotRows):
         following = torch.zeros(4, 4, dtype=torch.int32, device=DEVICE)
@@ -240,7 +242,8 @@ def test_strided_arguments(backend: Backend) -> None:
         "slots": slots,
     }
     # `held` is passed separately: the rows have no drafts of their own
-    check_strided_arguments(placed, arguments, refused=refused)
+    free |= {f"held: {kind}" for kind in ("type", "dimensions", "list")}  # named drafts there
+    check_arguments(placed, arguments, refused=refused, free=free)
 
 
 @pytest.mark.parametrize("backend", Backend)

@@ -14,7 +14,7 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.draft import write_drafts
 from mtp_plugin.ops.logit_rows import ThinkingRule
 from mtp_plugin.ops.step import DraftOutput, SlotRows
-from tests.op_arguments import check_strided_arguments
+from tests.op_arguments import check_arguments
 from tests.ops.on_device import DEVICE, vector
 from tests.ops.thinking_budget.example import Tags, Thinker
 from tests.ops.thinking_budget.test_thinking_budget import (
@@ -77,7 +77,7 @@ THINKERS = [Thinker(2, 3), Thinker(None), Thinker(2, 1), Thinker(0, 0)]
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_strided_arguments(backend: Backend) -> None:
+def test_arguments(backend: Backend) -> None:
     def placed(drafts: torch.Tensor, slots: SlotRows, thinking: ThinkingRule) -> torch.Tensor:
         held = torch.tensor([[2, 9], [2, 9], [7, 9], [2, 9]], dtype=torch.int32, device=DEVICE)
         following = torch.zeros(4, 3, dtype=torch.int32, device=DEVICE)
@@ -93,7 +93,8 @@ def test_strided_arguments(backend: Backend) -> None:
     assert placed(**arguments)[:, 1].tolist() == [3, 5, 2, 3]
     refused = {"slots.table": "row-contiguous"}
     refused |= {f"thinking.{name}": f"{name}: expected" for name in ("end_ids", "next_progress")}
-    check_strided_arguments(placed, arguments, refused=refused)
+    free = {"slots.table: shorter", "slots.slot_ids: shorter"}
+    check_arguments(placed, arguments, refused=refused, free=free)
 
 
 def test_slots_of_too_few_requests() -> None:

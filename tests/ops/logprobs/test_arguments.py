@@ -14,7 +14,7 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logprobs import compute_logprobs
 from mtp_plugin.ops.row_sums import RowSums
 from mtp_plugin.ops.step import SlotRows
-from tests.op_arguments import check_strided_arguments
+from tests.op_arguments import check_arguments
 from tests.ops.chunks import reference_sums
 from tests.ops.logprobs.cases import Case, layout_of
 from tests.ops.on_device import DEVICE, forbid_launches, vector
@@ -35,7 +35,7 @@ def arguments() -> dict[str, Any]:
 
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("with_sums", [False, True])
-def test_strided_arguments(with_sums: bool, backend: Backend) -> None:
+def test_arguments(with_sums: bool, backend: Backend) -> None:
     given = arguments()
     refused = {"logits": "row-contiguous", "table": "row-contiguous"}
     if with_sums:
@@ -48,7 +48,8 @@ def test_strided_arguments(with_sums: bool, backend: Backend) -> None:
         return compute_logprobs(layout, requested=requested, **others).entries
 
     given |= {"table": slots.table, "slot_ids": slots.slot_ids}
-    check_strided_arguments(entries, given, refused=refused, backend=backend)
+    free = {"table: shorter", "slot_ids: shorter"}
+    check_arguments(entries, given, refused=refused, free=free, backend=backend)
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -67,49 +68,24 @@ def test_the_strided_calls_use_every_argument(backend: Backend, left_out: str) -
     assert not torch.equal(compute_logprobs(**(given | change), backend=backend).entries, before)
 
 
-META = torch.zeros(3, dtype=torch.int32, device="meta")
-SLOTS = arguments()["requested"]
 SUMS = RowSums.unwritten(arguments()["logits"])
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"logits": torch.zeros(7)}, r"logits: expected .*floating-point tensor \[7, >= 1\]"),
-        ({"logits": torch.zeros(7, 70).int()}, "logits: expected .*floating.*torch.int32"),
         ({"logits": torch.zeros(7, 0)}, r"logits: expected .* \[7, 0\]"),
-        ({"logits": torch.zeros(6, 70)}, r"logits: expected .* \[6, 70\]"),
-        ({"logits": torch.zeros(70, 7).t()}, "logits: expected row-contiguous"),
-        ({"logits": "7 rows"}, "logits: .* got '7 rows'"),
-        ({"tokens": torch.zeros(3, 2).int()}, r"tokens: expected integer tensor \[3, 3\]"),
-        ({"tokens": torch.zeros(3, 3)}, "tokens: expected integer .* got torch.float32"),
-        ({"counts": vector([1, 1])}, r"counts: expected integer tensor \[3\]"),
-        ({"counts": META}, "counts: .* on meta"),
-        (
-            {"requested": replace(SLOTS, table=SLOTS.table.float())},
-            "slot table: expected row-contiguous torch.int32",
-        ),
-        ({"requested": replace(SLOTS, slot_ids=vector([0, 1]))}, r"slot_ids: expected .*\[>= 3\]"),
         ({"requested": 21}, r"requested: expected an integer in -1\.\.20, got 21"),
         ({"requested": -2}, "requested: .* got -2"),
         ({"requested": None}, "requested: .* got None"),
         ({"requested": 3, "sums": SUMS}, "sums: expected the slots .* as requested, got 3"),
-        ({"sums": replace(SUMS, tops=SUMS.tops[1:])}, r"sums, tops: expected .* \[7, 8\]"),
-        ({"sums": replace(SUMS, masses=SUMS.masses.double())}, "sums, masses: .*torch.float64"),
         ({"sums": RowSums.unwritten(torch.zeros(7, 70).half())}, "sums: expected chunks as "),
     ],
-    ids=lambda value: value if isinstance(value, str) else next(iter(value)),
 )
-@pytest.mark.parametrize("backend", Backend)
-def test_wrong_arguments_are_refused(
-    backend: Backend, change: dict[str, Any], message: str
-) -> None:
-    moved = {
-        name: value.to(DEVICE) if isinstance(value, torch.Tensor) and not value.is_meta else value
-        for name, value in change.items()
-    }
+def test_wrong_arguments_are_refused(change: dict[str, Any], message: str) -> None:
+    moved = {n: v.to(DEVICE) if isinstance(v, torch.Tensor) else v for n, v in change.items()}
     with pytest.raises(TensorContractError, match=message):
-        compute_logprobs(**(arguments() | moved), backend=backend)
+        compute_logprobs(**(arguments() | moved), backend=Backend.TORCH)
 
 
 @pytest.mark.parametrize("backend", Backend)

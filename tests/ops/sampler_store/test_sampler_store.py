@@ -14,7 +14,7 @@ from mtp_plugin.ops import sampler_store_triton
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.sampler_store import ResultTensors, store_results
 from mtp_plugin.ops.step import NO_INPUT, PAD_TOKEN, STATUS_NO_FINITE_LOGIT, STATUS_OK
-from tests.op_arguments import check_strided_arguments
+from tests.op_arguments import check_arguments
 from tests.ops.on_device import DEVICE, INDEX_DTYPES, forbid_launches, poisoned, vector
 from tests.ops.top_k.launches import captured
 
@@ -122,50 +122,15 @@ def test_no_requests(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        (
-            {"store": torch.zeros(4, 8, dtype=torch.int32)},
-            r"store: expected \[S, 3K\+4\], got \[4, 8\]",
-        ),
-        ({"store": torch.zeros(4, 7)}, r"store: expected .*torch.int32 tensor \[S, 3K\+4\]"),
-        ({"store": torch.zeros(7, 4, dtype=torch.int32).T}, "row-contiguous"),
-        ({"slots": torch.zeros(2, dtype=torch.int32)}, r"slots: expected torch.int64 tensor \[R\]"),
-        (
-            {"next_draft_tokens": torch.zeros(2, 2, dtype=torch.int32)},
-            r"new_tokens: .* \[>= 2, 3\]",
-        ),
-        ({"next_draft_tokens": torch.zeros(2, dtype=torch.int32)}, "next_draft_tokens: expected"),
-        ({"new_tokens": torch.zeros(2, 1, dtype=torch.int32)}, r"new_tokens: .* \[>= 2, 2\]"),
-        (
-            {"next_new_tokens": torch.zeros(1, 2, dtype=torch.int32)},
-            r"next_new_tokens: .* \[>= 2, 2\] .* \[1, 2\]",
-        ),
-        (
-            {"new_tokens_lens": torch.zeros(2, 1, dtype=torch.int32)},
-            r"_lens: .* \[>= 2\]",
-        ),
-        ({"new_tokens_lens": torch.zeros(2)}, "new_tokens_lens: expected integer tensor"),
-        ({"status": torch.zeros(1, dtype=torch.int32)}, "status: expected integer tensor"),
-        ({"status": torch.zeros(2, dtype=torch.bool)}, "status: expected integer tensor"),
-    ],
+    ("columns", "k", "message"),
+    [(8, 1, r"store: expected \[S, 3K\+4\], got \[4, 8\]"), (7, 0, "new_tokens")],
 )
-@pytest.mark.parametrize("backend", Backend)
-def test_wrong_tensors_are_refused(
-    backend: Backend, changed: dict[str, torch.Tensor], message: str
-) -> None:
-    tensors = {
-        "store": poisoned(4, 7, dtype=torch.int32),
-        "slots": vector([1, 2]),
-    }
-    results = make_results(0, 2, 1)
-    for name, tensor in changed.items():
-        if name in tensors:
-            tensors[name] = tensor.to(DEVICE)
-        else:
-            results = replace(results, **{name: tensor.to(DEVICE)})
+def test_stores_of_another_width_are_refused(columns: int, k: int, message: str) -> None:
+    store, results = poisoned(4, columns, dtype=torch.int32), make_results(0, 2, 1)
+    if k != 1:
+        results = replace(results, new_tokens=make_results(0, 2, k).new_tokens)
     with pytest.raises(TensorContractError, match=message):
-        store_results(**tensors, results=results, backend=backend)
+        store_results(store, vector([1, 2]), results, backend=Backend.TORCH)
 
 
 @pytest.mark.gpu
@@ -190,11 +155,12 @@ def test_in_a_cuda_graph() -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_strided_arguments(backend: Backend) -> None:
+def test_arguments(backend: Backend) -> None:
     arguments = {"store": poisoned(4, 7, dtype=torch.int32), "slots": vector([1, 2])}
-    check_strided_arguments(
+    check_arguments(
         store_results,
         arguments | {"results": make_results(0, 2, 1)},
         refused={"store": "row-contiguous"},
+        free={"store: shorter", "slots: shorter"},
         backend=backend,
     )

@@ -11,7 +11,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops import token_history_triton
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logits_processor_state import LogitsProcessorState
@@ -19,7 +18,7 @@ from mtp_plugin.ops.step import Accepted, SlotRows
 from mtp_plugin.ops.token_history import update_token_history
 from mtp_plugin.requests.columns import SlotColumn
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN
-from tests.op_arguments import check_strided_arguments, storage
+from tests.op_arguments import check_arguments, storage
 from tests.ops.bits import same_bits
 from tests.ops.logits_processing.example import LogitsOptions
 from tests.ops.logits_processing.pools import bits_of, pools_of
@@ -237,36 +236,8 @@ def test_without_pools_or_requests_nothing_is_launched(
     assert torch.equal(storage(batch.slots.table), before)
 
 
-@pytest.mark.parametrize(
-    ("name", "change", "message"),
-    [
-        (
-            "tokens",
-            torch.zeros(2, 3).long(),
-            r"accepted tokens: expected row-contiguous torch.int32 tensor \[R, K\+1\]",
-        ),
-        ("tokens", torch.zeros(6).int(), r"accepted tokens: .*got torch.int32 \[6\]"),
-        (
-            "num_accepted",
-            torch.zeros(3).int(),
-            r"expected integer tensor \[2\].*\[3\]",
-        ),
-        ("num_accepted", torch.zeros(2), r"num_accepted: expected integer tensor \[2\].*float32"),
-        ("num_accepted", torch.zeros(2).int().to("meta"), "num_accepted: .*meta"),
-    ],
-)
 @pytest.mark.parametrize("backend", Backend)
-def test_tensors_that_do_not_fit(backend: Backend, name: str, change: Any, message: str) -> None:
-    batch = Batch.of(1, 2, 2, 9)
-    change = change if change.is_meta else change.to(DEVICE)
-    with pytest.raises(TensorContractError, match=message):
-        update_token_history(
-            replace(batch.accepted, **{name: change}), batch.slots, backend=backend
-        )
-
-
-@pytest.mark.parametrize("backend", Backend)
-def test_strided_arguments(backend: Backend) -> None:
+def test_arguments(backend: Backend) -> None:
     batch = Batch.of(2, 3, 3, 40)
     pools = batch.slots.pools
     assert pools is not None
@@ -274,7 +245,9 @@ def test_strided_arguments(backend: Backend) -> None:
     arguments = {"accepted": batch.accepted, "slots": replace(batch.slots, pools=finite)}
     refused = {"accepted.tokens": "row-contiguous", "slots.table": "row-contiguous"}
     refused |= {f"slots.pools.{name}": f"pools.{name}" for name in vars(pools)}
-    check_strided_arguments(update_token_history, arguments, refused=refused, backend=backend)
+    names = ("slots.table", "slots.slot_ids", *(f"slots.pools.{name}" for name in vars(pools)))
+    free = {f"{name}: shorter" for name in names} | {"accepted.status"}
+    check_arguments(update_token_history, arguments, refused=refused, free=free, backend=backend)
 
 
 @pytest.mark.gpu
