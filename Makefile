@@ -1,6 +1,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# stamps: the package with the embedded executor; also the tools of tests and lint
+EXECUTOR := $(VENV)/.executor
 STAMP := $(VENV)/.installed
 # test processes: one per core, at most as many as fit into the memory of a GPU
 WORKERS ?= auto
@@ -11,7 +13,7 @@ RESULTS := integration/results
 STEPS = --shape 8gb --batch 1,8,64 --worker eagle --osl 200 --acceptance 0.78,0.605,0.467
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses $(MOST_WORKERS) --dist worksteal
 # one file or folder of tests for each part of the package
-FAST = tests/config tests/ops tests/tools tests/test_errors.py tests/test_readme.py \
+FAST = tests/config tests/ops tests/tools tests/test_errors.py tests/test_pages.py \
 	tests/cli/test_config_and_doctor.py tests/contract_host/test_lines.py \
 	tests/hosts/embedded/test_kv_cache.py tests/hosts/embedded/test_losslessness.py tests/hosts/embedded/test_scheduler.py \
 	tests/hosts/megatron tests/infer/test_greedy_decode.py \
@@ -44,14 +46,18 @@ MEGATRON_VENV := .venv-megatron
 setup: $(STAMP)
 
 # torch comes first: its pin selects a CPU build if there is one, and later packages keep it
-$(STAMP): pyproject.toml constraints.txt
+$(EXECUTOR): pyproject.toml constraints.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 10) and 'Python 3.10 or newer is needed')"
 	@$(BIN)/python -c "import pip" 2>/dev/null || $(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[executor]"
+	@touch $@
+
+$(STAMP): $(EXECUTOR)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $@
 
-demo: $(STAMP)
+demo: $(EXECUTOR)
 	@$(BIN)/$(DEMO)
 
 test: $(STAMP)

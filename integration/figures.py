@@ -1,4 +1,4 @@
-"""Write the tables of the README files from ``integration/results/*.json``.
+"""Write the tables and charts of the README files from ``integration/results/*.json``.
 
 ``python -m integration.figures`` rewrites the blocks between ``<!-- figures: NAME -->`` and
 ``<!-- end -->``. A test compares the pages with the result files.
@@ -12,6 +12,8 @@ import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from integration.charts import Group, Panel, bar_chart
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "integration" / "results"
@@ -164,8 +166,6 @@ VLLM = {
     "K = 3, T = 0.6, top-p 0.95": "k3-t0.6-p0.95",
     "K = 3, T = 0.6, top-p 0.95, top-k 20": "k3-t0.6-p0.95-k20",
 }
-VLLM_SHOWN = tuple(VLLM)[:3]
-"""Rows of the README; the results page has all of them."""
 
 
 def _throughput(rows: Sequence[str]) -> str:
@@ -188,17 +188,49 @@ def _throughput(rows: Sequence[str]) -> str:
 
 
 def throughput() -> str:
-    """Tokens per second next to vLLM, for the README."""
+    """What the chart of the README shows."""
     found = result("vllm-0.24-throughput")
-    model = found["model"]
-    length = 1 + sum(found["synthetic_acceptance"])
-    about = _text(
-        f"{found['source'][0].upper()}{found['source'][1:]}: {model['family']} with",
-        f"{model['weights']} {model['dtype']} weights, {model['num_hidden_layers']} layers, hidden",
-        f"size {model['hidden_size']}, vocabulary {model['vocab_size']}, one MTP layer. Acceptance",
-        f"is synthetic and the same for both: {length:.3f} tokens per step with K = 3.",
+    model, rates = found["model"], found["tokens_per_second"]
+    gains = [on / off for on, off in zip(rates["k3"]["vllm"], rates["off"]["vllm"], strict=True)]
+    return _text(
+        "K is the number of drafts per step, T the sampling temperature (0: greedy). One H200;",
+        f"{model['family']} with {model['weights']} {model['dtype']} weights,",
+        f"{model['num_hidden_layers']} layers, hidden size {model['hidden_size']}, vocabulary",
+        f"{model['vocab_size']}, one MTP layer. Acceptance is synthetic and the same for all:",
+        f"{1 + sum(found['synthetic_acceptance']):.3f} tokens per step. vLLM itself gains",
+        f"{_each(gains, 2)} by MTP at batch {_each(found['batches'], 0)}, greedy. The plugin and",
+        "the embedded executor were each measured next to vLLM, in two runs.",
     )
-    return f"{_throughput(VLLM_SHOWN)}\n\n{about}"
+
+
+def throughput_chart() -> str:
+    """The chart of the README: both engines over vLLM with the same drafts."""
+    found, steps = result("vllm-0.24-throughput"), result("vllm-0.24-steps")
+    panels = []
+    for title, key, step_key in (
+        ("greedy", "k3", "greedy"),
+        ("T = 0.6, top-p 0.95", "k3-t0.6-p0.95", "t0.6-p0.95"),
+    ):
+        rates, step_ms = found["tokens_per_second"][key], steps["step_ms"][step_key]
+        groups = []
+        for index, batch in enumerate(found["batches"]):
+            theirs, ours = rates["vllm"][index], rates["mtp_plugin"][index]
+            if theirs is None:
+                continue
+            at = steps["batches"].index(batch)
+            plugin = step_ms["vllm"][at] / step_ms["mtp_plugin"][at]
+            note = f"vLLM: {theirs:,}/s"
+            groups.append(Group(f"batch {batch}", note, (1.0, plugin, ours / theirs)))
+        panels.append(Panel(title, groups))
+    return bar_chart(
+        "Tokens per second with MTP (K = 3), relative to vLLM 0.24 with MTP",
+        ("vLLM", "vLLM with the plugin", "embedded executor"),
+        panels,
+    )
+
+
+CHARTS: dict[str, Callable[[], str]] = {"throughput.svg": throughput_chart}
+"""Files of the results folder."""
 
 
 def vllm_all() -> str:
@@ -289,26 +321,6 @@ def in_vllm() -> str:
         ["equal outputs with the plugin", "greedy", "T = 0.8", "T = 0.8, top-p 0.95"], same
     )
     return f"{_table(head, rows)}\n\n{accepted}\n\n{equal}\n"
-
-
-def in_vllm_short() -> str:
-    """The plugin inside vLLM in a sentence, for the README."""
-    steps = result("vllm-0.24-steps")
-
-    def ratios(engine: str, kind: str) -> str:
-        ms = steps["step_ms"][kind]
-        return _each([a / b for a, b in zip(ms[engine], ms["vllm"], strict=True)], 2)
-
-    short, sampled = "mtp_plugin, draft_vocab 32768", "t0.6-p0.95"
-    lengths = result("vllm-0.24-plugin")["acceptance_length"]["t0.8"]
-    return _text(
-        f"Inside vLLM 0.24 on one H200 (K = 3, batch {_each(steps['batches'], 0)}) a step takes",
-        f"{ratios('mtp_plugin', 'greedy')} of vLLM's time greedy and",
-        f"{ratios('mtp_plugin', sampled)} at T = 0.6 with top-p 0.95; with drafts from 32,768 of",
-        f"129,280 ids {ratios(short, 'greedy')} and {ratios(short, sampled)}. At T = 0.8 the tiny",
-        f"model outputs {lengths['mtp_plugin']:.2f} tokens per step instead of",
-        f"{lengths['vllm']:.2f}.",
-    )
 
 
 def step_times() -> str:
@@ -535,7 +547,6 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "over-http": over_http,
     "vllm-steps": step_times,
     "in-vllm": in_vllm,
-    "in-vllm-short": in_vllm_short,
     "request-kinds": request_kinds,
     "tiny-model": tiny_model,
     "methods": methods,
@@ -557,9 +568,11 @@ def named_blocks(text: str) -> list[str]:
 
 
 def main() -> None:
-    """Rewrite the pages."""
+    """Rewrite the pages and the charts."""
     for page in PAGES:
         page.write_text(rendered(page.read_text(encoding="utf-8")), encoding="utf-8")
+    for name, draw in CHARTS.items():
+        (RESULTS / name).write_text(draw(), encoding="utf-8")
 
 
 if __name__ == "__main__":

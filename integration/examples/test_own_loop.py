@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import pytest
 import torch
 from transformers import AutoTokenizer
 
+from integration.examples import own_loop
 from integration.examples.own_loop import OwnLoop, main
-from mtp_plugin import FinishReason, SamplingParams
+from mtp_plugin import FinishReason, MTPSpecMetadata, SamplingParams
 from mtp_plugin.errors import RequestError, TensorContractError
 from mtp_plugin.hosts.embedded.models import LoadedModel, load_model
 from mtp_plugin.infer import decode
+from mtp_plugin.plugin import PlainAttentionMetadata, PlainBatch, PlainRequest
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 
@@ -159,3 +163,43 @@ def test_it_runs_as_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     texts = [line.split(" steps: ")[1] for line in lines]
     assert texts[:2] == texts[2:]
     assert all(int(line.split(" steps: ")[0]) < 16 for line in lines)
+
+
+PAGE = (Path(__file__).parent / "README.md").read_text(encoding="utf-8")
+STEP = PAGE.split("```python\n")[1].split("```")[0]
+
+
+def set_in_every_step() -> dict[str, list[str]]:
+    """Fields of the page's table by owner."""
+    table = PAGE.split("What a host sets in every step:\n\n")[1].split("\n\n")[0]
+    owner, found = "", dict[str, list[str]]()
+    for line in table.splitlines()[2:]:
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        owner = cells[0] or owner
+        found.setdefault(owner, []).extend(re.findall(r"`(\w+)`", cells[1]))
+    return found
+
+
+def test_step_of_the_page_is_that_of_the_example() -> None:
+    assert indent(STEP, "    ") in Path(own_loop.__file__).read_text(encoding="utf-8")
+
+
+def test_what_a_host_sets_is_what_the_loop_sets() -> None:
+    named = set_in_every_step()
+    assert named["the metadata"] == re.findall(r"spec\.(\w+) =", STEP)
+    call = STEP.split("self.components.worker(")[1].split("\n    )\n")[0]
+    arguments = re.findall(r"^ +(\w+)=", call, re.MULTILINE)
+    assert [*named["the worker"], "attn_metadata", "spec_metadata"] == arguments
+    request = PlainRequest(0, [3], SamplingParams(), max_seq_len=8)
+    holders = {
+        "each new request": request,
+        "each request": request,
+        "the metadata": MTPSpecMetadata(max_num_requests=1, max_draft_len=1),
+        "attention": PlainAttentionMetadata(PlainBatch([request], []), "cpu"),
+    }
+    assert {
+        (owner, name)
+        for owner, holder in holders.items()
+        for name in named[owner]
+        if not hasattr(holder, name)
+    } == set()
