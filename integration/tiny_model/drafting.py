@@ -22,7 +22,10 @@ MaskRule = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class DraftStates:
-    """Output states per depth, each `[B, S, H]`; depth 1 is the same in both."""
+    """Output states per depth, each `[B, S, H]`; depth 1 is the same in both.
+
+    There is one chained depth per MTP layer, and any number of reused depths.
+    """
 
     chained: list[Tensor]
     reused: list[Tensor]
@@ -68,19 +71,20 @@ def draft_states(
         model: the model.
         ids: token ids `[B, S + depths]` or longer; row i of depth k reads token i+k.
         states: the target's states after its final norm, `[B, S, H]`.
-        masks: what `block_masks` or `dense_masks` gave for S rows.
+        masks: what `block_masks` or `dense_masks` gave for S rows, for the reused depths from 2 on.
     """
     rows = states.shape[1]
-    embeddings = [model.embed(ids[:, k : k + rows]) for k in range(1, len(model.mtp) + 1)]
+    depths = max(len(model.mtp), len(masks) + 1)
+    embeddings = [model.embed(ids[:, k : k + rows]) for k in range(1, depths + 1)]
     first, key_value = model.mtp[0](embeddings[0], states, model.rotary(rows))
 
     chained = [first]
-    for layer, embedding in zip(model.mtp[1:], embeddings[1:], strict=True):
+    for layer, embedding in zip(model.mtp[1:], embeddings[1:], strict=False):
         state, _ = layer(embedding, chained[-1], model.rotary(rows))
         chained.append(state)
 
     reused = [first]
-    for depth, (mask, embedding) in enumerate(zip(masks, embeddings[1:], strict=True), start=1):
+    for depth, (mask, embedding) in enumerate(zip(masks, embeddings[1:], strict=False), start=1):
         rotary = model.rotary(rows, start=depth)
         state, key_value = model.mtp[0](embedding, reused[-1], rotary, mask, key_value)
         reused.append(state)

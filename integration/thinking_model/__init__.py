@@ -1,0 +1,1 @@
+"""A small model that thinks before it answers, for relaxed acceptance."""
