@@ -13,9 +13,9 @@ from typing_extensions import Self, override
 from mtp_plugin.config import host_keys
 from mtp_plugin.config.messages import got, join
 from mtp_plugin.config.mtp import MTPPluginOptions
-from mtp_plugin.config.schema import ConfigModel, Problem, drop_host_keys, whole_file
+from mtp_plugin.config.schema import ConfigModel, Problem, drop_host_keys
 from mtp_plugin.config.speculative import MTPDecodingConfig, SpeculativeConfig, is_mtp
-from mtp_plugin.config.values import MAX_ENGINE_SEED, BatchSizes, Switch
+from mtp_plugin.config.values import MAX_ENGINE_SEED, BatchSizes, PositiveInt, Switch, Text
 
 _logger = logging.getLogger("mtp_plugin")
 
@@ -25,9 +25,9 @@ class KVCacheConfig(ConfigModel):
 
     host_keys = host_keys.KV_CACHE
 
-    tokens_per_block: int = Field(default=32, ge=1, description="tokens per KV block")
-    max_tokens: int | None = Field(
-        default=None, ge=1, description="tokens in the whole cache; null: from free memory"
+    tokens_per_block: PositiveInt = Field(default=32, description="tokens per KV block")
+    max_tokens: PositiveInt | None = Field(
+        default=None, description="tokens in the whole cache; null: from free memory"
     )
     free_gpu_memory_fraction: float = Field(
         default=0.9,
@@ -41,10 +41,7 @@ class KVCacheConfig(ConfigModel):
     )
 
     @override
-    def _checks(self) -> Iterator[Iterator[Problem]]:
-        yield self._reuse_problems()
-
-    def _reuse_problems(self) -> Iterator[Problem]:
+    def _problems(self) -> Iterator[Problem]:
         if self.enable_block_reuse:
             yield "enable_block_reuse", "KV block reuse is not built yet; expected false, got true"
 
@@ -58,9 +55,8 @@ class CudaGraphConfig(ConfigModel):
         default=None,
         description="batch sizes to capture, kept ascending; null: chosen up to the largest",
     )
-    max_batch_size: int | None = Field(
+    max_batch_size: PositiveInt | None = Field(
         default=None,
-        ge=1,
         description="largest batch size to capture; null: the top-level max_batch_size",
     )
     enable_padding: bool = Field(
@@ -90,28 +86,20 @@ class CudaGraphConfig(ConfigModel):
         return self.batch_sizes[-1] if self.batch_sizes else self.max_batch_size
 
     @override
-    def _checks(self) -> Iterator[Iterator[Problem]]:
-        yield self._size_problems()
-        yield self._prompt_problems()
-
-    def _prompt_problems(self) -> Iterator[Problem]:
+    def _problems(self) -> Iterator[Problem]:
         if self.prompt_tokens and not self.enable_padding:
             yield "prompt_tokens", "expected null or [] without enable_padding: true"
-
-    def _size_problems(self) -> Iterator[Problem]:
-        sizes = self.batch_sizes
-        if sizes is None:
+        if self.batch_sizes is None:
             return
-        if not sizes:
+        if not self.batch_sizes:
             yield "batch_sizes", "expected at least one batch size, got an empty list"
-        twice = sorted(size for size, count in Counter(sizes).items() if count > 1)
+        twice = sorted(size for size, count in Counter(self.batch_sizes).items() if count > 1)
         if twice:
             yield "batch_sizes", f"expected every size once, got {join(twice)} more than once"
-        if self.max_batch_size not in (None, max(sizes, default=None)):
+        if self.max_batch_size not in (None, max(self.batch_sizes, default=None)):
             yield "batch_sizes", "expected either batch_sizes or max_batch_size, got both"
 
 
-@whole_file
 class LLMConfig(ConfigModel):
     """The YAML file of the embedded executor, or one of TensorRT-LLM's for one GPU."""
 
@@ -141,9 +129,7 @@ class LLMConfig(ConfigModel):
         "torch_dtype": "dtype",
     }
 
-    model: str = Field(
-        min_length=1, description="checkpoint directory; relative: from the YAML file's folder"
-    )
+    model: Text = Field(description="checkpoint directory; relative: from the YAML file's folder")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="type of weights and KV cache; auto: the checkpoint's, float32 on CPU",
@@ -151,11 +137,14 @@ class LLMConfig(ConfigModel):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="where the model runs; auto: CUDA when present"
     )
-    max_batch_size: int = Field(default=8, ge=1, description="maximum number of requests per step")
-    max_num_tokens: int = Field(default=2048, ge=1, description="maximum number of tokens per step")
-    max_seq_len: int | None = Field(
+    max_batch_size: PositiveInt = Field(
+        default=8, description="maximum number of requests per step"
+    )
+    max_num_tokens: PositiveInt = Field(
+        default=2048, description="maximum number of tokens per step"
+    )
+    max_seq_len: PositiveInt | None = Field(
         default=None,
-        ge=1,
         description="maximum length of prompt plus output; null: from the model",
     )
     kv_cache_config: KVCacheConfig = Field(
@@ -185,9 +174,8 @@ class LLMConfig(ConfigModel):
     enable_chunked_prefill: bool = Field(
         default=True, description="split prompts that do not fit into max_num_tokens"
     )
-    max_prompt_tokens_while_generating: int | None = Field(
+    max_prompt_tokens_while_generating: PositiveInt | None = Field(
         default=1024,
-        ge=1,
         description="maximum number of prompt tokens in a step that also generates, for shorter "
         "gaps between tokens; null: max_num_tokens",
     )
@@ -236,29 +224,19 @@ class LLMConfig(ConfigModel):
         return self.model_validate({**dict(self), "speculative_config": resolved})
 
     @override
-    def _checks(self) -> Iterator[Iterator[Problem]]:
-        yield self._mode_problems()
-        yield self._memory_problems()
-        yield self._budget_problems()
-        yield self._graph_device_problems()
-        yield self._graph_problems()
-
-    def _mode_problems(self) -> Iterator[Problem]:
-        if isinstance(self.speculative_config, MTPDecodingConfig):
-            for key, message in self.speculative_config.mode_problems():
+    def _problems(self) -> Iterator[Problem]:
+        spec, graphs = self.speculative_config, self.cuda_graph_config
+        draft_len = 0
+        if isinstance(spec, MTPDecodingConfig):
+            draft_len = spec.max_draft_len or 0
+            for key, message in spec.mode_problems():
                 yield f"speculative_config.{key}", message
-
-    def _memory_problems(self) -> Iterator[Problem]:
         is_given = "free_gpu_memory_fraction" in self.kv_cache_config.model_fields_set
         if self.gpu_memory_utilization is not None and is_given:
             yield (
                 "gpu_memory_utilization",
                 "expected either this or kv_cache_config.free_gpu_memory_fraction, got both",
             )
-
-    def _budget_problems(self) -> Iterator[Problem]:
-        spec = self.speculative_config
-        draft_len = (spec.max_draft_len or 0) if isinstance(spec, MTPDecodingConfig) else 0
         least = self.max_batch_size * (draft_len + 1)
         if self.max_num_tokens < least:
             with_drafts = f" times max_draft_len + 1 ({draft_len + 1})" if draft_len else ""
@@ -267,21 +245,19 @@ class LLMConfig(ConfigModel):
                 f"expected at least max_batch_size ({self.max_batch_size}){with_drafts}"
                 f"{f', which is {least}' if draft_len else ''}, got {self.max_num_tokens}",
             )
-
-    def _graph_device_problems(self) -> Iterator[Problem]:
-        if self.cuda_graph_config is not None and self.device == "cpu":
-            yield "cuda_graph_config", "expected null with device: cpu"
-
-    def _graph_problems(self) -> Iterator[Problem]:
-        graphs = self.cuda_graph_config
         if graphs is None:
             return
+        if self.device == "cpu":
+            yield "cuda_graph_config", "expected null with device: cpu"
         if graphs.largest is not None and graphs.largest > self.max_batch_size:
             name = "max_batch_size" if graphs.batch_sizes is None else "batch_sizes"
             yield (
                 f"cuda_graph_config.{name}",
                 f"expected at most max_batch_size ({self.max_batch_size}), got {graphs.largest}",
             )
+
+
+ConfigModel.outermost = LLMConfig
 
 
 def _read_vllm(data: dict[Any, Any]) -> Iterator[Problem]:

@@ -15,10 +15,9 @@ from mtp_plugin.config.llm import LLMConfig
 from mtp_plugin.config.messages import got
 from mtp_plugin.config.mtp import MTPPluginOptions
 from mtp_plugin.config.speculative import MTPDecodingConfig, is_mtp
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, describe_error
 
-LONGEST_NUMBER = 40
-"""Characters of a number that messages show."""
+CHECKPOINT_FILES = ("config.json", "generation_config.json", "tokenizer.json")
 LONGEST_PATH = 400
 """Characters of a path that messages show."""
 
@@ -40,7 +39,11 @@ def load_config(
         ConfigError: one line per mistake: file, key path, what came, what is allowed.
     """
     source = _source_of(path)
-    _refuse_checkpoint_file(Path(path), source)
+    if Path(path).suffix == ".safetensors" or Path(path).name in CHECKPOINT_FILES:
+        raise ConfigError(
+            f"{source}: expected a YAML file, got a file of a checkpoint; give its folder "
+            f"{Path(path).parent}"
+        )
     data = dict(_read_yaml(Path(path), source, "a mapping with the key 'model'"))
     if model is not None:
         data["model"] = str(model)
@@ -77,31 +80,6 @@ def _source_of(path: str | Path) -> str:
     if not isinstance(path, (str, Path)):
         raise ConfigError(f"config: expected a file's path, got {got(path)}")
     return str(path) if len(str(path)) <= LONGEST_PATH else f"{str(path)[:LONGEST_PATH]}..."
-
-
-CHECKPOINT_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "chat_template.jinja",
-    "*.safetensors",
-    "*.safetensors.index.json",
-)
-
-
-def _refuse_checkpoint_file(path: Path, source: str) -> None:
-    """Refuse a file of a checkpoint, such as its ``config.json``."""
-    try:
-        is_file = path.is_file()
-    except (OSError, ValueError):
-        return  # reading it reports the reason
-    if is_file and any(map(path.match, CHECKPOINT_FILES)):
-        raise ConfigError(
-            f"{source}: expected a YAML file, got a file of a checkpoint; give its folder "
-            f"{path.parent}"
-        )
 
 
 def load_plugin_options(path: str | Path, source: str) -> MTPPluginOptions:
@@ -161,7 +139,10 @@ def parse_config(mapping: Mapping[str, Any], source: str = "<mapping>") -> LLMCo
     """The same checks and messages for a mapping; relative paths stay as they are."""
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{source}: expected a mapping of keys to values, got {got(mapping)}")
-    return LLMConfig.model_validate(mapping, context={"source": source})
+    try:
+        return LLMConfig.model_validate(mapping, context={"source": source})
+    except RecursionError:
+        raise ConfigError(f"{source}: nests too deeply") from None
 
 
 def json_schema() -> dict[str, Any]:
@@ -169,89 +150,24 @@ def json_schema() -> dict[str, Any]:
     return LLMConfig.model_json_schema()
 
 
-MAX_NODES = 100_000
-"""Values that a YAML file may have, with those of an alias counted at each use."""
-
-_OLD_NUMBER = re.compile(r"[-+]?0[0-9_]+\Z|.*:")
-
-
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, aliases that grow without end, and numbers that
-    mean one thing in YAML 1.1 and another in 1.2; 1e-3 is a number."""
-
-    def load(self) -> Any:
-        """The one document of the file."""
-        node = self.get_single_node()
-        if node is None:
-            return None
-        self._check_size(node)
-        return self.construct_document(node)
-
-    def _check_size(self, root: yaml.Node) -> None:
-        sizes: dict[yaml.Node, int | None] = {}
-
-        def size_of(node: yaml.Node) -> int:
-            known = sizes.get(node, 0)
-            if known is None:
-                raise yaml.constructor.ConstructorError(
-                    problem="an alias is used inside its own anchor", problem_mark=node.start_mark
-                )
-            if known:
-                return known
-            sizes[node] = None
-            children: list[yaml.Node] = []
-            if isinstance(node, yaml.MappingNode):
-                children = [part for pair in node.value for part in pair]
-            elif isinstance(node, yaml.SequenceNode):
-                children = node.value
-            size = 1 + sum(map(size_of, children))
-            if size > MAX_NODES:
-                raise yaml.constructor.ConstructorError(
-                    problem=f"expected at most {MAX_NODES} values, aliases followed, got more",
-                    problem_mark=node.start_mark,
-                )
-            sizes[node] = size
-            return size
-
-        size_of(root)
-
-    @override
-    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
-        return super().construct_yaml_int(self._plain(node))
-
-    @override
-    def construct_yaml_float(self, node: yaml.ScalarNode) -> float:
-        return super().construct_yaml_float(self._plain(node))
-
-    def _plain(self, node: yaml.ScalarNode) -> yaml.ScalarNode:
-        """A number that is written as all of YAML's versions read it."""
-        if _OLD_NUMBER.match(node.value):
-            shown = node.value[:LONGEST_NUMBER]
-            raise yaml.constructor.ConstructorError(
-                problem=f"expected a plain number, or quotes around a text, got {shown}, "
-                "which versions of YAML read differently",
-                problem_mark=node.start_mark,
-            )
-        return node
+    """Safe YAML that refuses a key given twice and reads 1e-3 as a number."""
 
     @override
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
-        lines: dict[tuple[str, str], int] = {}
+        lines: dict[str, int] = {}
         for key, _ in node.value:
             if not isinstance(key, yaml.ScalarNode) or key.tag == "tag:yaml.org,2002:merge":
                 continue
-            identity = (key.tag, key.value)
-            if identity in lines:
+            if key.value in lines:
                 raise yaml.constructor.ConstructorError(
-                    problem=f"key {key.value!r} was already given on line {lines[identity]}",
+                    problem=f"key {key.value!r} was already given on line {lines[key.value]}",
                     problem_mark=key.start_mark,
                 )
-            lines[identity] = key.start_mark.line + 1
+            lines[key.value] = key.start_mark.line + 1
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_constructor("tag:yaml.org,2002:int", _Loader.construct_yaml_int)
-_Loader.add_constructor("tag:yaml.org,2002:float", _Loader.construct_yaml_float)
 _Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+\Z"),
@@ -279,24 +195,17 @@ def _read_yaml(path: Path, source: str, wanted: str) -> Mapping[str, Any]:
 
 
 def parse_yaml(text: str, source: str) -> Any:
-    """What a text of YAML says, as `_Loader` reads it; None: nothing.
+    """Return the content of a YAML text; None: it is empty.
 
     Raises:
         ConfigError: it is not valid YAML; the message begins with ``source``.
     """
     try:
-        return _Loader(text).load()
+        return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         message = ": ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{source}: {line}{message}") from None
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        message = " ".join(str(error).split())
-        raise ConfigError(f"{source}: not valid YAML: {message}") from None
-    except (LookupError, TypeError, AttributeError) as error:
-        # PyYAML trips over values that are not of their tag
-        message = f"{type(error).__name__}: {error}"
-        raise ConfigError(
-            f"{source}: not valid YAML: a value is not of its tag: {message}"
-        ) from None
+    except Exception as error:  # PyYAML fails in many ways on values that are not of their tag
+        raise ConfigError(f"{source}: not valid YAML: {describe_error(error)}") from None

@@ -1,58 +1,43 @@
-"""Annotations, values and keys in words: what was expected, what came."""
+"""Pydantic's errors as lines, and values and keys as YAML spells them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from types import UnionType
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
 
 from mtp_plugin.errors import format_value
 
 LONGEST_KEY = 200
 """Characters of a key that messages show."""
+_FORM = re.compile(r"<\w+>|\[key\]")
+"""A step of pydantic's location that is no key: the form of a value, or the key of an item."""
+_MESSAGES = {"missing": "required key is missing", "invalid_key": "a key should be text"}
 
 
-def expected(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
-    """The allowed values of an annotation, in words."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
-    if origin is Annotated:
-        found = (m.metadata if isinstance(m, FieldInfo) else [m] for m in arguments[1:])
-        return expected(arguments[0], (*constraints, *(one for each in found for one in each)))
-    if type(None) in arguments:
-        inner = next(a for a in arguments if a is not type(None))
-        return f"{expected(inner, constraints)} or null"
-    if arguments and origin in (Union, UnionType):
-        # what looks alike is said once
-        return " or ".join(dict.fromkeys(expected(a, constraints) for a in arguments))
-    if origin is Literal:
-        return ("one of " if len(arguments) > 1 else "") + join(arguments)
-    if origin is tuple:
-        return f"a list (each item {expected(arguments[0])})"
-    if origin is dict:
-        key, value = map(expected, arguments)
-        return f"a mapping (each key {key}, each value {value})"
-    limits = {
-        name: getattr(constraint, name)
-        for constraint in constraints
-        for name in ("ge", "gt", "le", "min_length")
-        if hasattr(constraint, name)
-    }
-    if annotation is str:
-        return "text that is not empty" if limits else "text"
-    names = {bool: "true or false", int: "an integer", float: "a number"}
-    return names.get(annotation, "a mapping") + _range(limits)
+def problem(message: str) -> PydanticCustomError:
+    """Return the error for a validator to raise; `message_of` returns its message unchanged."""
+    return PydanticCustomError("problem", "{message}", {"message": message})
 
 
-def _range(limits: Mapping[str, Any]) -> str:
-    if "ge" in limits and "le" in limits:
-        return f" from {limits['ge']} to {limits['le']}"
-    if "ge" in limits:
-        return f" of at least {limits['ge']}"
-    if "gt" in limits:
-        return f" above {limits['gt']}" + (f", at most {limits['le']}" if "le" in limits else "")
-    return ""
+def message_of(details: ErrorDetails) -> str:
+    """Return pydantic's message with the value that was given."""
+    kind = details["type"]
+    if kind == "problem":
+        return details["msg"]
+    if kind in _MESSAGES:
+        return _MESSAGES[kind]
+    wanted = re.sub(r"^\w+ should ", "should ", details["msg"])
+    wanted = re.sub(r"valid dictionary( or instance of \w+)?", "mapping", wanted)
+    wanted = re.sub(r" after validation, not \w+$", "", wanted)
+    return f"{wanted.replace('valid tuple', 'list')}, got {got(details['input'])}"
+
+
+def key_path(location: Sequence[int | str]) -> str:
+    """Return the dotted key path of pydantic's location."""
+    return ".".join(spelled(step) for step in location if not _FORM.fullmatch(str(step)))
 
 
 def got(value: Any) -> str:

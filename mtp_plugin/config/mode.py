@@ -34,47 +34,29 @@ class SpeculativeDecodingMode(IntEnum):
     def is_mtp(self) -> bool:
         return not self.is_none()
 
-    def is_mtp_one_model(self) -> bool:
-        return self.is_mtp()
-
     def is_mtp_vanilla(self) -> bool:
         return self is SpeculativeDecodingMode.MTP
 
     def is_mtp_eagle_one_model(self) -> bool:
         return self is SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
 
-    def is_mtp_eagle(self) -> bool:
-        return self.is_mtp_eagle_one_model()
-
-    def use_one_engine(self) -> bool:
-        return self.is_mtp()
-
-    def without_logits(self) -> bool:
-        return self.is_mtp()
-
-    def has_spec_decoder(self) -> bool:
-        return self.is_mtp()
-
-    def has_spec_drafter(self) -> bool:
-        return False
-
-    def has_draft_model(self) -> bool:
-        return False
-
-    def need_load_draft_weights(self) -> bool:
-        return False
-
-    def needs_kv_cache_rewind(self) -> bool:
-        return self.is_mtp()
-
-    def needs_kv_cache_recompute(self) -> bool:
-        return False
+    is_mtp_one_model = is_mtp
+    is_mtp_eagle = is_mtp_eagle_one_model
+    use_one_engine = is_mtp
+    without_logits = is_mtp
+    has_spec_decoder = is_mtp
+    needs_kv_cache_rewind = is_mtp
+    support_dynamic_draft_len = is_mtp
 
     def support_overlap_scheduler(self) -> bool:
         return True
 
-    def support_dynamic_draft_len(self) -> bool:
-        return self.is_mtp()
+    def has_spec_drafter(self) -> bool:
+        return False
+
+    has_draft_model = has_spec_drafter
+    need_load_draft_weights = has_spec_drafter
+    needs_kv_cache_recompute = has_spec_drafter
 
     def support_guided_decoder(self) -> bool:
         """False: the target's tokens are chosen in the worker, which masks by no grammar."""

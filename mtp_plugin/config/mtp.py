@@ -10,16 +10,17 @@ from typing import ClassVar, Literal
 from pydantic import Field
 from typing_extensions import override
 
-from mtp_plugin.config.messages import expected, got, join
+from mtp_plugin.config.messages import join
 from mtp_plugin.config.schema import ConfigModel, Problem
 from mtp_plugin.config.values import (
     MAX_DRAFT_LEN,
     MAX_ENGINE_SEED,
     MAX_SEED,
-    MAX_THINKING_END,
     DraftVocab,
+    PositiveInt,
     SyntheticAcceptance,
-    TokenIds,
+    Text,
+    ThinkingEnd,
     Verification,
 )
 from mtp_plugin.errors import ConfigError, expect_int
@@ -120,13 +121,12 @@ class MTPPluginOptions(ConfigModel):
         le=MAX_DRAFT_LEN,
         description="margin above the threshold from which the gate drafts more again",
     )
-    gate_probe_interval: int = Field(
+    gate_probe_interval: PositiveInt = Field(
         default=256,
-        ge=1,
         description="steps until the gate tries to draft more again; each failed try doubles them",
     )
-    gate_max_probe_interval: int = Field(
-        default=4096, ge=1, description="maximum number of steps between two tries of the gate"
+    gate_max_probe_interval: PositiveInt = Field(
+        default=4096, description="maximum number of steps between two tries of the gate"
     )
     kernels: Literal["auto", "triton", "reference"] = Field(
         default="auto",
@@ -135,53 +135,27 @@ class MTPPluginOptions(ConfigModel):
     check_metadata: bool = Field(
         default=False, description="debug: rebuild the attention metadata every step and compare"
     )
-    begin_thinking_phase: str | None = Field(
-        default=None, min_length=1, description="text of the token that begins the thinking phase"
+    begin_thinking_phase: Text | None = Field(
+        default=None, description="text of the token that begins the thinking phase"
     )
-    end_thinking_phase: str | None = Field(
-        default=None, min_length=1, description="text of the token that ends the thinking phase"
+    end_thinking_phase: Text | None = Field(
+        default=None, description="text of the token that ends the thinking phase"
     )
-    thinking_end: TokenIds | None = Field(
+    thinking_end: ThinkingEnd | None = Field(
         default=None,
         description="token ids that end the thinking phase when the budget is spent; null: those "
         "of end_thinking_phase",
     )
 
     @override
-    def _checks(self) -> Iterator[Iterator[Problem]]:
-        yield self._verification_problems()
-        yield self._thinking_problems()
-        yield self._gate_problems()
-        yield self._synthetic_problems()
-
-    def _verification_problems(self) -> Iterator[Problem]:
-        methods = self.verifications
-        if not methods:
-            yield "verification", "expected at least one, got a list without any"
-        for method in sorted(method for method, count in Counter(methods).items() if count > 1):
-            yield "verification", f"expected each at most once, got {method!r} twice"
-        kinds = (kind for method in methods for kind in drafts_of(method))
-        allowed = list(dict.fromkeys(kinds))
-        if methods and self.draft_sampling not in (None, *allowed):
-            yield (
-                "draft_sampling",
-                f"{self.draft_sampling!r} cannot be verified by {join(methods)} "
-                f"verification; expected one of {', '.join(allowed)}",
-            )
-
-    def _thinking_problems(self) -> Iterator[Problem]:
+    def _problems(self) -> Iterator[Problem]:
+        yield from self._verification_problems()
+        yield from self._synthetic_problems()
         if self.begin_thinking_phase and self.begin_thinking_phase == self.end_thinking_phase:
             yield (
                 "end_thinking_phase",
                 f"must differ from begin_thinking_phase, both are {self.end_thinking_phase!r}",
             )
-        if self.thinking_end is not None and not 1 <= len(self.thinking_end) <= MAX_THINKING_END:
-            yield (
-                "thinking_end",
-                f"expected 1 to {MAX_THINKING_END} ids, got {len(self.thinking_end)}",
-            )
-
-    def _gate_problems(self) -> Iterator[Problem]:
         if self.adaptive_draft_len and not self.keep_warm:
             yield (
                 "adaptive_draft_len",
@@ -194,21 +168,29 @@ class MTPPluginOptions(ConfigModel):
                 f"{self.gate_max_probe_interval}",
             )
 
+    def _verification_problems(self) -> Iterator[Problem]:
+        methods = self.verifications
+        for method in sorted(method for method, count in Counter(methods).items() if count > 1):
+            yield "verification", f"expected each at most once, got {method!r} twice"
+        kinds = (kind for method in methods for kind in drafts_of(method))
+        allowed = list(dict.fromkeys(kinds))
+        if self.draft_sampling not in (None, *allowed):
+            yield (
+                "draft_sampling",
+                f"{self.draft_sampling!r} cannot be verified by {join(methods)} "
+                f"verification; expected one of {', '.join(allowed)}",
+            )
+
     def _synthetic_problems(self) -> Iterator[Problem]:
         rates = self.synthetic_acceptance
         if not self.is_synthetic:
-            for name in ("synthetic_acceptance", "synthetic_seed"):
-                value = getattr(self, name)
-                if value != type(self).model_fields[name].default:
-                    yield (
-                        name,
-                        f"{got(value)} would be ignored; expected verification: synthetic with it",
-                    )
-            return
-        if rates is None:
+            yield from self._ignored(
+                "synthetic_acceptance", "synthetic_seed", needs="verification: synthetic"
+            )
+        elif rates is None:
             yield (
                 "synthetic_acceptance",
-                f"expected {expected(SyntheticAcceptance)} with verification: synthetic, got null",
+                "expected a rate or a list of rates with verification: synthetic, got null",
             )
         elif isinstance(rates, tuple):
             for i, (before, rate) in enumerate(itertools.pairwise(rates), 1):
@@ -228,6 +210,16 @@ class MTPPluginOptions(ConfigModel):
         """The default of a request's ``draft_sampling`` with one of `verifications`."""
         allowed = drafts_of(verification)
         return self.draft_sampling if self.draft_sampling in allowed else allowed[0]
+
+    def gate_problems(self) -> Iterator[Problem]:
+        """Options of the gate, which nothing reads without it."""
+        yield from self._ignored(
+            "gate_margin",
+            "gate_probe_interval",
+            "gate_max_probe_interval",
+            needs="acceptance_window and acceptance_length_threshold",
+            path="mtp.",
+        )
 
     @property
     def is_synthetic(self) -> bool:

@@ -25,14 +25,8 @@ from mtp_plugin.config.frozen import FrozenDict, freeze, thaw
 from mtp_plugin.config.messages import got
 from mtp_plugin.config.mode import SpeculativeDecodingMode
 from mtp_plugin.config.mtp import MTPPluginOptions, rates_problem
-from mtp_plugin.config.schema import (
-    REPORTED,
-    ConfigModel,
-    Problem,
-    add_host_keys,
-    allowed,
-)
-from mtp_plugin.config.values import MAX_DRAFT_LEN, DraftLenSchedule
+from mtp_plugin.config.schema import ConfigModel, Problem, add_host_keys
+from mtp_plugin.config.values import MAX_DRAFT_LEN, DraftLenSchedule, PositiveInt, Text, TokenId
 from mtp_plugin.errors import ConfigError, expect_int
 
 _logger = logging.getLogger("mtp_plugin")
@@ -60,7 +54,10 @@ class MTPDecodingConfig(ConfigModel):
 
     host_keys = host_keys.SPECULATIVE
 
-    aliases: ClassVar[Mapping[str, str]] = {"num_speculative_tokens": "max_draft_len"}
+    aliases: ClassVar[Mapping[str, str]] = {
+        "num_nextn_predict_layers": "max_draft_len",
+        "num_speculative_tokens": "max_draft_len",
+    }
 
     renamed: ClassVar[Mapping[str, str]] = {
         "num_draft_tokens": "write max_draft_len",
@@ -92,32 +89,29 @@ class MTPDecodingConfig(ConfigModel):
         default=False,
         description="accept drafts near the argmax in the thinking phase of greedy requests",
     )
-    relaxed_topk: int = Field(
-        default=1, ge=1, description="relaxed: a draft is among this many most probable tokens"
+    relaxed_topk: PositiveInt = Field(
+        default=1, description="relaxed: a draft is among this many most probable tokens"
     )
     relaxed_delta: float = Field(
         default=0.0, ge=0, description="relaxed: and within this much of the highest probability"
     )
-    begin_thinking_phase_token: int | None = Field(
+    begin_thinking_phase_token: TokenId | None = Field(
         default=None,
-        ge=0,
         description="id of the token that begins thinking; null: from the tokenizer",
     )
-    end_thinking_phase_token: int | None = Field(
+    end_thinking_phase_token: TokenId | None = Field(
         default=None,
-        ge=0,
         description="id of the token that ends thinking; null: from the tokenizer",
     )
     draft_len_schedule: DraftLenSchedule | None = Field(
         default=None,
         description="batch size limit -> draft tokens per request; 0 above the last limit",
     )
-    max_concurrency: int | None = Field(
-        default=None, ge=1, description="no draft tokens while the batch is larger than this"
+    max_concurrency: PositiveInt | None = Field(
+        default=None, description="no draft tokens while the batch is larger than this"
     )
-    acceptance_window: int | None = Field(
+    acceptance_window: PositiveInt | None = Field(
         default=None,
-        ge=1,
         description="steps of requests over which the gate averages the acceptance length",
     )
     acceptance_length_threshold: float | None = Field(
@@ -215,7 +209,19 @@ class MTPDecodingConfig(ConfigModel):
         decoding_type = data.get("decoding_type")
         if isinstance(decoding_type, str) and decoding_type.casefold() == "mtp":
             data["decoding_type"] = "MTP"
-        yield from cls._read_older_name(data, info)
+        older = data.get("num_nextn_predict_layers")
+        contradictions = list(super()._prepare(data, info))
+        yield from contradictions
+        if older is not None and not contradictions:
+            message = (
+                "num_nextn_predict_layers is the older name of max_draft_len; write max_draft_len"
+            )
+            if info.context and "source" in info.context:
+                # a file's author sees it too, not only the developer
+                source = f"{info.context['source']}: speculative_config."
+                warnings.warn(source + message, FutureWarning, stacklevel=7)
+            else:
+                warnings.warn(message, DeprecationWarning, stacklevel=5)
         total, draft_len = data.get("max_total_draft_tokens"), data.get("max_draft_len")
         if type(total) is int and type(draft_len) is int:
             del data["max_total_draft_tokens"]
@@ -225,39 +231,6 @@ class MTPDecodingConfig(ConfigModel):
                     f"expected max_draft_len ({got(draft_len)}), as drafts are linear, or no such "
                     f"key, got {got(total)}",
                 )
-        yield from super()._prepare(data, info)
-
-    @classmethod
-    def _read_older_name(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:
-        older, current = data.pop("num_nextn_predict_layers", None), data.get("max_draft_len")
-        if older is None:
-            return
-        if older is REPORTED:
-            data["max_draft_len"] = REPORTED
-            return
-        if type(older) is not int or not 1 <= older <= MAX_DRAFT_LEN:
-            data["max_draft_len"] = REPORTED
-            yield (
-                "num_nextn_predict_layers",
-                f"expected {allowed(cls, ['max_draft_len'])}, got {got(older)}",
-            )
-            return
-        data["max_draft_len"] = older
-        if current is not None and current != older:
-            data["max_draft_len"] = REPORTED
-            yield (
-                "max_draft_len",
-                f"{got(current)} contradicts num_nextn_predict_layers (its older name), which is "
-                f"{older}; expected max_draft_len alone",
-            )
-            return
-        message = "num_nextn_predict_layers is the older name of max_draft_len; write max_draft_len"
-        if info.context and "source" in info.context:
-            # a file's author sees it too, not only the developer
-            source = f"{info.context['source']}: speculative_config."
-            warnings.warn(source + message, FutureWarning, stacklevel=9)
-        else:
-            warnings.warn(message, DeprecationWarning, stacklevel=6)
 
     @field_validator("draft_len_schedule", mode="after")
     @classmethod
@@ -265,12 +238,14 @@ class MTPDecodingConfig(ConfigModel):
         return None if schedule is None else FrozenDict(sorted(schedule.items()))
 
     @override
-    def _checks(self) -> Iterator[Iterator[Problem]]:
-        yield self._schedule_problems()
-        yield self._thinking_problems()
-        yield self._relaxed_problems()
-        yield self._verification_problems()
-        yield self._gate_problems()
+    def _problems(self) -> Iterator[Problem]:
+        yield from self._schedule_problems()
+        yield from self._thinking_problems()
+        if not self.use_relaxed_acceptance_for_thinking:
+            needs = "use_relaxed_acceptance_for_thinking: true"
+            yield from self._ignored("relaxed_topk", "relaxed_delta", needs=needs)
+        yield from self._verification_problems()
+        yield from self._gate_problems()
 
     def _schedule_problems(self) -> Iterator[Problem]:
         key, schedule = "draft_len_schedule", self.draft_len_schedule
@@ -278,9 +253,6 @@ class MTPDecodingConfig(ConfigModel):
             return
         if self.max_concurrency is not None:
             yield key, "expected either draft_len_schedule or max_concurrency, got both"
-        if not schedule:
-            yield key, "expected at least one batch size, got an empty mapping"
-            return
         draft_len = self.max_draft_len
         if draft_len is None:
             yield key, "expected max_draft_len with it, got null"
@@ -326,14 +298,7 @@ class MTPDecodingConfig(ConfigModel):
                 given, other = other, given
             yield given, f"expected {other} too: the gate needs both"
         elif threshold is None:
-            for name in ("gate_margin", "gate_probe_interval", "gate_max_probe_interval"):
-                value = getattr(self.mtp, name)
-                if value != type(self.mtp).model_fields[name].default:
-                    yield (
-                        f"mtp.{name}",
-                        f"{got(value)} would be ignored; expected acceptance_window and "
-                        "acceptance_length_threshold with it",
-                    )
+            yield from self.mtp.gate_problems()
         elif (
             self.max_draft_len is not None
             and threshold + self.mtp.gate_margin > self.max_draft_len + 1
@@ -355,18 +320,6 @@ class MTPDecodingConfig(ConfigModel):
         for name in ("begin_thinking_phase", "end_thinking_phase"):
             if getattr(self, f"{name}_token") is not None and getattr(self.mtp, name) is not None:
                 yield f"{name}_token", f"expected either {name}_token or mtp.{name}, got both"
-
-    def _relaxed_problems(self) -> Iterator[Problem]:
-        if self.use_relaxed_acceptance_for_thinking:
-            return
-        for name in ("relaxed_topk", "relaxed_delta"):
-            value = getattr(self, name)
-            if value != type(self).model_fields[name].default:
-                yield (
-                    name,
-                    f"{got(value)} would be ignored; expected "
-                    "use_relaxed_acceptance_for_thinking: true with it",
-                )
 
 
 @functools.cache  # a config is resolved more than once
@@ -397,7 +350,7 @@ class OtherDecodingConfig(ConfigModel):
 
     model_config = ConfigDict(json_schema_extra=_open_to_options)
 
-    decoding_type: str = Field(min_length=1, description="name of a registered plugin")
+    decoding_type: Text = Field(description="name of a registered plugin")
     options: dict[str, Any] = Field(description="every other key of the mapping")
 
     def __init__(self, /, decoding_type: str, options: Mapping[str, Any] | None = None) -> None:
@@ -445,5 +398,10 @@ def is_mtp(mapping: Mapping[Any, Any]) -> bool:
 
 SpeculativeConfig = Annotated[
     Annotated[MTPDecodingConfig, Tag("<mtp>")] | Annotated[OtherDecodingConfig, Tag("<other>")],
-    Discriminator(_decoding_tag),
+    Discriminator(
+        _decoding_tag,
+        custom_error_type="problem",
+        custom_error_message="required key decoding_type is missing; expected 'MTP' or the name "
+        "of another plugin",
+    ),
 ]

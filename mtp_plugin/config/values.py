@@ -5,22 +5,12 @@ A tag selects the form that was meant, so that an error message covers only that
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable
+from typing import Annotated, Any, Literal
 
-from pydantic import (
-    BeforeValidator,
-    Discriminator,
-    Field,
-    PlainSerializer,
-    Tag,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
 
-from mtp_plugin.config.messages import got, join
+from mtp_plugin.config.messages import got, join, problem
 from mtp_plugin.verifications import METHODS, codes, custom_codes, is_custom
 
 MAX_DRAFT_LEN = 16
@@ -28,120 +18,87 @@ MAX_SEED = 2**32 - 1
 MAX_THINKING_END = 16
 """Ids that end thinking at most."""
 MAX_ENGINE_SEED = 2**64 - 1
-
+MAX_INT = 2**63 - 1
 MAX_ITEMS = 10_000
 """Items of a list or mapping at most."""
 
-_DIGITS = re.compile(r"[0-9]+\Z")
-
-
-def _tuple_from_list(value: Any) -> Any:
-    return tuple(_bounded(value)) if isinstance(value, (list, tuple)) else value
-
-
-def _bounded(value: Any) -> Any:
-    """A list or mapping that is worth a look at each item."""
-    if len(value) > MAX_ITEMS:
-        problem = f"expected at most {MAX_ITEMS} items, got {len(value)}"
-        raise PydanticCustomError("problems", "problems", {"problems": [("", problem)]})
-    return value
-
-
-def _int_keys(value: Any) -> Any:
-    if not isinstance(value, Mapping):
-        return value
-    # JSON knows text keys only
-    by_int = {
-        int(k) if isinstance(k, str) and _DIGITS.match(k) else k: v
-        for k, v in _bounded(value).items()
-    }
-    return by_int if len(by_int) == len(value) else value
-
-
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
+TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
+Text = Annotated[str, Field(min_length=1)]
 Rate = Annotated[float, Field(ge=0, le=1)]
-Rates = Annotated[tuple[Rate, ...], BeforeValidator(_tuple_from_list)]
+# strict=False: YAML has lists and no tuples
+_List = Field(strict=False, max_length=MAX_ITEMS)
+Rates = Annotated[tuple[Rate, ...], _List]
+BatchSizes = Annotated[tuple[PositiveInt, ...], _List]
+ThinkingEnd = Annotated[
+    tuple[TokenId, ...], Field(strict=False, min_length=1, max_length=MAX_THINKING_END)
+]
 
 
-def _rate_tag(value: Any) -> str | None:
-    """Whether one rate is meant or a list of them; None: neither."""
-    if isinstance(value, (list, tuple)):
-        return "<list>"
-    is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return "<number>" if is_number else None
+def _int_from_text(key: Any) -> Any:
+    """Convert a key of JSON, which knows text keys only."""
+    return int(key) if isinstance(key, str) and key.isascii() and key.isdigit() else key
+
+
+DraftLenSchedule = Annotated[
+    dict[
+        Annotated[PositiveInt, BeforeValidator(_int_from_text)],
+        Annotated[int, Field(ge=0, le=MAX_DRAFT_LEN)],
+    ],
+    Field(min_length=1, max_length=MAX_ITEMS),
+]
+
+
+def _form(tag_of: Callable[[Any], str | None], expected: str) -> Discriminator:
+    """Select a form by its tag; None: no form, ``expected`` describes all of them."""
+    return Discriminator(
+        tag_of, custom_error_type="form", custom_error_message=f"Input should be {expected}"
+    )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
+
+
+def _is_number(value: Any, *kinds: type) -> bool:
+    return isinstance(value, kinds) and not isinstance(value, bool)
 
 
 SyntheticAcceptance = Annotated[
-    Annotated[Rate, Tag("<number>")] | Annotated[Rates, Tag("<list>")], Discriminator(_rate_tag)
+    Annotated[Rate, Tag("<number>")] | Annotated[Rates, Tag("<list>")],
+    _form(
+        lambda v: "<list>" if _is_list(v) else "<number>" if _is_number(v, int, float) else None,
+        "a number from 0 to 1 or a list of them",
+    ),
 ]
-
-
-def _verification_tag(value: Any) -> str:
-    """Distinguish one verification method from a list of them."""
-    return "<methods>" if isinstance(value, (list, tuple)) else "<method>"
-
-
-def _known_method(names: Mapping[str, Any]) -> WrapValidator:
-    """Accept methods registered from outside the package in addition to ``names``."""
-
-    def check(value: Any, handler: ValidatorFunctionWrapHandler) -> Any:
-        if not isinstance(value, str) or value in names:
-            return handler(value)
-        if is_custom(value):
-            return value
-        known = join([*names, *custom_codes()])
-        problem = f"expected one of {known}, got {got(value)}"
-        raise PydanticCustomError("problems", "problems", {"problems": [("", problem)]})
-
-    return WrapValidator(check)
-
-
-_AS_TEXT = PlainSerializer(str)  # the literal's serializer warns of registered names
-
-if TYPE_CHECKING:
-    _AnyMethod: TypeAlias = str
-    _RequestedMethod: TypeAlias = str
-else:  # a checker cannot read the names off a table
-    _AnyMethod, _RequestedMethod = Literal[tuple(METHODS)], Literal[tuple(codes())]
-
-Verification = Annotated[
-    Annotated[_AnyMethod, _known_method(METHODS), _AS_TEXT, Tag("<method>")]
-    | Annotated[
-        tuple[Annotated[_RequestedMethod, _known_method(codes()), _AS_TEXT], ...],
-        BeforeValidator(_tuple_from_list),
-        Tag("<methods>"),
-    ],
-    Discriminator(_verification_tag),
-]
-
-
-def _switch_tag(value: Any) -> str | None:
-    """Whether a switch is set or left to the machine; None: neither."""
-    if isinstance(value, bool):
-        return "<flag>"
-    return "<auto>" if isinstance(value, str) and value == "auto" else None
-
-
-Switch = Annotated[
-    Annotated[Literal["auto"], Tag("<auto>")] | Annotated[bool, Tag("<flag>")],
-    Discriminator(_switch_tag),
-]
-
-
-def _ids_tag(value: Any) -> str | None:
-    """Whether ids are counted or listed in a file; None: neither."""
-    if isinstance(value, int) and not isinstance(value, bool):
-        return "<count>"
-    return "<path>" if isinstance(value, str) else None
-
-
-Text = Annotated[str, Field(min_length=1)]
+Switch = Literal["auto", True, False]
 DraftVocab = Annotated[
     Annotated[PositiveInt, Tag("<count>")] | Annotated[Text, Tag("<path>")],
-    Discriminator(_ids_tag),
+    _form(
+        lambda v: "<path>" if isinstance(v, str) else "<count>" if _is_number(v, int) else None,
+        "a number of token ids or the path of a list",
+    ),
 ]
-TokenIds = Annotated[tuple[Annotated[int, Field(ge=0)], ...], BeforeValidator(_tuple_from_list)]
-BatchSizes = Annotated[tuple[PositiveInt, ...], BeforeValidator(_tuple_from_list)]
-DraftLenSchedule = Annotated[
-    dict[PositiveInt, Annotated[int, Field(ge=0, le=MAX_DRAFT_LEN)]], BeforeValidator(_int_keys)
+
+
+def _known_method(names: Iterable[str]) -> AfterValidator:
+    """Accept methods registered from outside the package in addition to ``names``."""
+
+    def check(value: str) -> str:
+        if value in names or is_custom(value):
+            return value
+        known = join([*names, *custom_codes()])
+        raise problem(f"expected one of {known}, got {got(value)}")
+
+    return AfterValidator(check)
+
+
+Verification = Annotated[
+    Annotated[str, _known_method(METHODS), Tag("<method>")]
+    | Annotated[
+        tuple[Annotated[str, _known_method(tuple(codes()))], ...],
+        Field(strict=False, min_length=1, max_length=MAX_ITEMS),
+        Tag("<methods>"),
+    ],
+    Discriminator(lambda value: "<methods>" if _is_list(value) else "<method>"),
 ]

@@ -30,13 +30,17 @@ SECTIONS: dict[str, Mapping[str, HostKey]] = {
     "cuda_graph_config": host_keys.CUDA_GRAPHS,
     "speculative_config": host_keys.SPECULATIVE,
 }
-EVERY_KEY = [(section, name) for section, keys in SECTIONS.items() for name in keys]
-EXAMPLES: dict[type, list[Any]] = {
-    bool: [True, False],
-    int: [0, 3],
-    float: [0.5],
-    str: ["any"],
-    dict: [{}, {"any": 1}],
+EVERY_KEY = [
+    (section, name, f"{section}.{name}" if section else name)
+    for section, keys in SECTIONS.items()
+    for name in keys
+]
+EXAMPLES: dict[str, list[Any]] = {
+    "boolean": [True, False],
+    "integer": [0, 3],
+    "number": [0.5],
+    "string": ["any"],
+    "object": [{}, {"any": 1}],
 }
 
 
@@ -49,9 +53,10 @@ def file_with(section: str, name: str, value: Any) -> dict[str, Any]:
     return file
 
 
-def neutral_values(key: HostKey) -> list[Any]:
-    values = [*key.values, *(value for kind in key.kinds for value in EXAMPLES[kind])]
-    return values if key.inside is None else [{}]
+def without_key(section: str, name: str) -> dict[str, Any]:
+    file = file_with(section, name, None)
+    del (file[section] if section else file)[name]
+    return file
 
 
 def refusal(mapping: Mapping[str, Any]) -> str:
@@ -60,33 +65,28 @@ def refusal(mapping: Mapping[str, Any]) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("section", "name"), EVERY_KEY)
-def test_values_that_change_nothing_are_set_aside(
-    section: str, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    values = neutral_values(SECTIONS[section][name])
-    assert values
-    for value in values:
-        caplog.clear()
-        without = file_with(section, name, value)
-        place = without[section] if section else without
-        del place[name]
-        assert parse_config(file_with(section, name, value)) == parse_config(without)
-        path = f"{section}.{name}" if section else name
-        assert caplog.messages == [
-            f"<mapping>: set aside, as they change nothing on one GPU: {path}"
-        ]
+def test_values_without_effect_are_dropped(caplog: pytest.LogCaptureFixture) -> None:
+    for section, name, path in EVERY_KEY:
+        key = SECTIONS[section][name]
+        examples = [value for kind in key.types for value in EXAMPLES[kind]]
+        values = [{}] if key.inside is not None else [*key.values, *examples]
+        assert values
+        without = parse_config(without_key(section, name))
+        for value in values:
+            caplog.clear()
+            assert parse_config(file_with(section, name, value)) == without
+            assert caplog.messages == [
+                f"<mapping>: set aside, as they change nothing on one GPU: {path}"
+            ]
 
 
-@pytest.mark.parametrize(("section", "name"), EVERY_KEY)
-def test_values_that_would_change_something_are_refused_by_name(section: str, name: str) -> None:
-    path = f"{section}.{name}" if section else name
-    for value in (["a list"], 1.5):
-        if float in SECTIONS[section][name].kinds and isinstance(value, float):
-            continue
-        expected_value = refusal(file_with(section, name, value))
-        assert expected_value.startswith(f"f.yaml: {path}: "), expected_value
-        assert len(expected_value.splitlines()) == 1
+def test_values_with_an_effect_are_refused_by_name() -> None:
+    for section, name, path in EVERY_KEY:
+        for value in (["a list"], 1.5):
+            if "number" not in SECTIONS[section][name].types or isinstance(value, list):
+                message = refusal(file_with(section, name, value))
+                assert message.startswith(f"f.yaml: {path}: ")
+                assert len(message.splitlines()) == 1
 
 
 REFUSED = [
@@ -108,7 +108,7 @@ REFUSED = [
     ),
     (
         {"attn_backend": "FLASHINFER"},
-        "attn_backend: expected one of 'auto', 'sdpa', 'triton', got 'FLASHINFER'",
+        "attn_backend: should be 'auto', 'sdpa' or 'triton', got 'FLASHINFER'",
     ),
     (
         {"backend": "_autodeploy"},
@@ -122,7 +122,7 @@ REFUSED = [
     (
         {"print_iter_log": "yes"},
         "print_iter_log: streaming reports every step, and there is no iteration log; expected "
-        "true or false, got 'yes'",
+        "any boolean, got 'yes'",
     ),
     (
         {"moe_config": {"backend": "CUTLASS", "use_low_precision_moe_combine": True}},
@@ -131,8 +131,7 @@ REFUSED = [
     ),
     (
         {"moe_config": {"bakend": "CUTLASS"}},
-        "moe_config.bakend: unknown key; expected one of backend, max_num_tokens, "
-        "disable_finalize_fusion, load_balancer, use_low_precision_moe_combine",
+        "moe_config.bakend: unknown key",
     ),
     (
         {"moe_config": "CUTLASS"},

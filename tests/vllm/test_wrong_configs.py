@@ -31,9 +31,14 @@ SYNTHETIC = {
 WRONG: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     ("on", {}, {}, "expected a mapping of options ({} for the defaults) or false, got 'on'"),
     ({"verify": "block"}, {}, {}, "additional_config.mtp_plugin.verify: unknown option"),
-    ({"kernels": "cuda"}, {}, {}, "kernels: expected one of 'auto', 'triton', 'reference'"),
-    ({"relaxed_topk": 0}, {}, {}, "relaxed_topk: expected an integer of at least 1, got 0"),
-    ({"relaxed_delta": -1.0}, {}, {}, "relaxed_delta: expected a number of at least 0, got -1.0"),
+    ({"kernels": "cuda"}, {}, {}, "kernels: should be 'auto', 'triton' or 'reference'"),
+    ({"relaxed_topk": 0}, {}, {}, "relaxed_topk: should be greater than or equal to 1, got 0"),
+    (
+        {"relaxed_delta": -1.0},
+        {},
+        {},
+        "relaxed_delta: should be greater than or equal to 0, got -1.0",
+    ),
     ({"relaxed_topk": 3}, {}, {}, "needs thinking_begin_token and thinking_end_token: set both"),
     ({"thinking_end_token": 2}, {}, {}, "thinking_begin_token and thinking_end_token: set both"),
     ({**THINKING, "thinking_end_token": 1}, {}, {}, "thinking_end_token must differ, both are 1"),

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
 
 from mtp_plugin.config.draft_vocab import add_draft_ids, resolve_draft_vocab
-from mtp_plugin.config.messages import expected, got
+from mtp_plugin.config.messages import got, key_path, message_of
 from mtp_plugin.config.values import DraftVocab
 from mtp_plugin.errors import ConfigError
 
@@ -114,7 +115,7 @@ def read_options(vllm_config: Any) -> VllmOptions | None:
     try:
         return VllmOptions.model_validate(given)
     except ValidationError as error:
-        raise ConfigError("; ".join(_problem(entry, given) for entry in error.errors())) from None
+        raise ConfigError("; ".join(map(_problem, error.errors()))) from None
 
 
 def draft_ids_of(vllm_config: Any, options: VllmOptions) -> tuple[Sequence[int], int] | None:
@@ -151,11 +152,9 @@ def _stop_ids(model: Any) -> Iterator[int]:
             yield from (ids,) if isinstance(ids, int) else ids
 
 
-def _problem(entry: Any, given: dict[str, Any]) -> str:
-    name = str(entry["loc"][0])
-    field = VllmOptions.model_fields.get(name)
-    if field is None:
+def _problem(details: ErrorDetails) -> str:
+    name = key_path(details["loc"])
+    if details["type"] == "extra_forbidden":
         known = ", ".join(VllmOptions.model_fields)
         return f"additional_config.{KEY}.{name}: unknown option; known ones are {known}"
-    wanted = expected(field.annotation, tuple(field.metadata))
-    return f"additional_config.{KEY}.{name}: expected {wanted}, got {got(given[name])}"
+    return f"additional_config.{KEY}.{name}: {message_of(details)}"

@@ -306,7 +306,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         {},
         "~nosuchuser/x: Could not determine home directory.",
     ),
-    "an empty name": ((), {"model": ""}, "LLM: model: expected text that is not empty, got ''"),
+    "an empty name": ((), {"model": ""}, "LLM: model: should have at least 1 character, got ''"),
     "a misspelt option": (
         ("CHECKPOINT",),
         {"max_batchsize": 3},
@@ -321,7 +321,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "an odd value": (
         ("CHECKPOINT",),
         {"max_batch_size": 0},
-        "LLM: max_batch_size: expected an integer of at least 1, got 0",
+        "LLM: max_batch_size: should be greater than or equal to 1, got 0",
     ),
     "an odd key of a section": (
         ("CHECKPOINT",),
@@ -343,13 +343,13 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
     "a config that was not validated": (
         (LLMConfig.model_construct(model=5),),
         {},
-        "LLMConfig: model: expected text that is not empty, got 5",
+        "LLMConfig: model: should be a valid string, got 5",
     ),
     "a config without a value": (
         (LLMConfig.model_construct(max_batch_size=None),),
         {},
-        "LLMConfig: model: required key is missing; expected text that is not empty\n"
-        "LLMConfig: max_batch_size: expected an integer of at least 1, got null",
+        "LLMConfig: model: required key is missing\n"
+        "LLMConfig: max_batch_size: should be a valid integer, got null",
     ),
     "a section that was not validated": (
         (
@@ -358,7 +358,7 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
             ),
         ),
         {},
-        "LLMConfig: kv_cache_config: max_tokens: expected an integer of at least 1 or null, got 0",
+        "LLMConfig: kv_cache_config: max_tokens: should be greater than or equal to 1, got 0",
     ),
     "no path at all": (("x" * 5000,), {}, f"{'x' * 200!r}...: File name too long"),
     "progress to no function": (

@@ -84,7 +84,7 @@ def test_the_shipped_file() -> None:
         ("block\n", "expected a mapping of keys to values, got 'block'"),
         ("verifcation: block\n", "verifcation: unknown key; did you mean verification?"),
         ("max_draft_len: 3\n", "max_draft_len: unknown key; it belongs under speculative_config"),
-        ("keep_warm: 1\n", "keep_warm: expected true or false, got 1"),
+        ("keep_warm: 1\n", "keep_warm: should be a valid boolean, got 1"),
         ("mtp: {}\n", "mtp: unknown key; write the options themselves, without mtp around them"),
         ("seed: 1\nseed: 2\n", "line 2, column 1: key 'seed' was already given on line 1"),
     ],

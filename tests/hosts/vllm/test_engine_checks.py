@@ -34,44 +34,42 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
         {"verify": "coupled"},
         f"{OPTION}.verify: unknown option; {KNOWN}",
     ),
-    ({"verification": 1}, f"{OPTION}.verification: expected text, got 1"),
-    ({"relaxed_topk": 0}, f"{OPTION}.relaxed_topk: expected an integer of at least 1, got 0"),
-    ({"relaxed_topk": 2.0}, f"{OPTION}.relaxed_topk: expected an integer of at least 1, got 2.0"),
+    ({"verification": 1}, f"{OPTION}.verification: should be a valid string, got 1"),
+    ({"relaxed_topk": 0}, f"{OPTION}.relaxed_topk: should be greater than or equal to 1, got 0"),
+    ({"relaxed_topk": 2.0}, f"{OPTION}.relaxed_topk: should be a valid integer, got 2.0"),
     (
         {"relaxed_delta": -0.5},
-        f"{OPTION}.relaxed_delta: expected a number of at least 0, got -0.5",
+        f"{OPTION}.relaxed_delta: should be greater than or equal to 0, got -0.5",
     ),
     (
         {"thinking_begin_token": -1},
-        f"{OPTION}.thinking_begin_token: expected an integer of at least 0 or null, got -1",
+        f"{OPTION}.thinking_begin_token: should be greater than or equal to 0, got -1",
     ),
     (
         {"thinking_end_token": "</think>"},
-        f"{OPTION}.thinking_end_token: expected an integer of at least 0 or null, got '</think>'",
+        f"{OPTION}.thinking_end_token: should be a valid integer, got '</think>'",
     ),
     (
         {"kernels": "cuda"},
-        f"{OPTION}.kernels: expected one of 'auto', 'triton', 'reference', got 'cuda'",
+        f"{OPTION}.kernels: should be 'auto', 'triton' or 'reference', got 'cuda'",
     ),
     (
         {"kernels": None},
-        f"{OPTION}.kernels: expected one of 'auto', 'triton', 'reference', got null",
+        f"{OPTION}.kernels: should be 'auto', 'triton' or 'reference', got null",
     ),
     (
         {"draft_vocab": 0},
-        f"{OPTION}.draft_vocab: expected an integer of at least 1 or text that is not empty or "
-        "null, got 0",
+        f"{OPTION}.draft_vocab: should be greater than or equal to 1, got 0",
     ),
     (
         {"draft_vocab": [1]},
-        f"{OPTION}.draft_vocab: expected an integer of at least 1 or text that is not empty or "
-        "null, got a list",
+        f"{OPTION}.draft_vocab: should be a number of token ids or the path of a list, got a list",
     ),
-    ({"allow_untested": "yes"}, f"{OPTION}.allow_untested: expected true or false, got 'yes'"),
-    ({"allow_untested": 1}, f"{OPTION}.allow_untested: expected true or false, got 1"),
+    ({"allow_untested": "yes"}, f"{OPTION}.allow_untested: should be a valid boolean, got 'yes'"),
+    ({"allow_untested": 1}, f"{OPTION}.allow_untested: should be a valid boolean, got 1"),
     (
         {"kernels": 3, "x": 1},
-        f"{OPTION}.kernels: expected one of 'auto', 'triton', 'reference', got 3; "
+        f"{OPTION}.kernels: should be 'auto', 'triton' or 'reference', got 3; "
         f"{OPTION}.x: unknown option; {KNOWN}",
     ),
 ]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated
+from collections.abc import Iterator, Mapping
+from types import UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 from typing_extensions import override
 
-from mtp_plugin.config.messages import expected, got, spelled
+from mtp_plugin.config.messages import got, join, spelled
 
 Problem = tuple[str, str]
 """(key, message)."""
@@ -105,3 +107,44 @@ def _problem(model: type[CheckpointModel], details: ErrorDetails) -> Problem:
     if details["type"] == "missing":
         return key, f"required key is missing; expected {wanted}"
     return key, f"expected {wanted}, got {got(details['input'])}"
+
+
+def expected(annotation: Any, constraints: tuple[Any, ...] = ()) -> str:
+    """The allowed values of an annotation, in words."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        found = (m.metadata if isinstance(m, FieldInfo) else [m] for m in arguments[1:])
+        return expected(arguments[0], (*constraints, *(one for each in found for one in each)))
+    if type(None) in arguments:
+        inner = next(a for a in arguments if a is not type(None))
+        return f"{expected(inner, constraints)} or null"
+    if arguments and origin in (Union, UnionType):
+        # what looks alike is said once
+        return " or ".join(dict.fromkeys(expected(a, constraints) for a in arguments))
+    if origin is Literal:
+        return ("one of " if len(arguments) > 1 else "") + join(arguments)
+    if origin is tuple:
+        return f"a list (each item {expected(arguments[0])})"
+    if origin is dict:
+        key, value = map(expected, arguments)
+        return f"a mapping (each key {key}, each value {value})"
+    limits = {
+        name: getattr(constraint, name)
+        for constraint in constraints
+        for name in ("ge", "gt", "le", "min_length")
+        if hasattr(constraint, name)
+    }
+    if annotation is str:
+        return "text that is not empty" if limits else "text"
+    names = {bool: "true or false", int: "an integer", float: "a number"}
+    return names.get(annotation, "a mapping") + _range(limits)
+
+
+def _range(limits: Mapping[str, Any]) -> str:
+    if "ge" in limits and "le" in limits:
+        return f" from {limits['ge']} to {limits['le']}"
+    if "ge" in limits:
+        return f" of at least {limits['ge']}"
+    if "gt" in limits:
+        return f" above {limits['gt']}" + (f", at most {limits['le']}" if "le" in limits else "")
+    return ""
