@@ -114,7 +114,6 @@ PROTECTED = {
         "tests/requests/test_admission.py",
         "tests/serving/test_bad_requests.py",
         "tests/serving/test_hostile_bodies.py",
-        "tests/speculative/host/test_refusals.py",
         "tests/test_errors.py",
     ),
     "api": (EMBEDDED, "integration", "tests"),

@@ -19,15 +19,12 @@ from mtp_plugin.speculative.drafting.trace_check import MetadataFingerprint
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.speculative.drafting.contract import snapshot
-from tests.speculative.drafting.host import (
+from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn
+from tests.speculative.stand_in import (
     Attention,
     KVAttention,
     LimitedAttention,
     PlainAttributes,
-    Prompt,
-    ScriptedLayer,
-    Step,
-    Turn,
     int32,
 )
 
@@ -310,13 +307,6 @@ def test_modes_of_hosts() -> None:
         assert older.num_tokens == counted
 
 
-def test_hosts_that_update_sampling_parameters() -> None:
-    spec = make_spec()
-    spec.populate_sampling_params_for_one_model([])
-    spec.update_is_all_greedy_sample([])
-    assert spec.is_all_greedy_sample
-
-
 def test_the_view_of_a_graph() -> None:
     """Buffers of its own at its own size; filling one leaves the other alone."""
     manager = make_manager(5, 6)
@@ -483,43 +473,6 @@ def test_a_host_of_one_hook_is_refreshed_by_it() -> None:
         assert attn.refreshed == {"kv_lens": 1}
 
 
-class Viewing(KVAttention):
-    """Its kernels read views of the step's rows that were bound when the step was prepared."""
-
-    def __init__(self, seq_lens: list[int], num_contexts: int, kv_lens: list[int]) -> None:
-        super().__init__(seq_lens, num_contexts, kv_lens)
-        rows = len(seq_lens)
-        self.kv_lens_cuda = int32([*kv_lens, 99, 99])
-        self.kv_lens_cuda_runtime = self.kv_lens_cuda[:rows]
-        self.host_request_types_runtime = self.host_request_types[:rows]
-
-
-def test_views_of_the_rows_follow_every_change_and_come_back() -> None:
-    attn, plain = Viewing([5, 4, 4], 1, [5, 13, 14]), KVAttention([5, 4, 4], 1, [5, 13, 14])
-    views = attn.kv_lens_cuda_runtime, attn.host_request_types_runtime
-    with draft_loop(attn) as loop, draft_loop(plain) as other:
-        for each in (loop, other):
-            each.feed_single_rows(N, 3)
-        assert torch.equal(attn.kv_lens_cuda_runtime, plain.kv_lens_cuda)
-        assert attn.host_request_types_runtime.tolist() == [1, 1, 1]
-        for each in (loop, other):
-            each.advance()
-        assert torch.equal(attn.kv_lens_cuda_runtime, plain.kv_lens_cuda)
-    assert attn.kv_lens_cuda_runtime is views[0]
-    assert attn.host_request_types_runtime is views[1]
-    assert views[0].tolist() == [5, 13, 14]
-    assert views[1].tolist() == [0, 1, 1]
-
-
-def test_views_of_windows() -> None:
-    attn, plain = Viewing([4, 4], 0, [13, 14]), KVAttention([4, 4], 0, [13, 14])
-    with draft_loop(attn) as loop, draft_loop(plain) as other:
-        for each in (loop, other):
-            each.feed_window(int32([1, 3]), step_rows=4, window=3)
-        assert torch.equal(attn.kv_lens_cuda_runtime, plain.kv_lens_cuda)
-    assert attn.kv_lens_cuda_runtime.tolist() == [13, 14]
-
-
 def test_trace_check_leaves_out_only_fields_that_are_declared_as_derived() -> None:
     """Private names of one engine's fields may mean anything in another."""
     attn = SimpleNamespace(_layout_rows=1, _table=2, derived_fields=frozenset({"_table"}))
@@ -575,32 +528,12 @@ def test_cached_counts_of_single_rows() -> None:
     assert attn.counts == [0, 9, 10]
 
 
-def test_cached_counts_without_lengths_on_the_device() -> None:
-    attn = Attention([4, 4], 0, num_cached=[9, 10])
-    attn.reads_cached_token_counts = True
-    with draft_loop(attn) as loop:
-        loop.feed_window(int32([1, 4]), step_rows=4, window=3)
-        assert attn.kv_cache_params.num_cached_tokens_per_seq == [7, 11]
-    assert attn.kv_cache_params.num_cached_tokens_per_seq == [9, 10]
-
-
 def test_cached_counts_never_fall_below_nothing() -> None:
     attn = Counting([4], 0, [5])
     with draft_loop(attn) as loop:
         loop.feed_window(int32([0]), step_rows=4, window=3)
         assert attn.counts == [0]
         assert_consistent(attn)
-
-
-@pytest.mark.parametrize("reason", ["graph", "undeclared"])
-def test_cached_counts_stay_in_a_graph_and_where_they_are_not_read(reason: str) -> None:
-    attn = Counting([4], 0, [13]) if reason == "graph" else KVAttention([4], 0, [13])
-    attn.is_cuda_graph = reason == "graph"
-    original = attn.kv_cache_params.num_cached_tokens_per_seq
-    with draft_loop(attn) as loop:
-        loop.feed_window(int32([1]), step_rows=4, window=3)
-        assert attn.kv_cache_params.num_cached_tokens_per_seq is original
-        assert original == [9]
 
 
 def test_a_host_without_cache_parameters() -> None:

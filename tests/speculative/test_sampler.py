@@ -28,53 +28,23 @@ from mtp_plugin.speculative.sampler import (
     SampleStateTensorsMTP,
 )
 from mtp_plugin.speculative.step_output import StepResult
+from tests.speculative import stand_in
 
 S, K = 6, 3
 POISON = -777
 
 
-class Request:
-    """A request as hosts have it: prompt of three tokens, generating by default."""
+class Request(stand_in.Request):
+    """With a sequence slot; it generates by default."""
 
-    def __init__(self, slot: int, **options: Any) -> None:
-        self.request_id = 100 + slot
-        self.py_seq_slot = slot
-        self.tokens = [1, 2, 3]
-        self.state = RequestState.GENERATION_IN_PROGRESS
-        self.finish_reason: FinishReason | None = None
-        self.py_end_id: int | None = None
-        self.py_max_new_tokens = 50
-        self.py_orig_prompt_len = 3
-        self.py_draft_tokens: list[int] = []
-        self.py_rewind_len = POISON
+    def __init__(self, slot: int, **fields: Any) -> None:
+        super().__init__(100 + slot, py_seq_slot=slot, py_rewind_len=POISON)
         self.py_num_accepted_draft_tokens = POISON
-        self.py_decoding_iter = 0
-        self.context_remaining_length = 0
+        self.py_max_new_tokens = 50
         self.py_acceptance = AcceptanceStats(K)
-        for name, value in options.items():
+        self.generate()
+        for name, value in fields.items():
             setattr(self, name, value)
-
-    @property
-    def output(self) -> list[int]:
-        return self.tokens[self.py_orig_prompt_len :]
-
-    def get_tokens(self, beam: int) -> list[int]:
-        assert beam == 0
-        return self.tokens
-
-    def get_num_tokens(self, beam: int) -> int:
-        assert beam == 0
-        return len(self.tokens)
-
-    def add_new_token(self, token: int, beam: int) -> None:
-        assert beam == 0
-        assert self.finish_reason is None, "a token after the end"
-        self.tokens.append(token)
-
-    def finish_by(self, reason: FinishReason, beam: int) -> None:
-        assert beam == 0
-        self.finish_reason = reason
-        self.state = RequestState.GENERATION_COMPLETE
 
 
 def batch(contexts: list[Request], generations: list[Request]) -> SimpleNamespace:
@@ -171,23 +141,6 @@ def test_beams_are_refused() -> None:
         make(max_beam_width=4)
 
 
-def test_unsupported_outputs_are_refused_at_admission() -> None:
-    sampler = make()
-    sampler.validate_request(Request(0, py_return_log_probs=False))
-    request = Request(
-        0,
-        py_return_log_probs=True,
-        py_return_context_logits=True,
-        sampling_config=SimpleNamespace(temperature=[0.7]),
-    )
-    with pytest.raises(
-        ConfigError,
-        match=r"request 100: not supported with MTP: py_return_context_logits \(of prompt_logprobs "
-        r"too\), py_return_log_probs, temperature=0\.7",
-    ):
-        sampler.validate_request(request)
-
-
 class NoError(Enum):
     """TensorRT-LLM's reasons, which have no ERROR."""
 
@@ -220,12 +173,11 @@ def test_what_no_host_validated_ends_with_its_prompt(
         return state
 
     for request in (warm, greedy):
-        request.state, request.is_last_context_chunk = RequestState.CONTEXT_INIT, False
-        request.context_remaining_length = 1
+        request.state, request.context_current_position = RequestState.CONTEXT_INIT, 2
     sampler.update_requests(launch([warm, greedy], [], [9], [9]))
     assert validated == []
     for request in (warm, greedy):
-        request.is_last_context_chunk, request.context_remaining_length = True, 0
+        request.context_current_position = 3
     prompts = launch([warm, greedy], [], [10], [11])
     # overlap: the next step is on its way before the result of this one is read
     following = launch([], [warm, greedy], [20, 21], [22, 23])
@@ -417,7 +369,7 @@ def test_a_generation() -> None:
 def test_a_prompt() -> None:
     """One token; no drafts were verified, rows for the first ones are reserved at once."""
     sampler = make()
-    request = Request(1, state=RequestState.CONTEXT_INIT, is_last_context_chunk=True)
+    request = Request(1, state=RequestState.CONTEXT_INIT)
     state = sampler.sample_async(batch([request], []), outputs([5]))
     assert request.py_draft_tokens == [1, 1, 1]
     request.state = RequestState.GENERATION_IN_PROGRESS
@@ -469,8 +421,8 @@ def test_dummies_are_not_counted(kind: str) -> None:
 def test_results_come_in_the_batchs_order() -> None:
     """Contexts first, whatever their slots; who came too late, or ended no prompt, has none."""
     sampler = make()
-    part = Request(5, state=RequestState.CONTEXT_INIT, is_last_context_chunk=False)
-    prompt = Request(4, is_last_context_chunk=True, py_draft_tokens=[8, 9])
+    part = Request(5, state=RequestState.CONTEXT_INIT, context_current_position=2)
+    prompt = Request(4, py_draft_tokens=[8, 9])
     gone, paused = Request(3), Request(1)
     last, first = Request(0, py_draft_tokens=[8, 9, 9]), Request(2, py_num_drafted=1)
     contexts, generations = [part, prompt], [first, gone, paused, last]
@@ -556,7 +508,7 @@ def test_a_row_without_finite_logits_has_a_result(run: list[int]) -> None:
 
 
 def test_the_dead_row_of_a_prompt_has_no_matches() -> None:
-    sampler, request = make(), Request(0, is_last_context_chunk=True)
+    sampler, request = make(), Request(0)
     state = sampler.sample_async(batch([request], []), outputs([7], status=[1]))
     assert sampler.update_requests(state) == [StepResult(100, [7], 0, 1, FinishReason.ERROR)]
     assert (request.py_num_accepted_draft_tokens, request.py_rewind_len) == (0, 0)
@@ -694,43 +646,6 @@ def test_the_longest_sequence() -> None:
     assert request.finish_reason == FinishReason.LENGTH
 
 
-def test_further_end_ids() -> None:
-    request = Request(0, py_end_id=9, py_stop_ids=(9, 11))
-    step(make(), request, [10, 11, 12])
-    assert request.output == [10, 11]
-    assert request.finish_reason == FinishReason.END_ID
-
-
-@pytest.mark.parametrize(
-    ("words", "output", "reason"),
-    [
-        ([[11, 12]], [10, 11, 12], FinishReason.STOP_WORDS),
-        ([[3, 10]], [10, 11, 12, 13], None),
-        ([[12], [10]], [10], FinishReason.STOP_WORDS),
-        ([[]], [10, 11, 12, 13], None),
-        ([[10, 11, 12, 13, 14]], [10, 11, 12, 13], None),
-    ],
-    ids=["words", "not_in_the_prompt", "first_of_two", "empty", "longer_than_the_output"],
-)
-def test_stop_words(words: list[list[int]], output: list[int], reason: FinishReason | None) -> None:
-    request = Request(0, py_stop_words_list=words)
-    step(make(), request, [10, 11, 12, 13])
-    assert request.output == output
-    assert request.finish_reason == reason
-
-
-@pytest.mark.parametrize(
-    ("output", "stopped"),
-    [([5, 11], [5, 11]), ([5, 12, 13, 1], [5, 12, 13]), ([5, 1, 3], [5, 1, 3])],
-    ids=["first", "second", "neither"],
-)
-def test_stop_words_as_flat_tokens_and_ends(output: list[int], stopped: list[int]) -> None:
-    """TensorRT-LLM's form: all words in one list, and where each ends; -1 after the last end."""
-    request = Request(0, py_stop_words_list=[[11, 12, 13], [1, 3, -1]])
-    step(make(), request, output)
-    assert request.output == stopped
-
-
 def test_stop_words_over_two_runs() -> None:
     sampler, request = make(), Request(0, py_stop_words_list=[[11, 12]])
     step(sampler, request, [10, 11])
@@ -810,21 +725,16 @@ def untouched(request: Request) -> None:
     assert request.py_acceptance.steps == 0
 
 
-def test_a_finished_request_takes_nothing() -> None:
+@pytest.mark.parametrize(
+    "state",
+    [RequestState.CONTEXT_INIT, RequestState.GENERATION_COMPLETE, "GENERATION_COMPLETE"],
+)
+def test_a_request_that_finished_or_paused_takes_nothing(state: Any) -> None:
+    """States of other enums are read by name; a finished request may have no slot any more."""
     sampler, request = make(), Request(0)
-    state = sampler.sample_async(batch([], [request]), outputs([5]))
-    request.finish_by(FinishReason.CANCELLED, 0)
-    request.py_seq_slot = None
-    sampler.update_requests(state)
-    untouched(request)
-    assert request.finish_reason == FinishReason.CANCELLED
-
-
-def test_a_paused_request_takes_nothing() -> None:
-    sampler, request = make(), Request(0)
-    state = sampler.sample_async(batch([], [request]), outputs([5]))
-    request.state = RequestState.CONTEXT_INIT
-    sampler.update_requests(state)
+    launched = sampler.sample_async(batch([], [request]), outputs([5]))
+    request.state, request.py_seq_slot = state, None
+    sampler.update_requests(launched)
     untouched(request)
 
 
@@ -832,7 +742,7 @@ def test_a_paused_request_takes_nothing() -> None:
 def test_a_request_that_started_over_takes_nothing(is_context: bool) -> None:
     """It generates again by the time the old result arrives; the epoch differs."""
     sampler = make()
-    request = Request(0, py_epoch=0, is_last_context_chunk=True)
+    request = Request(0, py_epoch=0)
     rows = ([request], []) if is_context else ([], [request])
     state = sampler.sample_async(batch(*rows), outputs([5]))
     request.py_epoch = 1
@@ -843,9 +753,9 @@ def test_a_request_that_started_over_takes_nothing(is_context: bool) -> None:
 def test_a_piece_of_a_prompt_takes_nothing() -> None:
     """Also where the host has scheduled the last piece by then."""
     sampler = make()
-    request = Request(0, state=RequestState.CONTEXT_INIT, is_last_context_chunk=False)
+    request = Request(0, state=RequestState.CONTEXT_INIT, context_current_position=2)
     state = sampler.sample_async(batch([request], []), outputs([]))
-    request.is_last_context_chunk = True
+    request.context_current_position = 3
     request.state = RequestState.GENERATION_IN_PROGRESS
     sampler.update_requests(state)
     untouched(request)
@@ -853,10 +763,12 @@ def test_a_piece_of_a_prompt_takes_nothing() -> None:
 
 @pytest.mark.parametrize(("remaining", "output"), [(4, []), (0, [5])])
 def test_a_host_that_only_knows_what_is_left(remaining: int, output: list[int]) -> None:
-    sampler = make()
-    request = Request(0)
+    class WithoutChunks(Request):
+        is_last_context_chunk = None
+
+    sampler, request = make(), WithoutChunks(0)
     state = sampler.sample_async(batch([request], []), outputs([5]))
-    request.context_remaining_length = remaining
+    request.context_current_position = 3 - remaining
     sampler.update_requests(state)
     assert request.output == output
 
@@ -869,14 +781,6 @@ def test_a_slot_given_on_brings_no_foreign_tokens() -> None:
     sampler.update_requests(first)
     sampler.update_requests(second)
     assert (old.output, new.output) == ([5, 6], [7])
-
-
-def test_states_of_other_enums_are_read_by_name() -> None:
-    sampler, request = make(), Request(0)
-    state = sampler.sample_async(batch([], [request]), outputs([5]))
-    request.state = "GENERATION_COMPLETE"
-    sampler.update_requests(state)
-    untouched(request)
 
 
 # --- states that a host builds ---
@@ -894,7 +798,7 @@ def host_tensors() -> SampleStateTensorsMTP:
 @pytest.mark.parametrize("by_batch", [True, False], ids=["scheduled_requests", "requests"])
 def test_a_state_from_another_rank(by_batch: bool) -> None:
     """It holds requests and tensors, but not what this sampler noted at launch."""
-    context = Request(0, is_last_context_chunk=True)
+    context = Request(0)
     generation = Request(1, py_decoding_iter=4, py_draft_tokens=[1, 1, 1])
     named: dict[str, Any] = (
         {"scheduled_requests": batch([context], [generation])}
@@ -909,42 +813,17 @@ def test_a_state_from_another_rank(by_batch: bool) -> None:
     assert generation.py_acceptance.emitted == 2
 
 
-def test_two_words_of_different_lengths_are_words() -> None:
-    request = Request(0, py_stop_words_list=[[5, 6], [1]])
-    step(make(), request, [5, 7, 1, 9])
-    assert request.output == [5, 7, 1]
-
-
 def test_a_prompt_that_is_paused_after_its_last_chunk_takes_nothing() -> None:
     """A host without epochs: the prompt is read again, and its token comes again with that."""
-    sampler, request = make(), Request(0, is_last_context_chunk=True)
+    sampler, request = make(), Request(0)
     state = sampler.sample_async(batch([request], []), outputs([5]))
-    request.state, request.context_remaining_length = RequestState.CONTEXT_INIT, 3
+    request.state, request.context_current_position = RequestState.CONTEXT_INIT, 0
     sampler.update_requests(state)
     assert request.output == []
 
 
 class HostReason(Enum):
     END_ID, LENGTH, STOP_WORDS, CANCELLED = range(4)
-
-
-@pytest.mark.parametrize(
-    ("run", "status", "reason"),
-    [
-        ([7, 99, 1], 0, HostReason.END_ID),
-        ([7, 88, 1], 0, HostReason.STOP_WORDS),
-        ([7, 8, 9, 10], 0, HostReason.LENGTH),
-        ([7], STATUS_NO_FINITE_LOGIT, HostReason.CANCELLED),
-    ],
-)
-def test_reasons_are_the_hosts(run: list[int], status: int, reason: HostReason) -> None:
-    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    sampler = MTPSampler(
-        arguments, nextn=K, device="cpu", hooks=SamplerHooks(finish_reasons=HostReason)
-    )
-    request = Request(0, py_end_id=99, py_stop_words_list=[[88]], py_max_new_tokens=4)
-    step(sampler, request, run, status=[status])
-    assert request.finish_reason is reason
 
 
 @pytest.mark.parametrize("slot", [None, S], ids=["none", "of another pool"])
@@ -989,7 +868,7 @@ def test_a_state_without_tokens_is_refused() -> None:
         ("new_tokens", [[20], [21], [22], [-1]], [20, 21], [40, 41, 42]),
         ("new_tokens_lens", 1, [10], [40, 41, 42]),
         ("next_draft_tokens", [7, 8, 9], [10, 11], [7, 8, 9]),
-        ("status", STATUS_NO_FINITE_LOGIT, [10, 11], [40, 41, 42]),
+        ("status", STATUS_NO_FINITE_LOGIT, [10, 11], []),
     ],
 )
 def test_tensors_that_a_host_put_in_place_of_ours_are_read(

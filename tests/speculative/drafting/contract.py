@@ -16,11 +16,7 @@ from mtp_plugin.speculative.drafting import SpecWorker
 from tests.ops.bits import same_bits
 from tests.speculative.drafting.example import VOCAB, Pass
 from tests.speculative.drafting.host import (
-    Attention,
     BrokenLayer,
-    KVAttention,
-    LimitedAttention,
-    PlainAttributes,
     Prompt,
     ReturningLayer,
     ScriptedLayer,
@@ -29,6 +25,7 @@ from tests.speculative.drafting.host import (
     Step,
     Turn,
 )
+from tests.speculative.stand_in import Attention, KVAttention, LimitedAttention, PlainAttributes
 
 ExpectedPasses = list[Pass | None]
 """Per pass a request's rows; None where they are not read."""

@@ -1,8 +1,7 @@
-"""A host in small: attention metadata as TensorRT-LLM has it, one step's inputs, a draft layer."""
+"""One step's inputs, and a draft layer that records what it sees."""
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -15,103 +14,11 @@ from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.speculative.drafting import example
 from tests.speculative.drafting.example import VOCAB
+from tests.speculative.stand_in import KVAttention, LimitedAttention, int32
 
 H = 2
 HIGHEST = 200
 """The highest legal position."""
-
-
-def int32(values: Any) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-# --- attention metadata ---
-
-
-class Attention:
-    """The fields that every host has, and no other."""
-
-    def __init__(
-        self, seq_lens: list[int], num_contexts: int, *, num_cached: list[int] | None = None
-    ) -> None:
-        self._seq_lens = int32(seq_lens)
-        self._seq_lens_cuda = int32(seq_lens)
-        self._num_contexts = num_contexts
-        self.is_cuda_graph = False
-        self.kv_cache_params = SimpleNamespace(
-            use_cache=True, num_cached_tokens_per_seq=num_cached or [10] * len(seq_lens)
-        )
-        self.on_update()
-
-    def on_update(self) -> None:
-        self.num_ctx_tokens = int(self._seq_lens[: self._num_contexts].sum())
-        self.num_generations = self.num_seqs - self._num_contexts
-
-    @property
-    def num_contexts(self) -> int:
-        return self._num_contexts
-
-    @num_contexts.setter
-    def num_contexts(self, value: int) -> None:
-        self._num_contexts = value
-        self.on_update()
-
-    @property
-    def num_seqs(self) -> int:
-        return len(self._seq_lens)
-
-    @property
-    def seq_lens_cuda(self) -> torch.Tensor:
-        return self._seq_lens_cuda
-
-
-class PlainAttributes:
-    """The same fields without a property among them."""
-
-    def __init__(self, seq_lens: list[int], num_contexts: int) -> None:
-        self._seq_lens = self.seq_lens = int32(seq_lens)
-        self._seq_lens_cuda = self.seq_lens_cuda = int32(seq_lens)
-        self.num_contexts = num_contexts
-        self.num_seqs = len(seq_lens)
-        self.num_generations = len(seq_lens) - num_contexts
-        self.num_ctx_tokens = sum(seq_lens[:num_contexts])
-        self.is_cuda_graph = False
-        self.kv_cache_params = None
-
-    def on_update(self) -> None:
-        pass
-
-
-class KVAttention(Attention):
-    """With lengths on the device and request types on the host; counts its refreshes."""
-
-    supports_dead_rows = False
-    reads_cached_token_counts = False
-
-    def __init__(self, seq_lens: list[int], num_contexts: int, kv_lens: list[int]) -> None:
-        self.refreshed: Counter[str] = Counter()
-        cached = [kv_len - rows for kv_len, rows in zip(kv_lens, seq_lens, strict=True)]
-        super().__init__(seq_lens, num_contexts, num_cached=cached)
-        self.kv_lens_cuda = int32(kv_lens)
-        self.host_request_types = int32([0] * num_contexts + [1] * self.num_generations)
-        self.request_ids: list[int] | None = None
-
-    def on_update_kv_lens(self) -> None:
-        self.refreshed["kv_lens"] += 1
-
-    def update_for_spec_dec(self) -> None:
-        self.refreshed["spec_dec"] += 1
-
-
-class LimitedAttention(KVAttention):
-    """With write limits, as the embedded executor has them; rows before the start are legal."""
-
-    supports_dead_rows = True
-
-    def __init__(self, seq_lens: list[int], num_contexts: int, kv_lens: list[int]) -> None:
-        super().__init__(seq_lens, num_contexts, kv_lens)
-        self.kv_write_limit = int32(kv_lens)
-        self.kv_capacity = int32([kv_len + 8 for kv_len in kv_lens])
 
 
 # --- requests ---

@@ -20,8 +20,8 @@ from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.ops.letters import ids, rows_with_top
-from tests.speculative.drafting.host import Attention, KVAttention, PlainAttributes, int32
 from tests.speculative.drafting.phases import set_phases
+from tests.speculative.stand_in import Attention, KVAttention, PlainAttributes, int32
 
 H = 4
 WORKERS = [MTPWorker, MTPEagleWorker]
@@ -259,24 +259,6 @@ def test_vanilla_inputs_of_generations(attention: Any, one_dim: bool) -> None:
 
 
 @HOSTS
-def test_vanilla_inputs_of_prompts(attention: Any) -> None:
-    """Prompts moved on by one, the emitted token last, their own states."""
-    spec, _, _ = with_pools(2, ["rs", "mn"])
-    inputs = make_worker(MTPWorker, 2).prepare_drafter_inputs(
-        input_ids=int32(ids("pqrs" + "klmn")),
-        position_ids=int32([0, 1, 2, 3, 0, 1, 2, 3]),
-        hidden_states=states("pqrs" + "klmn"),
-        accepted_tokens=int32([ids("t.."), ids("o..")]),
-        num_accepted_tokens=int32([1, 1]),
-        spec_metadata=spec,
-        attn_metadata=attention([4, 4], 2),
-    )
-    assert inputs["input_ids"].tolist() == ids("qrst" + "lmno")
-    assert inputs["position_ids"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3]
-    assert torch.equal(inputs["hidden_states"], states("pqrs" + "klmn"))
-
-
-@HOSTS
 def test_vanilla_inputs_of_a_mixed_batch(attention: Any) -> None:
     """The very order of the steps: history first, then the inputs from it."""
     spec, _, _ = with_pools(2, ["aa", "hi"])
@@ -297,22 +279,6 @@ def test_vanilla_inputs_of_a_mixed_batch(attention: Any) -> None:
     assert inputs["input_ids"].tolist() == ids("qrs" + "kz")
     assert inputs["position_ids"].tolist() == [0, 1, 2, 7, 8]
     assert torch.equal(inputs["hidden_states"], states("pqr" + "jk"))
-
-
-def test_vanilla_inputs_near_the_start() -> None:
-    """One prompt token, K = 3: the rows before the start are dead, not negative."""
-    spec, _, _ = with_pools(3, ["aap"])
-    inputs = make_worker(MTPWorker, 3).prepare_drafter_inputs(
-        int32([-1] * 4),
-        int32([1, 2, 3, 4]),
-        states("qaaa"),
-        int32([ids("r...")]),
-        int32([1]),
-        spec,
-        Attention([4], 0),
-    )
-    assert inputs["input_ids"].tolist()[1:] == ids("pr")
-    assert inputs["position_ids"].tolist() == [0, 0, 1]
 
 
 def test_vanilla_inputs_of_a_shorter_step() -> None:
@@ -388,31 +354,6 @@ def test_eagle_inputs(attention: Any, one_dim: bool) -> None:
     assert inputs["attn_metadata"] is attn
 
 
-@pytest.mark.parametrize(
-    ("num_contexts", "seq_lens", "flat", "accepted", "expected"),
-    [
-        (2, [2, 3], "pq" + "klm", ["r..", "n.."], "qr" + "lmn"),
-        (0, [3, 3], "tuv" + "wxy", ["uv.", "..."], "uvv" + "aaa"),
-    ],
-    ids=["prompts", "generations"],
-)
-def test_eagle_inputs_of_one_kind(
-    num_contexts: int, seq_lens: list[int], flat: str, accepted: list[str], expected: str
-) -> None:
-    rows = torch.arange(len(flat))
-    inputs = make_worker(MTPEagleWorker, 2).prepare_drafter_inputs(
-        int32(ids(flat)),
-        rows,
-        torch.tensor(seq_lens).cumsum(0) - 1,
-        states(flat),
-        int32([ids(run) for run in accepted]),
-        Attention(seq_lens, num_contexts),
-        spec_of(2),
-    )
-    assert inputs["input_ids"].tolist() == ids(expected)
-    assert torch.equal(inputs["position_ids"], rows)
-
-
 # --- attention metadata ---
 
 
@@ -435,16 +376,6 @@ def test_lengths_change_and_come_back(attention: Any, worker_class: Any) -> None
         assert tensor is original
     assert attn._seq_lens.tolist() == attn.seq_lens_cuda.tolist() == [5, 4, 4]
     assert attn.num_contexts == 1
-
-
-def test_lengths_never_fall_below_the_rows() -> None:
-    """A host without dead rows: K = 3 and a sequence of two."""
-    attn = KVAttention([4], 0, [6])
-    worker = make_worker(MTPWorker, 3)
-    worker.change_attn_metadata(int32([0]), attn)
-    assert attn.kv_lens_cuda.tolist() == [3]
-    worker.restore_attn_metadata(attn)
-    assert attn.kv_lens_cuda.tolist() == [6]
 
 
 def test_a_step_of_fewer_drafts_is_changed_by_its_own_rows() -> None:
@@ -480,33 +411,6 @@ def test_the_draft_sampler(worker_class: Any) -> None:
     drafts = make_worker(worker_class, 1).draft_sampler(rows_with_top("dzb"))
     assert drafts.dtype == torch.int32
     assert drafts.tolist() == ids("dzb")
-
-
-@pytest.mark.parametrize("worker_class", WORKERS)
-@HOSTS
-def test_skip_forward(worker_class: Any, attention: Any) -> None:
-    logits = rows_with_top("abcd")
-    result = make_worker(worker_class, 2).skip_forward(
-        int32([1, 2, 3, 4]),
-        torch.arange(4).unsqueeze(0),
-        states("bcde"),
-        logits,
-        None,
-        None,
-        attention([1, 3], 1),
-        spec_of(2),
-        None,
-    )
-    assert result["logits"] is logits
-    assert result["new_tokens_lens"].tolist() == [1, 1]
-    shapes = {name: tuple(tensor.shape) for name, tensor in result.items() if name != "logits"}
-    assert shapes == {
-        "new_tokens": (2, 3),
-        "new_tokens_lens": (2,),
-        "next_draft_tokens": (2, 2),
-        "next_new_tokens": (2, 3),
-        "status": (2,),
-    }
 
 
 RANKS = {count: SimpleNamespace(world_size=count, tp_size=count) for count in (1, 2)}
@@ -613,20 +517,6 @@ def test_a_prompt_that_begins_to_think(upper_case: bool) -> None:
     ]  # fmt: skip
 
 
-def test_thinking_ends_inside_a_run_and_stays_over() -> None:
-    """`c` is accepted before the end token, not after it, nor in the next step."""
-    engine = RelaxedEngine()
-    set_phases(engine.manager, {0: True})
-    end_row = torch.full((26,), -9.0)
-    end_row[END] = 0.0
-    assert engine.accept([], ["cz"], torch.stack([engine.row(), end_row, engine.row()])) == [
-        ids("czb")
-    ]
-    assert engine.manager.table.column("thinking")[0] == 0
-    assert engine.manager.mtp_relaxed_delta_pool[0] == 0.0
-    assert engine.accept([], ["cc"]) == [ids("b..")]
-
-
 def test_a_piece_of_a_prompt_leaves_the_phase_alone() -> None:
     """Its slot has the phase of the whole prompt; the token of its last row does not count."""
     engine = RelaxedEngine()
@@ -635,11 +525,3 @@ def test_a_piece_of_a_prompt_leaves_the_phase_alone() -> None:
     accepted = engine.accept(["pq", "ky"], [], logits, next_prompt_tokens=int32(ids("rl")))
     assert accepted == [ids("..."), ids("...")]
     assert engine.manager.table.column("thinking")[:2].tolist() == [1, 0]
-
-
-def test_top_one_and_no_distance_of_one_request() -> None:
-    engine = RelaxedEngine()
-    engine.manager.table.column("relaxed_topk")[0] = 1
-    engine.manager.table.column("relaxed_limit")[0] = 0.0
-    set_phases(engine.manager, {0: True, 1: True})
-    assert engine.accept([], ["cc", "cc"]) == [ids("b.."), ids("ccb")]

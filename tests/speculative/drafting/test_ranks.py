@@ -16,9 +16,10 @@ from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
-from tests.speculative.drafting.host import KVAttention, Prompt, ScriptedLayer, Step, Turn
+from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.drafting.test_draft_len_of_a_step import widen
 from tests.speculative.drafting.test_kernels import Case, MixingLayer
+from tests.speculative.stand_in import KVAttention
 
 K = 3
 WORKERS = [MTPEagleWorker, MTPWorker]

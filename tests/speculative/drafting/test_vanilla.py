@@ -16,7 +16,8 @@ from tests.ops.draft_inputs import example as history
 from tests.ops.draft_inputs.example import Pair
 from tests.speculative.drafting import example
 from tests.speculative.drafting.contract import DraftingContract, ExpectedPasses, assert_seen
-from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn, int32
+from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn
+from tests.speculative.stand_in import int32
 
 
 class TestVanilla(DraftingContract):

@@ -9,6 +9,7 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
+from tests.speculative import stand_in
 
 BEGIN, END = 90, 91
 RELAXED = MTPDecodingConfig(
@@ -21,17 +22,13 @@ RELAXED = MTPDecodingConfig(
 )
 
 
-class Request(SimpleNamespace):
+class Request(stand_in.Request):
     """A request, by default on its first chunk."""
 
-    def __init__(self, request_id: int, tokens: list[int] | None = None, **options: Any) -> None:
-        super().__init__(
-            **{"request_id": request_id, "is_first_context_chunk": True, "state": None, **options}
-        )
-        self.tokens = tokens or [1]
-
-    def get_tokens(self, beam: int) -> list[int]:
-        return self.tokens[beam:]
+    def __init__(self, request_id: int, tokens: list[int] | None = None, **fields: Any) -> None:
+        first = fields.pop("is_first_context_chunk", True)
+        super().__init__(request_id, tokens or [1], **fields)
+        self.context_current_position = 0 if first else 1
 
 
 def batch(*contexts: Request) -> SimpleNamespace:

@@ -157,21 +157,6 @@ def test_a_first_chunk_gets_a_slot_and_a_later_one_keeps_it() -> None:
     assert manager.mtp_past_tokens_pool[1].tolist() == [5, 5]
 
 
-def test_a_reused_slot_is_zero() -> None:
-    manager = make()
-    manager.prepare_resources(batch(Request(1)))
-    soil(manager)
-    manager.free_resources(Request(1))
-    soil(manager)
-    manager.prepare_resources(batch(Request(2)))
-    assert manager.slot_manager.get_slot(2) == 0
-    assert not manager.mtp_past_hidden_states_pool[0].any()
-    assert not manager.mtp_past_tokens_pool[0].any()
-    # and only that one
-    assert manager.mtp_past_hidden_states_pool[1:].isnan().all()
-    assert (manager.mtp_past_tokens_pool[1:] == -777).all()
-
-
 def test_two_live_requests_with_one_id_are_refused() -> None:
     """They would share a slot and its options."""
     manager = make(max_num_requests=4)

@@ -18,7 +18,7 @@ from mtp_plugin.requests.columns import POOL_ROWS, REQUEST_COLUMNS, SlotColumn, 
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, SamplingParams
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.host import DecodingOptions, read_request
+from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager, SlotTable
 from mtp_plugin.speculative.state import slot_table as slot_table_module
 from mtp_plugin.speculative.verification import make_modes
@@ -362,34 +362,6 @@ def test_a_preempted_request_keeps_the_length_of_its_prompt() -> None:
     assert shown(manager, 0) == before
 
 
-@pytest.mark.parametrize(
-    ("options", "stops"),
-    [
-        ({}, []),
-        ({"py_end_id": None}, []),
-        ({"py_end_id": -1, "end_id": -1}, []),
-        ({"py_end_id": 2}, [2]),
-        ({"end_id": 0}, [0]),
-        ({"py_end_id": 2, "end_id": 2, "py_stop_ids": (2, 9, 7)}, [2, 9, 7]),
-        ({"py_stop_ids": None}, []),
-        ({"py_end_id": 2, "py_stop_words_list": [[5], [6, 7], [2], [8]]}, [2, 5, 8]),
-        ({"py_stop_words_list": [[5, 6, 7, 8], [1, 3, 4, -1]]}, [5, 8]),
-        ({"py_stop_words_list": None}, []),
-    ],
-)
-@MANAGERS
-def test_stop_ids_under_the_names_of_hosts(
-    make_manager: Any, options: dict[str, Any], stops: list[int]
-) -> None:
-    """Words of one token too: stop ids of TensorRT-LLM's requests come as such."""
-    one = Request(1, **options)
-    assert list(read_request(one).stop.device_ids) == stops
-    manager = make_manager()
-    manager.table.rows.fill_(SOILED)
-    manager.prepare_resources(batch(one))
-    assert shown(manager, 0)["stop_ids"] == padded(*stops)
-
-
 def test_lengths_and_numbers_of_a_host() -> None:
     """Without the prompt's length, the number of tokens counts."""
     manager = strict(max_num_requests=3)
@@ -496,26 +468,3 @@ def test_a_delta_pool_that_a_host_put_in_its_place(dtype: torch.dtype) -> None:
     manager.free_resources(Request(1))
     manager.add_dummy_requests([70])
     assert pool[:3].tolist() == [0.0, 0.0, 7.0]
-
-
-def test_a_host_may_write_the_delta_in_force() -> None:
-    manager = make(RELAXED)
-    manager.prepare_resources(batch(Request(1, [BEGIN])))
-    manager.mtp_relaxed_delta_pool[0] = 0.5
-    assert shown(manager, 0)["mtp_relaxed_delta_pool"] == 0.5
-    assert not hasattr(make(), "mtp_relaxed_delta_pool")
-
-
-def test_upper_case_names_of_a_host_are_read() -> None:
-    config = SimpleNamespace(
-        num_nextn_predict_layers=2,
-        use_relaxed_acceptance_for_thinking=True,
-        relaxed_topk=3,
-        relaxed_delta=0.5,
-        BEGIN_THINKING_PHASE_TOKEN=BEGIN,
-        END_THINKING_PHASE_TOKEN=END,
-    )
-    manager = make(config)
-    assert manager.modes[1].thinking_tokens == (BEGIN, END)
-    manager.prepare_resources(batch(Request(1, [BEGIN])))
-    assert manager.mtp_relaxed_delta_pool[0] == 0.5
