@@ -68,9 +68,9 @@ def _sum(rng: random.Random) -> Solution:
 
 
 def _product(rng: random.Random) -> Solution:
-    a, b = rng.randint(101, 999), rng.randint(101, 999)
+    a, b = rng.randint(101, 999), rng.randint(11, 99)
     question = rng.choice(["Multiply {} by {}.", "{}*{}?", "What is {} times {}?"]).format(a, b)
-    parts = [part for part in (b // 100 * 100, b // 10 % 10 * 10, b % 10) if part]
+    parts = [part for part in (b // 10 * 10, b % 10) if part]
     if rng.random() < 0.5:
         parts.reverse()
     steps = []
