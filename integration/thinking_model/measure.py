@@ -298,6 +298,7 @@ def measure(work: Workload) -> dict[str, Any]:
         "machine": describe_machine(device),
         "model": {"dtype": "float32", "draft_len": NUM_DRAFTS, "batch": work.batch},
         "problems": len(items),
+        "matched": all(each["equal"] + each["ties"] == len(items) for each in lossless.values()),
         "lossless": lossless,
         "settings": [*greedy, *sampled],
     }
