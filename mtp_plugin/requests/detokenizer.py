@@ -71,10 +71,16 @@ class StopSearch:
 
 @dataclass(frozen=True)
 class Segment:
-    """A stretch of shown text, and whether its tokens were accepted drafts."""
+    """A stretch of shown text of one accepted draft, or of tokens of the target model."""
 
     text: str
-    from_draft: bool
+    draft_position: int
+    """1 for the first draft of its step and so on; 0: not a draft."""
+
+    @property
+    def from_draft(self) -> bool:
+        """Whether it is the text of an accepted draft."""
+        return self.draft_position > 0
 
 
 class RequestText:
@@ -119,7 +125,7 @@ class RequestText:
         self._held = ""  # broken characters of ids that left the window, not in the text yet
         self._num_tokens = 0
         self._text = ""
-        self._ends: list[tuple[int, bool]] = []  # (end offset, from_draft) per token
+        self._ends: list[tuple[int, int]] = []  # (end offset, draft position) per token
         self._shown = 0
         self._next_end = 0  # tokens before it are shown
         self._searched = 0
@@ -151,7 +157,9 @@ class RequestText:
         if decoded != self._decoded or self._decode([token, token]):
             self._extend(ids, decoded)
         self._num_tokens += 1
-        self._ends.append((len(self._text), from_draft))
+        # a step appends its accepted drafts, then a token of the target
+        before = self._ends[-1][1] if self._ends else 0
+        self._ends.append((len(self._text), before + 1 if from_draft else 0))
         if self._stop and not self.stopped:
             self._search()
         return self.stopped
@@ -174,8 +182,8 @@ class RequestText:
             include_stop=self._include_stop,
             skip_special_tokens=self._skip_special_tokens,
         )
-        for token, (_, from_draft) in zip(tokens, self._ends, strict=False):
-            text.push(token, from_draft=from_draft)
+        for token, (_, draft_position) in zip(tokens, self._ends, strict=False):
+            text.push(token, from_draft=draft_position > 0)
         expect(
             self._shown <= len(text._text),
             ExecutorError,
@@ -196,22 +204,22 @@ class RequestText:
             if rest:
                 self._text += rest
                 self._held, self._taken = "", len(self._decoded)
-                from_draft = self._ends[-1][1] if self._ends else False
-                self._ends.append((len(self._text), from_draft))
+                draft_position = self._ends[-1][1] if self._ends else 0
+                self._ends.append((len(self._text), draft_position))
         limit = self._stop_at if self._stop_at is not None else len(self._text)
         if not final and not self.stopped:
             limit -= self._held_back()
         segments: list[Segment] = []
         while self._next_end < len(self._ends) and self._shown < limit:
-            end, from_draft = self._ends[self._next_end]
+            end, draft_position = self._ends[self._next_end]
             text = self._text[self._shown : min(end, limit)]
             self._shown += len(text)
             if end <= limit:
                 self._next_end += 1
-            if text and segments and segments[-1].from_draft == from_draft:
-                segments[-1] = Segment(segments[-1].text + text, from_draft)
+            if text and segments and segments[-1].draft_position == draft_position:
+                segments[-1] = Segment(segments[-1].text + text, draft_position)
             elif text:
-                segments.append(Segment(text, from_draft))
+                segments.append(Segment(text, draft_position))
         return segments
 
     def _extend(self, ids: list[int], decoded: str) -> None:

@@ -195,14 +195,14 @@ def test_full_text_of_an_unfinished_request_has_the_unfinished_character() -> No
     text.push(0, from_draft=False)
     text.push(1, from_draft=False)
     assert text.full_text == "a" + BAD
-    assert text.drain(final=False) == [Segment("a", False)]
+    assert text.drain(final=False) == [Segment("a", 0)]
 
 
 def test_segments_report_drafts_from_the_targets_own_tokens() -> None:
     text = RequestText(Pieces(["a", "b", "c", "d"]))
     for token, from_draft in enumerate([False, True, True, False]):
         text.push(token, from_draft=from_draft)
-    segments = [Segment("a", False), Segment("bc", True), Segment("d", False)]
+    segments = [Segment("a", 0), Segment("b", 1), Segment("c", 2), Segment("d", 0)]
     assert text.drain(final=False) == segments
     assert text.drain(final=True) == []
 
@@ -210,10 +210,10 @@ def test_segments_report_drafts_from_the_targets_own_tokens() -> None:
 def test_held_back_text_keeps_its_origin() -> None:
     text = RequestText(Pieces(["x<", "/", "y"]), stop=("</s>",))
     text.push(0, from_draft=True)
-    assert text.drain(final=False) == [Segment("x", True)]
+    assert text.drain(final=False) == [Segment("x", 1)]
     text.push(1, from_draft=False)
     text.push(2, from_draft=True)
-    shown = [Segment("<", True), Segment("/", False), Segment("y", True)]
+    shown = [Segment("<", 1), Segment("/", 0), Segment("y", 1)]
     assert text.drain(final=False) == shown
 
 
@@ -292,8 +292,8 @@ def test_what_is_shown_costs_no_decoding() -> None:
         text.push(token, from_draft=False)
     before = tokenizer.num_ids
     assert text.full_text == "a" + BAD
-    assert text.drain(final=False) == [Segment("a", False)]
-    assert text.drain(final=True) == [Segment(BAD, False)]
+    assert text.drain(final=False) == [Segment("a", 0)]
+    assert text.drain(final=True) == [Segment(BAD, 0)]
     assert tokenizer.num_ids == before
 
 

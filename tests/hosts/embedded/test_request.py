@@ -46,14 +46,14 @@ def test_tokens_are_taken_back_with_their_text() -> None:
     request = make(text=RequestText(Letters(), stop=("df",)), max_new_tokens=10)
     emit(request, [3, 4])
     assert request.text is not None
-    assert request.text.drain(final=False) == [Segment("d", True), Segment("e", False)]
+    assert request.text.drain(final=False) == [Segment("d", 1), Segment("e", 0)]
     emit(request, [6, 3, 7])
     request.take_back_tokens(2)
     assert (request.output_token_ids, request.text.full_text) == ([3, 4, 6], "deg")
     request.take_back_tokens(0)
     # the text goes on as if they had never been there
     assert emit(request, [3, 5]) == Ending(2, FinishReason.STOP_WORDS)
-    assert request.text.drain(final=True) == [Segment("g", True)]
+    assert request.text.drain(final=True) == [Segment("g", 1)]
     assert request.text.full_text == "deg"
 
 
@@ -194,11 +194,12 @@ def test_drafts_of_each_run_are_counted_without_its_last_token() -> None:
     emit(request, [6])
     emit(request, [7, 8])
     assert text.drain(final=False) == [
-        Segment("a", False),
-        Segment("de", True),
-        Segment("fg", False),
-        Segment("h", True),
-        Segment("i", False),
+        Segment("a", 0),
+        Segment("d", 1),
+        Segment("e", 2),
+        Segment("fg", 0),
+        Segment("h", 1),
+        Segment("i", 0),
     ]
 
 

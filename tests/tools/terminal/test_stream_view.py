@@ -13,7 +13,7 @@ from mtp_plugin.tools.terminal.stream_view import StreamView
 
 
 def event(*segments: tuple[str, bool], end: FinishReason | None = None) -> StepEvent:
-    shown = [Segment(text, from_draft) for text, from_draft in segments]
+    shown = [Segment(text, int(from_draft)) for text, from_draft in segments]
     return StepEvent(0, list(range(len(segments))), shown, end)
 
 
