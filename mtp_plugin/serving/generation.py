@@ -46,6 +46,8 @@ class Generation:
         self.prompts = prompts
         """Token ids of each prompt."""
         self.num_samples = num_samples
+        self.arrived: list[list[TimedEvent]] = []
+        """After :meth:`outputs`: the events of each prompt, with seconds since its submission."""
         self._service = service
         self._handles = handles
         self._num_unfinished = len(handles)
@@ -78,6 +80,9 @@ class Generation:
             for index, handle in enumerate(handles):
                 self._observe(index, handle.arrived())
             self.close()
+        for handle in handles:
+            start = handle.requests[0].arrival_time
+            self.arrived.append([(when - start, event) for when, event in handle.arrived()])
         for output in outputs:
             self._observe_output(output)
         return outputs

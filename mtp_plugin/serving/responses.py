@@ -11,7 +11,9 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 from mtp_plugin.hosts.embedded import RequestOutput, StepEvent
+from mtp_plugin.hosts.embedded.event_stream import TimedEvent
 from mtp_plugin.hosts.embedded.outputs import CompletionOutput
+from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.requests.logprobs import Logprob, Logprobs, TokenLogprobs
 from mtp_plugin.serving.errors import APIError, encode_json
 from mtp_plugin.serving.generation import Generation
@@ -130,12 +132,9 @@ class Writer:
             choice["token_ids"] = tokens
         if self.body.return_draft_segments:
             choice["draft_segments"] = [
-                {"text": segment.text, "from_draft": segment.from_draft}
-                for event in events
-                for segment in event.segments
+                _draft_segment(segment) for event in events for segment in event.segments
             ]
-            choice["num_tokens"] = len(tokens)
-            choice["num_steps"] = sum(bool(event.token_ids) for event in events)
+            choice.update(_step_counts(events))
         yield {**choice, "finish_reason": None}
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
@@ -196,6 +195,8 @@ class Writer:
                 if self.body.return_token_ids:
                     choice["token_ids"] = completion.token_ids
                     choice["prompt_token_ids"] = output.prompt_token_ids
+                if self.body.return_draft_segments and not self.body.is_echo_only:
+                    choice.update(_timed_drafts(self.generation.arrived[prompt_index], completion))
                 yield separator + _opened(choice, "logprobs")
                 yield from self.logprobs_parts(prompt_index, output, completion)
                 if self.body.prompt_logprobs is not None:
@@ -264,6 +265,35 @@ class Writer:
                 "num_spec_tokens": stats.max_draft_len,
             }
         }
+
+
+def _timed_drafts(arrived: Iterable[TimedEvent], completion: CompletionOutput) -> dict[str, Any]:
+    """Return the segments of a sequence and when the engine produced them."""
+    timed = [(when, e) for when, e in arrived if e.sample_index == completion.index]
+    return {
+        "draft_segments": [
+            {**_draft_segment(segment), "seconds": round(when, 6)}
+            for when, event in timed
+            for segment in event.segments
+        ],
+        **_step_counts([event for _, event in timed]),
+        "seconds": round(max((when for when, _ in timed), default=0.0), 6),
+    }
+
+
+def _draft_segment(segment: Segment) -> dict[str, Any]:
+    return {
+        "text": segment.text,
+        "from_draft": segment.from_draft,
+        "draft_position": segment.draft_position,
+    }
+
+
+def _step_counts(events: Sequence[StepEvent]) -> dict[str, int]:
+    return {
+        "num_tokens": sum(len(event.token_ids) for event in events),
+        "num_steps": sum(bool(event.token_ids) for event in events),
+    }
 
 
 class CompletionWriter(Writer):

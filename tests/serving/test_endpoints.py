@@ -68,9 +68,32 @@ def test_draft_segments_are_the_text(server: Running) -> None:
     assert "".join(segment["text"] for segment in segments) == "".join(
         choice["text"] for choice in choices
     )
-    assert {segment["from_draft"] for segment in segments} == {True, False}
+    assert {segment["draft_position"] for segment in segments} == {0, 1, 2, 3}
+    assert all(s["from_draft"] == (s["draft_position"] > 0) for s in segments)
     assert sum(choice["num_tokens"] for choice in parts) == 24
     assert sum(choice["num_steps"] for choice in parts) < 24
+
+
+@pytest.mark.parametrize("options", [{}, {"n": 2, "temperature": 0.8, "seed": 1}])
+def test_draft_segments_of_a_whole_response_are_timed(server: Running, options) -> None:
+    body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **options}
+    answers = [
+        server.post("/v1/completions", **body, **more, return_draft_segments=True).json()
+        for more in ({}, {"speculative": False})
+    ]
+    for answer, positions in zip(answers, ({0, 1, 2, 3}, {0}), strict=True):
+        for choice in answer["choices"]:
+            segments = choice["draft_segments"]
+            assert "".join(segment["text"] for segment in segments) == choice["text"]
+            assert {segment["draft_position"] for segment in segments} <= positions
+            times = [segment["seconds"] for segment in segments]
+            assert 0 < times[0] < times[-1] <= choice["seconds"]
+            assert times == sorted(times)
+            assert choice["num_tokens"] == 24
+            assert (choice["num_steps"] < 24) == (len(positions) > 1)
+    plain = server.post("/v1/completions", **body).json()["choices"][0]
+    assert "draft_segments" not in plain
+    assert plain["text"] == answers[0]["choices"][0]["text"] == answers[1]["choices"][0]["text"]
 
 
 def test_token_ids_and_echo_are_streamed(server: Running, llm: LLM) -> None:
@@ -163,11 +186,24 @@ def test_page_loads_nothing_and_allows_only_its_own_script(server: Running) -> N
     assert "style=" not in text
 
 
-@pytest.mark.parametrize("field", ["draft_segments", "num_tokens", "num_steps"])
-def test_page_reads_fields_that_exist(server: Running, field: str) -> None:
-    body = {"prompt": PROMPT, "max_tokens": 4, "return_draft_segments": True}
-    assert any(field in chunk["choices"][0] for chunk in chunks_of(server, **body))
-    assert field in page._content()[0]
+def test_page_reads_fields_that_exist(server: Running) -> None:
+    answer = server.post(
+        "/v1/completions",
+        prompt=PROMPT,
+        max_tokens=4,
+        return_draft_segments=True,
+        return_token_ids=True,
+    ).json()
+    (choice,) = answer["choices"]
+    segment, stats = choice["draft_segments"][0], answer["metrics"]["speculative_decoding"]
+    for names, fields in (
+        (("draft_segments", "num_tokens", "num_steps", "seconds", "token_ids"), choice),
+        (("text", "draft_position", "seconds"), segment),
+        (("acceptance_histogram", "draft_acceptance_rate", "num_spec_tokens"), stats),
+    ):
+        for name in names:
+            assert name in fields
+            assert f".{name}" in page._content()[0]
 
 
 def test_verification_method_and_relaxed_acceptance_of_a_request() -> None:
