@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -98,47 +97,170 @@ def browsing(folder: Path) -> Iterator[Tab]:
         process.wait()
 
 
-def test_page_streams_with_accepted_drafts_marked(
-    server: Running, llm: LLM, tmp_path: Path
-) -> None:
-    (expected,) = llm.generate("class HTTPServer:\n", SamplingParams(max_tokens=96))
-    with browsing(tmp_path / "profile") as tab:
+@contextmanager
+def opened_page(server: Running, folder: Path) -> Iterator[Tab]:
+    with browsing(folder / "profile") as tab:
         for domain in ("Page", "Runtime", "Network", "Log"):
             tab.call(f"{domain}.enable")
         tab.call("Page.navigate", url=server.url)
-        wait_until(lambda: tab.evaluate("document.readyState === 'complete' && !!window.fetch"))
-        wait_until(lambda: tab.evaluate("!!document.getElementById('start')"))
-        tab.evaluate("document.getElementById('start').click()")
-        wait_until(lambda: tab.evaluate("document.getElementById('tokens').textContent") == "96")
-        wait_until(lambda: tab.evaluate("!document.getElementById('start').disabled"))
-        assert tab.evaluate("document.getElementById('output').textContent") == expected.text
-        marked = tab.evaluate(
-            "[...document.querySelectorAll('#output .draft')].map(e => e.textContent).join('')"
+        wait_for_state(tab, "idle")
+        set_value(tab, "max", 32)
+        yield tab
+
+
+def wait_for_state(tab: Tab, *names: str) -> None:
+    wait_until(lambda: tab.evaluate("document.body?.dataset.state") in names, seconds=120)
+
+
+def set_value(tab: Tab, name: str, value: object) -> None:
+    tab.evaluate(f"document.getElementById('{name}').value = {json.dumps(value)}")
+
+
+def text_of(tab: Tab, selector: str) -> str:
+    return tab.evaluate(f"document.querySelector({json.dumps(selector)}).textContent")
+
+
+def press_ctrl_enter(tab: Tab) -> None:
+    tab.evaluate("document.getElementById('prompt').focus()")
+    for kind in ("rawKeyDown", "keyUp"):
+        tab.call("Input.dispatchKeyEvent", type=kind, key="Enter", code="Enter", modifiers=2)
+
+
+def test_page_compares_a_prompt_without_and_with_mtp(
+    server: Running, llm: LLM, tmp_path: Path
+) -> None:
+    prompt = "class HTTPServer:\n"
+    (expected,) = llm.generate(prompt, SamplingParams(max_tokens=32))
+    with opened_page(server, tmp_path) as tab:
+        wait_until(lambda: text_of(tab, "#model") == "tiny")
+        press_ctrl_enter(tab)
+        wait_for_state(tab, "replaying", "done")
+        assert tab.evaluate("document.getElementById('error').hidden")
+        assert text_of(tab, "#headline").endswith("identical output")
+        assert text_of(tab, "#ratio").endswith("\u00d7")
+        without, with_mtp = tab.evaluate(
+            "last.runs.map(r => [r.seconds, r.num_steps, r.num_tokens, r.token_ids])"
         )
-        assert 0 < len(marked) < len(expected.text)
-        rate = float(tab.evaluate("document.getElementById('rate').textContent"))
-        assert rate > 1
-        screenshot = tab.call("Page.captureScreenshot", format="png")["data"]
-        (tmp_path / "page.png").write_bytes(base64.b64decode(screenshot))
-        # text from the model is shown as text
-        tab.evaluate("show('<img src=x onerror=alert(1)>', '')")
-        assert tab.evaluate("document.querySelectorAll('#output img').length") == 0
+        assert without[2:] == with_mtp[2:] == [32, expected.token_ids]
+        assert with_mtp[1] < without[1] == 32
+        ratio = without[0] / with_mtp[0]
+        assert text_of(tab, "#ratio") == f"{ratio:.1f}\u00d7"
+        tab.evaluate("document.getElementById('skip').click()")
+        wait_for_state(tab, "done")
+        for lane in ("without", "with"):
+            assert text_of(tab, f"#{lane} .output") == prompt + expected.text
+            marked = tab.evaluate(
+                f"[...document.querySelectorAll('#{lane} [class^=d]')]"
+                ".map(e => [e.className, e.textContent])"
+            )
+            assert bool(marked) == (lane == "with")
+            assert {name for name, _ in marked} <= {"d1", "d2", "d3"}
+        histogram = tab.evaluate("last.runs[1].stats.acceptance_histogram")
+        shown = tab.evaluate(
+            "[...document.querySelectorAll('#histogram > span')].map(e => e.textContent)"
+        )
+        assert [int(each.split("(")[1].rstrip(")")) for each in shown] == histogram
+        assert text_of(tab, "#rate") == f"{32 / with_mtp[1]:.2f}"
         requested = [
             event["params"]["request"]["url"]
             for event in tab.events
             if event.get("method") == "Network.requestWillBeSent"
         ]
         assert all(url.startswith((server.url, "data:")) for url in requested)
-        errors = [e for e in tab.events if e.get("method") in ("Log.entryAdded",)]
-        assert not errors
+        reported = ("Log.entryAdded", "Runtime.exceptionThrown")
+        assert not [event for event in tab.events if event.get("method") in reported]
+
+
+@pytest.fixture
+def recorded(server: Running, tmp_path: Path) -> Iterator[Tab]:
+    """A page with two runs that were not made by the server."""
+    with opened_page(server, tmp_path) as tab:
+        tab.evaluate(
+            """
+            const segment = (text, draft_position, seconds) => ({text, draft_position, seconds});
+            const run = (seconds, ids, segments, stats) => ({
+              seconds, token_ids: ids, num_tokens: ids.length, num_steps: ids.length,
+              draft_segments: segments, stats, model: "tiny",
+            });
+            const stats = {
+              acceptance_histogram: [1, 1], draft_acceptance_rate: 0.5, num_spec_tokens: 1,
+              num_draft_tokens: 2,
+            };
+            const shown = (first, second) => {
+              last = {prompt: "p", runs: [first, second]};
+              conclude(last);
+              play(last);
+              replay.finish();
+              return document.getElementById("headline").textContent;
+            };
+            """
+        )
+        yield tab
+
+
+def test_page_reports_slower_and_different_outputs(recorded: Tab) -> None:
+    for first, second, ratio, headline in (
+        ("run(1, [1, 2], [])", "run(2, [1, 2], [], stats)", "0.5", "slower with MTPidentical"),
+        ("run(2, [1, 2], [])", "run(1, [1, 3], [], stats)", "2.0", "faster with MTPoutput differs"),
+        ("run(1, [1, 2], [])", "run(1, [1, 2], [], stats)", "1.0", "as fast with MTP as without"),
+        # the time per token where the numbers of tokens differ
+        ("run(2, [1, 2], [])", "run(1, [1], [], stats)", "1.0", "as fast with MTP as without"),
+    ):
+        assert recorded.evaluate(f"shown({first}, {second})").startswith(headline)
+        assert text_of(recorded, "#ratio") == f"{ratio}\u00d7"
+    assert recorded.evaluate("shown(run(1, [1], []), run(1, [1], []))")
+    assert "no drafts" in text_of(recorded, "#summary")
+    assert recorded.evaluate("document.getElementById('details').hidden")
+
+
+def test_page_shows_text_of_the_model_as_text(recorded: Tab) -> None:
+    text = "<img src=x onerror=alert(1)><script>alert(2)</script>&amp;"
+    segments = f"[segment({json.dumps(text)}, 0, 0.5), segment({json.dumps(text)}, 1, 1)]"
+    recorded.evaluate(f"shown(run(1, [1, 2], {segments}), run(1, [1, 2], {segments}, stats))")
+    for lane in ("without", "with"):
+        assert text_of(recorded, f"#{lane} .output") == "p" + 2 * text
+    assert recorded.evaluate("document.querySelectorAll('main img, main script').length") == 0
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_page_fits_a_phone_in_both_color_schemes(recorded: Tab, scheme: str) -> None:
+    recorded.call(
+        "Emulation.setDeviceMetricsOverride",
+        width=360,
+        height=740,
+        deviceScaleFactor=2,
+        mobile=True,
+    )
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    recorded.call("Emulation.setEmulatedMedia", features=features)
+    word = json.dumps("x" * 500)
+    recorded.evaluate(
+        f"shown(run(1, [1], [segment({word}, 0, 1)]), run(1, [1], [segment({word}, 1, 1)], stats))"
+    )
+    assert recorded.evaluate("document.documentElement.scrollWidth") == 360
+    lightness = recorded.evaluate(
+        "getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)[0]"
+    )
+    assert (lightness < 64) == (scheme == "dark")
 
 
 def test_page_shows_the_message_of_an_error(server: Running, tmp_path: Path) -> None:
-    with browsing(tmp_path / "profile") as tab:
-        tab.call("Page.enable")
-        tab.call("Page.navigate", url=server.url)
-        wait_until(lambda: tab.evaluate("!!document.getElementById('start')"))
-        tab.evaluate("document.getElementById('prompt').value = ''")
+    with opened_page(server, tmp_path) as tab:
+        set_value(tab, "prompt", "")
         tab.evaluate("document.getElementById('start').click()")
-        wait_until(lambda: bool(tab.evaluate("document.querySelector('.error')?.textContent")))
-        assert "empty" in tab.evaluate("document.querySelector('.error').textContent")
+        wait_for_state(tab, "error")
+        assert "empty" in text_of(tab, "#error")
+        assert tab.evaluate("document.getElementById('result').hidden")
+        assert not tab.evaluate("document.getElementById('start').disabled")
+
+
+def test_page_stops_a_run(server: Running, tmp_path: Path) -> None:
+    with opened_page(server, tmp_path) as tab:
+        set_value(tab, "max", 400)
+        tab.evaluate("document.getElementById('start').click()")
+        wait_for_state(tab, "running")
+        wait_until(lambda: server.service.num_sequences == 1)
+        tab.evaluate("document.getElementById('stop').click()")
+        wait_for_state(tab, "idle")
+        wait_until(lambda: server.service.num_sequences == 0)
+        assert tab.evaluate("document.getElementById('error').hidden")
