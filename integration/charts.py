@@ -80,3 +80,73 @@ def bar_chart(title: str, series: Sequence[str], panels: Sequence[Panel]) -> str
 
 def _text(x: int, y: int, text: str, kind: str) -> str:
     return f'<text x="{x}" y="{y}" class="{kind}">{text}</text>'
+
+
+_BOX, _COLUMN, _ROW, _NAMES = 92, 112, 58, 150
+_FILL = {"last": "#eaeef2", "draft": "#ddf4ff", "target": "#fff", "out": "#dafbe1", "no": "#ffebe9"}
+_LINE = {
+    "last": "#8c959f",
+    "draft": "#2f81f7",
+    "target": "#8c959f",
+    "out": "#2da44e",
+    "no": "#cf222e",
+}
+
+
+def step_diagram() -> str:
+    """Return an SVG of one step with K = 3, of which two drafts are accepted."""
+    width, height = _NAMES + 4 * _COLUMN + 16, 6 * _ROW + 20
+    rows = [
+        ("input", [("the", "last"), ("cat", "draft"), ("sat", "draft"), ("in", "draft")]),
+        ("target tokens", [(word, "target") for word in ("cat", "sat", "on", "a")]),
+        ("output: 3 tokens", [("cat", "out"), ("sat", "out"), ("on", "out"), ("", "")]),
+        ("next drafts", [("the", "draft"), ("mat", "draft"), (".", "draft"), ("", "")]),
+    ]
+    tops = {0: 14, 1: 14 + 2 * _ROW, 2: 14 + 3 * _ROW, 3: 14 + 5 * _ROW}
+    parts = [
+        _wide(14 + _ROW, 4, "target model: one pass over 4 rows"),
+        _wide(14 + 4 * _ROW, 3, "MTP layer: 3 passes, one draft each"),
+    ]
+    for index, (name, boxes) in enumerate(rows):
+        top = tops[index]
+        parts.append(_text(12, top + 22, name, "c s"))
+        parts += [_box(column, top, *box) for column, box in enumerate(boxes) if box[1]]
+    # a draft is compared with the target token of the row before it
+    for column, same in enumerate((True, True, False)):
+        x, y = _NAMES + column * _COLUMN + _BOX, tops[1] + 12
+        color, sign = ("#2da44e", "=") if same else ("#cf222e", "≠")
+        word = rows[0][1][column + 1][0]
+        parts.append(f'<text x="{x + 10}" y="{y + 9}" class="v" style="fill:{color}">{sign}</text>')
+        parts.append(_text(x + 10, y - 18, f"draft “{word}”", "n"))
+    parts.append(_text(_NAMES + 3 * _COLUMN + 4, tops[2] + 14, "“in” is rejected;", "n e"))
+    parts.append(_text(_NAMES + 3 * _COLUMN + 4, tops[2] + 28, "“on”: bonus token", "n e"))
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" role="img">',
+            "<title>A step with K = 3: two drafts are accepted, three tokens are output</title>",
+            f"<style>text{{font-family:{FONT};fill:#1f2328}}.c{{font-size:13px}}"
+            ".c,.v,.n{text-anchor:middle}.n{font-size:10px;fill:#59636e}.v{font-size:15px;"
+            "font-weight:600}.s,.e{text-anchor:start}</style>",
+            f'<rect width="{width}" height="{height}" rx="6" fill="#fff"/>',
+            *parts,
+            "</svg>",
+            "",
+        ]
+    )
+
+
+def _box(column: int, top: int, word: str, kind: str) -> str:
+    left = _NAMES + column * _COLUMN
+    return (
+        f'<rect x="{left}" y="{top}" width="{_BOX}" height="34" rx="5" fill="{_FILL[kind]}" '
+        f'stroke="{_LINE[kind]}"/>' + _text(left + _BOX // 2, top + 22, word, "c")
+    )
+
+
+def _wide(top: int, columns: int, words: str) -> str:
+    width = (columns - 1) * _COLUMN + _BOX
+    return (
+        f'<rect x="{_NAMES}" y="{top}" width="{width}" height="34" rx="5" fill="#f6f8fa" '
+        f'stroke="#8c959f"/>' + _text(_NAMES + width // 2, top + 22, words, "c")
+    )

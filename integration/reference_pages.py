@@ -1,20 +1,41 @@
 """Write the generated tables of the README and of ``docs/``.
 
 ``python -m integration.reference_pages`` rewrites the blocks between ``<!-- reference: NAME -->``
-and ``<!-- end -->`` from the family table; a test compares the pages.
+and ``<!-- end -->`` from the config models, the options of the vLLM plugin, the recorded signatures
+of vLLM, ``pyproject.toml`` and the family table; a test compares the pages.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Annotated, Any
 
+from pydantic import BaseModel, TypeAdapter
+from pydantic.fields import FieldInfo
+
+from integration.vllm.signatures import stored
+from mtp_plugin.config import (
+    CudaGraphConfig,
+    KVCacheConfig,
+    LLMConfig,
+    MTPDecodingConfig,
+    MTPPluginOptions,
+)
 from mtp_plugin.hosts.embedded.models.families import FAMILIES
+from mtp_plugin.hosts.vllm.options import VllmOptions
+from mtp_plugin.hosts.vllm.requests import PREFIX, RequestOptions
+from mtp_plugin.hosts.vllm.versions import TESTED, nearest
+from mtp_plugin.requests.options import OPTIONS
 
 ROOT = Path(__file__).parent.parent
-PAGES = (ROOT / "README.md",)
-_BLOCK = re.compile(r"(<!-- reference: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGES = (ROOT / "README.md", ROOT / "docs" / "config.md", ROOT / "docs" / "compatibility.md")
+_BLOCK = re.compile(r"(<!-- reference: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+# --- model families ---
 
 _TRAINED = "tested, trained weights, CPU and H100"
 _TESTED = "tested, random weights, CPU"
@@ -80,6 +101,92 @@ def families() -> str:
     return table(head, [[", ".join(rows[answer]), *answer] for answer in ordered])
 
 
+# --- options ---
+
+_INT64 = 2**63 - 1
+
+
+def keys(model: type[BaseModel]) -> str:
+    """Every key of a config model: values, default and meaning."""
+    rows = []
+    for name, field in model.model_fields.items():
+        # of the field alone: the model's schema also has values of TensorRT-LLM that are set aside
+        schema = TypeAdapter(Annotated[field.annotation, field]).json_schema()
+        rows.append([f"`{name}`", _values(schema), _default(field), field.description or ""])
+    return table(["key", "values", "default", "meaning"], rows)
+
+
+def _values(schema: dict[str, Any]) -> str:
+    """Return what a JSON schema accepts, in words."""
+    choices = schema.get("anyOf") or schema.get("oneOf")
+    if choices:
+        return " or ".join(dict.fromkeys(map(_values, choices)))
+    if "const" in schema or "enum" in schema:
+        given = schema.get("enum", [schema.get("const")])
+        return ", ".join(f"`{json.dumps(value)}`".replace('"', "") for value in given)
+    kind = schema.get("type")
+    if kind == "array":
+        return f"list (each: {_values(schema['items'])})"
+    if kind == "boolean":
+        return "`true`, `false`"
+    if kind in ("integer", "number"):
+        return kind + _range(schema)
+    return {"string": "text", "null": "`null`"}.get(str(kind), "mapping")
+
+
+def _range(schema: dict[str, Any]) -> str:
+    low = schema.get("minimum", schema.get("exclusiveMinimum"))
+    if low is None:
+        return ""
+    sign, high = ">" if "exclusiveMinimum" in schema else ">=", schema.get("maximum", _INT64)
+    shown = {2**32 - 1: "2^32 - 1", 2**64 - 1: "2^64 - 1"}.get(high, high)
+    return f" {sign} {low:g}" + ("" if high == _INT64 else f", <= {shown}")
+
+
+def _default(field: FieldInfo) -> str:
+    if field.is_required():
+        return "required"
+    value = field.get_default(call_default_factory=True)
+    return "below" if isinstance(value, BaseModel) else f"`{json.dumps(value)}`".replace('"', "")
+
+
+def vllm_requests() -> str:
+    """The options of a request in vLLM."""
+    rows = []
+    for field in fields(RequestOptions):
+        option = OPTIONS[field.name]
+        rows.append([f"`{PREFIX}{field.name}`", option.values.words, option.about])
+    return table(["key", "values", "meaning"], rows)
+
+
+# --- versions ---
+
+
+def packages() -> str:
+    """Python and the packages of ``pyproject.toml``."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    pins = dict(re.findall(r"^([\w-]+)==([\w.]+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    pythons = re.findall(r"Python :: (3\.\d+)", text)
+    rows = [
+        ["Python", f"{pythons[0]} to {pythons[-1]}", f"{pythons[0]} and {pythons[-1]} per push"]
+    ]
+    for name in ("torch", "triton", "transformers", "pydantic"):
+        bounds = re.findall(rf'"{name}([<>=][^";]*)', text)
+        rows.append([name, ", ".join(f"`{bound}`" for bound in bounds), pins[name]])
+    return table(["package", "declared", "tests run with"], rows)
+
+
+def vllm_versions() -> str:
+    """What the plugin finds in each recorded version of vLLM."""
+    rows = []
+    for version, reader in stored().items():
+        module, problems = nearest(reader)
+        minor = ".".join(version.split(".")[:2])
+        fits = f"fits (`{module}.py`)" if not problems else f"refused: {len(problems)} differences"
+        rows.append([version, fits, "yes" if minor in TESTED else "no"])
+    return table(["vLLM", "signatures", "tested"], rows)
+
+
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a Markdown table."""
     lines = [f"| {' | '.join(row)} |" for row in (head, *rows)]
@@ -87,12 +194,29 @@ def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "".join(f"{line}\n".replace("|  |", "| |") for line in lines)
 
 
-BLOCKS: dict[str, Callable[[], str]] = {"families": families}
+BLOCKS: dict[str, Callable[[], str]] = {
+    "families": families,
+    "file": lambda: keys(LLMConfig),
+    "kv_cache_config": lambda: keys(KVCacheConfig),
+    "cuda_graph_config": lambda: keys(CudaGraphConfig),
+    "speculative_config": lambda: keys(MTPDecodingConfig),
+    "mtp": lambda: keys(MTPPluginOptions),
+    "vllm-engine": lambda: keys(VllmOptions),
+    "vllm-requests": vllm_requests,
+    "packages": packages,
+    "vllm-versions": vllm_versions,
+}
 
 
 def rendered(text: str) -> str:
     """Return a page with its blocks written anew."""
     return _BLOCK.sub(lambda found: f"{found[1]}{BLOCKS[found[2]]()}{found[3]}", text)
+
+
+def named_blocks() -> Iterator[str]:
+    """Yield the names of all blocks of the pages."""
+    for page in PAGES:
+        yield from (found[2] for found in _BLOCK.finditer(page.read_text(encoding="utf-8")))
 
 
 def main() -> None:

@@ -109,11 +109,13 @@ RUN = {
 }
 """Commands that run here, with further options; the others are parsed only: they take longer, need
 another engine, or serve until they are stopped."""
-OTHERS = {"export", "cd", "git", "kill", "curl"}
+OTHERS = {"export", "git", "py-spy"}
 """Commands of the shell and of other projects, without a check."""
 
 
-COMMAND = re.compile(r"(mtp-plugin|make|vllm serve|pip install|python -m|\.venv/bin/python -m) ")
+COMMAND = re.compile(
+    r"(mtp-plugin|make|vllm serve|pip install|python -m|\.venv/bin/python -m|py-spy) "
+)
 
 
 def commands(page: Path) -> Iterator[str]:
@@ -237,7 +239,9 @@ def test_names_exist(page: Path, vocabulary: set[str]) -> None:
             continue
         words = re.findall(r"[A-Za-z_][\w-]{2,}", re.sub(r"\"[^\"]*\"|'[^']*'", "", code))
         known = vocabulary | EXAMPLES
-        missing += [f"{code}: {word}" for word in words if word.lstrip("-") not in known]
+        missing += [
+            f"{code}: {word}" for word in words if not {word, word.replace("-", "_")} & known
+        ]
     assert not missing
 
 
@@ -251,6 +255,10 @@ def test_generated_tables_match_the_code(page: Path) -> None:
     """``python -m integration.reference_pages`` rewrites the pages."""
     text = page.read_text(encoding="utf-8")
     assert text.splitlines() == reference_pages.rendered(text).splitlines()
+
+
+def test_every_generated_table_appears_once() -> None:
+    assert sorted(reference_pages.named_blocks()) == sorted(reference_pages.BLOCKS)
 
 
 # --- links ---

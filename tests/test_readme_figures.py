@@ -50,9 +50,9 @@ def test_a_changed_number_is_detected() -> None:
     assert rendered(text) == page
 
 
-@pytest.mark.parametrize("name", CHARTS)
-def test_charts_match_result_files(name: str) -> None:
-    assert (RESULTS / name).read_text(encoding="utf-8") == CHARTS[name]()
+@pytest.mark.parametrize("path", CHARTS, ids=lambda path: path.name)
+def test_charts_match_result_files(path: Path) -> None:
+    assert path.read_text(encoding="utf-8") == CHARTS[path]()
 
 
 def test_every_file_is_named() -> None:

@@ -24,25 +24,42 @@ class VllmOptions(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
-    verification: str = "coupled"
-    """Verification method of requests that name none. ``coupled``: drafts and target tokens are
-    sampled with the same noise, so that a seed gives the same output with any number of drafts."""
-    thinking_begin_token: int | None = Field(default=None, ge=0)
-    """Token ids that begin and end the thinking phase; both given: relaxed acceptance is
-    available."""
-    thinking_end_token: int | None = Field(default=None, ge=0)
-    relaxed_topk: int = Field(default=1, ge=1)
-    """In the thinking phase of a greedy request, drafts among the so many most probable tokens are
-    accepted, ..."""
-    relaxed_delta: float = Field(default=0.0, ge=0)
-    """... if their probability is at most so far below the highest one."""
-    draft_vocab: DraftVocab | None = None
-    """Token ids that may be drafted: how many of the lowest ones, or the path of a JSON list; None:
-    all. The draft layers then compute the logits of these alone; output does not change."""
-    kernels: Literal["auto", "triton", "reference"] = "auto"
-    """``auto``: Triton kernels on CUDA devices, else torch."""
-    allow_untested: bool = False
-    """No effect: every version that fits starts."""
+    verification: str = Field(
+        default="coupled",
+        description="verification method of requests that name none: coupled (drafts and target "
+        "tokens are sampled with the same noise, so that a seed gives the same output with any "
+        "number of drafts), rejection, block, or a registered method",
+    )
+    thinking_begin_token: int | None = Field(
+        default=None, ge=0, description="token id that begins the thinking phase"
+    )
+    thinking_end_token: int | None = Field(
+        default=None,
+        ge=0,
+        description="token id that ends it; both given: relaxed acceptance is available",
+    )
+    relaxed_topk: int = Field(
+        default=1,
+        ge=1,
+        description="in the thinking phase of a greedy request, a draft among this many most "
+        "probable tokens is accepted; 1: strict",
+    )
+    relaxed_delta: float = Field(
+        default=0.0,
+        ge=0,
+        description="if its probability is at most this much below the highest one",
+    )
+    draft_vocab: DraftVocab | None = Field(
+        default=None,
+        description="token ids that may be drafted: this many of the lowest ones, or the path of "
+        "a JSON list of ids; null: all; output does not change",
+    )
+    kernels: Literal["auto", "triton", "reference"] = Field(
+        default="auto", description="auto: Triton kernels on CUDA devices, else torch"
+    )
+    allow_untested: bool = Field(
+        default=False, description="no effect, logs a warning: every version that fits starts"
+    )
 
     @property
     def is_relaxed(self) -> bool:
