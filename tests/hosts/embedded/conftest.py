@@ -17,6 +17,8 @@ from mtp_plugin.hosts.embedded.models import fuse, load_model
 from tests.hosts.embedded.oracles import Oracle
 
 VOCAB = 128
+LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
+WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 TRAINED = str(Path(__file__).parents[3] / "integration" / "tiny_model" / "checkpoint")
 CHECKPOINTS = {
     "echo": {"family": "glm4_moe", "seed": 3, "residual_scale": 0.4},
@@ -151,6 +153,26 @@ def wrap_worker(llm: LLM, wrap) -> None:
     engine = llm.executor.engine
     engine.captured = None  # graphs hold the worker that they were captured with
     engine.pieces = dataclasses.replace(engine.pieces, worker=wrap(engine.pieces.worker))
+
+
+class WatchedWorker(torch.nn.Module):
+    """Calls functions with the arguments of each step, before it, and its outputs, after it."""
+
+    def __init__(self, worker: torch.nn.Module, before, after) -> None:
+        super().__init__()
+        self.worker, self.before, self.after = worker, before, after
+
+    def forward(self, **arguments):
+        self.before(arguments)
+        outputs = self.worker(**arguments)
+        self.after(arguments, outputs)
+        return outputs
+
+
+def watch_worker(llm: LLM, before=lambda _: None, after=lambda *_: None) -> None:
+    """Call ``before(arguments)`` and ``after(arguments, outputs)`` in every step; both may change
+    them, or raise an error."""
+    wrap_worker(llm, lambda worker: WatchedWorker(worker, before, after))
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 20.0) -> bool:

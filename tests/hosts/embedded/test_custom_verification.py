@@ -14,11 +14,9 @@ from integration.examples.top2 import Top2Verification
 from mtp_plugin import CustomVerification, SamplingParams, register_verification
 from mtp_plugin.errors import RequestError
 from mtp_plugin.plugin import unregister_verification
-from tests.hosts.embedded.conftest import assert_drained, pads_batches
+from tests.hosts.embedded.conftest import LOOPS, WORKERS, assert_drained, pads_batches
 from tests.hosts.embedded.replays import WatchedGraphs
 
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 METHODS = ("coupled", "top2", "exact", "rejection")
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {},

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtp_plugin.hosts.embedded import SamplingParams
-from tests.hosts.embedded.conftest import VOCAB, assert_drained, wrap_worker
+from tests.hosts.embedded.conftest import VOCAB, WORKERS, assert_drained, wrap_worker
 from tests.hosts.embedded.oracles import Oracle, ScriptedDrafts
 
 
@@ -65,9 +65,6 @@ def run(harness, prompts, num_tokens, *, k, vanilla, accept, chain="output", mtp
 def prompts_of_lengths(lengths, seed=0):
     rng = random.Random(seed)
     return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
-
-
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)

@@ -12,14 +12,12 @@ import torch
 from mtp_plugin.hosts.embedded import SamplingParams
 from mtp_plugin.speculative.draft_length.gate import GateState
 from mtp_plugin.speculative.metrics import alarms
-from tests.hosts.embedded.conftest import VOCAB, assert_drained, wrap_worker
+from tests.hosts.embedded.conftest import LOOPS, VOCAB, WORKERS, assert_drained, wrap_worker
 from tests.hosts.embedded.oracles import Oracle, ScriptedDrafts
 from tests.hosts.embedded.test_logprobs import TIGHT
 from tests.hosts.embedded.test_relaxed import RELAXED as NEAR
 
 K = 3
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 WARMTH = [pytest.param(True, id="warm"), pytest.param(False, id="cold")]
 
 

@@ -13,14 +13,17 @@ from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.hosts.embedded.models import fuse, load_model
 from tests.greedy import greedy_decode
-from tests.hosts.embedded.conftest import VOCAB, assert_drained, wrap_worker
+from tests.hosts.embedded.conftest import (
+    LOOPS,
+    VOCAB,
+    WORKERS,
+    assert_drained,
+    watch_worker,
+)
 from tests.hosts.embedded.oracles import Oracle
-from tests.hosts.embedded.test_scenarios import RecordingWorker
 from tests.ops.on_device import DEVICE
 
 NUM_TOKENS, K = 24, 3
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 GREEDY = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
 
 
@@ -39,13 +42,10 @@ class Drafts:
     def __init__(self, llm) -> None:
         self.of_step: list[list[list[int]]] = []
 
-        class Writing(RecordingWorker):
-            def forward(writer, **kwargs):  # noqa: N805
-                outputs = super().forward(**kwargs)
-                self.of_step.append(outputs["next_draft_tokens"].tolist())
-                return outputs
+        def write_down(_, outputs) -> None:
+            self.of_step.append(outputs["next_draft_tokens"].tolist())
 
-        wrap_worker(llm, lambda worker: Writing(worker, lambda _: None))
+        watch_worker(llm, after=write_down)
 
     @property
     def ids(self) -> set[int]:

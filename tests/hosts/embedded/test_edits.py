@@ -9,11 +9,9 @@ import torch
 
 from mtp_plugin.hosts.embedded import SamplingParams
 from mtp_plugin.infer import decode
-from tests.hosts.embedded.conftest import assert_drained
+from tests.hosts.embedded.conftest import LOOPS, WORKERS, assert_drained
 
 NUM_TOKENS = 24
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 
 
 def options_of(place: int, vocab: int, prompt: list[int]) -> dict:

@@ -85,7 +85,7 @@ def test_thread_ends_when_the_executor_is_dropped(harness) -> None:
     gc.collect()
     gc.disable()
     try:
-        llm = harness.llm()
+        llm = harness.llm(tokenizer=Pieces())
         llm.generate([[1, 2]], greedy(4))
         thread = llm._engine._thread
         parts = [weakref.ref(part) for part in (llm, llm._engine, llm.executor, llm.pools)]

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
 
 from mtp_plugin.hosts.embedded import LLM, LlmRequest, SamplingParams, StepEvent
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.step_output import StepResult
-from tests.hosts.embedded.conftest import assert_drained, assert_idle, wrap_worker
-
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
+from tests.hosts.embedded.conftest import (
+    LOOPS,
+    assert_drained,
+    assert_idle,
+    watch_worker,
+    wrap_worker,
+)
 
 
 def start(llm: LLM, prompts: Sequence[list[int]], count: int = 12) -> list[LlmRequest]:
@@ -38,19 +41,6 @@ def run(llm: LLM) -> list[StepEvent]:
 def tokens_of(events: list[StepEvent], request: LlmRequest) -> list[int]:
     mine = [event for event in events if event.request_id == request.request_id]
     return [token for event in mine for token in event.token_ids]
-
-
-class CallingWorker(torch.nn.Module):
-    """Does something while a step is under way."""
-
-    def __init__(self, worker: torch.nn.Module, act: Callable[[], object]) -> None:
-        super().__init__()
-        self.worker = worker
-        self.act = act
-
-    def forward(self, **kwargs: Any) -> Any:
-        self.act()
-        return self.worker(**kwargs)
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
@@ -124,12 +114,12 @@ def test_a_cancel_within_a_step(harness, target, prompts, no_overlap, step) -> N
     requests = start(llm, prompts[:3])
     victim, left = requests[1], [step]
 
-    def cancel() -> None:
+    def cancel(_: Any) -> None:
         left[0] -= 1
         if left[0] == 0:
             assert llm.executor.cancel(victim.request_id)
 
-    wrap_worker(llm, lambda worker: CallingWorker(worker, cancel))
+    watch_worker(llm, cancel)
     before: list[StepEvent] = []
     while left[0] > 0:
         before += llm.executor.step()
@@ -194,12 +184,12 @@ def test_a_failed_step_returns_no_results(harness, target, prompts) -> None:
     worker = llm.executor.engine.pieces.worker
     requests = start(llm, prompts[:2])
 
-    def fail() -> None:
+    def fail(_: Any) -> None:
         raise RuntimeError("broken kernel")
 
     for _ in range(3):
         llm.executor.step()
-    wrap_worker(llm, lambda _: CallingWorker(worker, fail))
+    watch_worker(llm, fail)
     with pytest.raises(RuntimeError, match="broken kernel"):
         llm.executor.step()
     assert_idle(llm)

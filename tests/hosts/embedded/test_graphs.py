@@ -34,7 +34,9 @@ from mtp_plugin.speculative.drafting.trace_check import DeferredCheck
 from mtp_plugin.speculative.state import SlotStateManager
 from tests.greedy import greedy_decode
 from tests.hosts.embedded.conftest import (
+    LOOPS,
     VOCAB,
+    WORKERS,
     assert_drained,
     assert_idle,
     pads_batches,
@@ -43,8 +45,6 @@ from tests.hosts.embedded.conftest import (
 from tests.hosts.embedded.replays import EagerReplays, WatchedGraphs
 
 K = 3
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 
 
 def greedy(num_tokens: int = 16, **options) -> SamplingParams:

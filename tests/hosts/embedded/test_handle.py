@@ -13,8 +13,8 @@ import pytest
 
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.hosts.embedded import RequestHandle, RequestOutput, StepEvent
-from tests.hosts.embedded.conftest import assert_drained, assert_idle
-from tests.hosts.embedded.test_llm_api import LOOPS, Breaking, fail_in_step, greedy
+from tests.hosts.embedded.conftest import LOOPS, assert_drained, assert_idle
+from tests.hosts.embedded.test_llm_api import Breaking, fail_in_step, greedy
 
 
 async def read(handle: RequestHandle) -> list[int]:
@@ -295,13 +295,6 @@ def test_shutdown_reaches_a_handle(harness, prompts) -> None:
         with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
             asyncio.run(read(handle))
     assert_drained(llm)
-
-
-def test_what_cannot_be_served_is_refused_at_once(harness) -> None:
-    llm = harness.llm()
-    with pytest.raises(RequestError, match="the prompt is empty"):
-        llm.submit([])
-    assert_idle(llm)
 
 
 # --- async with ---

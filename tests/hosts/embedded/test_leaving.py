@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 from mtp_plugin.hosts.embedded import LLM, StepEvent
-from tests.hosts.embedded.conftest import assert_drained, assert_idle, wait_until
-from tests.hosts.embedded.test_llm_api import LOOPS, Pieces, greedy
+from tests.hosts.embedded.conftest import LOOPS, assert_drained, assert_idle, wait_until
+from tests.hosts.embedded.test_llm_api import Pieces, greedy
 
 
 def assert_nothing_left(llm: LLM) -> None:

@@ -5,30 +5,29 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import itertools
 import random
 import threading
-import weakref
 from collections.abc import Iterator
 from contextlib import aclosing
 from typing import Any
 
 import pytest
-import torch
 
-from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.errors import ExecutorError
 from mtp_plugin.hosts.embedded import LLM, RequestOutput, SamplingParams, StepEvent, event_stream
 from mtp_plugin.hosts.embedded.gc_freeze import GCFreeze
 from mtp_plugin.requests.states import FinishReason
 from tests.hosts.embedded.conftest import (
+    LOOPS,
     VOCAB,
+    WORKERS,
     assert_drained,
     assert_idle,
     wait_until,
+    watch_worker,
     wrap_worker,
 )
-
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 
 
 def greedy(count: int = 12, **options: Any) -> SamplingParams:
@@ -52,22 +51,6 @@ class Pieces:
         return b"".join(self.pieces[t] for t in token_ids).decode("utf-8", errors="replace")
 
 
-class Failing(torch.nn.Module):
-    """Raises in the n-th step."""
-
-    def __init__(self, worker: torch.nn.Module, step: int, error: BaseException) -> None:
-        super().__init__()
-        self.worker = worker
-        self.left = step
-        self.error = error
-
-    def forward(self, **kwargs: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise self.error
-        return self.worker(**kwargs)
-
-
 class Breaking(Pieces):
     """Cannot decode one token."""
 
@@ -83,8 +66,14 @@ class Breaking(Pieces):
 
 
 def fail_in_step(llm: LLM, step: int, error: BaseException | None = None) -> None:
-    error = error or RuntimeError("broken kernel")
-    wrap_worker(llm, lambda worker: Failing(worker, step, error))
+    """Raise the error in the n-th step from now."""
+    steps = itertools.count(1)
+
+    def fail(_: Any) -> None:
+        if next(steps) == step:
+            raise error or RuntimeError("broken kernel")
+
+    watch_worker(llm, fail)
 
 
 def by_request(steps: Iterator[list[StepEvent]] | list[list[StepEvent]]) -> dict[int, list[int]]:
@@ -140,21 +129,6 @@ def test_output_of_a_request(harness) -> None:
     assert output.text == Pieces().decode(output.token_ids, skip_special_tokens=True)
 
 
-def test_a_dropped_executor_is_gone_at_once(harness) -> None:
-    """Nothing refers to it in a circle, so that it needs no collector."""
-    gc.collect()
-    gc.disable()
-    try:
-        llm = harness.llm(tokenizer=Pieces())
-        llm.generate([[1, 2]], greedy(4))
-        parts = [weakref.ref(part) for part in (llm, llm.executor, llm.pools)]
-        del llm
-        # the engine thread may be within its last step
-        assert wait_until(lambda: [part() for part in parts] == [None] * 3)
-    finally:
-        gc.enable()
-
-
 class Owner:
     """What can be referred to weakly."""
 
@@ -206,20 +180,6 @@ def test_imports_that_a_command_froze_are_no_hosts() -> None:
 
 def test_no_tokenizer_no_text(harness) -> None:
     assert harness.llm().generate([[1, 2]], greedy(3))[0].text == ""
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_an_end_token_ends_the_text_and_the_work(harness, target, no_overlap) -> None:
-    llm = harness.llm(disable_overlap_scheduler=no_overlap)
-    tokens = target.greedy([3, 4], 20)
-    stop = tokens[7]
-    end = tokens.index(stop)
-    (output,) = llm.generate([[3, 4]], greedy(20, stop_token_ids=[stop]))
-    assert output.token_ids == tokens[: end + 1]
-    assert output.finish_reason == "stop"
-    # under overlap one more step was on its way
-    assert_idle(llm)
-    assert_drained(llm)
 
 
 # --- streams ---
@@ -303,14 +263,6 @@ def test_a_stream_never_read_holds_nothing(harness) -> None:
     assert_idle(llm)
 
 
-def test_leaving_a_loop_closes_the_stream(harness) -> None:
-    llm = harness.llm()
-    for _ in llm.stream([[1], [2]], greedy(40)):
-        break
-    assert_idle(llm)
-    assert_drained(llm)
-
-
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_generate_inside_a_running_stream(harness, target, prompts, no_overlap) -> None:
     """Both get all of their own tokens, though the inner call runs steps of the outer one."""
@@ -345,50 +297,7 @@ def test_closing_one_stream_leaves_the_other(harness, target, prompts) -> None:
     assert_drained(llm)
 
 
-def test_calls_from_several_threads(harness, target, prompts) -> None:
-    llm = harness.llm()
-    found: dict[int, list[int]] = {}
-
-    def work(index: int) -> None:
-        for _ in range(3):
-            (output,) = llm.generate([prompts[index]], greedy(10))
-            found[index] = output.token_ids
-            assert found[index] == target.greedy(prompts[index], 10)
-
-    for prompt in prompts[:4]:
-        target.greedy(prompt, 10)  # the oracle is no part of the race
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert found == {i: target.greedy(prompts[i], 10) for i in range(4)}
-    assert_drained(llm)
-
-
 # --- async ---
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_async_streams_share_batches(harness, target, prompts, no_overlap) -> None:
-    llm = harness.llm(disable_overlap_scheduler=no_overlap)
-    sizes = []
-    schedule = llm.executor.scheduler.schedule
-
-    def watched(in_flight: set[int]) -> Any:
-        batch = schedule(in_flight)
-        sizes.append(batch.batch_size)
-        return batch
-
-    llm.executor.scheduler.schedule = watched  # type: ignore[method-assign]
-
-    async def main() -> list[RequestOutput]:
-        return await asyncio.gather(*(llm.generate_async(p, greedy()) for p in prompts))
-
-    outputs = asyncio.run(main())
-    assert [o.token_ids for o in outputs] == [target.greedy(p, 12) for p in prompts]
-    assert max(sizes) == len(prompts)
-    assert_drained(llm)
 
 
 def test_an_async_output_is_that_of_generate(harness) -> None:
@@ -402,25 +311,6 @@ def test_an_async_output_is_that_of_generate(harness) -> None:
         outputs=[dataclasses.replace(completion, acceptance=again.acceptance)],
     )
     assert again.acceptance.emitted == output.acceptance.emitted == 19
-
-
-def test_a_request_that_comes_later_joins(harness, target, prompts) -> None:
-    llm = harness.llm()
-
-    async def main() -> tuple[list[int], list[int]]:
-        first: list[int] = []
-        second = None
-        async for event in llm.stream_async(prompts[3], greedy(20)):
-            first += event.token_ids
-            if second is None:
-                second = asyncio.create_task(llm.generate_async(prompts[4], greedy(8)))
-        assert second is not None
-        return first, (await second).token_ids
-
-    first, second = asyncio.run(main())
-    assert first == target.greedy(prompts[3], 20)
-    assert second == target.greedy(prompts[4], 8)
-    assert_drained(llm)
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
@@ -438,42 +328,6 @@ def test_leaving_an_async_stream_cancels_and_frees(harness, target, prompts, no_
 
     assert asyncio.run(main()) == target.greedy(prompts[4], 12)
     assert_drained(llm)
-
-
-def test_a_cancelled_task_frees_its_request(harness, prompts) -> None:
-    llm = harness.llm()
-
-    async def main() -> None:
-        started = asyncio.Event()
-
-        async def read() -> None:
-            async for _ in llm.stream_async(prompts[3], greedy(90)):
-                started.set()
-
-        task = asyncio.create_task(read())
-        await started.wait()
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    asyncio.run(main())
-    assert_drained(llm)
-
-
-def test_the_end_of_an_event_loop_frees_what_runs(harness, target, prompts) -> None:
-    """An abandoned stream, and a second loop after the first."""
-    llm = harness.llm()
-
-    async def abandon() -> None:
-        task = asyncio.create_task(llm.generate_async(prompts[3], greedy(90)))
-        stream = llm.stream_async(prompts[4], greedy(90))
-        await anext(stream)
-        assert not task.done()
-
-    asyncio.run(abandon())
-    assert_drained(llm)
-    again = asyncio.run(llm.generate_async([1, 2], greedy()))
-    assert again.token_ids == target.greedy([1, 2], 12)
 
 
 def test_generate_while_async_streams_run(harness, target, prompts) -> None:
@@ -498,17 +352,11 @@ def test_the_event_loop_goes_on_while_steps_run(harness, prompts) -> None:
     llm = harness.llm()
     inside, seen = threading.Event(), threading.Event()
 
-    class Waiting(torch.nn.Module):
-        def __init__(self, worker: torch.nn.Module) -> None:
-            super().__init__()
-            self.worker = worker
+    def wait(_: Any) -> None:
+        inside.set()
+        assert seen.wait(20), "the event loop was blocked during a step"
 
-        def forward(self, **kwargs: Any) -> Any:
-            inside.set()
-            assert seen.wait(20), "the event loop was blocked during a step"
-            return self.worker(**kwargs)
-
-    wrap_worker(llm, Waiting)
+    watch_worker(llm, wait)
 
     async def main() -> None:
         task = asyncio.create_task(llm.generate_async(prompts[3], greedy(3)))
@@ -544,18 +392,6 @@ def test_a_failing_step_ends_everything_and_frees(
     wrap_worker(llm, lambda _: worker)
     outputs = llm.generate(prompts, greedy())
     assert [o.token_ids for o in outputs] == [target.greedy(p, 12) for p in prompts]
-
-
-def test_requests_of_a_failed_step_say_why_they_ended(harness, prompts) -> None:
-    llm = harness.llm()
-    fail_in_step(llm, 2)
-    requests = [llm.make_request(prompt, greedy(30)) for prompt in prompts[:2]]
-    for request in requests:
-        llm.executor.enqueue(request)
-    llm.executor.step()
-    with pytest.raises(RuntimeError, match="broken kernel"):
-        llm.executor.step()
-    assert [r.error for r in requests] == ["a step failed: RuntimeError: broken kernel"] * 2
 
 
 def test_a_failing_step_reaches_a_stream_that_another_call_steps(harness, prompts) -> None:
@@ -667,17 +503,7 @@ def test_an_interrupt_in_a_tokenizer_ends_everything(harness, target, prompts) -
 
 def test_dead_logits_reach_an_async_call(harness) -> None:
     llm = harness.llm()
-
-    class Poisoned(torch.nn.Module):
-        def __init__(self, worker: torch.nn.Module) -> None:
-            super().__init__()
-            self.worker = worker
-
-        def forward(self, **kwargs: Any) -> Any:
-            kwargs["logits"].fill_(float("nan"))
-            return self.worker(**kwargs)
-
-    wrap_worker(llm, Poisoned)
+    watch_worker(llm, lambda step: step["logits"].fill_(float("nan")))
     message = "the target gave a row of logits without any finite value"
     (output,) = llm.generate([[1, 2]], greedy())
     assert (output.finish_reason, output.error) == ("error", message)
@@ -686,36 +512,25 @@ def test_dead_logits_reach_an_async_call(harness) -> None:
     assert_drained(llm)
 
 
-class Paused(torch.nn.Module):
-    """Waits in the n-th step until it may fail."""
-
-    def __init__(self, worker: torch.nn.Module, step: int) -> None:
-        super().__init__()
-        self.worker = worker
-        self.left = step
-        self.reached, self.go_on = threading.Event(), threading.Event()
-
-    def forward(self, **kwargs: Any) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            self.reached.set()
-            assert self.go_on.wait(20)
-            raise RuntimeError("broken kernel")
-        return self.worker(**kwargs)
-
-
 def test_who_comes_while_a_step_fails_is_served(harness, target) -> None:
     """It was not in that step."""
     llm = harness.llm()
-    paused: list[Paused] = []
-    wrap_worker(llm, lambda worker: paused.append(Paused(worker, 3)) or paused[0])
+    reached, go_on, steps = threading.Event(), threading.Event(), itertools.count(1)
+
+    def pause_and_fail(_: Any) -> None:
+        if next(steps) == 3:
+            reached.set()
+            assert go_on.wait(20)
+            raise RuntimeError("broken kernel")
+
+    watch_worker(llm, pause_and_fail)
 
     async def main() -> list[Any]:
         first = asyncio.create_task(llm.generate_async([1, 2, 3], greedy(30)))
-        await asyncio.to_thread(paused[0].reached.wait, 20)
+        await asyncio.to_thread(reached.wait, 20)
         second = asyncio.create_task(llm.generate_async([4, 5], greedy(30)))
         await asyncio.sleep(0.05)
-        paused[0].go_on.set()
+        go_on.set()
         return await asyncio.wait_for(asyncio.gather(first, second, return_exceptions=True), 30)
 
     failed, served = asyncio.run(main())
@@ -757,16 +572,7 @@ def test_a_stream_that_is_collected_within_a_step(harness, target) -> None:
     next(cycle["stream"])
     cycle["self"] = cycle
 
-    class Collecting(torch.nn.Module):
-        def __init__(self, worker: torch.nn.Module) -> None:
-            super().__init__()
-            self.worker = worker
-
-        def forward(self, **kwargs: Any) -> Any:
-            gc.collect()
-            return self.worker(**kwargs)
-
-    wrap_worker(llm, Collecting)
+    watch_worker(llm, lambda _: gc.collect())
     gc.disable()
     try:
         del cycle
@@ -803,12 +609,6 @@ def test_limits_beyond_any_integer_of_the_device(harness, target) -> None:
     assert len(long.token_ids) == 61
     assert 3 not in long.token_ids
     assert short.token_ids == target.greedy([4, 5], 20)
-
-
-def test_text_that_is_no_unicode(harness) -> None:
-    llm = harness.llm(tokenizer=Pieces())
-    with pytest.raises(RequestError, match="request 0: the prompt is no valid Unicode text"):
-        llm.generate(["\ud800"])
 
 
 # --- shutdown ---

@@ -12,15 +12,20 @@ import torch
 from mtp_plugin.hosts.embedded import SamplingParams, prompt_logprobs
 from mtp_plugin.requests.logprobs import ENTRY_WIDTH, Logprob
 from mtp_plugin.speculative.drafting import worker as worker_module
-from tests.hosts.embedded.conftest import VOCAB, assert_drained, assert_idle, pads_batches
+from tests.hosts.embedded.conftest import (
+    LOOPS,
+    VOCAB,
+    WORKERS,
+    assert_drained,
+    assert_idle,
+    pads_batches,
+)
 from tests.hosts.embedded.replays import WatchedGraphs
 from tests.hosts.embedded.test_llm_api import Pieces
 from tests.hosts.embedded.test_sampling import OPTIONS
 
 NUM_TOKENS = 16
 TOLERANCE = 1e-4
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 REQUESTED = (5, None, 0, 20, 1)
 TIGHT = {"max_num_tokens": 36, "kv_cache_config": {"max_tokens": 96}, "kv_fill": float("nan")}
 """Prompts come in chunks, and requests give way to each other."""

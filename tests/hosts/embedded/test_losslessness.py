@@ -6,11 +6,9 @@ import pytest
 
 from mtp_plugin.hosts.embedded import SamplingParams
 from tests.greedy import greedy_decode
-from tests.hosts.embedded.conftest import assert_drained
+from tests.hosts.embedded.conftest import LOOPS, WORKERS, assert_drained
 
 NUM_TOKENS = 24
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 
 
 def generate(llm, prompts, **params):

@@ -12,7 +12,7 @@ import torch
 
 from mtp_plugin.errors import ConfigError, RequestError
 from mtp_plugin.hosts.embedded import LlmRequest, SamplingParams
-from tests.hosts.embedded.conftest import VOCAB, assert_drained, wrap_worker
+from tests.hosts.embedded.conftest import VOCAB, WORKERS, assert_drained, wrap_worker
 from tests.hosts.embedded.oracles import Oracle, ScriptedDrafts
 from tests.ops.acceptance import example
 
@@ -24,7 +24,6 @@ RELAXED = {
     "begin_thinking_phase_token": BEGIN,
     "end_thinking_phase_token": END,
 }
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 NUM_TOKENS = 32
 
 

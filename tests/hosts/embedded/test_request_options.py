@@ -19,8 +19,8 @@ from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.plugin.contract import any_text, no_refusals
-from tests.hosts.embedded.conftest import VOCAB, assert_drained
-from tests.hosts.embedded.test_llm_api import LOOPS, WORKERS, Pieces
+from tests.hosts.embedded.conftest import LOOPS, VOCAB, WORKERS, assert_drained
+from tests.hosts.embedded.test_llm_api import Pieces
 
 COUNT = 16
 

@@ -8,11 +8,9 @@ import pytest
 
 from mtp_plugin.hosts.embedded import SamplingParams
 from mtp_plugin.infer import decode
-from tests.hosts.embedded.conftest import assert_drained
+from tests.hosts.embedded.conftest import LOOPS, WORKERS, assert_drained
 
 NUM_TOKENS = 20
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 GREEDY_DRAFTS = {"draft_sampling": "greedy"}
 OPTIONS = [
     {"temperature": 0.6, "top_p": 0.95, "top_k": 20},

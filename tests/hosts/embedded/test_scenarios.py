@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,17 +17,17 @@ from mtp_plugin.infer import decode
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason
 from tests.greedy import greedy_decode
 from tests.hosts.embedded.conftest import (
+    LOOPS,
     VOCAB,
+    WORKERS,
     assert_drained,
     assert_idle,
     pads_batches,
+    watch_worker,
     wrap_worker,
 )
 from tests.hosts.embedded.oracles import Oracle, ScriptedDrafts
 from tests.hosts.embedded.test_llm_api import Pieces
-
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 
 
 def greedy(**options) -> SamplingParams:
@@ -36,19 +37,6 @@ def greedy(**options) -> SamplingParams:
 def script(llm, sequences, accept) -> None:
     """Put drafts with a known acceptance into the executor."""
     wrap_worker(llm, lambda worker: ScriptedDrafts(worker, sequences, accept))
-
-
-class RecordingWorker(torch.nn.Module):
-    """Keeps what the target step was given."""
-
-    def __init__(self, worker, look) -> None:
-        super().__init__()
-        self.worker = worker
-        self.look = look
-
-    def forward(self, **kwargs):
-        self.look(kwargs)
-        return self.worker(**kwargs)
 
 
 def padded_to(*sizes: int) -> dict:
@@ -61,10 +49,6 @@ def padded_to(*sizes: int) -> dict:
     }
 
 
-def record(llm, look) -> None:
-    wrap_worker(llm, lambda worker: RecordingWorker(worker, look))
-
-
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("what", ["worker", "sampler"])
 def test_step_without_tokens_ends_its_requests(harness, prompts, no_overlap, what):
@@ -72,14 +56,10 @@ def test_step_without_tokens_ends_its_requests(harness, prompts, no_overlap, wha
     llm = harness.llm(disable_overlap_scheduler=no_overlap)
     if what == "worker":
 
-        class SilentWorker(RecordingWorker):
-            def forward(self, **kwargs):
-                outputs = self.worker(**kwargs)
-                contexts = kwargs["attn_metadata"].num_contexts
-                outputs["new_tokens_lens"][contexts:] = 0
-                return outputs
+        def silence(step, outputs):
+            outputs["new_tokens_lens"][step["attn_metadata"].num_contexts :] = 0
 
-        wrap_worker(llm, lambda worker: SilentWorker(worker, None))
+        watch_worker(llm, after=silence)
         expected = "the worker returned no token"
     else:
         llm.executor.sampler.update_requests = lambda _: []
@@ -139,7 +119,7 @@ def test_r06_padding_rows_never_reach_requests(harness, target, prompts, vanilla
         cuda_graph_config=padded_to(1, 2, 4, 8),
     )
     padded = []
-    record(
+    watch_worker(
         llm,
         lambda step: padded.append(
             list(step["spec_metadata"].request_ids).count(CUDA_GRAPH_DUMMY_REQUEST_ID)
@@ -267,7 +247,7 @@ def test_r13_a_skipped_request_goes_on_with_fresh_inputs(harness, target, prompt
 
     scheduler.schedule = skip_some
     lowest = []
-    record(llm, lambda step: lowest.append(int(step["input_ids"].min())))
+    watch_worker(llm, lambda step: lowest.append(int(step["input_ids"].min())))
     outputs = llm.generate(prompts, greedy())
     assert [o.token_ids for o in outputs] == [target.greedy(p, 16) for p in prompts]
     assert min(lowest) >= 0
@@ -312,7 +292,7 @@ def test_r16_the_token_budget_is_never_exceeded(harness, target, prompts, vanill
         history = sum(min(k, c) for c in cached[: attention.num_contexts]) if vanilla else 0
         totals.append(int(step["input_ids"].numel()) + history)
 
-    record(llm, look)
+    watch_worker(llm, look)
     outputs = llm.generate(prompts, greedy())
     assert [o.token_ids for o in outputs] == [target.greedy(p, 16) for p in prompts]
     assert max(totals) <= 32
@@ -594,26 +574,6 @@ def test_r34_the_phase_survives_chunks(harness, prompts):
             assert_drained(llm)
 
 
-class SayingWorker(torch.nn.Module):
-    """The target chooses ``token`` in every row, where one is set; keeps the phases of prompts."""
-
-    def __init__(self, worker, manager) -> None:
-        super().__init__()
-        self.worker = worker
-        self.manager = manager
-        self.token = None
-        self.phases = []
-
-    def forward(self, **kwargs):
-        if kwargs["attn_metadata"].num_contexts:
-            slot = int(kwargs["spec_metadata"].slot_ids[0])
-            self.phases.append(bool(self.manager.table.column("thinking")[slot]))
-        if self.token is not None:
-            kwargs["logits"] = torch.zeros_like(kwargs["logits"])
-            kwargs["logits"][:, self.token] = 1.0
-        return self.worker(**kwargs)
-
-
 @pytest.mark.thinned("chunk")
 @pytest.mark.parametrize("chunk", [1, 4, 100])
 @pytest.mark.parametrize(
@@ -626,8 +586,18 @@ def test_r34_the_phase_survives_a_preemption(harness, prompts, began, said, thin
     plain_tokens = [t for t in prompts[6] if t not in (5, 6)]
     llm = harness.llm(chunk_policy=lambda _, limit: min(limit, chunk), **THINKING)
     manager = llm.pieces.manager
-    worker = SayingWorker(llm.executor.engine.pieces.worker, manager)
-    wrap_worker(llm, lambda _: worker)
+    worker = SimpleNamespace(token=None, phases=[])
+
+    def say(step):
+        """Keep the phases of prompts, and let the target choose one token in every row."""
+        if step["attn_metadata"].num_contexts:
+            slot = int(step["spec_metadata"].slot_ids[0])
+            worker.phases.append(bool(manager.table.column("thinking")[slot]))
+        if worker.token is not None:
+            step["logits"] = torch.zeros_like(step["logits"])
+            step["logits"][:, worker.token] = 1.0
+
+    watch_worker(llm, say)
     prompt = [5, *plain_tokens] if began else plain_tokens
     request = llm.make_request(prompt, greedy(max_new_tokens=12))
     llm.executor.enqueue(request)
@@ -698,7 +668,7 @@ def test_r41_near_the_context_limit(harness, target, prompts, no_overlap, vanill
             kv_fill=float("nan"),
         )
         highest = []
-        record(llm, lambda step, seen=highest: seen.append(int(step["position_ids"].max())))
+        watch_worker(llm, lambda step, seen=highest: seen.append(int(step["position_ids"].max())))
         outputs = llm.generate([long, prompts[3], prompts[4]], greedy())
         assert outputs[0].token_ids == target.greedy(long, room)
         assert outputs[0].finish_reason == "length"
@@ -752,7 +722,7 @@ def test_dead_logits_end_one_request_alone(harness, target, prompts):
         if steps == 3:
             step["logits"][4:8] = float("nan")
 
-    record(llm, poison)
+    watch_worker(llm, poison)
     outputs = llm.generate(prompts[3:6], greedy())
     assert outputs[1].finish_reason == "error"
     assert outputs[1].token_ids == target.greedy(prompts[4], 16)[: len(outputs[1].token_ids)]

@@ -13,8 +13,8 @@ from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.hosts.embedded.event_stream import EventStream
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.sampler import MTPSampler
-from tests.hosts.embedded.conftest import assert_drained
-from tests.hosts.embedded.test_llm_api import LOOPS, WORKERS, Pieces
+from tests.hosts.embedded.conftest import LOOPS, WORKERS, assert_drained
+from tests.hosts.embedded.test_llm_api import Pieces
 
 COUNT = 24
 

@@ -8,12 +8,15 @@ import pytest
 
 from mtp_plugin.hosts.embedded import SamplingParams
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from tests.hosts.embedded.conftest import VOCAB, assert_drained, wrap_worker
-from tests.hosts.embedded.test_scenarios import RecordingWorker
+from tests.hosts.embedded.conftest import (
+    LOOPS,
+    VOCAB,
+    WORKERS,
+    assert_drained,
+    watch_worker,
+)
 
 RATES = (0.8, 0.6, 0.4)
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 
 
 def synthetic(harness, rates=RATES, seed: int = 3, **options):
@@ -119,13 +122,10 @@ def test_absent_drafts_are_not_forced(harness, prompts):
 
     counts = []
 
-    class Counting(RecordingWorker):
-        def forward(self, **kwargs):
-            result = super().forward(**kwargs)
-            counts.append(result["new_tokens_lens"].tolist())
-            return result
+    def count(_, outputs):
+        counts.append(outputs["new_tokens_lens"].tolist())
 
-    wrap_worker(llm, lambda worker: Counting(worker, look))
+    watch_worker(llm, look, count)
     for output, requested in zip(llm.generate(prompts, params), params, strict=True):
         assert len(output.token_ids) == requested.max_new_tokens
         if not requested.speculate:

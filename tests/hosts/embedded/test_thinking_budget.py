@@ -8,12 +8,10 @@ from mtp_plugin.errors import ConfigError, RequestError
 from mtp_plugin.hosts.embedded import SamplingParams
 from mtp_plugin.infer import decode
 from mtp_plugin.infer.thinking import Thinking
-from tests.hosts.embedded.conftest import assert_drained
+from tests.hosts.embedded.conftest import LOOPS, WORKERS, assert_drained
 
 NUM_TOKENS = 20
 BEGIN, END = 5, 6
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
-LOOPS = [pytest.param(True, id="no_overlap"), pytest.param(False, id="overlap")]
 TAGS = {"begin_thinking_phase_token": BEGIN, "end_thinking_phase_token": END}
 TWO = (9, END)
 """An end of two ids."""

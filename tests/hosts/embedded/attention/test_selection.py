@@ -22,7 +22,7 @@ from mtp_plugin.hosts.embedded.attention import (
 )
 from mtp_plugin.hosts.embedded.models import load_model
 from tests.greedy import greedy_decode
-from tests.hosts.embedded.conftest import Harness, assert_drained
+from tests.hosts.embedded.conftest import WORKERS, Harness, assert_drained
 
 HEADS = HeadShape(8, 2, 64, 64)
 LATENT = HeadShape(8, 1, 512, 64, latent=True)
@@ -134,7 +134,6 @@ def test_a_config_of_latent_attention_cannot_ask_for_triton(mla_harness: Harness
         assert llm.attn_backend.name == "sdpa"
 
 
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 NUM_TOKENS = 12
 
 

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mtp_plugin.hosts.embedded import SamplingParams
-from tests.hosts.embedded.conftest import assert_drained
+from tests.hosts.embedded.conftest import WORKERS, assert_drained
 
-WORKERS = [pytest.param(False, id="eagle"), pytest.param(True, id="vanilla")]
 GREEDY = SamplingParams(max_new_tokens=12, ignore_eos=True)
 
 
