@@ -162,6 +162,16 @@ def test_ties_keep_the_lowest_ids(kept: int, backend: Backend) -> None:
             assert set(tokens.tolist()) <= set(among)
 
 
+@pytest.mark.usefixtures("shares")
+@pytest.mark.parametrize("backend", Backend)
+def test_tokens_that_reach_top_p_exactly_are_the_last(backend: Backend) -> None:
+    """2**14 equal values: the first quarter has exactly the mass 0.25, and no token follows it."""
+    batch = batch_of(torch.zeros(1, 2**14), Options(1.0, top_p=0.25, seed=1))
+    truncation = torch.zeros(1, TRUNCATION_SIZE, device=DEVICE)
+    assert int(batch.tokens(backend, truncation=truncation)) < 2**12
+    assert truncation[0].tolist() == [0.0, 0.0, 2**12 - 1, 2**12]
+
+
 EVERY = [
     Options(0.0),
     Options(1.0, seed=3),
