@@ -52,13 +52,13 @@ def check_example(case: Case, kind: str, backends: Iterable[Backend] = Backend) 
     assert same_bits(case.drafts, before[1])
 
 
+EVERY_KIND = st.sampled_from(KINDS)
 RAGGED = st.none() | st.integers(0, 2**16)
 INTEGERS = st.sampled_from([torch.int32, torch.int64, torch.int16])
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=35)
-@given(case=cases, seed=RAGGED, dtype=INTEGERS)
+@settings(max_examples=70)
+@given(kind=EVERY_KIND, case=cases, seed=RAGGED, dtype=INTEGERS)
 def test_example_torch_and_triton_agree(
     kind: str, case: Case, seed: int | None, dtype: torch.dtype
 ) -> None:
@@ -68,20 +68,18 @@ def test_example_torch_and_triton_agree(
     assert_implementations_agree(case, kind)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=80)
-@given(case=small_cases, seed=RAGGED)
+@settings(max_examples=200)
+@given(kind=EVERY_KIND, case=small_cases, seed=RAGGED)
 def test_torch_matches_the_example_for_small_vocabularies(
     kind: str, case: Case, seed: int | None
 ) -> None:
     check_example(case if seed is None else ragged(case, seed), kind, [Backend.TORCH])
 
 
-@settings(max_examples=12)
-@given(case=small_cases)
-def test_triton_matches_the_example_for_small_vocabularies(case: Case) -> None:
-    for kind in ("relaxed", "mixed", "chosen"):
-        check_example(case, kind, [Backend.TRITON])
+@settings(max_examples=30)
+@given(kind=st.sampled_from(["relaxed", "mixed", "chosen"]), case=small_cases)
+def test_triton_matches_the_example_for_small_vocabularies(kind: str, case: Case) -> None:
+    check_example(case, kind, [Backend.TRITON])
 
 
 @pytest.mark.parametrize("kind", ["relaxed", "mixed", "chosen"])
@@ -250,7 +248,7 @@ def test_r46_counts_stay_within_the_run(batch: int, k: int, vocab: int) -> None:
         fine = replace(case, logits=case.logits.masked_fill(dead_rows(case.logits), 0.25))
         fine = chosen_rows(fine, seed)
         for one in (case, fine):
-            for kind in KINDS:
+            for kind in KINDS[seed::2]:
                 assert_implementations_agree(one, kind)
                 given_back = one.accept(kind, Backend.TRITON).accepted
                 counts, tokens = given_back.num_accepted, given_back.tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -187,6 +188,12 @@ class Batch:
 
 
 ROUNDED = ("temperature", "top_p", "min_p")
+
+
+def batch_of_rows(rows: torch.Tensor, options: Sequence[Options]) -> Batch:
+    """A row per request."""
+    requests = LogitRows(len(options), 1, vector(range(len(options))))
+    return Batch(rows.to(DEVICE), requests, slots_of([*options], random.Random(1)), [*options])
 
 
 def _apart(values: list[int], dtype: torch.dtype, gap: int) -> torch.Tensor:

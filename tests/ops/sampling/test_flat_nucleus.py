@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.logit_rows import LogitRows
-from mtp_plugin.ops.sampling import sample_triton as launch
 from mtp_plugin.ops.sampling import truncation_triton
 from tests.ops.logits_processing.example import LogitsOptions
 from tests.ops.logits_processing.pools import pools_of
-from tests.ops.on_device import DEVICE, vector
-from tests.ops.sampling.cases import Batch, slots_of
+from tests.ops.on_device import DEVICE
+from tests.ops.sampling.cases import Batch, batch_of_rows
 from tests.ops.sampling.example import Options
 from tests.ops.sampling.margins import Comparison
 from tests.ops.sampling.processed_rows import columns_of, write
@@ -25,13 +23,6 @@ from tests.ops.top_k.rows import DTYPES, strided
 VOCAB = 20_011
 NAN, INF = float("nan"), float("inf")
 TOP_PS = (0.999999, 0.95, 0.8, 0.5, 0.3, 0.25)
-
-
-@pytest.fixture(params=[1, 4], ids=["alone", "shared"])
-def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Number of programs that finish a row."""
-    monkeypatch.setattr(launch, "SHARES", request.param)
-    return request.param
 
 
 @pytest.fixture
@@ -50,12 +41,6 @@ def tried(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return columns
 
 
-def batch_of(rows: torch.Tensor, options: list[Options]) -> Batch:
-    """A row per request."""
-    requests = LogitRows(len(options), 1, vector(range(len(options))))
-    return Batch(rows.to(DEVICE), requests, slots_of(options, random.Random(1)), options)
-
-
 def normal(number: int, vocab: int = VOCAB) -> torch.Tensor:
     noise = torch.Generator().manual_seed(number)
     return torch.randn(number, vocab, generator=noise)
@@ -72,7 +57,7 @@ def check(batch: Batch) -> None:
 @pytest.mark.parametrize(("dtype", "temperature"), [*zip(DTYPES, (0.7, 1.0, 3.0), strict=True)])
 def test_every_share_of_mass(temperature: float, dtype: torch.dtype, tried: list[int]) -> None:
     requests = [Options(temperature, top_p=p, seed=seed) for p in TOP_PS for seed in range(2)]
-    check(batch_of(normal(len(requests)).to(dtype), requests))
+    check(batch_of_rows(normal(len(requests)).to(dtype), requests))
     assert len(tried) >= len(requests)
 
 
@@ -80,7 +65,7 @@ def test_every_share_of_mass(temperature: float, dtype: torch.dtype, tried: list
 @pytest.mark.parametrize("min_p", [0.02, 0.3])
 def test_min_p_leaves_out_what_would_be_tried(min_p: float, tried: list[int]) -> None:
     requests = [Options(1.5, top_p=p, min_p=min_p, seed=seed) for p in TOP_PS for seed in range(2)]
-    batch = batch_of(normal(len(requests)), requests)
+    batch = batch_of_rows(normal(len(requests)), requests)
     check(batch)
     top = batch.logits.amax(dim=1)
     assert tried
@@ -95,7 +80,7 @@ def test_next_id_ahead_follows_a_removed_one(tried: list[int]) -> None:
     row, wins = normal(1), 0
     for seed in range(12):
         tried.clear()
-        batch = batch_of(row, [Options(1.0, top_p=0.3, seed=seed)])
+        batch = batch_of_rows(row, [Options(1.0, top_p=0.3, seed=seed)])
         token = int(batch.tokens(Backend.TRITON))
         assert token == int(batch.tokens(Backend.TORCH))
         values = row[0, tried].tolist()
@@ -109,7 +94,7 @@ def test_next_id_ahead_follows_a_removed_one(tried: list[int]) -> None:
 def test_few_are_tried(top_p: float, most: float, tried: list[int]) -> None:
     """About 1 - ln(top_p) each."""
     requests = [Options(1.0, top_p=top_p, seed=seed) for seed in range(24)]
-    check(batch_of(normal(1).expand(24, -1), requests))
+    check(batch_of_rows(normal(1).expand(24, -1), requests))
     assert len(tried) <= most * 24
 
 
@@ -126,7 +111,7 @@ def test_row_is_read_until_the_result_is_certain(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(truncation_triton, "_sum_weights", count)
     vocab = 4096 * 2 * 10
     requests = [Options(2.0, top_p=0.95, seed=seed) for seed in range(4)]
-    batch = batch_of(normal(1, vocab).expand(4, -1), requests)
+    batch = batch_of_rows(normal(1, vocab).expand(4, -1), requests)
     check(batch)
     # ten each, if all were read
     assert len(seen) < 25
@@ -137,7 +122,7 @@ def test_ties_keep_the_lowest_columns(kept: int, is_tried: bool, tried: list[int
     """Equal ids are ordered by column; if few are kept, none is tried."""
     row = torch.full((1, VOCAB), -2.5)
     requests = [Options(1.0, top_p=(kept - 0.5) / VOCAB, seed=seed) for seed in range(6)]
-    batch = batch_of(row.expand(6, -1), requests)
+    batch = batch_of_rows(row.expand(6, -1), requests)
     tokens = batch.tokens(Backend.TRITON)
     assert torch.equal(tokens, batch.tokens(Backend.TORCH))
     assert int(tokens.max()) < kept
@@ -161,7 +146,7 @@ def test_rows_of_every_form(kind: str, tried: list[int]) -> None:
     if kind == "depths of nothing":  # of many differences one depth
         rows = -1e-20 * (torch.arange(VOCAB) % 2).float().expand(len(requests), -1)
         requests = [one._replace(temperature=1e30) for one in requests]
-    batch = batch_of(rows, requests)
+    batch = batch_of_rows(rows, requests)
     if kind == "ids":
         ids = torch.arange(VOCAB, dtype=torch.int32, device=DEVICE) * 3 + 1
         batch = batch.replaced(vocab_ids=ids)
@@ -191,4 +176,4 @@ def test_flat_nucleus_is_not_listed(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError(given)
 
     monkeypatch.setattr(truncation_triton, "list_values", listed)
-    check(batch_of(normal(1), [Options(1.0, top_p=0.95, seed=1)]))
+    check(batch_of_rows(normal(1), [Options(1.0, top_p=0.95, seed=1)]))

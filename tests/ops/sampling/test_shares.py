@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.row_sums import ChunkLayout
 from mtp_plugin.ops.sampling import TRUNCATION_SIZE, sample_tokens
 from mtp_plugin.ops.sampling import sample_triton as launch
@@ -18,8 +17,8 @@ from mtp_plugin.ops.sampling import truncation_search_triton as search_kernel
 from tests.op_arguments import poisoned_memory
 from tests.ops.logits_processing.example import LogitsOptions
 from tests.ops.logits_processing.pools import pools_of
-from tests.ops.on_device import DEVICE, vector
-from tests.ops.sampling.cases import Batch, slots_of
+from tests.ops.on_device import DEVICE
+from tests.ops.sampling.cases import Batch, batch_of_rows
 from tests.ops.sampling.example import Options
 from tests.ops.sampling.processed_rows import columns_of, write
 from tests.ops.top_k.rows import DTYPES, strided
@@ -75,12 +74,6 @@ def row_of(kind: str, shares: int) -> torch.Tensor:
     return values
 
 
-def batch_of(rows: torch.Tensor, options: list[Options]) -> Batch:
-    """A row per request."""
-    requests = LogitRows(len(options), 1, vector(range(len(options))))
-    return Batch(rows.to(DEVICE), requests, slots_of(options, random.Random(1)), options)
-
-
 def sample(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens and truncation of a launch over poisoned memory."""
     truncation = torch.full((batch.rows.num_rows, TRUNCATION_SIZE), NAN, device=DEVICE)
@@ -123,7 +116,7 @@ def test_shared_rows_sample_the_same_tokens(
         Options(1.0, top_p=0.95, seed=1),
         Options(2.0, top_p=0.4, min_p=0.3, seed=2),
     ]
-    check(batch_of(row_of(kind, shares).expand(len(requests), -1), requests), monkeypatch)
+    check(batch_of_rows(row_of(kind, shares).expand(len(requests), -1), requests), monkeypatch)
 
 
 def test_all_kinds_of_rows_together_with_shared_ones(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -142,7 +135,7 @@ def test_all_kinds_of_rows_together_with_shared_ones(monkeypatch: pytest.MonkeyP
     infinite = torch.stack([rows[0], torch.full((VOCAB,), -INF), rows[0], rows[0]])
     infinite[0, 77] = INF
     wanted = [Options(1.0, top_p=0.95), Options(1.0, top_p=0.95), *requests[2:4]]
-    check(batch_of(torch.cat([rows, infinite]), [*requests, *wanted]), monkeypatch)
+    check(batch_of_rows(torch.cat([rows, infinite]), [*requests, *wanted]), monkeypatch)
 
 
 @pytest.mark.thinned("dtype")
@@ -155,7 +148,7 @@ def test_shared_rows_of_every_form(
     rows = torch.stack([row_of("normal", 4), row_of("tails", 4)]).to(dtype)
     if shape == "strided":
         rows = strided(rows, 5)
-    batch = batch_of(rows, requests)
+    batch = batch_of_rows(rows, requests)
     if shape == "ids":
         ids = torch.arange(VOCAB, dtype=torch.int32, device=DEVICE) * 3 + 1
         batch = batch.replaced(vocab_ids=ids)
@@ -180,7 +173,7 @@ def test_default_number_of_shares() -> None:
     noise = torch.Generator().manual_seed(5)
     rows = torch.randn(2, 4096 * 32 + 5, generator=noise)
     assert launch._shares(2, 33 * 32) == launch.SHARES
-    batch = batch_of(rows, [Options(1.0, top_p=0.95, seed=1), Options(1.0, top_p=0.8, seed=2)])
+    batch = batch_of_rows(rows, [Options(1.0, top_p=0.95, seed=1), Options(1.0, top_p=0.8, seed=2)])
     assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
     # and again, where the first launch left its counts
     assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
@@ -214,7 +207,7 @@ def test_last_program_continues_after_a_wrong_guess(
 
     monkeypatch.setattr(search_kernel, "guess_bounds", guess)
     options = Options(1.0, top_p=0.9, min_p=1e-4, seed=9)
-    batch = batch_of(row_of("normal", shares)[None], [options])
+    batch = batch_of_rows(row_of("normal", shares)[None], [options])
     tokens, _ = sample(batch)
     assert len(guesses) == shares + (3 if wrong.startswith("always") else 1)
     assert torch.equal(tokens, batch.tokens(Backend.TORCH))
@@ -230,7 +223,7 @@ def test_any_program_may_be_the_last(vocab: int, monkeypatch: pytest.MonkeyPatch
         requests = [
             Options(0.8, top_p=0.9 + 0.09 * (row % 7) / 7, seed=row) for row in range(number)
         ]
-        batch = batch_of(rows, requests)
+        batch = batch_of_rows(rows, requests)
         assert launch._shares(number, vocab // 128) == launch.SHARES
         tokens, truncation = sample(batch)
         tokens_alone = batch.tokens(Backend.TRITON)

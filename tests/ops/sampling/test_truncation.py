@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -10,24 +9,16 @@ import torch
 import triton.language as tl
 
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.sampling import TRUNCATION_SIZE
-from mtp_plugin.ops.sampling import sample_triton as launch
 from mtp_plugin.ops.sampling import truncation_search_triton as search_kernel
-from tests.ops.on_device import DEVICE, vector
-from tests.ops.sampling.cases import Batch, slots_of
+from tests.ops.on_device import DEVICE
+from tests.ops.sampling.cases import Batch, batch_of_rows
 from tests.ops.sampling.example import Options
 from tests.ops.top_k.rows import DTYPES
 
 VOCAB = 20_011
 MANY = 2 if DEVICE.type == "cpu" else 64
 INF, NAN = float("inf"), float("nan")
-
-
-def batch_of(rows: torch.Tensor, *options: Options) -> Batch:
-    """A row per request."""
-    requests = LogitRows(len(options), 1, vector(range(len(options))))
-    return Batch(rows.to(DEVICE), requests, slots_of(list(options), random.Random(1)), [*options])
 
 
 def normal(number: int, spread: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -39,13 +30,6 @@ def sample(batch: Batch) -> list[torch.Tensor]:
     """Tokens without and with the truncation as output."""
     truncation = torch.zeros(batch.rows.num_rows, TRUNCATION_SIZE, device=DEVICE)
     return [batch.tokens(Backend.TRITON, truncation=given) for given in (None, truncation)]
-
-
-@pytest.fixture(params=[1, 4], ids=["alone", "shared"])
-def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Number of programs that finish a row."""
-    monkeypatch.setattr(launch, "SHARES", request.param)
-    return request.param
 
 
 @pytest.mark.thinned(cases=24)
@@ -81,7 +65,7 @@ def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> i
 def test_tokens_equal_reference_on_every_path(options: Options, spread: float) -> None:
     dtype = DTYPES[options.top_k % 3]
     requests = [options._replace(seed=seed) for seed in range(MANY)]
-    batch = batch_of(normal(len(requests), spread, dtype), *requests)
+    batch = batch_of_rows(normal(len(requests), spread, dtype), requests)
     expected = batch.tokens(Backend.TORCH)
     for tokens in sample(batch):
         differs = tokens != expected
@@ -109,7 +93,7 @@ def test_wrong_depth_guess_gives_the_same_tokens(
     monkeypatch.setattr(search_kernel, "guess_bounds", guess)
     for options in (Options(1.0, top_k=1000, top_p=0.9, seed=1), Options(0.9, top_k=600, seed=2)):
         keys.clear()
-        batch = batch_of(normal(1, 2), options)
+        batch = batch_of_rows(normal(1, 2), [options])
         tokens = batch.tokens(Backend.TRITON)
         assert len(keys) >= 1
         assert torch.equal(tokens, batch.tokens(Backend.TORCH))
@@ -128,7 +112,7 @@ def test_complete_list_takes_no_pass(
         return between(*given)
 
     monkeypatch.setattr(search_kernel, "list_between", count)
-    batch = batch_of(normal(1, 2), Options(1.0, top_k=top_k, top_p=0.95, seed=3))
+    batch = batch_of_rows(normal(1, 2), [Options(1.0, top_k=top_k, top_p=0.95, seed=3)])
     tokens = batch.tokens(Backend.TRITON)
     assert len(seen) == passes
     assert torch.equal(tokens, batch.tokens(Backend.TORCH))
@@ -154,7 +138,7 @@ def test_ties_keep_the_lowest_ids(kept: int, backend: Backend) -> None:
     ]
     for row, options, among in requests:
         many = [options._replace(seed=seed) for seed in range(MANY)]
-        batch = batch_of(row.expand(MANY, -1), *many)
+        batch = batch_of_rows(row.expand(MANY, -1), many)
         truncation = torch.zeros(MANY, TRUNCATION_SIZE, device=DEVICE)
         for given in (None, truncation):
             tokens = batch.tokens(backend, truncation=given)
@@ -166,7 +150,7 @@ def test_ties_keep_the_lowest_ids(kept: int, backend: Backend) -> None:
 @pytest.mark.parametrize("backend", Backend)
 def test_tokens_that_reach_top_p_exactly_are_the_last(backend: Backend) -> None:
     """2**14 equal values: the first quarter has exactly the mass 0.25, and no token follows it."""
-    batch = batch_of(torch.zeros(1, 2**14), Options(1.0, top_p=0.25, seed=1))
+    batch = batch_of_rows(torch.zeros(1, 2**14), [Options(1.0, top_p=0.25, seed=1)])
     truncation = torch.zeros(1, TRUNCATION_SIZE, device=DEVICE)
     assert int(batch.tokens(backend, truncation=truncation)) < 2**12
     assert truncation[0].tolist() == [0.0, 0.0, 2**12 - 1, 2**12]
@@ -209,7 +193,7 @@ def test_rows_without_values_and_with_infinities(
         (all_high, 0),
     ]
     for row, token in expected:
-        batch = batch_of(row.to(dtype).expand(len(EVERY), -1), *EVERY)
+        batch = batch_of_rows(row.to(dtype).expand(len(EVERY), -1), EVERY)
         assert batch.tokens(backend).tolist() == [token] * len(EVERY)
 
 
@@ -223,7 +207,7 @@ def test_most_likely_token_is_always_kept(backend: Backend) -> None:
         Options(1.0, top_k=1),
         Options(1e-4, top_k=2, top_p=0.5),
     ]
-    batch = batch_of(row.expand(len(requests), -1), *requests)
+    batch = batch_of_rows(row.expand(len(requests), -1), requests)
     assert batch.tokens(backend).tolist() == [40] * len(requests)
 
 
@@ -233,7 +217,7 @@ def test_low_temperature_returns_argmax(backend: Backend) -> None:
     rows = normal(6, 3)[:, :5000] * torch.tensor([[1.0], [100.0], [1e6], [1e20], [1e30], [1e37]])
     for temperature in (1e-4, 1e-3):
         requests = [Options(temperature, top_p=top_p, seed=2) for top_p in (1.0, 0.9) * 3]
-        batch = batch_of(rows, *requests)
+        batch = batch_of_rows(rows, requests)
         assert torch.equal(batch.tokens(backend).long(), rows.to(DEVICE).argmax(dim=1))
 
 
@@ -242,7 +226,7 @@ def test_many_chunks_within_the_depth(vocab: int) -> None:
     """As many as their counts have room for in a word, and more."""
     rows = torch.linspace(3, 4, vocab).expand(2, -1)
     requests = [Options(1.0, top_k=1000, seed=1), Options(0.01, top_k=60, seed=2)]
-    batch = batch_of(rows, *requests)
+    batch = batch_of_rows(rows, requests)
     assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
 
 
@@ -278,7 +262,7 @@ def odd_row(kind: str) -> torch.Tensor:
     ids=str,
 )
 def test_more_candidates_than_the_list_holds(kind: str, options: Options) -> None:
-    batch = batch_of(odd_row(kind)[None], options)
+    batch = batch_of_rows(odd_row(kind)[None], [options])
     expected = batch.tokens(Backend.TORCH)
     for tokens in sample(batch):
         assert not bool(((tokens != expected) & ~batch.undecided()).any())
@@ -296,7 +280,7 @@ def test_more_candidates_than_the_list_holds(kind: str, options: Options) -> Non
 )
 def test_depths_that_round_to_zero_are_equal(options: Options, step: float) -> None:
     """Many differences round to one depth, or to 0: the lowest ids are kept."""
-    batch = batch_of(-step * (torch.arange(VOCAB) % 2)[None].float(), options)
+    batch = batch_of_rows(-step * (torch.arange(VOCAB) % 2)[None].float(), [options])
     truncation = [torch.zeros(1, TRUNCATION_SIZE, device=DEVICE) for _ in Backend]
     tokens = [
         batch.tokens(backend, truncation=of)
@@ -316,7 +300,7 @@ def test_depths_that_round_to_zero_are_equal(options: Options, step: float) -> N
     ids=str,
 )
 def test_kept_mass_excludes_tokens_below_min_p(options: Options) -> None:
-    batch = batch_of(normal(1, 2), options)
+    batch = batch_of_rows(normal(1, 2), [options])
     truncation = [torch.zeros(1, TRUNCATION_SIZE, device=DEVICE) for _ in Backend]
     tokens = [
         batch.tokens(backend, truncation=of)
@@ -339,7 +323,7 @@ def test_flat_row_takes_one_pass(monkeypatch: pytest.MonkeyPatch, shares: int) -
 
         monkeypatch.setattr(search_kernel, name, counted)
     options = Options(1.0, top_p=0.95, seed=1)
-    batch = batch_of(normal(1, 2), options)
+    batch = batch_of_rows(normal(1, 2), [options])
     expected = [torch.zeros(1, TRUNCATION_SIZE, device=DEVICE) for _ in Backend]
     tokens = [
         batch.tokens(backend, truncation=truncation)

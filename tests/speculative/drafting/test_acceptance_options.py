@@ -120,7 +120,6 @@ def test_public_acceptance_needs_positions_or_kv_lens_to_edit_logits() -> None:
 # --- relaxed acceptance ---
 
 BEGIN, END = 40, 41
-MANAGER = partial(MTPHiddenStatesManager, dtype=torch.float32, hidden_size=H, max_num_requests=2)
 CONFIG = SimpleNamespace(
     max_draft_len=2,
     use_relaxed_acceptance_for_thinking=True,
@@ -256,11 +255,6 @@ def thinking_tokens(holder: Any) -> tuple[int, int]:
     return modes[0].thinking_tokens
 
 
-def test_thinking_tokens_given_to_the_worker_win() -> None:
-    worker = MTPEagleWorker(CONFIG, thinking_tokens=(7, 8), device="cpu")
-    assert thinking_tokens(worker.verifier) == (7, 8)
-
-
 @KERNELS
 @pytest.mark.parametrize("relaxed_delta", [0.5, 0.0])
 def test_a_host_that_writes_the_delta_is_obeyed(kernels: str, relaxed_delta: float) -> None:
@@ -309,21 +303,6 @@ def test_relaxed_acceptance_that_would_relax_nothing(
     config = SimpleNamespace(**given)
     with pytest.raises(ConfigError, match=f"there is no {' and no '.join(names)}, so nothing"):
         piece(config)
-
-
-@pytest.mark.parametrize("given", [(-1, -1), (-1, 5), (5, 5)])
-@pytest.mark.parametrize(
-    "piece",
-    [
-        MTPEagleWorker,
-        MANAGER,
-    ],
-)
-def test_given_thinking_ids_that_cannot_be(
-    piece: Callable[..., Any], given: tuple[int, int]
-) -> None:
-    with pytest.raises(ConfigError, match=r"there is no |begin and end must differ"):
-        piece(CONFIG, device="cpu", thinking_tokens=given)
 
 
 def test_given_thinking_ids_win_in_both_pieces() -> None:

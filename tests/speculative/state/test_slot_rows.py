@@ -382,15 +382,6 @@ def test_lengths_and_numbers_of_a_host() -> None:
 # --- relaxed acceptance ---
 
 
-def test_the_columns_of_relaxed_acceptance() -> None:
-    assert set(shown(make(RELAXED), 0)) - set(shown(strict(), 0)) == {
-        "mtp_relaxed_delta_pool",
-        "thinking",
-        "relaxed_topk",
-        "relaxed_limit",
-    }
-
-
 @pytest.mark.parametrize(
     ("tokens", "thinks"),
     [
@@ -410,20 +401,6 @@ def test_the_phase_is_that_of_the_whole_prompt(tokens: list[int], thinks: bool) 
     assert row["mtp_relaxed_delta_pool"] == (0.25 if thinks else 0.0)
 
 
-def test_a_request_may_decline() -> None:
-    manager = make(RELAXED)
-    declines = request(SamplingParams(relaxed_acceptance=False), [BEGIN])
-    manager.prepare_resources(
-        batch(Request(1, [BEGIN], py_relaxed_acceptance=False), declines, Request(2, [BEGIN]))
-    )
-    topk, limits = manager.table.column("relaxed_topk"), manager.table.column("relaxed_limit")
-    assert topk[:3].tolist() == [1, 1, 5]
-    assert limits[:3].tolist() == [0.0, 0.0, 0.25]
-    assert manager.mtp_relaxed_delta_pool[:3].tolist() == [0.0, 0.0, 0.25]
-    # their phase is followed all the same
-    assert manager.table.column("thinking")[:3].tolist() == [1, 1, 1]
-
-
 def test_a_preempted_request_thinks_on() -> None:
     """Its emitted tokens come back as part of the prompt."""
     manager = make(RELAXED)
@@ -433,28 +410,6 @@ def test_a_preempted_request_thinks_on() -> None:
     one.tokens += [BEGIN, 4]
     manager.prepare_resources(batch(one))
     assert shown(manager, 0)["thinking"] == 1
-
-
-def test_more_stop_ids_than_fit(caplog: pytest.LogCaptureFixture) -> None:
-    """Not one of them may be lost: such a request is never relaxed, which is logged once."""
-    manager = make(RELAXED)
-    fits = tuple(range(MAX_STOP_IDS))
-    manager.prepare_resources(batch(Request(1, [BEGIN], py_stop_ids=fits)))
-    assert shown(manager, 0)["stop_ids"] == list(fits)
-    assert caplog.messages == []
-    more = (*fits, MAX_STOP_IDS)
-    manager.prepare_resources(
-        batch(Request(7, [BEGIN], py_stop_ids=more), Request(8, [BEGIN], py_stop_ids=more))
-    )
-    for slot in (1, 2):
-        row = shown(manager, slot)
-        assert (row["relaxed_topk"], row["relaxed_limit"]) == (1, 0.0)
-        assert row["mtp_relaxed_delta_pool"] == 0.0
-        assert row["stop_ids"] == padded()
-    assert caplog.messages == [
-        "a request has 33 stop ids, and relaxed acceptance serves at most 32; requests with more "
-        "are verified strictly"
-    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
