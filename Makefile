@@ -12,18 +12,20 @@ RESULTS := integration/results
 # whole steps of random weights
 STEPS = --shape 8gb --batch 1,8,64 --worker eagle --osl 200 --acceptance 0.78,0.605,0.467
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses $(MOST_WORKERS) --dist worksteal
-# one file or folder of tests for each part of the package
-FAST = tests/config tests/ops tests/tools tests/test_errors.py tests/test_pages.py \
+# whole outputs and distributions; then one file or folder of tests for each other part
+FAST = tests/hosts/embedded/test_losslessness.py tests/hosts/embedded/test_sampling.py \
+	tests/hosts/test_one_verification.py tests/infer/test_greedy_decode.py tests/infer/test_speculation.py \
+	tests/distribution/test_emitted.py integration/examples/test_own_loop.py \
+	tests/config tests/tools tests/test_errors.py tests/test_pages.py \
 	tests/cli/test_config_and_doctor.py tests/contract_host/test_lines.py \
-	tests/hosts/embedded/test_kv_cache.py tests/hosts/embedded/test_losslessness.py tests/hosts/embedded/test_scheduler.py \
-	tests/hosts/megatron tests/infer/test_greedy_decode.py \
+	tests/hosts/embedded/test_kv_cache.py tests/hosts/embedded/test_scheduler.py tests/hosts/megatron \
+	tests/ops/acceptance/test_letters.py tests/ops/draft/test_drafts.py tests/ops/draft_inputs/test_first_pass.py \
+	tests/ops/logprobs/test_arguments.py tests/ops/sampling/test_sample_tokens.py tests/ops/test_checks.py \
+	tests/ops/test_dispatch.py tests/ops/token_history \
 	tests/requests/test_detokenizer.py tests/requests/test_slots.py tests/requests/test_stopping.py \
 	tests/speculative/draft_length tests/speculative/drafting/test_eagle.py tests/speculative/host \
-	tests/speculative/metrics tests/ops/acceptance tests/ops/draft \
-	tests/ops/draft_inputs tests/ops/logit_mask tests/ops/logprobs \
-	tests/ops/sampling/test_sample_tokens.py tests/ops/token_history \
-	tests/speculative/state tests/speculative/test_plugin.py tests/speculative/test_sampler.py \
-	tests/speculative/verification integration/examples/test_own_loop.py
+	tests/speculative/metrics tests/speculative/state tests/speculative/test_plugin.py \
+	tests/speculative/test_sampler.py tests/speculative/verification
 # the command of `make demo`, which integration/results/demo.svg shows
 DEMO = mtp-plugin generate --config configs/tiny_eagle.yaml --prompt "$(DEMO_PROMPT)" --max-new-tokens 96
 DEMO_PROMPT = class HTTPServer(socketserver.TCPServer):
