@@ -147,15 +147,6 @@ BOTH = pytest.mark.parametrize("backend", Backend)
 
 
 @BOTH
-@pytest.mark.parametrize("penalty", [{"presence": 40.0}, {"repetition": 8.0}])
-def test_every_draft_before_a_row_counts(backend: Backend, penalty: dict[str, float]) -> None:
-    row = [float(100 - token) for token in range(70)]
-    drafts = vector([0, 1, 2, 3, 4, 5]).view(1, 6)
-    logits_options = LogitsOptions(counts={}, **penalty)
-    assert one(logits_options, row, backend, drafts=drafts) == [0, 1, 2, 3, 4, 5, 6]
-
-
-@BOTH
 @pytest.mark.parametrize("place", [5, 1100, 2500, 4000])
 def test_drafts_count_in_every_piece_of_a_program(
     backend: Backend, place: int, monkeypatch: pytest.MonkeyPatch
@@ -167,90 +158,82 @@ def test_drafts_count_in_every_piece_of_a_program(
     assert one(LogitsOptions(counts={}, presence=5.0), row, backend, drafts=drafts) == [place, 3000]
 
 
-@BOTH
-def test_bias(backend: Backend) -> None:
-    assert one(LogitsOptions(bias={2: 1.5}), [1.0, 2.0, 1.0], backend) == [2]
-    # the first of equals
-    assert one(LogitsOptions(bias={1: -1.0}), [1.0, 2.0, 1.0], backend) == [0]
-
-
-@BOTH
-def test_masked_values_stay_masked(backend: Backend) -> None:
-    """No bias or penalty changes them."""
-    inf = math.inf
-    masked = [-inf, 0.0, math.nan]
-    assert one(LogitsOptions(bias={0: 3e38, 2: 3e38}), masked, backend) == [1]
-    assert one(LogitsOptions(bias={0: inf, 1: -9.0, 2: inf}), masked, backend) == [1]
-    assert one(LogitsOptions(bias={0: math.nan, 1: -9.0}), [5.0, 0.0, -inf], backend) == [1]
-    counted = {0: 65535, 1: 1, 2: 65535}
-    penalties = LogitsOptions(counts=counted, frequency=-3e38, presence=-3e38, repetition=1e-30)
-    assert one(penalties, [-inf, 0.0, math.nan], backend) == [1]
-    assert one(replace(penalties, allowed={1}), [9.0, -9.0, 9.0], backend) == [1]
-    assert one(LogitsOptions(allowed={1}, bias={0: inf, 2: 9.0}), [9.0, -9.0, 9.0], backend) == [1]
-    # a penalty that float32 holds as 0
-    assert one(LogitsOptions(counts=counted, repetition=1e-60), [-inf, 0.0, -inf], backend) == [1]
-
-
-@BOTH
-def test_rows_with_all_tokens_masked(backend: Backend) -> None:
-    inf = math.inf
-    assert one(LogitsOptions(allowed={1}), [1.0, -inf, 1.0], backend) == [-1]
-    assert one(LogitsOptions(allowed=()), [1.0, 2.0], backend) == [-1]
-    assert one(LogitsOptions(bias={0: -inf, 1: -inf}), [1.0, 2.0], backend) == [-1]
-
-
-@BOTH
-def test_infinity(backend: Backend) -> None:
-    inf = math.inf
-    assert one(
-        LogitsOptions(counts={1: 3}, presence=9.0, repetition=2.0), [1e9, inf, inf], backend
-    ) == [1]
-    assert one(LogitsOptions(allowed={0, 2}), [9.0, inf, 1.0], backend) == [0]
-    # of quotients that no float holds
-    assert one(LogitsOptions(counts={1: 1}, repetition=1e-38), [5.0, 4.0, 1.0], backend) == [1]
-    assert one(LogitsOptions(counts={1: 1}, repetition=0.5), [3.2e38, 3e38, 1.0], backend) == [1]
-
-
-@BOTH
-def test_allowed_ids(backend: Backend) -> None:
-    row = [float(v) for v in range(70)]
-    assert one(LogitsOptions(allowed={31, 3}), row, backend) == [31]
-    assert one(LogitsOptions(allowed={63, 32}), row, backend) == [63]
-    assert one(LogitsOptions(allowed=range(70)), row, backend) == [69]
-
-
-@BOTH
-def test_penalties(backend: Backend) -> None:
-    """Repetition applies to seen tokens, the other penalties to counted ones."""
-    seen = LogitsOptions(counts={}, seen={1}, repetition=2.0, presence=50.0, frequency=50.0)
-    assert one(seen, [3.0, 5.0, -9.0], backend) == [0]
-    assert one(seen, [2.0, 5.0, -9.0], backend) == [1]  # 2.5, of which nothing is taken off
-    assert one(seen, [-7.0, -4.0, -9.0], backend) == [0]  # -8
-    counted = LogitsOptions(counts={1: 3}, presence=1.0, frequency=0.5)
-    assert one(counted, [2.0, 5.0, 2.6], backend) == [2]  # 2.5
-    assert one(counted, [2.0, 5.0, 2.4], backend) == [1]
-
-
-@BOTH
-def test_counts_saturate_at_16_bits(backend: Backend) -> None:
-    """Further drafts before a row change nothing."""
-    logits_options = LogitsOptions(counts={1: 65534}, frequency=1.0)
-    drafts = vector([1, 1, 1], torch.int32).unsqueeze(0)
-    row = [-65534.5, 0.0, -65535.5]
-    assert one(logits_options, row, backend, drafts=drafts) == [1, 0, 0, 0]
-    assert one(logits_options, [-65535.5, 0.0], backend, drafts=drafts) == [1, 1, 1, 1]
-    assert one(replace(logits_options, counts={1: 32768}), [-32768.5, 0.0], backend) == [1]
-
-
-@BOTH
-def test_drafts_before_a_row_count(backend: Backend) -> None:
-    """Each row counts the drafts before it, each as often as it occurs."""
-    drafts = vector([1, 0, 1, 2**32 + 1]).unsqueeze(0)
-    logits_options = LogitsOptions(counts={}, frequency=1.0)
-    assert one(logits_options, [0.0, 1.5, 0.2], backend, drafts=drafts) == [1, 1, 1, 2, 2]
-    assert one(logits_options, [0.0, 1.5, 0.2], backend, drafts=drafts, column=3) == [2, 2]
+INF, NAN = math.inf, math.nan
+FALLING = [float(100 - token) for token in range(70)]
+RISING = [float(token) for token in range(70)]
+COUNTED = {0: 65535, 1: 1, 2: 65535}
+NEGATIVE = LogitsOptions(counts=COUNTED, frequency=-3e38, presence=-3e38, repetition=1e-30)
+SEEN = LogitsOptions(counts={}, seen={1}, repetition=2.0, presence=50.0, frequency=50.0)
+THRICE = LogitsOptions(counts={1: 3}, presence=1.0, frequency=0.5)
+FULL = LogitsOptions(counts={1: 65534}, frequency=1.0)
+EMPTY = LogitsOptions(counts={}, frequency=1.0)
+ROWS: dict[str, list[tuple[LogitsOptions, list[float], list[int]]]] = {
+    "bias": [
+        (LogitsOptions(bias={2: 1.5}), [1.0, 2.0, 1.0], [2]),
+        (LogitsOptions(bias={1: -1.0}), [1.0, 2.0, 1.0], [0]),  # the first of equals
+    ],
+    "no bias or penalty changes masked values": [
+        (LogitsOptions(bias={0: 3e38, 2: 3e38}), [-INF, 0.0, NAN], [1]),
+        (LogitsOptions(bias={0: INF, 1: -9.0, 2: INF}), [-INF, 0.0, NAN], [1]),
+        (LogitsOptions(bias={0: NAN, 1: -9.0}), [5.0, 0.0, -INF], [1]),
+        (NEGATIVE, [-INF, 0.0, NAN], [1]),
+        (replace(NEGATIVE, allowed={1}), [9.0, -9.0, 9.0], [1]),
+        (LogitsOptions(allowed={1}, bias={0: INF, 2: 9.0}), [9.0, -9.0, 9.0], [1]),
+        # a penalty that float32 holds as 0
+        (LogitsOptions(counts=COUNTED, repetition=1e-60), [-INF, 0.0, -INF], [1]),
+    ],
+    "all tokens are masked": [
+        (LogitsOptions(allowed={1}), [1.0, -INF, 1.0], [-1]),
+        (LogitsOptions(allowed=()), [1.0, 2.0], [-1]),
+        (LogitsOptions(bias={0: -INF, 1: -INF}), [1.0, 2.0], [-1]),
+    ],
+    "infinity, also of quotients": [
+        (LogitsOptions(counts={1: 3}, presence=9.0, repetition=2.0), [1e9, INF, INF], [1]),
+        (LogitsOptions(allowed={0, 2}), [9.0, INF, 1.0], [0]),
+        (LogitsOptions(counts={1: 1}, repetition=1e-38), [5.0, 4.0, 1.0], [1]),
+        (LogitsOptions(counts={1: 1}, repetition=0.5), [3.2e38, 3e38, 1.0], [1]),
+    ],
+    "allowed ids": [
+        (LogitsOptions(allowed={31, 3}), RISING, [31]),
+        (LogitsOptions(allowed={63, 32}), RISING, [63]),
+        (LogitsOptions(allowed=range(70)), RISING, [69]),
+    ],
+    "repetition applies to seen tokens, other penalties to counted ones": [
+        (SEEN, [3.0, 5.0, -9.0], [0]),
+        (SEEN, [2.0, 5.0, -9.0], [1]),  # 2.5, from which nothing is subtracted
+        (SEEN, [-7.0, -4.0, -9.0], [0]),  # -8
+        (THRICE, [2.0, 5.0, 2.6], [2]),  # 2.5
+        (THRICE, [2.0, 5.0, 2.4], [1]),
+        (replace(FULL, counts={1: 32768}), [-32768.5, 0.0], [1]),
+    ],
+}
+AFTER_DRAFTS = [
+    # every draft before a row counts
+    (LogitsOptions(counts={}, presence=40.0), FALLING, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6]),
+    (LogitsOptions(counts={}, repetition=8.0), FALLING, [0, 1, 2, 3, 4, 5], [0, 1, 2, 3, 4, 5, 6]),
+    (EMPTY, [0.0, 1.5, 0.2], [1, 0, 1, 2**32 + 1], [1, 1, 1, 2, 2]),
     # without counts drafts are not even read
-    assert one(LogitsOptions(bias={}), [0.0, 1.5, 0.2], backend, drafts=drafts) == [1] * 5
+    (LogitsOptions(bias={}), [0.0, 1.5, 0.2], [1, 0, 1, 2**32 + 1], [1] * 5),
+    # counts saturate at 16 bits
+    (FULL, [-65534.5, 0.0, -65535.5], [1, 1, 1], [1, 0, 0, 0]),
+    (FULL, [-65535.5, 0.0], [1, 1, 1], [1, 1, 1, 1]),
+]
+
+
+@BOTH
+@pytest.mark.parametrize("name", ROWS)
+def test_single_rows(name: str, backend: Backend) -> None:
+    for logits_options, row, expected in ROWS[name]:
+        assert one(logits_options, row, backend) == expected
+
+
+@BOTH
+def test_rows_after_drafts(backend: Backend) -> None:
+    for logits_options, row, drafts, expected in AFTER_DRAFTS:
+        given = vector(drafts).unsqueeze(0)
+        assert one(logits_options, row, backend, drafts=given) == expected
+    given = vector([1, 0, 1, 2**32 + 1]).unsqueeze(0)
+    assert one(EMPTY, [0.0, 1.5, 0.2], backend, drafts=given, column=3) == [2, 2]
 
 
 @BOTH

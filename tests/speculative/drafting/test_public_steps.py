@@ -20,7 +20,6 @@ from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.ops.letters import ids, rows_with_top
-from tests.speculative.drafting.phases import set_phases
 from tests.speculative.stand_in import Attention, KVAttention, PlainAttributes, int32
 
 H = 4
@@ -450,78 +449,3 @@ def test_constructors_of_every_version(worker_class: Any) -> None:
     ):
         assert worker.max_draft_len == 2
         assert isinstance(worker, torch.nn.Module)
-
-
-# --- relaxed acceptance ---
-
-BEGIN, END = ids("yz")
-
-
-class RelaxedEngine:
-    """Requests over a manager; every row ranks `b` first and `c` a close second."""
-
-    def __init__(self, upper_case: bool = False) -> None:
-        names = ("begin_thinking_phase_token", "end_thinking_phase_token")
-        tokens = dict(zip(names, (BEGIN, END), strict=True))
-        self.config = SimpleNamespace(
-            num_nextn_predict_layers=2,
-            max_draft_len=2,
-            use_relaxed_acceptance_for_thinking=True,
-            relaxed_topk=2,
-            relaxed_delta=0.3,
-            **{name.upper() if upper_case else name: token for name, token in tokens.items()},
-        )
-        self.manager = MTPHiddenStatesManager(self.config, torch.float32, H, 4, device="cpu")
-        self.worker = MTPWorker(self.config, device="cpu")
-
-    def row(self) -> torch.Tensor:
-        row = torch.full((26,), -9.0)
-        row[ids("bc")] = torch.tensor([0.0, -0.2])
-        return row
-
-    def accept(
-        self,
-        prompts: list[str],
-        drafts: list[str],
-        logits: torch.Tensor | None = None,
-        **given: Any,
-    ) -> list[list[int]]:
-        count = len(prompts) + len(drafts)
-        for request_id in range(count):
-            self.manager.slot_manager.add_slot(request_id)
-        spec = spec_of(2, self.manager, range(count))
-        spec.draft_tokens = int32([token for run in drafts for token in ids(run)])
-        for name, value in given.items():
-            setattr(spec, name, value)
-        rows = len(prompts) + 3 * len(drafts)
-        accepted, counts = self.worker.sample_and_accept_draft_tokens(
-            int32(ids("".join(prompts)) + [0] * 3 * len(drafts)),
-            torch.stack([self.row()] * rows) if logits is None else logits,
-            spec,
-            Attention([len(p) for p in prompts] + [3] * len(drafts), len(prompts)),
-        )
-        assert counts.dtype == torch.int32
-        return accepted.tolist()
-
-
-@pytest.mark.parametrize("upper_case", [False, True])
-def test_a_prompt_that_begins_to_think(upper_case: bool) -> None:
-    """The bare op reads the phase from the prompt: the last of the two tokens counts."""
-    engine = RelaxedEngine(upper_case)
-    engine.accept(["pyq", "yqz", "pqr", "zqy"], [])
-    assert engine.manager.table.column("thinking")[:4].tolist() == [1, 0, 0, 1]
-    delta = engine.manager.mtp_relaxed_delta_pool[:4].tolist()
-    assert delta == pytest.approx([0.3, 0.0, 0.0, 0.3])
-    assert engine.accept([], ["cc", "cc", "cc", "cc"]) == [
-        ids("ccb"), ids("b.."), ids("b.."), ids("ccb"),
-    ]  # fmt: skip
-
-
-def test_a_piece_of_a_prompt_leaves_the_phase_alone() -> None:
-    """Its slot has the phase of the whole prompt; the token of its last row does not count."""
-    engine = RelaxedEngine()
-    set_phases(engine.manager, {0: True, 1: False})
-    logits = rows_with_top("zy")
-    accepted = engine.accept(["pq", "ky"], [], logits, next_prompt_tokens=int32(ids("rl")))
-    assert accepted == [ids("..."), ids("...")]
-    assert engine.manager.table.column("thinking")[:2].tolist() == [1, 0]
