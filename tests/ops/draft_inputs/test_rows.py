@@ -111,87 +111,64 @@ def test_contexts_precede_generations() -> None:
 # --- wrong arguments ---
 
 
-def window_of(**change: Any) -> None:
-    arguments = {
+ARGUMENTS: dict[Callable[..., Any], dict[str, Any]] = {
+    generation_window: {
         "entry_tokens": torch.zeros(2, 3, dtype=torch.int32),
         "entry_states": torch.zeros(2, 3, H),
         "first_entry": torch.tensor([0, 0]),
         "last_tokens": int32([1, 2]),
         "first_position": torch.tensor([0, 0]),
         "window": 2,
-    }
-    generation_window(**arguments | change)
-
-
-def rows_of_contexts(**change: Any) -> None:
-    arguments = {
+    },
+    context_rows: {
         "input_ids": int32([1, 2, 3]),
         "position_ids": torch.arange(3),
         "hidden_states": torch.zeros(3, H),
         "context_lens": int32([2, 1]),
         "last_tokens": int32([4, 5]),
-    }
-    context_rows(**arguments | change)
-
-
-def rows_with_history(**change: Any) -> None:
-    arguments = {
+    },
+    context_rows_with_history: {
         "rows": DraftInputs(int32([2, 9, 8]), torch.arange(3), torch.zeros(3, H)),
         "chunk_ids": int32([1, 2, 3]),
         "pool_tokens": torch.zeros(2, 4, dtype=torch.int32),
         "pool_states": torch.zeros(2, 4, H),
         "context_lens": [2, 1],
         "history_lens": [0, 4],
-    }
-    context_rows_with_history(**arguments | change)
-
-
-def columns_of(**change: Any) -> None:
-    arguments = {
+    },
+    accepted_rows: {
         "accepted_tokens": torch.zeros(2, 3, dtype=torch.int32),
         "position_ids": torch.arange(6),
         "hidden_states": torch.zeros(6, H),
-    }
-    accepted_rows(**arguments | change)
+    },
+}
+LENS = "context_lens: expected 3 rows of 2 contexts"
 
 
 @pytest.mark.parametrize(
-    ("call", "change", "message"),
+    ("op", "change", "message"),
     [
-        (window_of, {"window": 4}, "at most E = 3 rows"),
-        (window_of, {"entry_states": torch.zeros(2, 2, H)}, r"states \[2, 3, H\]"),
-        (window_of, {"first_entry": torch.tensor([0])}, r"first_entry: expected .* \[2\]"),
-        (window_of, {"last_tokens": int32([1])}, r"last_tokens: expected .* \[2\]"),
-        (window_of, {"first_position": int32([1] * 3)}, r"first_position: expected .* \[2\]"),
-        (
-            rows_of_contexts,
-            {"position_ids": torch.arange(4)},
-            r"position_ids: expected .* \[3\]",
-        ),
-        (
-            rows_of_contexts,
-            {"hidden_states": torch.zeros(2, H)},
-            r"states: expected .* \[3, H\]",
-        ),
-        (rows_of_contexts, {"last_tokens": int32([4])}, r"last_tokens: expected .* \[2\]"),
-        (rows_with_history, {"chunk_ids": int32([1])}, r"chunk_ids: expected .* \[3\]"),
-        (rows_with_history, {"context_lens": [2]}, "context_lens: expected 3 rows of 2 contexts"),
-        (
-            rows_with_history,
-            {"context_lens": [2, 2]},
-            "context_lens: expected 3 rows of 2 contexts",
-        ),
-        (rows_with_history, {"history_lens": [0]}, "context_lens: expected 3 rows of 2 contexts"),
-        (rows_with_history, {"history_lens": [5, 0]}, "history_lens: expected 0 to K = 4"),
-        (rows_with_history, {"pool_states": torch.zeros(2, 3, H)}, r"states: expected \[2, 4, 2\]"),
-        (columns_of, {"position_ids": torch.arange(4)}, r"position_ids: expected .* \[6\]"),
-        (columns_of, {"hidden_states": torch.zeros(4, H)}, r"states: expected .* \[6, H\]"),
+        (generation_window, {"window": 4}, "at most E = 3 rows"),
+        (generation_window, {"entry_states": torch.zeros(2, 2, H)}, r"states \[2, 3, H\]"),
+        (generation_window, {"first_entry": torch.tensor([0])}, r"first_entry: expected .* \[2\]"),
+        (generation_window, {"last_tokens": int32([1])}, r"last_tokens: expected .* \[2\]"),
+        (generation_window, {"first_position": int32([1])}, r"first_position: expected .* \[2\]"),
+        (context_rows, {"position_ids": torch.arange(4)}, r"position_ids: expected .* \[3\]"),
+        (context_rows, {"hidden_states": torch.zeros(2, H)}, r"states: expected .* \[3, H\]"),
+        (context_rows, {"last_tokens": int32([4])}, r"last_tokens: expected .* \[2\]"),
+        (context_rows_with_history, {"chunk_ids": int32([1])}, r"chunk_ids: expected .* \[3\]"),
+        (context_rows_with_history, {"context_lens": [2]}, LENS),
+        (context_rows_with_history, {"context_lens": [2, 2]}, LENS),
+        (context_rows_with_history, {"history_lens": [0]}, LENS),
+        (context_rows_with_history, {"history_lens": [5, 0]}, "history_lens: expected 0 to K = 4"),
+        (context_rows_with_history, {"pool_states": torch.zeros(2, 3, H)}, r"\[2, 4, 2\]"),
+        (accepted_rows, {"position_ids": torch.arange(4)}, r"position_ids: expected .* \[6\]"),
+        (accepted_rows, {"hidden_states": torch.zeros(4, H)}, r"states: expected .* \[6, H\]"),
     ],
 )
-def test_wrong_shapes_are_refused(call: Callable[..., None], change: Any, message: str) -> None:
-    call()
+def test_wrong_shapes_are_refused(op: Callable[..., Any], change: Any, message: str) -> None:
+    op(**ARGUMENTS[op])
     with pytest.raises(TensorContractError, match=message):
-        call(**change)
+        op(**ARGUMENTS[op] | change)
 
 
 def test_states_of_other_widths_do_not_follow_each_other() -> None:

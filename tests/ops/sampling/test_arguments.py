@@ -158,35 +158,6 @@ def test_rows_of_a_step_have_the_next_token_index() -> None:
     assert (drafts.positions + drafts.ahead).tolist() == [8, 1, 22, 12]
 
 
-@pytest.mark.thinned("seed")
-@pytest.mark.parametrize("vocab", [70, 4500])
-@pytest.mark.parametrize("backend", Backend)
-@pytest.mark.parametrize("seed", range(3))
-def test_row_samples_the_same_token_alone(backend: Backend, seed: int, vocab: int) -> None:
-    """Independent of other rows, of the row's position and of the width of its request."""
-    batch = Batch.of(seed, vocab, contexts=2, generations=2, width=3, ahead=True, cut=seed == 1)
-    tokens = batch.tokens(backend).tolist()
-    expected = list(enumerate(batch.sampled_positions()))
-    for row, (request, index) in expected[::2]:
-        alone = replace(
-            batch,
-            logits=batch.logits[row : row + 1],
-            rows=LogitRows(0, 1, vector([index - 1])),
-            slots=replace(batch.slots, slot_ids=batch.slots.slot_ids[request : request + 1]),
-        )
-        assert alone.tokens(backend).tolist() == [tokens[row]]
-    order = list(reversed(expected))
-    mixed = replace(
-        batch,
-        logits=batch.logits.flip(0),
-        rows=LogitRows(len(order), 1, vector([index - 1 for _, (_, index) in order])),
-        slots=replace(
-            batch.slots, slot_ids=vector([batch.slots.slot_ids[r] for _, (r, _) in order])
-        ),
-    )
-    assert mixed.tokens(backend).tolist() == tokens[::-1]
-
-
 @pytest.mark.gpu
 def test_captured_graph_follows_its_inputs() -> None:
     batch = Batch.of(8, 129280, contexts=0, generations=8, width=4)

@@ -111,9 +111,3 @@ def test_samples_are_independent() -> None:
     ):
         agree = float((one == other).double().mean())
         assert abs(agree - chance) < bound
-
-
-def test_sample_does_not_depend_on_the_batch_position() -> None:
-    options = Options(temperature=1.0, seed=11)
-    base = sample(options, 1000, Backend.TORCH)
-    assert torch.equal(base[300:], sample(options, 700, Backend.TORCH, position=300))
