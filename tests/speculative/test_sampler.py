@@ -31,6 +31,7 @@ from mtp_plugin.speculative.step_output import StepResult
 from tests.speculative import stand_in
 
 S, K = 6, 3
+OWN = {"kernels", "hooks", "served_options", "always_greedy"}
 POISON = -777
 
 
@@ -69,15 +70,28 @@ def outputs(*runs: list[int], status: list[int] | None = None, k: int = K) -> di
     }
 
 
-def make(max_seq_len: int = 64, nextn: int = K, kernels: str = "auto", **args: Any) -> MTPSampler:
-    arguments = SimpleNamespace(max_seq_len=max_seq_len, max_num_sequences=S, **args)
-    return MTPSampler(arguments, nextn=nextn, device="cpu", kernels=kernels)
+def make(max_seq_len: int = 64, nextn: int = K, **options: Any) -> MTPSampler:
+    """Options are the sampler's own or fields of its ``args``."""
+    own = {name: options.pop(name) for name in OWN & set(options)}
+    args = SimpleNamespace(max_seq_len=max_seq_len, max_num_sequences=S, **options)
+    return MTPSampler(args, nextn=nextn, device="cpu", **own)
+
+
+def apply(
+    sampler: MTPSampler,
+    contexts: list[Request],
+    generations: list[Request],
+    *runs: list[int],
+    **options: Any,
+) -> list[StepResult]:
+    """A step whose results are read at once."""
+    state = sampler.sample_async(batch(contexts, generations), outputs(*runs, **options))
+    return sampler.update_requests(state)
 
 
 def step(sampler: MTPSampler, request: Request, run: list[int], **options: Any) -> list[StepResult]:
     """One generation step of one request."""
-    state = sampler.sample_async(batch([], [request]), outputs(run, **options))
-    return sampler.update_requests(state)
+    return apply(sampler, [], [request], run, **options)
 
 
 # --- construction ---
@@ -130,10 +144,9 @@ def test_a_draft_length_that_cannot_be(nextn: Any) -> None:
 
 
 def test_hooks_given_as_keywords_are_refused() -> None:
-    args = SimpleNamespace(max_seq_len=8, max_num_sequences=2)
     message = r"always_greedy=True \(set it in hooks=SamplerHooks\(always_greedy=\.\.\.\)\)"
     with pytest.raises(ConfigError, match=message):
-        MTPSampler(args, nextn=1, device="cpu", always_greedy=True)
+        make(always_greedy=True)
 
 
 def test_beams_are_refused() -> None:
@@ -160,8 +173,7 @@ def test_what_no_host_validated_ends_with_its_prompt(
         return unsupported_options(request, **options)
 
     monkeypatch.setattr(sampler_module, "unsupported_options", unsupported)
-    args = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    sampler = MTPSampler(args, nextn=K, device="cpu", hooks=SamplerHooks(finish_reasons=reasons))
+    sampler = make(hooks=SamplerHooks(finish_reasons=reasons))
     warm = Request(0, sampling_config=SimpleNamespace(temperature=[0.7]))
     greedy = Request(1, sampling_config=SimpleNamespace(temperature=[0.0]))
 
@@ -199,10 +211,7 @@ def test_what_no_host_validated_ends_with_its_prompt(
 
 def test_a_temperature_is_taken_on_request() -> None:
     warm = Request(0, sampling_config=SimpleNamespace(temperature=[1.0]))
-    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    MTPSampler(
-        arguments, nextn=K, device="cpu", hooks=SamplerHooks(always_greedy=True)
-    ).validate_request(warm)
+    make(hooks=SamplerHooks(always_greedy=True)).validate_request(warm)
 
 
 def test_states_are_built_by_keyword() -> None:
@@ -400,16 +409,11 @@ def test_without_drafts() -> None:
 @pytest.mark.parametrize("kind", ["is_dummy", "is_attention_dp_dummy"])
 def test_dummies_are_not_counted(kind: str) -> None:
     counted: list[int] = []
-    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    sampler = MTPSampler(
-        arguments,
-        nextn=K,
-        device="cpu",
-        hooks=SamplerHooks(on_step=lambda request, *_: counted.append(request.request_id)),
+    sampler = make(
+        hooks=SamplerHooks(on_step=lambda request, *_: counted.append(request.request_id))
     )
     dummy, request = Request(0, **{kind: True}), Request(1)
-    state = sampler.sample_async(batch([], [dummy, request]), outputs([5], [6, 7]))
-    sampler.update_requests(state)
+    apply(sampler, [], [dummy, request], [5], [6, 7])
     assert counted == [request.request_id]
     assert (dummy.py_acceptance.steps, request.py_acceptance.steps) == (0, 1)
     assert (dummy.output, dummy.py_rewind_len) == ([5], K)
@@ -436,7 +440,7 @@ def test_results_come_in_the_batchs_order() -> None:
         StepResult(102, [8, 5], 1, 2, None),
         StepResult(100, [8, 9, 6], 3, 3, None),
     ]
-    assert sampler.update_requests(sampler.sample_async(batch([], []), outputs([5]))) == []
+    assert apply(sampler, [], [], [5]) == []
 
 
 def test_what_a_stop_cuts_was_accepted() -> None:
@@ -458,8 +462,7 @@ def test_drafts_after_the_full_length_are_not_counted() -> None:
 def test_a_refused_request_has_a_result_without_tokens() -> None:
     sampler = make()
     warm = Request(0, sampling_config=SimpleNamespace(temperature=[0.7]))
-    state = sampler.sample_async(batch([warm, Request(1)], []), outputs([5], [6]))
-    assert sampler.update_requests(state) == [
+    assert apply(sampler, [warm, Request(1)], [], [5], [6]) == [
         StepResult(100, [], 0, 1, FinishReason.ERROR),
         StepResult(101, [6], 0, 1, None),
     ]
@@ -509,16 +512,14 @@ def test_a_row_without_finite_logits_has_a_result(run: list[int]) -> None:
 
 def test_the_dead_row_of_a_prompt_has_no_matches() -> None:
     sampler, request = make(), Request(0)
-    state = sampler.sample_async(batch([request], []), outputs([7], status=[1]))
-    assert sampler.update_requests(state) == [StepResult(100, [7], 0, 1, FinishReason.ERROR)]
+    assert apply(sampler, [request], [], [7], status=[1]) == [
+        StepResult(100, [7], 0, 1, FinishReason.ERROR)
+    ]
     assert (request.py_num_accepted_draft_tokens, request.py_rewind_len) == (0, 0)
 
 
 def test_results_have_our_finish_reasons() -> None:
-    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    sampler = MTPSampler(
-        arguments, nextn=K, device="cpu", hooks=SamplerHooks(finish_reasons=HostReason)
-    )
+    sampler = make(hooks=SamplerHooks(finish_reasons=HostReason))
     request = Request(0, py_end_id=9)
     (result,) = step(sampler, request, [9])
     assert result.finish_reason is FinishReason.END_ID
@@ -543,9 +544,7 @@ def test_facts_are_read_once_and_again_with_the_prompt(monkeypatch: pytest.Monke
     monkeypatch.setattr(request_module, "read_request", counted)
     sampler, request, other = make(), Request(0, py_end_id=9), Request(1)
     for _ in range(3):
-        sampler.update_requests(
-            sampler.sample_async(batch([], [request, other]), outputs([5], [6]))
-        )
+        apply(sampler, [], [request, other], [5], [6])
     assert read == [100, 101]
     request.py_end_id = 5  # not read any more
     step(sampler, request, [5])
@@ -577,7 +576,7 @@ def test_own_facts_are_read_at_every_step() -> None:
 def test_no_request_is_kept_alive(end: str) -> None:
     sampler, request = make(), Request(0, py_end_id=9)
     gone = weakref.ref(request)
-    sampler.update_requests(sampler.sample_async(batch([request], []), outputs([4])))
+    apply(sampler, [request], [], [4])
     state = sampler.sample_async(batch([], [request]), outputs([5, 9 if end == "stop" else 6]))
     if end == "cancel before":
         request.finish_by(FinishReason.CANCELLED, 0)
@@ -674,10 +673,7 @@ def test_the_text_of_a_hosts_own_facts() -> None:
 @pytest.mark.parametrize("run", [[], [10, 11]], ids=["at_once", "inside_a_run"])
 def test_a_dead_row_fails_its_request_alone(run: list[int]) -> None:
     sampler, dead, other = make(), Request(0), Request(1)
-    state = sampler.sample_async(
-        batch([], [dead, other]), outputs(run, [5, 6], status=[STATUS_NO_FINITE_LOGIT, 0])
-    )
-    sampler.update_requests(state)
+    apply(sampler, [], [dead, other], run, [5, 6], status=[STATUS_NO_FINITE_LOGIT, 0])
     assert dead.output == run
     assert dead.finish_reason == FinishReason.ERROR
     assert other.output == [5, 6]
@@ -701,8 +697,7 @@ def test_a_text_that_fails_ends_its_request_alone(caplog: pytest.LogCaptureFixtu
     rule = StopRule(max_length=5, prompt_len=3, watch=fail)
     request.facts = RequestFacts(100, rule, stats=request.py_acceptance)
     sampler = make()
-    state = sampler.sample_async(batch([], [request, other]), outputs([10, 11, 12], [5, 6]))
-    results = sampler.update_requests(state)
+    results = apply(sampler, [], [request, other], [10, 11, 12], [5, 6])
     assert (request.output, request.finish_reason) == ([10, 11], FinishReason.ERROR)
     assert request.py_error == "the tokenizer cannot decode token 11: ValueError: bad byte"
     assert f"request 100: {request.py_error}" in caplog.text
@@ -924,16 +919,14 @@ def test_facts_of_a_host_are_validated_as_they_are() -> None:
     request = Request(0, facts=facts)
     with pytest.raises(ConfigError, match=r"MTP: min_tokens=2, repetition_penalty=1\.5$"):
         make().validate_request(request)
-    args = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    sampler = MTPSampler(args, nextn=K, device="cpu", served_options={"min_tokens"})
+    sampler = make(served_options={"min_tokens"})
     with pytest.raises(ConfigError, match=r"MTP: repetition_penalty=1\.5$"):
         sampler.validate_request(request)
 
 
 def test_served_options_are_those_of_every_request() -> None:
-    args = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
     served = {"min_tokens", "temperature"}
-    sampler = MTPSampler(args, nextn=K, device="cpu", served_options=served)
+    sampler = make(served_options=served)
     config = SimpleNamespace(min_length=[8], temperature=[0.7], repetition_penalty=[1.5])
     plain = Request(0, sampling_config=config)
     with pytest.raises(ConfigError, match=r"MTP: repetition_penalty=1\.5$"):
@@ -950,8 +943,7 @@ def test_draws_that_facts_ask_for() -> None:
     request = Request(0, facts=RequestFacts.of(7, params, prompt_len=1, max_seq_len=64))
     with pytest.raises(ConfigError, match=r"MTP: temperature=0\.7, top_p=0\.5, seed=3, n=2$"):
         make().validate_request(request)
-    args = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    sampler = MTPSampler(args, nextn=K, device="cpu", hooks=SamplerHooks(always_greedy=True))
+    sampler = make(hooks=SamplerHooks(always_greedy=True))
     with pytest.raises(ConfigError, match=r"MTP: n=2$"):
         sampler.validate_request(request)
 
@@ -983,10 +975,7 @@ class Rule:
 
 def asking(*requests: Request, **options: Any) -> tuple[MTPSampler, Rule]:
     rule = Rule(*requests)
-    arguments = SimpleNamespace(max_seq_len=64, max_num_sequences=S)
-    return MTPSampler(
-        arguments, nextn=K, device="cpu", hooks=SamplerHooks(stop_callback=rule), **options
-    ), rule
+    return make(hooks=SamplerHooks(stop_callback=rule), **options), rule
 
 
 def test_a_rule_is_called_after_the_tokens_of_those_that_go_on() -> None:
@@ -994,8 +983,7 @@ def test_a_rule_is_called_after_the_tokens_of_those_that_go_on() -> None:
     sampler, rule = asking(ended, goes_on, prompt)
     rule.answers = [None, {}, [101], [103]]
     runs = [[9], [5, 6, 7], [4, 5]]
-    state = sampler.sample_async(batch([prompt], [ended, goes_on]), outputs(*runs))
-    first = sampler.update_requests(state)
+    first = apply(sampler, [prompt], [ended, goes_on], *runs)
     assert rule.calls == [{102: [9], 100: [5, 6], 101: [4, 5]}]
     assert [result.finish_reason for result in first] == [None, FinishReason.END_ID, None]
     assert step(sampler, goes_on, [7])[0].finish_reason is None
@@ -1038,9 +1026,7 @@ def test_a_wrong_answer_ends_its_request_alone(kept: Any, caplog: pytest.LogCapt
     wrong, right = Cutting(0, tokens=[1, 2, 3, 7, 8]), Cutting(1)
     sampler, rule = asking(wrong, right)
     rule.answers = [{100: kept, 77: 1}, [], None]
-    results = sampler.update_requests(
-        sampler.sample_async(batch([], [wrong, right]), outputs([4, 5, 6], [4, 5]))
-    )
+    results = apply(sampler, [], [wrong, right], [4, 5, 6], [4, 5])
     why = f"stop_callback: expected 2 to 5 tokens of the output to keep, got {kept!r}"
     assert wrong.py_error == why
     assert [result.finish_reason for result in results] == [FinishReason.ERROR, None]
@@ -1053,9 +1039,7 @@ def test_a_wrong_answer_ends_its_request_alone(kept: Any, caplog: pytest.LogCapt
 def test_a_rule_that_fails_ends_those_that_it_was_called_for() -> None:
     first, ended, dummy = Request(0), Request(1, py_end_id=5), Request(2, is_dummy=True)
     sampler, _ = asking()
-    results = sampler.update_requests(
-        sampler.sample_async(batch([], [first, ended, dummy]), outputs([4], [4, 5], [6]))
-    )
+    results = apply(sampler, [], [first, ended, dummy], [4], [4, 5], [6])
     reasons = [result.finish_reason for result in results]
     assert reasons == [FinishReason.ERROR, FinishReason.END_ID, None]
     assert first.py_error == "stop_callback: KeyError: 100"
@@ -1066,9 +1050,7 @@ def test_hosts_whose_requests_take_nothing_back() -> None:
     whole, cut = Request(0), Request(1)
     sampler, rule = asking(whole, cut)
     rule.answers = [{100: 2, 101: 1}]
-    sampler.update_requests(
-        sampler.sample_async(batch([], [whole, cut]), outputs([4, 5], [4, 5, 6]))
-    )
+    apply(sampler, [], [whole, cut], [4, 5], [4, 5, 6])
     assert whole.finish_reason is FinishReason.STOP_WORDS
     assert cut.finish_reason is FinishReason.ERROR
     assert cut.py_error == (
