@@ -171,6 +171,8 @@ class CapturedSteps:
         self._steps: dict[StepShape, CapturedStep] = {}
         self._pending: dict[StepShape, int] = {}
         """Shapes still to be captured -> how many steps needed them."""
+        self._unlisted: set[StepShape] = set()
+        """Shapes without drafts that steps needed although :meth:`defer` was not given them."""
         self._compilation: CompileJob | None = None
         self.around_replay: Callable[[], AbstractContextManager[Any]] = nullcontext
         """Context around every graph launch, for timing."""
@@ -296,6 +298,15 @@ class CapturedSteps:
             )
             self._pending.clear()
 
+    def _is_unlisted(self, shape: StepShape) -> bool:
+        """Whether a shape without drafts is new, and has graphs with drafts."""
+        if shape.draft_len > 0 or shape.chunk_lens or shape in self._steps:
+            return False
+        listed = {*self._steps, *self._pending}
+        return shape not in listed | self._unlisted and any(
+            replace(each, draft_len=0) == shape for each in listed
+        )
+
     def _record(self, launch: Callable[[], dict[str, Any]], spec_metadata: Any) -> CapturedStep:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
@@ -333,6 +344,9 @@ class CapturedSteps:
             MetadataError: in debug mode, if the draft loop left metadata changed.
             ExecutorError: a pool was replaced after capture.
         """
+        if self._is_unlisted(shape):
+            self._unlisted.add(shape)
+            self._pending[shape] = 0
         if shape in self._pending:
             self._pending[shape] += 1
             if self._pending[shape] >= CAPTURE_AT_STEP:

@@ -36,6 +36,10 @@ complete.
   drafts nothing, until a warm request joins it. A cold request in a batch with warm ones takes part
   in every pass; its drafts are arbitrary and never verified.
 
+**No speculation.** A step without prompt chunks whose requests all have
+``py_disable_speculative_decoding`` runs with K' = 0, also where ``draft_lens`` does not list 0. It
+takes the time of decoding without drafts, except for the draft KV that ``keep_warm`` keeps.
+
 **In flight.** Whether a request is cold follows from launches, not from results: once a step is
 launched, the state of its requests is fixed, whatever their output. Late results from before a
 preemption are dropped by their epoch, and the gate does not count them.
@@ -178,6 +182,8 @@ class DraftLengthController:
             length = self.choose(size)
             if usable < length and usable in self.draft_lens((size,)):
                 length = usable
+            if not batch.context_requests and not any(map(may_speculate, requests)):
+                length = 0
         stays_warm = self.max_draft_len
         if not self.keep_warm and (self._layer_per_depth or length == 0):
             # the first pass of a reused layer writes all draft KV that later steps read

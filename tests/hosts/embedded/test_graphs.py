@@ -360,6 +360,23 @@ def test_graph_that_cannot_be_captured_later_leaves_the_step_eager(
     )
 
 
+def test_steps_without_speculating_requests_get_a_graph_when_they_need_it(
+    graphed, target, prompts, monkeypatch
+):
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
+    watched = graphed(sizes=(1, 2))
+    planned = len(watched.captured.shapes)
+    drafting, silent = greedy(), greedy(speculate=False)
+    (output,) = watched.generate(prompts[:1], silent)
+    assert output == target.greedy(prompts[0], 16)
+    assert [shape.draft_len for shape in watched.eager_generations] == [0] * (CAPTURE_AT_STEP - 1)
+    assert [shape.draft_len for shape in watched.replayed] == [0] * (16 - CAPTURE_AT_STEP)
+    assert len(watched.captured.shapes) == planned + 1
+    expected = [target.greedy(prompt, 16) for prompt in prompts[:2]]
+    assert watched.generate(prompts[:2], [drafting, silent]) == expected
+    assert {shape.draft_len for shape in watched.replayed} == {0, K}
+
+
 def test_requests_come_before_the_next_capture(graphed, prompts, monkeypatch):
     watched = graphed(capture="lazy")
     monkeypatch.setattr(engine, "IDLE_SECONDS", 0.01)

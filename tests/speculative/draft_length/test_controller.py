@@ -422,11 +422,14 @@ def test_shorter_steps_cool_the_deeper_layers_only(vanilla: bool, limits: list[i
 
 
 def test_requests_that_do_not_speculate_need_no_drafts() -> None:
-    """Where a shorter length was captured anyway."""
+    """Prompts keep the length of the schedule unless a shorter one was captured anyway."""
     silent = new_request(py_disable_speculative_decoding=True)
     assert gated().plan(batch_of([silent])) == 0
     assert gated().plan(batch_of([silent, new_request()])) == 3
     assert controller().plan(batch_of([silent])) == 3
+    assert controller().plan(batch_of([], [silent, silent])) == 0
+    assert controller().plan(batch_of([], [silent, new_request()])) == 3
+    assert controller().plan(batch_of([new_request()], [silent])) == 3
 
 
 class LaunchedLengths:
