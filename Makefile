@@ -43,7 +43,10 @@ CLIENTS_VENV := .venv-clients
 MEGATRON_PYTHON ?= python3.12
 MEGATRON_VENV := .venv-megatron
 
-.PHONY: setup demo test test-fast test-full test-triton-3.5 test-vllm test-megatron test-clients lint results clean
+# the built package, installed in an environment with nothing else
+WHEEL_VENV := .venv-wheel
+
+.PHONY: setup demo test test-fast test-full test-triton-3.5 test-vllm test-megatron test-clients test-wheel lint results clean
 
 setup: $(STAMP)
 
@@ -115,6 +118,17 @@ $(CLIENTS_VENV)/.installed:
 	$(CLIENTS_VENV)/bin/python -m pip install --quiet "lm-eval[api]==0.4.13" aiperf==0.13.0
 	@touch $@
 
+# not part of `test`: build sdist and wheel, and run the wheel in an empty environment
+test-wheel:
+	rm -rf dist $(WHEEL_VENV)
+	$(PYTHON) -m venv $(WHEEL_VENV)/build
+	$(WHEEL_VENV)/build/bin/python -m pip install --quiet build
+	$(WHEEL_VENV)/build/bin/python -m build --outdir dist .
+	$(PYTHON) -m venv $(WHEEL_VENV)/empty
+	$(WHEEL_VENV)/empty/bin/python -m pip install --quiet -c constraints.txt "$$(echo dist/*.whl)[executor]"
+	cd $(WHEEL_VENV) && empty/bin/mtp-plugin doctor --model $(CURDIR)/integration/tiny_model/checkpoint
+	cd $(WHEEL_VENV) && empty/bin/mtp-plugin generate --model $(CURDIR)/integration/tiny_model/checkpoint -n 8
+
 lint: $(STAMP)
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
@@ -143,6 +157,6 @@ results: $(STAMP)
 	$(BIN)/python -m integration.figures
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(MEGATRON_VENV) $(CLIENTS_VENV) $(OLD_TRITON) build dist *.egg-info .coverage
+	rm -rf $(VENV) $(VLLM_VENV) $(MEGATRON_VENV) $(CLIENTS_VENV) $(WHEEL_VENV) $(OLD_TRITON) build dist *.egg-info .coverage
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
