@@ -153,7 +153,7 @@ results: $(STAMP)
 		--device cpu --ask greedy,$(call methods,0.6),$(call methods,1.0) --output $(RESULTS)/e2e-tiny_model-sampled.json
 	$(BENCH) soak --model integration/tiny_model/checkpoint --dtype float32 --seconds 1200 \
 		--output $(RESULTS)/soak-tiny_model.json
-	$(BIN)/python -m integration.tiny_model.relaxed
+	$(BIN)/python -m integration.thinking_model.measure
 	$(BIN)/python -m integration.figures
 
 clean:

@@ -27,6 +27,50 @@ class Panel:
     groups: Sequence[Group]
 
 
+@dataclass(frozen=True)
+class Point:
+    """A point with an interval of `margin` above and below."""
+
+    label: str
+    x: float
+    y: float
+    margin: float
+
+
+def point_chart(title: str, x_label: str, y_label: str, series: Sequence[Sequence[Point]]) -> str:
+    """Return an SVG of labelled points with their intervals; y is a share, shown in percent."""
+    points = [point for each in series for point in each]
+    low_x, high_x = min(p.x for p in points), max(p.x for p in points)
+    low_y = min(p.y - p.margin for p in points)
+    high_y = max(p.y + p.margin for p in points)
+    left, right, top, bottom = 64, 500, 48, 230
+
+    def place(x: float, y: float) -> tuple[int, int]:
+        across = (x - low_x) / max(high_x - low_x, 1e-9)
+        up = (y - low_y) / max(high_y - low_y, 1e-9)
+        return round(left + 20 + across * (right - left - 40)), round(bottom - up * (bottom - top))
+
+    parts = []
+    for color, each in zip(COLORS[1:], series, strict=False):
+        for point in each:
+            x, y = place(point.x, point.y)
+            _, high = place(point.x, point.y + point.margin)
+            _, low = place(point.x, point.y - point.margin)
+            parts.append(f'<path d="M{x} {high}V{low}" stroke="{color}" stroke-width="1.5"/>')
+            parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{color}"/>')
+            parts.append(_text(x + 8, y + 4, point.label, "l"))
+    for share in (low_y, (low_y + high_y) / 2, high_y):
+        _, y = place(low_x, share)
+        parts.append(_text(left - 26, y + 4, f"{share:.0%}", "n"))
+    for number in (low_x, (low_x + high_x) / 2, high_x):
+        x, _ = place(number, low_y)
+        parts.append(_text(x, bottom + 18, f"{number:.2f}", "n"))
+    parts.append(_text((left + right) // 2, bottom + 36, x_label, "c"))
+    parts.append(_text(left - 40, top - 12, y_label, "l"))
+    axes = f'<path d="M{left} {top - 4}V{bottom + 4}H{right}" fill="none" stroke="#d1d9e0"/>'
+    return _svg(title, right + 90, bottom + 48, [axes, *parts])
+
+
 def bar_chart(title: str, series: Sequence[str], panels: Sequence[Panel]) -> str:
     """Return an SVG of grouped bars, whose values are ratios to the first series.
 
@@ -59,19 +103,22 @@ def bar_chart(title: str, series: Sequence[str], panels: Sequence[Panel]) -> str
         legend.append(_text(left + 16, 42, name, "l"))
         left += 34 + 7 * len(name)
     total, height = max(total, left), _BASE + 44
+    axis = f'<path d="M{_LEFT - 6} {_BASE}.5H{total - _LEFT + 6}" stroke="#d1d9e0"/>'
+    return _svg(title, total, height, [*legend, *parts, axis])
+
+
+def _svg(title: str, width: int, height: int, parts: Sequence[str]) -> str:
     return "\n".join(
         [
-            f'<svg xmlns="http://www.w3.org/2000/svg" width="{total}" height="{height}" '
-            f'viewBox="0 0 {total} {height}" role="img">',
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+            f'viewBox="0 0 {width} {height}" role="img">',
             f"<title>{title}</title>",
             f"<style>text{{font-family:{FONT};fill:#1f2328}}.t{{font-size:14px;font-weight:600}}"
             ".h{font-size:12px;font-weight:600}.l,.c{font-size:12px}.v{font-size:9px}"
             ".n{font-size:10px;fill:#59636e}.c,.v,.n{text-anchor:middle}</style>",
-            f'<rect width="{total}" height="{height}" rx="6" fill="#fff"/>',
+            f'<rect width="{width}" height="{height}" rx="6" fill="#fff"/>',
             _text(_LEFT, 20, title, "t"),
-            *legend,
             *parts,
-            f'<path d="M{_LEFT - 6} {_BASE}.5H{total - _LEFT + 6}" stroke="#d1d9e0"/>',
             "</svg>",
             "",
         ]

@@ -11,7 +11,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from integration.tiny_model.hf_patch import load_with_mtp
-from integration.tiny_model.relaxed import RESULT, SETTINGS, STRICT, measure
 from mtp_plugin.config import load_config
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.hosts.embedded.models import LoadedModel, load_model, preflight
@@ -145,18 +144,6 @@ def test_relaxed_acceptance_accepts_more_while_thinking(model, prompts):
             )
         lengths.append(llm.executor.acceptance.acceptance_length)
     assert lengths[1] > lengths[0]
-
-
-def test_the_table_of_relaxed_acceptance_is_measured_so():
-    """A few tokens of the strict row and of the widest one."""
-    found = measure(8, (STRICT, SETTINGS[4]))
-    strict, relaxed = found["settings"]
-    assert found["matched"] is True
-    assert strict["tokens_before_another"] == 8
-    assert relaxed["first_choice_share"] < 1 < strict["acceptance_length"]
-    assert relaxed["acceptance_length"] > strict["acceptance_length"]
-    results = json.loads(RESULT.read_text())
-    assert [each["topk"] for each in results["settings"]] == [each.topk for each in SETTINGS]
 
 
 def test_stop_strings_on_real_text(model, prompts):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -87,7 +86,6 @@ class Solved:
     setting: Setting
     outputs: list[list[int]]
     correct: list[bool]
-    seconds: float
     acceptance: AcceptanceStats
 
     @property
@@ -145,15 +143,10 @@ class Workload:
         return AnswerReader(self.checkpoint)
 
     def solve(self, llm: LLM, setting: Setting) -> Solved:
-        """Solve all problems with a setting, after a few of them to warm up."""
+        """Solve all problems with a setting."""
         prompts = [self.answers.encode(item.prompt) for item in self.items]
         params = [setting.params(index, self.max_tokens) for index in range(len(prompts))]
-        # graphs and kernels of this kind of requests are compiled here
-        few = slice(0, self.batch)
-        llm.generate(prompts[few], params[few], use_tqdm=False)
-        began = time.perf_counter()
         found = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - began
         stats = AcceptanceStats(NUM_DRAFTS if setting.drafts else 0)
         for output in found:
             stats.merge(output.outputs[0].acceptance)
@@ -162,7 +155,7 @@ class Workload:
             self.answers.read(ids) == item.answer
             for ids, item in zip(outputs, self.items, strict=True)
         ]
-        return Solved(setting, outputs, correct, seconds, stats)
+        return Solved(setting, outputs, correct, stats)
 
 
 class AnswerReader:
@@ -237,18 +230,16 @@ def margin(values: Sequence[float]) -> float:
     return Z95 * math.sqrt(variance / n)
 
 
-def describe(solved: Solved, reference: Solved, off: Solved, items: Sequence[Problem]) -> Any:
+def describe(solved: Solved, reference: Solved, items: Sequence[Problem]) -> Any:
     """Return the row of a setting.
 
     Args:
         reference: lossless output at the same temperature; accuracies are compared in pairs.
-        off: without drafts at the same temperature.
     """
     n = len(items)
     difference = [
         float(a) - float(b) for a, b in zip(solved.correct, reference.correct, strict=True)
     ]
-    rate = solved.num_tokens / solved.seconds
     by_task: dict[str, list[bool]] = {}
     for ok, item in zip(solved.correct, items, strict=True):
         by_task.setdefault(item.task, []).append(ok)
@@ -264,10 +255,6 @@ def describe(solved: Solved, reference: Solved, off: Solved, items: Sequence[Pro
         "difference_margin": margin(difference),
         "acceptance_length": solved.acceptance.acceptance_length if solved.setting.drafts else 1.0,
         "acceptance_per_position": solved.acceptance.per_position,
-        "tokens_per_second": rate,
-        "speed_up": rate / (off.num_tokens / off.seconds),
-        "problems_per_second": n / solved.seconds,
-        "problem_speed_up": off.seconds / solved.seconds,
         "mean_tokens": solved.num_tokens / n,
         "same_outputs": sum(a == b for a, b in zip(solved.outputs, reference.outputs, strict=True)),
         "accuracy_by_task": {task: sum(each) / len(each) for task, each in sorted(by_task.items())},
@@ -291,8 +278,8 @@ def measure(work: Workload) -> dict[str, Any]:
         }
         relaxed = [work.solve(llm, each) for each in RELAXED]
     items = work.items
-    greedy = [describe(each, strict, off, items) for each in (off, strict, *relaxed)]
-    sampled = [describe(each, off_sampled, off_sampled, items) for each in (off_sampled, coupled)]
+    greedy = [describe(each, strict, items) for each in (off, strict, *relaxed)]
+    sampled = [describe(each, off_sampled, items) for each in (off_sampled, coupled)]
     return {
         "kind": "relaxed",
         "machine": describe_machine(device),
@@ -306,13 +293,13 @@ def measure(work: Workload) -> dict[str, Any]:
 
 def table(document: dict[str, Any]) -> str:
     """Return the result as lines of text."""
-    lines = [f"{'setting':<16} {'T':>4} {'accuracy':>15} {'difference':>15}    AL   tok/s speed-up"]
+    lines = [f"{'setting':<16} {'T':>4} {'accuracy':>15} {'difference':>15}    AL"]
     for row in document["settings"]:
         accuracy = f"{row['accuracy']:.1%} +- {row['accuracy_margin']:.1%}"
         difference = f"{row['difference']:+.1%} +- {row['difference_margin']:.1%}"
         lines.append(
             f"{row['setting']:<16} {row['temperature']:>4} {accuracy:>15} {difference:>15}  "
-            f"{row['acceptance_length']:.2f} {row['tokens_per_second']:>7.0f} {row['speed_up']:.2f}"
+            f"{row['acceptance_length']:.2f}"
         )
     for row in document["settings"][:1]:
         lines.append(" ".join(f"{k} {v:.1%}" for k, v in row["accuracy_by_task"].items()))
