@@ -126,7 +126,6 @@ def test_measurement_compares_before_it_reports(checkpoint, items):
     assert widest["acceptance_length"] > strict["acceptance_length"] > 1
     assert widest["same_outputs"] < 4
     assert rows[OFF_SAMPLED.name, 0.6]["same_outputs"] == rows[COUPLED.name, 0.6]["same_outputs"]
-    assert all(row["tokens_per_second"] > 0 for row in rows.values())
     assert len(table(document).splitlines()) == 11
 
 
