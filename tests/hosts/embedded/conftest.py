@@ -14,6 +14,7 @@ import torch
 from integration.random_models import write_random_checkpoint
 from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.hosts.embedded.models import fuse, load_model
+from mtp_plugin.infer import decode
 from tests.hosts.embedded.oracles import Oracle
 
 VOCAB = 128
@@ -153,6 +154,21 @@ def wrap_worker(llm: LLM, wrap) -> None:
     engine = llm.executor.engine
     engine.captured = None  # graphs hold the worker that they were captured with
     engine.pieces = dataclasses.replace(engine.pieces, worker=wrap(engine.pieces.worker))
+
+
+def generate(llm: LLM, prompts, params) -> list[list[int]]:
+    """The tokens of each output; afterwards nothing is held."""
+    outputs = llm.generate(prompts, params)
+    assert_drained(llm)
+    return [output.token_ids for output in outputs]
+
+
+def decoded(harness: Harness, prompts, params, first_number: int = 0, **options) -> list[list[int]]:
+    """The same from the plain decoder, one request at a time."""
+    return [
+        decode(harness.oracle_model.target, prompt, one, number=number, **options).token_ids
+        for number, (prompt, one) in enumerate(zip(prompts, params, strict=True), first_number)
+    ]
 
 
 class WatchedWorker(torch.nn.Module):

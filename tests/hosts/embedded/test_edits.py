@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from mtp_plugin.hosts.embedded import SamplingParams
-from mtp_plugin.infer import decode
-from tests.hosts.embedded.conftest import LOOPS, WORKERS, assert_drained
+from tests.hosts.embedded.conftest import LOOPS, WORKERS, decoded, generate
 
 NUM_TOKENS = 24
 
@@ -39,26 +38,13 @@ def batch_of(prompts, vocab):
     ]
 
 
-def expected(harness, prompts, params):
-    return [
-        decode(harness.oracle_model.target, prompt, requested, number=number).token_ids
-        for number, (prompt, requested) in enumerate(zip(prompts, params, strict=True))
-    ]
-
-
-def generate(llm, prompts, params):
-    outputs = llm.generate(prompts, params)
-    assert_drained(llm)
-    return [output.token_ids for output in outputs]
-
-
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("k", [0, 1, 3])
 def test_text_of_edited_logits(harness, prompts, no_overlap, vanilla, k):
     llm = harness.llm(k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
     params = batch_of(prompts, harness.oracle_model.facts.vocab_size)
-    assert generate(llm, prompts, params) == expected(harness, prompts, params)
+    assert generate(llm, prompts, params) == decoded(harness, prompts, params)
     if k:
         assert llm.executor.acceptance.acceptance_length > 1.1
 
@@ -95,7 +81,7 @@ def test_greedy_text_is_that_of_generate(harness, prompts, vanilla):
 def test_text_of_edited_logits_with_many_drafts(harness, prompts, k):
     params = batch_of(prompts, harness.oracle_model.facts.vocab_size)
     llm = harness.llm(k=k)
-    assert generate(llm, prompts, params) == expected(harness, prompts, params)
+    assert generate(llm, prompts, params) == decoded(harness, prompts, params)
     assert llm.executor.acceptance.acceptance_length > 1.1
 
 
@@ -108,7 +94,7 @@ def test_chunks_and_preemption_keep_counts(harness, prompts, vanilla):
         kv_cache_config={"max_tokens": 96},
         kv_fill=float("nan"),
     )
-    assert generate(llm, prompts, params) == expected(harness, prompts, params)
+    assert generate(llm, prompts, params) == decoded(harness, prompts, params)
     assert llm.executor.num_preemptions > 0
 
 
@@ -121,7 +107,7 @@ def test_what_a_request_emitted_is_never_its_prompt(harness, prompts, vanilla):
         prompts
     )
     llm = harness.llm(vanilla=vanilla, max_num_tokens=36, kv_cache_config={"max_tokens": 96})
-    assert generate(llm, prompts, params) == expected(harness, prompts, params)
+    assert generate(llm, prompts, params) == decoded(harness, prompts, params)
     assert llm.executor.num_preemptions > 0
 
 
@@ -134,7 +120,7 @@ def test_bad_words_that_begin_in_front_of_a_preemption(harness, prompts, tempera
     for _ in range(3):  # words of the text, and of what is written in place of them
         words = [
             [tuple(text[i : i + 2]) for i in range(NUM_TOKENS - 1)]
-            for text in expected(harness, prompts, params)
+            for text in decoded(harness, prompts, params)
         ]
         params = [
             replace(one, bad_words=tuple(dict.fromkeys((*one.bad_words, *more)))[:60])
@@ -142,7 +128,7 @@ def test_bad_words_that_begin_in_front_of_a_preemption(harness, prompts, tempera
         ]
     llm = harness.llm(max_num_tokens=36, kv_cache_config={"max_tokens": 96})
     texts = generate(llm, prompts, params)
-    assert texts == expected(harness, prompts, params)
+    assert texts == decoded(harness, prompts, params)
     assert llm.executor.num_preemptions > 0
 
 
@@ -150,7 +136,7 @@ def test_rows_are_used_again(harness, prompts):
     """More requests than rows, one after the other: none sees what another left."""
     llm = harness.llm(max_batch_size=2)
     params = batch_of(prompts, harness.oracle_model.facts.vocab_size)
-    reference = expected(harness, prompts, params)
+    reference = decoded(harness, prompts, params)
     assert generate(llm, prompts, params) == reference
 
 

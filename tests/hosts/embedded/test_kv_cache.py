@@ -37,25 +37,6 @@ def test_blocks_for_rows(rows: int, blocks: int) -> None:
     assert BlockManager(9, 4).blocks_for(rows) == blocks
 
 
-def test_reserve_grows_a_table_and_keeps_its_order() -> None:
-    blocks = BlockManager(4, 4)
-    assert blocks.try_reserve(7, 5)
-    first = list(blocks.table(7))
-    assert (len(first), blocks.reserved_rows(7), blocks.num_free_blocks) == (2, 8, 2)
-    assert blocks.try_reserve(7, 8)
-    assert blocks.table(7) == first
-    assert blocks.try_reserve(7, 9)
-    assert blocks.table(7)[:2] == first
-    assert blocks.num_free_blocks == 1
-
-
-def test_reserving_fewer_rows_keeps_what_there_is() -> None:
-    blocks = BlockManager(4, 4)
-    blocks.reserve(7, 12)
-    assert blocks.try_reserve(7, 1)
-    assert blocks.reserved_rows(7) == 12
-
-
 def test_a_reservation_that_does_not_fit_changes_nothing() -> None:
     blocks = BlockManager(3, 4)
     blocks.reserve(1, 8)
@@ -89,13 +70,6 @@ def test_shutdown_gives_everything_back() -> None:
     blocks.shutdown()
     assert blocks.num_free_blocks == 4
     assert blocks.table(1) == []
-
-
-def test_the_sentinel_is_never_handed_out() -> None:
-    blocks = BlockManager(3, 2)
-    blocks.reserve(1, 6)
-    assert blocks.sentinel_block == 3
-    assert blocks.sentinel_block not in blocks.table(1)
 
 
 def test_as_a_resource_manager() -> None:

@@ -47,27 +47,19 @@ def test_output_can_be_pickled(trained: LLM) -> None:
     assert kept.prompt_logprobs == output.prompt_logprobs
 
 
-def test_stop_reason_is_the_string_or_id_that_stopped(harness, target) -> None:
-    llm = harness.llm(tokenizer=Pieces())
-    tokens = target.greedy([1, 2, 3], 12)
-    at = next(i for i in range(4, 12) if tokens[i] not in tokens[:i])
-    (by_id,) = llm.generate([[1, 2, 3]], greedy(stop_token_ids=[tokens[at]]))
-    assert (by_id.finish_reason, by_id.stop_reason) == ("stop", tokens[at])
-    stop = Pieces().decode([tokens[at]], skip_special_tokens=True)
-    (by_text,) = llm.generate([[1, 2, 3]], greedy(stop=stop))
-    assert (by_text.finish_reason, by_text.stop_reason) == ("stop", stop)
-    (by_length,) = llm.generate([[1, 2, 3]], greedy(3))
-    assert (by_length.finish_reason, by_length.stop_reason) == ("length", None)
-
-
-def test_last_event_has_the_stop_reason_and_the_error(harness, target) -> None:
+def test_output_and_last_event_have_the_stop_reason_and_the_error(harness, target) -> None:
     llm = harness.llm(tokenizer=Pieces())
     tokens = target.greedy([1, 2, 3], 12)
     at = next(i for i in range(4, 12) if tokens[i] not in tokens[:i])
     stop = Pieces().decode([tokens[at]], skip_special_tokens=True)
-    for params in (greedy(stop_token_ids=[tokens[at]]), greedy(stop=stop), greedy(3)):
+    for params, finish, reason in (
+        (greedy(stop_token_ids=[tokens[at]]), "stop", tokens[at]),
+        (greedy(stop=stop), "stop", stop),
+        (greedy(3), "length", None),
+    ):
         events = [event for step in llm.stream([[1, 2, 3]], params) for event in step]
         (output,) = llm.generate([[1, 2, 3]], params)
+        assert (output.finish_reason, output.stop_reason) == (finish, reason)
         found = [(event.stop_reason, event.error) for event in events]
         assert found[-1] == (output.stop_reason, None)
         assert set(found[:-1]) <= {(None, None)}

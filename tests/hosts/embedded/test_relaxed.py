@@ -12,7 +12,7 @@ import torch
 
 from mtp_plugin.errors import ConfigError, RequestError
 from mtp_plugin.hosts.embedded import LlmRequest, SamplingParams
-from tests.hosts.embedded.conftest import VOCAB, WORKERS, assert_drained, wrap_worker
+from tests.hosts.embedded.conftest import VOCAB, WORKERS, assert_drained, generate, wrap_worker
 from tests.hosts.embedded.oracles import Oracle, ScriptedDrafts
 from tests.ops.acceptance import example
 
@@ -34,12 +34,6 @@ def make_params(**options) -> SamplingParams:
 @pytest.fixture
 def thinking(prompts):
     return [[BEGIN, *(t for t in prompt if t not in (BEGIN, END))] for prompt in prompts]
-
-
-def generate(llm, prompts, params):
-    outputs = llm.generate(prompts, params)
-    assert_drained(llm)
-    return [output.token_ids for output in outputs]
 
 
 def relaxed(harness, *, mtp=None, **options):

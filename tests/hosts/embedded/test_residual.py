@@ -11,8 +11,8 @@ from mtp_plugin.errors import RequestError
 from mtp_plugin.hosts.embedded import SamplingParams
 from mtp_plugin.infer import SamplingRule
 from tests.distribution.shares import tail
-from tests.hosts.embedded.conftest import VOCAB, WORKERS, assert_drained
-from tests.hosts.embedded.test_sampling import generate, params_of
+from tests.hosts.embedded.conftest import VOCAB, WORKERS, assert_drained, generate
+from tests.hosts.embedded.test_sampling import params_of
 
 MODES = ["rejection", "block"]
 ALL = {"verification": ["coupled", "rejection", "block"]}

@@ -7,8 +7,7 @@ import random
 import pytest
 
 from mtp_plugin.hosts.embedded import SamplingParams
-from mtp_plugin.infer import decode
-from tests.hosts.embedded.conftest import LOOPS, WORKERS, assert_drained
+from tests.hosts.embedded.conftest import LOOPS, WORKERS, decoded, generate
 
 NUM_TOKENS = 20
 GREEDY_DRAFTS = {"draft_sampling": "greedy"}
@@ -29,29 +28,13 @@ def params_of(place: int, **more) -> SamplingParams:
     return SamplingParams(**OPTIONS[place % len(OPTIONS)], **requested)
 
 
-def generate(llm, prompts, params):
-    outputs = llm.generate(prompts, params)
-    assert_drained(llm)
-    return [output.token_ids for output in outputs]
-
-
-def oracle(harness, prompts, params, first_number=0):
-    """One request at a time through the plain decoder."""
-    return [
-        decode(harness.oracle_model.target, prompt, requested, number=number).token_ids
-        for number, (prompt, requested) in enumerate(
-            zip(prompts, params, strict=True), first_number
-        )
-    ]
-
-
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("k", [0, 1, 2, 3])
 def test_text_of_a_seed(harness, prompts, no_overlap, vanilla, k):
     params = [params_of(place) for place in range(len(prompts))]
     llm = harness.llm(k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
-    assert generate(llm, prompts, params) == oracle(harness, prompts, params)
+    assert generate(llm, prompts, params) == decoded(harness, prompts, params)
     if k:
         assert llm.executor.acceptance.acceptance_length > 1.15
 
@@ -60,7 +43,7 @@ def test_text_of_a_seed(harness, prompts, no_overlap, vanilla, k):
 def test_text_of_a_seed_with_many_drafts(harness, prompts, k):
     params = [params_of(place) for place in range(len(prompts))]
     llm = harness.llm(k=k, vanilla=False, max_num_tokens=128)
-    assert generate(llm, prompts, params) == oracle(harness, prompts, params)
+    assert generate(llm, prompts, params) == decoded(harness, prompts, params)
     assert llm.executor.acceptance.acceptance_length > 1.15
 
 
@@ -73,7 +56,7 @@ def test_chunks_and_preemption_keep_the_text(harness, prompts, vanilla):
         kv_cache_config={"max_tokens": 96},
         kv_fill=float("nan"),
     )
-    assert generate(llm, prompts, params) == oracle(harness, prompts, params)
+    assert generate(llm, prompts, params) == decoded(harness, prompts, params)
     assert llm.executor.num_preemptions > 0
 
 
@@ -82,9 +65,9 @@ def test_requests_without_a_seed_draw_by_their_number(harness, prompts):
     same = [prompts[3]] * 4
     llm = harness.llm()
     first = generate(llm, same, params)
-    assert first == oracle(harness, same, params)
+    assert first == decoded(harness, same, params)
     assert len({tuple(text) for text in first}) == 4
-    assert generate(llm, same, params) == oracle(harness, same, params, first_number=4)
+    assert generate(llm, same, params) == decoded(harness, same, params, first_number=4)
     assert generate(harness.llm(k=0), same, params) == first
 
 
@@ -148,7 +131,7 @@ def test_where_acceptance_is_relaxed_draws_are_coupled(harness, prompts, vanilla
     greedy = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
     params = [params_of(place) if place % 2 else greedy for place in range(len(prompts))]
     mixed = generate(harness.llm(vanilla=vanilla, speculative=RELAXED), thinking, params)
-    assert mixed[1::2] == oracle(harness, thinking, params)[1::2]
+    assert mixed[1::2] == decoded(harness, thinking, params)[1::2]
     alone = generate(harness.llm(vanilla=vanilla, speculative=RELAXED), thinking[::2], greedy)
     assert mixed[::2] == alone
     assert mixed[::2] != generate(harness.llm(vanilla=vanilla), thinking[::2], greedy)

@@ -6,9 +6,8 @@ import pytest
 
 from mtp_plugin.errors import ConfigError, RequestError
 from mtp_plugin.hosts.embedded import SamplingParams
-from mtp_plugin.infer import decode
 from mtp_plugin.infer.thinking import Thinking
-from tests.hosts.embedded.conftest import LOOPS, WORKERS, assert_drained
+from tests.hosts.embedded.conftest import LOOPS, WORKERS, decoded, generate
 
 NUM_TOKENS = 20
 BEGIN, END = 5, 6
@@ -55,18 +54,7 @@ def batch_of(prompts, **more):
 
 
 def expected(harness, prompts, params, end):
-    return [
-        decode(
-            harness.oracle_model.target, prompt, requested, number=number, thinking=thinking_of(end)
-        ).token_ids
-        for number, (prompt, requested) in enumerate(zip(prompts, params, strict=True))
-    ]
-
-
-def generate(llm, prompts, params):
-    outputs = llm.generate(prompts, params)
-    assert_drained(llm)
-    return [output.token_ids for output in outputs]
+    return decoded(harness, prompts, params, thinking=thinking_of(end))
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
