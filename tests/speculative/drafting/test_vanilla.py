@@ -265,7 +265,7 @@ def test_options_come_from_the_config(config: Any, chain: str, window: str) -> N
         (SimpleNamespace(num_nextn_predict_layers="2"), "expected an integer >= 1, got '2'"),
         (
             SimpleNamespace(max_draft_len=1, mtp=SimpleNamespace(kernels="cuda")),
-            "mtp: kernels: expected one of 'auto', 'triton', 'reference', got 'cuda'",
+            "mtp: kernels: should be 'auto', 'triton' or 'reference', got 'cuda'",
         ),
     ],
 )

@@ -113,11 +113,11 @@ def test_values_that_a_host_left_unset() -> None:
         ),
         (
             host(mtp=SimpleNamespace(draft_window="short")),
-            "mtp: draft_window: expected one of 'exact', 'trtllm', got 'short'",
+            "mtp: draft_window: should be 'exact' or 'trtllm', got 'short'",
         ),
         (
             host(mtp=SimpleNamespace(keep_warm="yes")),
-            "mtp: keep_warm: expected .*, got 'yes'",
+            "mtp: keep_warm: should be a valid boolean, got 'yes'",
         ),
         (
             host(mtp=SimpleNamespace(synthetic_seed=3)),
