@@ -233,7 +233,7 @@ def test_doctor_on_a_damaged_checkpoint(
         ("config.json", {"num_key_value_heads": 3}, "num_key_value_heads: expected a divisor of"),
         ("config.json", {"num_hidden_layers": 9999}, "config.json says num_hidden_layers = 9999"),
         ("config.json", {"hidden_act": 5}, "hidden_act: expected one of 'silu'"),
-        ("generation_config.json", {"eos_token_id": -1}, "eos_token_id.0: expected a token id"),
+        ("generation_config.json", {"eos_token_id": -1}, "eos_token_id: expected ids below"),
         ("tokenizer_config.json", {"tokenizer_class": 5}, "tokenizer_class: expected text or null"),
     ],
 )

@@ -22,9 +22,6 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_BYTES = 2**28
 """Maximum size of a file, ten times that of indexes and tokenizers of released models."""
 
-MAX_DIGITS = 100
-"""Maximum number of digits of an integer."""
-
 
 @dataclass(frozen=True)
 class StoredTensor:
@@ -95,8 +92,7 @@ def read_json(file: Path, *, allow_infinity: bool = False) -> dict[str, Any]:
 
     Raises:
         CheckpointError: the file is missing, cannot be read, is larger than `MAX_BYTES` or no JSON,
-            nests too deeply, has a number of too many digits or a key with two values, or holds
-            something else than an object.
+            nests too deeply, has a key with two values, or holds something else than an object.
     """
     try:
         if not file.is_file():
@@ -118,7 +114,6 @@ def read_json(file: Path, *, allow_infinity: bool = False) -> dict[str, Any]:
     try:
         content = json.loads(
             text,
-            parse_int=_integer,
             parse_constant=float if allow_infinity else _refuse,
             object_pairs_hook=_without_doubles,
         )
@@ -129,12 +124,6 @@ def read_json(file: Path, *, allow_infinity: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}")
     return content
-
-
-def _integer(digits: str) -> int:
-    if len(digits) > MAX_DIGITS:
-        raise ValueError(f"a number of {len(digits)} digits")
-    return int(digits)
 
 
 def _refuse(constant: str) -> NoReturn:
@@ -188,17 +177,12 @@ def read_tensors(
 
 def _sharded_headers(directory: Path) -> dict[str, StoredTensor]:
     index = read_json(directory / INDEX_FILE)
-    weight_map = index.get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise CheckpointError(
-            f"{directory / INDEX_FILE}: expected a table 'weight_map', "
-            f"got {type(weight_map).__name__}"
-        )
-    if not isinstance(index.get("metadata"), dict):
-        raise CheckpointError(
-            f"{directory / INDEX_FILE}: expected a table 'metadata', "
-            f"got {type(index.get('metadata')).__name__}"
-        )
+    for table in ("weight_map", "metadata"):  # transformers reads both
+        if not isinstance(index.get(table), dict):
+            raise CheckpointError(
+                f"{directory / INDEX_FILE}: expected a table {table!r}, got {got(index.get(table))}"
+            )
+    weight_map = index["weight_map"]
     odd = [file for file in weight_map.values() if not _is_plain(file)]
     if odd:
         raise CheckpointError(
@@ -206,26 +190,19 @@ def _sharded_headers(directory: Path) -> dict[str, StoredTensor]:
             f"got {got(odd[0])}"
         )
     files = sorted(set(weight_map.values()))
-    missing_files = [name for name in files if not (directory / name).is_file()]
-    if missing_files:
-        raise CheckpointError(
-            f"checkpoint {directory}: {INDEX_FILE} names {len(missing_files)} file(s) that are "
-            f"missing: {listed(missing_files)}"
-        )
+
+    def refuse(names: list[str], what: str) -> None:
+        if names:
+            raise CheckpointError(
+                f"checkpoint {directory}: {INDEX_FILE} names {len(names)} {what}: {listed(names)}"
+            )
+
+    refuse([name for name in files if not (directory / name).is_file()], "missing file(s)")
     in_files = {name: dict(_file_headers(directory / name)) for name in files}
     holders = Counter(key for held in in_files.values() for key in held)
-    twice = [key for key, count in holders.items() if count > 1]
-    if twice:
-        raise CheckpointError(
-            f"checkpoint {directory}: {len(twice)} tensor(s) are in more than one file: "
-            f"{listed(twice)}"
-        )
+    refuse([key for key, count in holders.items() if count > 1], "tensor(s) in several files")
     absent = [key for key, name in weight_map.items() if key not in in_files[name]]
-    if absent:
-        raise CheckpointError(
-            f"checkpoint {directory}: {INDEX_FILE} names {len(absent)} tensor(s) that its files "
-            f"do not hold: {listed(absent)}"
-        )
+    refuse(absent, "tensor(s) that its files do not hold")
     return {key: in_files[name][key] for key, name in weight_map.items()}
 
 

@@ -1,31 +1,28 @@
-"""Reads and validates a checkpoint's config files before anything is built."""
+"""Reads and validates a checkpoint's config files before anything is built.
+
+transformers checks the types of its own keys. The checks here are of what it accepts but cannot
+run: numbers out of range, sizes that do not go together, token ids outside the vocabulary. It gets
+the keys of its config class alone, so that no key makes it act.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import ValidationError
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from mtp_plugin.config.messages import got, spelled
-from mtp_plugin.errors import CheckpointError, UnsupportedModelError
+from mtp_plugin.config.messages import got, join, spelled
+from mtp_plugin.errors import CheckpointError, UnsupportedModelError, describe_error
 from mtp_plugin.extras import IN_VLLM, vllm_command
 from mtp_plugin.hosts.embedded.models.block_layout import FULL_ATTENTION
 from mtp_plugin.hosts.embedded.models.checkpoint_files import (
     checkpoint_directory,
     listed,
     read_json,
-)
-from mtp_plugin.hosts.embedded.models.config_schema import (
-    SCHEMAS,
-    DecoderConfig,
-    GenerationConfig,
-    beyond,
 )
 from mtp_plugin.hosts.embedded.models.families import (
     FAMILIES,
@@ -35,7 +32,6 @@ from mtp_plugin.hosts.embedded.models.families import (
     MTPFamily,
     family_of,
 )
-from mtp_plugin.hosts.embedded.models.rope_schema import Problem, problems_of
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
@@ -45,31 +41,71 @@ TOKENIZER_SETTINGS = "tokenizer_config.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
 """Written by NVIDIA's ModelOpt."""
 
-ACTING_KEYS = frozenset(
-    {
-        "attn_implementation",
-        "auto_map",
-        "base_model_ep_plan",
-        "base_model_pp_plan",
-        "base_model_tp_plan",
-        "compile_config",
-        "custom_generate",
-        "custom_pipelines",
-        "experts_implementation",
-        "fusion_config",
-        "per_layer_config",
-        "return_dict",
-        "transformers_weights",
-        "trust_remote_code",
-        "use_kernels",
-    }
-)
+_ACTING_KEYS = (
+    "attn_implementation", "auto_map", "base_model_ep_plan", "base_model_pp_plan",
+    "base_model_tp_plan", "compile_config", "custom_generate", "custom_pipelines",
+    "experts_implementation", "fusion_config", "per_layer_config", "return_dict",
+    "transformers_weights", "trust_remote_code", "use_kernels",
+)  # fmt: skip
 """Keys by which transformers would act, in addition to all that begin with `_`."""
-_UNTOLD = frozenset({"quantization_config", "transformers_version"})
-_KIND_KEYS = frozenset({"hidden_act", "moe_layer_freq", "rope_type", "scoring_func", "topk_method"})
-"""Their other values are of models that do not run here, rather than mistakes."""
 _COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Number of MTP layers, in any family."""
+
+_REQUIRED = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "max_position_embeddings",
+)  # fmt: skip
+_TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_READ_HERE = (
+    "model_type", "dtype", "torch_dtype", "rope_parameters", "rope_scaling", "rope_theta",
+    "partial_rotary_factor", "scoring_func", "topk_method", "moe_layer_freq", *_TOKEN_IDS,
+)  # fmt: skip
+"""Keys of any family that do not reach transformers as they are."""
+_UNREAD = ("num_mtp_layers", "output_router_logits", "pretraining_tp", "router_aux_loss_coef")
+_UNTOLD = ("quantization_config", "transformers_version")
+
+
+def _limits(low: float, high: float, keys: str) -> dict[str, tuple[float, float]]:
+    return dict.fromkeys(keys.split(), (low, high))
+
+
+LIMITS: dict[str, tuple[float, float]] = {
+    **_limits(1, 2**24, "vocab_size max_position_embeddings original_max_position_embeddings"),
+    **_limits(1, 2**16, "num_attention_heads num_key_value_heads"),
+    **_limits(1, 2**16, "n_routed_experts num_experts num_experts_per_tok n_group topk_group"),
+    **_limits(1, 2**20, "head_dim qk_rope_head_dim"),
+    **_limits(1, 10_000, "num_hidden_layers"),
+    **_limits(0, 1_000, "num_nextn_predict_layers"),
+    **_limits(1e-30, 1.0, "rms_norm_eps partial_rotary_factor"),
+    **_limits(0.0, 100.0, "attention_dropout initializer_range"),
+    **_limits(1e-6, 1e6, "routed_scaling_factor low_freq_factor high_freq_factor"),
+    **_limits(1e-3, 1e6, "attention_factor beta_fast beta_slow"),
+    **_limits(0.0, 1e3, "mscale mscale_all_dim"),
+    **_limits(1.0, 1e6, "factor"),
+    **_limits(1.01, 1e15, "rope_theta"),
+}
+"""Range of numbers of `config.json` that neither transformers nor the shapes of the stored tensors
+confirm; integers where the limits are."""
+
+_DTYPES = ("float32", "float16", "bfloat16")
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "hidden_act": ("silu", "gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh", "quick_gelu",
+                   "relu", "relu2", "mish", "tanh", "sigmoid"),
+    "scoring_func": ("sigmoid",),
+    "topk_method": ("noaux_tc",),
+    "moe_layer_freq": (1,),
+    # longrope depends on the longest sequence of a batch
+    "rope_type": ("default", "dynamic", "linear", "llama3", "yarn"),
+    "dtype": _DTYPES,
+    "torch_dtype": _DTYPES,
+}  # fmt: skip
+"""Values of keys whose other values do not run here."""
+
+LONGEST_REASON = 400
+"""Characters of an error of transformers that messages show; it quotes whole values."""
+
+Problem = tuple[str, str]
+"""(key, message)."""
 
 
 @dataclass(frozen=True)
@@ -109,119 +145,243 @@ def read_config(path: str | Path) -> CheckedConfig:
         UnsupportedModelError: a model family or a layer type that does not run here.
     """
     directory = checkpoint_directory(path)
-    where = directory / CONFIG_FILE
-    raw = read_json(where, allow_infinity=True)
-    generation_file = directory / GENERATION_FILE
-    generation = read_json(generation_file) if generation_file.is_file() else {}
-    settings_file = directory / TOKENIZER_SETTINGS
-    has_settings = settings_file.is_file() and (directory / TOKENIZER_FILE).is_file()
-    settings = read_json(settings_file) if has_settings else {}
+    raw = read_json(directory / CONFIG_FILE, allow_infinity=True)
+    others = {
+        name: read_json(directory / name) if (directory / name).is_file() else {}
+        for name in (GENERATION_FILE, TOKENIZER_SETTINGS)
+        if name == GENERATION_FILE or (directory / TOKENIZER_FILE).is_file()
+    }
     if (directory / ADAPTER_FILE).exists():
         raise CheckpointError(
             f"checkpoint {directory}: expected a whole checkpoint, {ADAPTER_FILE} makes it an "
             f"adapter of another one"
         )
     command = _vllm_command(directory, raw)
-    with _served_by(command):
-        schema, facts, token_ids = _check(raw, generation, where, generation_file)
-        family = family_of(facts.model_type)
-        config = transformers_config(schema, family, where)
-        _check_layer_types(config, directory)
-    acting = [key for key in raw if _acts(key)]
+    try:
+        family, config, facts, ids = _check(raw, others[GENERATION_FILE], directory / CONFIG_FILE)
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}; {IN_VLLM}", command) from None
+    known = {*passed_keys(family), *_READ_HERE, *_UNTOLD}
     return CheckedConfig(
         directory=directory,
         facts=facts,
         family=family,
         config=config,
-        token_ids=token_ids,
+        token_ids=ids,
         vllm_command=command,
         quantization=_quantization_method(raw, directory),
-        stripped=(
-            *(f"{CONFIG_FILE}: {spelled(key)}" for key in acting),
-            *(f"{GENERATION_FILE}: {spelled(key)}" for key in generation if _acts(key)),
-            *(f"{TOKENIZER_SETTINGS}: {spelled(key)}" for key in settings if _acts(key)),
+        stripped=tuple(
+            f"{name}: {spelled(key)}"
+            for name, content in {CONFIG_FILE: raw, **others}.items()
+            for key in content
+            if _acts(key)
         ),
-        unread=tuple(
-            spelled(key)
-            for key in raw
-            if key not in acting and key not in type(schema).model_fields and key not in _UNTOLD
-        ),
+        unread=tuple(spelled(key) for key in raw if key not in known and not _acts(key)),
     )
 
 
 def read_facts(path: str | Path) -> ModelFacts:
-    """What a checkpoint says about itself.
-
-    Raises:
-        CheckpointError: see `read_config`.
-        UnsupportedModelError: see `read_config`.
-    """
+    """What a checkpoint says about itself; see `read_config` for the errors."""
     return read_config(path).facts
 
 
 def facts_from_config(config: dict[str, Any], *, where: Path) -> ModelFacts:
-    """Facts of a config that was already read.
-
-    Raises:
-        CheckpointError: values that are missing, of a wrong kind, out of range or that do not go
-            together.
-        UnsupportedModelError: a model family that does not run here.
-    """
-    return _check(config, {}, where, where)[1]
-
-
-def transformers_config(schema: DecoderConfig, family: MTPFamily, where: Path) -> PreTrainedConfig:
-    """Return the transformers config of a target, built from validated values only."""
-    values = {**schema.for_transformers(), "model_type": family.target_model_type}
-    try:
-        return CONFIG_MAPPING[family.target_model_type].from_dict(values)
-    except Exception as error:  # transformers has no single error type for a bad config
-        raise CheckpointError(
-            f"{where}: expected a {family.model_type} config, transformers says: {error}"
-        ) from error
+    """Facts of a config that was already read; see `read_config` for the errors."""
+    return _check(config, {}, where)[2]
 
 
 def _check(
-    raw: dict[str, Any], generation: dict[str, Any], where: Path, generation_file: Path
-) -> tuple[DecoderConfig, ModelFacts, dict[str, Any]]:
+    raw: Mapping[str, Any], generation: Mapping[str, Any], where: Path
+) -> tuple[MTPFamily, PreTrainedConfig, ModelFacts, dict[str, Any]]:
+    """Return (family, transformers config, facts, token ids) of the content of the files."""
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError(f"{where}: model_type: expected text, got {got(model_type)}")
     family = family_of(model_type)
-    try:
-        schema = SCHEMAS[model_type].model_validate(raw)
-    except ValidationError as error:
-        raise _refusal(where, list(problems_of(SCHEMAS[model_type], error))) from None
-    problems = list(schema.problems())
-    if problems:
-        raise _refusal(where, problems)
-    try:
-        generated = GenerationConfig.model_validate(generation)
-    except ValidationError as error:
-        raise _refusal(generation_file, list(problems_of(GenerationConfig, error))) from None
-    ids: dict[str, Any] = {}
-    for key in GenerationConfig.model_fields:
-        given = getattr(generated, key)
-        problems += beyond(key, given, schema.vocab_size)
-        ids[key] = getattr(schema, key) if given is None else given
-    if problems:
-        raise _refusal(generation_file, problems)
-    return schema, _facts(schema, family, ids["eos_token_id"] or ()), ids
-
-
-def _facts(schema: DecoderConfig, family: MTPFamily, eos: tuple[int, ...]) -> ModelFacts:
-    declared = None if family.count_key is None else getattr(schema, family.count_key)
-    return ModelFacts(
+    passed = passed_keys(family)
+    values = {key: raw[key] for key in raw if key in passed}
+    rope_key = "rope_parameters" if raw.get("rope_parameters") else "rope_scaling"
+    given = raw.get(rope_key)
+    rope = {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else {}
+    older = rope.pop("type", "default")
+    rope.setdefault("rope_type", older)
+    problems = [(key, "required key is missing") for key in _REQUIRED if raw.get(key) is None]
+    if raw.get("rope_parameters") and raw.get("rope_scaling"):
+        problems.append(("rope_scaling", "expected either it or rope_parameters, got both"))
+    problems += _range_problems({key: raw[key] for key in raw if key in (*_READ_HERE, *passed)})
+    problems += _range_problems({f"{rope_key}.{spelled(key)}": rope[key] for key in rope})
+    _refuse(where, problems)
+    ids, problems = _token_ids(raw, raw["vocab_size"])
+    _refuse(where, problems)
+    theta = rope.pop("rope_theta", raw.get("rope_theta"))
+    rope["rope_theta"] = 10000.0 if theta is None else theta
+    share = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
+    if share is not None and family.partial_rotary:
+        rope["partial_rotary_factor"] = values["partial_rotary_factor"] = share
+    elif share not in (None, 1):
+        message = f"expected 1 in family {family.model_type}, got {share}"
+        _refuse(where, [("partial_rotary_factor", message)])
+    config = _transformers_config(family, values, rope, ids, where)
+    _refuse(where, _relations(config))
+    _check_layer_types(config, where.parent)
+    generated, problems = _token_ids(generation, config.vocab_size)
+    _refuse(where.with_name(GENERATION_FILE), problems)
+    ids.update({key: value for key, value in generated.items() if value is not None})
+    declared = raw.get(family.count_key) if family.count_key else None
+    facts = ModelFacts(
         model_type=family.model_type,
-        architecture=(schema.architectures or ("",))[0],
-        hidden_size=schema.hidden_size,
-        vocab_size=schema.vocab_size,
-        num_hidden_layers=schema.num_hidden_layers,
+        architecture=(config.architectures or ("",))[0],
+        hidden_size=config.hidden_size,
+        vocab_size=config.vocab_size,
+        num_hidden_layers=config.num_hidden_layers,
         num_mtp_layers=family.default_count if declared is None else declared,
-        max_position_embeddings=schema.max_position_embeddings,
-        eos_token_ids=eos,
-        dtype=getattr(torch, schema.dtype or schema.torch_dtype or "float32"),
+        max_position_embeddings=config.max_position_embeddings,
+        eos_token_ids=ids.get("eos_token_id") or (),
+        dtype=getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"),
     )
+    return family, config, facts, ids
+
+
+def passed_keys(family: MTPFamily) -> frozenset[str]:
+    """Return the keys of `config.json` that transformers gets unchanged."""
+    own = {field.name for field in fields(CONFIG_MAPPING[family.target_model_type])}
+    own -= {field.name for field in fields(PreTrainedConfig)}
+    own |= {"architectures", "full_attention_interval", "head_dim", family.count_key or ""}
+    if "qk_rope_head_dim" in own:  # heads of two parts have no single width
+        own.remove("head_dim")
+    return frozenset(own.difference(_READ_HERE, _UNREAD))
+
+
+def _range_problems(values: Mapping[str, Any]) -> Iterator[Problem]:
+    """Yield wrong choices and numbers out of range, by path; transformers refuses a wrong null."""
+    for path, value in values.items():
+        key = path.rpartition(".")[2]
+        if value is None:
+            continue
+        if key in CHOICES:
+            if value not in CHOICES[key]:
+                one_of = "one of " if len(CHOICES[key]) > 1 else ""
+                yield path, f"expected {one_of}{join(CHOICES[key])}, got {got(value)}"
+        elif key in LIMITS:
+            low, high = LIMITS[key]
+            kinds = (int,) if isinstance(low, int) else (int, float)
+            if type(value) not in kinds or not low <= value <= high:
+                kind = "an integer" if isinstance(low, int) else "a number"
+                yield path, f"expected {kind} from {low} to {high}, got {got(value)}"
+        elif key in ("rope_parameters", "rope_scaling") and not isinstance(value, Mapping):
+            yield path, f"expected a mapping or null, got {got(value)}"
+        elif path != key and key != "truncate":
+            yield path, "unknown key"
+
+
+def _transformers_config(
+    family: MTPFamily,
+    values: Mapping[str, Any],
+    rope: Mapping[str, Any],
+    ids: Mapping[str, Any],
+    where: Path,
+) -> PreTrainedConfig:
+    """Build the transformers config of a target from checked values."""
+    passed = {
+        # its classes refuse an integer for a float
+        key: float(value) if value is not None and _is_float(key) else value
+        for key, value in values.items()
+        if value is not None or key not in ("head_dim", "attention_dropout", family.count_key)
+    }
+    passed |= {key: list(i) if isinstance(i, tuple) else i for key, i in ids.items()}
+    passed["num_key_value_heads"] = (
+        values.get("num_key_value_heads") or values["num_attention_heads"]
+    )
+    passed["rope_parameters"] = {k: float(v) if _is_float(k) else v for k, v in rope.items()}
+    try:
+        return CONFIG_MAPPING[family.target_model_type].from_dict(passed)
+    except Exception as error:  # transformers has no single error type for a bad config
+        raise CheckpointError(
+            f"{where}: expected a {family.model_type} config, transformers says: "
+            f"{describe_error(error)[:LONGEST_REASON]}"
+        ) from error
+
+
+def _is_float(key: str) -> bool:
+    return isinstance(LIMITS.get(key, (0,))[0], float)
+
+
+def _relations(config: Any) -> Iterator[Problem]:
+    """Yield the sizes that do not go together."""
+    heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+    latent: int | None = getattr(config, "qk_rope_head_dim", None)
+    if latent is not None and kv_heads != heads:
+        yield (
+            "num_key_value_heads",
+            f"expected as many as num_attention_heads, {heads}, got {kv_heads}",
+        )
+    elif heads % kv_heads:
+        yield (
+            "num_key_value_heads",
+            f"expected a divisor of num_attention_heads, which is {heads}, got {kv_heads}",
+        )
+    width = latent or getattr(config, "head_dim", None)
+    if width is None and config.hidden_size % heads:
+        yield (
+            "num_attention_heads",
+            f"expected a divisor of hidden_size, which is {config.hidden_size}, as there is no "
+            f"head_dim, got {heads}",
+        )
+        return
+    width = width or config.hidden_size // heads
+    rope = config.rope_parameters
+    rotated = int(width * rope.get("partial_rotary_factor", 1.0))
+    if rotated < 2 or rotated % 2:
+        yield (
+            "partial_rotary_factor",
+            f"expected an even number of at least 2 rotated of the {width} values of a head, got "
+            f"{rotated}",
+        )
+    if rope.get("high_freq_factor", 2) <= rope.get("low_freq_factor", 1):
+        yield (
+            "rope_parameters.high_freq_factor",
+            f"expected above low_freq_factor, which is {rope['low_freq_factor']}, got "
+            f"{rope['high_freq_factor']}",
+        )
+    experts = getattr(config, "n_routed_experts", None) or getattr(config, "num_experts", None)
+    if experts is None:
+        return
+    groups, chosen = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
+    size, rest = divmod(experts, groups)
+    eligible = chosen * size
+    if rest:
+        yield "n_group", f"expected a divisor of n_routed_experts, {experts}, got {groups}"
+    elif size < 2 and hasattr(config, "n_group"):
+        yield "n_group", f"expected groups of at least 2 experts, got {groups} of {experts} experts"
+    elif chosen > groups:
+        yield "topk_group", f"expected at most n_group, {groups}, got {chosen}"
+    elif config.num_experts_per_tok > eligible:
+        yield (
+            "num_experts_per_tok",
+            f"expected at most the {eligible} of {experts} experts that may be chosen, got "
+            f"{config.num_experts_per_tok}",
+        )
+
+
+def _token_ids(content: Mapping[str, Any], vocab_size: int) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the ids that a file has, stop ids as a tuple, and the problems of others."""
+    ids: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for key in _TOKEN_IDS:
+        given, is_eos = content.get(key), key == "eos_token_id"
+        if key not in content:
+            continue
+        # released configs write -1 where there is no padding
+        if given is None or (given == -1 and not is_eos):
+            ids[key] = None
+            continue
+        several = given if is_eos and isinstance(given, list) else [given]
+        odd = [one for one in several if type(one) is not int or not 0 <= one < vocab_size]
+        if odd:
+            wanted = f"ids below vocab_size, {vocab_size}"
+            problems.append((key, f"expected {wanted}, got {got(odd[0])}"))
+        ids[key] = tuple(several) if is_eos else given
+    return ids, problems
 
 
 def _check_layer_types(config: PreTrainedConfig, directory: Path) -> None:
@@ -233,15 +393,6 @@ def _check_layer_types(config: PreTrainedConfig, directory: Path) -> None:
             f"checkpoint {directory}: expected only {FULL_ATTENTION} layers, got layer types "
             f"{', '.join(odd)} ({count} of {len(layer_types)} layers)"
         )
-
-
-@contextmanager
-def _served_by(command: str) -> Iterator[None]:
-    """Add the command that serves a model in vLLM to refusals of the model."""
-    try:
-        yield
-    except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{error}; {IN_VLLM}", command) from None
 
 
 def _vllm_command(directory: Path, raw: Mapping[str, Any]) -> str:
@@ -271,10 +422,14 @@ def _quantization_method(raw: Mapping[str, Any], directory: Path) -> str | None:
 
 
 def _acts(key: str) -> bool:
-    return key in ACTING_KEYS or key.startswith("_")
+    return key in _ACTING_KEYS or key.startswith("_")
 
 
-def _refusal(where: Path, problems: Collection[Problem]) -> CheckpointError:
-    is_other_kind = all(key.rpartition(".")[2] in _KIND_KEYS for key, _ in problems)
+def _refuse(where: Path, problems: Iterable[Problem]) -> None:
+    problems = list(problems)
+    if not problems:
+        return
+    others = {"hidden_act", "scoring_func", "topk_method", "moe_layer_freq", "rope_type"}
+    is_other_kind = all(key.rpartition(".")[2] in others for key, _ in problems)
     kind = UnsupportedModelError if is_other_kind else CheckpointError
-    return kind("\n".join(f"{where}: {key}: {reason}" for key, reason in problems))
+    raise kind("\n".join(f"{where}: {key}: {reason}" for key, reason in problems))

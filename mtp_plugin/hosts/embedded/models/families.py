@@ -94,6 +94,8 @@ class MTPFamily:
     """Stored copies of tensors that the MTP layers share with the target."""
     block_config: tuple[tuple[str, Any], ...] = field(default=())
     """Config values under which the target's layer class builds an MTP block."""
+    partial_rotary: bool = False
+    """Whether rotary positions may apply to a share of a head."""
     experts_key: str | None = None
     """Config key with the number of routed experts; None where there are none."""
 
@@ -126,6 +128,7 @@ FAMILIES: dict[str, MTPFamily] = {
             ignorable=_DEEPSEEK_COPIES,
             # MTP blocks are always mixtures of experts, also after dense targets
             block_config=(("first_k_dense_replace", 0),),
+            partial_rotary=True,
             experts_key="n_routed_experts",
         ),
         MTPFamily(
@@ -155,6 +158,7 @@ FAMILIES: dict[str, MTPFamily] = {
             ),
             owned=r"^mtp\.",
             block_config=(("mlp_only_layers", []), ("decoder_sparse_step", 1)),
+            partial_rotary=True,
             experts_key="num_experts",
         ),
         MTPFamily(

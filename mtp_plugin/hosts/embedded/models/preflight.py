@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import PreTrainedConfig, PreTrainedModel
 
 from mtp_plugin.errors import (
     CheckpointError,
     ConfigError,
     MTPPluginError,
     UnsupportedModelError,
+    describe_error,
 )
 from mtp_plugin.extras import IN_VLLM
 from mtp_plugin.hosts.embedded.models.block_layout import (
@@ -31,8 +29,12 @@ from mtp_plugin.hosts.embedded.models.checkpoint_files import (
     listed,
     read_headers,
 )
-from mtp_plugin.hosts.embedded.models.config_reader import CheckedConfig, read_config
-from mtp_plugin.hosts.embedded.models.families import ModelFacts, MTPFamily
+from mtp_plugin.hosts.embedded.models.config_reader import (
+    LONGEST_REASON,
+    CheckedConfig,
+    read_config,
+)
+from mtp_plugin.hosts.embedded.models.families import MTPFamily
 
 FLOATING = ("F32", "F16", "BF16")
 WITHOUT_MTP = "to run without MTP, set speculative_config to null (None in Python), or type"
@@ -44,16 +46,9 @@ _STALE_BUFFER = ".rotary_emb.inv_freq"
 
 
 @dataclass(frozen=True)
-class Preflight:
+class Preflight(CheckedConfig):
     """A valid checkpoint, with everything that loading it needs."""
 
-    directory: Path
-    facts: ModelFacts
-    family: MTPFamily
-    config: PreTrainedConfig
-    """The transformers config of the target."""
-    token_ids: Mapping[str, Any]
-    """Known values of `bos_token_id`, `eos_token_id` and `pad_token_id`."""
     num_mtp_layers: int
     """How many MTP layers will run: 0 without drafts, 1 for eagle, K for vanilla."""
     stored: Mapping[str, StoredTensor]
@@ -125,51 +120,98 @@ def examine(path: str | Path, num_mtp_layers: int | None) -> Preflight:
 def _examine_tensors(checked: CheckedConfig, needed: int) -> Preflight:
     """Check the safetensors headers of a checkpoint whose config is valid."""
     where = f"checkpoint {checked.directory}"
+
+    def refuse_in_favour_of_vllm(message: str) -> None:
+        raise UnsupportedModelError(f"{where}: {message}; {IN_VLLM}", checked.vllm_command)
+
     names = sorted(file.name for file in checked.directory.glob("*"))
     others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
     if others and not any(name.endswith(".safetensors") for name in names):
-        raise UnsupportedModelError(
-            f"{where}: expected weights in safetensors files, got {listed(others)}; {IN_VLLM}",
-            checked.vllm_command,
-        )
+        refuse_in_favour_of_vllm(f"expected weights in safetensors files, got {listed(others)}")
     stored = read_headers(checked.directory)
     if checked.quantization is not None:
-        raise UnsupportedModelError(
-            f"{where}: expected weights that are not quantized, got {checked.quantization}; "
-            f"{IN_VLLM}",
-            checked.vllm_command,
+        refuse_in_favour_of_vllm(
+            f"expected weights that are not quantized, got {checked.quantization}"
         )
-    odd = sorted(
-        f"{name} ({tensor.dtype})"
-        for name, tensor in stored.items()
-        if tensor.dtype not in FLOATING
-    )
+    odd = sorted(f"{n} ({each.dtype})" for n, each in stored.items() if each.dtype not in FLOATING)
     if odd:
-        raise UnsupportedModelError(
-            f"{where}: expected tensors of {', '.join(FLOATING)} only, got {len(odd)} of other "
-            f"dtypes: {listed(odd)}; {IN_VLLM}",
-            checked.vllm_command,
+        refuse_in_favour_of_vllm(
+            f"expected tensors of {', '.join(FLOATING)} only, got {len(odd)} of other dtypes: "
+            f"{listed(odd)}"
         )
     check_counts(checked, stored, needed)
-    with refused_by_transformers(where):
-        target = without_storage(checked.config)
-    with named(where):
-        plan = plan_target(target, stored)
-    _check_target(checked, stored, plan, where)
+    family, first = checked.family, checked.facts.num_hidden_layers
+    mtp = {name for name in stored if owned_by_mtp(name, family, first)}
     plans: tuple[tuple[TensorPlan, ...], ...] = ()
+    with _errors_of(where):
+        target = without_storage(checked.config)
+        plan = plan_target(target, stored)
+    ignored = {"lm_head.weight", *(name for name in stored if name.endswith(_STALE_BUFFER))}
+    _check_tensors(stored, plan, ignored | mtp, "the target", checked)
     if needed > 0:
-        plans = _plan_mtp(checked, target, stored)
-        _check_mtp(checked, stored, plans, where)
-    return Preflight(
-        directory=checked.directory,
-        facts=checked.facts,
-        family=checked.family,
-        config=checked.config,
-        token_ids=checked.token_ids,
-        num_mtp_layers=needed,
-        stored=stored,
-        plans=plans,
-    )
+        if not mtp:
+            raise CheckpointError(
+                f"{where}: config.json declares {_layers_of(checked)}, the files have none of "
+                "their tensors (transformers leaves them out when it saves a model): take the "
+                f"files of the original checkpoint; {WITHOUT_MTP}",
+                _command_without_mtp(checked.directory),
+            )
+        with _errors_of(where):
+            layers = build_layers(target, checked.config, family, checked.facts.num_mtp_layers)
+            plans = tuple(
+                plan_layer(layer, family, num_hidden_layers=first, depth=depth, stored=stored)
+                for depth, layer in enumerate(layers)
+            )
+        flat = tuple(plan for layer in plans for plan in layer)
+        copies = {
+            template.format(layer=first + depth, depth=depth)
+            for template in family.ignorable
+            for depth in range(len(plans))
+        }
+        _check_tensors(stored, flat, copies | (stored.keys() - mtp), _layers_of(checked), checked)
+    return Preflight(**vars(checked), num_mtp_layers=needed, stored=stored, plans=plans)
+
+
+def _layers_of(checked: CheckedConfig) -> str:
+    return f"{checked.facts.num_mtp_layers} MTP layer(s)"
+
+
+def _check_tensors(
+    stored: Mapping[str, StoredTensor],
+    plans: tuple[TensorPlan, ...],
+    ignored: Set[str],
+    owner: str,
+    checked: CheckedConfig,
+) -> None:
+    """Refuse missing and unknown tensors of a module, and those of a wrong shape.
+
+    Args:
+        ignored: stored names that may be there in addition to those of ``plans``.
+    """
+    where = f"checkpoint {checked.directory}"
+    expected = {name for plan in plans for name in plan.sources}
+    missing = sorted(expected - stored.keys())
+    if missing:
+        raise CheckpointError(
+            f"{where}: expected {len(expected)} tensors of {owner}, {len(missing)} are missing: "
+            f"{listed(missing)}"
+        )
+    unknown = sorted(stored.keys() - expected - ignored)
+    if unknown:
+        raise CheckpointError(
+            f"{where}: {len(unknown)} tensor(s) are unknown to {owner} of family "
+            f"{checked.family.model_type}: {listed(unknown)}"
+        )
+    wrong = [
+        f"{name}: expected {list(plan.source_shape)}, got {list(stored[name].shape)}"
+        for plan in plans
+        for name in plan.sources
+        if stored[name].shape != plan.source_shape
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"{where}: {len(wrong)} tensor(s) of {owner} have a wrong shape: {listed(wrong)}"
+        )
 
 
 def check_counts(
@@ -207,134 +249,21 @@ def check_counts(
 
 
 @contextmanager
-def named(where: str) -> Iterator[None]:
-    """Prefix errors with the checkpoint's path."""
-    try:
-        yield
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-
-
-@contextmanager
-def refused_by_transformers(where: str) -> Iterator[None]:
+def _errors_of(where: str) -> Iterator[None]:
     """Convert any exception of transformers' constructors into a `CheckpointError`."""
     try:
         yield
-    except MTPPluginError:
-        raise
+    except MTPPluginError as error:
+        raise CheckpointError(f"{where}: {error}") from None
     except Exception as error:
         raise CheckpointError(
             f"{where}: transformers cannot build the model of config.json: "
-            f"{type(error).__name__}: {error}"
+            f"{describe_error(error)[:LONGEST_REASON]}"
         ) from error
-
-
-def _plan_mtp(
-    checked: CheckedConfig, target: PreTrainedModel, stored: Mapping[str, StoredTensor]
-) -> tuple[tuple[TensorPlan, ...], ...]:
-    declared = checked.facts.num_mtp_layers
-    with refused_by_transformers(f"checkpoint {checked.directory}"):
-        layers = build_layers(target, checked.config, checked.family, num_layers=declared)
-    with named(f"checkpoint {checked.directory}"):
-        return tuple(
-            plan_layer(
-                layer,
-                checked.family,
-                num_hidden_layers=checked.facts.num_hidden_layers,
-                depth=depth,
-                stored=stored,
-            )
-            for depth, layer in enumerate(layers)
-        )
 
 
 def _command_without_mtp(directory: Path) -> str:
     return f"mtp-plugin generate --model {shlex.quote(str(directory))} --no-mtp"
-
-
-def _check_target(
-    checked: CheckedConfig,
-    stored: Mapping[str, StoredTensor],
-    plans: tuple[TensorPlan, ...],
-    where: str,
-) -> None:
-    _check_present(stored, plans, "the target", where)
-    known = {name for plan in plans for name in plan.sources} | {"lm_head.weight"}
-    unknown = sorted(
-        name
-        for name in stored
-        if name not in known
-        and not name.endswith(_STALE_BUFFER)
-        and not owned_by_mtp(name, checked.family, checked.facts.num_hidden_layers)
-    )
-    if unknown:
-        raise CheckpointError(
-            f"{where}: {len(unknown)} tensor(s) are unknown to a target of family "
-            f"{checked.family.model_type}: {listed(unknown)}"
-        )
-    _check_shapes(stored, plans, "target", where)
-
-
-def _check_mtp(
-    checked: CheckedConfig,
-    stored: Mapping[str, StoredTensor],
-    plans: tuple[tuple[TensorPlan, ...], ...],
-    where: str,
-) -> None:
-    family, facts = checked.family, checked.facts
-    flat = tuple(plan for layer in plans for plan in layer)
-    owner = f"{facts.num_mtp_layers} MTP layer(s)"
-    if not any(owned_by_mtp(name, family, facts.num_hidden_layers) for name in stored):
-        raise CheckpointError(
-            f"{where}: config.json declares {owner}, the files have none of their tensors "
-            f"(transformers leaves them out when it saves a model): take the files of the original "
-            f"checkpoint; {WITHOUT_MTP}",
-            _command_without_mtp(checked.directory),
-        )
-    _check_present(stored, flat, owner, where)
-    known = {name for plan in flat for name in plan.sources} | {
-        template.format(layer=facts.num_hidden_layers + depth, depth=depth)
-        for template in family.ignorable
-        for depth in range(facts.num_mtp_layers)
-    }
-    unknown = sorted(
-        name
-        for name in stored
-        if name not in known and owned_by_mtp(name, family, facts.num_hidden_layers)
-    )
-    if unknown:
-        raise CheckpointError(
-            f"{where}: {len(unknown)} tensor(s) are unknown to the {owner} of family "
-            f"{family.model_type}: {listed(unknown)}"
-        )
-    _check_shapes(stored, flat, "MTP", where)
-
-
-def _check_present(
-    stored: Mapping[str, StoredTensor], plans: tuple[TensorPlan, ...], owner: str, where: str
-) -> None:
-    expected = {name for plan in plans for name in plan.sources}
-    missing = sorted(expected - stored.keys())
-    if missing:
-        raise CheckpointError(
-            f"{where}: expected {len(expected)} tensors of {owner}, {len(missing)} are missing: "
-            f"{listed(missing)}"
-        )
-
-
-def _check_shapes(
-    stored: Mapping[str, StoredTensor], plans: tuple[TensorPlan, ...], kind: str, where: str
-) -> None:
-    wrong = [
-        f"{name}: expected {list(plan.source_shape)}, got {list(stored[name].shape)}"
-        for plan in plans
-        for name in plan.sources
-        if stored[name].shape != plan.source_shape
-    ]
-    if wrong:
-        raise CheckpointError(
-            f"{where}: {len(wrong)} {kind} tensor(s) have a wrong shape: {listed(wrong)}"
-        )
 
 
 def owned_by_mtp(name: str, family: MTPFamily, num_hidden_layers: int) -> bool:

@@ -23,7 +23,7 @@ from mtp_plugin.hosts.embedded.models import (
     load_model,
     preflight,
 )
-from mtp_plugin.hosts.embedded.models.config_schema import SCHEMAS
+from mtp_plugin.hosts.embedded.models.config_reader import LIMITS, passed_keys
 
 SECONDS = float(os.environ.get("MTP_FUZZ_SECONDS", "5"))
 """How long one case may take; a machine that is shared gets time."""
@@ -87,7 +87,7 @@ DROPPED = object()
 
 
 def mutations(family: str) -> st.SearchStrategy[dict[str, Any]]:
-    keys = st.sampled_from(sorted(SCHEMAS[family].model_fields))
+    keys = st.sampled_from(sorted({*passed_keys(FAMILIES[family]), *LIMITS}))
     change = st.one_of(
         st.tuples(keys, VALUES),
         st.tuples(keys, NUMBERS),

@@ -339,14 +339,14 @@ class TestBrokenTargets:
             tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
 
         assert self.refusal(edited("mimo", edit_tensors=add)) == (
-            "checkpoint PATH: 1 tensor(s) are unknown to a target of family mimo: "
+            "checkpoint PATH: 1 tensor(s) are unknown to the target of family mimo: "
             "model.layers.0.self_attn.q_norm.weight"
         )
 
     def test_wrong_shape(self, edited: Edited) -> None:
         path = edited("mimo", lambda config: config.update(vocab_size=500))
         assert self.refusal(path) == (
-            "checkpoint PATH: 2 target tensor(s) have a wrong shape: "
+            "checkpoint PATH: 2 tensor(s) of the target have a wrong shape: "
             "model.embed_tokens.weight: expected [500, 64], got [512, 64], "
             "lm_head.weight: expected [500, 64], got [512, 64]"
         )
