@@ -52,13 +52,17 @@ class EveryOther(VerificationMode):
         return replace(rules, forced_matches=torch.where(mine, layout.draft_len, -1))
 
 
-def step(slots: SlotRows | None = None, **options: Any) -> VerificationInputs:
-    """Four requests; the target's choices are 1, 2, 3, and only the first draft is right."""
-    none = torch.empty(0, dtype=torch.int32, device=DEVICE)
-    positions = torch.arange(4 * (K + 1), device=DEVICE)
-    layout = StepLayout((), 4, K, none, positions)
-    logits = torch.zeros(4 * (K + 1), VOCAB, device=DEVICE)
-    logits.view(4, K + 1, VOCAB)[:, range(K + 1), range(1, K + 2)] = 1.0
+def step(slots: SlotRows | None = None, *, contexts: int = 0, **options: Any) -> VerificationInputs:
+    """Four requests; the target's choices are 1, 2, 3, and only the first draft is right.
+
+    After prompts of one token, for which the target chooses 6.
+    """
+    lens = torch.ones(contexts, dtype=torch.int32, device=DEVICE)
+    rows = contexts + 4 * (K + 1)
+    layout = StepLayout((1,) * contexts, 4, K, lens, torch.arange(rows, device=DEVICE))
+    logits = torch.zeros(rows, VOCAB, device=DEVICE)
+    logits[:contexts, 6] = 1.0
+    logits[contexts:].view(4, K + 1, VOCAB)[:, range(K + 1), range(1, K + 2)] = 1.0
     if slots is not None:
         options |= {"slots": slots, "slot_ids": slots.slot_ids, "manager": object()}
     drafts = torch.tensor([1, 7] * 4, dtype=torch.int32, device=DEVICE)
@@ -185,10 +189,11 @@ class AllOfRejection(VerificationMode):
 def test_decisions_about_requests_with_another_method_are_dropped(
     backend: Backend, kind: SamplingKind
 ) -> None:
-    """Also target tokens of a greedy step, and a number of drafts of an unsigned type."""
-    requests = [{"temperature": 0.0, "verification": index % 2} for index in range(4)]
+    """Also target tokens of a greedy step, a number of drafts of an unsigned type, and prompts."""
+    methods = [1, 0, 0, 1, 0, 1]
+    requests = [{"temperature": 0.0, "verification": method} for method in methods]
     slots = slot_rows(requests, columns=DRAFT_COLUMNS)
     verifier = Verifier([StrictVerification(*OPTIONS), AllOfRejection(*OPTIONS)])
-    accepted = verifier.verify(step(slots, sampling_kind=kind), backend=backend)
-    strict, own = [1, 2, -1], [1, 7, 5]
-    assert accepted.tokens.tolist() == [strict, own, strict, own]
+    accepted = verifier.verify(step(slots, contexts=2, sampling_kind=kind), backend=backend)
+    prompt, strict, own = [6, -1, -1], [1, 2, -1], [1, 7, 5]
+    assert accepted.tokens.tolist() == [prompt, prompt, strict, own, strict, own]
