@@ -38,37 +38,35 @@ class Point:
 
 
 def point_chart(title: str, x_label: str, y_label: str, series: Sequence[Sequence[Point]]) -> str:
-    """Return an SVG of labelled points with their intervals; y is a share, shown in percent."""
+    """Return an SVG of points with their intervals in columns, labelled with name and `x`.
+
+    `y` is a share, shown in percent.
+    """
     points = [point for each in series for point in each]
-    low_x, high_x = min(p.x for p in points), max(p.x for p in points)
     low_y = min(p.y - p.margin for p in points)
     high_y = max(p.y + p.margin for p in points)
-    left, right, top, bottom = 64, 500, 48, 230
+    left, column, top, bottom = 64, 88, 56, 220
 
-    def place(x: float, y: float) -> tuple[int, int]:
-        across = (x - low_x) / max(high_x - low_x, 1e-9)
-        up = (y - low_y) / max(high_y - low_y, 1e-9)
-        return round(left + 20 + across * (right - left - 40)), round(bottom - up * (bottom - top))
+    def height(y: float) -> int:
+        return round(bottom - 8 - (y - low_y) / max(high_y - low_y, 1e-9) * (bottom - 8 - top))
 
-    parts = []
+    parts, x = [], left + column // 2
     for color, each in zip(COLORS[1:], series, strict=False):
         for point in each:
-            x, y = place(point.x, point.y)
-            _, high = place(point.x, point.y + point.margin)
-            _, low = place(point.x, point.y - point.margin)
+            low, high = height(point.y - point.margin), height(point.y + point.margin)
             parts.append(f'<path d="M{x} {high}V{low}" stroke="{color}" stroke-width="1.5"/>')
-            parts.append(f'<circle cx="{x}" cy="{y}" r="4" fill="{color}"/>')
-            parts.append(_text(x + 8, y + 4, point.label, "l"))
-    for share in (low_y, (low_y + high_y) / 2, high_y):
-        _, y = place(low_x, share)
-        parts.append(_text(left - 26, y + 4, f"{share:.0%}", "n"))
-    for number in (low_x, (low_x + high_x) / 2, high_x):
-        x, _ = place(number, low_y)
-        parts.append(_text(x, bottom + 18, f"{number:.2f}", "n"))
-    parts.append(_text((left + right) // 2, bottom + 36, x_label, "c"))
-    parts.append(_text(left - 40, top - 12, y_label, "l"))
-    axes = f'<path d="M{left} {top - 4}V{bottom + 4}H{right}" fill="none" stroke="#d1d9e0"/>'
-    return _svg(title, right + 90, bottom + 48, [axes, *parts])
+            parts.append(f'<circle cx="{x}" cy="{height(point.y)}" r="4" fill="{color}"/>')
+            parts.append(_text(x + 22, height(point.y) + 3, f"{point.y:.1%}", "n"))
+            parts.append(_text(x, bottom + 17, point.label, "c"))
+            parts.append(_text(x, bottom + 32, f"{point.x:.2f}", "n"))
+            x += column
+    right = x - column // 2
+    parts.append(_text((left + right) // 2, bottom + 52, x_label, "c"))
+    parts.append(_text(24, 42, y_label, "l"))
+    for share in (low_y, high_y):
+        parts.append(_text(left - 22, height(share) + 4, f"{share:.1%}", "n"))
+    axes = f'<path d="M{left} {top - 6}V{bottom}H{right}" fill="none" stroke="#d1d9e0"/>'
+    return _svg(title, right + 24, bottom + 66, [axes, *parts])
 
 
 def bar_chart(title: str, series: Sequence[str], panels: Sequence[Panel]) -> str:

@@ -625,7 +625,7 @@ def relaxed_chart() -> str:
 
     return point_chart(
         "Relaxed acceptance: correct answers and acceptance length (K = 3)",
-        "acceptance length; labels: relaxed_topk, relaxed_delta",
+        "verification (relaxed: relaxed_topk, relaxed_delta), and acceptance length",
         "correct answers, 95 % intervals",
         (points(False), points(True)),
     )
