@@ -20,7 +20,7 @@ from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.speculative.drafting.contract import snapshot
 from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn
-from tests.speculative.stand_in import (
+from tests.speculative.plain_host import (
     Attention,
     KVAttention,
     LimitedAttention,

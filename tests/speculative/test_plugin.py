@@ -34,7 +34,7 @@ from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsW
 from mtp_plugin.speculative.host import ResourceManager
 from mtp_plugin.speculative.plugin import build_pieces, make_plan
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
-from tests.speculative import stand_in
+from tests.speculative import plain_host
 
 
 class Lookup:
@@ -424,7 +424,7 @@ def batch_of(size: int) -> SimpleNamespace:
 def test_results_reach_the_gate_and_the_alarms() -> None:
     """What the sampler hears of a step, with drafts and without, at the length it verified."""
     pieces = build(max_draft_len=3, acceptance_window=2, acceptance_length_threshold=1.5)
-    request = stand_in.Request(7)
+    request = plain_host.Request(7)
     for num_emitted, num_drafted in ((1, 3), (1, 0), (3, 2), (3, 3)):
         pieces.sampler.on_step(request, num_emitted, num_drafted)
     assert pieces.draft_lengths.gates[3].acceptance_length == 2.0

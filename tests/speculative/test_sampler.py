@@ -28,14 +28,14 @@ from mtp_plugin.speculative.sampler import (
     SampleStateTensorsMTP,
 )
 from mtp_plugin.speculative.step_output import StepResult
-from tests.speculative import stand_in
+from tests.speculative import plain_host
 
 S, K = 6, 3
 OWN = {"kernels", "hooks", "served_options", "always_greedy"}
 POISON = -777
 
 
-class Request(stand_in.Request):
+class Request(plain_host.Request):
     """With a sequence slot; it generates by default."""
 
     def __init__(self, slot: int, **fields: Any) -> None:

@@ -23,7 +23,7 @@ from mtp_plugin.speculative.sampler import MTPSampler, SamplerHooks
 from mtp_plugin.speculative.state import MTPHiddenStatesManager, SlotStateManager
 from tests.speculative.drafting.example import VOCAB
 from tests.speculative.drafting.host import H, ScriptedLayer, number_states
-from tests.speculative.stand_in import KVAttention, int32
+from tests.speculative.plain_host import KVAttention, int32
 from tests.trtllm_request import (
     LINES,
     FinishReason,

@@ -15,7 +15,7 @@ from mtp_plugin.hosts.embedded.prompt_limit import equal_prefix_of
 from mtp_plugin.plugin import MTPPlugin, register_plugin, unregister_plugin
 from mtp_plugin.speculative.drafting.attention_loop import draft_loop
 from mtp_plugin.speculative.state import SlotStateManager
-from tests.speculative.stand_in import KVAttention
+from tests.speculative.plain_host import KVAttention
 
 
 class Renamed(MTPPlugin):

@@ -25,7 +25,7 @@ from tests.speculative.drafting.host import (
     Step,
     Turn,
 )
-from tests.speculative.stand_in import Attention, KVAttention, LimitedAttention, PlainAttributes
+from tests.speculative.plain_host import Attention, KVAttention, LimitedAttention, PlainAttributes
 
 ExpectedPasses = list[Pass | None]
 """Per pass a request's rows; None where they are not read."""

@@ -14,7 +14,7 @@ from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.speculative.drafting import example
 from tests.speculative.drafting.example import VOCAB
-from tests.speculative.stand_in import KVAttention, LimitedAttention, int32
+from tests.speculative.plain_host import KVAttention, LimitedAttention, int32
 
 H = 2
 HIGHEST = 200

@@ -20,7 +20,7 @@ from mtp_plugin.speculative.verification import RelaxedVerification
 from tests.speculative.drafting.example import VOCAB
 from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.drafting.phases import fill_slots, phases, set_phases
-from tests.speculative.stand_in import Attention
+from tests.speculative.plain_host import Attention
 
 EOS, SECOND = 50, 51
 

@@ -14,7 +14,7 @@ from mtp_plugin.speculative.drafting import MTPEagleWorker
 from tests.speculative.drafting import example
 from tests.speculative.drafting.contract import DraftingContract, ExpectedPasses, assert_seen
 from tests.speculative.drafting.host import HIGHEST, Prompt, ScriptedLayer, Step, Turn
-from tests.speculative.stand_in import KVAttention
+from tests.speculative.plain_host import KVAttention
 
 MODE = SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
 

@@ -15,7 +15,7 @@ from mtp_plugin.speculative.drafting.attention_loop import draft_loop
 from mtp_plugin.speculative.drafting.draft_layers import LAYER_ARGUMENTS
 from tests.speculative.drafting.contract import snapshot
 from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn
-from tests.speculative.stand_in import KVAttention, int32
+from tests.speculative.plain_host import KVAttention, int32
 
 K = 3
 WIDTH = 4

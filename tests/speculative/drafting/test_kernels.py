@@ -23,7 +23,7 @@ from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.ops.bits import same_bits
 from tests.ops.on_device import DEVICE, read_back_forbidden
-from tests.speculative.stand_in import LimitedAttention
+from tests.speculative.plain_host import LimitedAttention
 
 BEGIN, END = 3, 5
 

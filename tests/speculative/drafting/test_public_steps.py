@@ -20,7 +20,7 @@ from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.ops.letters import ids, rows_with_top
-from tests.speculative.stand_in import Attention, KVAttention, PlainAttributes, int32
+from tests.speculative.plain_host import Attention, KVAttention, PlainAttributes, int32
 
 H = 4
 WORKERS = [MTPWorker, MTPEagleWorker]

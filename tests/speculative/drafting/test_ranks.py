@@ -19,7 +19,7 @@ from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn
 from tests.speculative.drafting.test_draft_len_of_a_step import widen
 from tests.speculative.drafting.test_kernels import Case, MixingLayer
-from tests.speculative.stand_in import KVAttention
+from tests.speculative.plain_host import KVAttention
 
 K = 3
 WORKERS = [MTPEagleWorker, MTPWorker]

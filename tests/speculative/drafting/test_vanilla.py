@@ -17,7 +17,7 @@ from tests.ops.draft_inputs.example import Pair
 from tests.speculative.drafting import example
 from tests.speculative.drafting.contract import DraftingContract, ExpectedPasses, assert_seen
 from tests.speculative.drafting.host import H, Prompt, ScriptedLayer, Step, Turn
-from tests.speculative.stand_in import int32
+from tests.speculative.plain_host import int32
 
 
 class TestVanilla(DraftingContract):

@@ -22,7 +22,7 @@ from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import SlotStateManager
 from mtp_plugin.speculative.verification import StrictVerification
 from tests.speculative.drafting.host import Prompt, ScriptedLayer, Step, Turn
-from tests.speculative.stand_in import Attention, KVAttention, LimitedAttention, int32
+from tests.speculative.plain_host import Attention, KVAttention, LimitedAttention, int32
 from tests.speculative.state.cases import Request, batch
 
 K = 2

@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
-from tests.speculative import stand_in
+from tests.speculative import plain_host
 
 BEGIN, END = 90, 91
 RELAXED = MTPDecodingConfig(
@@ -22,7 +22,7 @@ RELAXED = MTPDecodingConfig(
 )
 
 
-class Request(stand_in.Request):
+class Request(plain_host.Request):
     """A request, by default on its first chunk."""
 
     def __init__(self, request_id: int, tokens: list[int] | None = None, **fields: Any) -> None:

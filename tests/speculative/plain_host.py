@@ -1,4 +1,4 @@
-"""The stand-in for a host engine: the public Plain* classes, with the fields that a test sets."""
+"""A host engine of the public Plain* classes, with the fields that a test sets."""
 
 from __future__ import annotations
 
