@@ -50,6 +50,7 @@ class EngineProcess:
         given = (other, setting, arguments, str(log), cache)
         self._process = context.Process(target=_serve, args=given)
         self._process.start()
+        self._is_starting = True
         other.close()
 
     def result(self, on_wait: Callable[[], None] = lambda: None) -> Any:
@@ -65,25 +66,34 @@ class EngineProcess:
         try:
             while not self._connection.poll(TICK_SECONDS):
                 on_wait()
+                # processes of vLLM may hold the other end open
+                if not self._process.is_alive() and not self._connection.poll():
+                    raise EOFError
             error, value = self._connection.recv()
         except (EOFError, ConnectionError):
             raise EngineFailedError(self._reason("the process ended")) from None
+        self._is_starting = False
         if error is None:
             return value
         raise error(value if error is not EngineFailedError else self._reason(value))
 
     def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a function in the process and return its result."""
-        self._connection.send((function, arguments))
+        with suppress(ConnectionError):  # the process ended: `result` raises
+            self._connection.send((function, arguments))
         return self.result()
 
     def close(self) -> None:
         """End the process and those that vLLM started."""
         self._connection.close()
-        self._process.join(20)
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid or 0, signal.SIGKILL)
-        self._process.join()
+        try:
+            if not self._is_starting:  # else it would not notice
+                self._process.join(20)
+        finally:  # also after a second Ctrl-C
+            self._process.kill()
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid or 0, signal.SIGKILL)
+            self._process.join()
 
     def _reason(self, message: str) -> str:
         return find_reason(
@@ -105,7 +115,8 @@ def _serve(
     os.setpgid(0, 0)  # `close` ends the whole group; Ctrl-C goes to the parent alone
     os.environ.setdefault(V2_RUNNER, "1")
     if cache is not None:
-        root = os.environ.get(CACHE_ROOT) or os.path.expanduser("~/.cache/vllm")
+        caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        root = os.environ.get(CACHE_ROOT) or os.path.join(caches, "vllm")
         os.environ[CACHE_ROOT] = os.path.join(root, cache)
     with open(log, "w") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())
@@ -120,12 +131,15 @@ def _serve(
         from vllm.usage.usage_lib import UsageContext
 
         engine = LLMEngine.from_engine_args(engine_arguments, UsageContext.OPENAI_API_SERVER)
-        connection.send((None, _described(engine)))
+        value = _described(engine)
         while True:
-            function, given = connection.recv()
-            connection.send((None, function(engine, *given)))
-    except (EOFError, ConnectionError):  # the parent closed the connection
-        engine.engine_core.shutdown()
+            try:
+                connection.send((None, value))
+                function, given = connection.recv()
+            except (EOFError, ConnectionError):  # the parent closed the connection
+                engine.engine_core.shutdown()
+                return
+            value = function(engine, *given)
     except Exception as error:
         traceback.print_exc()
         connection.send((EngineFailedError, f"{type(error).__name__}: {error}"))

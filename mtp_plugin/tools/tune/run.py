@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -103,12 +104,14 @@ class Tuning:
         for first in range(0, len(engines), self.options.at_once):
             group = engines[first : first + self.options.at_once]
             processes = []
-            try:
+            with ExitStack() as closing:  # closes all of them, whatever happens
                 for number, (setting, _) in enumerate(group, first + 1):
                     log = self.options.logs / f"engine-{number}.log"
                     arguments = list(self.options.engine_arguments)
                     cache = None if len(group) == 1 else f"mtp_plugin-tune-{number}"
-                    processes.append(EngineProcess(setting, arguments, log, cache))
+                    process = EngineProcess(setting, arguments, log, cache)
+                    closing.callback(process.close)
+                    processes.append(process)
                 # all of them first: an engine that starts slows down the steps of another one
                 problems = [
                     self._wait(process, setting)
@@ -116,9 +119,6 @@ class Tuning:
                 ]
                 for process, (_, settings), problem in zip(processes, group, problems, strict=True):
                     self._run_engine(process, settings, problem)
-            finally:
-                for process in processes:
-                    process.close()
         if self.measurements[-1].problem is not None:  # that of K = 0
             why = "there are no outputs of K = 0 to compare with"
             self.measurements = [

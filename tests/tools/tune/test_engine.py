@@ -1,14 +1,25 @@
-"""What is read of an engine: why it failed, and its counters."""
+"""An engine in a process: how it ends, why it failed, and its counters."""
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from mtp_plugin.tools.tune.engine import find_reason, run_requests
+from mtp_plugin.tools.tune import engine as engines
+from mtp_plugin.tools.tune.answer import Setting
+from mtp_plugin.tools.tune.engine import (
+    EngineFailedError,
+    EngineProcess,
+    find_reason,
+    run_requests,
+)
 
 LOG = """\
 (EngineCore pid=2) ERROR 11-26 04:22:50 [core.py:1100] EngineCore failed to start.
@@ -91,3 +102,98 @@ def test_steps_in_which_all_requests_generate_are_timed(monkeypatch: pytest.Monk
     assert len(result["step_ms"]) == 2
     assert result["acceptance"] == [0.75, 0.25]
     assert engine.params[1] == {"seed": 1, "detokenize": False, "output_kind": "delta"}
+
+
+def serve_with_child(connection: Any, *_given: Any) -> None:
+    """Start a process that holds the connection, as vLLM does, and wait."""
+    os.setpgid(0, 0)
+    child = os.fork()
+    if child:
+        connection.send((None, child))
+    time.sleep(60)
+
+
+def serve_without_answer(_connection: Any, *_given: Any) -> None:
+    os.setpgid(0, 0)
+    time.sleep(60)
+
+
+def start(monkeypatch: pytest.MonkeyPatch, folder: Path, serve: Any) -> EngineProcess:
+    monkeypatch.setattr(engines, "_serve", serve)
+    monkeypatch.setattr(engines, "TICK_SECONDS", 0.1)
+    return EngineProcess(Setting(0), [], folder / "log", None)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid: int) -> bool:
+    """Return whether a process ends within seconds: a signal takes effect later."""
+    end = time.monotonic() + 10
+    while is_running(pid) and time.monotonic() < end:
+        time.sleep(0.01)
+    return not is_running(pid)
+
+
+def test_killed_process_is_a_failed_engine_and_leaves_no_child(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = start(monkeypatch, tmp_path, serve_with_child)
+    child = engine.result()
+    os.kill(engine._process.pid or 0, signal.SIGKILL)
+    for _ in range(2):
+        with pytest.raises(EngineFailedError, match="the process ended"):
+            engine.call(len, [])
+    assert is_running(child)
+    engine.close()
+    assert ends(child)
+
+
+def test_second_interrupt_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = start(monkeypatch, tmp_path, serve_with_child)
+    child, process = engine.result(), engine._process
+    join = process.join
+
+    def interrupted(timeout: float | None = None) -> None:
+        if timeout is not None:
+            raise KeyboardInterrupt
+        join()
+
+    monkeypatch.setattr(process, "join", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        engine.close()
+    assert not process.is_alive()
+    assert ends(child)
+
+
+def test_engine_that_starts_is_ended_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    engine = start(monkeypatch, tmp_path, serve_without_answer)
+    monkeypatch.setattr(engine._process, "join", lambda timeout=None: (timeout is None) or 1 / 0)
+    engine.close()
+    engine._process._popen.wait(10)  # type: ignore[attr-defined]
+    assert not engine._process.is_alive()
+
+
+def test_connection_error_of_an_engine_is_reported(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    sent: list[Any] = []
+
+    def fail(*_given: Any) -> None:
+        raise ConnectionRefusedError("no store")
+
+    for name in ("setpgid", "dup2"):
+        monkeypatch.setattr(os, name, lambda *_given: None)
+    monkeypatch.setenv(engines.V2_RUNNER, "1")
+    monkeypatch.setattr(engines, "_engine_arguments", fail)
+    connection = SimpleNamespace(send=sent.append)
+    engines._serve(connection, Setting(0), [], str(tmp_path / "log"), None)
+    assert sent == [(EngineFailedError, "ConnectionRefusedError: no store")]

@@ -131,6 +131,19 @@ def test_no_numbers_without_outputs_of_k_0(engine: type[StubEngine]) -> None:
     assert problems == [why, why, "out of memory"]
 
 
+def test_all_engines_are_closed_if_closing_one_is_interrupted(
+    engine: type[StubEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def close(self: StubEngine) -> None:
+        type(self).running -= 1
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(engine, "close", close)
+    with pytest.raises(KeyboardInterrupt):
+        tune(at_once=3)
+    assert not engine.running
+
+
 def test_wrong_arguments_end_the_run(engine: type[StubEngine]) -> None:
     engine.failing[2] = ConfigError("engine arguments: unrecognized arguments: --nonsense")
     with pytest.raises(ConfigError, match="nonsense"):
