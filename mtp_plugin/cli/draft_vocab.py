@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated
 
@@ -41,7 +42,7 @@ def command(
     """
     from mtp_plugin.tools.draft_vocab import count_draft_vocab, write_ids
 
-    if not out.parent.is_dir():
+    if not os.path.isdir(out.parent):
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     log = messages()
     try:

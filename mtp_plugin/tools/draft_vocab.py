@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ def _share(counts: Counter[int], ids: Iterable[int]) -> float:
 
 
 def _texts(files: Sequence[Path], on_progress: Callable[[str], None]) -> Iterator[str]:
-    total = sum(file.stat().st_size for file in files if file.is_file())
+    total = sum(os.path.getsize(file) for file in files if os.path.isfile(file))
     done = 0
 
     def count(num_bytes: int) -> None:
@@ -144,14 +145,18 @@ def _encoded(tokenizer: Any, texts: Iterator[str]) -> Iterator[list[int]]:
 
 def _read_tokenizer(folder: Path) -> Any:
     file = folder / TOKENIZER_FILE
-    if not file.is_file():
+    if not os.path.isfile(file):  # False, too, without permission
         raise CheckpointError(f"--tokenizer {folder}: expected a folder with {TOKENIZER_FILE}")
     try:
-        return Tokenizer.from_file(str(file))
+        tokenizer = Tokenizer.from_file(str(file))
     except BaseException as error:
         if not is_failure(error):
             raise
         raise CheckpointError(f"{file}: it cannot be loaded: {describe_error(error)}") from error
+    # a file may have both: text would be left out, and padding counted
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def _stop_ids(folder: Path) -> set[int]:

@@ -47,6 +47,8 @@ def read_conversations(file: Path, count: int) -> list[str | list[dict[str, Any]
     with _opened(file) as opened:
         for where, record in _records(file, opened, lambda _: None):
             text = _text_of(record, where)
+            if not text:  # an engine would fail
+                raise RequestError(f"{where}: the prompt is empty")
             messages = record.get("messages") if isinstance(record, dict) else None
             while messages and messages[-1].get("role") == "assistant":
                 messages = messages[:-1]
@@ -110,7 +112,7 @@ def _text_of(record: Any, where: str) -> str:
     texts = [given[name] for name in ("prompt", "text") if given.get(name) is not None]
     messages = given.get("messages") or []
     if isinstance(messages, list):
-        texts += [_text_of_message(message) for message in messages]
+        texts += [text_of_message(message) for message in messages]
     if not texts or not all(isinstance(text, str) for text in texts):
         raise RequestError(
             f'{where}: expected a text, or an object with a text as "prompt" or "text", or with a '
@@ -119,7 +121,7 @@ def _text_of(record: Any, where: str) -> str:
     return "\n".join(texts)
 
 
-def _text_of_message(message: Any) -> str | None:
+def text_of_message(message: Any) -> str | None:
     """Return the text of a message; None: it is no message."""
     content = message.get("content", "") if isinstance(message, dict) else 0
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):

@@ -7,8 +7,10 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer
 
 from mtp_plugin.config.draft_vocab import resolve_draft_vocab
+from mtp_plugin.errors import RequestError
 from mtp_plugin.tools.draft_vocab import select_ids
 from mtp_plugin.tools.texts import BLOCK_BYTES, read_conversations, read_texts
 from tests.cli.calls import SPECIALS, VOCAB, Run, byte_tokenizer
@@ -65,6 +67,21 @@ def test_short_list_is_filled_with_the_lowest_ids(
     assert f"{11 * BLOCK_BYTES:,} tokens counted, {BLOCK_BYTES:,} held out" in shown
 
 
+def test_truncation_and_padding_of_the_tokenizer_change_nothing(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    file = tmp_path / "text.jsonl"
+    file.write_text("".join(json.dumps("x" * n) + "\n" for n in range(1, 21)))
+    given = ("--texts", str(file), "--size", "8")
+    expected = draft_vocab(run, checkpoint, tmp_path, *given)
+    tokenizer = Tokenizer.from_file(str(checkpoint / "tokenizer.json"))
+    tokenizer.enable_truncation(4)
+    tokenizer.enable_padding(length=32)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    assert draft_vocab(run, tmp_path, tmp_path, *given) == expected
+    assert "180 tokens counted, 30 held out" in expected[0]
+
+
 def test_most_frequent_ids_are_selected_and_sorted() -> None:
     assert select_ids(Counter({9: 5, 4: 1, 3: 2, 5: 1}), {7}, 4) == [3, 4, 7, 9]
     assert select_ids(Counter({9: 5}), {7}, 4) == [0, 1, 7, 9]
@@ -88,6 +105,9 @@ def test_answers_are_no_part_of_prompts(tmp_path: Path) -> None:
     lines = [{"messages": [question, answer]}, {"prompt": "text"}, "more", "not read"]
     file.write_text("\n\n".join(map(json.dumps, lines)))
     assert read_conversations(file, 3) == [[question], "text", "more"]
+    file.write_text('"text"\n""\n')
+    with pytest.raises(RequestError, match=r"line 2: the prompt is empty"):
+        read_conversations(file, 3)
 
 
 @pytest.mark.parametrize(
@@ -104,6 +124,7 @@ def test_answers_are_no_part_of_prompts(tmp_path: Path) -> None:
         ("a.txt", b"a", ("--size", "3"), f"--size: expected 4 (special tokens) to {VOCAB}"),
         ("a.txt", b"a", ("--size", "999"), f"to {VOCAB} (vocabulary), got 999"),
         ("a.txt", b"a", ("--tokenizer", "."), "--tokenizer .: expected a folder with tokenizer"),
+        ("a.txt", b"a", ("--tokenizer", "x" * 300), "expected a folder with tokenizer"),
         ("a.txt", b"a", ("--out", "no/ids.json"), "--out no/ids.json: there is no folder no"),
     ],
 )

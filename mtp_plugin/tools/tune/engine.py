@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from mtp_plugin.errors import ConfigError, ExecutorError, HostError
+from mtp_plugin.tools.texts import text_of_message
 from mtp_plugin.tools.tune.answer import Setting
 
 V2_RUNNER, CACHE_ROOT = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CACHE_ROOT"
@@ -195,7 +196,7 @@ def encode_prompts(engine: Any, prompts: list[Any]) -> list[list[int]]:
             encoded.append(list(tokenizer.encode(prompt, add_special_tokens=False)))
             continue
         if isinstance(prompt, list):
-            prompt = "\n".join(str(message.get("content")) for message in prompt)
+            prompt = "\n".join(filter(None, map(text_of_message, prompt)))
         encoded.append(list(tokenizer.encode(prompt)))
     return encoded
 

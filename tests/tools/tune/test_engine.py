@@ -197,3 +197,14 @@ def test_connection_error_of_an_engine_is_reported(
     connection = SimpleNamespace(send=sent.append)
     engines._serve(connection, Setting(0), [], str(tmp_path / "log"), None)
     assert sent == [(EngineFailedError, "ConnectionRefusedError: no store")]
+
+
+def test_prompts_without_a_chat_template_are_their_texts() -> None:
+    tokenizer = SimpleNamespace(encode=lambda text: [text])
+    messages = [
+        {"role": "user", "content": [{"type": "text", "text": "a"}]},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "b"},
+    ]
+    engine = SimpleNamespace(get_tokenizer=lambda: tokenizer)
+    assert engines.encode_prompts(engine, [messages, "c"]) == [["a\nb"], ["c"]]
