@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import tempfile
 from importlib.util import find_spec
@@ -12,10 +13,13 @@ from typing import Annotated
 import typer
 
 from mtp_plugin.cli.flags import MinP, Temperature, TopK, TopP, names, numbers
-from mtp_plugin.errors import HostError
+from mtp_plugin.config.draft_vocab import resolve_draft_vocab
+from mtp_plugin.errors import ConfigError, HostError, RequestError
 from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output, progress
 
-OWN_OPTIONS = ("--model", "--speculative-config", "--spec-", "-sc", "--additional-config")
+OWN_OPTIONS = re.compile(
+    r"(--model|--speculative-config|--spec-.+|-sc|--additional-config)([=.].*)?"
+)
 
 
 def command(
@@ -109,6 +113,7 @@ def command(
 
     Exit code 1: a setting has no numbers; the reason is printed. 2: a named error.
     """
+    from mtp_plugin.requests.options import OPTIONS
     from mtp_plugin.tools.tune.answer import METHODS
 
     if host != "vllm":
@@ -123,9 +128,13 @@ def command(
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling = {name: value for name, value in given.items() if value is not None}
     arguments = engine_arguments or []
-    taken = [text for text in arguments if text.replace("_", "-").startswith(OWN_OPTIONS)]
+    taken = [text for text in arguments if OWN_OPTIONS.fullmatch(text.replace("_", "-"))]
     if taken:
         raise typer.BadParameter(f"tune sets {taken[0]} itself; leave it out")
+    vocabs = tuple(_vocab(text.strip()) for text in dict.fromkeys(draft_vocab.split(",")))
+    for name, value in sampling.items():
+        if problem := OPTIONS[name].problem(f"--{name.replace('_', '-')}", value):
+            raise RequestError(problem)
     if find_spec("vllm") is None:
         raise HostError("tune: vllm is not installed; run it in the environment of vLLM")
     from mtp_plugin.tools.tune.prompts import tune_prompts
@@ -134,14 +143,17 @@ def command(
 
     found, source = tune_prompts(prompts, model, num_prompts)
     folder = logs or Path(tempfile.mkdtemp(prefix="mtp-plugin-tune-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"--logs {folder}: cannot be made: {error.strerror}") from None
     options = TuneOptions(
         ("--model", model, *arguments),
         found,
         sizes,
         tuple(sorted(set(lengths))),
         tuple(dict.fromkeys(chosen)),
-        tuple(_vocab(text) for text in dict.fromkeys(draft_vocab.split(","))),
+        vocabs,
         sampling,
         max_new_tokens,
         steps,
@@ -174,4 +186,14 @@ def command(
 
 
 def _vocab(text: str) -> int | str | None:
-    return None if text == "none" else int(text) if text.isdecimal() else text
+    """Return a value of ``draft_vocab``; a wrong one would only be noticed by started engines."""
+    if text == "none":
+        return None
+    value = int(text) if text.isdecimal() else text
+    if not value:
+        raise typer.BadParameter(
+            f"expected none, a number above 0 or a JSON file, got {text!r}",
+            param_hint="--draft-vocab",
+        )
+    resolve_draft_vocab(value, key="--draft-vocab")
+    return value

@@ -56,8 +56,8 @@ def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_table_and_options_to_paste(run: Run, tmp_path: Path) -> None:
     given = ("--host", "vllm", "--model", "M", "--k-max", "3", "--logs", str(tmp_path))
-    result = run("tune", *given, "--methods", "block", "--", "--max-model-len", "256")
-    assert StubEngine.arguments == ["--model", "M", "--max-model-len", "256"]
+    result = run("tune", *given, "--methods", "block", "--", "--model-impl", "vllm")
+    assert StubEngine.arguments == ["--model", "M", "--model-impl", "vllm"]
     lines = result.out.splitlines()
     assert lines[:2] == [
         "vLLM 0.32.0, float32 on cpu",
@@ -70,7 +70,7 @@ def test_table_and_options_to_paste(run: Run, tmp_path: Path) -> None:
     assert "answer, batch 8: K = 3, coupled, 1.77 times as fast as K = 0" in lines
     assert "answer, batch 64: K = 0, 1.00 times as fast as K = 0" in lines
     assert lines[-1] == (
-        "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve M --max-model-len 256 --speculative-config "
+        "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve M --model-impl vllm --speculative-config "
         '\'{"method": "mtp", "num_speculative_tokens": 3, '
         '"num_speculative_tokens_per_batch_size": [[1, 22, 3], [23, 64, 0]]}\' '
         "--additional-config '{\"mtp_plugin\": {}}'"
@@ -106,6 +106,13 @@ def test_json_document(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         (("--prompts", "none.jsonl"), "none.jsonl: no such file"),
         (("--prompts", "none.txt"), "none.txt: expected a file .jsonl"),
         (("--", "--speculative_config", "{}"), "tune sets --speculative_config itself"),
+        (("--", "--model=X"), "tune sets --model=X itself"),
+        (("--", "-sc.method", "mtp"), "tune sets -sc.method itself"),
+        (("--draft-vocab", "none,none.json"), "--draft-vocab: none.json: no such file"),
+        (("--draft-vocab", "0"), "expected none, a number above 0 or a JSON file, got '0'"),
+        (("--temperature", "-1"), "--temperature: expected"),
+        (("--top-p", "1.5"), "--top-p: expected"),
+        (("--logs", "/dev/null/logs"), "--logs /dev/null/logs: cannot be made: Not a directory"),
     ],
 )
 def test_wrong_options_are_named(run: Run, arguments: tuple[str, ...], message: str) -> None:
