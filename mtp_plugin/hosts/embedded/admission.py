@@ -240,13 +240,14 @@ class Admission:
         if not ids:
             raise RequestError(f"request {request_id}: the prompt is empty")
         vocab = self._facts.vocab_size
-        wrong = [
+        wrong: list[object] = [
             t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab
         ]
         if wrong:
+            advice = "; call it for each text" if isinstance(wrong[0], str) else ""
             raise RequestError(
                 f"request {request_id}: prompt ids must be integers in [0, {vocab}), got "
-                f"{format_value(wrong[:3])}"
+                f"{format_value(wrong[:3])}{advice}"
             )
 
     def _check_text(self, prompt: str, request_id: int) -> None:

@@ -351,26 +351,42 @@ class ResultLog:
     async def read_arrived(self) -> AsyncIterator[list[TimedEvent]]:
         """Yield all events from the first, those that have arrived since the last ones at once."""
         number = 0
+        while True:
+            found, number = await self.read_from(number)
+            if not found:
+                return
+            yield found
+
+    async def read_from(self, number: int) -> tuple[list[TimedEvent], int]:
+        """Wait for events from the result ``number`` on.
+
+        Returns:
+            All that have arrived, none after the end, and the number of the result after them.
+        """
+        found, following = self._found(number)
+        if found or following is None:
+            return found, number if following is None else following
         with _registered(self.wakes) as arrived:
             while True:
-                found: list[TimedEvent] = []
-                while number < len(self.results):
-                    results = self.results[number]
-                    if results is None:
-                        if found:
-                            yield found
-                        return
-                    if isinstance(results, Exception) and found:
-                        break
-                    when = self.times[number]
-                    found += [(when, event) for event in events_of(results)]
-                    number += 1
-                if found:
-                    yield found
-                    continue
                 arrived.clear()
-                if number == len(self.results):
-                    await arrived.wait()
+                found, following = self._found(number)
+                if found or following is None:
+                    return found, number if following is None else following
+                await arrived.wait()
+
+    def _found(self, number: int) -> tuple[list[TimedEvent], int | None]:
+        """Return arrived events from a result on, and the number after them; None: the end."""
+        found: list[TimedEvent] = []
+        while number < len(self.results):
+            results = self.results[number]
+            if results is None:
+                return found, number if found else None
+            if isinstance(results, Exception) and found:
+                break
+            when = self.times[number]
+            found += [(when, event) for event in events_of(results)]
+            number += 1
+        return found, number
 
     async def wait(self) -> None:
         """Wait until all results have arrived."""

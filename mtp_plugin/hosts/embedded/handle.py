@@ -113,6 +113,14 @@ class RequestHandle:
         finally:
             del self
 
+    async def read_from(self, number: int) -> tuple[list[TimedEvent], int]:
+        """Wait for events from a result on; see `ResultLog.read_from`."""
+        try:
+            await self._made()
+            return await self._log.read_from(number)
+        finally:
+            del self
+
     def arrived(self) -> list[TimedEvent]:
         """Return the events that have arrived so far."""
         return self._log.arrived()

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+from mtp_plugin.hosts.embedded.event_stream import TimedEvent
 from mtp_plugin.hosts.embedded.handle import RequestHandle
 from mtp_plugin.hosts.embedded.outputs import FINISH_REASONS, CompletionOutput, RequestOutput
 from mtp_plugin.hosts.embedded.py_executor import StepEvent
@@ -37,7 +38,7 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     def __init__(self, handle: RequestHandle) -> None:
         self._handle = handle
-        self._arrived = handle.read_arrived()
+        self._num_read = 0
         self._completions: dict[int, PartialCompletion] = {}
         self._prompt_logprobs: PromptLogprobs | None = None
 
@@ -59,9 +60,29 @@ class OutputStream(AsyncIterator[RequestOutput]):
         return self._handle.__await__()
 
     async def __anext__(self) -> RequestOutput:
-        """Return the output so far, once it has new tokens."""
+        """Return the output so far, once it has new tokens.
+
+        A call that is cancelled, by ``asyncio.wait_for`` for example, loses no tokens: the next one
+        returns them.
+        """
+        try:
+            while True:
+                start = self._num_read
+                events, following = await self._handle.read_from(start)
+                if start == self._num_read:  # else another reader got these events
+                    self._num_read = following
+                    break
+            if not events:
+                raise StopAsyncIteration
+            return self._extend(events)
+        finally:
+            # an asyncio task keeps the exception that ended it, whose traceback keeps this frame
+            del self
+
+    def _extend(self, events: list[TimedEvent]) -> RequestOutput:
+        """Return the output with further events."""
         new: dict[int, list[StepEvent]] = {}
-        for _, event in await self._arrived.__anext__():
+        for _, event in events:
             new.setdefault(event.sample_index, []).append(event)
             self._prompt_logprobs = event.prompt_logprobs or self._prompt_logprobs
         requests = self._handle.requests

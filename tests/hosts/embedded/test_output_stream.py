@@ -81,10 +81,67 @@ def test_leaving_or_aborting_a_stream_ends_its_request(harness, prompts) -> None
     assert_drained(llm)
 
 
+def test_a_read_that_times_out_loses_no_tokens(harness, target, prompts) -> None:
+    llm = harness.llm()
+
+    async def main() -> list[list[int]]:
+        stream = llm.generate_async(prompts[3], greedy(), streaming=True)
+        for _ in range(3):
+            read = asyncio.ensure_future(anext(stream))
+            await asyncio.sleep(0)
+            read.cancel()
+            await asyncio.wait([read])
+            assert read.cancelled()
+        return [output.outputs[0].token_ids_diff async for output in stream]
+
+    parts = asyncio.run(main())
+    assert [token for part in parts for token in part] == target.greedy(prompts[3], 12)
+    assert_drained(llm)
+
+
+def test_two_readers_share_the_partial_outputs(harness, target, prompts) -> None:
+    llm = harness.llm()
+
+    async def main() -> list[list[RequestOutput]]:
+        stream = llm.generate_async(prompts[3], greedy(), streaming=True)
+
+        async def read() -> list[RequestOutput]:
+            return [output async for output in stream]
+
+        return await asyncio.gather(read(), read())
+
+    outputs = [output for outputs in asyncio.run(main()) for output in outputs]
+    outputs.sort(key=lambda output: len(output.token_ids))
+    tokens = [token for output in outputs for token in output.outputs[0].token_ids_diff]
+    assert tokens == outputs[-1].token_ids == target.greedy(prompts[3], 12)
+    assert_drained(llm)
+
+
+def test_a_cancelled_task_ends_the_request_of_its_stream(harness, prompts) -> None:
+    llm = harness.llm()
+
+    async def read() -> None:
+        async for _ in llm.generate_async(prompts[3], greedy(90), streaming=True):
+            pass
+
+    async def main() -> asyncio.Task[None]:
+        task = asyncio.ensure_future(read())
+        assert await asyncio.to_thread(wait_until, lambda: llm.executor.has_work)
+        task.cancel()
+        await asyncio.wait([task])
+        assert await asyncio.to_thread(wait_until, lambda: not llm.executor.has_work)
+        return task
+
+    assert asyncio.run(main()).cancelled()
+    assert_drained(llm)
+
+
 def test_errors_of_a_stream(harness, prompts) -> None:
     llm = harness.llm()
     with pytest.raises(RequestError, match="ids must be integers"):
         llm.generate_async([-1], streaming=True)
+    with pytest.raises(RequestError, match="got \\['a', 'b'\\]; call it for each text"):
+        llm.generate_async(["a", "b"], streaming=True)
 
     async def main() -> None:
         stream = llm.generate_async(prompts[3], greedy(90), streaming=True)
