@@ -53,12 +53,6 @@ WRONG: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
         "rejection cannot be combined with rejection_sample_method 'synthetic'",
     ),
     ({"draft_vocab": 4096}, {}, {}, "draft_vocab: expected at most the vocabulary of 2048"),
-    (
-        {"draft_vocab": 512},
-        {},
-        {"tensor_parallel_size": 2},
-        "draft_vocab is not supported with tensor_parallel_size 2",
-    ),
     ({}, {"rejection_sample_method": "block"}, {}, "rejection_sample_method is 'block'"),
     ({}, {"use_local_argmax_reduction": True}, {}, "use_local_argmax_reduction is not supported"),
     ({}, {"method": "ngram", "prompt_lookup_max": 3}, {}, "the speculative method is 'ngram'"),
@@ -77,8 +71,9 @@ WRONG: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
         "additional_config.mtp_plugin is on, but verification: block needs "
         "speculative_config.draft_sample_method 'probabilistic', with which the engine keeps the "
         "probabilities of drafts; relaxed acceptance needs thinking_begin_token and "
-        "thinking_end_token: set both; draft_vocab: expected at most the vocabulary of 2048, got "
-        "4096; the model does not generate text (its runner is 'pooling'); "
+        "thinking_end_token: set both; additional_config.mtp_plugin.draft_vocab: expected at most "
+        "the vocabulary of 2048, got 4096; the model does not generate text (its runner is "
+        "'pooling'); "
         "speculative_config.use_local_argmax_reduction is not supported: set it to false. Change "
         "this, or turn the plugin off by leaving out additional_config.mtp_plugin.",
     ),
