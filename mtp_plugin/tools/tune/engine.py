@@ -24,8 +24,8 @@ Request = tuple[list[int], dict[str, Any]]
 """Token ids of the prompt, and keyword arguments of vLLM's ``SamplingParams``."""
 TICK_SECONDS = 10.0
 _ERROR = re.compile(r"((?:\w+\.)*\w+(?:Error|Exception): .+)")
-_NO_REASON = "Engine core initialization failed"
-"""vLLM's message in the front end; the reason is in the log."""
+_NO_REASON = re.compile("Engine core initialization failed|EngineCore encountered an issue")
+"""vLLM's messages in the front end; the reason is in the log."""
 
 
 class EngineFailedError(ExecutorError):
@@ -104,9 +104,9 @@ class EngineProcess:
 
 def find_reason(message: str, log: str) -> str:
     """Return why an engine failed: the message, or the last error of the log if that says more."""
-    if _ERROR.match(message) and _NO_REASON not in message:
+    if _ERROR.match(message) and not _NO_REASON.search(message):
         return message
-    found = [line for line in _ERROR.findall(log) if _NO_REASON not in line]
+    found = [line for line in _ERROR.findall(log) if not _NO_REASON.search(line)]
     return found[-1] if found else message
 
 

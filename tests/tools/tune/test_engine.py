@@ -36,6 +36,11 @@ RuntimeError: Engine core initialization failed. See root cause above.
             "RuntimeError: Engine core initialization failed. See root cause above.",
             "mtp_plugin.errors.ConfigError: too many ids",
         ),
+        (
+            "EngineDeadError: EngineCore encountered an issue. See stack trace (above) for the "
+            "root cause.",
+            "mtp_plugin.errors.ConfigError: too many ids",
+        ),
         ("the process ended", "mtp_plugin.errors.ConfigError: too many ids"),
         ("ValueError: no such model", "ValueError: no such model"),
     ],
