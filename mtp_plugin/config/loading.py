@@ -207,5 +207,7 @@ def parse_yaml(text: str, source: str) -> Any:
         line = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
         message = ": ".join(part for part in (error.context, error.problem) if part)
         raise ConfigError(f"{source}: {line}{message}") from None
+    except RecursionError:
+        raise ConfigError(f"{source}: nests too deeply") from None
     except Exception as error:  # PyYAML fails in many ways on values that are not of their tag
         raise ConfigError(f"{source}: not valid YAML: {describe_error(error)}") from None

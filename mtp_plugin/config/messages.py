@@ -45,9 +45,9 @@ def got(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, Mapping):
-        return "a mapping"
+        return "a mapping" if value else "{}"
     if isinstance(value, (list, tuple)):
-        return "a list"
+        return "a list" if value else "[]"
     shown = format_value(value)
     return shown if len(shown) <= 80 else f"{shown[:77]}..."
 

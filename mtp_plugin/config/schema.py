@@ -24,7 +24,7 @@ from mtp_plugin.errors import ConfigError
 # (dotted key path, message)
 Problem = tuple[str, str]
 
-MAX_PROBLEMS = 100
+MAX_PROBLEMS = 20
 """Maximum number of lines of an error message."""
 
 
@@ -114,7 +114,7 @@ class ConfigModel(BaseModel):
             name, value = cls.aliases[alias], data.pop(alias)
             if value is not None and data.get(name) is None:
                 data[name] = value
-            elif value is not None and data[name] != value:
+            elif value is not None and (data[name] != value or type(data[name]) is not type(value)):
                 yield (
                     alias,
                     f"{got(value)} is {name} under another name, and {name}: {got(data[name])} is "
@@ -192,7 +192,7 @@ def _advice(owner: type[ConfigModel], key: str) -> str:
     if key in sections:
         return f"it belongs {f'under {sections[key]}' if sections[key] else 'at the top level'}"
     known = list(owner.model_fields)
-    close = difflib.get_close_matches(key, known, n=1)
+    close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
     return f"did you mean {close[0]}?" if close else f"expected one of {', '.join(known)}"
 
 

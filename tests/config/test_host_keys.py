@@ -155,7 +155,11 @@ REFUSED = [
     (
         {"speculative_config": {"decoding_type": "MTP", "sa_config": {}}},
         "speculative_config.sa_config: suffix-automaton drafting is not supported; expected null, "
-        "got a mapping",
+        "got {}",
+    ),
+    (
+        {"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}},
+        "scheduler_config: the scheduler has one policy; expected null or {}, got a mapping",
     ),
     (
         {"tensor_paralel_size": 1},

@@ -29,7 +29,7 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     (True, f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got true"),
     ("on", f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got 'on'"),
     (1, f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got 1"),
-    ([], f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got a list"),
+    ([], f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got []"),
     (
         {"verify": "coupled"},
         f"{OPTION}.verify: unknown option; {KNOWN}",

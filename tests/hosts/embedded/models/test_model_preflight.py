@@ -259,7 +259,7 @@ class TestFiles:
         (path / "model.safetensors").unlink()
         (path / "model.safetensors.index.json").write_text('{"weight_map": []}')
         assert refusal(path) == (
-            "PATH/model.safetensors.index.json: expected a table 'weight_map', got a list"
+            "PATH/model.safetensors.index.json: expected a table 'weight_map', got []"
         )
 
     def test_shards_pass(self, edited: Edited, sharded: Callable[[Path], Path]) -> None:
