@@ -273,6 +273,11 @@ def _read_vllm(data: dict[Any, Any]) -> Iterator[Problem]:
     data["speculative_config"] = {"decoding_type": "MTP", **inner}
     if not (isinstance(method, str) and method.casefold().endswith("mtp")):
         yield "speculative_config.method", f"expected 'mtp', got {got(method)}"
+    elif "decoding_type" in inner and not is_mtp(inner):
+        yield (
+            "speculative_config.method",
+            f"{method!r} contradicts decoding_type: {got(inner['decoding_type'])}; leave one out",
+        )
 
 
 def _set_seed(data: dict[Any, Any]) -> Iterator[Problem]:
