@@ -390,7 +390,8 @@ def parse_body(kind: type[Body], content: Mapping[str, Any]) -> tuple[Body | Non
         reason = each["msg"].removeprefix("Value error, ")
         if each["type"] == "extra_forbidden" and len(each["loc"]) == 1:
             reason = REFUSED.get(field, "unknown field")
-        where = ".".join(map(str, each["loc"]))[:200]
+        # pydantic adds the alternative of a union, such as list[ContentPart]
+        where = ".".join(str(step) for step in each["loc"] if "[" not in str(step))[:200]
         # a union reports every alternative: keep the first, or the one with a reason of ours
         if field not in problems or each["type"] == "value_error":
             problems[field] = (field[:200] or None, f"{where or 'the body'}: {reason}")

@@ -90,7 +90,11 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"messages": "hi"}, "messages", "messages: Input should be a valid list"),
     ({"messages": [{"content": "a"}]}, "messages", "messages.0.role: Field required"),
     ({"messages": [{"role": 1, "content": "a"}]}, "messages", "messages.0.role"),
-    ({"messages": IMAGE}, "messages", "only text is supported, got 'image_url'"),
+    (
+        {"messages": IMAGE},
+        "messages",
+        "messages.0.content.0.type: only text is supported, got 'image_url'",
+    ),
     ({"max_completion_tokens": 0}, "max_tokens", "max_tokens must be an integer >= 1"),
     ({"max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differs from max_completion"),
     ({"top_logprobs": 2}, "top_logprobs", "needs logprobs=true"),
