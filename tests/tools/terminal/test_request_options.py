@@ -56,7 +56,7 @@ def test_a_flag_that_nothing_gives_yields_to_another_name(
 
 
 def test_what_nests_without_end_is_named() -> None:
-    with pytest.raises(RequestError, match=r"^--option: 'stop': not valid YAML: "):
+    with pytest.raises(RequestError, match=r"^--option: 'stop': nests too deeply"):
         sampling_params(FLAGS, ["stop=" + "[" * 20_000])
 
 
@@ -75,11 +75,6 @@ def test_what_nests_without_end_is_named() -> None:
         (
             ["logit_bias={3: 1, 3: 2}"],
             "--option: 'logit_bias': line 1, column 8: key '3' was already given on line 1",
-        ),
-        (
-            ["min_tokens=010"],
-            "--option: 'min_tokens': line 1, column 1: expected a plain number, or quotes around a "
-            "text, got 010, which versions of YAML read differently",
         ),
         (
             ["max_tokens=3"],
