@@ -13,7 +13,6 @@ from typing import Annotated
 import typer
 
 from mtp_plugin.cli.flags import MinP, Temperature, TopK, TopP, names, numbers
-from mtp_plugin.config.draft_vocab import resolve_draft_vocab
 from mtp_plugin.errors import ConfigError, HostError, RequestError
 from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output, progress
 
@@ -195,5 +194,7 @@ def _vocab(text: str) -> int | str | None:
             f"expected none, a number above 0 or a JSON file, got {text!r}",
             param_hint="--draft-vocab",
         )
+    from mtp_plugin.config.draft_vocab import resolve_draft_vocab
+
     resolve_draft_vocab(value, key="--draft-vocab")
     return value
