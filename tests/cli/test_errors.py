@@ -20,7 +20,7 @@ def test_named_errors_are_one_line_each(run: Run, config: Callable[..., str]) ->
     lines = result.err.splitlines()
     assert len(lines) == 2
     assert all(line.startswith(f"error: {file}: ") for line in lines)
-    assert "speculative_config.max_draft_len: should be less than or equal to 16, got 99" in result.err
+    assert "max_draft_len: should be less than or equal to 16, got 99" in result.err
     assert "max_batch_sizes: unknown key; did you mean max_batch_size?" in result.err
     assert result.out == ""
 
