@@ -387,14 +387,15 @@ def parse_body(kind: type[Body], content: Mapping[str, Any]) -> tuple[Body | Non
     problems: dict[str, Problem] = {}
     for each in found:
         field = str(each["loc"][0]) if each["loc"] else ""
+        # a union reports every alternative: keep the first, or the one with a reason of ours
+        if field in problems and each["type"] != "value_error":
+            continue
         reason = each["msg"].removeprefix("Value error, ")
         if each["type"] == "extra_forbidden" and len(each["loc"]) == 1:
             reason = REFUSED.get(field, "unknown field")
         # pydantic adds the alternative of a union, such as list[ContentPart]
         where = ".".join(str(step) for step in each["loc"] if "[" not in str(step))[:200]
-        # a union reports every alternative: keep the first, or the one with a reason of ours
-        if field not in problems or each["type"] == "value_error":
-            problems[field] = (field[:200] or None, f"{where or 'the body'}: {reason}")
+        problems[field] = (field[:200] or None, f"{where or 'the body'}: {reason}")
     valid = {name: value for name, value in given.items() if name not in problems}
     try:
         return kind.model_validate(valid), list(problems.values())
