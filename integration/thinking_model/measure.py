@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -87,6 +88,7 @@ class Solved:
     outputs: list[list[int]]
     correct: list[bool]
     acceptance: AcceptanceStats
+    seconds: float
 
     @property
     def num_tokens(self) -> int:
@@ -143,10 +145,14 @@ class Workload:
         return AnswerReader(self.checkpoint)
 
     def solve(self, llm: LLM, setting: Setting) -> Solved:
-        """Solve all problems with a setting."""
+        """Solve all problems with a setting, timed after a few that compile and capture."""
         prompts = [self.answers.encode(item.prompt) for item in self.items]
         params = [setting.params(index, self.max_tokens) for index in range(len(prompts))]
+        warm = slice(2 * self.batch)
+        llm.generate(prompts[warm], params[warm], use_tqdm=False)
+        started = time.perf_counter()
         found = llm.generate(prompts, params, use_tqdm=False)
+        seconds = time.perf_counter() - started
         stats = AcceptanceStats(NUM_DRAFTS if setting.drafts else 0)
         for output in found:
             stats.merge(output.outputs[0].acceptance)
@@ -155,7 +161,7 @@ class Workload:
             self.answers.read(ids) == item.answer
             for ids, item in zip(outputs, self.items, strict=True)
         ]
-        return Solved(setting, outputs, correct, stats)
+        return Solved(setting, outputs, correct, stats, seconds)
 
 
 class AnswerReader:
@@ -256,6 +262,7 @@ def describe(solved: Solved, reference: Solved, items: Sequence[Problem]) -> Any
         "acceptance_length": solved.acceptance.acceptance_length if solved.setting.drafts else 1.0,
         "acceptance_per_position": solved.acceptance.per_position,
         "mean_tokens": solved.num_tokens / n,
+        "tokens_per_second": solved.num_tokens / solved.seconds,
         "same_outputs": sum(a == b for a, b in zip(solved.outputs, reference.outputs, strict=True)),
         "accuracy_by_task": {task: sum(each) / len(each) for task, each in sorted(by_task.items())},
     }
@@ -299,7 +306,7 @@ def table(document: dict[str, Any]) -> str:
         difference = f"{row['difference']:+.1%} +- {row['difference_margin']:.1%}"
         lines.append(
             f"{row['setting']:<16} {row['temperature']:>4} {accuracy:>15} {difference:>15}  "
-            f"{row['acceptance_length']:.2f}"
+            f"{row['acceptance_length']:.2f} {row['tokens_per_second']:8.0f} tokens/s"
         )
     for row in document["settings"][:1]:
         lines.append(" ".join(f"{k} {v:.1%}" for k, v in row["accuracy_by_task"].items()))
