@@ -10,10 +10,9 @@ from typing import Any
 
 from mtp_plugin.errors import MTPPluginError, RequestError, format_value
 from mtp_plugin.hosts.embedded.models import ModelFacts
-from mtp_plugin.hosts.embedded.pending_request import PendingRequest
 from mtp_plugin.hosts.embedded.py_executor import PyExecutor
 from mtp_plugin.hosts.embedded.request import LlmRequest
-from mtp_plugin.hosts.embedded.tokenizer_lock import TokenizerLock
+from mtp_plugin.hosts.embedded.tokenising import PendingRequest, TokenizerLock
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
 from mtp_plugin.requests.prompts import (
@@ -129,7 +128,9 @@ class Admission:
         plain = plain if isinstance(plain, str) else _listed(plain, ids[0])
         make = partial(self._make_samples, ids, plain, params)
         if self._tokenizer is None or not _has_texts(plain, params):
-            return PendingRequest.of(make())
+            pending = PendingRequest(ids, make, lambda: None)
+            pending.result()
+            return pending
         if isinstance(plain, str):
             self._check_text(plain, ids[0])
         else:

@@ -7,22 +7,19 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
 from queue import Empty, SimpleQueue
-from typing import Protocol
 
 import torch
 
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.hosts.embedded.py_executor import PyExecutor, StepEvent
 from mtp_plugin.hosts.embedded.request import LlmRequest
+from mtp_plugin.hosts.embedded.results import Results
 
 _logger = logging.getLogger(__name__)
-
-StepResults = list[StepEvent] | Exception
-"""Events of some requests from one step, or the error that ended these requests."""
 
 SHUT_DOWN = "the executor was shut down"
 INTERRUPTED = "the executor was interrupted"
@@ -41,22 +38,9 @@ EXIT_SECONDS = 10.0
 """Maximum time that the interpreter's exit waits for a running step."""
 
 
-class Sink(Protocol):
-    """Receives the results of requests, in the engine thread."""
-
-    @property
-    def is_full(self) -> bool:
-        """Whether the reader lags; no step runs while this holds for all requests."""
-        ...
-
-    def put(self, results: StepResults) -> bool:
-        """Take the results of a step; False: there is no reader any more."""
-        ...
-
-
-Command = list[LlmRequest] | int | Future[None] | None
-"""Submit requests; abort the request of an id; report that the commands before it were processed;
-wake up."""
+Command = list[LlmRequest] | int | tuple[int, ...] | Future[None] | None
+"""Start requests; abort a request; abort requests without readers; report that the commands before
+it were processed; wake up."""
 
 
 class Engine:
@@ -71,14 +55,10 @@ class Engine:
     def __init__(self, executor: PyExecutor, device: torch.device) -> None:
         self._executor = executor
         self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._sinks: dict[int, Sink] = {}
-        """Sinks of unfinished requests."""
-        self._running: dict[int, Sink] = {}
+        self._results: dict[int, Results] = {}
+        """Results of unfinished requests, also of those that are still being tokenised."""
+        self._running: dict[int, Results] = {}
         """Those of requests in the executor; used by the engine thread alone."""
-        self._expected: set[int] = set()
-        """Ids of requests that are still being tokenised."""
-        self._aborted: set[int] = set()
-        """Expected requests that were aborted."""
         self._is_closing = self._is_closed = False
         self.captures_when_idle = False
         """See `LLM.capture_when_idle`."""
@@ -94,72 +74,57 @@ class Engine:
 
     # ---- submission -------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[LlmRequest], sink: Sink) -> None:
-        """Submit requests, which enter the same step; ``sink`` receives their results.
+    def submit(self, requests: Sequence[LlmRequest], results: Results) -> None:
+        """Submit requests, which enter the same step.
 
         Raises:
             ExecutorError: the executor was shut down, or this process was forked.
         """
-        self._check_open()
-        self._sinks.update(dict.fromkeys([r.request_id for r in requests], sink))
-        self._commands.put(list(requests))
-        if self._is_closed:  # since the check above
-            self._fail([r.request_id for r in requests], ExecutorError(SHUT_DOWN))
+        self.expect([request.request_id for request in requests], results)
+        self.start(requests)
 
-    def expect(self, request_ids: Sequence[int], sink: Sink) -> None:
-        """Register requests before they exist; :meth:`submit_expected` or :meth:`reject` follows.
+    def expect(self, request_ids: Sequence[int], results: Results) -> None:
+        """Register requests that are still being made; :meth:`start` or :meth:`fail` follows.
 
         Raises:
             ExecutorError: see :meth:`submit`.
         """
-        self._check_open()
-        self._expected.update(request_ids)
-        self._sinks.update(dict.fromkeys(request_ids, sink))
-        if self._is_closed:
-            self._fail(request_ids, ExecutorError(SHUT_DOWN))
+        if self._is_forked:
+            raise ExecutorError(FORKED)
+        if self._is_closing or self._executor.is_closed:
+            raise ExecutorError(SHUT_DOWN)
+        self._results.update(dict.fromkeys(request_ids, results))
+        if self._is_closed:  # since the check above
+            self.fail(request_ids, ExecutorError(SHUT_DOWN))
 
-    def submit_expected(self, requests: Sequence[LlmRequest]) -> None:
-        """Submit expected requests, unless they were forgotten or failed in the meantime."""
+    def start(self, requests: Sequence[LlmRequest]) -> None:
+        """Run expected requests, unless they were dropped or failed in the meantime."""
         self._commands.put(list(requests))
-        for request in requests:  # after their submission: an abort then follows it
-            self._expected.discard(request.request_id)
-            if request.request_id in self._aborted:
-                self._aborted.discard(request.request_id)
-                self._commands.put(request.request_id)
 
-    def reject(self, request_ids: Sequence[int], error: Exception) -> None:
-        """Report why expected requests cannot run."""
-        self._fail(request_ids, error)
-        self.forget(request_ids)
-
-    def forget(self, request_ids: Sequence[int]) -> None:
-        """Drop expected requests without readers."""
+    def fail(self, request_ids: Sequence[int], error: Exception) -> None:
+        """End requests that are not in the executor with an error."""
+        failed = {self._results.pop(request_id, None) for request_id in request_ids}
         for request_id in request_ids:
-            self._sinks.pop(request_id, None)
-            self._expected.discard(request_id)
-            self._aborted.discard(request_id)
+            self._running.pop(request_id, None)
+        for results in failed:
+            if results is not None:
+                results.fail(error)
 
     # ---- ending -----------------------------------------------------------------------------
 
-    def holds(self, request_id: int) -> bool:
-        """Whether the request is unfinished."""
-        return request_id in self._sinks
-
     def abort(self, request_id: int) -> bool:
         """Abort a request; False: no unfinished request has this id."""
-        if request_id not in self._sinks:
+        if request_id not in self._results:
             return False
-        if request_id in self._expected:
-            self._aborted.add(request_id)
-            if request_id in self._expected:
-                return True  # its submission aborts it
         self._commands.put(request_id)
         return True
 
-    def abort_all(self, request_ids: Iterable[int]) -> None:
-        """Abort those of the requests that are unfinished."""
-        for request_id in request_ids:
-            self.abort(request_id)
+    def drop(self, request_ids: Sequence[int]) -> bool:
+        """Abort requests without readers; False: none of them is unfinished."""
+        if not any(request_id in self._results for request_id in request_ids):
+            return False
+        self._commands.put(tuple(request_ids))
+        return True
 
     def barrier(self) -> Future[None]:
         """Return a future that is done once all earlier commands took effect."""
@@ -173,19 +138,16 @@ class Engine:
         """Wait until aborted requests have freed their resources; within a step, do not wait."""
         self.barrier().result()
 
-    def shutdown(self) -> None:
-        """End every request with an error and close the executor; within a step, when it ends."""
+    def shutdown(self, timeout: float | None = None) -> None:
+        """End every request with an error and close the executor; within a step, when it ends.
+
+        Args:
+            timeout: maximum number of seconds to wait for a running step.
+        """
         self._is_closing = True
         self._commands.put(None)
         if not self.is_current_thread and not self._is_forked:
-            self._thread.join()
-
-    def stop_at_exit(self) -> None:
-        """End the thread before the interpreter does: a thread in native code would crash it."""
-        self._is_closing = True
-        self._commands.put(None)
-        if not self._is_forked:
-            self._thread.join(EXIT_SECONDS)
+            self._thread.join(timeout)
 
     @property
     def is_running(self) -> bool:
@@ -218,12 +180,6 @@ class Engine:
     def _is_forked(self) -> bool:
         return os.getpid() != self._pid
 
-    def _check_open(self) -> None:
-        if self._is_forked:
-            raise ExecutorError(FORKED)
-        if self._is_closing or self._executor.is_closed:
-            raise ExecutorError(SHUT_DOWN)
-
     # ---- the engine thread ------------------------------------------------------------------
 
     def _iterate(self, command: Command, *, is_idle: bool) -> float | None:
@@ -242,14 +198,14 @@ class Engine:
             return None
         if is_idle and self.captures_when_idle:
             self._executor.capture_next()
-        if all(sink.is_full for sink in self._running.values()):
+        if all(results.is_full for results in self._running.values()):
             captures = self.captures_when_idle and self._executor.can_capture
             return IDLE_SECONDS if captures else None
         try:
             events = self._executor.step()
         except BaseException as error:
             known = error if isinstance(error, Exception) else ExecutorError(INTERRUPTED)
-            self._fail(list(self._running), known)
+            self.fail(list(self._running), known)
             del known  # its traceback refers to this frame
         else:
             self._deliver(events)
@@ -262,11 +218,14 @@ class Engine:
         while True:
             if isinstance(command, list):
                 for request in command:
-                    self._enqueue(request)
+                    has_aborted |= self._enqueue(request)
             elif isinstance(command, int):
-                has_aborted = True
-                if not self._executor.cancel(command):
-                    self._sinks.pop(command, None)  # its submission was interrupted
+                has_aborted |= self._abort(command)
+            elif isinstance(command, tuple):
+                for request_id in command:
+                    self._results.pop(request_id, None)
+                    self._running.pop(request_id, None)
+                    has_aborted |= self._executor.cancel(request_id)
             elif command is not None:
                 barriers.append(command)
             try:
@@ -277,42 +236,45 @@ class Engine:
             try:
                 self._deliver(self._executor.end_cancelled())
             except Exception as error:
-                self._fail(list(self._running), error)
+                self.fail(list(self._running), error)
         return barriers
 
-    def _enqueue(self, request: LlmRequest) -> None:
-        sink = self._sinks.get(request.request_id)
-        if sink is None:
-            return
+    def _enqueue(self, request: LlmRequest) -> bool:
+        """Whether the request was aborted while it was made."""
+        request_id = request.request_id
+        results = self._results.get(request_id)
+        if results is None:
+            return False
         try:
             self._executor.enqueue(request)
         except Exception as error:
-            self._fail([request.request_id], error)
-        else:
-            self._running[request.request_id] = sink
+            self.fail([request_id], error)
+            return False
+        self._running[request_id] = results
+        return request_id in results.aborted and self._executor.cancel(request_id)
+
+    def _abort(self, request_id: int) -> bool:
+        """Whether the request was running; if it is still being made, it is aborted later."""
+        results = self._results.get(request_id)
+        if results is not None and request_id not in self._running:
+            results.aborted.add(request_id)
+        return self._executor.cancel(request_id)
 
     def _deliver(self, events: list[StepEvent]) -> None:
-        shares: dict[Sink, list[StepEvent]] = {}
+        shares: dict[Results, list[StepEvent]] = {}
         for event in events:
-            sink = self._running.get(event.request_id)
-            if sink is None:
+            results = self._running.get(event.request_id)
+            if results is None:
                 continue
-            shares.setdefault(sink, []).append(event)
+            shares.setdefault(results, []).append(event)
             if event.finish_reason is not None:
+                results.num_unfinished -= 1
                 del self._running[event.request_id]
-                self._sinks.pop(event.request_id, None)
-        for sink, share in shares.items():
-            if not sink.put(share):
-                self.abort_all([event.request_id for event in share])
-
-    def _fail(self, request_ids: Sequence[int], error: Exception) -> None:
-        """End requests that are not in the executor, and deliver the error."""
-        sinks = {self._sinks.pop(request_id, None) for request_id in request_ids}
-        for request_id in request_ids:
-            self._running.pop(request_id, None)
-        for sink in sinks:
-            if sink is not None:
-                sink.put(error)
+                self._results.pop(event.request_id, None)
+        for results, share in shares.items():
+            results.put(share)
+            if results.is_abandoned():
+                self.drop([event.request_id for event in share])
 
     def _close(self) -> None:
         if not self._executor.is_closed:
@@ -321,7 +283,7 @@ class Engine:
             except Exception:
                 _logger.exception("the shutdown of the executor failed")
         self._is_closed = True  # what is submitted from now on fails by itself
-        self._fail(list(self._sinks), ExecutorError(SHUT_DOWN))
+        self.fail(list(self._results), ExecutorError(SHUT_DOWN))
         for done in self._process(None):
             _set_done(done)
 
@@ -331,8 +293,9 @@ _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
 
 @atexit.register
 def _stop_engines() -> None:
+    """End the threads before the interpreter does: a thread in native code would crash it."""
     for engine in list(_engines):
-        engine.stop_at_exit()
+        engine.shutdown(EXIT_SECONDS)
 
 
 def _run(

@@ -1,28 +1,24 @@
-"""Handle of a submitted request: read its events, wait for its output, or abort it."""
+"""Readers of submitted requests: handles and iterators."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from functools import partial
 from typing import Any
 
 from mtp_plugin.hosts.embedded.engine import Engine
-from mtp_plugin.hosts.embedded.event_stream import ResultLog, TimedEvent, drop, events_of
 from mtp_plugin.hosts.embedded.outputs import RequestOutput
-from mtp_plugin.hosts.embedded.pending_request import PendingRequest
 from mtp_plugin.hosts.embedded.py_executor import StepEvent
 from mtp_plugin.hosts.embedded.request import LlmRequest
-
-
-def is_in_a_loop() -> bool:
-    """Whether an event loop runs in this thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
+from mtp_plugin.hosts.embedded.results import (
+    UNREAD_STEPS,
+    UNREAD_STEPS_ASYNC,
+    Results,
+    TimedEvent,
+)
+from mtp_plugin.hosts.embedded.tokenising import PendingRequest
 
 
 class RequestHandle:
@@ -35,26 +31,35 @@ class RequestHandle:
         ExecutorError: the executor was shut down.
     """
 
+    # readers delete `self`: an asyncio task keeps the exception that ended it, whose traceback
+    # keeps their frames
+
     def __init__(
-        self, pending: PendingRequest, engine: Engine, pool: Executor, owner: object
+        self,
+        pending: PendingRequest,
+        engine: Engine,
+        pool: Executor,
+        owner: object,
+        *,
+        max_unread: int | None = None,
     ) -> None:
         self._pending = pending
         self._engine = engine
         self._pool = pool
-        self._owner = owner
-        self._log = ResultLog(len(pending.request_ids))
-        if pending.is_made:
-            engine.submit(pending.result(), self._log)
+        self._owner = owner  # kept alive
+        self._results = Results(len(pending.request_ids), max_unread)
+        if pending.made.done():
+            engine.submit(pending.result(), self._results)
             return
-        engine.expect(pending.request_ids, self._log)
-        pending.on_made(partial(_submit, engine, pending.request_ids))
+        engine.expect(pending.request_ids, self._results)
+        pending.made.add_done_callback(partial(_start, engine, pending.request_ids))
         # in a signal handler, submitting to the pool here could deadlock on the pool's own lock
         asyncio.get_running_loop().call_soon_threadsafe(pool.submit, pending.make)
 
     @property
     def request_id(self) -> int:
         """The id in its events, as `LLM.abort` expects it; with ``n`` > 1 that of the first."""
-        return self._pending.request_id
+        return self._pending.request_ids[0]
 
     @property
     def requests(self) -> list[LlmRequest]:
@@ -64,15 +69,7 @@ class RequestHandle:
     @property
     def is_finished(self) -> bool:
         """Whether all events have been produced."""
-        return self._log.done.done()
-
-    def __aiter__(self) -> AsyncIterator[StepEvent]:
-        """Iterate over all events from the first; leaving early does not abort the request."""
-        return self._read()
-
-    def __await__(self) -> Generator[Any, None, RequestOutput]:
-        """Wait for the output, as :meth:`result` does, in a coroutine."""
-        return self._read_to_its_end().__await__()
+        return self._results.done.done()
 
     def result(self) -> RequestOutput:
         """Wait until the request has finished and return its output.
@@ -87,75 +84,200 @@ class RequestHandle:
         """
         self._engine.check_can_wait()
         requests = self._pending.result()
-        self._log.done.result()
-        for results in self._log.results:
-            if results is not None:
-                events_of(results)
+        self._results.done.result()
+        self._results.check()
         return RequestOutput.of_success(*requests)
+
+    def __await__(self) -> Generator[Any, None, RequestOutput]:
+        """Wait for the output, as :meth:`result` does, in a coroutine."""
+        return self._wait_for_output().__await__()
+
+    def __aiter__(self) -> AsyncIterator[StepEvent]:
+        """Iterate over all events from the first; leaving early does not abort the request."""
+        return self._read()
+
+    async def read_arrived(self) -> AsyncIterator[list[TimedEvent]]:
+        """Iterate over all events from the first, with all that have arrived in one list."""
+        number = 0
+        try:
+            while True:
+                events, number = await self.read_from(number)
+                if not events:
+                    return
+                yield events
+        finally:
+            del self
+
+    async def read_from(self, number: int) -> tuple[list[TimedEvent], int]:
+        """Wait for events from step ``number`` on.
+
+        Returns:
+            All that have arrived, none after the end, and the number of the step after them.
+        """
+        try:
+            self._expect_requests()
+            return await self._results.wait_async(partial(self._results.read, number))
+        finally:
+            del self
+
+    async def _take(self) -> list[StepEvent]:
+        """Wait for the events of a step and remove them; none after the end."""
+        try:
+            self._expect_requests()
+            return await self._results.wait_async(self._results.take)
+        finally:
+            del self
+
+    def arrived(self) -> list[TimedEvent]:
+        """Return the events that have arrived so far."""
+        return [(when, event) for when, events in self._results.steps for event in events]
 
     def add_done_callback(self, call: Callable[[], object]) -> None:
         """Call a function once all events have been produced, in the engine thread or at once."""
-        self._log.done.add_done_callback(lambda _: call())
+        self._results.done.add_done_callback(lambda _: call())
 
     def abort(self) -> bool:
         """Abort the request; see `LLM.abort`."""
         return True in [self._engine.abort(i) for i in self._pending.request_ids]
 
     def __del__(self) -> None:
-        drop(self._pending, self._engine)
-
-    async def read_arrived(self) -> AsyncIterator[list[TimedEvent]]:
-        """Iterate over all events from the first, with all that have arrived in one list."""
-        try:
-            await self._made()
-            async for events in self._log.read_arrived():
-                yield events
-        finally:
-            del self
-
-    async def read_from(self, number: int) -> tuple[list[TimedEvent], int]:
-        """Wait for events from a result on; see `ResultLog.read_from`."""
-        try:
-            await self._made()
-            return await self._log.read_from(number)
-        finally:
-            del self
-
-    def arrived(self) -> list[TimedEvent]:
-        """Return the events that have arrived so far."""
-        return self._log.arrived()
+        _drop(self._pending, self._engine)
 
     async def _read(self) -> AsyncIterator[StepEvent]:
         try:
-            await self._made()
-            async for event in self._log.read():
-                yield event
+            async for events in self.read_arrived():
+                for _, event in events:
+                    yield event
         finally:
-            # an asyncio task keeps the exception that ended it, whose traceback keeps this frame
             del self
 
-    async def _read_to_its_end(self) -> RequestOutput:
+    async def _wait_for_output(self) -> RequestOutput:
         try:
-            requests = await self._made()
-            await self._log.wait()
-            for results in self._log.results:
-                if results is not None:
-                    events_of(results)
-            return RequestOutput.of_success(*requests)
+            self._expect_requests()
+            await self._results.wait_for_end()
+            self._results.check()
+            return RequestOutput.of_success(*self._pending.result())
         finally:
             del self
 
-    async def _made(self) -> list[LlmRequest]:
-        try:
-            self._engine.check_can_wait()
-            return await self._pending.result_async(self._pool)
-        finally:
-            del self
+    def _expect_requests(self) -> None:
+        """Have the requests made if they are not: the event loop that was to do so may have ended.
+
+        Raises:
+            ExecutorError, RequestError: this thread cannot wait for them or for their results.
+        """
+        self._engine.check_can_wait()
+        if not self._pending.made.done():
+            self._pending.check_can_wait()
+            self._pool.submit(self._pending.make)
 
 
-def _submit(engine: Engine, request_ids: Sequence[int], made: Future[list[LlmRequest]]) -> None:
+def _start(engine: Engine, request_ids: Sequence[int], made: Future[list[LlmRequest]]) -> None:
     error = made.exception()
     if isinstance(error, Exception):
-        engine.reject(request_ids, error)
+        engine.fail(request_ids, error)
     else:
-        engine.submit_expected(made.result())
+        engine.start(made.result())
+
+
+def _drop(pending: PendingRequest, engine: Engine) -> None:
+    pending.claim()  # if no thread has begun to make the requests, none will
+    engine.drop(pending.request_ids)
+
+
+class EventStream(Iterator[list[StepEvent]]):
+    """Iterates over the events of requests, step by step; they start with the first ``next()``.
+
+    Raises:
+        ExecutorError: the executor was shut down, or this is the engine thread.
+    """
+
+    _is_started = _is_closed = False  # of the class: __del__ also runs if __init__ was interrupted
+
+    def __init__(self, requests: Sequence[LlmRequest], engine: Engine, owner: object) -> None:
+        self._requests = requests
+        self._engine = engine
+        self._owner = owner  # kept alive by the iteration
+        self._results = Results(len(requests), UNREAD_STEPS)
+
+    def __next__(self) -> list[StepEvent]:
+        if self._is_closed:
+            raise StopIteration
+        self._engine.check_can_wait()
+        try:
+            if not self._is_started:
+                self._is_started = True
+                self._engine.submit(self._requests, self._results)
+            events = self._results.wait(self._results.take)
+            if not events:
+                raise StopIteration
+            self._engine.wake()
+        except BaseException:
+            self.close()
+            raise
+        return events
+
+    def close(self) -> None:
+        """Abort unfinished requests, free their resources and end the iteration."""
+        self._is_closed = True
+        if self._is_started and self._drop():
+            self._engine.flush()
+
+    def __del__(self) -> None:
+        if self._is_started:
+            self._drop()
+
+    def _drop(self) -> bool:
+        return self._engine.drop([request.request_id for request in self._requests])
+
+
+class AsyncEventStream(AsyncIterator[StepEvent]):
+    """Asynchronous iterator over the events of one prompt, as `LLM.stream_async` returns.
+
+    The request is aborted when the iteration is left early, its task is cancelled, the event loop
+    ends, or the iterator is garbage-collected.
+    """
+
+    def __init__(
+        self, pending: PendingRequest, engine: Engine, pool: Executor, owner: object
+    ) -> None:
+        self._pending = pending
+        self._engine = engine
+        self._owner = owner  # kept alive by the iteration
+        self._events = _read_events(pending, engine, pool)
+
+    @property
+    def request_ids(self) -> tuple[int, ...]:
+        """The ids in its events, one for each of the ``n`` sequences."""
+        return self._pending.request_ids
+
+    async def __anext__(self) -> StepEvent:
+        return await self._events.__anext__()
+
+    async def aclose(self) -> None:
+        """Abort the request and wait until its resources are freed."""
+        await self._events.aclose()
+        await asyncio.wrap_future(self._engine.barrier())
+
+    def __del__(self) -> None:
+        _drop(self._pending, self._engine)
+
+
+async def _read_events(
+    pending: PendingRequest, engine: Engine, pool: Executor
+) -> AsyncGenerator[StepEvent, None]:
+    """Submit requests and yield their events; leaving the iteration early aborts them.
+
+    A generator: an event loop that ends closes it.
+    """
+    engine.check_can_wait()
+    handle = RequestHandle(pending, engine, pool, None, max_unread=UNREAD_STEPS_ASYNC)
+    handle._results.is_abandoned = asyncio.get_running_loop().is_closed
+    try:
+        while events := await handle._take():
+            engine.wake()
+            for event in events:
+                yield event
+    finally:
+        # without waiting, for which a closing loop leaves no time
+        _drop(pending, engine)

@@ -24,24 +24,18 @@ from mtp_plugin.hosts.embedded.chat import (
     tools_of,
 )
 from mtp_plugin.hosts.embedded.engine import Engine
-from mtp_plugin.hosts.embedded.event_stream import (
-    AsyncEventStream,
-    BatchResult,
-    EventStream,
-    read_events,
-)
-from mtp_plugin.hosts.embedded.handle import RequestHandle, is_in_a_loop
+from mtp_plugin.hosts.embedded.handle import AsyncEventStream, EventStream, RequestHandle
 from mtp_plugin.hosts.embedded.metrics import PREFIX, Metric, read_metrics
 from mtp_plugin.hosts.embedded.models import LoadedModel
 from mtp_plugin.hosts.embedded.output_stream import OutputStream
 from mtp_plugin.hosts.embedded.outputs import RequestOutput
-from mtp_plugin.hosts.embedded.pending_request import PendingRequest
 from mtp_plugin.hosts.embedded.progress import Progress, batch_progress, loading_progress
 from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.hosts.embedded.requested_config import (
     load_requested_tokenizer,
     read_requested_config,
 )
+from mtp_plugin.hosts.embedded.results import BatchResults
 from mtp_plugin.hosts.embedded.scheduler import ChunkPolicy, whole_budget
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import Prompt, params_of
@@ -178,13 +172,14 @@ class LLM:
         self._engine.check_can_wait()
         requests = self._admission.make_batch(prompts, sampling_params)
         with batch_progress(len(requests), use_tqdm) as report:
-            result = BatchResult(len(requests), report)
+            results = BatchResults(len(requests), report)
             try:
                 if requests:
-                    self._engine.submit(requests, result)
-                    result.wait()
+                    self._engine.submit(requests, results)
+                    results.done.result()
+                    results.check()
             except BaseException:
-                self._engine.abort_all([request.request_id for request in requests])
+                self._engine.drop([request.request_id for request in requests])
                 raise
         samples = groupby(requests, key=lambda request: request.prompt_index)
         return [RequestOutput.of(*of_prompt) for _, of_prompt in samples]
@@ -335,10 +330,8 @@ class LLM:
     async def _generate_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None
     ) -> RequestOutput:
-        pending = self._admission.make_pending(prompt, sampling_params)
-        async for _ in read_events(pending, self._engine, self._tokenising):
-            pass
-        return RequestOutput.of_success(*pending.result())
+        self._engine.check_can_wait()
+        return await self.submit(prompt, sampling_params)
 
     if not TYPE_CHECKING:  # a checker reports unknown names itself
 
@@ -360,10 +353,9 @@ class LLM:
             RequestError: a prompt or option cannot be served; nothing was started.
             ExecutorError: the executor was shut down.
         """
-        if is_in_a_loop():
-            pending = self._admission.make_pending(prompt, sampling_params)
-        else:
-            pending = PendingRequest.of(self._admission.make_batch([prompt], sampling_params))
+        pending = self._admission.make_pending(prompt, sampling_params)
+        if not _is_in_event_loop():
+            pending.result()
         return RequestHandle(pending, self._engine, self._tokenising, self)
 
     def abort(self, request_id: int) -> bool:
@@ -444,6 +436,15 @@ class LLM:
             RequestError: lists every reason and, of several prompts, which one.
         """
         return self._admission.make_batch(prompts, params)
+
+
+def _is_in_event_loop() -> bool:
+    """Whether an event loop runs in this thread."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def _set_stop_callback(pieces: SpeculativePieces, stop_callback: StopCallback) -> None:

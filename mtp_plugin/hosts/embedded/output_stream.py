@@ -6,10 +6,10 @@ from collections.abc import AsyncIterator, Generator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
-from mtp_plugin.hosts.embedded.event_stream import TimedEvent
 from mtp_plugin.hosts.embedded.handle import RequestHandle
 from mtp_plugin.hosts.embedded.outputs import FINISH_REASONS, CompletionOutput, RequestOutput
 from mtp_plugin.hosts.embedded.py_executor import StepEvent
+from mtp_plugin.hosts.embedded.results import TimedEvent
 from mtp_plugin.requests.logprobs import Logprobs, PromptLogprobs
 
 

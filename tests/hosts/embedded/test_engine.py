@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from mtp_plugin.errors import ExecutorError
-from mtp_plugin.hosts.embedded import event_stream
+from mtp_plugin.hosts.embedded import results
 from mtp_plugin.hosts.embedded.engine import FORKED, WITHIN_A_STEP
 from tests.hosts.embedded.conftest import TRAINED, assert_drained, wait_until
 from tests.hosts.embedded.test_llm_api import Pieces, by_request, greedy
@@ -166,8 +166,8 @@ def test_slow_reader_holds_few_events_and_gets_every_token(
     slow = llm.stream(prompts[:2], greedy(60, logprobs=1))
     steps = [next(slow)]
     (other,) = llm.generate([prompts[2]], greedy(60))
-    unread = slow._buffer.unread.qsize()
-    assert unread <= event_stream.UNREAD_STEPS + 2
+    unread = len(slow._results.steps)
+    assert unread <= results.UNREAD_STEPS + 2
     steps += slow
     assert by_request(steps) == {i: target.greedy(prompts[i], 60) for i in (0, 1)}
     for i in (0, 1):
@@ -183,7 +183,7 @@ def test_steps_wait_for_a_reader_that_is_alone(harness) -> None:
     llm = harness.llm()
     stream = llm.stream([[1, 2, 3]], greedy(100))
     next(stream)
-    assert wait_until(lambda: stream._buffer.is_full)
+    assert wait_until(lambda: stream._results.is_full)
     llm._engine.flush()
     num_steps = llm.executor.num_steps
     time.sleep(0.1)
@@ -236,7 +236,7 @@ def test_interrupt_of_a_waiting_caller_aborts_its_requests(harness, request, wai
     with pytest.raises(KeyboardInterrupt):
         calls[wait]()
     gc.collect()
-    assert wait_until(lambda: not llm._engine._sinks)
+    assert wait_until(lambda: not llm._engine._results)
     assert_drained(llm)
     assert llm.executor.num_steps < 40
 

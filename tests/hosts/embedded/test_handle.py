@@ -256,7 +256,7 @@ def test_a_failing_step_reaches_every_reader(harness, prompts) -> None:
 
     async def main() -> list[Any]:
         handle = llm.submit(prompts[3], greedy(30))
-        calls = (read(handle), read(handle), handle._read_to_its_end())
+        calls = (read(handle), read(handle), handle._wait_for_output())
         return await asyncio.gather(*calls, return_exceptions=True)
 
     results = asyncio.run(asyncio.wait_for(main(), 30))

@@ -28,10 +28,9 @@ from tests.hosts.embedded.test_llm_api import Pieces
 
 BOOKS = (
     "hosts/embedded/engine.py",
-    "hosts/embedded/event_stream.py",
     "hosts/embedded/handle.py",
-    "hosts/embedded/pending_request.py",
-    "hosts/embedded/tokenizer_lock.py",
+    "hosts/embedded/results.py",
+    "hosts/embedded/tokenising.py",
 )
 HANDLED_AFTER = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
 """Instructions after which handlers run, by how their names begin."""

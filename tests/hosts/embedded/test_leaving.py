@@ -23,7 +23,7 @@ def assert_nothing_left(llm: LLM) -> None:
     """Neither blocks nor slots, nor a request or a step that somebody would have to finish."""
     assert_drained(llm)
     assert_idle(llm)
-    assert wait_until(lambda: not llm._engine._sinks)
+    assert wait_until(lambda: not llm._engine._results)
 
 
 class Given:

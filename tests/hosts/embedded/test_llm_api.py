@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from mtp_plugin.errors import ExecutorError
-from mtp_plugin.hosts.embedded import LLM, RequestOutput, SamplingParams, StepEvent, event_stream
+from mtp_plugin.hosts.embedded import LLM, RequestOutput, SamplingParams, StepEvent, results
 from mtp_plugin.hosts.embedded.gc_freeze import GCFreeze
 from mtp_plugin.requests.states import FinishReason
 from tests.hosts.embedded.conftest import (
@@ -542,10 +542,10 @@ def test_who_comes_while_a_step_fails_is_served(harness, target) -> None:
 def test_event_loops_are_not_kept(harness) -> None:
     llm = harness.llm()
     gc.collect()
-    before = set(event_stream._wakers)
+    before = set(results._wakers)
     for _ in range(3):
         asyncio.run(llm.generate_async([1, 2], greedy(3)))
-    assert wait_until(lambda: gc.collect() >= 0 and set(event_stream._wakers) <= before)
+    assert wait_until(lambda: gc.collect() >= 0 and set(results._wakers) <= before)
 
 
 def test_a_loop_that_was_closed_loses_its_requests(harness) -> None:
@@ -642,7 +642,7 @@ def test_shutdown_of_a_paused_stream_by_the_executor(harness, prompts) -> None:
     llm = harness.llm()
     stream = llm.stream(prompts, greedy(40))
     next(stream)
-    assert wait_until(lambda: stream._buffer.is_full)
+    assert wait_until(lambda: stream._results.is_full)
     llm._engine.flush()
     llm.executor.shutdown()
     with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):

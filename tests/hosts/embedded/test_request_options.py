@@ -13,7 +13,7 @@ import pytest
 from mtp_plugin.errors import ConfigError, RequestError
 from mtp_plugin.hosts.embedded import LLM, LlmRequest, SamplingParams
 from mtp_plugin.hosts.embedded.admission import Admission
-from mtp_plugin.hosts.embedded.event_stream import EventStream
+from mtp_plugin.hosts.embedded.handle import EventStream
 from mtp_plugin.infer import decode
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.seeds import seed_words

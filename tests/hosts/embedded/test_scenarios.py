@@ -11,7 +11,7 @@ import torch
 
 from mtp_plugin.errors import RequestError
 from mtp_plugin.hosts.embedded import SamplingParams
-from mtp_plugin.hosts.embedded.event_stream import EventStream
+from mtp_plugin.hosts.embedded.handle import EventStream
 from mtp_plugin.hosts.embedded.scheduler import ScheduledRequests
 from mtp_plugin.infer import decode
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason

@@ -10,7 +10,7 @@ import pytest
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
-from mtp_plugin.hosts.embedded.event_stream import EventStream
+from mtp_plugin.hosts.embedded.handle import EventStream
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.sampler import MTPSampler
 from tests.hosts.embedded.conftest import LOOPS, WORKERS, assert_drained

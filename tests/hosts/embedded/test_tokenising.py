@@ -188,7 +188,7 @@ def test_what_needs_no_tokenizer_is_refused_at_the_call(harness, prompt, options
 
     asyncio.run(main())
     assert_idle(llm)
-    assert not llm._engine._sinks
+    assert not llm._engine._results
 
 
 def test_a_vocabulary_is_read_once_for_its_size(harness) -> None:
@@ -291,7 +291,7 @@ def test_errors_of_tokens_are_raised_where_they_are_awaited(
     with pytest.raises(RequestError, match=f"^request 1: {message}"):
         llm.submit(prompt, greedy(**options))
     assert_idle(llm)
-    assert not llm._engine._sinks
+    assert not llm._engine._results
 
 
 # --- handles ---
@@ -358,7 +358,7 @@ def test_abandoned_prompts_are_not_tokenised(harness) -> None:
     assert tokenizer.texts == ["&'", "d"]
     assert_drained(llm)
     assert_idle(llm)
-    assert not llm._engine._sinks
+    assert not llm._engine._results
 
 
 def test_a_handle_outlives_its_loop(harness, target) -> None:
@@ -388,7 +388,7 @@ def test_shutdown_reaches_who_is_being_tokenised(harness) -> None:
 
     async def main() -> list[Any]:
         handle = llm.submit("&'", greedy(4))
-        calls = (handle._read_to_its_end(), _stream(llm, "&'", None), _generate(llm, "&'", None))
+        calls = (handle._wait_for_output(), _stream(llm, "&'", None), _generate(llm, "&'", None))
         tasks = [asyncio.create_task(call) for call in calls]
         assert await asyncio.to_thread(tokenizer.reached.wait, 20)
         llm.shutdown()

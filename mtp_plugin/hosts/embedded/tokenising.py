@@ -1,0 +1,136 @@
+"""Requests that are tokenised later, by one thread at a time; waits that would deadlock raise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import TypeVar
+
+from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.hosts.embedded.request import LlmRequest
+
+T = TypeVar("T")
+
+
+class TokenizerLock:
+    """Lets one thread at a time use a tokenizer, which need not be thread-safe.
+
+    A tokenizer's methods may call the executor again: a re-entrant use raises an error.
+
+    Args:
+        is_stepping_here: whether this thread runs a step. A step never waits for the lock, because
+            the thread that holds it may be waiting for steps.
+    """
+
+    def __init__(self, is_stepping_here: Callable[[], bool]) -> None:
+        self._is_stepping_here = is_stepping_here
+        self._lock = threading.RLock()
+        self._holder: int | None = None
+
+    def run(self, request_id: int, work: Callable[[], T]) -> T:
+        """Call ``work``, which uses the tokenizer for a request, with the lock held.
+
+        Raises:
+            RequestError: this thread already holds the lock, or it runs a step while another
+                thread holds it.
+        """
+        self.check_not_held(request_id)
+        # a step must not wait: the thread that tokenises may be waiting for it
+        may_wait = not self._is_stepping_here()
+        taken: list[bool] = []
+        try:
+            # one operation: a signal handler that raises between two would leave the lock held
+            taken.extend(map(self._lock.acquire, (may_wait,)))
+            if True not in taken:
+                raise RequestError(
+                    f"request {request_id}: another thread tokenises, a step cannot wait for it: "
+                    f"expected token ids"
+                )
+            self._holder = threading.get_ident()
+            return work()
+        finally:
+            if True in taken:
+                self._holder = None
+                self._lock.release()
+
+    def check_not_held(self, request_id: int) -> None:
+        """Refuse to use the tokenizer within one of its methods.
+
+        Raises:
+            RequestError: this thread already holds the lock.
+        """
+        if self._holder == threading.get_ident():
+            raise RequestError(
+                f"request {request_id}: this thread tokenises already: expected token ids of a "
+                f"tokenizer's own methods, or of a signal's handler"
+            )
+
+
+class PendingRequest:
+    """The requests of a prompt, made by the first thread that needs them.
+
+    Args:
+        request_ids: their ids.
+        make: returns the requests or raises `RequestError`.
+        check_not_held: see `TokenizerLock.check_not_held`.
+    """
+
+    def __init__(
+        self,
+        request_ids: Sequence[int],
+        make: Callable[[], list[LlmRequest]],
+        check_not_held: Callable[[], None],
+    ) -> None:
+        self.request_ids = tuple(request_ids)
+        self.made: Future[list[LlmRequest]] = Future()
+        self._make = make
+        self._check_not_held = check_not_held
+        self._makers: dict[None, tuple[int, object]] = {}
+
+    def make(self) -> None:
+        """Make the requests in this thread, unless a thread has begun to."""
+        if not self.claim():
+            return
+        try:
+            requests = self._make()
+        except BaseException as error:
+            is_error = isinstance(error, Exception)
+            message = f"request {self.request_ids[0]}: its tokenising was interrupted"
+            self.made.set_exception(error if is_error else ExecutorError(message))
+            if not is_error:
+                raise
+            del self  # the error refers to this frame
+        else:
+            self.made.set_result(requests)
+
+    def claim(self) -> bool:
+        """Keep other threads from making the requests; False: one has begun to."""
+        claim = (threading.get_ident(), object())
+        return self._makers.setdefault(None, claim) is claim  # atomic, also for signal handlers
+
+    def check_can_wait(self) -> None:
+        """Refuse to wait for requests that this thread is making, or that need its tokenizer.
+
+        Raises:
+            ExecutorError, RequestError: see above.
+        """
+        if self.made.done():
+            return
+        self._check_not_held()
+        maker = self._makers.get(None)
+        if maker is not None and maker[0] == threading.get_ident() and not self.made.done():
+            raise ExecutorError(
+                f"request {self.request_ids[0]}: this thread is making it, nothing can wait for it "
+                f"within that"
+            )
+
+    def result(self) -> list[LlmRequest]:
+        """Return the requests: make them in this thread, or wait for the thread that makes them.
+
+        Raises:
+            RequestError: they cannot be served, or see :meth:`check_can_wait`.
+        """
+        self.check_can_wait()
+        self.make()
+        return self.made.result()
