@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import torch
@@ -138,6 +139,7 @@ class Workload:
     items: list[Problem]
     batch: int
     max_tokens: int = 192
+    passes: int = 1
 
     @cached_property
     def answers(self) -> AnswerReader:
@@ -145,14 +147,16 @@ class Workload:
         return AnswerReader(self.checkpoint)
 
     def solve(self, llm: LLM, setting: Setting) -> Solved:
-        """Solve all problems with a setting, timed after a few that compile and capture."""
+        """Solve all problems, `passes` times, after a few that compile and capture."""
         prompts = [self.answers.encode(item.prompt) for item in self.items]
         params = [setting.params(index, self.max_tokens) for index in range(len(prompts))]
         warm = slice(2 * self.batch)
         llm.generate(prompts[warm], params[warm], use_tqdm=False)
-        started = time.perf_counter()
-        found = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - started
+        seconds = []
+        for _ in range(self.passes):
+            started = time.perf_counter()
+            found = llm.generate(prompts, params, use_tqdm=False)
+            seconds.append(time.perf_counter() - started)
         stats = AcceptanceStats(NUM_DRAFTS if setting.drafts else 0)
         for output in found:
             stats.merge(output.outputs[0].acceptance)
@@ -161,7 +165,7 @@ class Workload:
             self.answers.read(ids) == item.answer
             for ids, item in zip(outputs, self.items, strict=True)
         ]
-        return Solved(setting, outputs, correct, stats, seconds)
+        return Solved(setting, outputs, correct, stats, median(seconds))
 
 
 class AnswerReader:
@@ -322,7 +326,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     items = list(islice(problems(HELD_OUT_SEED, held_out=True), args.problems))
-    document = measure(Workload(args.checkpoint, items, args.batch))
+    document = measure(Workload(args.checkpoint, items, args.batch, passes=3))
     store(args.out, document)
     print(table(document))  # noqa: T201
 
