@@ -32,7 +32,7 @@ from mtp_plugin.pacing import paced
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.report import Report
-from mtp_plugin.tools.terminal.decoding import Decoded
+from mtp_plugin.tools.terminal.decoding import PromptResult
 
 TOKENS_PER_BLOCK = 16
 KV_SHARE = 0.4
@@ -163,7 +163,7 @@ class Outputs:
         stats = AcceptanceStats(0)
         match = reference.compare(
             [
-                Decoded(prompts[key.prompt], tokens, "", FinishReason.LENGTH, stats)
+                PromptResult(prompts[key.prompt], tokens, "", FinishReason.LENGTH, stats)
                 for key, tokens in outputs
                 if tokens
             ],

@@ -11,7 +11,7 @@ from mtp_plugin.infer.inferencer import (
 )
 from mtp_plugin.infer.kv_cache import DynamicKVCache, KVCache, KVState
 from mtp_plugin.infer.language_model import LanguageModel, TransformersLanguageModel
-from mtp_plugin.infer.logprobs import Logprobs
+from mtp_plugin.infer.logprobs import ReferenceLogprobs
 from mtp_plugin.infer.mtp_head import MTPDrafter, MTPModel, MTPTarget
 from mtp_plugin.infer.noise import Role
 from mtp_plugin.infer.sample_strategy import (
@@ -45,12 +45,12 @@ __all__ = [
     "KVCache",
     "KVState",
     "LanguageModel",
-    "Logprobs",
     "MTPDrafter",
     "MTPModel",
     "MTPTarget",
     "PrefillOutput",
     "RandomSampleStrategy",
+    "ReferenceLogprobs",
     "RequestSampleStrategy",
     "Role",
     "SampleStrategy",

@@ -14,7 +14,7 @@ from mtp_plugin.errors import RequestError
 from mtp_plugin.infer.inferencer import BasicInferencer
 from mtp_plugin.infer.kv_cache import DynamicKVCache
 from mtp_plugin.infer.language_model import LanguageModel, TransformersLanguageModel
-from mtp_plugin.infer.logprobs import Logprobs, logprobs_of
+from mtp_plugin.infer.logprobs import ReferenceLogprobs, logprobs_of
 from mtp_plugin.infer.sample_strategy import RequestSampleStrategy
 from mtp_plugin.infer.sampling_rule import NO_TOKEN, SamplingRule
 from mtp_plugin.infer.thinking import Thinking
@@ -39,9 +39,9 @@ class Decoded:
     finish_reason: FinishReason
     text: str | None = None
     """Output text; None without a tokenizer."""
-    logprobs: list[Logprobs] | None = None
+    logprobs: list[ReferenceLogprobs] | None = None
     """Of every output token; None: not requested."""
-    prompt_logprobs: list[Logprobs | None] | None = None
+    prompt_logprobs: list[ReferenceLogprobs | None] | None = None
     """Of every prompt token (None for the first); None: not requested."""
 
 
@@ -114,8 +114,8 @@ class Continuation:
             watch=None if self._text is None else self._text.push,
         )
         self._logprobs_mode = logprobs_mode
-        self._logprobs: list[Logprobs] = []
-        self._prompt_logprobs: list[Logprobs | None] = [None]
+        self._logprobs: list[ReferenceLogprobs] = []
+        self._prompt_logprobs: list[ReferenceLogprobs | None] = [None]
         self.tokens = [*prompt_ids, *emitted]
         self.finish_reason = self._stop.check(emitted, self.prompt_len, tokens=prompt_ids).reason
         if self.finish_reason is None and len(self.tokens) >= self._stop.max_length:

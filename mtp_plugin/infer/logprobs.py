@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 
 
-class Logprobs(NamedTuple):
+class ReferenceLogprobs(NamedTuple):
     """Log-probability of a token and of the top-k tokens."""
 
     logprob: float
@@ -15,11 +15,11 @@ class Logprobs(NamedTuple):
     """Top-k token ids by descending log-probability, ties by ascending id."""
 
 
-def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> Logprobs:
+def logprobs_of(logits: torch.Tensor, token: int, num_top: int) -> ReferenceLogprobs:
     """Return the log-probabilities of a token and of the top-k tokens under a row [V]."""
     logprobs = raw_logprobs(logits)
     ids = usable(logits).sort(descending=True, stable=True).indices[:num_top].tolist()
-    return Logprobs(float(logprobs[token]), {one: float(logprobs[one]) for one in ids})
+    return ReferenceLogprobs(float(logprobs[token]), {one: float(logprobs[one]) for one in ids})
 
 
 def raw_logprobs(logits: torch.Tensor) -> torch.Tensor:

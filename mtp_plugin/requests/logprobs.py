@@ -38,7 +38,7 @@ class Ready(Protocol):
     def synchronize(self) -> None: ...
 
 
-class LogprobEntries:
+class HostLogprobs:
     """Log-probabilities of consecutive tokens.
 
     Args:
@@ -55,9 +55,9 @@ class LogprobEntries:
     def __len__(self) -> int:
         return int(self._entries.shape[0])
 
-    def first(self, count: int) -> LogprobEntries:
+    def first(self, count: int) -> HostLogprobs:
         """Return those of the first ``count`` tokens."""
-        return LogprobEntries(self._entries[:count], self._num_top, self._ready)
+        return HostLogprobs(self._entries[:count], self._num_top, self._ready)
 
     @cached_property
     def mappings(self) -> list[TokenLogprobs]:
@@ -114,13 +114,13 @@ class Logprobs(_ReadAsList[TokenLogprobs]):
 
     def __init__(
         self,
-        parts: Sequence[LogprobEntries] = (),
+        parts: Sequence[HostLogprobs] = (),
         decode: Callable[[int], str | None] | None = None,
     ) -> None:
         self._parts = list(parts)
         self.decode = decode
 
-    def append(self, part: LogprobEntries) -> None:
+    def append(self, part: HostLogprobs) -> None:
         """Append those of the next tokens."""
         self._parts.append(part)
 
@@ -159,7 +159,7 @@ class PromptLogprobs(_ReadAsList["TokenLogprobs | None"]):
     def __init__(self, decode: Callable[[int], str | None] | None = None) -> None:
         self._scored = Logprobs(decode=decode)
 
-    def append(self, part: LogprobEntries) -> None:
+    def append(self, part: HostLogprobs) -> None:
         """Append those of the next tokens."""
         self._scored.append(part)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, STATUS_OK
-from mtp_plugin.requests.logprobs import LogprobEntries, Logprobs
+from mtp_plugin.requests.logprobs import HostLogprobs, Logprobs
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.stopping import Ending
 from mtp_plugin.speculative.host import RequestFacts, set_num_verified
@@ -90,4 +90,4 @@ def _logprobs_of_tokens(
     if facts.num_logprobs is None or entries is None:
         return None
     # copied, so that the request does not keep the tensor of the whole step alive
-    return Logprobs([LogprobEntries(entries[:num_emitted].clone(), facts.num_logprobs)])
+    return Logprobs([HostLogprobs(entries[:num_emitted].clone(), facts.num_logprobs)])

@@ -21,7 +21,7 @@ from mtp_plugin.hosts.embedded.models import load_model
 from mtp_plugin.hosts.embedded.outputs import FINISH_REASONS
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.tools.parity import oracle
-from mtp_plugin.tools.terminal.decoding import Decoded
+from mtp_plugin.tools.terminal.decoding import PromptResult
 from mtp_plugin.tools.terminal.plain_decoding import PlainDecoding
 from tests.cli.calls import (
     EAGLE,
@@ -549,7 +549,7 @@ def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let decoding without the executor end the first text with another token."""
     honest = PlainDecoding.with_drafts
 
-    def wrong(*arguments: Any, **options: Any) -> list[Decoded]:
+    def wrong(*arguments: Any, **options: Any) -> list[PromptResult]:
         first, *others = honest(*arguments, **options)
         tokens = [*first.token_ids[:-1], (first.token_ids[-1] + 1) % 256]
         return [dataclasses.replace(first, token_ids=tokens), *others]
@@ -605,7 +605,7 @@ def test_drafts_that_cannot_compare_are_reported(
 def test_no_memory_for_drafts_loses_no_report(
     run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def greedy(*_: Any, **__: Any) -> list[Decoded]:
+    def greedy(*_: Any, **__: Any) -> list[PromptResult]:
         raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate much")
 
     monkeypatch.setattr(PlainDecoding, "with_drafts", greedy)

@@ -15,7 +15,7 @@ from mtp_plugin.hosts.embedded.models import load_model
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import Drafting
-from mtp_plugin.tools.terminal.decoding import Decoded
+from mtp_plugin.tools.terminal.decoding import PromptResult
 from mtp_plugin.tools.terminal.plain_decoding import PlainDecoding
 from mtp_plugin.tools.terminal.report import same_as_target_only
 from tests.cli.calls import EAGLE, VOCAB, byte_tokenizer
@@ -38,7 +38,7 @@ def test_half_precision_ties_are_no_difference(
         head.weight[twin] = head.weight[truth[4]]
     emitted = [*truth[:4], twin]
     emitted += greedy_decode(model.target, prompt + emitted, 5)
-    result = Decoded(prompt, emitted, "", FinishReason.LENGTH, AcceptanceStats(3))
+    result = PromptResult(prompt, emitted, "", FinishReason.LENGTH, AcceptanceStats(3))
     plain = PlainDecoding(model, params, 512, None)
     found = plain.compare([result])
     assert (found.num_ties, found.num_equal) == (ties, equal)
@@ -78,12 +78,12 @@ def engine(checkpoint: Path) -> LLM:
     return LLM(config)
 
 
-def decode(engine: LLM, params: SamplingParams) -> Decoded:
+def decode(engine: LLM, params: SamplingParams) -> PromptResult:
     (output,) = engine.generate([[5, 6, 7]], params)
     reason = FinishReason(output.finish_reason)
     if isinstance(output.stop_reason, str):
         reason = FinishReason.STOP_WORDS
-    return Decoded(
+    return PromptResult(
         output.prompt_token_ids,
         output.token_ids,
         output.text,

@@ -24,7 +24,7 @@ from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import Oracle, oracle
 from mtp_plugin.tools.terminal import parity, parity_report
-from mtp_plugin.tools.terminal.decoding import Decoded
+from mtp_plugin.tools.terminal.decoding import PromptResult
 from mtp_plugin.tools.terminal.plain_decoding import CHUNK_LEN, PlainDecoding
 from tests.checkpoints import write_echo_checkpoint
 from tests.cli.calls import Run
@@ -152,7 +152,7 @@ def mistaken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decoding without the executor ends the first text with another token."""
     honest = PlainDecoding.with_drafts
 
-    def wrong(*arguments: Any, **options: Any) -> list[Decoded]:
+    def wrong(*arguments: Any, **options: Any) -> list[PromptResult]:
         first, *others = honest(*arguments, **options)
         return [dataclasses.replace(first, token_ids=other(first.token_ids)), *others]
 
@@ -565,7 +565,7 @@ def test_after_a_tie_decoding_goes_on_piece_by_piece(
     monkeypatch.setattr(oracle, "decode", decode)
     for tokens in (emitted, [*emitted[:40], (emitted[40] + 1) % VOCAB, *emitted[41:]]):
         requested.clear()
-        result = Decoded(prompt, tokens, "", FinishReason.LENGTH, AcceptanceStats(3))
+        result = PromptResult(prompt, tokens, "", FinishReason.LENGTH, AcceptanceStats(3))
         (found,) = PlainDecoding(model, params, 512, None).verdicts([result])
         assert found.ties[0].position == 4
         # the first run is whole, those after ties are not

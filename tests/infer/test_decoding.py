@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mtp_plugin.errors import RequestError
-from mtp_plugin.infer import Continuation, Decoded, Logprobs, Thinking, decode
+from mtp_plugin.infer import Continuation, Decoded, ReferenceLogprobs, Thinking, decode
 from mtp_plugin.infer.logprobs import logprobs_of
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason
@@ -127,7 +127,7 @@ def test_log_probabilities_of_odd_rows(row, token, expected) -> None:
     entry = logprobs_of(torch.tensor(row), token, 2)
     assert entry.logprob == pytest.approx(expected[0], abs=1e-4)
     assert list(entry.top) == expected[1]
-    assert entry == Logprobs(entry.logprob, entry.top)
+    assert entry == ReferenceLogprobs(entry.logprob, entry.top)
 
 
 def test_a_row_without_values_is_an_error() -> None:

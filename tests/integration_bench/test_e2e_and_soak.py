@@ -30,7 +30,7 @@ from integration.bench.soak import (
 from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.tools.terminal.decoding import Decoded
+from mtp_plugin.tools.terminal.decoding import PromptResult
 
 CHECKPOINT = Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint"
 CPU = torch.device("cpu")
@@ -47,8 +47,8 @@ def run(*arguments: str) -> int:
     return int(given.run(given))
 
 
-def decoded(prompt: list[int], tokens: list[int]) -> Decoded:
-    return Decoded(prompt, tokens, "", FinishReason.LENGTH, AcceptanceStats(0))
+def decoded(prompt: list[int], tokens: list[int]) -> PromptResult:
+    return PromptResult(prompt, tokens, "", FinishReason.LENGTH, AcceptanceStats(0))
 
 
 # --- comparisons ---

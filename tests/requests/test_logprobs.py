@@ -12,8 +12,8 @@ from mtp_plugin.requests.logprobs import (
     TOP_IDS_INDEX,
     TOP_VALUES_INDEX,
     VALUE_INDEX,
+    HostLogprobs,
     Logprob,
-    LogprobEntries,
     Logprobs,
 )
 
@@ -45,17 +45,17 @@ def test_nothing_is_waited_for_or_made_before_it_is_read(
     entries: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made: list[list[int]] = []
-    honest = LogprobEntries._mapping
+    honest = HostLogprobs._mapping
 
     def mapping(self, numbers, values):
         made.append(numbers)
         return honest(self, numbers, values)
 
-    monkeypatch.setattr(LogprobEntries, "_mapping", mapping)
+    monkeypatch.setattr(HostLogprobs, "_mapping", mapping)
     copy = Copy()
     text = Logprobs()
     for _ in range(3):
-        text.append(LogprobEntries(entries, 1, copy))
+        text.append(HostLogprobs(entries, 1, copy))
     kept = text.first(3)
     text.extend(kept)
     assert (len(text), len(kept), copy.num_waits, made) == (9, 3, 0, [])

@@ -12,7 +12,7 @@ from integration.bench.case import BenchmarkError
 from mtp_plugin.errors import expect
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.tools.terminal.decoding import Decoded, decoded
+from mtp_plugin.tools.terminal.decoding import PromptResult, decoded
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class TimedStep:
 class Run:
     """Results of a finished batch."""
 
-    results: list[Decoded]
+    results: list[PromptResult]
     steps: list[TimedStep]
     seconds: float
     first_tokens_seconds: float

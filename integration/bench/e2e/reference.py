@@ -11,7 +11,7 @@ from integration.bench.e2e.subject import Subject
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.parity import TIE_ULPS, transformers_attention
-from mtp_plugin.tools.terminal.decoding import Decoded
+from mtp_plugin.tools.terminal.decoding import PromptResult
 from mtp_plugin.tools.terminal.plain_decoding import KnownTexts, PlainDecoding
 
 RANDOM_WEIGHTS_ULPS = 16.0
@@ -47,7 +47,7 @@ class Reference:
         self._known: dict[SamplingParams, KnownTexts] = {}
         self._tie_ulps = TIE_ULPS if subject.is_trained else RANDOM_WEIGHTS_ULPS
 
-    def compare(self, results: Sequence[Decoded], params: Sequence[SamplingParams]) -> Match:
+    def compare(self, results: Sequence[PromptResult], params: Sequence[SamplingParams]) -> Match:
         """Compare tokens and log-probabilities, except for rounding ties."""
         num_ties, mismatches = 0, []
         model = self._subject.model
@@ -85,7 +85,7 @@ class Reference:
 
 
 def check_synthetic(
-    results: Sequence[Decoded],
+    results: Sequence[PromptResult],
     num_tokens: int,
     vocab_size: int,
     shares: Sequence[float],

@@ -12,7 +12,7 @@ from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logprobs import compute_logprobs
 from mtp_plugin.ops.step import StepLayout, to_device
-from mtp_plugin.requests.logprobs import LogprobEntries, PromptLogprobs
+from mtp_plugin.requests.logprobs import HostLogprobs, PromptLogprobs
 from mtp_plugin.speculative.result_store import host_copy, recorded_event
 
 TILE_ROWS = 256
@@ -78,7 +78,7 @@ class ScoredPrompts:
         copies = [host_copy(part) for part in parts]
         ready = recorded_event(self.rows.device)
         for (known, num_top, _), copy in zip(self.targets, copies, strict=True):
-            known.append(LogprobEntries(copy, num_top, ready))
+            known.append(HostLogprobs(copy, num_top, ready))
 
 
 def _entries(

@@ -21,7 +21,7 @@ OnStep = Callable[[list[tuple[int, StepEvent]]], None]
 
 
 @dataclass(frozen=True)
-class Decoded:
+class PromptResult:
     """Result of one prompt."""
 
     prompt_token_ids: list[int]
@@ -41,7 +41,7 @@ class Decoded:
 class BatchRun:
     """Results of a finished batch."""
 
-    results: list[Decoded]
+    results: list[PromptResult]
     params: SamplingParams
     """The options as admitted by the executor, with bad words as token ids."""
     num_steps: int
@@ -126,7 +126,7 @@ def run_batch(
     )
 
 
-def decoded(request: LlmRequest, place: str) -> Decoded:
+def decoded(request: LlmRequest, place: str) -> PromptResult:
     """Return the result of a finished request; ``place`` names it in an error.
 
     Raises:
@@ -138,7 +138,7 @@ def decoded(request: LlmRequest, place: str) -> Decoded:
             f"{place} failed after {len(request.output_token_ids)} tokens: {request.error}"
         )
     length = request.py_orig_prompt_len
-    return Decoded(
+    return PromptResult(
         prompt_token_ids=request.get_tokens()[:length],
         token_ids=request.output_token_ids,
         text="" if request.text is None else request.text.full_text,
@@ -150,7 +150,7 @@ def decoded(request: LlmRequest, place: str) -> Decoded:
     )
 
 
-def merged(results: Sequence[Decoded]) -> AcceptanceStats:
+def merged(results: Sequence[PromptResult]) -> AcceptanceStats:
     """Return the sum of the acceptance statistics."""
     total = AcceptanceStats(results[0].acceptance.max_draft_len)
     for result in results:

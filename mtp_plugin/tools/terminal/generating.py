@@ -16,7 +16,7 @@ from mtp_plugin.tools.parity import Drafting, transformers_attention
 from mtp_plugin.tools.terminal.console import OutputConsole, progress
 from mtp_plugin.tools.terminal.decoding import BatchRun, TokenLines, run_batch
 from mtp_plugin.tools.terminal.plain_decoding import (
-    Comparison,
+    BatchComparison,
     PlainDecoding,
     PlainRun,
     resampling_method,
@@ -161,7 +161,7 @@ def _compare(
     log: OutputConsole,
     *,
     is_alike: bool,
-) -> Comparison | None:
+) -> BatchComparison | None:
     """Compare with non-speculative decoding.
 
     Args:

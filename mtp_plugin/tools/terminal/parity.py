@@ -29,7 +29,7 @@ from mtp_plugin.tools.parity import (
     transformers_attention,
 )
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK
-from mtp_plugin.tools.terminal.decoding import BatchRun, Decoded, merged, run_batch
+from mtp_plugin.tools.terminal.decoding import BatchRun, PromptResult, merged, run_batch
 from mtp_plugin.tools.terminal.parity_options import EAGLE, VANILLA, combinations
 from mtp_plugin.tools.terminal.plain_decoding import (
     KnownTexts,
@@ -68,7 +68,7 @@ class Outcome:
     """A variant's outputs compared with non-speculative decoding."""
 
     variant: Variant
-    results: list[Decoded]
+    results: list[PromptResult]
     verdicts: list[Comparison]
     plain: Outcome | None = None
     """The first prompts, decoded again with such drafts but without the executor; None: the drafts

@@ -20,6 +20,7 @@ from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, num_decided_drafts
 from mtp_plugin.tools.parity import (
     TIE_ULPS,
+    Comparison,
     Drafting,
     LogprobComparison,
     Oracle,
@@ -29,8 +30,7 @@ from mtp_plugin.tools.parity import (
     measure_gap,
     speculate,
 )
-from mtp_plugin.tools.parity import Comparison as Verdict
-from mtp_plugin.tools.terminal.decoding import Decoded
+from mtp_plugin.tools.terminal.decoding import PromptResult
 from mtp_plugin.verifications import METHODS
 
 CHUNK_LEN = 16
@@ -58,7 +58,7 @@ class Difference:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class BatchComparison:
     """A batch compared with non-speculative decoding of the same prompts."""
 
     differences: list[Difference]
@@ -75,8 +75,8 @@ class Comparison:
 class PlainRun:
     """The first prompts, decoded again with drafts and without the executor."""
 
-    results: list[Decoded]
-    comparison: Comparison | None
+    results: list[PromptResult]
+    comparison: BatchComparison | None
     """Comparison with non-speculative decoding; None: sampled outputs differ by design."""
 
 
@@ -99,8 +99,8 @@ class PlainDecoding:
     """Cache of outputs; may be shared only with the same params and engine seed."""
 
     def compare(
-        self, results: Sequence[Decoded], report: Callable[[str], None] = lambda _: None
-    ) -> Comparison:
+        self, results: Sequence[PromptResult], report: Callable[[str], None] = lambda _: None
+    ) -> BatchComparison:
         """Compare results with non-speculative decoding.
 
         Args:
@@ -108,7 +108,7 @@ class PlainDecoding:
         """
         verdicts = self.verdicts(results, report=report)
         found = [(number, verdict.difference) for number, verdict in enumerate(verdicts, 1)]
-        return Comparison(
+        return BatchComparison(
             [
                 Difference(number, other.position + 1, other.token, other.expected)
                 for number, other in found
@@ -121,10 +121,10 @@ class PlainDecoding:
 
     def verdicts(
         self,
-        results: Sequence[Decoded],
+        results: Sequence[PromptResult],
         tie_ulps: float = TIE_ULPS,
         report: Callable[[str], None] = lambda _: None,
-    ) -> list[Verdict]:
+    ) -> list[Comparison]:
         """Return the comparison of each result with non-speculative decoding."""
         report = paced(report)
         oracle = Oracle(self.model)
@@ -138,7 +138,7 @@ class PlainDecoding:
         return verdicts
 
     def logprobs(
-        self, results: Sequence[Decoded], mode: LogprobsMode, tie_ulps: float = TIE_ULPS
+        self, results: Sequence[PromptResult], mode: LogprobsMode, tie_ulps: float = TIE_ULPS
     ) -> list[LogprobComparison]:
         """Return the comparison of each result's log-probabilities with the target's.
 
@@ -160,7 +160,9 @@ class PlainDecoding:
             for result in results
         ]
 
-    def with_drafts(self, results: Sequence[Decoded], drafting: Drafting) -> list[Decoded]:
+    def with_drafts(
+        self, results: Sequence[PromptResult], drafting: Drafting
+    ) -> list[PromptResult]:
         """Decode the first prompts with drafts.
 
         Args:
@@ -197,7 +199,7 @@ class PlainDecoding:
             )
         return found
 
-    def run_with_drafts(self, results: Sequence[Decoded], drafting: Drafting) -> PlainRun:
+    def run_with_drafts(self, results: Sequence[PromptResult], drafting: Drafting) -> PlainRun:
         """Run :meth:`with_drafts`, and compare unless sampled outputs differ by design."""
         alike = self.with_drafts(results, drafting)
         return PlainRun(alike, None if drafting.changes_output else self.compare(alike))
@@ -209,7 +211,7 @@ class PlainDecoding:
         """The options that determine the output."""
         return replace(self.params, logprobs=None, prompt_logprobs=None, logprobs_mode=None)
 
-    def _rule_of(self, result: Decoded, oracle: Oracle) -> SamplingRule:
+    def _rule_of(self, result: PromptResult, oracle: Oracle) -> SamplingRule:
         return SamplingRule(
             self.params,
             result.prompt_token_ids,
@@ -222,7 +224,7 @@ class PlainDecoding:
     def _continue_from(
         self,
         oracle: Oracle,
-        result: Decoded,
+        result: PromptResult,
         on_token: Callable[[int], None],
         emitted: list[int],
     ) -> list[int]:

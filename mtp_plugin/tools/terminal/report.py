@@ -14,8 +14,8 @@ from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.tools.report import Report, as_json
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole, can_show
-from mtp_plugin.tools.terminal.decoding import BatchRun, Decoded, merged
-from mtp_plugin.tools.terminal.plain_decoding import Comparison, Difference, PlainRun
+from mtp_plugin.tools.terminal.decoding import BatchRun, PromptResult, merged
+from mtp_plugin.tools.terminal.plain_decoding import BatchComparison, Difference, PlainRun
 
 SHOWN_LOGPROBS = 10
 """Number of tokens per prompt and output whose log-probabilities are printed."""
@@ -33,7 +33,7 @@ class Generated:
     run: BatchRun
     run_without_mtp: BatchRun | None
     """The same executor without drafts; None if it was not requested or is `run` itself."""
-    comparison: Comparison | None
+    comparison: BatchComparison | None
     run_without_executor: PlainRun | None
     """None: not run."""
     tokenizer: Tokenizer | None
@@ -90,7 +90,7 @@ def headline(report: Generated) -> str | None:
     return f"{speed}, identical output{ties}"
 
 
-def logprob_lines(results: Sequence[Decoded], tokenizer: Tokenizer | None) -> Iterator[str]:
+def logprob_lines(results: Sequence[PromptResult], tokenizer: Tokenizer | None) -> Iterator[str]:
     """Yield the log-probabilities and ranks of the first tokens and their top-k tokens."""
     for number, result in enumerate(results, 1):
         for whose, logprobs in (("prompt", result.prompt_logprobs), ("text", result.logprobs)):
@@ -171,7 +171,7 @@ def without_executor_lines(report: Generated, plain: PlainRun) -> list[str]:
 
 
 def without_executor_line(
-    alike: Sequence[Decoded], same: str, runs: Iterable[Sequence[Decoded]]
+    alike: Sequence[PromptResult], same: str, runs: Iterable[Sequence[PromptResult]]
 ) -> str:
     """Return a summary of the first prompts, decoded without the executor."""
     count = len(alike)
@@ -192,7 +192,7 @@ def same_as_target_only(num_differences: int, num_ties: int) -> str:
     return f"the text of target-only decoding{ties}"
 
 
-def same_texts(results: Sequence[Decoded], alike: Sequence[Decoded], dtype: str) -> str:
+def same_texts(results: Sequence[PromptResult], alike: Sequence[PromptResult], dtype: str) -> str:
     """Describe the comparison of sampled outputs that differ from non-speculative decoding."""
     others = len(alike) - _num_equal_texts(results, alike)
     if not others:
@@ -201,7 +201,7 @@ def same_texts(results: Sequence[Decoded], alike: Sequence[Decoded], dtype: str)
     return f"another text of {others} than the executor{why}"
 
 
-def _num_equal_texts(results: Sequence[Decoded], alike: Sequence[Decoded]) -> int:
+def _num_equal_texts(results: Sequence[PromptResult], alike: Sequence[PromptResult]) -> int:
     return sum(a.token_ids == b.token_ids for a, b in zip(alike, results, strict=False))
 
 
@@ -277,7 +277,9 @@ def _as_json_run(run: BatchRun, *, is_mtp: bool) -> dict[str, Any]:
     }
 
 
-def compared_acceptance(results: Sequence[Decoded], alike: Sequence[Decoded]) -> dict[str, Any]:
+def compared_acceptance(
+    results: Sequence[PromptResult], alike: Sequence[PromptResult]
+) -> dict[str, Any]:
     """Return the comparison with the same drafts without the executor, for JSON."""
     return {
         "num_prompts": len(alike),
