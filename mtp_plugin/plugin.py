@@ -10,7 +10,7 @@ from mtp_plugin.ops.step import Accepted, StepLayout
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stopping import StopRule
-from mtp_plugin.speculative.draft_length.draft_state import DraftState
+from mtp_plugin.speculative.draft_length.controller import DraftState
 from mtp_plugin.speculative.host import (
     DecodingOptions,
     HostStep,

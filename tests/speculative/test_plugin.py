@@ -29,7 +29,7 @@ from mtp_plugin.plugin import (
 )
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID
-from mtp_plugin.speculative.draft_length.draft_state import DraftState
+from mtp_plugin.speculative.draft_length.controller import DraftState
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker, NoDraftsWorker
 from mtp_plugin.speculative.host import ResourceManager
 from mtp_plugin.speculative.plugin import build_pieces, make_plan

@@ -10,7 +10,7 @@ from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.logprobs import Logprobs, PromptLogprobs
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
-from mtp_plugin.speculative.draft_length.draft_state import DraftState
+from mtp_plugin.speculative.draft_length.controller import DraftState
 from mtp_plugin.speculative.host import LOOP_OPTIONS, PlainRequest
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, Label
 

@@ -47,15 +47,126 @@ preemption are dropped by their epoch, and the gate does not count them.
 
 from __future__ import annotations
 
+import logging
+import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ExecutorError, expect
-from mtp_plugin.speculative.draft_length.gain import GainPolicy
-from mtp_plugin.speculative.draft_length.gate import LengthGate
+from mtp_plugin.speculative.draft_length.gain import AcceptanceRates, GainPolicy
 from mtp_plugin.speculative.host import may_speculate
+
+_logger = logging.getLogger("mtp_plugin")
+
+
+@dataclass
+class DraftState:
+    """How many drafts a request can use, after the steps launched so far."""
+
+    limit: int
+    """Maximum number of drafts that the current step verifies for the request."""
+    warm: int
+    """Number of drafts for which its draft KV and history are complete; 0: cold."""
+    proposed: int = 0
+    """Number of drafts that its last launched step makes for the next one."""
+    most: int = sys.maxsize
+    """Maximum number of drafts that the request allows (``max_draft_len``)."""
+    acceptance: AcceptanceRates | None = None
+    """Live acceptance rates, with ``mtp.adaptive_draft_len``; None before the first step."""
+
+    @classmethod
+    def fresh(cls, draft_len: int, most: int = sys.maxsize) -> DraftState:
+        """Return the state of a warm request with K drafts, limited only by ``most``."""
+        limit = min(draft_len, most)
+        return cls(limit=limit, warm=draft_len, proposed=draft_len, most=most)
+
+    @property
+    def usable(self) -> int:
+        """Return how many drafts it can verify, whatever a step makes."""
+        return min(self.warm, self.most)
+
+
+class LengthGate:
+    """Decides whether one draft length is used, by the request-steps that verified so many drafts.
+
+    An open gate closes as soon as the mean of the last ``window`` request-steps is below
+    ``close_below``. After ``interval`` steps it probes: it is open for one window. If the mean of
+    the probe is at least ``open_at``, the gate stays open; else it closes for twice as long, up to
+    ``max_interval``. Every decision needs ``window`` request-steps.
+
+    Args:
+        length: number of drafts.
+        window: number of request-steps of a decision.
+        close_below, open_at: acceptance lengths (output tokens per step, with the bonus token).
+        interval, max_interval: in steps.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        *,
+        window: int,
+        close_below: float,
+        open_at: float,
+        interval: int,
+        max_interval: int,
+    ) -> None:
+        self.length, self.window = length, window
+        self.close_below, self.open_at = close_below, open_at
+        self.state: Literal["open", "closed", "probing"] = "open"
+        self._interval = self._first_interval = interval
+        self._max_interval = max_interval
+        self._due = 0
+        self._emitted: deque[int] = deque(maxlen=window)
+        self._total = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Return the output tokens per request-step in the window, 0.0 if it is empty."""
+        return self._total / len(self._emitted) if self._emitted else 0.0
+
+    def admits(self, step: int) -> bool:
+        """Return whether ``step`` may use this length; starts the probe if it is due."""
+        if self.state == "closed" and step >= self._due:
+            self.state = "probing"
+        return self.state != "closed"
+
+    def record(self, num_emitted: int, step: int) -> None:
+        """Count a request-step that verified ``length`` drafts; its result arrives in ``step``."""
+        if self.state == "closed":
+            return  # launched before the gate closed
+        if len(self._emitted) == self.window:
+            self._total -= self._emitted[0]
+        self._emitted.append(num_emitted)
+        self._total += num_emitted
+        if len(self._emitted) < self.window:
+            return
+        probing = self.state == "probing"
+        threshold = self.open_at if probing else self.close_below
+        pays = self._total >= self.window * threshold
+        if pays and not probing:
+            return
+        _logger.info(
+            "acceptance gate: draft length %d is %s, %.3f tokens per step over %d request-steps%s",
+            self.length,
+            "on again" if pays else "off",
+            self.acceptance_length,
+            self.window,
+            "" if pays else f" (threshold {threshold:.3f})",
+        )
+        if pays:
+            self.state = "open"
+            return
+        interval = self._interval * 2 if probing else self._first_interval
+        self._interval = min(interval, self._max_interval)
+        self._due = step + self._interval
+        self.state = "closed"
+        self._emitted.clear()
+        self._total = 0
 
 
 class DraftLengthController:
@@ -98,14 +209,25 @@ class DraftLengthController:
         self._layer_per_depth = config.use_mtp_vanilla
         self._schedule = [config.draft_len_for(size) for size in range(1, max_batch_size + 1)]
         lengths = set(self._schedule)
-        if config.acceptance_window is not None:
-            lengths |= {0, *(config.draft_len_schedule or {}).values()}
         self.gain: GainPolicy | None = None
+        self.gates: dict[int, LengthGate] = {}
+        window, threshold = config.acceptance_window, config.acceptance_length_threshold
         if config.mtp.adaptive_draft_len:
             lengths = set(range(self.max_draft_len + 1))
             self.gain = GainPolicy(self.max_draft_len, padded_sizes, clock)
+        elif window is not None and threshold is not None:
+            lengths |= {0, *(config.draft_len_schedule or {}).values()}
+            for length in lengths - {0}:
+                share, margin = length / self.max_draft_len, config.mtp.gate_margin
+                self.gates[length] = LengthGate(
+                    length,
+                    window=window,
+                    close_below=1 + (threshold - 1) * share,
+                    open_at=1 + (threshold - 1 + margin) * share,
+                    interval=config.mtp.gate_probe_interval,
+                    max_interval=config.mtp.gate_max_probe_interval,
+                )
         self._lengths = sorted(lengths)
-        self.gates: Mapping[int, LengthGate] = self._make_gates(config)
         self._step = 0
 
     def draft_lens(self, batch_sizes: Iterable[int] | None = None) -> tuple[int, ...]:
@@ -172,7 +294,9 @@ class DraftLengthController:
         requests = batch.all_requests()
         for request in batch.context_requests:
             if request.is_first_context_chunk:
-                request.py_draft_state.restart(self.max_draft_len)
+                # computes the prompt from its start: warm, without drafts
+                state = request.py_draft_state
+                state.warm, state.proposed = self.max_draft_len, 0
         size = len(requests)
         scheduled = self._scheduled(size)
         usable = max(r.py_draft_state.usable if may_speculate(r) else 0 for r in requests)
@@ -189,7 +313,10 @@ class DraftLengthController:
             # the first pass of a reused layer writes all draft KV that later steps read
             stays_warm = length
         for request in requests:
-            request.py_draft_state.launch(length, stays_warm)
+            state = request.py_draft_state
+            state.limit = min(length, state.proposed, state.usable)
+            state.proposed = length
+            state.warm = min(state.warm, stays_warm)
         return length
 
     def _scheduled(self, batch_size: int) -> int:
@@ -201,20 +328,3 @@ class DraftLengthController:
             f"{batch_size}",
         )
         return self._schedule[batch_size - 1]
-
-    def _make_gates(self, config: MTPDecodingConfig) -> dict[int, LengthGate]:
-        window, threshold = config.acceptance_window, config.acceptance_length_threshold
-        if window is None or threshold is None:
-            return {}
-        return {
-            length: LengthGate(
-                length,
-                window=window,
-                close_below=1 + (threshold - 1) * length / self.max_draft_len,
-                open_at=1 + (threshold - 1 + config.mtp.gate_margin) * length / self.max_draft_len,
-                interval=config.mtp.gate_probe_interval,
-                max_interval=config.mtp.gate_max_probe_interval,
-            )
-            for length in self._lengths
-            if length > 0
-        }

@@ -4,25 +4,19 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mtp_plugin.speculative.draft_length.draft_state import AcceptanceRates
 from mtp_plugin.speculative.host import has_finished, may_speculate
 
-EXPLORATION_STEPS = 8
-"""Steps of each draft length when a batch size is new; the first ones may run before their CUDA
-graph is captured."""
-MAX_EXPLORATION_STEPS = 24
-"""Steps after which a length that could not be measured is left to the probes."""
 DECISION_INTERVAL = 8
 """Steps between two decisions."""
 SWITCH_GAIN = 0.02
 """Gain at which the length changes: of one decision, or summed over consecutive ones."""
 PROBE_STEPS = 8
-"""Steps of a probe of another length."""
+"""Steps of a probe of another length; the first ones may run before a CUDA graph is captured."""
 PROBE_SHARE = 0.005
 """Share of the tokens that probes may cost."""
 LEAST_PROBE_INTERVAL = 128
@@ -35,6 +29,44 @@ FIRST_RATE = 0.7
 """Acceptance rate before the first sample."""
 WINDOW, LEAST_SAMPLES = 16, 4
 """Latest steps of a length whose times are kept, and steps from which on it is measured."""
+
+
+class AcceptanceRates:
+    """Exponential averages of the acceptance rate of each draft position.
+
+    The rate of position i is conditional: of the steps that accepted drafts 1..i-1 and verified
+    draft i, the share that accepted it. A position that is not verified keeps its rate.
+
+    Args:
+        horizon: number of samples over which a position is averaged.
+    """
+
+    def __init__(self, draft_len: int, *, horizon: int) -> None:
+        self._decay = 1 - 1 / horizon
+        self._verified = [0.0] * draft_len
+        self._accepted = [0.0] * draft_len
+        self._counts: Counter[tuple[int, int]] = Counter()
+        """(accepted, verified drafts) of steps that are not in the averages yet."""
+
+    def record(self, num_accepted: int, num_drafted: int) -> None:
+        """Count a step that accepted ``num_accepted`` of ``num_drafted`` drafts."""
+        self._counts[num_accepted, num_drafted] += 1
+
+    def rate(self, position: int, expected: float, weight: float) -> float:
+        """Return the rate of a position, with ``weight`` samples of the rate ``expected`` added."""
+        if self._counts:
+            self._average()
+        return (self._accepted[position] + weight * expected) / (self._verified[position] + weight)
+
+    def _average(self) -> None:
+        counts, self._counts = self._counts, Counter()
+        for i in range(len(self._verified)):
+            decided = {n: c for n, c in counts.items() if min(n[0] + 1, n[1]) > i}
+            total = sum(decided.values())
+            decay = self._decay**total
+            self._verified[i] = self._verified[i] * decay + total
+            passed = sum(count for (accepted, _), count in decided.items() if accepted > i)
+            self._accepted[i] = self._accepted[i] * decay + passed
 
 
 class StepTimes:
@@ -51,7 +83,8 @@ class StepTimes:
 
     def restart(self, length: int) -> None:
         """Measure a length anew; its old time stays until there are enough steps."""
-        self._samples.pop(length, None)
+        if length in self._times:
+            self._samples.pop(length, None)
 
     def record(self, length: int, seconds: float, *, in_use: bool) -> None:
         """Count a step; the times of other lengths follow the drift of the one ``in_use``."""
@@ -65,10 +98,6 @@ class StepTimes:
         for other, known in self._times.items():
             self._times[other] = max(known + drift, 0.1 * known)
         self._times[length] = median
-
-    def is_measured(self, length: int) -> bool:
-        """Whether enough steps of a length were measured."""
-        return length in self._times
 
     def of(self, length: int) -> float | None:
         """Return the time of a length, interpolated if it is not measured; None: not known."""
@@ -85,17 +114,15 @@ class StepTimes:
 class _Shape:
     """What is known of batches of one padded size and sampling kind."""
 
+    current: int
+    """The length in use."""
     times: StepTimes = field(default_factory=StepTimes)
-    current: int | None = None
-    """The length in use; None before the first decision."""
     step: int = 0
     """Number of generation-only steps."""
-    decided: int = 0
+    decided: int = -DECISION_INTERVAL
     """Step of the last decision."""
     advantage: float = 0.0
     """Summed gain of other lengths over consecutive decisions."""
-    explored: dict[int, int] = field(default_factory=dict)
-    """Number of exploration steps by length."""
     used: dict[int, int] = field(default_factory=dict)
     """Last step of each length."""
     probe: int = 0
@@ -150,7 +177,6 @@ class GainPolicy:
         self._shapes: dict[tuple[int, int], _Shape] = {}
         self._rates = AcceptanceRates(max_draft_len, horizon=BATCH_HORIZON)
         self._latest = max_draft_len
-        self._last_shape: _Shape | None = None
         self._number = 0
         self._launched: deque[_Step] = deque(maxlen=2)
         self._finished: tuple[_Step, float] | None = None
@@ -162,13 +188,11 @@ class GainPolicy:
         # steps without padding: close sizes have close times
         padded = next((n for n in self._padded_sizes if n >= size), 1 << (size - 1).bit_length())
         key = (padded, max(int(request.sampling_kind) for request in requests))
-        shape: _Shape | None
+        shape: _Shape | None = None
         if batch.context_requests:
-            known, shape = self._shapes.get(key), None
-            in_use = self._latest if known is None or known.current is None else known.current
-            length = most if self._padded_sizes else min(in_use, most)
+            length = most if self._padded_sizes else min(self._latest, most)
         else:
-            shape = self._shapes.setdefault(key, _Shape())
+            shape = self._shapes.setdefault(key, _Shape(most))
             length = self._choose_measured(shape, requests, most)
             shape.used[length] = shape.step
         self._number += 1
@@ -207,54 +231,42 @@ class GainPolicy:
 
     def _choose_measured(self, shape: _Shape, requests: Sequence[Any], most: int) -> int:
         shape.step += 1
-        is_new, self._last_shape = shape is not self._last_shape, shape
-        # the longest one first: it gives the first acceptance rates of all positions
-        order: list[int] = [most, 0, *range(most - 1, 0, -1)]
-        for length in order:
-            count = shape.explored.get(length, 0)
-            is_new_length = count < EXPLORATION_STEPS or not shape.times.is_measured(length)
-            if is_new_length and count < MAX_EXPLORATION_STEPS:
-                shape.explored[length] = count + 1
-                return length
-        is_due = is_new or shape.step >= shape.decided + DECISION_INTERVAL
-        if (is_due or shape.current is None) and not (shape.probe_steps and shape.probe <= most):
-            self._decide(shape, requests, most)
-        if shape.probe_steps and shape.probe <= most:
+        if shape.probe > most:
+            shape.probe_steps = 0
+        if shape.probe_steps == 0:
+            # the longest one first: it gives the first acceptance rates of all positions
+            new = next((k for k in (most, 0, *range(most - 1, 0, -1)) if k not in shape.used), None)
+            if new is not None:
+                shape.probe, shape.probe_steps = new, PROBE_STEPS
+            elif shape.step >= shape.decided + DECISION_INTERVAL:
+                self._decide(shape, requests, most)
+        if shape.probe_steps:
             shape.probe_steps -= 1
             return shape.probe
-        return min(self._latest if shape.current is None else shape.current, most)
+        return min(shape.current, most)
 
     def _decide(self, shape: _Shape, requests: Sequence[Any], most: int) -> None:
         """Update the length in use, and start a probe if one is due."""
-        shape.decided, shape.probe_steps = shape.step, 0
+        shape.decided = shape.step
         times = [shape.times.of(length) for length in range(most + 1)]
         tokens = self._expected_tokens(requests, most)
         rates = [count / t if t else 0.0 for count, t in zip(tokens, times, strict=True)]
         best = max(range(most + 1), key=rates.__getitem__)
         if rates[best] == 0.0:
             return  # no step was measured
-        if shape.current is None:
-            shape.current = best
-        current = min(shape.current, most)
-        shape.advantage += rates[best] / max(rates[current], 1e-9) - 1
-        if best == current:
-            shape.advantage = 0.0
-        elif shape.advantage > SWITCH_GAIN:
+        gain = rates[best] / rates[min(shape.current, most)] - 1
+        shape.advantage = shape.advantage + gain if gain > 0 else 0.0
+        if shape.advantage > SWITCH_GAIN:
             shape.current, shape.advantage = best, 0.0
             shape.times.restart(best)
         self._latest = shape.current
-        self._start_probe(shape, rates)
-
-    @staticmethod
-    def _start_probe(shape: _Shape, rates: list[float]) -> None:
-        """Start a probe of the length that has waited longest for one, by its expected cost."""
-        others = [length for length in range(len(rates)) if length != shape.current]
+        # probe the length that has waited longest for it, by its expected cost
+        others = [length for length in range(most + 1) if length != shape.current]
         most_overdue = 1.0
         for length in others:
-            loss = max(1 - rates[length] / max(rates), 0.0)
+            loss = 1 - rates[length] / rates[best]
             interval = PROBE_STEPS * loss * len(others) / PROBE_SHARE
-            waited = shape.step - shape.used.get(length, 0)
-            overdue = waited / max(interval, LEAST_PROBE_INTERVAL)
+            overdue = (shape.step - shape.used[length]) / max(interval, LEAST_PROBE_INTERVAL)
             if overdue >= most_overdue:
                 most_overdue, shape.probe, shape.probe_steps = overdue, length, PROBE_STEPS
         if shape.probe_steps:

@@ -12,9 +12,13 @@ from operator import mul
 import pytest
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.speculative.draft_length.controller import DraftLengthController
-from mtp_plugin.speculative.draft_length.draft_state import AcceptanceRates, DraftState
-from mtp_plugin.speculative.draft_length.gain import EXPLORATION_STEPS, WINDOW, StepTimes
+from mtp_plugin.speculative.draft_length.controller import DraftLengthController, DraftState
+from mtp_plugin.speculative.draft_length.gain import (
+    PROBE_STEPS,
+    WINDOW,
+    AcceptanceRates,
+    StepTimes,
+)
 
 K = 3
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -152,21 +156,21 @@ TRAFFIC: dict[str, Callable[[int], list[Request]]] = {
     "mixed": mixed,
     "falling": lambda size: [Request((0.8, 0.5, 0.2)) for _ in range(size)],
 }
-CONVERGED = 4 * EXPLORATION_STEPS + 200
+CONVERGED = 4 * PROBE_STEPS + 200
 
 
 @pytest.mark.parametrize("times", [gpu_times, stepped_times, flat_times])
-@pytest.mark.parametrize("size", MEASURED)
-@pytest.mark.parametrize("traffic", TRAFFIC)
+@pytest.mark.parametrize(
+    ("size", "traffic"),
+    [(1, "0.9"), (8, "0.3"), (8, "0.6"), (8, "mixed"), (32, "falling"), (128, "0.9")],
+)
 def test_policy_reaches_the_best_static_length(
     times: Callable[[int, int], float], size: int, traffic: str
 ) -> None:
     simulation = Simulation(times, seed=size)
     requests = TRAFFIC[traffic](size)
     simulation.run(requests, CONVERGED)
-    share = simulation.share_of_best(
-        requests, simulation.run(requests, 3000 if size < 64 else 1000)
-    )
+    share = simulation.share_of_best(requests, simulation.run(requests, 2000 if size < 64 else 500))
     assert share >= 0.98
 
 
@@ -180,15 +184,15 @@ def test_policy_converges_after_exploration(size: int) -> None:
             best = max(
                 range(K + 1), key=lambda k: uniform(0.9, 1)[0].tokens(k) / stepped_times(k, 128)
             )
-        simulation.run(uniform(rate, size), 4 * EXPLORATION_STEPS + 2)
+        simulation.run(uniform(rate, size), 4 * PROBE_STEPS + 2)
         lengths = simulation.run(uniform(rate, size), 100)
         assert lengths[best] >= 90, (rate, lengths)
 
 
 def test_new_batch_size_tries_every_length() -> None:
     simulation = Simulation(gpu_times)
-    lengths = simulation.run(uniform(0.6, 8), 4 * EXPLORATION_STEPS)
-    assert lengths == dict.fromkeys(range(K + 1), EXPLORATION_STEPS)
+    lengths = simulation.run(uniform(0.6, 8), 4 * PROBE_STEPS)
+    assert lengths == dict.fromkeys(range(K + 1), PROBE_STEPS)
     assert simulation.lengths[0] == K
 
 
@@ -210,7 +214,7 @@ def test_policy_uses_the_rates_of_the_batch() -> None:
     good, bad = uniform(0.9, 8), uniform(0.05, 24)
     simulation.run(good + bad, 600)
     assert simulation.run(good + bad, 100).most_common(1)[0][0] == 0
-    simulation.run(good, 4 * EXPLORATION_STEPS + 2)
+    simulation.run(good, 4 * PROBE_STEPS + 2)
     lengths = simulation.run(good, 50)
     assert simulation.share_of_best(good, lengths) >= 0.98
     assert lengths.most_common(1)[0][0] > 0
@@ -273,7 +277,7 @@ def test_slow_first_steps_of_a_length_are_not_its_time() -> None:
         )
 
     simulation = Simulation(times, noise=0, outliers=0)
-    simulation.run(uniform(0.6, 8), 4 * EXPLORATION_STEPS + 2)
+    simulation.run(uniform(0.6, 8), 4 * PROBE_STEPS + 2)
     assert simulation.controller.gain is not None
     (shape,) = simulation.controller.gain._shapes.values()
     for length in range(K + 1):
@@ -347,9 +351,7 @@ def test_every_sampling_kind_has_its_own_times() -> None:
     requests = uniform(0.6, 8)
     simulation.run(requests, 100)
     requests[3].sampling_kind = 1
-    assert simulation.run(requests, 4 * EXPLORATION_STEPS) == dict.fromkeys(
-        range(K + 1), EXPLORATION_STEPS
-    )
+    assert simulation.run(requests, 4 * PROBE_STEPS) == dict.fromkeys(range(K + 1), PROBE_STEPS)
 
 
 def test_finished_batches_are_not_kept_alive() -> None:
@@ -380,7 +382,6 @@ def test_time_of_an_unmeasured_length_is_interpolated() -> None:
     for _ in range(4):
         times.record(0, 1.0, in_use=False)
     assert [times.of(k) for k in range(5)] == [1.0, 2.0, 3.0, 4.0, 4.0]
-    assert [times.is_measured(k) for k in range(4)] == [True, False, False, True]
 
 
 def test_older_times_follow_the_length_in_use() -> None:
