@@ -105,13 +105,14 @@ class LogitRows:
             )
         if self.drafts is not None:
             least = self.column + self.width - 1
+            is_empty = isinstance(self.drafts, torch.Tensor) and not self.drafts.numel()
             expect_tensor(
                 "logit rows, drafts",
                 self.drafts,
                 dtype=INTEGERS,
                 shape=(requests - self.num_contexts, AtLeast(least)),
                 device=device,
-                contiguous="rows" if self.drafts.numel() else False,
+                contiguous=False if is_empty else "rows",
             )
 
     def check_logits(self, logits: torch.Tensor) -> None:

@@ -184,12 +184,13 @@ def test_example_torch_and_triton_agree(backend: Backend) -> None:
 
 
 def one_request(**options: object) -> Batch:
-    pools, columns = pools_of([LogitsOptions(**options)], 40, random.Random(0))  # type: ignore[arg-type]
+    option = LogitsOptions(prompt_len=2, **options)  # type: ignore[arg-type]
+    pools, columns = pools_of([option], 40, random.Random(0))
     hidden = torch.full((len(pools.allowed) + 1, KEPT), -1, dtype=torch.int32, device=DEVICE)
-    values = {"prompt_len": 2, "min_tokens": 0, "stop_ids": (), "recent": [-1] * MAX_BAD_WORD_LEN}
-    slots = slot_rows([{**values, **columns[0]}])
+    values = {"prompt_len": 2, "min_tokens": option.min_tokens, "stop_ids": option.stops}
+    slots = slot_rows([{**values, "recent": [-1] * MAX_BAD_WORD_LEN, **columns[0]}])
     return Batch(
-        [LogitsOptions(**options)],  # type: ignore[arg-type]
+        [option],
         replace(slots, pools=pools, draft_mask=DraftMask(pools.allowed.clone(), hidden)),
         [5],
     )
@@ -204,6 +205,19 @@ def test_without_further_drafts_no_mask_is_updated(backend: Backend) -> None:
     assert bool((draft_mask.masked_ids == -1).all())
     update_token_history(accepted_of([[1]], 1), batch.slots, vector([5]), backend=backend)
     assert draft_mask.masked_ids[draft_mask.masked_ids >= 0].tolist() == [3]
+
+
+@pytest.mark.parametrize(("min_tokens", "masked"), [(6, []), (7, [9])])
+@pytest.mark.parametrize("backend", Backend)
+def test_stop_ids_are_masked_up_to_min_tokens(
+    backend: Backend, min_tokens: int, masked: list[int]
+) -> None:
+    """Two tokens follow position 5, so the draft has index 8: the 7th token after the prompt."""
+    batch = one_request(allowed=range(40), stops=[9], min_tokens=min_tokens)
+    update_token_history(accepted_of([[1, 2]], 3), batch.slots, vector([5]), backend=backend)
+    draft_mask = batch.slots.draft_mask
+    assert draft_mask is not None
+    assert draft_mask.masked_ids[draft_mask.masked_ids >= 0].tolist() == masked
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -259,6 +273,13 @@ def test_rows_of_other_drafts_are_refused(backend: Backend) -> None:
     ):
         with pytest.raises(TensorContractError, match="following rows: expected 2 of width 1 and"):
             write_drafts(drafts, place, rows, slots, backend=backend)
+
+
+@pytest.mark.parametrize("name", ["positions", "ahead", "drafts"])
+def test_lists_in_rows_are_refused(name: str) -> None:
+    rows = replace(LogitRows(0, 1, vector([3, 4])), **{name: [1, 2]})
+    with pytest.raises(TensorContractError, match=rf"logit rows, {name}: expected .* got \[1, 2\]"):
+        rows.check(torch.device(DEVICE))
 
 
 def test_bits_of_all_ids() -> None:
