@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 
-_SAMPLED = "rejection sampling, which keeps the distribution but not the output of a seed"
-
 
 @dataclass(frozen=True)
 class VerificationMethod:
@@ -35,8 +33,18 @@ METHODS: Mapping[str, VerificationMethod] = {
         ("coupled", "greedy"),
         code=0,
     ),
-    "rejection": VerificationMethod(_SAMPLED, ("plain", "greedy"), code=1, keeps_output=False),
-    "block": VerificationMethod(_SAMPLED, ("plain", "greedy"), code=2, keeps_output=False),
+    "rejection": VerificationMethod(
+        "rejection sampling, which keeps the distribution but not the output of a seed",
+        ("plain", "greedy"),
+        code=1,
+        keeps_output=False,
+    ),
+    "block": VerificationMethod(
+        "rejection sampling of all drafts of a step at once",
+        ("plain", "greedy"),
+        code=2,
+        keeps_output=False,
+    ),
     "synthetic": VerificationMethod(
         "random acceptance at given rates, for benchmarks only", ("coupled", "greedy")
     ),

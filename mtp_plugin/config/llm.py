@@ -12,10 +12,9 @@ from typing_extensions import Self, override
 
 from mtp_plugin.config import host_keys
 from mtp_plugin.config.messages import got, join
-from mtp_plugin.config.mtp import MTPPluginOptions
 from mtp_plugin.config.schema import ConfigModel, Problem, drop_host_keys
 from mtp_plugin.config.speculative import MTPDecodingConfig, SpeculativeConfig, is_mtp
-from mtp_plugin.config.values import MAX_ENGINE_SEED, BatchSizes, PositiveInt, Switch, Text
+from mtp_plugin.config.values import MAX_ENGINE_SEED, BatchSizes, FilePath, PositiveInt, Switch
 
 _logger = logging.getLogger("mtp_plugin")
 
@@ -129,7 +128,9 @@ class LLMConfig(ConfigModel):
         "torch_dtype": "dtype",
     }
 
-    model: Text = Field(description="checkpoint directory; relative: from the YAML file's folder")
+    model: FilePath = Field(
+        description="checkpoint directory; relative: from the YAML file's folder"
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto",
         description="type of weights and KV cache; auto: the checkpoint's, float32 on CPU",
@@ -194,7 +195,6 @@ class LLMConfig(ConfigModel):
     @override
     def _prepare(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:
         yield from _read_vllm(data)
-        yield from _set_seed(data)
         names = drop_host_keys(cls, data)
         for section, model in _SECTIONS.items():
             inner = data.get(section)
@@ -231,6 +231,12 @@ class LLMConfig(ConfigModel):
             draft_len = spec.max_draft_len or 0
             for key, message in spec.mode_problems():
                 yield f"speculative_config.{key}", message
+            if self.seed is not None and spec.mtp.seed not in (0, self.seed):
+                yield (
+                    "seed",
+                    f"{self.seed} contradicts speculative_config.mtp.seed: {spec.mtp.seed}; leave "
+                    "one out",
+                )
         is_given = "free_gpu_memory_fraction" in self.kv_cache_config.model_fields_set
         if self.gpu_memory_utilization is not None and is_given:
             yield (
@@ -278,34 +284,6 @@ def _read_vllm(data: dict[Any, Any]) -> Iterator[Problem]:
             "speculative_config.method",
             f"{method!r} contradicts decoding_type: {got(inner['decoding_type'])}; leave one out",
         )
-
-
-def _set_seed(data: dict[Any, Any]) -> Iterator[Problem]:
-    """Copy a valid ``seed`` to ``speculative_config.mtp``, and yield the conflict of two seeds."""
-    seed, spec = data.get("seed"), data.get("speculative_config")
-    if type(seed) is not int or not 0 <= seed <= MAX_ENGINE_SEED:
-        return
-    if isinstance(spec, MTPDecodingConfig):
-        options: Any = spec.mtp
-    elif isinstance(spec, Mapping) and is_mtp(spec):
-        options = spec.get("mtp", {})
-    else:
-        return
-    given: Any
-    if isinstance(options, MTPPluginOptions):
-        given = options.seed if "seed" in options.model_fields_set else seed
-        options = options.model_copy(update={"seed": given})
-    elif isinstance(options, Mapping):
-        given = options.get("seed", seed)
-        options = {**options, "seed": given}
-    else:
-        return
-    if isinstance(spec, MTPDecodingConfig):
-        data["speculative_config"] = spec.model_copy(update={"mtp": options})
-    else:
-        data["speculative_config"] = {**spec, "mtp": options}
-    if given != seed:
-        yield "seed", f"{seed} contradicts speculative_config.mtp.seed: {got(given)}; leave one out"
 
 
 _SECTIONS: Mapping[str, type[ConfigModel]] = {

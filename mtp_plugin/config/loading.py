@@ -14,7 +14,8 @@ from mtp_plugin.config.bounded import read_bounded
 from mtp_plugin.config.llm import LLMConfig
 from mtp_plugin.config.messages import got
 from mtp_plugin.config.mtp import MTPPluginOptions
-from mtp_plugin.config.speculative import MTPDecodingConfig, is_mtp
+from mtp_plugin.config.speculative import is_mtp
+from mtp_plugin.config.values import resolve_path
 from mtp_plugin.errors import ConfigError, describe_error
 
 CHECKPOINT_FILES = ("config.json", "generation_config.json", "tokenizer.json")
@@ -46,33 +47,22 @@ def load_config(
         )
     data = dict(_read_yaml(Path(path), source, "a mapping with the key 'model'"))
     if model is not None:
-        data["model"] = str(model)
+        data["model"] = str(path_of(str(model), f"{source}: model"))
     if plugin_options is not None:
         data["speculative_config"] = _with_options(data, source, plugin_options)
-    config = parse_config(data, source)
-    folder = Path(path).parent
-    found: dict[str, Any] = {
-        "model": _found_from(folder if model is None else Path(), config.model, f"{source}: model"),
-    }
-    spec = config.speculative_config
-    if isinstance(spec, MTPDecodingConfig):
-        found["speculative_config"] = spec.model_copy(
-            update={"mtp": _found_options(folder, spec.mtp, f"{source}: speculative_config.mtp.")}
-        )
-    return config.model_copy(update=found)
+    return _validated(data, source, Path(path).parent)
 
 
 def path_of(text: str, source: str) -> Path:
-    """A path that a user wrote, with ``~`` read.
+    """A path that a user wrote, seen from the working directory, with ``~`` read.
 
     Raises:
-        ConfigError: the user has no home; the message begins with ``source``.
+        ConfigError: the path is invalid; the message begins with ``source``.
     """
     try:
-        return Path(text).expanduser()
-    except RuntimeError:
-        user = Path(text).parts[0]
-        raise ConfigError(f"{source}: expected the home of a user, got {user!r}") from None
+        return Path(resolve_path(text, Path()))
+    except ValueError as error:
+        raise ConfigError(f"{source}: {error}") from None
 
 
 def _source_of(path: str | Path) -> str:
@@ -93,8 +83,8 @@ def load_plugin_options(path: str | Path, source: str) -> MTPPluginOptions:
     """
     _source_of(path)
     data = _read_yaml(Path(path), source, "a mapping of the plugin's options")
-    options = MTPPluginOptions.model_validate(data, context={"source": source})
-    return _found_options(Path(path).parent, options, f"{source}: ")
+    context = {"source": source, "folder": Path(path).parent}
+    return MTPPluginOptions.model_validate(data, context=context)
 
 
 def _with_options(data: Mapping[str, Any], source: str, path: str | Path) -> Any:
@@ -110,37 +100,16 @@ def _with_options(data: Mapping[str, Any], source: str, path: str | Path) -> Any
     return {**spec, "mtp": load_plugin_options(path, str(path))}
 
 
-def _found_options(folder: Path, options: MTPPluginOptions, place: str) -> MTPPluginOptions:
-    """Options whose path is seen from a folder, where it is relative.
-
-    Args:
-        place: of the options, in front of the key of a message.
-    """
-    if not isinstance(options.draft_vocab, str):
-        return options
-    found = _found_from(folder, options.draft_vocab, f"{place}draft_vocab")
-    return options.model_copy(update={"draft_vocab": found})
-
-
-def _found_from(folder: Path, path: str, place: str) -> str:
-    """The path as seen from a folder, where it is relative.
-
-    Raises:
-        ConfigError: the path is invalid; the message begins with ``place``.
-    """
-    given = path_of(path, place)
-    try:
-        return str(given if given.is_absolute() else (folder / given).resolve())
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{place}: expected a path, got {got(path)}: {error}") from None
-
-
 def parse_config(mapping: Mapping[str, Any], source: str = "<mapping>") -> LLMConfig:
     """The same checks and messages for a mapping; relative paths stay as they are."""
+    return _validated(mapping, source, None)
+
+
+def _validated(mapping: Mapping[str, Any], source: str, folder: Path | None) -> LLMConfig:
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"{source}: expected a mapping of keys to values, got {got(mapping)}")
     try:
-        return LLMConfig.model_validate(mapping, context={"source": source})
+        return LLMConfig.model_validate(mapping, context={"source": source, "folder": folder})
     except RecursionError:
         raise ConfigError(f"{source}: nests too deeply") from None
 

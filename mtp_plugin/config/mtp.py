@@ -27,24 +27,8 @@ from mtp_plugin.errors import ConfigError, expect_int
 from mtp_plugin.verifications import METHODS, VerificationMethod, codes, drafts_of
 
 
-def _grouped(
-    names: Iterable[str], text_of: Callable[[VerificationMethod], str]
-) -> dict[str, list[str]]:
-    """Group verification methods by a text, in order."""
-    groups: dict[str, list[str]] = {}
-    for name in names:
-        groups.setdefault(text_of(METHODS[name]), []).append(name)
-    return groups
-
-
-def _methods_text(names: Iterable[str]) -> str:
-    groups = _grouped(names, lambda method: method.description)
-    return "; ".join(f"{', '.join(alike)}: {words}" for words, alike in groups.items())
-
-
-def _default_drafts_text(names: Iterable[str]) -> str:
-    groups = _grouped(names, lambda method: method.drafts[0])
-    return ", ".join(f"{drafts} for {' and '.join(alike)}" for drafts, alike in groups.items())
+def _each(names: Iterable[str], text_of: Callable[[VerificationMethod], str]) -> str:
+    return "; ".join(f"{name}: {text_of(METHODS[name])}" for name in names)
 
 
 _RELAXED_REMOVED = (
@@ -63,10 +47,9 @@ class MTPPluginOptions(ConfigModel):
 
     verification: Verification = Field(
         default="coupled",
-        description=f"how drafts are verified; {_methods_text(codes())}; a list: "
-        "methods that requests may choose, the first is the default; "
-        f"{_methods_text(name for name in METHODS if name not in codes())}; or the name of a "
-        "registered method",
+        description=f"how drafts are verified; {_each(METHODS, lambda each: each.description)}; or "
+        "the name of a registered method; a list: methods that requests may choose (not synthetic)"
+        ", the first is the default",
     )
     synthetic_acceptance: SyntheticAcceptance | None = Field(
         default=None,
@@ -78,7 +61,8 @@ class MTPPluginOptions(ConfigModel):
     draft_sampling: Literal["coupled", "plain", "greedy"] | None = Field(
         default=None,
         description="how drafts of sampled requests are sampled; null: the default of their "
-        f"verification method, {_default_drafts_text(codes())}; greedy: for all requests",
+        f"verification method ({_each(codes(), lambda each: each.drafts[0])}); greedy: for all "
+        "requests",
     )
     seed: int = Field(
         default=0,

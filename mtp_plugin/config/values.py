@@ -6,9 +6,10 @@ A tag selects the form that was meant, so that an error message covers only that
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
 from mtp_plugin.config.messages import got, join, problem
 from mtp_plugin.verifications import METHODS, codes, custom_codes, is_custom
@@ -25,6 +26,30 @@ MAX_ITEMS = 10_000
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 Text = Annotated[str, Field(min_length=1)]
+
+
+def resolve_path(path: str, folder: Path) -> str:
+    """Return an absolute path: ``~`` is the user's home, a relative path is seen from a folder.
+
+    Raises:
+        ValueError: the path is invalid.
+    """
+    try:
+        given = Path(path).expanduser()
+        return str(given if given.is_absolute() else (folder / given).resolve())
+    except RuntimeError:
+        raise problem(f"expected the home of a user, got {Path(path).parts[0]!r}") from None
+    except (ValueError, OSError) as error:
+        raise problem(f"expected a path, got {got(path)}: {error}") from None
+
+
+def _in_folder_of_file(path: str, info: ValidationInfo) -> str:
+    folder = (info.context or {}).get("folder")
+    return path if folder is None else resolve_path(path, folder)
+
+
+FilePath = Annotated[Text, AfterValidator(_in_folder_of_file)]
+"""A path; in a file, relative paths are seen from the file's folder."""
 Rate = Annotated[float, Field(ge=0, le=1)]
 # strict=False: YAML has lists and no tuples
 _List = Field(strict=False, max_length=MAX_ITEMS)
@@ -73,7 +98,7 @@ SyntheticAcceptance = Annotated[
 ]
 Switch = Literal["auto", True, False]
 DraftVocab = Annotated[
-    Annotated[PositiveInt, Tag("<count>")] | Annotated[Text, Tag("<path>")],
+    Annotated[PositiveInt, Tag("<count>")] | Annotated[FilePath, Tag("<path>")],
     _form(
         lambda v: "<path>" if isinstance(v, str) else "<count>" if _is_number(v, int) else None,
         "a number of token ids or the path of a list",

@@ -174,7 +174,7 @@ class MTPPlugin:
             num_seq_slots=host.max_num_sequences,
             vocab_size=host.vocab_size,
             thinking_end=options.thinking_end,
-            engine_seed=options.mtp.seed,
+            engine_seed=options.mtp.seed or host.engine_seed,
         )
 
     @staticmethod
