@@ -23,7 +23,7 @@ from mtp_plugin.hosts.embedded.models.block_layout import (
     without_storage,
 )
 from mtp_plugin.hosts.embedded.models.checkpoint_files import SINGLE_FILE
-from mtp_plugin.hosts.embedded.models.config_reader import facts_from_config
+from mtp_plugin.hosts.embedded.models.config_reader import check_config
 from mtp_plugin.hosts.embedded.models.families import MTPFamily, family_of
 from mtp_plugin.hosts.embedded.models.loader import LoadedModel, check_attention
 
@@ -217,7 +217,7 @@ def random_model(
     return LoadedModel(
         target=target.eval().requires_grad_(False),
         mtp_layers=layers.eval().requires_grad_(False),
-        facts=facts_from_config(raw, where=Path(f"random {family} model")),
+        facts=check_config(raw, {}, Path(f"random {family} model"))[2],
         family=entry,
     )
 

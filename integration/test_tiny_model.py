@@ -53,7 +53,7 @@ def plain_texts(prompts) -> list[list[int]]:
 def test_the_checkpoint_is_small_and_whole():
     files = list(CHECKPOINT.iterdir())
     assert sum(f.stat().st_size for f in files) <= 16 * 2**20
-    checked = preflight(CHECKPOINT, max_draft_len=3, vanilla=True)
+    checked = preflight(CHECKPOINT, 3)
     assert checked.facts.model_type == "glm4_moe"
     assert checked.facts.num_mtp_layers == 3
     assert 8 <= checked.facts.num_hidden_layers <= 16

@@ -79,7 +79,7 @@ def command(
     texts = prompts_for_comparison(prompt or (), prompt_file, Path(settings.model))
     read_ahead(settings.model)
     import_engine(log)
-    from mtp_plugin.hosts.embedded.models import read_facts
+    from mtp_plugin.hosts.embedded.models import read_config
     from mtp_plugin.tools.bench import run_bench, show
 
     out = output()
@@ -88,7 +88,7 @@ def command(
             settings = parity_options.on(settings, dtype=dtype, device=device, graphs=graphs)
             (settings,) = parity_options.combinations(
                 settings,
-                read_facts(settings.model).num_mtp_layers,
+                read_config(settings.model).facts.num_mtp_layers,
                 workers=(),
                 ks=() if k is None else (k,),
                 batch_sizes=(max(batch_sizes),),

@@ -40,11 +40,11 @@ def command(
     log = messages()
     settings = load(file, log, model)
     if settings.speculative_config is not None:
-        from mtp_plugin.hosts.embedded.models import read_facts
+        from mtp_plugin.hosts.embedded.models import read_config
 
         try:
             with errors_of(file):
-                settings = settings.resolve(read_facts(settings.model).num_mtp_layers)
+                settings = settings.resolve(read_config(settings.model).facts.num_mtp_layers)
         except CheckpointError as error:
             log.write_line(f"warning: draft length not looked up in the checkpoint: {error}")
     output().write(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))

@@ -129,7 +129,7 @@ def command(
 
     read_ahead(settings.model)
     import_engine(log)
-    from mtp_plugin.hosts.embedded.models import read_facts
+    from mtp_plugin.hosts.embedded.models import read_config
     from mtp_plugin.hosts.embedded.requested_config import default_drafting
     from mtp_plugin.tools.parity import TIE_ULPS
     from mtp_plugin.tools.terminal import parity
@@ -137,7 +137,7 @@ def command(
 
     choices: list[str] = []
     with errors_of(config):
-        num_layers = read_facts(settings.model).num_mtp_layers
+        num_layers = read_config(settings.model).facts.num_mtp_layers
         if config is None and not ks and num_layers:
             drafting = default_drafting(settings, choices.append)
             settings = settings.model_copy(update={"speculative_config": drafting})

@@ -120,8 +120,6 @@ def build_executor(
     else:
         checked = read_config(config.model)
         facts = checked.facts
-        if checked.stripped_line is not None:
-            report(checked.stripped_line)
     resolved = resolve_config(config, facts, report)
     check_requests(resolved, dtype=None if model is None else _dtype_of(model))
     if chunk_policy is not whole_budget and not config.enable_chunked_prefill:

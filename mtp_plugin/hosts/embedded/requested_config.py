@@ -19,7 +19,7 @@ from mtp_plugin.config import (
     parse_config,
 )
 from mtp_plugin.errors import ConfigError, format_value
-from mtp_plugin.hosts.embedded.models import LoadedModel, read_facts
+from mtp_plugin.hosts.embedded.models import LoadedModel, read_config
 from mtp_plugin.hosts.embedded.models.checkpoint_files import download_command
 from mtp_plugin.hosts.embedded.models.config_reader import TOKENIZER_FILE
 from mtp_plugin.hosts.embedded.models.tokenizer_files import read_tokenizer_of
@@ -125,7 +125,7 @@ def default_drafting(config: LLMConfig, report: Callable[[str], None]) -> MTPDec
     Raises:
         CheckpointError: the checkpoint's config cannot be read.
     """
-    layers = read_facts(config.model).num_mtp_layers
+    layers = read_config(config.model).facts.num_mtp_layers
     fitting = config.max_num_tokens // config.max_batch_size - 1
     draft_len = min(layers, MAX_DEFAULT_DRAFT_LEN, fitting)
     of_layers = f"{layers} MTP {'layer' if layers == 1 else 'layers'}"

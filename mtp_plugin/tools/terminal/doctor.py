@@ -118,8 +118,6 @@ def examine(config: LLMConfig) -> Diagnosis:
     facts = checked.facts
     tokenizer = found.attempt(lambda: _examine_tokenizer(found, checked))
     _add_facts(found, facts)
-    if checked.stripped_line is not None:
-        found.add("config keys", checked.stripped_line)
     if checked.unread:
         found.add("config keys", f"not read: {listed(checked.unread, 20)}")
     # some checks need K, whose default comes from the checkpoint
@@ -222,7 +220,7 @@ def _examine_tokenizer(found: Diagnosis, checked: CheckedConfig) -> Any:
 
 
 def _examine_tensors(found: Diagnosis, config: LLMConfig, plan: DraftPlan | None) -> Preflight:
-    checked = _preflight(config, plan)
+    checked = preflight(config.model, 0 if plan is None else plan.num_draft_layers)
     tensors = checked.stored.values()
     size = sum(_BYTES[tensor.dtype] * math.prod(tensor.shape) for tensor in tensors)
     found.add("tensors", f"{len(checked.stored)} of {size / 2**20:.1f} MiB, complete")
@@ -258,13 +256,6 @@ def _examine_memory(
     size = format_bytes((blocks + 1) * config.kv_cache_config.tokens_per_block * row)
     share = "" if available is None else f" of {format_bytes(available)} available"
     found.add("KV cache", f"{blocks} blocks, {size}{share}")
-
-
-def _preflight(config: LLMConfig, plan: DraftPlan | None) -> Preflight:
-    """Check the tensors that the plan needs; without a plan, those of the target."""
-    vanilla = bool(getattr(config.speculative_config, "use_mtp_vanilla", False))
-    draft_len = 0 if plan is None or not plan.num_draft_layers else plan.max_draft_len
-    return preflight(config.model, max_draft_len=draft_len, vanilla=vanilla)
 
 
 def _add_costs(found: Diagnosis, config: LLMConfig, plan: DraftPlan, max_seq_len: int) -> None:

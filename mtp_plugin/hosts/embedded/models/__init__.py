@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mtp_plugin.hosts.embedded.models.config_reader import CheckedConfig, read_config, read_facts
+from mtp_plugin.hosts.embedded.models.config_reader import CheckedConfig, read_config
 from mtp_plugin.hosts.embedded.models.families import (
     FAMILIES,
     NOT_RUNNABLE,
@@ -43,7 +43,6 @@ __all__ = [
     "load_model",
     "preflight",
     "read_config",
-    "read_facts",
     "read_tokenizer",
     "unread_tokenizer",
 ]

@@ -5,22 +5,20 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from mtp_plugin.config.bounded import read_bounded
 from mtp_plugin.config.messages import got, spelled
 from mtp_plugin.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-MAX_BYTES = 2**28
-"""Maximum size of a file, ten times that of indexes and tokenizers of released models."""
 
 
 @dataclass(frozen=True)
@@ -84,39 +82,25 @@ def check_downloaded(file: Path) -> None:
         )
 
 
-def read_json(file: Path, *, allow_infinity: bool = False) -> dict[str, Any]:
-    """Read the object in a JSON file, within bounds.
-
-    Args:
-        allow_infinity: accept ``Infinity`` and ``NaN``, which some released configs have.
+def read_json(file: Path) -> dict[str, Any]:
+    """Read the object in a JSON file.
 
     Raises:
-        CheckpointError: the file is missing, cannot be read, is larger than `MAX_BYTES` or no JSON,
-            nests too deeply, has a key with two values, or holds something else than an object.
+        CheckpointError: the file is missing, cannot be read, is too large or no JSON, nests too
+            deeply, or holds something else than an object.
     """
     try:
-        if not file.is_file():
-            if file.exists():
-                # a pipe or a device may never end
-                raise CheckpointError(f"{file}: expected a regular file, got another kind of file")
-            raise CheckpointError(
-                f"checkpoint {file.parent}: expected a file {file.name}, found none"
-            )
-        size = file.stat().st_size
-        if size > MAX_BYTES:
-            raise CheckpointError(f"{file}: expected at most {MAX_BYTES} bytes, got {size}")
+        if file.exists() and not file.is_file():
+            # a pipe or a device may never end
+            raise CheckpointError(f"{file}: expected a regular file, got another kind of file")
         check_downloaded(file)
-        text = file.read_text(encoding="utf-8")
+        content = json.loads(read_bounded(file).decode("utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"checkpoint {file.parent}: expected a file {file.name}, found none"
+        ) from None
     except OSError as error:
         raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise CheckpointError(f"{file}: expected JSON, got {error}") from None
-    try:
-        content = json.loads(
-            text,
-            parse_constant=float if allow_infinity else _refuse,
-            object_pairs_hook=_without_doubles,
-        )
     except RecursionError:
         raise CheckpointError(f"{file}: expected JSON, it nests too deeply") from None
     except ValueError as error:
@@ -124,19 +108,6 @@ def read_json(file: Path, *, allow_infinity: bool = False) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{file}: expected a JSON object, got {type(content).__name__}")
     return content
-
-
-def _refuse(constant: str) -> NoReturn:
-    raise ValueError(f"the number {constant}")
-
-
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        for key, value in pairs:
-            if value is not table[key] and value != table[key]:
-                raise ValueError(f"two values of the key {got(key)}")
-    return table
 
 
 def read_headers(directory: Path) -> dict[str, StoredTensor]:
@@ -189,21 +160,21 @@ def _sharded_headers(directory: Path) -> dict[str, StoredTensor]:
             f"{directory / INDEX_FILE}: expected plain names of .safetensors files next to it, "
             f"got {got(odd[0])}"
         )
-    files = sorted(set(weight_map.values()))
-
-    def refuse(names: list[str], what: str) -> None:
-        if names:
-            raise CheckpointError(
-                f"checkpoint {directory}: {INDEX_FILE} names {len(names)} {what}: {listed(names)}"
-            )
-
-    refuse([name for name in files if not (directory / name).is_file()], "missing file(s)")
-    in_files = {name: dict(_file_headers(directory / name)) for name in files}
-    holders = Counter(key for held in in_files.values() for key in held)
-    refuse([key for key, count in holders.items() if count > 1], "tensor(s) in several files")
-    absent = [key for key, name in weight_map.items() if key not in in_files[name]]
-    refuse(absent, "tensor(s) that its files do not hold")
-    return {key: in_files[name][key] for key, name in weight_map.items()}
+    stored: dict[str, StoredTensor] = {}
+    for file in sorted(set(weight_map.values())):
+        for name, tensor in _file_headers(directory / file):
+            if name in stored:
+                raise CheckpointError(
+                    f"checkpoint {directory}: a tensor is in several files: {listed([name])}"
+                )
+            stored[name] = tensor
+    absent = sorted(weight_map.keys() - stored.keys())
+    if absent:
+        raise CheckpointError(
+            f"checkpoint {directory}: {INDEX_FILE} names {len(absent)} tensor(s) that its files do "
+            f"not hold: {listed(absent)}"
+        )
+    return stored
 
 
 def _is_plain(file: object) -> bool:

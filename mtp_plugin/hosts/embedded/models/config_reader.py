@@ -21,7 +21,6 @@ from mtp_plugin.extras import IN_VLLM, vllm_command
 from mtp_plugin.hosts.embedded.models.block_layout import FULL_ATTENTION
 from mtp_plugin.hosts.embedded.models.checkpoint_files import (
     checkpoint_directory,
-    listed,
     read_json,
 )
 from mtp_plugin.hosts.embedded.models.families import (
@@ -37,17 +36,9 @@ CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_FILE = "tokenizer.json"
-TOKENIZER_SETTINGS = "tokenizer_config.json"
 QUANTIZATION_FILE = "hf_quant_config.json"
 """Written by NVIDIA's ModelOpt."""
 
-_ACTING_KEYS = (
-    "attn_implementation", "auto_map", "base_model_ep_plan", "base_model_pp_plan",
-    "base_model_tp_plan", "compile_config", "custom_generate", "custom_pipelines",
-    "experts_implementation", "fusion_config", "per_layer_config", "return_dict",
-    "transformers_weights", "trust_remote_code", "use_kernels",
-)  # fmt: skip
-"""Keys by which transformers would act, in addition to all that begin with `_`."""
 _COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Number of MTP layers, in any family."""
 
@@ -75,7 +66,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     **_limits(1, 2**16, "n_routed_experts num_experts num_experts_per_tok n_group topk_group"),
     **_limits(1, 2**20, "head_dim qk_rope_head_dim"),
     **_limits(1, 10_000, "num_hidden_layers"),
-    **_limits(0, 1_000, "num_nextn_predict_layers"),
+    **_limits(0, 64, "num_nextn_predict_layers"),
     **_limits(1e-30, 1.0, "rms_norm_eps partial_rotary_factor"),
     **_limits(0.0, 100.0, "attention_dropout initializer_range"),
     **_limits(1e-6, 1e6, "routed_scaling_factor low_freq_factor high_freq_factor"),
@@ -123,17 +114,8 @@ class CheckedConfig:
     """The command that serves the checkpoint in vLLM."""
     quantization: str | None
     """Name of the method of quantized weights, which do not run; None: they are not quantized."""
-    stripped: tuple[str, ...]
-    """`FILE: KEY` of each key by which transformers would do something by itself."""
     unread: tuple[str, ...]
-    """Keys of `config.json` that nothing reads."""
-
-    @property
-    def stripped_line(self) -> str | None:
-        """Description of the stripped keys; None: nothing was stripped."""
-        if not self.stripped:
-            return None
-        return f"left out, as transformers would act on them: {listed(self.stripped, 20)}"
+    """Keys of `config.json` that nothing reads, like those by which transformers would act."""
 
 
 def read_config(path: str | Path) -> CheckedConfig:
@@ -145,12 +127,8 @@ def read_config(path: str | Path) -> CheckedConfig:
         UnsupportedModelError: a model family or a layer type that does not run here.
     """
     directory = checkpoint_directory(path)
-    raw = read_json(directory / CONFIG_FILE, allow_infinity=True)
-    others = {
-        name: read_json(directory / name) if (directory / name).is_file() else {}
-        for name in (GENERATION_FILE, TOKENIZER_SETTINGS)
-        if name == GENERATION_FILE or (directory / TOKENIZER_FILE).is_file()
-    }
+    raw = read_json(directory / CONFIG_FILE)
+    generation = directory / GENERATION_FILE
     if (directory / ADAPTER_FILE).exists():
         raise CheckpointError(
             f"checkpoint {directory}: expected a whole checkpoint, {ADAPTER_FILE} makes it an "
@@ -158,7 +136,9 @@ def read_config(path: str | Path) -> CheckedConfig:
         )
     command = _vllm_command(directory, raw)
     try:
-        family, config, facts, ids = _check(raw, others[GENERATION_FILE], directory / CONFIG_FILE)
+        family, config, facts, ids = check_config(
+            raw, read_json(generation) if generation.is_file() else {}, directory / CONFIG_FILE
+        )
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{error}; {IN_VLLM}", command) from None
     known = {*passed_keys(family), *_READ_HERE, *_UNTOLD}
@@ -170,30 +150,22 @@ def read_config(path: str | Path) -> CheckedConfig:
         token_ids=ids,
         vllm_command=command,
         quantization=_quantization_method(raw, directory),
-        stripped=tuple(
-            f"{name}: {spelled(key)}"
-            for name, content in {CONFIG_FILE: raw, **others}.items()
-            for key in content
-            if _acts(key)
-        ),
-        unread=tuple(spelled(key) for key in raw if key not in known and not _acts(key)),
+        unread=tuple(spelled(key) for key in raw if key not in known),
     )
 
 
-def read_facts(path: str | Path) -> ModelFacts:
-    """What a checkpoint says about itself; see `read_config` for the errors."""
-    return read_config(path).facts
-
-
-def facts_from_config(config: dict[str, Any], *, where: Path) -> ModelFacts:
-    """Facts of a config that was already read; see `read_config` for the errors."""
-    return _check(config, {}, where)[2]
-
-
-def _check(
+def check_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: Path
 ) -> tuple[MTPFamily, PreTrainedConfig, ModelFacts, dict[str, Any]]:
-    """Return (family, transformers config, facts, token ids) of the content of the files."""
+    """Return (family, transformers config, facts, token ids) of the content of the files.
+
+    Args:
+        raw, generation: of `config.json` and of `generation_config.json`.
+        where: path of `config.json`, for messages.
+
+    Raises:
+        CheckpointError, UnsupportedModelError: see `read_config`.
+    """
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise CheckpointError(f"{where}: model_type: expected text, got {got(model_type)}")
@@ -211,8 +183,7 @@ def _check(
     problems += _range_problems({key: raw[key] for key in raw if key in (*_READ_HERE, *passed)})
     problems += _range_problems({f"{rope_key}.{spelled(key)}": rope[key] for key in rope})
     _refuse(where, problems)
-    ids, problems = _token_ids(raw, raw["vocab_size"])
-    _refuse(where, problems)
+    ids = _token_ids(raw, raw["vocab_size"], where)
     theta = rope.pop("rope_theta", raw.get("rope_theta"))
     rope["rope_theta"] = 10000.0 if theta is None else theta
     share = rope.pop("partial_rotary_factor", raw.get("partial_rotary_factor"))
@@ -224,8 +195,7 @@ def _check(
     config = _transformers_config(family, values, rope, ids, where)
     _refuse(where, _relations(config))
     _check_layer_types(config, where.parent)
-    generated, problems = _token_ids(generation, config.vocab_size)
-    _refuse(where.with_name(GENERATION_FILE), problems)
+    generated = _token_ids(generation, config.vocab_size, where.with_name(GENERATION_FILE))
     ids.update({key: value for key, value in generated.items() if value is not None})
     declared = raw.get(family.count_key) if family.count_key else None
     facts = ModelFacts(
@@ -307,7 +277,7 @@ def _is_float(key: str) -> bool:
 
 
 def _relations(config: Any) -> Iterator[Problem]:
-    """Yield the sizes that do not go together."""
+    """Yield the sizes that do not go together, where no shape of a stored tensor shows it."""
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     latent: int | None = getattr(config, "qk_rope_head_dim", None)
     if latent is not None and kv_heads != heads:
@@ -315,20 +285,7 @@ def _relations(config: Any) -> Iterator[Problem]:
             "num_key_value_heads",
             f"expected as many as num_attention_heads, {heads}, got {kv_heads}",
         )
-    elif heads % kv_heads:
-        yield (
-            "num_key_value_heads",
-            f"expected a divisor of num_attention_heads, which is {heads}, got {kv_heads}",
-        )
-    width = latent or getattr(config, "head_dim", None)
-    if width is None and config.hidden_size % heads:
-        yield (
-            "num_attention_heads",
-            f"expected a divisor of hidden_size, which is {config.hidden_size}, as there is no "
-            f"head_dim, got {heads}",
-        )
-        return
-    width = width or config.hidden_size // heads
+    width = latent or getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = config.rope_parameters
     rotated = int(width * rope.get("partial_rotary_factor", 1.0))
     if rotated < 2 or rotated % 2:
@@ -348,40 +305,31 @@ def _relations(config: Any) -> Iterator[Problem]:
         return
     groups, chosen = getattr(config, "n_group", None) or 1, getattr(config, "topk_group", None) or 1
     size, rest = divmod(experts, groups)
-    eligible = chosen * size
-    if rest:
-        yield "n_group", f"expected a divisor of n_routed_experts, {experts}, got {groups}"
-    elif size < 2 and hasattr(config, "n_group"):
-        yield "n_group", f"expected groups of at least 2 experts, got {groups} of {experts} experts"
-    elif chosen > groups:
-        yield "topk_group", f"expected at most n_group, {groups}, got {chosen}"
-    elif config.num_experts_per_tok > eligible:
+    is_small = size < 2 and hasattr(config, "n_group")
+    if rest or is_small or chosen > groups or config.num_experts_per_tok > chosen * size:
         yield (
             "num_experts_per_tok",
-            f"expected at most the {eligible} of {experts} experts that may be chosen, got "
-            f"{config.num_experts_per_tok}",
+            f"expected experts from topk_group of n_group equal groups of at least 2, got "
+            f"{config.num_experts_per_tok} from {chosen} of {groups} groups of {experts} experts",
         )
 
 
-def _token_ids(content: Mapping[str, Any], vocab_size: int) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the ids that a file has, stop ids as a tuple, and the problems of others."""
+def _token_ids(content: Mapping[str, Any], vocab_size: int, where: Path) -> dict[str, Any]:
+    """Return the token ids that a file has, stop ids as a tuple."""
     ids: dict[str, Any] = {}
-    problems: list[Problem] = []
-    for key in _TOKEN_IDS:
-        given, is_eos = content.get(key), key == "eos_token_id"
-        if key not in content:
-            continue
+    for key in (key for key in _TOKEN_IDS if key in content):
+        given, is_eos = content[key], key == "eos_token_id"
         # released configs write -1 where there is no padding
         if given is None or (given == -1 and not is_eos):
             ids[key] = None
             continue
         several = given if is_eos and isinstance(given, list) else [given]
-        odd = [one for one in several if type(one) is not int or not 0 <= one < vocab_size]
-        if odd:
-            wanted = f"ids below vocab_size, {vocab_size}"
-            problems.append((key, f"expected {wanted}, got {got(odd[0])}"))
+        for one in several:
+            if type(one) is not int or not 0 <= one < vocab_size:
+                message = f"expected ids below vocab_size, {vocab_size}, got {got(one)}"
+                raise CheckpointError(f"{where}: {key}: {message}")
         ids[key] = tuple(several) if is_eos else given
-    return ids, problems
+    return ids
 
 
 def _check_layer_types(config: PreTrainedConfig, directory: Path) -> None:
@@ -397,18 +345,16 @@ def _check_layer_types(config: PreTrainedConfig, directory: Path) -> None:
 
 def _vllm_command(directory: Path, raw: Mapping[str, Any]) -> str:
     """Return `vllm_command` for a config of any family."""
-    model_type = raw.get("model_type")
-    if not isinstance(model_type, str):
-        model_type = ""  # refused later
+    model_type, text = str(raw.get("model_type")), raw.get("text_config")
     if model_type in SEPARATE_DRAFTERS:
         return vllm_command("TARGET", drafter=directory)
-    sections = (section for section in (raw, raw.get("text_config")) if isinstance(section, dict))
-    given = [section[key] for section in sections for key in _COUNT_KEYS if key in section]
     family = FAMILIES.get(model_type)
     presumed = int(model_type in NOT_RUNNABLE) if family is None else family.default_count
-    layers = max((n for n in given if isinstance(n, int)), default=presumed)
+    sections = (raw, text) if isinstance(text, dict) else (raw,)
+    given = (section.get(key) for section in sections for key in _COUNT_KEYS)
+    layers = next((n for n in given if isinstance(n, int)), presumed)
     # vLLM refuses 3 drafts by 2 layers
-    return vllm_command(directory, min(layers, 2) if layers in (0, 2) else 3)
+    return vllm_command(directory, layers if layers in (0, 2) else 3)
 
 
 def _quantization_method(raw: Mapping[str, Any], directory: Path) -> str | None:
@@ -419,10 +365,6 @@ def _quantization_method(raw: Mapping[str, Any], directory: Path) -> str | None:
         return None
     method = settings.get(key) if isinstance(settings, dict) else None
     return method if isinstance(method, str) else "a method without a name"
-
-
-def _acts(key: str) -> bool:
-    return key in _ACTING_KEYS or key.startswith("_")
 
 
 def _refuse(where: Path, problems: Iterable[Problem]) -> None:

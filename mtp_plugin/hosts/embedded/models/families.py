@@ -96,8 +96,6 @@ class MTPFamily:
     """Config values under which the target's layer class builds an MTP block."""
     partial_rotary: bool = False
     """Whether rotary positions may apply to a share of a head."""
-    experts_key: str | None = None
-    """Config key with the number of routed experts; None where there are none."""
 
 
 _DEEPSEEK_NAMES = TensorNames(
@@ -129,7 +127,6 @@ FAMILIES: dict[str, MTPFamily] = {
             # MTP blocks are always mixtures of experts, also after dense targets
             block_config=(("first_k_dense_replace", 0),),
             partial_rotary=True,
-            experts_key="n_routed_experts",
         ),
         MTPFamily(
             model_type="deepseek_v3",
@@ -141,7 +138,6 @@ FAMILIES: dict[str, MTPFamily] = {
             owned=_DEEPSEEK_OWNED,
             ignorable=_DEEPSEEK_COPIES,
             block_config=(("first_k_dense_replace", 0),),
-            experts_key="n_routed_experts",
         ),
         MTPFamily(
             model_type="qwen3_next",
@@ -159,7 +155,6 @@ FAMILIES: dict[str, MTPFamily] = {
             owned=r"^mtp\.",
             block_config=(("mlp_only_layers", []), ("decoder_sparse_step", 1)),
             partial_rotary=True,
-            experts_key="num_experts",
         ),
         MTPFamily(
             model_type="mimo",

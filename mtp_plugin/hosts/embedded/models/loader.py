@@ -21,7 +21,7 @@ from mtp_plugin.hosts.embedded.models.checkpoint_files import listed, read_tenso
 from mtp_plugin.hosts.embedded.models.draft_head import cut_head
 from mtp_plugin.hosts.embedded.models.families import DraftTraits, ModelFacts, MTPFamily
 from mtp_plugin.hosts.embedded.models.mtp_layer import TransformersAttention
-from mtp_plugin.hosts.embedded.models.preflight import Preflight, examine
+from mtp_plugin.hosts.embedded.models.preflight import Preflight, preflight
 from mtp_plugin.infer.language_model import transformers_arguments
 from mtp_plugin.pacing import paced
 
@@ -149,7 +149,7 @@ def load_model(
     if dtype not in (torch.float32, torch.float16, torch.bfloat16):
         raise ConfigError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
     check_attention(attn_implementation)
-    checked = examine(path, num_mtp_layers)
+    checked = preflight(path, num_mtp_layers)
     target = _load_target(checked, dtype, attn_implementation, on_progress)
     if torch.device(device).type != "cpu":
         on_progress(f"moving the target to {device}")

@@ -100,7 +100,7 @@ def mutations(family: str) -> st.SearchStrategy[dict[str, Any]]:
 
 def examined(path: Path) -> Preflight | MTPPluginError:
     try:
-        return preflight(path, max_draft_len=1, vanilla=False)
+        return preflight(path)
     except MTPPluginError as error:
         return error
 

@@ -18,50 +18,37 @@ from mtp_plugin.hosts.embedded.models.preflight import WITHOUT_MTP
 Edited = Callable[..., Path]
 
 
-def refusal(path: Path, *, max_draft_len: int = 1, vanilla: bool = False) -> str:
+def refusal(path: Path, num_mtp_layers: int | None = None) -> str:
     with pytest.raises(CheckpointError) as caught:
-        preflight(path, max_draft_len=max_draft_len, vanilla=vanilla)
+        preflight(path, num_mtp_layers)
     return str(caught.value).replace(str(path), "PATH")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_good_checkpoints_pass(checkpoint: Callable[..., Path], family: str) -> None:
-    found = preflight(checkpoint(family), max_draft_len=3, vanilla=False)
+    found = preflight(checkpoint(family))
     assert found.facts.model_type == found.family.model_type == family
     assert found.num_mtp_layers == 1
     planned = {name for plan in found.plans[0] for name in plan.sources}
     assert planned <= set(found.stored)
-    # eagle reuses one layer, vanilla takes one per depth
-    assert preflight(checkpoint(family), max_draft_len=1, vanilla=True).num_mtp_layers == 1
+    assert preflight(checkpoint(family), 3).num_mtp_layers == 3  # one layer, repeated
 
 
-def test_vanilla_needs_a_layer_per_depth(checkpoint: Callable[..., Path]) -> None:
+def test_number_of_layers(checkpoint: Callable[..., Path]) -> None:
     path = checkpoint("glm4_moe", num_mtp_layers=3)
-    assert preflight(path, max_draft_len=2, vanilla=True).num_mtp_layers == 2
-    assert refusal(path, max_draft_len=4, vanilla=True) == (
-        "checkpoint PATH: vanilla MTP with max_draft_len = 4 needs 4 MTP layers, "
-        "the checkpoint has 3"
+    assert [preflight(path, n).num_mtp_layers for n in (None, 0, 2)] == [3, 0, 2]
+    assert refusal(path, 4) == (
+        "checkpoint PATH: expected at most 3 requested MTP layers, got 4; only a single layer can "
+        "be repeated"
     )
-
-
-def test_eagle_needs_one_layer(edited: Edited) -> None:
-    path = edited("glm4_moe", lambda config: config.update(num_nextn_predict_layers=0))
-    assert refusal(path) == (
-        "checkpoint PATH: drafting needs at least 1 MTP layer, the checkpoint has 0; "
-        f"{WITHOUT_MTP}: mtp-plugin generate --model PATH --no-mtp"
-    )
+    with pytest.raises(ConfigError, match="num_mtp_layers: expected at least 0, got -1"):
+        preflight(path, -1)
 
 
 def test_a_target_alone_needs_no_mtp_tensors(edited: Edited) -> None:
     path = edited("qwen3_next", edit_tensors=lambda tensors: tensors.pop("mtp.fc.weight"))
-    found = preflight(path, max_draft_len=0, vanilla=False)
+    found = preflight(path, 0)
     assert (found.num_mtp_layers, found.plans) == (0, ())
-
-
-def test_negative_draft_length(checkpoint: Callable[..., Path]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        preflight(checkpoint("glm4_moe"), max_draft_len=-1, vanilla=False)
-    assert str(caught.value) == "max_draft_len: expected at least 0, got -1"
 
 
 def test_recurrent_targets(checkpoint: Callable[..., Path]) -> None:
@@ -104,19 +91,20 @@ class TestTensors:
         name = "model.layers.2.mlp.experts.3.up_proj.weight"
         path = edited("glm4_moe", edit_tensors=lambda tensors: tensors.pop(name))
         assert refusal(path) == (
-            f"checkpoint PATH: expected 32 tensors of 1 MTP layer(s), 1 are missing: {name}"
+            f"checkpoint PATH: 1 of the 63 tensors of config.json are missing: {name}"
         )
 
     def test_missing_second_layer(self, edited: Edited) -> None:
         path = edited("mimo", lambda config: config.update(num_nextn_predict_layers=2))
-        assert "expected 32 tensors of 2 MTP layer(s), 16 are missing" in refusal(path)
+        assert "checkpoint PATH: 16 of the " in refusal(path)
+        assert "config.json are missing: model.mtp_layers.1." in refusal(path)
 
     def test_unknown_name_in_a_layer(self, edited: Edited) -> None:
         def add(tensors: dict[str, torch.Tensor]) -> None:
             tensors["model.layers.2.final_layernorm.weight"] = torch.ones(64)
 
         assert refusal(edited("glm4_moe", edit_tensors=add)) == (
-            "checkpoint PATH: 1 tensor(s) are unknown to 1 MTP layer(s) of family glm4_moe: "
+            "checkpoint PATH: 1 tensor(s) are unknown to the model of config.json: "
             "model.layers.2.final_layernorm.weight"
         )
 
@@ -127,15 +115,14 @@ class TestTensors:
             num_mtp_layers=2,
         )
         message = refusal(path)
-        assert "tensor(s) are unknown to 1 MTP layer(s) of family deepseek_v3" in message
-        assert "model.layers.3.eh_proj.weight" in message
+        assert "tensor(s) are unknown to the model of config.json: model.layers.3." in message
 
     def test_stored_copies_are_known(self, edited: Edited) -> None:
         def drop_copies(tensors: dict[str, torch.Tensor]) -> None:
             del tensors["model.layers.2.embed_tokens.weight"]
             del tensors["model.layers.2.shared_head.head.weight"]
 
-        preflight(edited("glm4_moe", edit_tensors=drop_copies), max_draft_len=1, vanilla=False)
+        preflight(edited("glm4_moe", edit_tensors=drop_copies))
 
     def test_wrong_shape(self, edited: Edited) -> None:
         def halve(tensors: dict[str, torch.Tensor]) -> None:
@@ -143,7 +130,7 @@ class TestTensors:
             tensors[name] = tensors[name][:, :64].contiguous()
 
         assert refusal(edited("mimo", edit_tensors=halve)) == (
-            "checkpoint PATH: 1 tensor(s) of 1 MTP layer(s) have a wrong shape: "
+            "checkpoint PATH: 1 tensor(s) have a wrong shape: "
             "model.mtp_layers.0.input_proj.weight: expected [64, 128], got [64, 64]"
         )
 
@@ -236,10 +223,9 @@ class TestFiles:
     def test_missing_shard(self, edited: Edited, sharded: Callable[[Path], Path]) -> None:
         path = sharded(edited("glm4_moe"))
         (path / "model-00002-of-00002.safetensors").unlink()
-        assert refusal(path) == (
-            "checkpoint PATH: model.safetensors.index.json names 1 missing file(s): "
-            "model-00002-of-00002.safetensors"
-        )
+        message = "PATH/model-00002-of-00002.safetensors: expected a safetensors file, got "
+        assert refusal(path).startswith(message)
+        assert "No such file or directory" in refusal(path)
 
     def test_index_names_a_tensor_that_no_file_holds(
         self, edited: Edited, sharded: Callable[[Path], Path]
@@ -264,7 +250,7 @@ class TestFiles:
 
     def test_shards_pass(self, edited: Edited, sharded: Callable[[Path], Path]) -> None:
         path = sharded(edited("glm4_moe"))
-        assert preflight(path, max_draft_len=1, vanilla=False).num_mtp_layers == 1
+        assert preflight(path).num_mtp_layers == 1
 
     def test_no_weight_is_read(self, edited: Edited, monkeypatch: pytest.MonkeyPatch) -> None:
         def forbidden(*_: Any, **__: Any) -> None:
@@ -274,7 +260,7 @@ class TestFiles:
             "mtp_plugin.hosts.embedded.models.checkpoint_files.read_tensors", forbidden
         )
         monkeypatch.setattr("safetensors.torch.load_file", forbidden)
-        preflight(edited("deepseek_v3"), max_draft_len=1, vanilla=False)
+        preflight(edited("deepseek_v3"))
 
 
 def test_experts_stored_fused_pass(edited: Edited) -> None:
@@ -289,11 +275,11 @@ def test_experts_stored_fused_pass(edited: Edited) -> None:
         tensors[f"{stem}.down_proj"] = torch.stack(parts["down"])
 
     fused = edited("qwen3_next", edit_tensors=fuse)
-    assert preflight(fused, max_draft_len=1, vanilla=False).num_mtp_layers == 1
+    assert preflight(fused).num_mtp_layers == 1
 
 
 def test_a_whole_file_goes_before_an_index(edited: Edited) -> None:
     # as in transformers
     path = edited("glm4_moe")
     (path / "model.safetensors.index.json").write_text("{}")
-    assert preflight(path, max_draft_len=1, vanilla=False).num_mtp_layers == 1
+    assert preflight(path).num_mtp_layers == 1

@@ -60,9 +60,7 @@ def test_read(with_tokenizer: Callable[..., Path], family: str) -> None:
 def test_no_code_runs(with_tokenizer: Callable[..., Path]) -> None:
     path = with_tokenizer(auto_map={"AutoTokenizer": ["evil.Slow", "evil.Fast"]})
     (path / "evil.py").write_text("raise SystemExit('code of a checkpoint ran')")
-    checked = read_config(path)
-    assert len(read_tokenizer(checked)) == 3
-    assert checked.stripped == ("tokenizer_config.json: auto_map",)
+    assert len(read_tokenizer(read_config(path))) == 3
 
 
 @pytest.mark.parametrize(
