@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, get_args
 
@@ -143,10 +144,13 @@ def drop_host_keys(model: type[ConfigModel], data: dict[Any, Any]) -> list[str]:
 
 
 def _config_error(model: type[ConfigModel], error: ValidationError, source: str) -> ConfigError:
-    found = [each for details in error.errors() for each in _problems_of(model, details)]
-    lines = [f"{source}: {key}: {text}" if key else f"{source}: {text}" for key, text in found]
-    if len(lines) > MAX_PROBLEMS:
-        hidden = len(lines) - MAX_PROBLEMS
+    lines: list[str] = []
+    rest = deque(error.errors(include_url=False))
+    while rest and len(lines) < MAX_PROBLEMS:
+        found = _problems_of(model, rest.popleft())
+        lines += [f"{source}: {key}: {text}" if key else f"{source}: {text}" for key, text in found]
+    hidden = len(lines) - MAX_PROBLEMS + len(rest)
+    if hidden > 0:
         lines[MAX_PROBLEMS:] = [f"{source}: and {hidden} more problems"]
     return ConfigError("\n".join(lines))
 
