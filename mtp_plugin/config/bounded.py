@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import IO
 
+from mtp_plugin.errors import ConfigError
+
 MAX_BYTES = 2**26
 """Bytes of a file at most."""
 
@@ -17,6 +19,24 @@ def read_bounded(path: str | Path) -> bytes:
     """
     with Path(path).open("rb") as file:
         return read_all(file)
+
+
+def read_text(path: str | Path, source: str, wanted: str) -> str:
+    """The text of a file that a config names, without a byte-order mark.
+
+    Raises:
+        ConfigError: it cannot be read; the message begins with ``source``.
+    """
+    try:
+        return read_bounded(path).decode("utf-8-sig")
+    except FileNotFoundError:
+        raise ConfigError(f"{source}: no such file; expected {wanted}") from None
+    except OSError as error:
+        raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}: expected UTF-8 text, got other bytes: {error}") from None
+    except ValueError as error:
+        raise ConfigError(f"{source!r}: expected a path: {error}") from None
 
 
 def read_all(file: IO[bytes]) -> bytes:

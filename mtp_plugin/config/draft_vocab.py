@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mtp_plugin.config.bounded import read_bounded
+from mtp_plugin.config.bounded import read_text
 from mtp_plugin.errors import ConfigError
 
 KEY = "mtp.draft_vocab"
@@ -38,7 +38,12 @@ def resolve_draft_vocab(
             )
         return range(option)
     where = f"{key}: {option}"
-    ids = _token_ids(_read_json(option, where), where)
+    text = read_text(option, where, "a JSON list of token ids")
+    try:
+        data = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{where}: not valid JSON: {error}") from None
+    ids = _token_ids(data, where)
     if vocab_size is not None and ids[-1] >= vocab_size:
         outside = [token for token in ids if token >= vocab_size]
         raise ConfigError(
@@ -57,17 +62,6 @@ def add_draft_ids(ids: Sequence[int], added: Iterable[int], vocab_size: int) -> 
     """
     missing = {token for token in added if 0 <= token < vocab_size}.difference(ids)
     return sorted([*ids, *missing]) if missing else ids
-
-
-def _read_json(path: str, where: str) -> Any:
-    try:
-        return json.loads(read_bounded(path).decode("utf-8-sig"))
-    except FileNotFoundError:
-        raise ConfigError(f"{where}: no such file; expected a JSON list of token ids") from None
-    except OSError as error:
-        raise ConfigError(f"{where}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{where}: not valid JSON: {error}") from None
 
 
 def _token_ids(data: Any, where: str) -> list[int]:

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from typing_extensions import override
 
-from mtp_plugin.config.bounded import read_bounded
+from mtp_plugin.config.bounded import read_text
 from mtp_plugin.config.llm import LLMConfig
 from mtp_plugin.config.messages import got
 from mtp_plugin.config.mtp import MTPPluginOptions
@@ -145,17 +145,7 @@ _Loader.add_implicit_resolver(
 
 
 def _read_yaml(path: Path, source: str, wanted: str) -> Mapping[str, Any]:
-    try:
-        text = read_bounded(path).decode("utf-8")
-    except FileNotFoundError:
-        raise ConfigError(f"{source}: no such file; expected a YAML file") from None
-    except OSError as error:
-        raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{source}: expected UTF-8 text, got other bytes: {error}") from None
-    except ValueError as error:
-        raise ConfigError(f"{source!r}: expected a path: {error}") from None
-    data = parse_yaml(text, source)
+    data = parse_yaml(read_text(path, source, "a YAML file"), source)
     if data is None:
         raise ConfigError(f"{source}: the file is empty; expected {wanted}")
     if not isinstance(data, dict):

@@ -32,7 +32,7 @@ from mtp_plugin.config import (
 )
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 
-calm = settings(deadline=None, max_examples=60, suppress_health_check=[HealthCheck.too_slow])
+calm = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
 
 
 def mtp(**options: Any) -> MTPDecodingConfig:

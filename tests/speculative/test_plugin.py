@@ -393,6 +393,15 @@ def test_pieces_of_target_only_decoding() -> None:
     assert pieces.alarms is None
 
 
+@pytest.mark.parametrize("vanilla", [False, True])
+@pytest.mark.parametrize(("seed", "used"), [(0, 7), (5, 5)])
+def test_seed_of_the_engine_unless_the_config_has_one(vanilla: bool, seed: int, used: int) -> None:
+    pieces = build(
+        host(engine_seed=7), max_draft_len=2, use_mtp_vanilla=vanilla, mtp={"seed": seed}
+    )
+    assert pieces.manager.engine_seed == used
+
+
 def test_the_chain_is_the_checkpoints_unless_the_config_says() -> None:
     shifted = host(chain="target_shift")
     options = {"max_draft_len": 2, "use_mtp_vanilla": True}

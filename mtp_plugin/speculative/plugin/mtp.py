@@ -77,6 +77,7 @@ class MTPPlugin:
         )
         worker.may_overwrite_states = not host.reads_states
         manager = self._manager(options, worker, host, keeps_history=vanilla)
+        manager.engine_seed = options.mtp.seed or host.engine_seed
         mode = (
             SpeculativeDecodingMode.MTP if vanilla else SpeculativeDecodingMode.MTP_EAGLE_ONE_MODEL
         )
@@ -174,7 +175,6 @@ class MTPPlugin:
             num_seq_slots=host.max_num_sequences,
             vocab_size=host.vocab_size,
             thinking_end=options.thinking_end,
-            engine_seed=options.mtp.seed or host.engine_seed,
         )
 
     @staticmethod

@@ -88,8 +88,8 @@ def test_a_speculative_config_with_a_checkpoint(harness, capsys, given) -> None:
 def test_a_seed_with_a_checkpoint(harness, drafting) -> None:
     config = config_of_checkpoint(str(harness.path), {"seed": 7, **drafting}, lambda _: None)
     assert config.engine_seed == 7
-    if config.speculative_config is not None:
-        assert config.speculative_config.mtp.seed == 7
+    with LLM(config, model=harness.model) as llm:
+        assert llm.pieces.manager.engine_seed == 7
 
 
 def test_a_checkpoint_without_mtp_layers(plain, capsys) -> None:
