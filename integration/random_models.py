@@ -217,7 +217,7 @@ def random_model(
     return LoadedModel(
         target=target.eval().requires_grad_(False),
         mtp_layers=layers.eval().requires_grad_(False),
-        facts=check_config(raw, {}, Path(f"random {family} model"))[2],
+        facts=check_config(raw, {}, Path(f"random {family} model")).facts,
         family=entry,
     )
 

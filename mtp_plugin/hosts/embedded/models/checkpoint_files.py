@@ -95,6 +95,8 @@ def read_json(file: Path) -> dict[str, Any]:
             raise CheckpointError(f"{file}: expected a regular file, got another kind of file")
         check_downloaded(file)
         content = json.loads(read_bounded(file).decode("utf-8"))
+    except CheckpointError:  # a ValueError too
+        raise
     except FileNotFoundError:
         raise CheckpointError(
             f"checkpoint {file.parent}: expected a file {file.name}, found none"

@@ -134,30 +134,18 @@ def read_config(path: str | Path) -> CheckedConfig:
             f"checkpoint {directory}: expected a whole checkpoint, {ADAPTER_FILE} makes it an "
             f"adapter of another one"
         )
-    command = _vllm_command(directory, raw)
     try:
-        family, config, facts, ids = check_config(
+        return check_config(
             raw, read_json(generation) if generation.is_file() else {}, directory / CONFIG_FILE
         )
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{error}; {IN_VLLM}", command) from None
-    known = {*passed_keys(family), *_READ_HERE, *_UNTOLD}
-    return CheckedConfig(
-        directory=directory,
-        facts=facts,
-        family=family,
-        config=config,
-        token_ids=ids,
-        vllm_command=command,
-        quantization=_quantization_method(raw, directory),
-        unread=tuple(spelled(key) for key in raw if key not in known),
-    )
+        raise UnsupportedModelError(f"{error}; {IN_VLLM}", _vllm_command(directory, raw)) from None
 
 
 def check_config(
     raw: Mapping[str, Any], generation: Mapping[str, Any], where: Path
-) -> tuple[MTPFamily, PreTrainedConfig, ModelFacts, dict[str, Any]]:
-    """Return (family, transformers config, facts, token ids) of the content of the files.
+) -> CheckedConfig:
+    """Check the content of the config files of a checkpoint.
 
     Args:
         raw, generation: of `config.json` and of `generation_config.json`.
@@ -209,7 +197,17 @@ def check_config(
         eos_token_ids=ids.get("eos_token_id") or (),
         dtype=getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"),
     )
-    return family, config, facts, ids
+    known = {*passed, *_READ_HERE, *_UNTOLD}
+    return CheckedConfig(
+        directory=where.parent,
+        facts=facts,
+        family=family,
+        config=config,
+        token_ids=ids,
+        vllm_command=_vllm_command(where.parent, raw),
+        quantization=_quantization_method(raw, where.parent),
+        unread=tuple(spelled(key) for key in raw if key not in known),
+    )
 
 
 def passed_keys(family: MTPFamily) -> frozenset[str]:

@@ -29,7 +29,7 @@ SECONDS = float(os.environ.get("MTP_FUZZ_SECONDS", "5"))
 """How long one case may take; a machine that is shared gets time."""
 GROWTH = 1 << 20
 """KiB that a case may add to the most that the process ever held."""
-EXAMPLES = int(os.environ.get("MTP_FUZZ_EXAMPLES", "50"))
+EXAMPLES = int(os.environ.get("MTP_FUZZ_EXAMPLES", "25"))
 
 
 def most_memory() -> int:

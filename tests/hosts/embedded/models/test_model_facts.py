@@ -107,7 +107,7 @@ def test_dtype_by_either_name(
         ),
         (
             {"num_nextn_predict_layers": -1},
-            "num_nextn_predict_layers: expected an integer from 0 to 1000, got -1",
+            "num_nextn_predict_layers: expected an integer from 0 to 64, got -1",
         ),
         (
             {"torch_dtype": "float8"},

@@ -174,14 +174,8 @@ def test_a_single_layer_requested_three_times_shares_its_tensors(
 def test_number_of_layers(checkpoint: Checkpoint) -> None:
     path = checkpoint("glm4_moe", num_mtp_layers=2)
     assert [len(load_model(path, num_mtp_layers=n).mtp_layers) for n in (None, 0, 1)] == [2, 0, 1]
-    with pytest.raises(CheckpointError) as caught:
+    with pytest.raises(CheckpointError, match="expected at most 2 requested MTP layers, got 3"):
         load_model(path, num_mtp_layers=3)
-    assert str(caught.value) == (
-        f"checkpoint {path}: expected at most 2 requested MTP layers, got 3; "
-        "only a single layer can be repeated"
-    )
-    with pytest.raises(ConfigError, match=r"^num_mtp_layers: expected at least 0, got -1$"):
-        load_model(path, num_mtp_layers=-1)
 
 
 def test_no_layers_without_the_tensors(edited: Edited) -> None:
@@ -320,36 +314,6 @@ class TestBrokenTargets:
         with pytest.raises(CheckpointError) as caught:
             load_model(path)
         return str(caught.value).replace(str(path), "PATH")
-
-    def test_missing(self, edited: Edited) -> None:
-        path = edited("mimo", edit_tensors=lambda tensors: tensors.pop("model.norm.weight"))
-        assert self.refusal(path) == (
-            "checkpoint PATH: expected 27 tensors of the target, 1 are missing: model.norm.weight"
-        )
-
-    def test_missing_expert(self, edited: Edited) -> None:
-        name = "model.layers.1.mlp.experts.3.up_proj.weight"
-        path = edited("deepseek_v3", edit_tensors=lambda tensors: tensors.pop(name))
-        assert self.refusal(path) == (
-            f"checkpoint PATH: expected 53 tensors of the target, 1 are missing: {name}"
-        )
-
-    def test_unknown(self, edited: Edited) -> None:
-        def add(tensors: dict[str, torch.Tensor]) -> None:
-            tensors["model.layers.0.self_attn.q_norm.weight"] = torch.ones(16)
-
-        assert self.refusal(edited("mimo", edit_tensors=add)) == (
-            "checkpoint PATH: 1 tensor(s) are unknown to the target of family mimo: "
-            "model.layers.0.self_attn.q_norm.weight"
-        )
-
-    def test_wrong_shape(self, edited: Edited) -> None:
-        path = edited("mimo", lambda config: config.update(vocab_size=500))
-        assert self.refusal(path) == (
-            "checkpoint PATH: 2 tensor(s) of the target have a wrong shape: "
-            "model.embed_tokens.weight: expected [500, 64], got [512, 64], "
-            "lm_head.weight: expected [500, 64], got [512, 64]"
-        )
 
     def test_what_transformers_refuses(
         self, checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch

@@ -16,6 +16,11 @@ from mtp_plugin.hosts.embedded.models import FAMILIES, load_model, preflight
 from mtp_plugin.hosts.embedded.models.preflight import WITHOUT_MTP
 
 Edited = Callable[..., Path]
+Tensors = dict[str, torch.Tensor]
+INDEX = "model.safetensors.index.json"
+TO_VLLM = f"; {IN_VLLM}: {vllm_command('PATH')}"
+"""The end of a refusal of what vLLM may run."""
+EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 
 
 def refusal(path: Path, num_mtp_layers: int | None = None) -> str:
@@ -51,153 +56,175 @@ def test_a_target_alone_needs_no_mtp_tensors(edited: Edited) -> None:
     assert (found.num_mtp_layers, found.plans) == (0, ())
 
 
-def test_recurrent_targets(checkpoint: Callable[..., Path]) -> None:
+def test_recurrent_targets(checkpoint: Callable[..., Path], edited: Edited) -> None:
     path = checkpoint("qwen3_next", layer_types=["linear_attention", "full_attention"])
-    message = (
+    assert refusal(path) == (
         "checkpoint PATH: expected only full_attention layers, got layer types linear_attention "
-        f"(1 of 2 layers); {IN_VLLM}: {vllm_command('PATH')}"
+        f"(1 of 2 layers){TO_VLLM}"
     )
-    assert refusal(path) == message
     with pytest.raises(UnsupportedModelError):
         load_model(path)
-
-
-def test_recurrent_by_default_of_the_family(edited: Edited) -> None:
     # a qwen3_next config without layer types means three linear layers of four
     path = edited("qwen3_next", lambda config: config.pop("layer_types"), num_hidden_layers=4)
     assert "got layer types linear_attention (3 of 4 layers); vLLM" in refusal(path)
 
 
-def test_a_config_of_wrong_types(edited: Edited) -> None:
-    path = edited("glm4_moe", lambda config: config.update(num_attention_heads="four"))
-    assert refusal(path) == (
-        "PATH/config.json: num_attention_heads: expected an integer from 1 to 65536, got 'four'"
-    )
+def drop_mtp(tensors: Tensors) -> None:
+    for name in [name for name in tensors if name.startswith("mtp.")]:
+        del tensors[name]
 
 
-class TestTensors:
-    def test_declared_layers_missing_altogether(self, edited: Edited) -> None:
-        def drop_mtp(tensors: dict[str, torch.Tensor]) -> None:
-            for name in [name for name in tensors if name.startswith("mtp.")]:
-                del tensors[name]
+def quantize_target(tensors: Tensors) -> None:
+    """As released: the target's attention in FP8, the MTP layer in bfloat16."""
+    for name in list(tensors):
+        if name.startswith("model.layers.0.self_attn"):
+            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
+        if name.startswith("model.layers.2."):
+            tensors[name] = tensors[name].bfloat16()
 
-        assert refusal(edited("qwen3_next", edit_tensors=drop_mtp)) == (
-            "checkpoint PATH: config.json declares 1 MTP layer(s), the files have none of their "
-            "tensors (transformers leaves them out when it saves a model): take the files of the "
-            f"original checkpoint; {WITHOUT_MTP}: mtp-plugin generate --model PATH --no-mtp"
-        )
 
-    def test_one_expert_missing(self, edited: Edited) -> None:
-        name = "model.layers.2.mlp.experts.3.up_proj.weight"
-        path = edited("glm4_moe", edit_tensors=lambda tensors: tensors.pop(name))
-        assert refusal(path) == (
-            f"checkpoint PATH: 1 of the 63 tensors of config.json are missing: {name}"
-        )
+def cast(name: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
 
-    def test_missing_second_layer(self, edited: Edited) -> None:
-        path = edited("mimo", lambda config: config.update(num_nextn_predict_layers=2))
-        assert "checkpoint PATH: 16 of the " in refusal(path)
-        assert "config.json are missing: model.mtp_layers.1." in refusal(path)
 
-    def test_unknown_name_in_a_layer(self, edited: Edited) -> None:
-        def add(tensors: dict[str, torch.Tensor]) -> None:
-            tensors["model.layers.2.final_layernorm.weight"] = torch.ones(64)
+def put(name: str, *shape: int) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: torch.ones(shape)})
 
-        assert refusal(edited("glm4_moe", edit_tensors=add)) == (
-            "checkpoint PATH: 1 tensor(s) are unknown to the model of config.json: "
-            "model.layers.2.final_layernorm.weight"
-        )
 
-    def test_more_layers_stored_than_declared(self, edited: Edited) -> None:
-        path = edited(
-            "deepseek_v3",
-            lambda config: config.update(num_nextn_predict_layers=1),
-            num_mtp_layers=2,
-        )
-        message = refusal(path)
-        assert "tensor(s) are unknown to the model of config.json: model.layers.3." in message
+def config_with(**values: object) -> Callable[[dict[str, Any]], None]:
+    return lambda config: config.update(values)
 
-    def test_stored_copies_are_known(self, edited: Edited) -> None:
-        def drop_copies(tensors: dict[str, torch.Tensor]) -> None:
-            del tensors["model.layers.2.embed_tokens.weight"]
-            del tensors["model.layers.2.shared_head.head.weight"]
 
-        preflight(edited("glm4_moe", edit_tensors=drop_copies))
+ODD = "expected tensors of F32, F16, BF16 only, got"
+QUANTIZED = "expected weights that are not quantized, got"
+UNKNOWN = "tensor(s) are unknown to the model of config.json:"
+EH_PROJ, INPUT_PROJ = "model.layers.2.eh_proj.weight", "model.mtp_layers.0.input_proj.weight"
+FLOAT8 = torch.float8_e4m3fn
+WRONG: list[tuple[str, Any, Any, str]] = [
+    (
+        "qwen3_next",
+        None,
+        drop_mtp,
+        "config.json declares 1 MTP layer(s), the files have none of their tensors (transformers "
+        "leaves them out when it saves a model): take the files of the original checkpoint; "
+        f"{WITHOUT_MTP}: mtp-plugin generate --model PATH --no-mtp",
+    ),
+    (
+        "glm4_moe",
+        None,
+        lambda tensors: tensors.pop(EXPERT),
+        f"1 of the 63 tensors of config.json are missing: {EXPERT}",
+    ),
+    (
+        "mimo",
+        None,
+        lambda tensors: tensors.pop("model.norm.weight"),
+        "1 of the 43 tensors of config.json are missing: model.norm.weight",
+    ),
+    (
+        "mimo",
+        None,
+        put("model.layers.0.self_attn.q_norm.weight", 16),
+        f"1 {UNKNOWN} model.layers.0.self_attn.q_norm.weight",
+    ),
+    (
+        "mimo",
+        config_with(vocab_size=500),
+        None,
+        "2 tensor(s) have a wrong shape: model.embed_tokens.weight: expected [500, 64], got "
+        "[512, 64], lm_head.weight: expected [500, 64], got [512, 64]",
+    ),
+    (
+        "mimo",
+        config_with(num_nextn_predict_layers=2),
+        None,
+        "16 of the 59 tensors of config.json are missing: model.mtp_layers.1.",
+    ),
+    (
+        "glm4_moe",
+        None,
+        put("model.layers.2.final_layernorm.weight", 64),
+        f"1 {UNKNOWN} model.layers.2.final_layernorm.weight",
+    ),
+    # a second layer that config.json does not declare
+    ("glm4_moe", None, put("model.layers.3.enorm.weight", 64), f"1 {UNKNOWN} model.layers.3.enorm"),
+    (
+        "mimo",
+        None,
+        put(INPUT_PROJ, 64, 64),
+        f"1 tensor(s) have a wrong shape: {INPUT_PROJ}: expected [64, 128], got [64, 64]",
+    ),
+    (
+        "deepseek_v3",
+        None,
+        put("model.layers.2.mlp.experts.1.down_proj.weight", 64, 33),
+        "1 tensor(s) have a wrong shape: model.layers.2.mlp.experts.1.down_proj.weight: expected "
+        "[64, 32], got [64, 33]",
+    ),
+    (
+        "glm4_moe",
+        None,
+        cast(EH_PROJ, FLOAT8),
+        f"{ODD} 1 of other dtypes: {EH_PROJ} (F8_E4M3){TO_VLLM}",
+    ),
+    (
+        "glm4_moe",
+        None,
+        cast(EH_PROJ, torch.float64),
+        f"{ODD} 1 of other dtypes: {EH_PROJ} (F64){TO_VLLM}",
+    ),
+    (
+        "deepseek_v3",
+        None,
+        quantize_target,
+        f"{ODD} 7 of other dtypes: model.layers.0.self_attn.kv_a_layernorm.weight",
+    ),
+    (
+        "glm4_moe",
+        config_with(quantization_config={"quant_method": "fp8"}),
+        None,
+        f"{QUANTIZED} fp8{TO_VLLM}",
+    ),
+    (
+        "glm4_moe",
+        config_with(quantization_config={"bits": 4}),
+        None,
+        f"{QUANTIZED} a method without a name{TO_VLLM}",
+    ),
+]
 
-    def test_wrong_shape(self, edited: Edited) -> None:
-        def halve(tensors: dict[str, torch.Tensor]) -> None:
-            name = "model.mtp_layers.0.input_proj.weight"
-            tensors[name] = tensors[name][:, :64].contiguous()
 
-        assert refusal(edited("mimo", edit_tensors=halve)) == (
-            "checkpoint PATH: 1 tensor(s) have a wrong shape: "
-            "model.mtp_layers.0.input_proj.weight: expected [64, 128], got [64, 64]"
-        )
+@pytest.mark.parametrize(("family", "config", "tensors", "message"), WRONG)
+def test_wrong_tensors(
+    edited: Edited, family: str, config: Any, tensors: Any, message: str
+) -> None:
+    assert refusal(edited(family, config, tensors)).startswith(f"checkpoint PATH: {message}")
 
-    def test_wrong_shape_of_an_expert(self, edited: Edited) -> None:
-        def grow(tensors: dict[str, torch.Tensor]) -> None:
-            tensors["model.layers.2.mlp.experts.1.down_proj.weight"] = torch.zeros(64, 33)
 
-        assert refusal(edited("deepseek_v3", edit_tensors=grow)).endswith(
-            "model.layers.2.mlp.experts.1.down_proj.weight: expected [64, 32], got [64, 33]"
-        )
+def test_quantization_by_modelopt(edited: Edited) -> None:
+    path = edited("glm4_moe")
+    content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
+    (path / "hf_quant_config.json").write_text(json.dumps(content))
+    assert refusal(path) == f"checkpoint PATH: {QUANTIZED} NVFP4{TO_VLLM}"
 
-    @pytest.mark.parametrize(
-        ("dtype", "named"),
-        [
-            (torch.float8_e4m3fn, "F8_E4M3"),
-            (torch.int8, "I8"),
-            (torch.uint8, "U8"),
-            (torch.float64, "F64"),
-        ],
-    )
-    def test_odd_dtypes(self, edited: Edited, dtype: torch.dtype, named: str) -> None:
-        name = "model.layers.2.eh_proj.weight"
 
-        def cast(tensors: dict[str, torch.Tensor]) -> None:
-            tensors[name] = tensors[name].to(dtype)
+def test_stored_copies_and_fused_experts_pass(edited: Edited) -> None:
+    def drop_copies(tensors: Tensors) -> None:
+        del tensors["model.layers.2.embed_tokens.weight"]
+        del tensors["model.layers.2.shared_head.head.weight"]
 
-        assert refusal(edited("glm4_moe", edit_tensors=cast)) == (
-            "checkpoint PATH: expected tensors of F32, F16, BF16 only, got 1 of other dtypes: "
-            f"{name} ({named}); {IN_VLLM}: {vllm_command('PATH')}"
-        )
+    def fuse(tensors: Tensors) -> None:
+        stem = "mtp.layers.0.mlp.experts"
+        parts = {
+            half: [tensors.pop(f"{stem}.{expert}.{half}_proj.weight") for expert in range(4)]
+            for half in ("gate", "up", "down")
+        }
+        gates_and_ups = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
+        tensors[f"{stem}.gate_up_proj"] = torch.stack(gates_and_ups)
+        tensors[f"{stem}.down_proj"] = torch.stack(parts["down"])
 
-    def test_quantised_target_with_bf16_mtp(self, edited: Edited) -> None:
-        def quantise(tensors: dict[str, torch.Tensor]) -> None:
-            for name in list(tensors):
-                if name.startswith("model.layers.0.self_attn"):
-                    tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-                if name.startswith("model.layers.2."):
-                    tensors[name] = tensors[name].bfloat16()
-
-        message = refusal(edited("deepseek_v3", edit_tensors=quantise))
-        assert "got 7 of other dtypes: model.layers.0.self_attn.kv_a_layernorm.weight" in message
-        assert "model.layers.2" not in message
-
-    @pytest.mark.parametrize(
-        ("config", "method"),
-        [
-            ({"quant_method": "fp8"}, "fp8"),
-            ({"quant_method": "awq", "bits": 4}, "awq"),
-            ({"bits": 4}, "a method without a name"),
-        ],
-    )
-    def test_quantization_config(self, edited: Edited, config: object, method: str) -> None:
-        path = edited("glm4_moe", lambda content: content.update(quantization_config=config))
-        assert refusal(path) == self.quantized(method)
-
-    def test_quantization_by_modelopt(self, edited: Edited) -> None:
-        path = edited("glm4_moe")
-        content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
-        (path / "hf_quant_config.json").write_text(json.dumps(content))
-        assert refusal(path) == self.quantized("NVFP4")
-
-    @staticmethod
-    def quantized(method: str) -> str:
-        return (
-            f"checkpoint PATH: expected weights that are not quantized, got {method}; "
-            f"{IN_VLLM}: {vllm_command('PATH')}"
-        )
+    for family, edit in (("glm4_moe", drop_copies), ("qwen3_next", fuse)):
+        assert preflight(edited(family, edit_tensors=edit)).num_mtp_layers == 1
 
 
 class TestFiles:
@@ -205,8 +232,8 @@ class TestFiles:
         path = edited("glm4_moe")
         (path / "model.safetensors").rename(path / "pytorch_model.bin")
         assert refusal(path) == (
-            "checkpoint PATH: expected weights in safetensors files, got pytorch_model.bin; "
-            f"{IN_VLLM}: {vllm_command('PATH')}"
+            "checkpoint PATH: expected weights in safetensors files, got pytorch_model.bin"
+            f"{TO_VLLM}"
         )
         (path / "pytorch_model.bin").unlink()
         assert refusal(path) == (
@@ -220,6 +247,18 @@ class TestFiles:
         file.write_bytes(file.read_bytes()[:1000])
         assert refusal(path).startswith("PATH/model.safetensors: expected a safetensors file, got ")
 
+    def test_shards(self, edited: Edited, sharded: Callable[[Path], Path]) -> None:
+        path = sharded(edited("glm4_moe"))
+        assert preflight(path).num_mtp_layers == 1
+        index = json.loads((path / INDEX).read_text())
+        index["weight_map"]["model.extra"] = "model-00001-of-00002.safetensors"
+        (path / INDEX).write_text(json.dumps(index))
+        assert refusal(path) == (
+            f"checkpoint PATH: {INDEX} names 1 tensor(s) that its files do not hold: model.extra"
+        )
+        (path / INDEX).write_text('{"weight_map": []}')
+        assert refusal(path) == f"PATH/{INDEX}: expected a table 'weight_map', got []"
+
     def test_missing_shard(self, edited: Edited, sharded: Callable[[Path], Path]) -> None:
         path = sharded(edited("glm4_moe"))
         (path / "model-00002-of-00002.safetensors").unlink()
@@ -227,29 +266,10 @@ class TestFiles:
         assert refusal(path).startswith(message)
         assert "No such file or directory" in refusal(path)
 
-    def test_index_names_a_tensor_that_no_file_holds(
-        self, edited: Edited, sharded: Callable[[Path], Path]
-    ) -> None:
-        path = sharded(edited("glm4_moe"))
-        file = path / "model.safetensors.index.json"
-        index = json.loads(file.read_text())
-        index["weight_map"]["model.extra"] = "model-00001-of-00002.safetensors"
-        file.write_text(json.dumps(index))
-        assert refusal(path) == (
-            "checkpoint PATH: model.safetensors.index.json names 1 tensor(s) that its files do "
-            "not hold: model.extra"
-        )
-
-    def test_index_without_a_table(self, edited: Edited) -> None:
+    def test_a_whole_file_goes_before_an_index(self, edited: Edited) -> None:
+        # as in transformers
         path = edited("glm4_moe")
-        (path / "model.safetensors").unlink()
-        (path / "model.safetensors.index.json").write_text('{"weight_map": []}')
-        assert refusal(path) == (
-            "PATH/model.safetensors.index.json: expected a table 'weight_map', got []"
-        )
-
-    def test_shards_pass(self, edited: Edited, sharded: Callable[[Path], Path]) -> None:
-        path = sharded(edited("glm4_moe"))
+        (path / INDEX).write_text("{}")
         assert preflight(path).num_mtp_layers == 1
 
     def test_no_weight_is_read(self, edited: Edited, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -261,25 +281,3 @@ class TestFiles:
         )
         monkeypatch.setattr("safetensors.torch.load_file", forbidden)
         preflight(edited("deepseek_v3"))
-
-
-def test_experts_stored_fused_pass(edited: Edited) -> None:
-    def fuse(tensors: dict[str, torch.Tensor]) -> None:
-        stem = "mtp.layers.0.mlp.experts"
-        parts = {
-            half: [tensors.pop(f"{stem}.{expert}.{half}_proj.weight") for expert in range(4)]
-            for half in ("gate", "up", "down")
-        }
-        gates_and_ups = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
-        tensors[f"{stem}.gate_up_proj"] = torch.stack(gates_and_ups)
-        tensors[f"{stem}.down_proj"] = torch.stack(parts["down"])
-
-    fused = edited("qwen3_next", edit_tensors=fuse)
-    assert preflight(fused).num_mtp_layers == 1
-
-
-def test_a_whole_file_goes_before_an_index(edited: Edited) -> None:
-    # as in transformers
-    path = edited("glm4_moe")
-    (path / "model.safetensors.index.json").write_text("{}")
-    assert preflight(path).num_mtp_layers == 1
