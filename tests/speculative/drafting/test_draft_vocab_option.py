@@ -89,7 +89,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path, message in (
         (missing, "no such file; expected a JSON list of token ids"),
         (folder, "cannot be read: Is a directory"),
-        (binary, "not valid JSON: 'utf-8' codec can't decode"),
+        (binary, "expected UTF-8 text, got other bytes: 'utf-8' codec can't decode"),
     ):
         with pytest.raises(ConfigError) as error:
             resolve_draft_vocab(str(path))
