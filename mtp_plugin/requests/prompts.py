@@ -36,18 +36,20 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
         raise RequestError(
             f"prompts: expected text or lists of token ids, got {type(prompts).__name__}"
         )
-    expect_short(prompts, "prompts")
+    _expect_short(prompts, "prompts")
     items = list(prompts)
     if items and all(isinstance(item, int) for item in items):
         return [items]  # type: ignore[list-item]
     for number, item in enumerate(items, 1):
+        where = place_of(number, len(items))
         if isinstance(item, Mapping):
-            items[number - 1] = _prompt_in(item, place_of(number, len(items)))
+            items[number - 1] = _prompt_in(item, where)
         elif not isinstance(item, Sequence) or isinstance(item, bytes):
             raise RequestError(
-                f"{place_of(number, len(items))}: expected text or a list of token ids, "
-                f"got {type(item).__name__}"
+                f"{where}: expected text or a list of token ids, got {type(item).__name__}"
             )
+        else:
+            _expect_short(item, where)
     return items  # type: ignore[return-value]
 
 
@@ -67,15 +69,12 @@ def _prompt_in(prompt: Mapping[str, Any], where: str) -> PlainPrompt:
     if not (isinstance(value, str) if name == "prompt" else is_ids):
         expected = "text" if name == "prompt" else "a list of token ids"
         raise RequestError(f"{where}: {name}: expected {expected}, got {type(value).__name__}")
+    _expect_short(value, f"{where}: {name}")
     return value  # type: ignore[no-any-return]
 
 
-def expect_short(prompt: Sequence[Any], where: str) -> None:
-    """Refuse a ``range`` of more ids than any vocabulary has, before it is made a list.
-
-    Raises:
-        RequestError: with ``where`` in front.
-    """
+def _expect_short(prompt: Sequence[Any], where: str) -> None:
+    """Refuse a ``range`` of more ids than any vocabulary has, before it is made a list."""
     if isinstance(prompt, range) and prompt[MAX_RANGE:]:
         raise RequestError(
             f"{where}: expected at most {MAX_RANGE} token ids, got {format_value(prompt)}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
@@ -15,14 +16,7 @@ from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.hosts.embedded.tokenising import PendingRequest, TokenizerLock
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
-from mtp_plugin.requests.prompts import (
-    PlainPrompt,
-    Prompt,
-    expect_short,
-    params_of,
-    place_of,
-    prompts_of,
-)
+from mtp_plugin.requests.prompts import PlainPrompt, Prompt, params_of, place_of, prompts_of
 from mtp_plugin.requests.seeds import sample_seed
 from mtp_plugin.requests.stopping import MAX_STOP_LEN, MAX_STOP_STRINGS, StopRule
 from mtp_plugin.requests.tokenizer import (
@@ -71,8 +65,6 @@ class Admission:
         self._tokenizer = tokenizer
         self._detokenizer = detokenizer_of(tokenizer)
         self._max_seq_len = max_seq_len
-        self._all_ids = frozenset(range(min(facts.vocab_size, MAX_BAD_WORDS + 1)))
-        """The ids of the vocabulary, or more ids than a request can mask."""
         self._ids = itertools.count()  # next() is atomic
         self._longest = LongestToken(tokenizer)
         self._decode_token = (
@@ -82,35 +74,25 @@ class Admission:
         )
         self._tokenizer_lock = TokenizerLock(is_stepping_here)
 
-    def make_batch(
+    # ---- requests ---------------------------------------------------------------------------
+
+    def make_requests(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
     ) -> list[LlmRequest]:
-        """:meth:`make_requests` for one or several prompts, with shared options or one set each."""
-        batch = prompts_of(prompts)
-        return self.make_requests(batch, params_of(sampling_params, len(batch)))
-
-    def make_requests(
-        self, prompts: Sequence[PlainPrompt], params: Sequence[SamplingParams]
-    ) -> list[LlmRequest]:
-        """Make requests and check that the executor can run each of them.
+        """Make requests that the executor can run, with shared options or one set per prompt.
 
         Raises:
             RequestError: lists every reason and, of several prompts, which one.
         """
+        plain = prompts_of(prompts)
         requests = []
-        for number, (prompt, own) in enumerate(zip(prompts, params, strict=True), 1):
-            ids = self._reserve_ids(own)
-            try:
-                samples = self._make_samples(ids, prompt, own)
-            except RequestError as error:
-                if len(prompts) == 1:
-                    raise
-                why = str(error).removeprefix(f"request {ids[0]}: ")
-                raise RequestError(f"{place_of(number, len(prompts))}: {why}") from error
+        for index, params in enumerate(params_of(sampling_params, len(plain))):
+            place = place_of(index + 1, len(plain)) if len(plain) > 1 else None
+            samples = self._make(self._reserve_ids(params), plain[index], params, place)
             for request in samples:
-                request.prompt_index = number - 1
+                request.prompt_index = index
             requests += samples
         return requests
 
@@ -125,20 +107,20 @@ class Admission:
         (plain,) = prompts_of([prompt])
         (params,) = params_of(sampling_params, 1)
         ids = self._reserve_ids(params)
-        plain = plain if isinstance(plain, str) else _listed(plain, ids[0])
-        make = partial(self._make_samples, ids, plain, params)
+        make = partial(self._make, ids, plain, params)
+        pending = PendingRequest(ids, make, self._tokenizer_lock)
         if self._tokenizer is None or not _has_texts(plain, params):
-            pending = PendingRequest(ids, make, lambda: None)
+            pending.make()
             pending.result()
             return pending
-        if isinstance(plain, str):
-            self._check_text(plain, ids[0])
-        else:
-            self._check_ids(plain, ids[0])
-        known = () if isinstance(plain, str) else plain
-        self._validated(params, ids[0], known, tokenise=False)
-        self._tokenizer_lock.check_not_held(ids[0])
-        return PendingRequest(ids, make, partial(self._tokenizer_lock.check_not_held, ids[0]))
+        with _named_errors(ids[0]):
+            if isinstance(plain, str):
+                self._check_text(plain)
+            else:
+                self._check_ids(plain)
+            self._validated(params, () if isinstance(plain, str) else plain, tokenise=False)
+            self._tokenizer_lock.check_not_held(ids[0])
+        return pending
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> LlmRequest:
         """Make one request; ``enqueue`` checks whether it fits.
@@ -150,96 +132,85 @@ class Admission:
         request_id = next(self._ids)
         if params.n > 1:
             raise RequestError(f"request {request_id}: n={params.n}: expected 1 for one request")
-        (request,) = self._tokenise([request_id], plain, params)
+        (request,) = self._make([request_id], plain, params, must_fit=False)
         return request
 
     def _reserve_ids(self, params: SamplingParams) -> list[int]:
         """Return an id for each of the ``n`` sequences of a prompt; one if there are too many."""
         return [next(self._ids) for _ in range(params.n if params.n <= MAX_SAMPLES else 1)]
 
-    def _make_samples(
-        self, ids: Sequence[int], prompt: PlainPrompt, params: SamplingParams
+    def _make(
+        self,
+        ids: Sequence[int],
+        prompt: PlainPrompt,
+        params: SamplingParams,
+        place: str | None = None,
+        *,
+        must_fit: bool = True,
     ) -> list[LlmRequest]:
-        """Make the ``n`` requests of a prompt and check that the executor can run them."""
-        requests = self._tokenise(ids, prompt, params)
-        for request in requests:
-            self._executor.check_fits(request)
-        return requests
+        """Make the ``n`` requests of a prompt.
+
+        Args:
+            place: how errors call the prompt; None: by the request's id.
+            must_fit: check that the executor can run them.
+        """
+        with _named_errors(ids[0], place):
+            make = partial(self._tokenise, ids, prompt, params)
+            needs_lock = _has_texts(prompt, params)
+            requests = self._tokenizer_lock.run(ids[0], make) if needs_lock else make()
+            for request in requests if must_fit else ():
+                self._executor.check_fits(request)
+            return requests
 
     def _tokenise(
         self, ids: Sequence[int], prompt: PlainPrompt, params: SamplingParams
     ) -> list[LlmRequest]:
-        if not _has_texts(prompt, params):
-            return self._tokenised_requests(ids, prompt, params)
-        return self._tokenizer_lock.run(
-            ids[0], lambda: self._tokenised_requests(ids, prompt, params)
-        )
-
-    def _tokenised_requests(
-        self, ids: Sequence[int], prompt: PlainPrompt, params: SamplingParams
-    ) -> list[LlmRequest]:
-        tokens = self._prompt_ids(prompt, ids[0], params)
-        params = self._validated(params, ids[0], tokens)
-        own = [params]
+        if isinstance(prompt, str):
+            self._check_text(prompt)
+            options = {} if params.add_special_tokens else {"add_special_tokens": False}
+            tokens = encode(self._tokenizer, prompt, **options)
+        else:
+            tokens = list(prompt)
+        self._check_ids(tokens)
+        params = self._validated(params, tokens)
+        samples = [params]
         if params.n > 1:
             seeds = [sample_seed(params.seed, index) for index in range(params.n)]
-            own = [replace(params, n=1, seed=seed) for seed in seeds]
+            samples = [replace(params, n=1, seed=seed) for seed in seeds]
+        is_labelled = self._pieces.changes_text(params.requested_options())
         return [
-            self._request(request_id, prompt, tokens, each, index)
-            for index, (request_id, each) in enumerate(zip(ids, own, strict=True))
+            LlmRequest(
+                request_id,
+                tokens,
+                own,
+                end_ids=self._facts.eos_token_ids,
+                text=self._text_of(own),
+                prompt=prompt if isinstance(prompt, str) else None,
+                sample_index=index,
+                decode_token=self._decode_token,
+                max_draft_len=self._pieces.plan.max_draft_len,
+                max_seq_len=self._max_seq_len,
+                label=self._pieces.label if is_labelled else None,
+            )
+            for index, (request_id, own) in enumerate(zip(ids, samples, strict=True))
         ]
 
-    def _request(
-        self,
-        request_id: int,
-        prompt: PlainPrompt,
-        tokens: list[int],
-        params: SamplingParams,
-        sample_index: int,
-    ) -> LlmRequest:
-        text = None
-        if self._detokenizer is not None and params.detokenize:
-            text = RequestText(
-                self._detokenizer,
-                params.stop,
-                params.min_tokens,
-                include_stop=params.include_stop_str_in_output,
-                skip_special_tokens=params.skip_special_tokens,
-            )
-        return LlmRequest(
-            request_id,
-            tokens,
-            params,
-            end_ids=self._facts.eos_token_ids,
-            text=text,
-            prompt=prompt if isinstance(prompt, str) else None,
-            sample_index=sample_index,
-            decode_token=self._decode_token,
-            max_draft_len=self._pieces.plan.max_draft_len,
-            max_seq_len=self._max_seq_len,
-            label=self._pieces.label
-            if self._pieces.changes_text(params.requested_options())
-            else None,
+    def _text_of(self, params: SamplingParams) -> RequestText | None:
+        if self._detokenizer is None or not params.detokenize:
+            return None
+        return RequestText(
+            self._detokenizer,
+            params.stop,
+            params.min_tokens,
+            include_stop=params.include_stop_str_in_output,
+            skip_special_tokens=params.skip_special_tokens,
         )
 
-    def _prompt_ids(
-        self, prompt: PlainPrompt, request_id: int, params: SamplingParams
-    ) -> list[int]:
-        if not isinstance(prompt, str):
-            ids = _listed(prompt, request_id)
-        else:
-            self._check_text(prompt, request_id)
-            try:
-                options = {} if params.add_special_tokens else {"add_special_tokens": False}
-                ids = encode(self._tokenizer, prompt, **options)
-            except MTPPluginError as error:
-                raise RequestError(f"request {request_id}: {error}") from error
-        self._check_ids(ids, request_id)
-        return ids
+    # ---- prompts ----------------------------------------------------------------------------
 
-    def _check_ids(self, ids: Sequence[int], request_id: int) -> None:
+    def _check_ids(self, ids: Sequence[int]) -> None:
         if not ids:
-            raise RequestError(f"request {request_id}: the prompt is empty")
+            raise RequestError("the prompt is empty")
         vocab = self._facts.vocab_size
         wrong: list[object] = [
             t for t in ids if not isinstance(t, int) or isinstance(t, bool) or not 0 <= t < vocab
@@ -247,46 +218,32 @@ class Admission:
         if wrong:
             advice = "; call it for each text" if isinstance(wrong[0], str) else ""
             raise RequestError(
-                f"request {request_id}: prompt ids must be integers in [0, {vocab}), got "
+                f"prompt ids must be integers in [0, {vocab}), got "
                 f"{format_value(wrong[:3])}{advice}"
             )
 
-    def _check_text(self, prompt: str, request_id: int) -> None:
+    def _check_text(self, prompt: str) -> None:
         """Refuse a prompt that cannot be tokenised, before tokenising it."""
         if self._tokenizer is None:
             raise RequestError(
-                f"request {request_id}: a text prompt needs a tokenizer, the checkpoint has no "
-                f"tokenizer.json"
+                "a text prompt needs a tokenizer, the checkpoint has no tokenizer.json"
             )
-        self._expect_length(prompt, request_id)
+        if len(prompt) > max(LONG_PROMPT, self._max_seq_len):
+            most = self._longest.most_characters(self._max_seq_len)
+            if most is not None and len(prompt) > most:
+                raise RequestError(
+                    f"the prompt has {len(prompt)} characters, max_seq_len ({self._max_seq_len}) "
+                    f"tokens of this tokenizer have at most {most}"
+                )
         try:
             prompt.encode()
         except UnicodeEncodeError as error:
-            raise RequestError(
-                f"request {request_id}: the prompt is no valid Unicode text: {error}"
-            ) from error
+            raise RequestError(f"the prompt is no valid Unicode text: {error}") from error
 
-    def _expect_length(self, prompt: str, request_id: int) -> None:
-        """Refuse a prompt that is longer than ``max_seq_len`` tokens can be."""
-        if len(prompt) <= max(LONG_PROMPT, self._max_seq_len):
-            return
-        try:
-            most = self._longest.most_characters(self._max_seq_len)
-        except MTPPluginError as error:
-            raise RequestError(f"request {request_id}: {error}") from error
-        if most is not None and len(prompt) > most:
-            raise RequestError(
-                f"request {request_id}: the prompt has {len(prompt)} characters, max_seq_len "
-                f"({self._max_seq_len}) tokens of this tokenizer have at most {most}"
-            )
+    # ---- options ----------------------------------------------------------------------------
 
     def _validated(
-        self,
-        params: SamplingParams,
-        request_id: int,
-        prompt: Sequence[int],
-        *,
-        tokenise: bool = True,
+        self, params: SamplingParams, prompt: Sequence[int], *, tokenise: bool = True
     ) -> SamplingParams:
         """Validate sampling options and return them with bad words as token ids.
 
@@ -297,16 +254,16 @@ class Admission:
         Raises:
             RequestError: lists every option that cannot be served.
         """
-        unsupported = params.unsupported(self._pieces.served_options | {"n"})
-        unsupported += _sample_problems(params)
-        unsupported += self._pieces.refusals(params.requested_options())
-        unsupported += self._stop_problems(params.stop, tokenise)
-        if params.stop and not params.detokenize:
-            unsupported.append("stop needs detokenize=True")
-        words, problems = self._bad_words(params, tokenise)
-        unsupported += problems
-        unsupported += self._outside_vocabulary(params, words)
-        unsupported += self._all_ids_masked(params, words, prompt)
+        words, word_problems = self._bad_words(params, tokenise)
+        unsupported = [
+            *params.unsupported(self._pieces.served_options | {"n"}),
+            *_sample_problems(params),
+            *self._pieces.refusals(params.requested_options()),
+            *self._stop_problems(params, tokenise),
+            *word_problems,
+            *self._outside_vocabulary(params, words),
+            *self._all_ids_masked(params, words, prompt),
+        ]
         try:
             # the end ids do not depend on the prompt
             StopRule.of(
@@ -318,78 +275,54 @@ class Admission:
         except RequestError as error:
             unsupported.append(str(error))
         if unsupported:
-            raise RequestError(f"request {request_id}: not supported: {', '.join(unsupported)}")
+            raise RequestError(f"not supported: {', '.join(unsupported)}")
         return params if words == params.bad_words else replace(params, bad_words=words)
 
-    def _stop_problems(self, stop: tuple[str, ...], tokenise: bool) -> list[str]:
-        """Return problems of stop strings; sizes are checked first because the rest is slow."""
-        if len(stop) > MAX_STOP_STRINGS:
-            return [f"stop: at most {MAX_STOP_STRINGS} strings are served, got {len(stop)}"]
-        longest = max(map(len, stop), default=0)
-        if longest > MAX_STOP_LEN:
-            return [
-                f"stop: at most {MAX_STOP_LEN} characters of a string are served, got {longest}"
-            ]
-        if stop and self._tokenizer is None:
-            return [f"stop={format_value(stop)} (the checkpoint has no tokenizer.json)"]
-        return [
-            f"stop={shortened(word)} ({problem})"
-            for word in stop
-            if (problem := self._text_problem(word, tokenise)) is not None
-        ]
+    def _stop_problems(self, params: SamplingParams, tokenise: bool) -> Iterator[str]:
+        longest = max(map(len, params.stop), default=0)
+        if len(params.stop) > MAX_STOP_STRINGS:
+            yield f"stop: at most {MAX_STOP_STRINGS} strings are served, got {len(params.stop)}"
+        elif longest > MAX_STOP_LEN:
+            yield f"stop: at most {MAX_STOP_LEN} characters of a string are served, got {longest}"
+        elif params.stop and self._tokenizer is None:
+            yield f"stop={format_value(params.stop)} (the checkpoint has no tokenizer.json)"
+        else:  # the rest is slow for long strings
+            for word in params.stop:
+                try:
+                    self._check_stop(word, tokenise)
+                except MTPPluginError as error:
+                    yield f"stop={shortened(word)} ({error})"
+        if params.stop and not params.detokenize:
+            yield "stop needs detokenize=True"
+
+    def _check_stop(self, word: str, tokenise: bool) -> None:
+        """Refuse a stop string that can never match decoded output."""
+        _check_unicode(word)
+        if tokenise and (ids := self._encode(word)):
+            shown, whole = (self._decode(ids, skip) for skip in (True, False))
+            if shown != whole or whole == "":
+                raise RequestError("special tokens are no text, give their ids in stop_token_ids")
 
     def _bad_words(
         self, params: SamplingParams, tokenise: bool
     ) -> tuple[tuple[tuple[int, ...], ...], list[str]]:
-        """Return bad words as token ids, and their problems.
-
-        As in vLLM, a string is also encoded with a leading space; these ids are added if they have
-        the same length and another first id.
-        """
+        """Return bad words as token ids, and their problems."""
         words: dict[tuple[int, ...], None] = {}
         problems: list[str] = []
         name = params.spelled("bad_words")
         for word in params.bad_words:
             if isinstance(word, tuple):
                 words[word] = None
-                continue
-            if self._tokenizer is None:
-                problems.append(
-                    f"{name}={format_value(word)} (the checkpoint has no tokenizer.json)"
-                )
-                continue
-            if len(word) > LONG_BAD_WORD:  # before tokenising, which is slow
+            elif self._tokenizer is not None and len(word) > LONG_BAD_WORD:  # slow to tokenise
                 problems.append(
                     f"{name}: at most {LONG_BAD_WORD} characters of a word are served, got "
                     f"{len(word)}"
                 )
-                continue
-            try:
-                word.encode()
-            except UnicodeEncodeError:
-                problems.append(f"{name}={format_value(word)} (it is no valid Unicode text)")
-                continue
-            if not tokenise:
-                continue
-            bare = word.lstrip(" ")
-            try:
-                plain = self._ids_of(bare or word)
-                spaced = self._ids_of(f" {bare}") if bare else plain
-            except MTPPluginError as error:
-                problems.append(f"{name}={format_value(word)} ({error})")
-                continue
-            if not plain:
-                problems.append(f"{name}={format_value(word)} (it has no tokens)")
-                continue
-            if len(plain) > MAX_BAD_WORD_LEN:
-                problems.append(
-                    f"{name}={format_value(word)} (at most {MAX_BAD_WORD_LEN} tokens of a word are "
-                    f"served, got {len(plain)})"
-                )
-                continue
-            words[plain] = None
-            if len(spaced) == len(plain) and spaced[0] != plain[0]:
-                words[spaced] = None
+            else:
+                try:
+                    words.update(dict.fromkeys(self._word_ids(word, tokenise)))
+                except MTPPluginError as error:
+                    problems.append(f"{name}={format_value(word)} ({error})")
         count = len(words) + len(params.bad_token_ids)
         if count > MAX_BAD_WORDS:
             given = len(params.bad_words) + len(params.bad_token_ids)
@@ -399,8 +332,28 @@ class Admission:
             )
         return tuple(words), problems
 
-    def _ids_of(self, text: str) -> tuple[int, ...]:
-        return tuple(encode(self._tokenizer, text, add_special_tokens=False))
+    def _word_ids(self, word: str, tokenise: bool) -> list[tuple[int, ...]]:
+        """Return the ids of a bad word.
+
+        As in vLLM, a string is also encoded with a leading space; these ids are added if they have
+        the same length and another first id.
+        """
+        if self._tokenizer is None:
+            raise RequestError("the checkpoint has no tokenizer.json")
+        _check_unicode(word)
+        if not tokenise:
+            return []
+        bare = word.lstrip(" ")
+        plain = tuple(self._encode(bare or word))
+        spaced = tuple(self._encode(f" {bare}")) if bare else plain
+        if not plain:
+            raise RequestError("it has no tokens")
+        if len(plain) > MAX_BAD_WORD_LEN:
+            raise RequestError(
+                f"at most {MAX_BAD_WORD_LEN} tokens of a word are served, got {len(plain)}"
+            )
+        has_two_forms = len(spaced) == len(plain) and spaced[0] != plain[0]
+        return [plain, spaced] if has_two_forms else [plain]
 
     def _outside_vocabulary(
         self, params: SamplingParams, bad_words: Sequence[Sequence[int]]
@@ -415,9 +368,11 @@ class Admission:
         ):
             wrong = [token for token in dict.fromkeys(ids) if token >= vocab]
             if wrong:
+                shown = ", ".join(map(format_value, wrong[:3]))
+                more = f" and {len(wrong) - 3} more" if len(wrong) > 3 else ""
                 verb = "is" if len(wrong) == 1 else "are"
                 yield (
-                    f"{params.spelled(name)}: {_first_of(wrong)} {verb} outside the vocabulary of "
+                    f"{params.spelled(name)}: {shown}{more} {verb} outside the vocabulary of "
                     f"{vocab}"
                 )
 
@@ -429,27 +384,15 @@ class Admission:
         always, masked = (_masked_ids(params, bad_words, prefix) for prefix in ((), prompt))
         where = "" if masked == always else " after this prompt"
         allowed, bad = params.allowed_token_ids, f"{params.spelled('bad_words')} and bad_token_ids"
+        vocab = self._facts.vocab_size
         if allowed is not None and masked.issuperset(allowed):
             yield f"allowed_token_ids: none is left{where} without {bad}"
-        elif allowed is None and masked and masked.issuperset(self._all_ids):
-            yield f"{bad}: no id of the vocabulary of {self._facts.vocab_size} is left{where}"
+        # a request can mask MAX_BAD_WORDS ids
+        elif allowed is None and masked.issuperset(range(min(vocab, MAX_BAD_WORDS + 1))):
+            yield f"{bad}: no id of the vocabulary of {vocab} is left{where}"
 
-    def _text_problem(self, word: str, tokenise: bool) -> str | None:
-        """Return why a stop string can never match decoded output, or None."""
-        try:
-            word.encode()
-        except UnicodeEncodeError:
-            return "it is no valid Unicode text"
-        if not tokenise:
-            return None
-        try:
-            ids = encode(self._tokenizer, word, add_special_tokens=False)
-            shown, whole = (self._decode(ids, skip) for skip in (True, False))
-        except MTPPluginError as error:
-            return str(error)
-        if not ids or shown == whole != "":
-            return None
-        return "special tokens are no text, give their ids in stop_token_ids"
+    def _encode(self, text: str) -> list[int]:
+        return encode(self._tokenizer, text, add_special_tokens=False)
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         with named_failures(self._tokenizer, lambda: f"cannot decode {ids[:3]}"):
@@ -460,6 +403,24 @@ class Admission:
                 f"{format_value(text)}"
             )
         return text
+
+
+@contextmanager
+def _named_errors(request_id: int, place: str | None = None) -> Iterator[None]:
+    """Begin messages with the request, or with the place of its prompt."""
+    try:
+        yield
+    except MTPPluginError as error:
+        own = f"request {request_id}"
+        why = str(error).removeprefix(f"{own}: ")
+        raise RequestError(f"{place or own}: {why}") from error
+
+
+def _check_unicode(word: str) -> None:
+    try:
+        word.encode()
+    except UnicodeEncodeError:
+        raise RequestError("it is no valid Unicode text") from None
 
 
 def _sample_problems(params: SamplingParams) -> list[str]:
@@ -492,23 +453,7 @@ def _masked_ids(
     return masked
 
 
-def _first_of(ids: Sequence[int]) -> str:
-    """Format the first three ids and the number of the others."""
-    shown = ", ".join(map(format_value, ids[:3]))
-    return shown if len(ids) <= 3 else f"{shown} and {len(ids) - 3} more"
-
-
 def _has_texts(prompt: PlainPrompt, params: SamplingParams) -> bool:
     """Whether the request needs the tokenizer."""
     words = (prompt, *params.stop, *params.bad_words)
     return any(isinstance(word, str) for word in words)
-
-
-def _listed(prompt: Any, request_id: int) -> list[int]:
-    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes):
-        raise RequestError(
-            f"request {request_id}: expected text or a list of token ids, got "
-            f"{type(prompt).__name__}"
-        )
-    expect_short(prompt, f"request {request_id}")
-    return list(prompt)

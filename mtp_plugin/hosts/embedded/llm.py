@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -97,9 +98,8 @@ class LLM:
     ) -> None:
         requested = read_requested_config(config, model, options, on_progress)
         tokenizer = load_requested_tokenizer(tokenizer)
-        built: BuiltExecutor | None = None
-        self._thaw: Callable[[], Any] = lambda: None
-        try:
+        # the model may be shared: an error restores its attention modules and frees all memory
+        with ExitStack() as undo:
             try:
                 with loading_progress(on_progress) as report:
                     built = build_executor(
@@ -111,20 +111,17 @@ class LLM:
                         kv_fill=kv_fill,
                     )
             except ConfigError as error:
-                if requested.file is not None:
-                    raise ConfigError(f"{requested.file}: {error}") from error
-                raise
+                if requested.file is None:
+                    raise
+                raise ConfigError(f"{requested.file}: {error}") from error
+            undo.callback(built.executor.shutdown)
             if stop_callback is not None:
                 _set_stop_callback(built.pieces, stop_callback)
             self._set_up(built)
+            undo.callback(self._thaw)
             if on_progress is not None:
                 on_progress("ready")
-        except BaseException:
-            # the model may be shared: restore its attention modules and free all memory
-            if built is not None:
-                built.executor.shutdown()
-            self._thaw()
-            raise
+            undo.pop_all()
 
     def _set_up(self, built: BuiltExecutor) -> None:
         self.executor = built.executor
@@ -148,8 +145,9 @@ class LLM:
             max_seq_len=built.max_seq_len,
             is_stepping_here=lambda: engine.is_current_thread,
         )
-        if built.device.type == "cuda":
-            self._thaw = gc_freeze.of_process.hold(self)
+        self._thaw: Callable[[], object] = (
+            gc_freeze.of_process.hold(self) if built.device.type == "cuda" else lambda: None
+        )
 
     # ---- use --------------------------------------------------------------------------------
 
@@ -170,7 +168,7 @@ class LLM:
             ExecutorError: the executor was shut down, or this is the engine thread.
         """
         self._engine.check_can_wait()
-        requests = self._admission.make_batch(prompts, sampling_params)
+        requests = self._admission.make_requests(prompts, sampling_params)
         with batch_progress(len(requests), use_tqdm) as report:
             results = BatchResults(len(requests), report)
             try:
@@ -268,7 +266,7 @@ class LLM:
             ExecutorError: from the iterator: the executor was shut down, or this is the engine
                 thread.
         """
-        requests = self._admission.make_batch(prompts, sampling_params)
+        requests = self._admission.make_requests(prompts, sampling_params)
         return EventStream(requests, self._engine, self)
 
     def stream_async(
@@ -280,10 +278,7 @@ class LLM:
         the iteration starts; checks that need no tokenizer are made here.
 
         Raises:
-            RequestError: a prompt or option cannot be served (also from the iterator); nothing was
-                started.
-            ExecutorError: from the iterator: the executor was shut down, or this is the engine
-                thread.
+            RequestError, ExecutorError: see :meth:`stream`; of the tokenizer: from the iterator.
         """
         pending = self._admission.make_pending(prompt, sampling_params)
         return AsyncEventStream(pending, self._engine, self._tokenising, self)
@@ -411,11 +406,7 @@ class LLM:
     # ---- requests ---------------------------------------------------------------------------
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> LlmRequest:
-        """Make and validate a request without enqueueing it.
-
-        Raises:
-            RequestError: lists every reason why it cannot be served.
-        """
+        """Make and validate a request without enqueueing it; see `Admission.make_request`."""
         (params,) = params_of(params, 1)
         return self._admission.make_request(prompt, params)
 
@@ -430,12 +421,8 @@ class LLM:
     def make_requests(
         self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]
     ) -> list[LlmRequest]:
-        """Make and validate requests that fit the executor, without enqueueing them.
-
-        Raises:
-            RequestError: lists every reason and, of several prompts, which one.
-        """
-        return self._admission.make_batch(prompts, params)
+        """Make requests without enqueueing them; see `Admission.make_requests`."""
+        return self._admission.make_requests(prompts, params)
 
 
 def _is_in_event_loop() -> bool:

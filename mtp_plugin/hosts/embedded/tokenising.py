@@ -36,7 +36,6 @@ class TokenizerLock:
                 thread holds it.
         """
         self.check_not_held(request_id)
-        # a step must not wait: the thread that tokenises may be waiting for it
         may_wait = not self._is_stepping_here()
         taken: list[bool] = []
         try:
@@ -73,20 +72,25 @@ class PendingRequest:
     Args:
         request_ids: their ids.
         make: returns the requests or raises `RequestError`.
-        check_not_held: see `TokenizerLock.check_not_held`.
+        lock: may be taken by ``make``.
     """
 
     def __init__(
         self,
         request_ids: Sequence[int],
         make: Callable[[], list[LlmRequest]],
-        check_not_held: Callable[[], None],
+        lock: TokenizerLock,
     ) -> None:
         self.request_ids = tuple(request_ids)
         self.made: Future[list[LlmRequest]] = Future()
         self._make = make
-        self._check_not_held = check_not_held
+        self._lock = lock
         self._makers: dict[None, tuple[int, object]] = {}
+
+    def claim(self) -> bool:
+        """Keep other threads from making the requests; False: one has begun to."""
+        claim = (threading.get_ident(), object())
+        return self._makers.setdefault(None, claim) is claim  # atomic, also for signal handlers
 
     def make(self) -> None:
         """Make the requests in this thread, unless a thread has begun to."""
@@ -94,20 +98,15 @@ class PendingRequest:
             return
         try:
             requests = self._make()
-        except BaseException as error:
-            is_error = isinstance(error, Exception)
-            message = f"request {self.request_ids[0]}: its tokenising was interrupted"
-            self.made.set_exception(error if is_error else ExecutorError(message))
-            if not is_error:
-                raise
+        except Exception as error:
+            self.made.set_exception(error)
             del self  # the error refers to this frame
+        except BaseException:
+            message = f"request {self.request_ids[0]}: its tokenising was interrupted"
+            self.made.set_exception(ExecutorError(message))
+            raise
         else:
             self.made.set_result(requests)
-
-    def claim(self) -> bool:
-        """Keep other threads from making the requests; False: one has begun to."""
-        claim = (threading.get_ident(), object())
-        return self._makers.setdefault(None, claim) is claim  # atomic, also for signal handlers
 
     def check_can_wait(self) -> None:
         """Refuse to wait for requests that this thread is making, or that need its tokenizer.
@@ -117,7 +116,7 @@ class PendingRequest:
         """
         if self.made.done():
             return
-        self._check_not_held()
+        self._lock.check_not_held(self.request_ids[0])
         maker = self._makers.get(None)
         if maker is not None and maker[0] == threading.get_ident() and not self.made.done():
             raise ExecutorError(

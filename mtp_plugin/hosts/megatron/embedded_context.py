@@ -172,7 +172,7 @@ class InferenceContext:
         own: options.SamplingParams,
     ) -> LlmRequest:
         try:
-            (made,) = self._admission.make_batch([prompt], own)
+            (made,) = self._admission.make_requests([prompt], own)
         except RequestError as error:
             why = str(error).split(": ", 1)[-1]
             raise RequestError(f"request {request_id}: {why}") from error
