@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar, overload
 
@@ -119,6 +119,14 @@ class Logprobs(_ReadAsList[TokenLogprobs]):
     ) -> None:
         self._parts = list(parts)
         self.decode = decode
+
+    @classmethod
+    def joined(cls, parts: Iterable[Logprobs | None]) -> Logprobs | None:
+        """Return several parts as one; None: all of them are None."""
+        found = [part for part in parts if part is not None]
+        if not found:
+            return None
+        return cls([each for part in found for each in part._parts], found[-1].decode)
 
     def append(self, part: HostLogprobs) -> None:
         """Append those of the next tokens."""

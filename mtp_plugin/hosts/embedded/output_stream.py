@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Generator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mtp_plugin.hosts.embedded.handle import RequestHandle
@@ -89,23 +89,20 @@ class OutputStream(AsyncIterator[RequestOutput]):
         for index in range(len(requests)):
             last = self._completions.get(index) or PartialCompletion(index, "", [], None)
             self._completions[index] = _extended(last, new.get(index, []))
-        if all(each.finish_reason is not None for each in self._completions.values()):
+        completions: list[CompletionOutput] = [*self._completions.values()]
+        if all(each.finish_reason is not None for each in completions):
             output = RequestOutput.of_success(*requests)
-            return replace(output, outputs=[self._with_diffs(each) for each in output.outputs])
+            final = zip(completions, output.outputs, strict=True)
+            return replace(
+                output, outputs=[replace(one, acceptance=own.acceptance) for one, own in final]
+            )
         return RequestOutput(
             request_id=self.request_id,
             prompt=requests[0].prompt,
             prompt_token_ids=requests[0].tokens[: requests[0].py_orig_prompt_len],
-            outputs=list(self._completions.values()),
+            outputs=completions,
             prompt_logprobs=self._prompt_logprobs,
             finished=False,
-        )
-
-    def _with_diffs(self, final: CompletionOutput) -> PartialCompletion:
-        last = self._completions[final.index]
-        values = {each.name: getattr(final, each.name) for each in fields(final)}
-        return PartialCompletion(
-            **values, text_diff=last.text_diff, token_ids_diff=last.token_ids_diff
         )
 
 
@@ -113,17 +110,11 @@ def _extended(last: PartialCompletion, events: list[StepEvent]) -> PartialComple
     """Return a sequence with further events."""
     text = "".join(event.text for event in events)
     tokens = [token for event in events for token in event.token_ids]
-    new = [event.logprobs for event in events if event.logprobs is not None]
-    logprobs = last.logprobs
-    if new:
-        logprobs = Logprobs(decode=new[0].decode)
-        for part in (*([last.logprobs] if last.logprobs is not None else []), *new):
-            logprobs.extend(part)
     extended = replace(
         last,
         text=last.text + text,
         token_ids=last.token_ids + tokens,
-        logprobs=logprobs,
+        logprobs=Logprobs.joined((last.logprobs, *(event.logprobs for event in events))),
         text_diff=text,
         token_ids_diff=tokens,
     )

@@ -19,17 +19,13 @@ Progress = Callable[[str], None]
 
 
 class Gain(Protocol):
-    """The result of a step for one request."""
+    """The result of a step for one request; ``finish_reason`` is None until it has finished."""
 
     @property
-    def token_ids(self) -> Sequence[int]:
-        """The tokens."""
-        ...
+    def token_ids(self) -> Sequence[int]: ...
 
     @property
-    def finish_reason(self) -> object | None:
-        """None: the request goes on."""
-        ...
+    def finish_reason(self) -> object | None: ...
 
 
 @contextmanager
@@ -53,17 +49,13 @@ def batch_progress(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[Seque
     """Show results of steps in a bar if requested, for several prompts and on a terminal."""
     console = _terminal() if use_tqdm and num_prompts > 1 else None
     if console is None:
-        yield _ignore
+        yield lambda _: None
         return
     shown = _PromptBar(console, num_prompts)
     try:
         yield shown.add
     finally:
         shown.close()
-
-
-def _ignore(_: Sequence[Gain]) -> None:
-    pass
 
 
 class _PromptBar:
@@ -95,7 +87,7 @@ class _PromptBar:
         self._draw(self._bar.start)
 
     def add(self, gains: Sequence[Gain]) -> None:
-        """Count what a step gave; now and then, show it."""
+        """Count the results of a step, and show the counts if they are due."""
         for gain in gains:
             self._num_tokens += len(gain.token_ids)
             self._ended += gain.finish_reason is not None
@@ -103,7 +95,7 @@ class _PromptBar:
             self._draw(self._bar.refresh)
 
     def close(self) -> None:
-        """Show what there is in the end, and leave it there."""
+        """Show the final counts, which stay on the terminal."""
         self._draw(self._bar.stop)
 
     def _draw(self, draw: Callable[[], None]) -> None:

@@ -171,15 +171,10 @@ def _merged(first: list[StepEvent], second: list[StepEvent]) -> list[StepEvent]:
     for event in second:
         before = events.get(event.request_id)
         if before is not None:
-            logprobs = event.logprobs
-            if before.logprobs is not None and logprobs is not None:
-                logprobs = Logprobs(decode=logprobs.decode)
-                logprobs.extend(before.logprobs)
-                logprobs.extend(event.logprobs or Logprobs())
             event = event._replace(
                 token_ids=before.token_ids + event.token_ids,
                 segments=before.segments + event.segments,
-                logprobs=logprobs,
+                logprobs=Logprobs.joined((before.logprobs, event.logprobs)),
                 prompt_logprobs=before.prompt_logprobs,
             )
         events[event.request_id] = event
