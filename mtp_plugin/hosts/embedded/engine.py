@@ -220,12 +220,10 @@ class Engine:
                 for request in command:
                     has_aborted |= self._enqueue(request)
             elif isinstance(command, int):
-                has_aborted |= self._abort(command)
+                has_aborted |= self._abort(command, is_dropped=False)
             elif isinstance(command, tuple):
                 for request_id in command:
-                    self._results.pop(request_id, None)
-                    self._running.pop(request_id, None)
-                    has_aborted |= self._executor.cancel(request_id)
+                    has_aborted |= self._abort(request_id, is_dropped=True)
             elif command is not None:
                 barriers.append(command)
             try:
@@ -253,11 +251,16 @@ class Engine:
         self._running[request_id] = results
         return request_id in results.aborted and self._executor.cancel(request_id)
 
-    def _abort(self, request_id: int) -> bool:
-        """Whether the request was running; if it is still being made, it is aborted later."""
+    def _abort(self, request_id: int, *, is_dropped: bool) -> bool:
+        """Whether the request was running."""
         results = self._results.get(request_id)
         if results is not None and request_id not in self._running:
-            results.aborted.add(request_id)
+            # it is still being made, or its submission was interrupted
+            if not is_dropped:
+                results.aborted.add(request_id)
+            elif self._results.pop(request_id, None) is not None:
+                results.num_unfinished -= 1
+                results.put([])
         return self._executor.cancel(request_id)
 
     def _deliver(self, events: list[StepEvent]) -> None:

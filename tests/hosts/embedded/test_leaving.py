@@ -224,6 +224,27 @@ def test_a_dropped_stream_frees_its_resources_at_once(harness, prompts) -> None:
     assert_nothing_left(llm)
 
 
+def test_a_stream_closed_by_another_thread_ends_for_its_reader(harness) -> None:
+    llm = harness.llm()
+    stream = llm.stream([[1, 2, 3]], greedy(100))
+    next(stream)
+    threading.Timer(0.01, stream.close).start()
+    assert sum(len(event.token_ids) for events in stream for event in events) < 100
+    assert_nothing_left(llm)
+
+
+@pytest.mark.parametrize("prompt", [[1, 2, 3], "&'"])
+def test_done_callbacks_of_a_dropped_handle_are_called(harness, prompt) -> None:
+    llm, done = harness.llm(tokenizer=Pieces()), threading.Event()
+
+    async def submit() -> None:
+        llm.submit(prompt, greedy(100)).add_done_callback(done.set)
+
+    asyncio.run(submit())
+    assert done.wait(20)
+    assert_nothing_left_soon(llm)
+
+
 def test_a_stream_of_a_loop_that_was_closed_gives_back_at_once(harness) -> None:
     llm = harness.llm()
 
