@@ -93,35 +93,26 @@ class DraftState:
 class LengthGate:
     """Decides whether one draft length is used, by the request-steps that verified so many drafts.
 
-    An open gate closes as soon as the mean of the last ``window`` request-steps is below
-    ``close_below``. After ``interval`` steps it probes: it is open for one window. If the mean of
-    the probe is at least ``open_at``, the gate stays open; else it closes for twice as long, up to
-    ``max_interval``. Every decision needs ``window`` request-steps.
+    An open gate closes as soon as the mean of the last ``acceptance_window`` request-steps is below
+    ``close_below`` tokens. After ``gate_probe_interval`` steps it probes: it is open for one
+    window. If the mean of the probe is at least ``open_at``, the gate stays open; else it closes
+    for twice as long, up to ``gate_max_probe_interval``. Every decision needs a full window.
 
     Args:
         length: number of drafts.
-        window: number of request-steps of a decision.
-        close_below, open_at: acceptance lengths (output tokens per step, with the bonus token).
-        interval, max_interval: in steps.
+        config: with the gate's options.
     """
 
-    def __init__(
-        self,
-        length: int,
-        *,
-        window: int,
-        close_below: float,
-        open_at: float,
-        interval: int,
-        max_interval: int,
-    ) -> None:
-        self.length, self.window = length, window
-        self.close_below, self.open_at = close_below, open_at
+    def __init__(self, length: int, config: MTPDecodingConfig) -> None:
+        self.length, self.window = length, config.acceptance_window or 1
+        share, threshold = length / config.draft_len, config.acceptance_length_threshold or 1.0
+        self.close_below = 1 + (threshold - 1) * share
+        self.open_at = 1 + (threshold - 1 + config.mtp.gate_margin) * share
         self.state: Literal["open", "closed", "probing"] = "open"
-        self._interval = self._first_interval = interval
-        self._max_interval = max_interval
+        self._interval = self._first_interval = config.mtp.gate_probe_interval
+        self._max_interval = config.mtp.gate_max_probe_interval
         self._due = 0
-        self._emitted: deque[int] = deque(maxlen=window)
+        self._emitted: deque[int] = deque(maxlen=self.window)
         self._total = 0
 
     @property
@@ -211,22 +202,12 @@ class DraftLengthController:
         lengths = set(self._schedule)
         self.gain: GainPolicy | None = None
         self.gates: dict[int, LengthGate] = {}
-        window, threshold = config.acceptance_window, config.acceptance_length_threshold
         if config.mtp.adaptive_draft_len:
             lengths = set(range(self.max_draft_len + 1))
             self.gain = GainPolicy(self.max_draft_len, padded_sizes, clock)
-        elif window is not None and threshold is not None:
+        elif config.acceptance_window is not None:
             lengths |= {0, *(config.draft_len_schedule or {}).values()}
-            for length in lengths - {0}:
-                share, margin = length / self.max_draft_len, config.mtp.gate_margin
-                self.gates[length] = LengthGate(
-                    length,
-                    window=window,
-                    close_below=1 + (threshold - 1) * share,
-                    open_at=1 + (threshold - 1 + margin) * share,
-                    interval=config.mtp.gate_probe_interval,
-                    max_interval=config.mtp.gate_max_probe_interval,
-                )
+            self.gates = {length: LengthGate(length, config) for length in lengths - {0}}
         self._lengths = sorted(lengths)
         self._step = 0
 

@@ -272,7 +272,17 @@ class MeanOfTheLast:
 )
 def test_a_gate_decides_as_its_reference(results: list[list[int]], window: int, pause: int) -> None:
     gate = LengthGate(
-        3, window=window, close_below=2.0, open_at=2.5, interval=pause, max_interval=20
+        3,
+        MTPDecodingConfig(
+            max_draft_len=3,
+            acceptance_window=window,
+            acceptance_length_threshold=2.0,
+            mtp={
+                "gate_margin": 0.5,
+                "gate_probe_interval": pause,
+                "gate_max_probe_interval": 20,
+            },
+        ),
     )
     reference = MeanOfTheLast(window, 2.0, 2.5, pause, 20)
     for now, emitted in enumerate(results, 1):
