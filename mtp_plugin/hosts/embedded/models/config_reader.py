@@ -34,11 +34,7 @@ from mtp_plugin.hosts.embedded.models.families import (
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
-ADAPTER_FILE = "adapter_config.json"
 TOKENIZER_FILE = "tokenizer.json"
-QUANTIZATION_FILE = "hf_quant_config.json"
-"""Written by NVIDIA's ModelOpt."""
-
 _COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Number of MTP layers, in any family."""
 
@@ -53,7 +49,6 @@ _READ_HERE = (
 )  # fmt: skip
 """Keys of any family that do not reach transformers as they are."""
 _UNREAD = ("num_mtp_layers", "output_router_logits", "pretraining_tp", "router_aux_loss_coef")
-_UNTOLD = ("quantization_config", "transformers_version")
 
 
 def _limits(low: float, high: float, keys: str) -> dict[str, tuple[float, float]]:
@@ -112,8 +107,6 @@ class CheckedConfig:
     """`bos_token_id`, `eos_token_id` and `pad_token_id` where they are known."""
     vllm_command: str
     """The command that serves the checkpoint in vLLM."""
-    quantization: str | None
-    """Name of the method of quantized weights, which do not run; None: they are not quantized."""
     unread: tuple[str, ...]
     """Keys of `config.json` that nothing reads, like those by which transformers would act."""
 
@@ -122,18 +115,13 @@ def read_config(path: str | Path) -> CheckedConfig:
     """Read the config files of a checkpoint directory; all but `config.json` may be missing.
 
     Raises:
-        CheckpointError: no directory, no config, bad JSON, an adapter, or values that are missing,
-            of a wrong kind, out of range or that do not go together: a line for each.
+        CheckpointError: no directory, no config, bad JSON, or values that are missing, of a wrong
+            kind, out of range or that do not go together: a line for each.
         UnsupportedModelError: a model family or a layer type that does not run here.
     """
     directory = checkpoint_directory(path)
     raw = read_json(directory / CONFIG_FILE)
     generation = directory / GENERATION_FILE
-    if (directory / ADAPTER_FILE).exists():
-        raise CheckpointError(
-            f"checkpoint {directory}: expected a whole checkpoint, {ADAPTER_FILE} makes it an "
-            f"adapter of another one"
-        )
     try:
         return check_config(
             raw, read_json(generation) if generation.is_file() else {}, directory / CONFIG_FILE
@@ -197,7 +185,7 @@ def check_config(
         eos_token_ids=ids.get("eos_token_id") or (),
         dtype=getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"),
     )
-    known = {*passed, *_READ_HERE, *_UNTOLD}
+    known = {*passed, *_READ_HERE, "transformers_version"}
     return CheckedConfig(
         directory=where.parent,
         facts=facts,
@@ -205,7 +193,6 @@ def check_config(
         config=config,
         token_ids=ids,
         vllm_command=_vllm_command(where.parent, raw),
-        quantization=_quantization_method(raw, where.parent),
         unread=tuple(spelled(key) for key in raw if key not in known),
     )
 
@@ -353,16 +340,6 @@ def _vllm_command(directory: Path, raw: Mapping[str, Any]) -> str:
     layers = next((n for n in given if isinstance(n, int)), presumed)
     # vLLM refuses 3 drafts by 2 layers
     return vllm_command(directory, layers if layers in (0, 2) else 3)
-
-
-def _quantization_method(raw: Mapping[str, Any], directory: Path) -> str | None:
-    settings, key = raw.get("quantization_config"), "quant_method"
-    if settings is None and (directory / QUANTIZATION_FILE).is_file():
-        settings, key = read_json(directory / QUANTIZATION_FILE).get("quantization"), "quant_algo"
-    if settings is None:
-        return None
-    method = settings.get(key) if isinstance(settings, dict) else None
-    return method if isinstance(method, str) else "a method without a name"
 
 
 def _refuse(where: Path, problems: Iterable[Problem]) -> None:

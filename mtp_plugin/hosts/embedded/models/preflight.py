@@ -65,8 +65,8 @@ def preflight(path: str | Path, num_mtp_layers: int | None = None) -> Preflight:
 
     Raises:
         ConfigError: a negative number.
-        UnsupportedModelError: a family, a layer type or quantized weights that do not run here;
-            with the command for vLLM.
+        UnsupportedModelError: a family, a layer type or a dtype (quantized weights) that does not
+            run here; with the command for vLLM.
         CheckpointError: anything else that would make loading fail or draft from invalid weights:
             missing files, bad JSON, more layers than declared (unless exactly one is), or tensors
             that are missing, unknown, of a wrong shape, or not fp32, fp16 or bf16.
@@ -90,10 +90,6 @@ def preflight(path: str | Path, num_mtp_layers: int | None = None) -> Preflight:
     if others and not any(name.endswith(".safetensors") for name in names):
         refuse_in_favour_of_vllm(f"expected weights in safetensors files, got {listed(others)}")
     stored = read_headers(checked.directory)
-    if checked.quantization is not None:
-        refuse_in_favour_of_vllm(
-            f"expected weights that are not quantized, got {checked.quantization}"
-        )
     odd = sorted(f"{n} ({each.dtype})" for n, each in stored.items() if each.dtype not in FLOATING)
     if odd:
         refuse_in_favour_of_vllm(

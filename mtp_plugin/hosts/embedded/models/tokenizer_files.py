@@ -11,14 +11,13 @@ from mtp_plugin.config.messages import got
 from mtp_plugin.errors import CheckpointError
 from mtp_plugin.hosts.embedded.models.checkpoint_files import read_json
 from mtp_plugin.hosts.embedded.models.config_reader import (
+    LONGEST_REASON,
     TOKENIZER_FILE,
     CheckedConfig,
 )
 from mtp_plugin.requests.tokenizer import is_failure
 
 TOKENIZER_SETTINGS = "tokenizer_config.json"
-LONGEST_REASON = 400
-"""Maximum length of a quoted transformers error, which may contain the whole tokenizer."""
 _OTHERS = ("added_tokens.json", "special_tokens_map.json")
 _UNREAD = ("tokenizer.model", "spiece.model", "tiktoken.model", "vocab.json")
 """Tokenizers that transformers would have to convert first."""

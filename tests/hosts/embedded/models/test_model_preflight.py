@@ -96,7 +96,6 @@ def config_with(**values: object) -> Callable[[dict[str, Any]], None]:
 
 
 ODD = "expected tensors of F32, F16, BF16 only, got"
-QUANTIZED = "expected weights that are not quantized, got"
 UNKNOWN = "tensor(s) are unknown to the model of config.json:"
 EH_PROJ, INPUT_PROJ = "model.layers.2.eh_proj.weight", "model.mtp_layers.0.input_proj.weight"
 FLOAT8 = torch.float8_e4m3fn
@@ -179,18 +178,6 @@ WRONG: list[tuple[str, Any, Any, str]] = [
         quantize_target,
         f"{ODD} 7 of other dtypes: model.layers.0.self_attn.kv_a_layernorm.weight",
     ),
-    (
-        "glm4_moe",
-        config_with(quantization_config={"quant_method": "fp8"}),
-        None,
-        f"{QUANTIZED} fp8{TO_VLLM}",
-    ),
-    (
-        "glm4_moe",
-        config_with(quantization_config={"bits": 4}),
-        None,
-        f"{QUANTIZED} a method without a name{TO_VLLM}",
-    ),
 ]
 
 
@@ -199,13 +186,6 @@ def test_wrong_tensors(
     edited: Edited, family: str, config: Any, tensors: Any, message: str
 ) -> None:
     assert refusal(edited(family, config, tensors)).startswith(f"checkpoint PATH: {message}")
-
-
-def test_quantization_by_modelopt(edited: Edited) -> None:
-    path = edited("glm4_moe")
-    content = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "NVFP4"}}
-    (path / "hf_quant_config.json").write_text(json.dumps(content))
-    assert refusal(path) == f"checkpoint PATH: {QUANTIZED} NVFP4{TO_VLLM}"
 
 
 def test_stored_copies_and_fused_experts_pass(edited: Edited) -> None:
