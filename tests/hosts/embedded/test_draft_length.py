@@ -363,9 +363,8 @@ def test_adaptive_length_changes_no_output(harness, vanilla, no_overlap):
     assert min(compared.values()) > 2
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
-def test_adaptive_length_gives_the_output_of_a_static_one(harness, prompts, temperature):
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True, seed=5, temperature=temperature)
+def test_adaptive_length_gives_the_sampled_output_of_a_static_one(harness, prompts):
+    params = SamplingParams(max_new_tokens=40, ignore_eos=True, seed=5, temperature=0.8)
     expected = [o.token_ids for o in harness.llm().generate(prompts, params)]
     llm = harness.llm(mtp={"adaptive_draft_len": True}, max_batch_size=5)
     assert [o.token_ids for o in llm.generate(prompts, params)] == expected
@@ -621,7 +620,7 @@ WAYS = {
 }
 
 
-@pytest.mark.thinned(cases=2)
+@pytest.mark.thinned
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_a_request_has_drafted_survives_preemptions(harness, prompts, way, no_overlap):

@@ -196,7 +196,7 @@ def test_new_batch_size_tries_every_length() -> None:
     assert simulation.lengths[0] == K
 
 
-@pytest.mark.parametrize("size", [1, 8, 64])
+@pytest.mark.parametrize("size", [1, 8])
 @pytest.mark.parametrize(("before", "after"), [(0.9, 0.1), (0.1, 0.9)])
 def test_policy_follows_acceptance(size: int, before: float, after: float) -> None:
     simulation = Simulation(gpu_times)
@@ -224,7 +224,7 @@ def test_probes_cost_less_than_one_percent() -> None:
     simulation = Simulation(gpu_times, noise=0, outliers=0)
     requests = uniform(0.9, 8)
     simulation.run(requests, CONVERGED)
-    lengths = simulation.run(requests, 20_000)
+    lengths = simulation.run(requests, 10_000)
     assert simulation.share_of_best(requests, lengths) >= 0.99
     assert min(lengths[k] for k in range(K + 1)) > 0
 
