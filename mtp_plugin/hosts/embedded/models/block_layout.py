@@ -132,7 +132,7 @@ def plan_tensors(
     has the fused name.
 
     Raises:
-        CheckpointError: more experts than `stored` has tensors.
+        CheckpointError: more experts than `stored` has.
     """
     for key, tensor in module.state_dict().items():
         name = name_of(key)
@@ -140,12 +140,12 @@ def plan_tensors(
         experts, _, projection = name.rpartition(".")
         if name in stored or not experts.endswith(".experts"):
             yield TensorPlan(key, shape, (name,), shape, "copy")
-        elif stored and shape[0] > len(stored):
-            raise CheckpointError(
-                f"expected {shape[0]} experts in {experts}, the files have {len(stored)} tensors "
-                f"in all"
-            )
-        elif projection == "gate_up_proj":
+            continue
+        first = "gate_proj" if projection == "gate_up_proj" else projection
+        last = f"{experts}.{shape[0] - 1}.{first}.weight"
+        if stored and last not in stored:
+            raise CheckpointError(f"expected {shape[0]} experts in {experts}, there is no {last}")
+        if projection == "gate_up_proj":
             sources = tuple(
                 f"{experts}.{expert}.{half}.weight"
                 for expert in range(shape[0])

@@ -97,12 +97,13 @@ def preflight(path: str | Path, num_mtp_layers: int | None = None) -> Preflight:
             f"{listed(odd)}"
         )
     family, first = checked.family, checked.facts.num_hidden_layers
-    last = f"model.layers.{first - 1}"
-    if not any(name.startswith(f"{last}.") for name in stored):  # before building so many
-        raise CheckpointError(
-            f"{where}: config.json says num_hidden_layers = {first}, the files have no tensor of "
-            f"{last}"
-        )
+    owners = {".".join(name.split(".", 3)[:3]) for name in stored}
+    for layer in range(first):
+        if f"model.layers.{layer}" not in owners:  # before building so many
+            raise CheckpointError(
+                f"{where}: config.json says num_hidden_layers = {first}, the files have no tensor "
+                f"of model.layers.{layer}"
+            )
     mtp = {name for name in stored if _is_of_mtp(name, family, first)}
     if needed and not mtp:
         raise CheckpointError(

@@ -287,12 +287,12 @@ class TestKeysOnWhichTransformersActs:
         (
             {"num_hidden_layers": 10_000},
             "config.json says num_hidden_layers = 10000, the files have no tensor of "
-            "model.layers.9999",
+            "model.layers.3",
         ),
         (
             {"n_routed_experts": 60_000},
-            "expected 60000 experts in model.layers.2.mlp.experts, the files have 65 tensors in "
-            "all",
+            "expected 60000 experts in model.layers.2.mlp.experts, there is no "
+            "model.layers.2.mlp.experts.59999.gate_proj.weight",
         ),
     ],
 )
