@@ -7,8 +7,9 @@ Host-side code reads a few numbers; those are zeros.
 from __future__ import annotations
 
 import dataclasses
+import os
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -75,6 +76,14 @@ BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
 I32, I64 = torch.int32, torch.int64
 VOCAB, HIDDEN = 129280, 7168
 
+Case = TypeVar("Case")
+EVERY = os.environ.get("COMPILE_EVERY_VARIANT") == "1"
+
+
+def variants(usual: list[Case], others: list[Case]) -> list[Case]:
+    """The cases that cover the branches of the kernels; with `EVERY`, other types and sizes too."""
+    return [*usual, *(others if EVERY else [])]
+
 
 def floats(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype)
@@ -105,7 +114,8 @@ def slot_rows(requests: int, vocab: int = VOCAB) -> SlotRows:
 
 
 def compile_acceptance() -> None:
-    for k, contexts, generations, dtype in ((3, 2, 4, BF16), (3, 0, 32, F32), (8, 0, 1, F16)):
+    cases = variants([(3, 2, 4, BF16), (3, 0, 32, F32)], [(8, 0, 1, F16)])
+    for case, (k, contexts, generations, dtype) in enumerate(cases):
         layout = StepLayout((5,) * contexts, generations, k, ints(contexts))
         requests, drafts = layout.num_requests, ints(generations, k)
         logits = floats(layout.num_logit_rows, VOCAB, dtype=dtype)
@@ -127,23 +137,19 @@ def compile_acceptance() -> None:
             )
             for some in (None, rule)
         ]
-        for rules in (
+        rules = [
             AcceptanceRules(forced_matches=forced),
             AcceptanceRules(relaxed=rule),
             AcceptanceRules(rule, forced_matches=forced),
             *chosen,
-        ):
-            accept(layout, logits, drafts, rules, **given, backend=Backend.TRITON)
-            first_rows = ints(requests)
-            accept(
-                layout,
-                logits,
-                drafts,
-                rules,
-                **given,
-                first_rows=first_rows,
-                backend=Backend.TRITON,
-            )
+        ]
+        for number, one in enumerate(rules):
+            # without EVERY each type has every other rule, with rows in order or ragged ones
+            if not EVERY and number % 2 != case:
+                continue
+            for first_rows in (None, ints(requests)) if EVERY else ((None, ints(requests))[case],):
+                given["first_rows"] = first_rows
+                accept(layout, logits, drafts, one, **given, backend=Backend.TRITON)
 
 
 def compile_logit_masks() -> None:
@@ -172,6 +178,7 @@ def compile_sampling_of_raw_rows() -> None:
         rows,
         dataclasses.replace(slot_rows(requests), pools=None),
         role=Role.TARGET,
+        truncation=floats(len(logits), 4, dtype=F32),
         sums=RowSums.unwritten(logits),
         backend=Backend.TRITON,
     )
@@ -189,14 +196,13 @@ def compile_thinking() -> None:
 
 
 def compile_rejection_sampling() -> None:
-    for requests, k, vocab, dtype, ids in (
-        (8, 3, VOCAB, F32, None),
-        (100, 3, VOCAB, BF16, None),
-        (8, 1, VOCAB, F32, ints(32768)),
-        (1, 16, 202048, F16, None),
+    for requests, k, vocab, dtype, ids in variants(
+        [(8, 3, VOCAB, F32, None), (100, 3, VOCAB, BF16, None), (8, 1, VOCAB, F32, ints(32768))],
+        [(1, 16, 202048, F16, None)],
     ):
         slots = slot_rows(requests, vocab)
-        for some in (slots, dataclasses.replace(slots, pools=None)):
+        raw = dataclasses.replace(slots, pools=None)
+        for some in (slots, raw) if EVERY else (slots if requests > 8 else raw,):
             pool = floats(64, k, vocab, dtype=F32)
             words = vocab if ids is None else len(ids)
             drafts = ints(requests, k)
@@ -241,11 +247,9 @@ def compile_processed() -> None:
 
 
 def compile_logprobs() -> None:
-    for contexts, generations, k, vocab, dtype, num_logprobs in (
-        (0, 8, 3, VOCAB, F32, None),
-        (2, 8, 3, VOCAB, BF16, None),
-        (0, 1, 0, 202048, F16, None),
-        (0, 256, 0, VOCAB, BF16, 20),
+    for contexts, generations, k, vocab, dtype, num_logprobs in variants(
+        [(2, 8, 3, VOCAB, F32, None), (0, 256, 0, VOCAB, BF16, 20)],
+        [(0, 8, 3, VOCAB, BF16, None), (0, 1, 0, 202048, F16, None)],
     ):
         layout = StepLayout((5,) * contexts, generations, k, ints(contexts))
         requests = layout.num_requests
@@ -319,11 +323,12 @@ def compile_draft_step() -> None:
     last = ints(requests, dtype=I64)
     place = DraftOutput(ints(requests, k), ints(requests, k + 1), 1)
     positions = {"positions": ints(requests, dtype=I64), "max_position": 4096}
-    for vocab, more in (
-        (VOCAB, {}),
-        (VOCAB, {"shifted_ids": ints(40), "last_rows": last}),
-        (VOCAB, positions),
-        (32768, {**positions, "kv_lens": ints(requests), "vocab_ids": ints(32768)}),
+    for vocab, more in variants(
+        [
+            (VOCAB, {"shifted_ids": ints(40), "last_rows": last}),
+            (32768, {**positions, "kv_lens": ints(requests), "vocab_ids": ints(32768)}),
+        ],
+        [(VOCAB, {}), (VOCAB, positions)],
     ):
         filled = dataclasses.replace(place, **more)
         propose(floats(requests, vocab), filled, backend=Backend.TRITON)
@@ -331,7 +336,7 @@ def compile_draft_step() -> None:
         for slots in (slot_rows(requests), None):
             write_drafts(ints(requests), filled, following, slots, backend=Backend.TRITON)
         slots = slot_rows(requests)
-        for count in (1, 6):
+        for count in variants([6], [1]):
             rule = ThinkingRule(1, 2, ints(count), ints(count, count))
             write_drafts(ints(requests), filled, following, slots, rule, backend=Backend.TRITON)
             rows = dataclasses.replace(following, column=1)
@@ -443,24 +448,24 @@ def attend(
 
 
 def compile_attention() -> None:
-    attend(BF16, 128, (500, 37), 8, 4)
-    attend(BF16, 64, (500,), 1, 4)
-    attend(BF16, 256, (500,), 1, 4)
-    attend(F16, 80, (9,), 8, 2)
-    attend(F32, 128, (500,), 1, 4)
-    attend(F32, 256, (9,), 1, 1)
+    for arguments in variants(
+        [(BF16, 128, (500, 37), 8, 4), (F16, 80, (9,), 8, 2), (F32, 256, (9,), 1, 1)],
+        [(BF16, 64, (500,), 1, 4), (BF16, 256, (500,), 1, 4), (F32, 128, (500,), 1, 4)],
+    ):
+        attend(*arguments)
 
 
 def compile_attention_of_long_prompts() -> None:
-    for dtype, block_size in ((BF16, 8), (BF16, 32), (F16, 256)):
+    for dtype, block_size in variants([(BF16, 32)], [(BF16, 8), (F16, 256)]):
         attend(dtype, 128, (1000, 37), 8, 4, block_size)
 
 
 def compile_attention_of_large_batches() -> None:
-    attend(BF16, 128, (), 64, 4)
-    attend(BF16, 128, (), 64, 32)
-    attend(BF16, 256, (), 64, 1)
-    attend(F32, 64, (), 64, 4)
+    for arguments in variants(
+        [(BF16, 128, (), 64, 4), (F32, 64, (), 64, 4)],
+        [(BF16, 128, (), 64, 32), (BF16, 256, (), 64, 1)],
+    ):
+        attend(*arguments)
 
 
 # --- fused layers ---
@@ -518,13 +523,12 @@ def mixture(dtype: torch.dtype, rows: int, num_experts: int, rule: RouterRule, s
 def compile_experts() -> None:
     few = RouterRule(top_k=2, num_groups=1, topk_group=1, normalise=True, scale=1.0)
     grouped = RouterRule(top_k=8, num_groups=8, topk_group=4, normalise=True, scale=2.5)
-    mixture(BF16, 4, 8, few, 1)
-    mixture(BF16, 40, 8, few, 0)
-    mixture(BF16, 256, 8, few, 1)
-    mixture(BF16, 1, 256, grouped, 1)
-    mixture(F32, 4, 8, few, 1)
-
-
-def compile_experts_of_many_rows() -> None:
-    few = RouterRule(top_k=2, num_groups=1, topk_group=1, normalise=False, scale=1.0)
-    mixture(BF16, 600, 4, few, 1)
+    for arguments in variants(
+        [(BF16, 40, 8, few, 0), (BF16, 1, 256, grouped, 1), (F32, 4, 8, few, 1)],
+        [
+            (BF16, 4, 8, few, 1),
+            (BF16, 256, 8, few, 1),
+            (BF16, 600, 4, dataclasses.replace(few, normalise=False), 1),
+        ],
+    ):
+        mixture(*arguments)

@@ -21,7 +21,6 @@ from mtp_plugin.ops.early_compile import CompileJob, record_launches
 from tests.compiled.compiler import AbsentDriver, Compilations
 from tests.compiled.launches import (
     compile_attention_of_long_prompts,
-    compile_logprobs,
     compile_norms,
     compile_step_inputs,
 )
@@ -43,7 +42,6 @@ def main() -> None:
     def launch() -> None:
         for call in (
             compile_step_inputs,
-            compile_logprobs,
             compile_norms,
             compile_attention_of_long_prompts,
         ):
