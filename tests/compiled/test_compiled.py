@@ -1,7 +1,7 @@
 """Every kernel compiles for a Hopper GPU and for an Ada one, not only under the interpreter.
 
-By default in few variants; with ``-m "full or not full"`` in all. Child processes do it, one per GPU and both at once: whether a kernel is interpreted is decided when
-it is imported.
+By default in few variants; with ``-m "full or not full"`` in all. A child process per GPU does it:
+whether a kernel is interpreted is decided when it is imported.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def compiled(capability: int, cache: Path, *, every: bool) -> Ended:
 
 @pytest.fixture(scope="module")
 def compile_for(request: pytest.FixtureRequest, once_per_run) -> Callable[[int], Ended]:
-    """Compile for a capability, once per run of the tests; with ``-m full`` every variant."""
-    every = "full" in request.config.option.markexpr
+    """Compile for a capability, once per run; every variant if tests marked ``full`` run."""
+    every = any(item.get_closest_marker("full") for item in request.session.items)
 
     def ended(capability: int) -> Ended:
         def compile_all(folder: Path) -> str:

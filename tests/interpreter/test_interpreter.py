@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import zlib
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -70,22 +71,24 @@ def format_value(operation: Callable[..., object], *operands: object, **flags: o
     return [describe_value(value) for value in (values if isinstance(values, tuple) else (values,))]
 
 
-def pairs() -> Iterator[tuple[object, object]]:
+def pairs(name: str) -> Iterator[tuple[object, object]]:
+    """A fifth of all pairs of operands; which one depends on the name of the operation."""
     left, right = (
         [a_value(dtype, shape, first) for dtype in TYPES for shape in SHAPES] for first in (0, 5)
     )
-    return itertools.chain(
+    every = itertools.chain(
         itertools.product(left, NUMBERS),
         itertools.product(NUMBERS, left),
         itertools.product(left, right),
         [(left[14], left[14])],
     )
+    return itertools.islice(every, zlib.crc32(name.encode()) % 5, None, 5)
 
 
 @pytest.mark.parametrize("flags", [{}, {"div_or_mod": True}, {"arithmetic_check": False}], ids=str)
 def test_operands(flags: dict[str, bool], both: Both) -> None:
     quick, plain = (semantic.binary_op_type_checking_impl for semantic in both)
-    for lhs, rhs in pairs():
+    for lhs, rhs in pairs(str(flags)):
         assert format_value(quick, lhs, rhs, **flags) == format_value(plain, lhs, rhs, **flags), (
             lhs,
             rhs,
@@ -106,7 +109,7 @@ OPERATIONS = [
 @pytest.mark.parametrize(("name", "flags"), OPERATIONS)
 def test_operations(name: str, flags: tuple[bool, ...], both: Both) -> None:
     quick, plain = (getattr(semantic, name) for semantic in both)
-    for lhs, rhs in pairs():
+    for lhs, rhs in pairs(name):
         if name == "ashr" and any(unsigned(each) for each in (lhs, rhs)):
             continue  # that of unsigned numbers is another operation
         assert format_value(quick, lhs, rhs, *flags) == format_value(plain, lhs, rhs, *flags), (
@@ -120,7 +123,7 @@ def test_operators(name: str, both: Both) -> None:
     """Of a value and another, a number or a constant."""
     quick = operators(both[0])[name]
     plain = functools.partial(getattr(tl.tensor, name), _semantic=both[1])
-    for lhs, rhs in pairs():
+    for lhs, rhs in pairs(name):
         if isinstance(lhs, tl.tensor):
             assert format_value(quick, lhs, rhs) == format_value(plain, lhs, rhs), (lhs, rhs)
             if not isinstance(rhs, tl.tensor):
@@ -145,7 +148,7 @@ def test_a_choice(shape: tuple[int, ...], both: Both) -> None:
     quick, plain = (semantic.where for semantic in both)
     for dtype in (tl.int1, tl.int32):
         condition = a_value(dtype, shape)
-        for x, y in pairs():
+        for x, y in pairs(f"{dtype} {shape}"):
             assert format_value(quick, condition, x, y) == format_value(plain, condition, x, y), (
                 x,
                 y,

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
@@ -32,6 +32,7 @@ def some_rows(requests: int, **layout: object) -> SlotRows:
     return slot_rows(values, COLUMNS, **layout)
 
 
+@settings(max_examples=20)
 @given(
     requests=st.integers(0, 6),
     seed=st.integers(0, 99),

@@ -8,7 +8,7 @@ from inspect import signature
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
@@ -109,6 +109,7 @@ def test_one_request(
 
 
 @both
+@settings(max_examples=20)
 @given(
     kinds=st.lists(st.booleans(), min_size=1, max_size=6) | st.just([True, False, True] * 12),
     num_padding=st.integers(0, 3),
@@ -150,6 +151,7 @@ def test_any_batch(
     assert result.remove_mask is out[1]
 
 
+@settings(max_examples=20)
 @given(
     num_drafts=st.sampled_from([1, 5]),
     block_size=st.sampled_from([2, 4]),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
@@ -99,6 +99,7 @@ def test_letters(backend: Backend) -> None:
 
 
 @both
+@settings(max_examples=20)
 @given(
     num_decodes=st.integers(0, 5) | st.just(35),
     num_prefills=st.integers(0, 4) | st.just(33),

@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
@@ -71,6 +71,7 @@ def test_three_decodes_and_two_prefills(backend: Backend) -> None:
 
 
 @both
+@settings(max_examples=20)
 @given(
     num_decodes=st.integers(0, 5) | st.just(37),
     num_prefills=st.integers(0, 4) | st.just(33),
@@ -225,6 +226,7 @@ def test_logit_indices_two_decodes_and_two_prompts(backend: Backend) -> None:
 
 
 @both
+@settings(max_examples=20)
 @given(
     num_decodes=st.integers(0, 6),
     num_prefills=st.integers(0, 6),

@@ -57,7 +57,7 @@ RAGGED = st.none() | st.integers(0, 2**16)
 INTEGERS = st.sampled_from([torch.int32, torch.int64, torch.int16])
 
 
-@settings(max_examples=70)
+@settings(max_examples=28)
 @given(kind=EVERY_KIND, case=cases, seed=RAGGED, dtype=INTEGERS)
 def test_example_torch_and_triton_agree(
     kind: str, case: Case, seed: int | None, dtype: torch.dtype
@@ -68,7 +68,7 @@ def test_example_torch_and_triton_agree(
     assert_implementations_agree(case, kind)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(kind=EVERY_KIND, case=small_cases, seed=RAGGED)
 def test_torch_matches_the_example_for_small_vocabularies(
     kind: str, case: Case, seed: int | None
@@ -76,7 +76,7 @@ def test_torch_matches_the_example_for_small_vocabularies(
     check_example(case if seed is None else ragged(case, seed), kind, [Backend.TORCH])
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(kind=st.sampled_from(["relaxed", "mixed", "chosen"]), case=small_cases)
 def test_triton_matches_the_example_for_small_vocabularies(kind: str, case: Case) -> None:
     check_example(case, kind, [Backend.TRITON])
@@ -87,7 +87,7 @@ def test_implementations_agree_where_distances_decide(kind: str) -> None:
     """Smooth rows, with phases, stop ids, ragged drafts: few are too close, many are decided."""
     seen = Counter()
     # a count leaves few of the mixed ones to distances
-    seeds, generations = (24, 4) if kind == "relaxed" else (12, 12)
+    seeds, generations = (12, 4) if kind == "relaxed" else (6, 12)
     for seed in range(seeds):
         case = make_case(
             seed,
@@ -100,7 +100,7 @@ def test_implementations_agree_where_distances_decide(kind: str) -> None:
         )
         close, decided = assert_implementations_agree(case, kind)
         seen.update(close=close, decided=decided)
-    assert seen["decided"] > (10 if kind == "relaxed" else 2)
+    assert seen["decided"] > (5 if kind == "relaxed" else 1)
     assert seen["close"] <= seen["decided"] / 10
 
 
@@ -108,7 +108,7 @@ def test_implementations_agree_where_distances_decide(kind: str) -> None:
 @pytest.mark.parametrize("backend", Backend)
 def test_a_rule_that_names_no_row_changes_nothing(backend: Backend, kind: str) -> None:
     """No thinking and nothing forced is strict; nothing forced is relaxed."""
-    for seed in range(3):
+    for seed in range(2):
         case = make_case(seed, num_contexts=1, num_generations=3, k=3, vocab=127, lens=True)
         counts = torch.full_like(case.forced, -1)
         # a token that begins the phase would name a row after all
@@ -121,6 +121,7 @@ def test_a_rule_that_names_no_row_changes_nothing(backend: Backend, kind: str) -
         assert_same(replace(case, forced=counts).accept("mixed", backend), relaxed)
 
 
+@settings(max_examples=20)
 @given(small_cases)
 def test_top_one_and_no_distance_is_strict_for_small_vocabularies(case: Case) -> None:
     assert_strict(case, Backend.TORCH)
@@ -151,6 +152,7 @@ def test_blocks_of_several_tiles_agree() -> None:
     assert_implementations_agree(chosen_rows(case, 4), "relaxed")
 
 
+@settings(max_examples=20)
 @given(small_cases)
 def test_no_rule_emits_a_masked_or_foreign_token(case: Case) -> None:
     everything = [Thinker(topk=99, limit=1.0)] * case.layout.num_requests
@@ -170,14 +172,14 @@ def test_no_rule_emits_a_masked_or_foreign_token(case: Case) -> None:
                 assert usable[row, token] > -torch.inf
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("relaxed", [False, True], ids=["strict", "relaxed"])
-def test_ties_across_pieces_go_to_the_lowest_id(dtype: torch.dtype, relaxed: bool) -> None:
+def test_ties_across_pieces_go_to_the_lowest_id(relaxed: bool) -> None:
     """The same maximum on both sides of a cut, and once more in the last piece."""
     vocab, k = 4999, 1
     piece, pieces, _ = split(2, vocab, heavy=relaxed)
     assert pieces > 2
-    for low in (piece - 1, piece, 2 * piece - 1, vocab - 1):
+    lows = (piece - 1, piece, 2 * piece - 1, vocab - 1)
+    for low, dtype in zip(lows, (*DTYPES, torch.float32), strict=True):
         logits = torch.zeros(2, vocab)
         logits[:, [low, vocab - 1]] = 2.5
         if low + 1 < vocab:
@@ -230,11 +232,8 @@ R46 = [
     for batch, k, vocab in [
         (0, 3, 127),
         (1, 0, 1),
-        (1, 3, 2049),
         (1, 7, 1023),
-        (3, 0, 1025),
         (5, 3, 1025),
-        (7, 1, 3001),
     ]
 ]
 

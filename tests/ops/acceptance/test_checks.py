@@ -58,11 +58,14 @@ FREE = {
 @pytest.mark.parametrize("backend", Backend)
 def test_arguments(backend: Backend) -> None:
     uniform = arguments()
-    flat = {**uniform, "draft_tokens": uniform["draft_tokens"].reshape(-1)}
-    ragged = {**uniform, "first_rows": vector([1, 0, 2, 5, 8, 11, 14, 17], torch.int32)}
+    ragged = {
+        **uniform,
+        "draft_tokens": uniform["draft_tokens"].reshape(-1),
+        "first_rows": vector([1, 0, 2, 5, 8, 11, 14, 17], torch.int32),
+    }
     tokens = vector([5, 1, 6, 6, 3, 4, -1] * 3, torch.int32)[:20]
     rules = replace(uniform["rules"], choices=tokens, forced_ids=tokens.flip(0))
-    for given in (uniform, flat, ragged, {**uniform, "rules": rules}):
+    for given in (uniform, {**ragged, "rules": rules}):
         # with `first_rows` there may be rows of no request
         free = FREE | ({"logits: shorter"} if "first_rows" in given else set())
         check_arguments(accept, given, refused=REFUSED, free=free, backend=backend)

@@ -16,7 +16,7 @@ VOCAB = 7
 both = pytest.mark.parametrize("backend", Backend)
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     contexts=st.integers(0, 3),
     generations=st.integers(0, 4),

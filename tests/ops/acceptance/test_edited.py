@@ -100,7 +100,7 @@ def some_case(seed: int) -> Case:
 @pytest.mark.parametrize("is_ragged", [False, True], ids=["uniform", "ragged"])
 def test_processed_values_decide(backend: Backend, is_ragged: bool) -> None:
     decided = 0
-    for seed in range(3):
+    for seed in range(2):
         case, beforehand = edited_by(some_case(seed), seed)
         for kind in ("relaxed",) if seed else ("relaxed", "mixed"):
             given = ragged(case, seed) if is_ragged else case
@@ -111,7 +111,7 @@ def test_processed_values_decide(backend: Backend, is_ragged: bool) -> None:
             close = undecided(margin, plain, case.layout)
             mine = given.accept(replace(rules, processed_slots=case.relaxed.slots), backend)
             assert_same(mine, beforehand.accept(plain, Backend.TORCH), ~close)
-    assert decided > 15
+    assert decided > 10
 
 
 @pytest.mark.parametrize("backend", Backend)

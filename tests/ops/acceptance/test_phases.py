@@ -157,7 +157,7 @@ def test_slots_of_any_integers(backend: Backend, dtype: torch.dtype) -> None:
     assert same_bits(wide.in_force, other.in_force)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     seed=st.integers(0, 2**31),
     num_contexts=st.integers(0, 2),

@@ -24,7 +24,7 @@ from tests.ops.on_device import DEVICE, vector
 BACKENDS = pytest.mark.parametrize("backend", Backend)
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(kind=st.sampled_from(KINDS), case=cases)
 def test_uniform_rows_as_ragged_arguments_change_nothing(kind: str, case: Case) -> None:
     """Bit for bit: the same rows, reduced in the same blocks."""

@@ -33,7 +33,7 @@ def int32(ids: list[int]) -> torch.Tensor:
     return vector(ids, torch.int32)
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(
     requests=st.integers(0, 5),
     k=st.integers(1, 5),

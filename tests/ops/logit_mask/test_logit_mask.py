@@ -179,7 +179,7 @@ def strided_vector(values: Any, dtype: torch.dtype, spare: int) -> torch.Tensor:
     return wide[:, 0]
 
 
-@settings(max_examples=40)
+@settings(max_examples=16)
 @given(
     seed=st.integers(0, 2**31),
     contexts=st.integers(0, 3),

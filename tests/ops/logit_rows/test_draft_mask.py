@@ -130,7 +130,7 @@ def accepted_of(runs: list[list[int]], width: int) -> Accepted:
 def test_example_torch_and_triton_agree(backend: Backend) -> None:
     banned = 0
 
-    @settings(max_examples=40 if backend is Backend.TORCH else 15)
+    @settings(max_examples=16 if backend is Backend.TORCH else 6)
     @given(
         seed=st.integers(0, 2**31),
         requests=st.integers(1, 4),
@@ -180,7 +180,7 @@ def test_example_torch_and_triton_agree(backend: Backend) -> None:
         assert torch.equal(before.allowed[others], outside[others])
 
     agree()
-    assert banned > 100
+    assert banned > 40
 
 
 def one_request(**options: object) -> Batch:
@@ -291,7 +291,7 @@ def test_bits_of_all_ids() -> None:
 def test_greedy_drafts_have_the_same_mask(backend: Backend) -> None:
     """As equal sampled drafts; no draft is a disallowed token."""
     checked = 0
-    for seed in range(60 if backend is Backend.TORCH else 20):
+    for seed in range(20 if backend is Backend.TORCH else 8):
         rng = random.Random(seed)
         requests, vocab, k = rng.randint(1, 4), rng.choice((2, 33, 100)), 4
         mine = Batch.of(seed, requests, vocab)
@@ -322,4 +322,4 @@ def test_greedy_drafts_have_the_same_mask(backend: Backend) -> None:
             indices = [position + number + 2 for position in mine.positions]
             before = [row[: number + 1] for row in drafts.tolist()]
             checked += mine.check(mine.options, indices, before)
-    assert checked > 20
+    assert checked > 8

@@ -38,7 +38,7 @@ cases = {
 
 @pytest.mark.parametrize("backend", Backend)
 def test_example_of_log_probabilities(backend: Backend) -> None:
-    @settings(max_examples=60 if backend is Backend.TORCH else 25)
+    @settings(max_examples=24 if backend is Backend.TORCH else 10)
     @given(vocab=st.integers(1, 40) | st.sampled_from((127, 129, 700)), **cases)
     def agree(vocab: int, **shape: object) -> None:
         case = Case.of(vocab=vocab, **shape)
@@ -48,10 +48,8 @@ def test_example_of_log_probabilities(backend: Backend) -> None:
     agree()
 
 
-@settings(max_examples=15)
-@given(
-    vocab=st.sampled_from((4095, 4097, 9001, 17001)), some_rows=st.sampled_from((0, 64)), **cases
-)
+@settings(max_examples=6)
+@given(vocab=st.sampled_from((4095, 4097, 9001)), some_rows=st.sampled_from((0, 64)), **cases)
 def test_torch_and_triton_agree_over_many_pieces(
     vocab: int, some_rows: int, **shape: object
 ) -> None:
@@ -147,10 +145,11 @@ def test_ties_at_the_last_listed_token(vocab: int, dtype: torch.dtype, with_sums
         check_same(case.run(Backend.TORCH), case.run(Backend.TRITON))
 
 
+@pytest.mark.thinned("with_sums")
 @pytest.mark.parametrize("with_sums", [False, True])
-@pytest.mark.parametrize("number", range(MAX_LOGPROBS + 1))
+@pytest.mark.parametrize("number", [0, 1, 2, 7, 16, 19, MAX_LOGPROBS])
 def test_every_number_of_ids(number: int, with_sums: bool) -> None:
-    case = Case.of(number, 4500, contexts=1, generations=1, k=1)
+    case = Case.of(number, 4200, contexts=1, generations=1, k=1)
     numbers = [number] * 2
     case = case.replaced(slots=slot_rows([{"logprobs": n} for n in numbers]), requested=numbers)
     check_example(case, case.run(Backend.TRITON, case.sums() if with_sums else None))

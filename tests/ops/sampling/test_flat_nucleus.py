@@ -20,7 +20,7 @@ from tests.ops.sampling.margins import Comparison
 from tests.ops.sampling.processed_rows import columns_of, write
 from tests.ops.top_k.rows import DTYPES, strided
 
-VOCAB = 20_011
+VOCAB = 12_011
 NAN, INF = float("nan"), float("inf")
 TOP_PS = (0.999999, 0.95, 0.8, 0.5, 0.3, 0.25)
 
@@ -56,7 +56,7 @@ def check(batch: Batch) -> None:
 @pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize(("dtype", "temperature"), [*zip(DTYPES, (0.7, 1.0, 3.0), strict=True)])
 def test_every_share_of_mass(temperature: float, dtype: torch.dtype, tried: list[int]) -> None:
-    requests = [Options(temperature, top_p=p, seed=seed) for p in TOP_PS for seed in range(2)]
+    requests = [Options(temperature, top_p=p, seed=1) for p in TOP_PS]
     check(batch_of_rows(normal(len(requests)).to(dtype), requests))
     assert len(tried) >= len(requests)
 
@@ -64,7 +64,7 @@ def test_every_share_of_mass(temperature: float, dtype: torch.dtype, tried: list
 @pytest.mark.thinned
 @pytest.mark.parametrize("min_p", [0.02, 0.3])
 def test_min_p_leaves_out_what_would_be_tried(min_p: float, tried: list[int]) -> None:
-    requests = [Options(1.5, top_p=p, min_p=min_p, seed=seed) for p in TOP_PS for seed in range(2)]
+    requests = [Options(1.5, top_p=p, min_p=min_p, seed=1) for p in TOP_PS]
     batch = batch_of_rows(normal(len(requests)), requests)
     check(batch)
     top = batch.logits.amax(dim=1)
@@ -78,7 +78,7 @@ def test_min_p_leaves_out_what_would_be_tried(min_p: float, tried: list[int]) ->
 def test_next_id_ahead_follows_a_removed_one(tried: list[int]) -> None:
     """Columns that are tried have decreasing depths; the last one is the sample."""
     row, wins = normal(1), 0
-    for seed in range(12):
+    for seed in range(8):
         tried.clear()
         batch = batch_of_rows(row, [Options(1.0, top_p=0.3, seed=seed)])
         token = int(batch.tokens(Backend.TRITON))
@@ -87,15 +87,15 @@ def test_next_id_ahead_follows_a_removed_one(tried: list[int]) -> None:
         assert tried[-1] == token
         assert values == sorted(values)
         wins += len(tried) == 1
-    assert 0 < wins < 12
+    assert 0 < wins < 8
 
 
 @pytest.mark.parametrize(("top_p", "most"), [(0.95, 1.2), (0.5, 2.2)])
 def test_few_are_tried(top_p: float, most: float, tried: list[int]) -> None:
     """About 1 - ln(top_p) each."""
-    requests = [Options(1.0, top_p=top_p, seed=seed) for seed in range(24)]
-    check(batch_of_rows(normal(1).expand(24, -1), requests))
-    assert len(tried) <= most * 24
+    requests = [Options(1.0, top_p=top_p, seed=seed) for seed in range(12)]
+    check(batch_of_rows(normal(1).expand(12, -1), requests))
+    assert len(tried) <= most * 12
 
 
 def test_row_is_read_until_the_result_is_certain(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,35 +109,35 @@ def test_row_is_read_until_the_result_is_certain(monkeypatch: pytest.MonkeyPatch
         return weighed(*given)
 
     monkeypatch.setattr(truncation_triton, "_sum_weights", count)
-    vocab = 4096 * 2 * 10
-    requests = [Options(2.0, top_p=0.95, seed=seed) for seed in range(4)]
-    batch = batch_of_rows(normal(1, vocab).expand(4, -1), requests)
+    vocab = 4096 * 2 * 6
+    requests = [Options(2.0, top_p=0.95, seed=seed) for seed in range(3)]
+    batch = batch_of_rows(normal(1, vocab).expand(3, -1), requests)
     check(batch)
-    # ten each, if all were read
-    assert len(seen) < 25
+    # six each, if all were read
+    assert len(seen) < 12
 
 
 @pytest.mark.parametrize(("kept", "is_tried"), [(6000, True), (150, False)])
 def test_ties_keep_the_lowest_columns(kept: int, is_tried: bool, tried: list[int]) -> None:
     """Equal ids are ordered by column; if few are kept, none is tried."""
     row = torch.full((1, VOCAB), -2.5)
-    requests = [Options(1.0, top_p=(kept - 0.5) / VOCAB, seed=seed) for seed in range(6)]
-    batch = batch_of_rows(row.expand(6, -1), requests)
+    requests = [Options(1.0, top_p=(kept - 0.5) / VOCAB, seed=seed) for seed in range(4)]
+    batch = batch_of_rows(row.expand(4, -1), requests)
     tokens = batch.tokens(Backend.TRITON)
     assert torch.equal(tokens, batch.tokens(Backend.TORCH))
     assert int(tokens.max()) < kept
-    assert (len(tried) > 6) == is_tried
+    assert (len(tried) > 4) == is_tried
 
 
 @pytest.mark.thinned(cases=6)
 @pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize("kind", ["tails", "strided", "ids", "edited", "far", "depths of nothing"])
 def test_rows_of_every_form(kind: str, tried: list[int]) -> None:
-    requests = [Options(1.0, top_p=p, seed=seed) for seed, p in enumerate(TOP_PS)]
+    requests = [Options(1.0, top_p=p, seed=seed) for seed, p in enumerate(TOP_PS[1:5])]
     rows = normal(len(requests))
     if kind == "tails":
-        rows[:, :3000] = NAN
-        rows[:, -5000:] = -INF
+        rows[:, :1000] = NAN
+        rows[:, -2000:] = -INF
     if kind == "strided":
         rows = strided(rows, 5)
     if kind == "far":

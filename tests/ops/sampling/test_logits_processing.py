@@ -46,7 +46,7 @@ batches = {
 }
 
 
-@settings(max_examples=80)
+@settings(max_examples=32)
 @given(
     vocab=st.sampled_from((1, 2, 7, 31, 32, 33, 127)),
     **{**batches, "width": st.integers(1, 7)},  # more drafts than are loaded at once
@@ -74,7 +74,7 @@ def test_values_equal_the_example(vocab: int, **shape: Any) -> None:
 def test_example_torch_and_triton_agree(greedy: bool) -> None:
     comparison = Comparison()
 
-    @settings(max_examples=40)
+    @settings(max_examples=16)
     @given(
         vocab=st.sampled_from((1, 2, 7, 31, 33, 127)),
         pools=st.sampled_from([True, True, True, True, False]),
@@ -90,7 +90,7 @@ def test_example_torch_and_triton_agree(greedy: bool) -> None:
             comparison.compare(case, expected, tokens)
 
     agree()
-    assert comparison.rows["all"] > 150
+    assert comparison.rows["all"] > 60
     comparison.check()
 
 
@@ -103,7 +103,7 @@ def test_torch_and_triton_agree_over_many_chunks(
     monkeypatch.setattr(launch, "SCAN_BLOCKS_PROCESSED", ((0, parts),))
     comparison = Comparison()
 
-    @settings(max_examples=12)
+    @settings(max_examples=6)
     @given(vocab=st.sampled_from((1023, 4096, 4099, 9001)), greedy=st.booleans(), **batches)
     def agree(vocab: int, **shape: Any) -> None:
         case = EditedBatch.of(vocab=vocab, **shape)
@@ -111,7 +111,7 @@ def test_torch_and_triton_agree_over_many_chunks(
         comparison.compare(case, expected, case.tokens(Backend.TRITON))
 
     agree()
-    assert comparison.rows["all"] > 15
+    assert comparison.rows["all"] > 5
     comparison.check()
 
 
@@ -147,7 +147,7 @@ BOTH = pytest.mark.parametrize("backend", Backend)
 
 
 @BOTH
-@pytest.mark.parametrize("place", [5, 1100, 2500, 4000])
+@pytest.mark.parametrize("place", [5, 2500])
 def test_drafts_count_in_every_piece_of_a_program(
     backend: Backend, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

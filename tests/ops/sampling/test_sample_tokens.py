@@ -37,7 +37,7 @@ batches = {
 def test_example_torch_and_triton_agree() -> None:
     comparison = Comparison()
 
-    @settings(max_examples=80)
+    @settings(max_examples=32)
     @given(vocab=st.sampled_from((1, 2, 7, 31, 127, 300)), **batches)
     def agree(vocab: int, **shape: object) -> None:
         batch = Batch.of(vocab=vocab, **shape)
@@ -46,7 +46,7 @@ def test_example_torch_and_triton_agree() -> None:
             comparison.compare(batch, expected, batch.tokens(backend))
 
     agree()
-    assert comparison.rows["all"] > 300
+    assert comparison.rows["all"] > 100
     comparison.check()
 
 
@@ -66,15 +66,15 @@ def test_torch_and_triton_agree_over_many_chunks(
     monkeypatch.setattr(launch, "MAX_GRID_Y", max_grid_y)
     comparison = Comparison()
 
-    @settings(max_examples=20)
-    @given(vocab=st.sampled_from((1023, 1025, 4096, 4099, 9001, 20011)), **batches)
+    @settings(max_examples=8)
+    @given(vocab=st.sampled_from((1025, 4096, 4099, 9001)), **batches)
     def agree(vocab: int, **shape: object) -> None:
         batch = Batch.of(vocab=vocab, **shape)
         expected = batch.tokens(Backend.TORCH).tolist()
         comparison.compare(batch, expected, batch.tokens(Backend.TRITON))
 
     agree()
-    assert comparison.rows["all"] > 30
+    assert comparison.rows["all"] > 10
     comparison.check()
 
 
@@ -102,7 +102,7 @@ def rows_of_noise(kind: str, shape: tuple[int, int]) -> torch.Tensor:
 )
 def test_rounding_leaves_no_chunk_out(kind: str, temperature: float) -> None:
     """Rows with large or infinite exponents, or a scale that is nearly zero."""
-    rng, number, vocab = random.Random(1), 20, 4099
+    rng, number, vocab = random.Random(1), 6, 4099
     options = [Options(temperature, seed=rng.getrandbits(60)) for _ in range(number)]
     rows = LogitRows(number, 1, vector([3] * number))
     logits = rows_of_noise(kind, (number, vocab)).to(DEVICE)

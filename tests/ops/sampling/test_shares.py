@@ -23,7 +23,7 @@ from tests.ops.sampling.example import Options
 from tests.ops.sampling.processed_rows import columns_of, write
 from tests.ops.top_k.rows import DTYPES, strided
 
-VOCAB = 20_011
+VOCAB = 12_011
 """The last piece is not whole; for four shares at most."""
 INF, NAN = float("inf"), float("nan")
 
@@ -59,10 +59,10 @@ def row_of(kind: str, shares: int) -> torch.Tensor:
     if kind == "period of shares":
         return values * 0.2 + chunks % shares * 0.5
     if kind == "ends":
-        return values * 0.1 + 3.0 * ((columns < 3000) | (columns >= VOCAB - 3000))
+        return values * 0.1 + 3.0 * ((columns < 2500) | (columns >= VOCAB - 2500))
     if kind == "tails":
-        values[:3000] = NAN
-        values[-5000:] = -INF
+        values[:1000] = NAN
+        values[-2000:] = -INF
         return values
     if kind == "one share's":
         return values * 0.001 - 5.0 * (chunks % shares != shares - 1)
@@ -153,7 +153,7 @@ def test_shared_rows_of_every_form(
         ids = torch.arange(VOCAB, dtype=torch.int32, device=DEVICE) * 3 + 1
         batch = batch.replaced(vocab_ids=ids)
     if shape == "edited":
-        logits_options = [LogitsOptions(bias={7: 4.0, 16_000: -2.0}), LogitsOptions()]
+        logits_options = [LogitsOptions(bias={7: 4.0, 9000: -2.0}), LogitsOptions()]
         pools, columns = pools_of(logits_options, VOCAB, random.Random(3))
         write(
             batch.slots,

@@ -71,7 +71,7 @@ def check(
 
 @pytest.mark.parametrize("backend", Backend)
 def test_sums_equal_the_example(backend: Backend) -> None:
-    @settings(max_examples=60 if backend is Backend.TORCH else 25)
+    @settings(max_examples=24 if backend is Backend.TORCH else 10)
     @given(vocab=st.sampled_from((1, 2, 31, 300, 4097)), with_truncation=st.booleans(), **shapes)
     def agree(vocab: int, seed: int, with_truncation: bool, **shape: object) -> None:
         batch = Batch.of(seed, vocab, **shape)
@@ -94,8 +94,8 @@ def test_sums_of_many_blocks(
     monkeypatch.setattr(row_sums, "FEW_ROWS", few_rows)
     monkeypatch.setattr(launch, "SHARES", shares)
 
-    @settings(max_examples=8)
-    @given(vocab=st.sampled_from((4096, 9001, 20011)), with_truncation=st.booleans(), **shapes)
+    @settings(max_examples=6)
+    @given(vocab=st.sampled_from((4096, 9001)), with_truncation=st.booleans(), **shapes)
     def agree(vocab: int, with_truncation: bool, seed: int, **shape: object) -> None:
         batch = Batch.of(seed, vocab, **shape)
         rng = random.Random(seed)
@@ -135,7 +135,7 @@ def test_sums_with_every_kind_of_request(
     """Every kind of request, every other one with logprobs."""
     monkeypatch.setattr(launch, "SHARES", 4)
     noise = torch.Generator().manual_seed(7)
-    row = (torch.randn(20_011, generator=noise) * 1.5).to(dtype)
+    row = (torch.randn(12_011, generator=noise) * 1.5).to(dtype)
     batch = batch_of(row, [option for option in EVERY for _ in range(2)])
     check(batch, ask(batch, [0, -1] * len(EVERY)), backend, with_truncation=with_truncation)
 

@@ -16,8 +16,8 @@ from tests.ops.sampling.cases import Batch, batch_of_rows
 from tests.ops.sampling.example import Options
 from tests.ops.top_k.rows import DTYPES
 
-VOCAB = 20_011
-MANY = 2 if DEVICE.type == "cpu" else 64
+VOCAB = 12_011
+MANY = 1 if DEVICE.type == "cpu" else 64
 INF, NAN = float("inf"), float("nan")
 
 
@@ -32,7 +32,7 @@ def sample(batch: Batch) -> list[torch.Tensor]:
     return [batch.tokens(Backend.TRITON, truncation=given) for given in (None, truncation)]
 
 
-@pytest.mark.thinned(cases=24)
+@pytest.mark.thinned(cases=22)
 @pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize(
     ("options", "spread"),
@@ -53,7 +53,7 @@ def sample(batch: Batch) -> list[torch.Tensor]:
         (Options(1.0, top_k=4095), 2),
         (Options(1.0, top_k=4096, top_p=0.99), 2),
         (Options(2.0, top_p=0.9), 0.1),
-        (Options(100.0, top_k=12_000, min_p=0.97), 1),
+        (Options(100.0, top_k=9000, min_p=0.97), 1),
         (Options(100.0, top_p=0.4), 30),
         (Options(3.0, top_k=VOCAB - 1, top_p=0.5, min_p=0.1), 1),
         (Options(1.0), 2),  # no cut
@@ -125,16 +125,16 @@ def test_ties_keep_the_lowest_ids(kept: int, backend: Backend) -> None:
     """Thresholds among equal values: a row of one value, and one with three higher ids."""
     flat = torch.full((VOCAB,), -2.5)
     raised = flat.clone()
-    raised[[5000, 19_000, 3]] = -2.25
+    raised[[5000, 11_000, 3]] = -2.25
     weight = 2.718281828**0.25
     share = (kept - 0.5) / VOCAB
     raised_share = (3 * weight + kept - 0.5) / (3 * weight + VOCAB - 3)
     requests = [
         (flat, Options(1.0, top_k=kept), range(kept)),
         (flat, Options(1.0, top_p=share), range(kept)),
-        (raised, Options(1.0, top_k=kept + 3), {*range(kept + 1), 3, 5000, 19_000}),
-        (raised, Options(1.0, top_p=raised_share), {*range(kept + 1), 3, 5000, 19_000}),
-        (raised, Options(1.0, top_k=kept + 3, min_p=0.9), {3, 5000, 19_000}),
+        (raised, Options(1.0, top_k=kept + 3), {*range(kept + 1), 3, 5000, 11_000}),
+        (raised, Options(1.0, top_p=raised_share), {*range(kept + 1), 3, 5000, 11_000}),
+        (raised, Options(1.0, top_k=kept + 3, min_p=0.9), {3, 5000, 11_000}),
     ]
     for row, options, among in requests:
         many = [options._replace(seed=seed) for seed in range(MANY)]

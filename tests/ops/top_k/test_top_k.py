@@ -27,7 +27,7 @@ from tests.ops.top_k.rows import (
 BIG = 300_000
 
 
-@settings(max_examples=300)
+@settings(max_examples=120)
 @given(rows=st.integers(0, 5000), vocab=st.integers(1, BIG), heavy=st.booleans())
 @example(rows=1, vocab=129280, heavy=False)
 @example(rows=1, vocab=151935, heavy=True)
@@ -63,7 +63,7 @@ def test_the_cases_below_are_cut_between_planted_ties() -> None:
         assert {cut - 1, cut} <= set(seams(rows, VOCABS[-1]))
 
 
-@settings(max_examples=15)
+@settings(max_examples=6)
 @given(
     rows=st.integers(0, 6),
     vocab=st.sampled_from(VOCABS),

@@ -63,7 +63,7 @@ def run(
 chunk = st.tuples(st.integers(0, 6), st.integers(1, 9), st.booleans())
 
 
-@settings(max_examples=20)
+@settings(max_examples=8)
 @given(
     k=st.integers(1, 4),
     chunks=st.lists(chunk, max_size=2),

@@ -37,7 +37,7 @@ def test_a_count_is_of_the_lowest_ids(vocab_size: int | None) -> None:
 
 
 @given(ids=st.sets(st.integers(0, 40), min_size=1), seed=st.randoms(use_true_random=False))
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_a_file_is_kept_ascending(listed: Any, ids: set[int], seed: Any) -> None:
     """In whatever order; an id at or past the vocabulary is refused once that is known."""
     shuffled = list(ids)

@@ -270,7 +270,7 @@ class Case:
 chunk = st.tuples(st.integers(0, 6), st.integers(1, 9), st.booleans())
 
 
-@settings(max_examples=30)
+@settings(max_examples=12)
 @given(
     k=st.integers(1, 5),
     chunks=st.lists(chunk, max_size=3),

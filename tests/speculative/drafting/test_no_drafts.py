@@ -26,6 +26,9 @@ class TestPlain(WorkerContract):
     def num_layers(self, k: int) -> int:  # noqa: ARG002 - none, whatever K
         return 0
 
+    def num_selections(self, k: int) -> int:  # noqa: ARG002 - no layer
+        return 0
+
     def expected_passes(self, step: Step, request: Prompt | Turn) -> ExpectedPasses:  # noqa: ARG002 - no pass
         return []
 

@@ -15,7 +15,7 @@ from tests.speculative.drafting.test_kernels import Case, MixingLayer
 
 
 @pytest.mark.parametrize("backend", Backend)
-@settings(max_examples=12)
+@settings(max_examples=6)
 @given(
     k=st.integers(1, 4),
     starts=st.sampled_from([[0], [0, 0], [0, 3], []]),

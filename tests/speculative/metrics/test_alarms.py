@@ -267,7 +267,7 @@ def test_repeated_share_of_a_small_text() -> None:
     assert repeated_share("ab", 3) == repeated_share("", 1) == 0.0
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(0, 3), max_size=40), st.integers(1, LOOP_NGRAM))
 def test_repeated_share_counts_earlier_ngrams(tokens: list[int], n: int) -> None:
     grams = [tokens[i : i + n] for i in range(max(0, len(tokens) - n + 1))]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -145,6 +145,7 @@ def format_value(values: dict[str, Any]) -> list[int]:
     ]
 
 
+@settings(max_examples=20)
 @given(steps=st.lists(st.dictionaries(st.integers(0, 5), slot_values, min_size=1), max_size=4))
 def test_a_table_holds_what_was_written_last(steps: list[dict[int, dict[str, Any]]]) -> None:
     table, rows = SlotTable(6, COLUMNS, CPU), [format_value({}) for _ in range(6)]
