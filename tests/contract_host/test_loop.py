@@ -55,8 +55,7 @@ def free_strangers(host: Host) -> None:
     host.executor.managers.free_resources(LlmRequest(77_777, [1], 1))
 
 
-@lines
-@loops
+@mixed
 @ways
 def test_text_and_acceptance(line, overlap, vanilla, tiny_model, prompts, decoded, embedded_steps):
     """Six requests over a batch of four, so that mates come and go; padded to four."""
