@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import subprocess
 import sys
 from typing import Any
 
-import pytest
-
 from tests.test_contributing import ROOT
 
 
+@functools.cache
 def run_program(code: str) -> dict[str, Any]:
     module = "tests.speculative.verification.recipe_program"
     program = [sys.executable, "-m", module, code]
@@ -21,21 +21,27 @@ def run_program(code: str) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("code", ["none", "3"])
-def test_method_of_the_recipe_decides_about_its_requests_alone(code: str) -> None:
-    found = run_program(code)
-    ((ids, histogram),) = found["coupled"]
-    assert sum(histogram[3:]) > 0  # else the methods do not differ
-    ((single_ids, single_histogram),) = found["single"]
-    assert single_ids == ids  # lossless too
-    assert sum(single_histogram[3:]) == 0 < single_histogram[2]
-    if code == "none":
-        (problem,) = found["in vLLM"]
-        assert problem.startswith("name: expected one of coupled, rejection, block, got 'single'")
-        return
-    assert found["both"][0] == found["both"][1] == found["coupled"][0]
-    assert found["both"][2] == found["single"][0]
+def check_single(ids: list[int], histogram: list[int]) -> None:
+    """The text is that of the coupled method, with at most one draft of a step."""
+    ((coupled_ids, coupled_histogram),) = run_program("3")["coupled"]
+    assert sum(coupled_histogram[3:]) > 0  # else the methods do not differ
+    assert ids == coupled_ids
+    assert sum(histogram[3:]) == 0 < histogram[2]
+
+
+def test_method_of_the_recipe_decides_about_its_requests_alone() -> None:
+    found = run_program("3")
+    first, second, single = found["both"]
+    assert first == second == found["coupled"][0]
+    check_single(*single)
     for coupled, mixed in found["in vLLM"]:
         assert mixed[1::2] == coupled[1::2]
         assert mixed[::2] == [tokens[:2] for tokens in coupled[::2]]
         assert max(map(len, coupled[::2])) == 4
+
+
+def test_method_without_a_code_decides_about_all_requests() -> None:
+    found = run_program("none")
+    check_single(*found["single"][0])
+    (problem,) = found["in vLLM"]
+    assert problem.startswith("name: expected one of coupled, rejection, block, got 'single'")
