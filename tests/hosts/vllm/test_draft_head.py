@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -19,6 +17,7 @@ from mtp_plugin.hosts.vllm.draft_head import (
     mark_stale,
     reduce_heads,
 )
+from tests.hosts.vllm import head_ranks
 
 
 class UnquantizedEmbeddingMethod:
@@ -181,6 +180,4 @@ def test_weights_are_copied_once_for_many_loads(monkeypatch: pytest.MonkeyPatch)
 
 def test_ranks_have_equal_parts_of_the_list() -> None:
     """Two processes; of an odd number of ids the second one has a row of padding."""
-    code = "from tests.hosts.vllm.head_ranks import main; main()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
+    head_ranks.main()

@@ -39,6 +39,7 @@ SHAPES = {
 }
 
 
+@pytest.mark.thinned("seed", cases=2)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("seed", range(4))
 def test_backends_and_the_expectation_agree(shape: str, seed: int) -> None:

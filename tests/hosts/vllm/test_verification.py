@@ -126,6 +126,7 @@ def as_uniform(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
 
 @BACKENDS
 @SIZES
+@pytest.mark.thinned("seed")
 @pytest.mark.parametrize("seed", range(3))
 def test_relaxed_acceptance_equals_accept_on_uniform_rows(
     backend: Backend, sizes: list[int], seed: int
@@ -273,6 +274,7 @@ def mixed_ops(backend: Backend) -> RowOps:
 
 
 @BACKENDS
+@pytest.mark.thinned("seed")
 @pytest.mark.parametrize("seed", range(4))
 @SIZES
 def test_other_methods_do_not_change_coupled_and_greedy_requests(
@@ -288,6 +290,7 @@ def test_other_methods_do_not_change_coupled_and_greedy_requests(
     assert [together[r] for r in plain] == alone
 
 
+@pytest.mark.thinned("seed", cases=2)
 @pytest.mark.parametrize("seed", range(4))
 @SIZES
 def test_backends_agree_on_batches_of_all_methods(sizes: list[int], seed: int) -> None:
@@ -316,13 +319,13 @@ def test_rejection_and_block_give_the_same_on_ragged_and_uniform_rows(seed: int)
 def test_drafts_that_rejection_verifies_have_noise_of_their_own(backend: Backend) -> None:
     """With equal logits, coupled drafts are the target's tokens and these are not."""
     ops = mixed_ops(backend)
-    positions = vector(range(40))
+    positions = vector(range(16))
     for slot in (6, 1, 11, 8):  # of these methods, all sampled
         method = METHODS[slot % 3]
-        flat, indices = torch.zeros(40, VOCAB, device=DEVICE), vector([slot] * 40)
+        flat, indices = torch.zeros(16, VOCAB, device=DEVICE), vector([slot] * 16)
         drafts = draft(ops, flat, indices, positions)
         equal = (drafts == ops.sample(flat, indices, positions)).sum()
-        assert equal == 40 if method == VerifiedBy.COUPLED else equal < 25
+        assert equal == 16 if method == VerifiedBy.COUPLED else equal < 10
 
 
 @BACKENDS
