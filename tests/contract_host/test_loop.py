@@ -20,7 +20,7 @@ lines = pytest.mark.parametrize("line", FULL)
 loops = pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlap"])
 mixed = pytest.mark.parametrize(
     ("line", "overlap"),
-    [("1.2", False), ("1.2", True), ("1.3b", True)],
+    [("1.2", False), ("1.3b", True)],
     ids=lambda value: {False: "plain", True: "overlap"}.get(value, value),
 )
 ways = pytest.mark.parametrize("vanilla", [False, True], ids=["eagle", "vanilla"])
@@ -55,7 +55,9 @@ def free_strangers(host: Host) -> None:
     host.executor.managers.free_resources(LlmRequest(77_777, [1], 1))
 
 
-@mixed
+@lines
+@loops
+@pytest.mark.thinned("vanilla")
 @ways
 def test_text_and_acceptance(line, overlap, vanilla, tiny_model, prompts, decoded, embedded_steps):
     """Six requests over a batch of four, so that mates come and go; padded to four."""
