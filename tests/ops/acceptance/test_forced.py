@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from mtp_plugin.ops.acceptance import STRICT, AcceptanceRules
+from mtp_plugin.ops.acceptance import STRICT, AcceptanceRules, accept
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import PAD_TOKEN, STATUS_NO_FINITE_LOGIT
 from tests.ops.acceptance.cases import Case, layout_of
@@ -77,3 +77,18 @@ def test_a_negative_number_leaves_it_to_the_target(backend: Backend, dtype: torc
         mine, target = (getattr(outcome.accepted, name) for outcome in (mixed, strict))
         assert torch.equal(mine[[0, 1, 3]], target[[0, 1, 3]])
     assert (mixed.accepted.num_accepted[2] <= 1).all()
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_forced_ids_are_the_only_accepted_drafts_in_every_rule(backend: Backend) -> None:
+    """A forced draft is accepted where its row masks it, and no other is."""
+    layout = layout_of(0, 3, 1)
+    only = vector([4, -1] * 3, torch.int32)
+    rules = AcceptanceRules(
+        choices=only.clamp_min(0), forced_ids=only, forced_matches=vector([1, 1, -1], torch.int32)
+    )
+    logits = torch.zeros(6, 7, device=DEVICE)
+    logits[::2, 4] = -torch.inf
+    drafts = vector([4, 0, 4], torch.int32)
+    accepted = accept(layout, logits, drafts, rules, backend=backend)
+    assert accepted.tokens.tolist() == [[4, 0], [4, -1], [4, 0]]

@@ -6,35 +6,17 @@ from dataclasses import replace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mtp_plugin.ops.acceptance import AcceptanceRules, accept
 from mtp_plugin.ops.backend import Backend
 from tests.ops.acceptance.cases import (
-    KINDS,
-    Case,
-    assert_same,
     layout_of,
 )
-from tests.ops.acceptance.random_cases import cases, make_case
+from tests.ops.acceptance.random_cases import make_case
 from tests.ops.letters import ids, rows_with_top
 from tests.ops.on_device import DEVICE, vector
 
 BACKENDS = pytest.mark.parametrize("backend", Backend)
-
-
-@settings(max_examples=8)
-@given(kind=st.sampled_from(KINDS), case=cases)
-def test_uniform_rows_as_ragged_arguments_change_nothing(kind: str, case: Case) -> None:
-    """Bit for bit: the same rows, reduced in the same blocks."""
-    layout, options = case.layout, dict(case.options)
-    if options["draft_lens"] is None:
-        options["draft_lens"] = torch.full((layout.num_generations,), layout.draft_len).to(DEVICE)
-    first = [case.rows_of(request)[0] for request in range(layout.num_requests)]
-    other = replace(case, options=options, first_rows=vector(first))
-    for backend in Backend:
-        assert_same(other.accept(kind, backend), case.accept(kind, backend))
 
 
 @BACKENDS

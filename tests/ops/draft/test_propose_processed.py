@@ -62,7 +62,7 @@ def test_story_torch_and_triton_agree() -> None:
         changed += plain.drafts[:, plain.column].tolist() != expected
 
     agree()
-    assert changed > 10
+    assert changed > 3
 
 
 @pytest.mark.parametrize("backend", Backend)

@@ -20,7 +20,7 @@ from tests.ops.sampling.margins import Comparison
 from tests.ops.sampling.processed_rows import columns_of, write
 from tests.ops.top_k.rows import DTYPES, strided
 
-VOCAB = 12_011
+VOCAB = 16_501
 NAN, INF = float("nan"), float("inf")
 TOP_PS = (0.999999, 0.95, 0.8, 0.5, 0.3, 0.25)
 
@@ -133,7 +133,7 @@ def test_ties_keep_the_lowest_columns(kept: int, is_tried: bool, tried: list[int
 @pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize("kind", ["tails", "strided", "ids", "edited", "far", "depths of nothing"])
 def test_rows_of_every_form(kind: str, tried: list[int]) -> None:
-    requests = [Options(1.0, top_p=p, seed=seed) for seed, p in enumerate(TOP_PS[1:5])]
+    requests = [Options(1.0, top_p=p, seed=seed) for seed, p in enumerate(TOP_PS[:4])]
     rows = normal(len(requests))
     if kind == "tails":
         rows[:, :1000] = NAN

@@ -104,7 +104,7 @@ def test_rejection_sampling_depends_on_neither_batch_nor_order(
     alone = [verify(requests, [i], 2, backend)[0] for i in range(REQUESTS)]
     order = random.Random(1).sample(range(REQUESTS), REQUESTS)
     assert verify(requests, order, 2, backend) == [alone[i] for i in order]
-    assert {count for count, _ in alone} >= {0, 2}
+    assert len({count for count, _ in alone}) > 1
 
 
 def verify(

@@ -23,7 +23,7 @@ from tests.ops.sampling.example import Options
 from tests.ops.sampling.processed_rows import columns_of, write
 from tests.ops.top_k.rows import DTYPES, strided
 
-VOCAB = 12_011
+VOCAB = 16_501
 """The last piece is not whole; for four shares at most."""
 INF, NAN = float("inf"), float("nan")
 

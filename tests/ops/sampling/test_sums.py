@@ -135,7 +135,7 @@ def test_sums_with_every_kind_of_request(
     """Every kind of request, every other one with logprobs."""
     monkeypatch.setattr(launch, "SHARES", 4)
     noise = torch.Generator().manual_seed(7)
-    row = (torch.randn(12_011, generator=noise) * 1.5).to(dtype)
+    row = (torch.randn(16_501, generator=noise) * 1.5).to(dtype)
     batch = batch_of(row, [option for option in EVERY for _ in range(2)])
     check(batch, ask(batch, [0, -1] * len(EVERY)), backend, with_truncation=with_truncation)
 

@@ -16,7 +16,7 @@ from tests.ops.sampling.cases import Batch, batch_of_rows
 from tests.ops.sampling.example import Options
 from tests.ops.top_k.rows import DTYPES
 
-VOCAB = 12_011
+VOCAB = 16_501
 MANY = 1 if DEVICE.type == "cpu" else 64
 INF, NAN = float("inf"), float("nan")
 

@@ -305,7 +305,7 @@ def test_kernels_are_specialized_for_block_verification(
 @pytest.mark.parametrize("code", [max(VerifiedBy) + 1, VerifiedBy.BLOCK])
 def test_requests_with_other_methods_are_unchanged(backend: Backend, code: int) -> None:
     """For any other code, and for block verification where it is not enabled."""
-    batch = replace(Batch.of(4, 20, generations=24, contexts=0), by_block=code != VerifiedBy.BLOCK)
+    batch = replace(Batch.of(4, 20, generations=8, contexts=0), by_block=code != VerifiedBy.BLOCK)
     drafts, pool = batch.drafted(Backend.TORCH)
     slots = on_copy(batch.slots)
     column(slots, "verification").fill_(int(code))
