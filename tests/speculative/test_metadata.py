@@ -353,40 +353,6 @@ def windows(loop: DraftLoop) -> None:
     loop.feed_window(N, step_rows=4, window=3, history_lens=[2])
 
 
-def single_rows(loop: DraftLoop) -> None:
-    loop.feed_single_rows(N, 3, torch.tensor([True]))
-    loop.advance()
-
-
-def fail_inside(attn: Any, change: Any) -> None:
-    before = snapshot(attn)
-    with draft_loop(attn) as loop:
-        change(loop)
-        assert snapshot(attn) != before
-        raise RuntimeError("broken")
-
-
-@EVERY_HOST
-@pytest.mark.parametrize("change", [windows, single_rows])
-@pytest.mark.parametrize("broken", [False, True])
-def test_everything_is_put_back(make: Any, change: Any, broken: bool) -> None:
-    """R04: values, identities, host lists, number of contexts; also when the body raises."""
-    attn = make()
-    before = snapshot(attn)
-    if broken:
-        with pytest.raises(RuntimeError, match="broken"):
-            fail_inside(attn, change)
-    else:
-        with draft_loop(attn) as loop:
-            change(loop)
-            assert snapshot(attn) != before
-    assert snapshot(attn) == before
-    assert attn.num_ctx_tokens == 5
-    # and it may be opened again
-    with draft_loop(attn):
-        pass
-
-
 @EVERY_HOST
 def test_one_loop_at_a_time(make: Any) -> None:
     attn = make()
@@ -398,62 +364,6 @@ def test_one_loop_at_a_time(make: Any) -> None:
             DraftLoop(attn).open()
         assert snapshot(attn) == changed
     assert snapshot(attn) == before
-
-
-@EVERY_HOST
-def test_windows(make: Any) -> None:
-    """Two rows of history before the prompt's five; generations feed three rows."""
-    attn = make()
-    with draft_loop(attn) as loop:
-        windows(loop)
-        assert attn._seq_lens.tolist() == attn.seq_lens_cuda.tolist() == [7, 3, 3]
-        if hasattr(attn, "kv_lens_cuda"):
-            assert attn.kv_lens_cuda.tolist() == [5, 13 - 3, 14]
-
-
-@EVERY_HOST
-def test_single_rows(make: Any) -> None:
-    """Right after the last accepted position, then one further each."""
-    attn = make()
-    with draft_loop(attn) as loop:
-        loop.feed_single_rows(N, 3)
-        assert attn._seq_lens.tolist() == attn.seq_lens_cuda.tolist() == [1, 1, 1]
-        assert attn.num_contexts == 0
-        if hasattr(attn, "kv_lens_cuda"):
-            assert attn.kv_lens_cuda.tolist() == [6, 13 - 2, 14 + 1]
-            assert attn.host_request_types.tolist() == [1, 1, 1]
-        loop.advance()
-        if hasattr(attn, "kv_lens_cuda"):
-            assert attn.kv_lens_cuda.tolist() == [7, 12, 16]
-
-
-def test_rows_of_a_prompt_that_goes_on_are_written_nowhere() -> None:
-    attn = LimitedAttention([5, 2, 4], 2, [5, 9, 14])
-    with draft_loop(attn) as loop:
-        loop.feed_single_rows(N, 3, torch.tensor([False, True]))
-        assert attn.kv_write_limit.tolist() == [0, 17, 22]
-    assert attn.kv_write_limit.tolist() == [5, 9, 14]
-
-
-@pytest.mark.parametrize(("host", "least"), [(KVAttention, 3), (LimitedAttention, 1)])
-def test_lengths_of_short_sequences(host: type, least: int) -> None:
-    """Rows before the start are dead where that is legal; elsewhere there are never fewer keys."""
-    attn = host([4], 0, [5])
-    with draft_loop(attn) as loop:
-        loop.feed_window(int32([0]), step_rows=4, window=3)
-        assert attn.kv_lens_cuda.tolist() == [least]
-
-
-def test_refreshes_follow_every_change() -> None:
-    attn = KVAttention([5, 4, 4], 1, [5, 13, 14])
-    with draft_loop(attn) as loop:
-        loop.feed_single_rows(N, 3)
-        assert attn.refreshed == {"spec_dec": 1}
-        assert attn.num_ctx_tokens == 0
-        loop.advance()
-        assert attn.refreshed == {"spec_dec": 2}
-    assert attn.refreshed == {"spec_dec": 2, "kv_lens": 1}
-    assert attn.num_ctx_tokens == 5
 
 
 def test_windows_refresh_lengths_alone() -> None:

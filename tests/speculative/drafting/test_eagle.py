@@ -116,20 +116,6 @@ def test_no_manager_is_needed() -> None:
     assert result["new_tokens"].tolist() == [[3, -1, -1], [6, 8, -1]]
 
 
-def test_token_counts_of_other_ranks_reach_the_layer() -> None:
-    """Later passes have one token per sequence."""
-    step = Step(3, [Prompt([1, 2])], mode=MODE)
-    step.spec.all_rank_num_tokens = [2, 9]
-    step.spec.all_rank_max_num_tokens = 9
-    step.spec.all_rank_num_seqs = [1, 3]
-    layer = ScriptedLayer()
-    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=3), device="cpu")
-    worker(**step.inputs(), mtp_layers=[layer])
-    first = {"all_rank_num_tokens": [2, 9], "all_rank_max_num_tokens": 9}
-    later = {"all_rank_num_tokens": [1, 3], "all_rank_max_num_tokens": 3}
-    assert [call.extra for call in layer.seen] == [first, later, later]
-
-
 def test_every_pass_refreshes_the_host() -> None:
     """Before pass 2 and before pass 3 as inside a draft loop; when everything is put back as
     after one, for tables that follow the lengths."""

@@ -235,17 +235,6 @@ def test_a_checkpoint_with_fewer_layers_than_drafts() -> None:
         assert torch.equal(result[name], expected[name])
 
 
-def test_token_counts_of_other_ranks_reach_the_layers() -> None:
-    step = Step(2, [Prompt([1, 2])])
-    step.spec.all_rank_num_tokens = [2, 5]
-    step.spec.all_rank_max_num_tokens = 5
-    seen: list[Any] = []
-    worker = MTPWorker(MTPDecodingConfig(max_draft_len=2), device="cpu")
-    worker(**step.inputs(), mtp_layers=[ScriptedLayer(0, seen), ScriptedLayer(1, seen)])
-    expected = {"all_rank_num_tokens": [2, 5], "all_rank_max_num_tokens": 5}
-    assert [call.extra for call in seen] == [expected] * 2
-
-
 @pytest.mark.parametrize(
     ("config", "chain", "window"),
     [
