@@ -168,7 +168,7 @@ class MTPPluginOptions(ConfigModel):
     def _synthetic_problems(self) -> Iterator[Problem]:
         rates = self.synthetic_acceptance
         if not self.is_synthetic:
-            yield from self._ignored(
+            yield from self.ignored(
                 "synthetic_acceptance", "synthetic_seed", needs="verification: synthetic"
             )
         elif rates is None:
@@ -194,16 +194,6 @@ class MTPPluginOptions(ConfigModel):
         """The default of a request's ``draft_sampling`` with one of `verifications`."""
         allowed = drafts_of(verification)
         return self.draft_sampling if self.draft_sampling in allowed else allowed[0]
-
-    def gate_problems(self) -> Iterator[Problem]:
-        """Options of the gate, which nothing reads without it."""
-        yield from self._ignored(
-            "gate_margin",
-            "gate_probe_interval",
-            "gate_max_probe_interval",
-            needs="acceptance_window and acceptance_length_threshold",
-            path="mtp.",
-        )
 
     @property
     def is_synthetic(self) -> bool:

@@ -126,7 +126,7 @@ class ConfigModel(BaseModel):
         """Yield the problems of combinations of valid values."""
         return iter(())
 
-    def _ignored(self, *names: str, needs: str, path: str = "") -> Iterator[Problem]:
+    def ignored(self, *names: str, needs: str, path: str = "") -> Iterator[Problem]:
         """Yield the named options that differ from their default, as they have no effect."""
         for name in names:
             value = getattr(self, name)

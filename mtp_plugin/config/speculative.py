@@ -243,7 +243,7 @@ class MTPDecodingConfig(ConfigModel):
         yield from self._thinking_problems()
         if not self.use_relaxed_acceptance_for_thinking:
             needs = "use_relaxed_acceptance_for_thinking: true"
-            yield from self._ignored("relaxed_topk", "relaxed_delta", needs=needs)
+            yield from self.ignored("relaxed_topk", "relaxed_delta", needs=needs)
         yield from self._verification_problems()
         yield from self._gate_problems()
 
@@ -298,7 +298,13 @@ class MTPDecodingConfig(ConfigModel):
                 given, other = other, given
             yield given, f"expected {other} too: the gate needs both"
         elif threshold is None:
-            yield from self.mtp.gate_problems()
+            yield from self.mtp.ignored(
+                "gate_margin",
+                "gate_probe_interval",
+                "gate_max_probe_interval",
+                needs="acceptance_window and acceptance_length_threshold",
+                path="mtp.",
+            )
         elif (
             self.max_draft_len is not None
             and threshold + self.mtp.gate_margin > self.max_draft_len + 1
