@@ -170,7 +170,13 @@ def check_config(
         _refuse(where, [("partial_rotary_factor", message)])
     config = _transformers_config(family, values, rope, ids, where)
     _refuse(where, _relations(config))
-    _check_layer_types(config, where.parent)
+    layer_types = getattr(config, "layer_types", None) or []
+    odd = [kind for kind in layer_types if kind != FULL_ATTENTION]
+    if odd:
+        raise UnsupportedModelError(
+            f"checkpoint {where.parent}: expected only {FULL_ATTENTION} layers, got layer types "
+            f"{', '.join(sorted(map(spelled, set(odd))))} ({len(odd)} of {len(layer_types)} layers)"
+        )
     generated = _token_ids(generation, config.vocab_size, where.with_name(GENERATION_FILE))
     ids.update({key: value for key, value in generated.items() if value is not None})
     declared = raw.get(family.count_key) if family.count_key else None
@@ -315,17 +321,6 @@ def _token_ids(content: Mapping[str, Any], vocab_size: int, where: Path) -> dict
                 raise CheckpointError(f"{where}: {key}: {message}")
         ids[key] = tuple(several) if is_eos else given
     return ids
-
-
-def _check_layer_types(config: PreTrainedConfig, directory: Path) -> None:
-    layer_types = getattr(config, "layer_types", None) or []
-    odd = sorted({spelled(kind) for kind in layer_types if kind != FULL_ATTENTION})
-    if odd:
-        count = sum(kind != FULL_ATTENTION for kind in layer_types)
-        raise UnsupportedModelError(
-            f"checkpoint {directory}: expected only {FULL_ATTENTION} layers, got layer types "
-            f"{', '.join(odd)} ({count} of {len(layer_types)} layers)"
-        )
 
 
 def _vllm_command(directory: Path, raw: Mapping[str, Any]) -> str:
