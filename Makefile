@@ -13,7 +13,7 @@ RESULTS := integration/results
 STEPS = --shape 8gb --batch 1,8,64 --worker eagle --osl 200 --acceptance 0.78,0.605,0.467
 PYTEST = $(BIN)/python -m pytest -q -n $(WORKERS) --maxprocesses $(MOST_WORKERS) --dist worksteal
 # whole outputs and distributions; then one file or folder of tests for each other part
-FAST = tests/hosts/embedded/test_losslessness.py tests/hosts/embedded/test_sampling.py \
+FAST = tests/hosts/embedded/test_losslessness.py \
 	tests/infer/test_greedy_decode.py tests/infer/test_speculation.py \
 	tests/distribution/test_emitted.py integration/examples/test_own_loop.py \
 	tests/config tests/tools tests/test_errors.py tests/test_pages.py \

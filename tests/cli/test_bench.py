@@ -15,7 +15,7 @@ from mtp_plugin.tools import bench
 from mtp_plugin.tools.parity import TieRule
 from tests.cli.calls import EAGLE, RELAXED, VANILLA, Run
 
-SHORT = ("-p", "ab", "-n", "12", "--batch-size", "1,3")
+SHORT = ("-p", "ab", "-n", "8", "--batch-size", "1,3")
 NUMBERS = {
     "output_tokens",
     "tokens_per_second_without_mtp",
@@ -59,7 +59,7 @@ def test_json_has_speed_and_acceptance_of_each_batch_size(
     for entry in document["results"]:
         assert (entry["identical"], entry["ties"], entry["differences"]) == (True, 0, [])
         assert entry.keys() > NUMBERS
-        assert entry["output_tokens"] == 12 * entry["batch_size"]
+        assert entry["output_tokens"] == 8 * entry["batch_size"]
         ratio = entry["tokens_per_second_with_mtp"] / entry["tokens_per_second_without_mtp"]
         assert entry["speed_up"] == pytest.approx(ratio)
         rates = entry["acceptance_rate_per_position"]
@@ -76,7 +76,7 @@ def test_table_has_a_row_for_each_batch_size_and_the_verdict(
     assert "float32 on cpu, K = 2, greedy" in result.out
     rows = [line.split() for line in result.out.splitlines() if line.strip()[:2] in ("1 ", "3 ")]
     assert [len(row) for row in rows] == [7, 7]
-    assert result.out.endswith("identical to decoding without MTP: yes (144 tokens; ties: 0)\n")
+    assert result.out.endswith("identical to decoding without MTP: yes (96 tokens; ties: 0)\n")
 
 
 @pytest.mark.parametrize("of_mtp", [True, False])
@@ -111,7 +111,7 @@ def test_half_precision_ties_are_counted(
     ulps: float,
     code: int,
 ) -> None:
-    change_output(True, 11)
+    change_output(True, 7)
     monkeypatch.setattr(bench, "TieRule", lambda dtype: TieRule(dtype, ulps))
     result = run("bench", "-c", config(EAGLE), *SHORT, "--dtype", "bfloat16", "--json")
     assert result.code == code

@@ -74,7 +74,7 @@ def other(tokens: list[int]) -> list[int]:
 def test_every_combination_is_compared(run: Run, checkpoint: str) -> None:
     result = run(
         *("-m", checkpoint, "--worker", "eagle,vanilla", "--k", "1,3", "--batch-size", "1,3"),
-        *("--num-prompts", "4", "-n", "12", "--json", "--ignore-eos"),
+        *("--num-prompts", "4", "-n", "8", "--json", "--ignore-eos"),
     )
     assert result.code == 0
     expected = json.loads(result.out)
@@ -85,7 +85,7 @@ def test_every_combination_is_compared(run: Run, checkpoint: str) -> None:
     assert found == [(w, k, b) for w in ("eagle", "vanilla") for k in (1, 3) for b in (1, 3)]
     for variant in expected["results"]:
         assert variant["num_prompts"] == 4
-        assert variant["num_tokens"] == variant["num_equal"] == 48
+        assert variant["num_tokens"] == variant["num_equal"] == 32
         assert variant["ties"] == variant["differences"] == []
         assert 1 < variant["acceptance_length"] <= variant["max_draft_len"] + 1
 
@@ -99,7 +99,7 @@ def test_the_table_and_the_verdict(run: Run, checkpoint: str) -> None:
     assert result.out.splitlines()[-1] == last
 
 
-@pytest.mark.thinned(cases=3)
+@pytest.mark.thinned(cases=2)
 @pytest.mark.parametrize(
     ("mtp", "sampling"),
     [
@@ -120,7 +120,7 @@ def test_as_many_drafts_are_without_the_executor(
     file.write_text(yaml.safe_dump({"model": checkpoint, "speculative_config": speculative}))
     result = run(
         *("-c", str(file), "--worker", "eagle,vanilla", "--k", "1,3", "--batch-size", "5"),
-        *("--num-prompts", "5", "-n", "14", "--json", "--ignore-eos", *sampling),
+        *("--num-prompts", "5", "-n", "10", "--json", "--ignore-eos", *sampling),
     )
     assert result.code == 0
     variants = json.loads(result.out)["results"]
@@ -232,7 +232,7 @@ def test_sampled_texts_are_compared(run: Run, checkpoint: str, seed: tuple[str, 
     assert expected["sampling_params"].get("seed") == (11 if seed else None)
     assert len(expected["results"]) == 4
     for variant in expected["results"]:
-        assert variant["num_tokens"] == variant["num_equal"] == 48
+        assert variant["num_tokens"] == variant["num_equal"] == 32
         assert variant["differences"] == []
         assert variant["acceptance_length"] > 1
 
@@ -257,7 +257,7 @@ def test_every_other_option_is_compared(
     others = [text for name, value in OTHERS.items() for text in ("--option", f"{name}={value}")]
     requested = ("-m", checkpoint, "--worker", "eagle,vanilla", "--k", "2", "--num-prompts", "4")
     result = run(
-        *requested, "-n", "14", "--json", "--frequency-penalty", "0.4", *sampling[:-2], *others
+        *requested, "-n", "10", "--json", "--frequency-penalty", "0.4", *sampling[:-2], *others
     )
     assert result.code == 0
     expected = json.loads(result.out)

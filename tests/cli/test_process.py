@@ -38,9 +38,8 @@ def test_a_reader_that_leaves_ends_the_process_quietly(config: Callable[..., str
 WRITING = (
     ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare", "--json"),
     ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare"),
-    ("parity", "-c", "CONFIG", "-p", "ab", "-n", "4", "--json"),
+    ("parity", "-c", "CONFIG", "-p", "ab", "-n", "2", "--k", "1", "--json"),
     ("doctor", "-c", "CONFIG"),
-    ("bench", "-c", "CONFIG", "-p", "ab", "-n", "4", "--batch-size", "1"),
     ("config", "CONFIG"),
 )
 EACH_ON_ITS_OWN = """
@@ -109,9 +108,8 @@ def test_output_that_goes_nowhere_is_one_line(way: str, message: str) -> None:
     [
         ("doctor", "-c", "CONFIG"),
         ("parity", "-c", "CONFIG", "-p", "ab", "-n", "4"),
-        ("bench", "-c", "CONFIG", "-p", "ab", "-n", "4", "--batch-size", "1"),
     ],
-    ids=["doctor", "parity", "bench"],
+    ids=["doctor", "parity"],
 )
 def test_a_report_that_nothing_reads_ends_the_process_quietly(
     config: Callable[..., str], arguments: tuple[str, ...]

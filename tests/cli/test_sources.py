@@ -85,13 +85,15 @@ def test_a_checkpoint_alone_that_is_none(run: Run, tmp_path: Path) -> None:
     assert "problem: ~nosuchuser: Could not determine home directory." in result.out
 
 
-@pytest.mark.parametrize("command", ["bench", "parity"])
+@pytest.mark.parametrize(
+    "command", [("bench", "-n", "4", "--batch-size", "1"), ("parity", "-n", "4", "--k", "1")]
+)
 def test_eager_steps_have_no_line_about_graphs(
-    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, command: str
+    run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
 ) -> None:
     """On a machine with a GPU, whose default is to use them."""
     monkeypatch.setattr(requested_config, "resolve_device", lambda _: torch.device("cuda"))
-    result = run(command, "-m", str(checkpoint), "--device", "cpu", "-p", "ab")
+    result = run(*command, "-m", str(checkpoint), "--device", "cpu", "-p", "ab")
     assert result.code == 0, result.err
     assert CHOSEN in result.err.splitlines()
     assert "cuda_graph_config" not in result.err

@@ -64,8 +64,8 @@ def test_disconnect_while_the_prompt_is_tokenized(
 
 
 def test_half_bodies_and_many_connections_lose_nothing(llm: LLM) -> None:
-    """500 connections at once: every fifth leaves within its body, another within its stream."""
-    prompts = [f"def f{number}(" for number in range(500)]
+    """150 connections at once: every fifth leaves within its body, another within its stream."""
+    prompts = [f"def f{number}(" for number in range(150)]
     options = {"max_tokens": 3, "temperature": 0.0}
     expected = llm.generate(prompts, SamplingParams(**options))
     before = llm.executor.num_finished.total()
@@ -100,7 +100,7 @@ def test_half_bodies_and_many_connections_lose_nothing(llm: LLM) -> None:
         return "".join(chunk["choices"][0]["text"] for chunk in chunks)
 
     async def send_all(address: tuple[str, int]) -> list[str | None]:
-        return await asyncio.gather(*(send(address, number) for number in range(500)))
+        return await asyncio.gather(*(send(address, number) for number in range(150)))
 
     with running(llm) as server:
         address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
@@ -109,7 +109,7 @@ def test_half_bodies_and_many_connections_lose_nothing(llm: LLM) -> None:
         for number, text in enumerate(found):
             if number % 5 < 3:
                 assert text == expected[number].text
-    assert 300 <= llm.executor.num_finished.total() - before <= 400
+    assert 90 <= llm.executor.num_finished.total() - before <= 120
 
 
 def read_stream(server: Running, started: threading.Event, **body: object) -> list[dict]:

@@ -110,12 +110,9 @@ def check_request(server: Running, llm: LLM, number: int) -> None:
                 assert choice["logprobs"] == pytest.approx(values, abs=1e-3)
 
 
-@pytest.mark.parametrize("number", range(24))
+MORE = [pytest.param(number, marks=pytest.mark.full) for number in range(12, 100)]
+
+
+@pytest.mark.parametrize("number", [*range(12), *MORE])
 def test_output_over_http_is_that_of_generate(server: Running, llm: LLM, number: int) -> None:
-    check_request(server, llm, number)
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("number", range(24, 200))
-def test_output_of_more_requests(server: Running, llm: LLM, number: int) -> None:
     check_request(server, llm, number)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -49,6 +50,16 @@ def serving(*arguments: str, key: str | None = None) -> Iterator[tuple[str, subp
         process.communicate()
 
 
+def chat_equals_completion(url: str, expected: str) -> bool:
+    """Whether a chat's answer is that of the prompt which its template gives."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="k")
+    messages: Any = [{"role": "user", "content": "an HTTP server"}]
+    options: Any = {"model": "checkpoint", "max_tokens": 8, "temperature": 0}
+    answer = client.chat.completions.create(messages=messages, **options)
+    same = client.completions.create(prompt=expected, **options)
+    return answer.choices[0].message.content == same.choices[0].text
+
+
 def test_serve_answers_and_ends_on_sigterm() -> None:
     with serving(TRAINED, "--metrics-prefix", "vllm", key="k") as (url, process):
         headers = {"Authorization": "Bearer k"}
@@ -58,31 +69,19 @@ def test_serve_answers_and_ends_on_sigterm() -> None:
             assert answer.status_code == 200
             assert "vllm:num_requests_running" in client.get("/metrics").text
         assert httpx.get(f"{url}/v1/models", trust_env=False).status_code == 401
+        assert chat_equals_completion(url, "# an HTTP server\n")
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
         assert process.returncode in (0, -signal.SIGTERM)
         assert "Traceback" not in err
         assert f"serving checkpoint on {url}" in err
-        assert "stopped after 1 sequences, 3 prompt and 4 output tokens" in err
+        assert re.search(r"stopped after 3 sequences, \d+ prompt and 20 output tokens", err)
 
 
-@pytest.mark.parametrize("template", [None, "{{ messages[0].content }}("])
-def test_chat_client_works_on_the_tiny_model(template: str | None, tmp_path: Path) -> None:
-    arguments, expected = [], "# an HTTP server\n"
-    if template is not None:
-        (tmp_path / "template.jinja").write_text(template)
-        arguments, expected = ["--chat-template", f"{tmp_path}/template.jinja"], "an HTTP server("
-    with serving(TRAINED, *arguments) as (url, _):
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
-        messages: Any = [{"role": "user", "content": "an HTTP server"}]
-        options: Any = {"model": "checkpoint", "max_tokens": 8, "temperature": 0}
-        answer = client.chat.completions.create(messages=messages, **options)
-        same = client.completions.create(prompt=expected, **options)
-    assert answer.choices[0].message.content == same.choices[0].text
-
-
-def test_second_interrupt_ends_running_requests() -> None:
-    with serving(TRAINED) as (url, process):
+def test_second_interrupt_ends_running_requests(tmp_path: Path) -> None:
+    (tmp_path / "template.jinja").write_text("{{ messages[0].content }}(")
+    with serving(TRAINED, "--chat-template", f"{tmp_path}/template.jinja") as (url, process):
+        assert chat_equals_completion(url, "an HTTP server(")
         body = {"prompt": "def f(", "max_tokens": 1900, "stream": True, "ignore_eos": True}
         with httpx.stream("POST", f"{url}/v1/completions", json=body, trust_env=False) as answer:
             lines = answer.iter_lines()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mtp_plugin.hosts.embedded import SamplingParams
-from tests.hosts.embedded.conftest import VOCAB, WORKERS, assert_drained, wrap_worker
+from tests.hosts.embedded.conftest import LOOPS, VOCAB, WORKERS, assert_drained, wrap_worker
 from tests.hosts.embedded.oracles import Oracle, ScriptedDrafts
 
 
@@ -67,129 +67,92 @@ def prompts_of_lengths(lengths, seed=0):
     return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
 
+def random_accept(seed: int, most: int):
+    """0 to ``most`` right drafts, the same each time for a request and position."""
+    rng, table = random.Random(seed), {}
+    return lambda request, place: table.setdefault((request, place), rng.randrange(most + 1))
+
+
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("k", [1, 2, 3])
-@pytest.mark.parametrize("overlap", [False, True], ids=["no_overlap", "overlap"])
-def test_every_prompt_length_and_acceptance(harness, vanilla, k, overlap):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_every_prompt_length_and_acceptance(harness, vanilla, k, no_overlap):
     for right in range(k + 1):
         prompts = prompts_of_lengths(range(1, k + 3), seed=right)
-        llm, _ = run(
-            harness,
-            prompts,
-            12,
-            k=k,
-            vanilla=vanilla,
-            accept=lambda *_, right=right: right,
-            disable_overlap_scheduler=not overlap,
-        )
+        options = {"k": k, "vanilla": vanilla, "disable_overlap_scheduler": no_overlap}
+        llm, _ = run(harness, prompts, 9, accept=lambda *_, right=right: right, **options)
         histogram = llm.executor.acceptance.histogram
         # only the last step of a request may be cut
         assert sum(histogram) - histogram[right + 1] <= len(prompts)
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("overlap", [False, True], ids=["no_overlap", "overlap"])
-@pytest.mark.parametrize("seed", range(4))
-def test_random_acceptance_and_chunks(harness, vanilla, overlap, seed):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_random_acceptance_and_chunks(harness, vanilla, no_overlap):
     """R15: chunk splits, one-token chunks too, change neither drafts nor draft KV."""
-    rng = random.Random(seed)
-    k = rng.choice([1, 2, 3])
-    table: dict = {}
-    prompts = prompts_of_lengths([rng.randrange(1, 24) for _ in range(6)], seed)
     run(
         harness,
-        prompts,
+        prompts_of_lengths([random.Random(n).randrange(1, 24) for n in range(8)]),
         16,
-        k=k,
+        k=3,
         vanilla=vanilla,
-        accept=lambda r, p: table.setdefault((r, p), rng.randrange(k + 1)),
-        chunk_policy=lambda request, limit: min(limit, 1 + hash((seed, request.request_id)) % 5),
-        disable_overlap_scheduler=not overlap,
+        accept=random_accept(0, 3),
+        chunk_policy=lambda request, limit: min(limit, 1 + 7 * request.request_id % 5),
+        disable_overlap_scheduler=no_overlap,
     )
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_r15_every_split_of_a_prompt_into_three_chunks(harness, vanilla):
-    """R15: three chunks, every split, including chunks of one token."""
-    prompt = prompts_of_lengths([8], 11)[0]
-    for first in range(1, 7):
-        for second in range(1, 8 - first):
-            cuts = {0: first, first: second}
-            run(
-                harness,
-                [prompt],
-                5,
-                k=3,
-                vanilla=vanilla,
-                accept=lambda *_: 1,
-                chunk_policy=lambda r, limit, cuts=cuts: cuts.get(
-                    r.context_current_position, limit
-                ),
-            )
+    """R15: three chunks, every split, including chunks of one token; a request for each."""
+    (prompt,) = prompts_of_lengths([8], 11)
+    splits = [(first, second) for first in range(1, 7) for second in range(1, 8 - first)]
+
+    def chunk(request, limit):
+        first, second = splits[request.request_id]
+        return {0: first, first: second}.get(request.context_current_position, limit)
+
+    accept = {"accept": lambda *_: 1, "chunk_policy": chunk}
+    run(harness, [prompt] * len(splits), 5, k=3, vanilla=vanilla, **accept)
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("overlap", [False, True], ids=["no_overlap", "overlap"])
-def test_preemption(harness, vanilla, overlap):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_preemption(harness, vanilla, no_overlap):
     """R12: a small pool forces requests to start over; nothing of the old life shows."""
-    rng = random.Random(1)
-    table: dict = {}
-    prompts = prompts_of_lengths([9, 7, 12, 5], 2)
     llm, _ = run(
         harness,
-        prompts,
+        prompts_of_lengths([9, 7, 12, 5], 2),
         24,
         k=3,
         vanilla=vanilla,
-        accept=lambda r, p: table.setdefault((r, p), rng.randrange(4)),
+        accept=random_accept(1, 3),
         kv_cache_config={"tokens_per_block": 4, "max_tokens": 72},
-        disable_overlap_scheduler=not overlap,
+        disable_overlap_scheduler=no_overlap,
     )
     assert llm.executor.num_preemptions > 0
 
 
-@pytest.mark.parametrize(("chain", "most"), [("target_shift", 1), ("none", 3)])
-def test_other_chains(harness, chain, most):
-    """``target_shift`` fills its last rows with guessed states, which runs of over two tokens
-    keep."""
-    rng = random.Random(3)
-    table: dict = {}
-    run(
-        harness,
-        prompts_of_lengths([1, 4, 11], 7),
-        14,
-        k=3,
-        vanilla=True,
-        chain=chain,
-        accept=lambda r, p: table.setdefault((r, p), rng.randrange(most + 1)),
-        chunk_policy=lambda _, limit: min(limit, 4),
-    )
+@pytest.mark.parametrize(
+    ("k", "options", "most"),
+    [
+        # fills its last rows with guessed states, which runs of over two tokens keep
+        (3, {"vanilla": True, "chain": "target_shift"}, 1),
+        (3, {"vanilla": True, "chain": "none"}, 3),
+        # one layer reused further than the checkpoint has layers
+        (6, {"vanilla": False}, 6),
+    ],
+    ids=["target_shift", "none", "six-drafts"],
+)
+def test_other_chains(harness, k, options, most):
+    """Against a chained full recomputation."""
+    prompts = prompts_of_lengths([1, 4, 11], 7)
+    chunks = {"chunk_policy": lambda _, limit: min(limit, 4)}
+    run(harness, prompts, 14, k=k, accept=random_accept(3, most), **options, **chunks)
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_latent_attention(mla_harness, vanilla):
-    rng = random.Random(4)
-    table: dict = {}
-    run(
-        mla_harness,
-        prompts_of_lengths([1, 6, 13], 8),
-        12,
-        k=3,
-        vanilla=vanilla,
-        accept=lambda r, p: table.setdefault((r, p), rng.randrange(4)),
-        chunk_policy=lambda _, limit: min(limit, 5),
-    )
-
-
-def test_eagle_drafts_further_than_the_checkpoint_has_layers(harness):
-    """K = 6 with one layer reused, against a chained full recomputation."""
-    rng = random.Random(6)
-    table: dict = {}
-    run(
-        harness,
-        prompts_of_lengths([1, 5, 9], 9),
-        20,
-        k=6,
-        vanilla=False,
-        accept=lambda r, p: table.setdefault((r, p), rng.randrange(7)),
-    )
+    prompts = prompts_of_lengths([1, 6, 13], 8)
+    options = {"vanilla": vanilla, "chunk_policy": lambda _, limit: min(limit, 5)}
+    run(mla_harness, prompts, 12, k=3, accept=random_accept(4, 3), **options)

@@ -12,7 +12,6 @@ from torch import nn
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.hosts.embedded.models import fuse, load_model
-from tests.greedy import greedy_decode
 from tests.hosts.embedded.conftest import (
     LOOPS,
     VOCAB,
@@ -95,18 +94,6 @@ def test_what_may_not_be_drafted_is_never_accepted(harness, target, prompts, tmp
     assert acceptance.num_drafted > 0
 
 
-@pytest.mark.parametrize("vanilla", WORKERS)
-def test_the_whole_vocabulary_by_count_accepts_as_without(harness, prompts, vanilla):
-    counted = harness.llm(vanilla=vanilla, mtp={"draft_vocab": VOCAB})
-    whole = harness.llm(vanilla=vanilla)
-    drafts, same_drafts = Drafts(counted), Drafts(whole)
-    texts, acceptance = run(counted, prompts)
-    same_texts, same_acceptance = run(whole, prompts)
-    assert texts == same_texts
-    assert acceptance == same_acceptance
-    assert drafts.of_step == same_drafts.of_step
-
-
 class CutOracle(Oracle):
     """A fresh run whose drafts are the best of some ids."""
 
@@ -141,18 +128,6 @@ def test_drafts_are_those_of_a_fresh_run_with_the_same_list(harness, prompts, ha
     assert checked > 10
 
 
-@pytest.mark.parametrize("vanilla", WORKERS)
-def test_latent_attention(mla_harness, prompts, half, vanilla):
-    path, ids = half
-    llm = mla_harness.llm(vanilla=vanilla, max_num_tokens=40, mtp={"draft_vocab": path})
-    drafts = Drafts(llm)
-    texts, acceptance = run(llm, prompts)
-    target = mla_harness.oracle_model.target
-    assert texts == [greedy_decode(target, p, NUM_TOKENS) for p in prompts]
-    assert drafts.ids <= set(ids)
-    assert acceptance.acceptance_length > 1.05
-
-
 def test_fused_layers(harness, target, prompts, half):
     device = next(harness.model.lm_head.parameters()).device
     if device.type == "cpu" and DEVICE.type == "cuda":
@@ -164,22 +139,6 @@ def test_fused_layers(harness, target, prompts, half):
     outputs = llm.generate(prompts[3:5], SamplingParams(max_new_tokens=8, ignore_eos=True))
     assert [o.token_ids for o in outputs] == [target.greedy(p, 8) for p in prompts[3:5]]
     assert drafts.ids <= set(ids)
-
-
-@pytest.mark.parametrize("keep_warm", [True, False])
-def test_shorter_steps(harness, target, prompts, half, keep_warm):
-    """Up to two requests draft three tokens, up to five one, a larger batch none."""
-    path, _ = half
-    llm = harness.llm(
-        speculative={"draft_len_schedule": {2: 3, 5: 1}},
-        mtp={"draft_vocab": path, "keep_warm": keep_warm},
-    )
-    params = [SamplingParams(max_new_tokens=4 + 3 * i, ignore_eos=True) for i in range(8)]
-    for output, prompt, requested in zip(
-        llm.generate(prompts, params), prompts, params, strict=True
-    ):
-        assert output.token_ids == target.greedy(prompt, requested.max_new_tokens)
-    assert len(llm.pieces.worker.draft_vocab_ids) == VOCAB // 2
 
 
 def test_the_head_of_drafts_alone_is_cut(harness, half):

@@ -89,19 +89,6 @@ def test_events_need_a_result(harness, prompts, no_overlap) -> None:
     assert_drained(llm)
 
 
-def test_results_that_say_nothing_are_no_events(harness, prompts) -> None:
-    """Without tokens and without an end, or of unknown requests."""
-    llm = harness.llm(disable_overlap_scheduler=True)
-    honest = llm.executor.sampler.update_requests
-    quiet = [StepResult(0, [], 3, 0, None), StepResult(999, [5], 3, 1, FinishReason.END_ID)]
-    llm.executor.sampler.update_requests = lambda state: [*quiet, *honest(state)]
-    (request,) = start(llm, prompts[:1])
-    events = run(llm)
-    assert tokens_of(events, request) == request.output_token_ids
-    assert all(event.token_ids and event.request_id == 0 for event in events)
-    assert_drained(llm)
-
-
 # --- cancelled while a step is in flight ---
 
 
@@ -200,15 +187,3 @@ def test_a_failed_step_returns_no_results(harness, target, prompts) -> None:
     wrap_worker(llm, lambda _: worker)
     (again,) = start(llm, prompts[:1])
     assert tokens_of(run(llm), again) == target.greedy(prompts[0], 12)
-
-
-def test_events_name_their_prompts_place(harness, target, prompts) -> None:
-    llm = harness.llm()
-    params = SamplingParams(max_new_tokens=12, ignore_eos=True)
-    llm.generate([[1], [2]], params)
-    tokens: dict[int, list[int]] = {}
-    for events in llm.stream(prompts, params):
-        for event in events:
-            assert event.request_id == event.prompt_index + 2
-            tokens.setdefault(event.prompt_index, []).extend(event.token_ids)
-    assert tokens == {i: target.greedy(p, 12) for i, p in enumerate(prompts)}

@@ -21,18 +21,15 @@ from mtp_plugin.hosts.embedded import (
     SamplingParams,
     early_kernels,
     engine,
-    model_engine,
     row_table,
 )
 from mtp_plugin.hosts.embedded.cuda_graphs import CAPTURE_AT_STEP
 from mtp_plugin.hosts.embedded.row_table import Row, RowTable, StepShape
 from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.drafting import MTPEagleWorker, SpecWorker
+from mtp_plugin.speculative.drafting import MTPEagleWorker
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.trace_check import DeferredCheck
-from mtp_plugin.speculative.state import SlotStateManager
-from tests.greedy import greedy_decode
 from tests.hosts.embedded.conftest import (
     LOOPS,
     VOCAB,
@@ -178,6 +175,22 @@ def test_r11_slots_and_blocks_are_reused_while_their_last_step_runs(graphed, tar
 # --- what falls back ---
 
 
+@pytest.mark.parametrize(
+    ("sizes", "padding", "eager", "replayed"),
+    [((1, 2), True, {3, 4, 5}, {1, 2}), ((2, 4), False, {1, 3, 5}, {2, 4})],
+    ids=["above-the-largest", "without-padding"],
+)
+def test_batches_without_a_graph_run_eagerly(
+    graphed, target, prompts, sizes, padding, eager, replayed
+):
+    watched = graphed(sizes=sizes, padding=padding)
+    tokens = (4, 8, 12, 16, 20)
+    want = [target.greedy(p, n) for p, n in zip(prompts, tokens, strict=False)]
+    assert watched.generate(prompts[:5], [greedy(n) for n in tokens]) == want
+    assert {shape.num_generations for shape in watched.eager_generations} == eager
+    assert {shape.num_generations for shape in watched.replayed} == replayed
+
+
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_more_stop_ids_than_a_slot_holds_run_in_graphs(graphed, target, prompts, no_overlap):
     """Nothing on the device reads them: the sampler stops the request."""
@@ -196,62 +209,6 @@ def test_more_stop_ids_than_a_slot_holds_run_in_graphs(graphed, target, prompts,
     # held back they would have to be known there
     with pytest.raises(RequestError, match="33 ids that end the text"):
         watched.generate(few, greedy(stop_token_ids=stops, min_tokens=4))
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_32_stop_ids_of_a_request_run_in_graphs(graphed, harness, target, prompts, no_overlap):
-    watched = graphed(disable_overlap_scheduler=no_overlap)
-    few = prompts[:3]
-    free = [target.greedy(p, 16) for p in few]
-    stops = (*never_emitted(free, 30), free[0][6], free[1][1])
-    stopping = greedy(stop_token_ids=stops)
-    late = greedy(stop_token_ids=stops, min_tokens=9)
-    model = harness.oracle_model.target
-    assert watched.generate(few, [stopping, late, greedy()]) == [
-        target.greedy(few[0], 16, stop=stops),
-        greedy_decode(model, few[1], 16, eos_token_ids=stops, min_tokens=9),
-        free[2],
-    ]
-    assert watched.replayed
-    assert not watched.eager_generations
-
-
-@pytest.mark.parametrize("vanilla", WORKERS)
-def test_min_tokens_mask_inside_graphs(graphed, harness, prompts, vanilla):
-    prompt, model = prompts[4], harness.oracle_model.target
-    stop = greedy_decode(model, prompt, 20)[1]
-    watched = graphed(vanilla=vanilla)
-    for min_tokens in (0, 3, 6):
-        want = greedy_decode(model, prompt, 20, eos_token_ids=(stop,), min_tokens=min_tokens)
-        first = len(watched.replayed)
-        params = greedy(20, stop_token_ids=(stop,), min_tokens=min_tokens)
-        outputs = watched.generate([prompt, prompts[5]], [params, greedy(30)])
-        assert outputs == [want, greedy_decode(model, prompts[5], 30)]
-        masked = {bool(shape.sampling_kind) for shape in watched.replayed[first:]}
-        # the other request goes on alone
-        assert masked == ({False} if min_tokens == 0 else {True, False})
-    assert not watched.eager_generations
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_batches_above_the_largest_graph_run_eagerly(graphed, target, prompts, no_overlap):
-    watched = graphed(sizes=(1, 2), disable_overlap_scheduler=no_overlap)
-    tokens = (4, 8, 12, 16, 20)
-    params = [greedy(n) for n in tokens]
-    want = [target.greedy(p, n) for p, n in zip(prompts, tokens, strict=False)]
-    assert watched.generate(prompts[:5], params) == want
-    assert {shape.num_generations for shape in watched.eager_generations} >= {3, 4, 5}
-    assert {shape.num_generations for shape in watched.replayed} == {1, 2}
-
-
-def test_without_padding_only_batches_of_a_captured_size_replay(graphed, target, prompts):
-    watched = graphed(sizes=(2, 4), padding=False)
-    tokens = (4, 8, 12, 16, 20)
-    params = [greedy(n) for n in tokens]
-    want = [target.greedy(p, n) for p, n in zip(prompts, tokens, strict=False)]
-    assert watched.generate(prompts[:5], params) == want
-    assert {shape.num_generations for shape in watched.eager_generations} == {1, 3, 5}
-    assert {shape.num_generations for shape in watched.replayed} == {2, 4}
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
@@ -310,19 +267,6 @@ def test_graphs_of_logits_processing_are_captured_when_idle(graphed, harness, pr
     assert watched.generate(prompts[:3], greedy(**PENALTY)) == [o.token_ids for o in want]
     assert {shape.sampling_kind for shape in watched.replayed} == {SamplingKind.PROCESSED}
     assert not watched.eager_generations
-
-
-def test_further_draft_lengths_are_captured_later(graphed):
-    """Of a size's draft lengths the largest comes first."""
-    watched = graphed(
-        sizes=(2,),
-        capture="lazy",
-        speculative={"draft_len_schedule": {2: K}},
-        mtp={"keep_warm": False},
-    )
-    shapes = [*watched.captured.shapes, *watched.captured.pending]
-    assert {shape.draft_len for shape in shapes} == {0, K}
-    assert {shape.draft_len for shape in watched.captured.shapes[:2]} == {K}
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
@@ -451,17 +395,6 @@ def test_requests_wait_for_their_kernels_and_others_go_on(graphed, target, promp
     assert_drained(watched.llm)
 
 
-def test_pool_replaced_before_a_later_capture_is_refused(graphed, prompts, monkeypatch):
-    monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
-    watched = graphed(capture="lazy", vanilla=True)
-    manager = watched.llm.pieces.manager
-    manager.mtp_past_tokens_pool = manager.mtp_past_tokens_pool.clone()
-    assert watched.captured.capture_next()
-    with pytest.raises(ExecutorError, match=r"^CUDA graphs: mtp_past_tokens_pool was replaced"):
-        watched.generate(prompts[:2], greedy(6))
-    assert_drained(watched.llm)
-
-
 def test_kernels_of_another_triton_are_compiled_at_their_launch(
     graphed, target, prompts, monkeypatch, caplog
 ):
@@ -538,59 +471,6 @@ def test_pending_graphs_keep_nothing_alive(graphed, prompts, monkeypatch, end: s
     assert [part() for part in parts] == [None] * 3
 
 
-# --- slots ---
-
-
-@pytest.mark.parametrize("k", [0, K])
-def test_captured_steps_read_slots_where_their_inputs_have_them(graphed, prompts, monkeypatch, k):
-    """No copy: the worker is handed the very tensor that the step's inputs were written to."""
-    made, read = [], []
-    inputs_of, forward = model_engine.generation_inputs, SpecWorker.forward
-
-    def note_inputs(*args, **options):
-        made.append(inputs_of(*args, **options))
-        return made[-1]
-
-    def note_slots(self, *args, **given):
-        if given["attn_metadata"].is_cuda_graph:
-            read.append((given["spec_metadata"].slot_ids, made[-1].state_slot))
-        return forward(self, *args, **given)
-
-    monkeypatch.setattr(model_engine, "generation_inputs", note_inputs)
-    monkeypatch.setattr(SpecWorker, "forward", note_slots)
-    watched = graphed(k=k)
-    watched.generate(prompts[:3], greedy(6))
-    assert watched.replayed
-    assert read
-    assert all(slots is those for slots, those in read)
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("sizes", [(1, 2, 4), None], ids=["graphs", "eager"])
-def test_min_tokens_without_drafts(graphed, harness, prompts, sizes, no_overlap):
-    """Decoding without speculation keeps slots too: they hold the masks."""
-    options = {"k": 0, "disable_overlap_scheduler": no_overlap}
-    model, few = harness.oracle_model.target, prompts[3:6]
-    stops = [greedy_decode(model, prompt, 20)[1] for prompt in few]
-    params = [greedy(12, stop_token_ids=(s,), min_tokens=3 * i) for i, s in enumerate(stops)]
-    want = [
-        greedy_decode(model, prompt, 12, eos_token_ids=(stop,), min_tokens=3 * i)
-        for i, (prompt, stop) in enumerate(zip(few, stops, strict=True))
-    ]
-    if sizes is None:
-        llm = harness.llm(cuda_graph_config=None, **options)
-        assert [output.token_ids for output in llm.generate(few, params)] == want
-    else:
-        watched = graphed(sizes=sizes, **options)
-        llm = watched.llm
-        assert watched.generate(few, params) == want
-        assert all(shape.sampling_kind for shape in watched.replayed)
-        assert not watched.eager_generations
-    # requests end with their slots given back
-    assert type(llm.pieces.manager) is SlotStateManager
-    assert_drained(llm)
-
-
 # --- set-up, failures and the end ---
 
 
@@ -630,10 +510,18 @@ def test_every_replay_verifies_its_deferred_checks(graphed, target, prompts):
 
 
 @pytest.mark.parametrize(
-    "name", ["mtp_past_tokens_pool", "mtp_past_hidden_states_pool", "a KV pool"]
+    ("name", "capture"),
+    [
+        ("mtp_past_tokens_pool", "lazy"),
+        ("mtp_past_hidden_states_pool", "all"),
+        ("a KV pool", "all"),
+    ],
 )
-def test_pool_replaced_after_capture_is_refused(graphed, target, prompts, name: str):
-    watched = graphed(vanilla=True)
+def test_pool_replaced_after_capture_is_refused(
+    graphed, target, prompts, monkeypatch, name: str, capture: str
+):
+    monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
+    watched = graphed(vanilla=True, capture=capture)
     llm = watched.llm
     manager, pools = llm.pieces.manager, llm.executor.engine.pools
     if name == "a KV pool":
@@ -643,6 +531,8 @@ def test_pool_replaced_after_capture_is_refused(graphed, target, prompts, name: 
         owner, attribute, other = manager, name, getattr(manager, name).clone()
     captured = getattr(owner, attribute)
     setattr(owner, attribute, other)
+    # a later capture does not hide it
+    assert watched.captured.capture_next() or capture == "all"
     with pytest.raises(ExecutorError, match=rf"^CUDA graphs: {name} was replaced after capture"):
         watched.generate(prompts[:2], greedy(6))
     assert_drained(llm)

@@ -1,41 +1,38 @@
-"""Log-probabilities are the target's own: whatever K, worker, loop, chunks, pressure or stops."""
+"""Log-probabilities are the target's own, with ranks and texts, whatever emits the tokens.
+
+`test_losslessness` and `test_random_requests` compare those of other workers and loops.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import random
-from types import SimpleNamespace
+import math
 
 import pytest
 import torch
 
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded import SamplingParams, prompt_logprobs
-from mtp_plugin.requests.logprobs import ENTRY_WIDTH, Logprob
+from mtp_plugin.requests.logprobs import ENTRY_WIDTH
 from mtp_plugin.speculative.drafting import worker as worker_module
-from tests.hosts.embedded.conftest import (
-    LOOPS,
-    VOCAB,
-    WORKERS,
-    assert_drained,
-    assert_idle,
-    pads_batches,
-)
-from tests.hosts.embedded.replays import WatchedGraphs
+from tests.hosts.embedded.conftest import VOCAB, assert_drained, assert_idle
+from tests.hosts.embedded.requests_by_kind import LOGPROBS, PROMPT_LOGPROBS, SAMPLED
 from tests.hosts.embedded.test_llm_api import Pieces
-from tests.hosts.embedded.test_sampling import OPTIONS
 
 NUM_TOKENS = 16
 TOLERANCE = 1e-4
-REQUESTED = (5, None, 0, 20, 1)
 TIGHT = {"max_num_tokens": 36, "kv_cache_config": {"max_tokens": 96}, "kv_fill": float("nan")}
-"""Prompts come in chunks, and requests give way to each other."""
+"""Prompts come in chunks, and requests are preempted."""
 
 
 def params_of(place: int, **more) -> SamplingParams:
     """Every second request samples, one in five requests no log-probabilities."""
-    options = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": REQUESTED[place % 5]}
-    sampled = {**OPTIONS[place], "seed": place} if place % 2 else {}
+    options = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": LOGPROBS[place % 5]}
+    sampled = {**SAMPLED[place], "seed": place} if place % 2 else {}
     return SamplingParams(**{**options, **sampled, **more})
+
+
+"""Prompts come in chunks, and requests give way to each other."""
 
 
 @torch.inference_mode()
@@ -81,61 +78,52 @@ def check(target, output, requested: SamplingParams, tokenizer=None) -> None:
                 check_logprobs(reported, rows[place - 1], prompt[place], number, tokenizer)
 
 
-def check_all(llm, target, prompts, params) -> list[list[int]]:
+def check_all(llm, target, prompts, params) -> list:
     outputs = llm.generate(prompts, params)
     assert_drained(llm)
     for output, requested in zip(outputs, params, strict=True):
         check(target, output, requested, llm.tokenizer)
-    return [output.token_ids for output in outputs]
+    return outputs
 
 
-@pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("k", [0, 1, 2, 3])
-def test_log_probabilities_of_the_text(harness, target, prompts, no_overlap, vanilla, k):
-    params = [params_of(place) for place in range(len(prompts))]
-    llm = harness.llm(k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap)
-    texts = check_all(llm, target, prompts, params)
-    for prompt, text, requested in list(zip(prompts, texts, params, strict=True))[::2]:
-        assert requested.is_greedy
-        assert text == target.greedy(prompt, NUM_TOKENS)
-    if k:
-        assert llm.executor.acceptance.acceptance_length > 1.15
+MODES: dict[str, dict] = {
+    "coupled": {"tokenizer": Pieces(), "max_batch_size": 9},
+    "tight": TIGHT,
+    "rejection": {"mtp": {"verification": "rejection", "draft_sampling": "plain"}},
+    "block": {"mtp": {"verification": "block", "draft_sampling": "plain"}, "vanilla": True},
+    "synthetic": {"mtp": {"verification": "synthetic", "synthetic_acceptance": 0.7}},
+    "relaxed": {
+        "speculative": {
+            "use_relaxed_acceptance_for_thinking": True,
+            "relaxed_topk": 9,
+            "relaxed_delta": 0.9,
+            "begin_thinking_phase_token": 5,
+            "end_thinking_phase_token": 6,
+        }
+    },
+}
 
 
-@pytest.mark.parametrize(
-    "mtp",
-    [
-        {"verification": "rejection", "draft_sampling": "plain"},
-        {"verification": "block", "draft_sampling": "plain"},
-        {"verification": "synthetic", "synthetic_acceptance": 0.7},
-    ],
-    ids=["rejection", "block", "synthetic"],
-)
-@pytest.mark.parametrize("vanilla", WORKERS)
-def test_log_probabilities_of_texts_of_other_modes(harness, target, prompts, vanilla, mtp):
-    """The outputs differ from the target's own; its log-probabilities are reported all the same."""
-    params = [params_of(place) for place in range(len(prompts))]
-    llm = harness.llm(vanilla=vanilla, mtp=mtp)
-    check_all(llm, target, prompts, params)
+@pytest.mark.parametrize("mode", MODES)
+def test_logprobs_of_outputs_and_prompts(harness, target, prompts, mode):
+    """Some outputs differ from the target's own; its log-probabilities are reported all the
+    same."""
+    few = [[5, *prompt] for prompt in prompts[1:]] + [[VOCAB - 1]]
+    params = [
+        params_of(place, prompt_logprobs=PROMPT_LOGPROBS[place % 4]) for place in range(len(few))
+    ]
+    llm = harness.llm(**MODES[mode])
+    outputs = check_all(llm, target, few, params)
+    ranks = [
+        reported[token].rank
+        for output, requested in zip(outputs, params, strict=True)
+        if requested.logprobs is not None and requested.is_greedy
+        for reported, token in zip(output.logprobs, output.token_ids, strict=True)
+    ]
+    # relaxed and synthetic acceptance emit drafts that are not the argmax
+    assert (max(ranks) > 1) == (mode in ("relaxed", "synthetic"))
+    assert bool(llm.executor.num_preemptions) == (mode == "tight")
     assert llm.executor.acceptance.acceptance_length > 1.15
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("vanilla", WORKERS)
-def test_chunks_and_preemption(harness, target, prompts, no_overlap, vanilla):
-    params = [params_of(i, prompt_logprobs=(3, None, 0, 20)[i % 4]) for i in range(len(prompts))]
-    llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, **TIGHT)
-    check_all(llm, target, prompts, params)
-    assert llm.executor.num_preemptions > 0
-
-
-@pytest.mark.parametrize("chunk", [1, 2, 5])
-def test_prompts_in_chunks(harness, target, prompts, chunk):
-    """The last row of a chunk scores the first token of the next."""
-    llm = harness.llm(chunk_policy=lambda _, most: min(chunk, most))
-    params = [params_of(i, prompt_logprobs=2, max_new_tokens=3) for i in range(len(prompts))]
-    check_all(llm, target, prompts, params)
 
 
 def test_prompts_are_scored_once_and_a_tile_at_a_time(harness, target, prompts, monkeypatch):
@@ -186,113 +174,11 @@ def test_a_prompt_keeps_nothing_of_its_batch_mates(harness, prompts):
         assert part._entries.untyped_storage().nbytes() == (len(prompt) - 1) * ENTRY_WIDTH * 4
 
 
-@pytest.mark.parametrize("overlap", [True, False])
-def test_a_prompt_that_gives_way_half_read(harness, target, prompts, overlap):
-    """Its reported tokens stay, the others are scored when it starts over."""
-    llm = harness.llm(
-        disable_overlap_scheduler=not overlap, chunk_policy=lambda _, most: min(5, most)
-    )
-    (request,) = llm.make_requests([prompts[6]], [params_of(0, prompt_logprobs=4)])
-    executor = llm.executor
-    executor.enqueue(request)
-    for _ in range(3):
-        executor.step()
-    before = len(request.prompt_logprobs)
-    assert 1 < before < 33
-    assert not request.is_generating
-    scheduler = executor.scheduler
-    scheduler.active.remove(request)
-    scheduler.blocks.free_resources(request)
-    request.pause()
-    executor.resources.free_resources(request)
-    scheduler.waiting.appendleft(request)
-    reported = list(request.prompt_logprobs)
-    while executor.has_work:
-        executor.step()
-    assert request.prompt_logprobs[:before] == reported
-    output = SimpleNamespace(
-        prompt_token_ids=prompts[6],
-        token_ids=request.output_token_ids,
-        logprobs=request.logprobs,
-        prompt_logprobs=request.prompt_logprobs,
-    )
-    check(target, output, request.params)
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_stops_inside_runs(harness, target, prompts, no_overlap):
-    """Nothing is reported of what a stop cuts off."""
-    rng = random.Random(3)
-    free = [target.greedy(prompt, NUM_TOKENS) for prompt in prompts]
-    params = [
-        SamplingParams(
-            max_new_tokens=NUM_TOKENS,
-            logprobs=3,
-            stop_token_ids=[rng.choice(text[2:])],
-            min_tokens=4 * (place % 2),
-            ignore_eos=True,
-        )
-        for place, text in enumerate(free)
-    ]
-    for k in (0, 3):
-        llm = harness.llm(k=k, disable_overlap_scheduler=no_overlap)
-        for _ in range(2):
-            texts = check_all(llm, target, prompts, params)
-        assert any(len(text) < NUM_TOKENS for text in texts)
-
-
-@pytest.mark.parametrize("vanilla", WORKERS)
-def test_stop_strings_inside_runs(harness, target, prompts, vanilla):
-    tokenizer = Pieces()
-    llm = harness.llm(vanilla=vanilla, tokenizer=tokenizer)
-    free = [o.text for o in llm.generate(prompts, params_of(0))]
-    params = [params_of(0, stop=(text[len(text) // 2 :][:3],)) for text in free]
-    texts = check_all(llm, target, prompts, params)
-    assert any(len(text) < NUM_TOKENS for text in texts)
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("k", [0, 3])
-def test_events_report_the_same(harness, prompts, no_overlap, k):
-    params = [params_of(place) for place in range(len(prompts))]
-    llm = harness.llm(k=k, disable_overlap_scheduler=no_overlap)
-    requests = llm.make_requests(prompts, params)
-    for request in requests:
-        llm.executor.enqueue(request)
-    events = []
-    while llm.executor.has_work:
-        events += llm.executor.step()
-    for request in requests:
-        mine = [event for event in events if event.request_id == request.request_id]
-        if request.logprobs is None:
-            assert {event.logprobs for event in mine} == {None}
-            continue
-        for event in mine:
-            assert [next(iter(reported)) for reported in event.logprobs] == event.token_ids
-        assert [reported for event in mine for reported in event.logprobs] == request.logprobs
-        assert len(request.logprobs) == NUM_TOKENS
-
-
-def params_of_prompts(number: int) -> list[SamplingParams]:
-    return [params_of(i, prompt_logprobs=(3, None, 0, 20)[i % 4]) for i in range(number)]
-
-
-def check_first(events, output) -> None:
-    """The first event reports the whole prompt, and no other does."""
-    assert [event.prompt_logprobs for event in events[1:]] == [None] * (len(events) - 1)
-    if output.prompt_logprobs is None:
-        assert events[0].prompt_logprobs is None
-    else:
-        assert len(events[0].prompt_logprobs) == len(output.prompt_token_ids)
-        assert events[0].prompt_logprobs == output.prompt_logprobs
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("way", ["stream", "stream_async", "submit"])
-def test_prompts_are_reported_in_streams(harness, prompts, way, no_overlap):
-    """The same as `generate` returns, when the first token comes: then the prompt was read."""
-    params = params_of_prompts(len(prompts))
-    llm = harness.llm(disable_overlap_scheduler=no_overlap, **TIGHT)
+def test_streams_report_what_generate_returns(harness, prompts, way):
+    """The first event of a request reports the whole prompt, and no other does."""
+    params = [params_of(i, prompt_logprobs=PROMPT_LOGPROBS[i % 4]) for i in range(len(prompts))]
+    llm = harness.llm(disable_overlap_scheduler=way == "submit", **TIGHT)
     outputs = llm.generate(prompts, params)
 
     async def read(events) -> list:
@@ -300,12 +186,7 @@ def test_prompts_are_reported_in_streams(harness, prompts, way, no_overlap):
 
     async def together() -> list[list]:
         start = llm.stream_async if way == "stream_async" else llm.submit
-        return await asyncio.gather(
-            *(
-                read(start(prompt, requested))
-                for prompt, requested in zip(prompts, params, strict=True)
-            )
-        )
+        return await asyncio.gather(*(read(start(*one)) for one in zip(prompts, params)))  # noqa: B905
 
     if way == "stream":
         reported: list[list] = [[] for _ in prompts]
@@ -314,26 +195,16 @@ def test_prompts_are_reported_in_streams(harness, prompts, way, no_overlap):
                 reported[event.prompt_index].append((event, len(event.prompt_logprobs or ())))
     else:
         reported = asyncio.run(together())
-    for mine, output in zip(reported, outputs, strict=True):
-        check_first([event for event, _ in mine], output)
+    for mine, output, requested in zip(reported, outputs, params, strict=True):
+        events = [event for event, _ in mine]
+        assert events[0].prompt_logprobs == output.prompt_logprobs
         # when it came, not only when it was looked at
         assert mine[0][1] == len(output.prompt_logprobs or ())
-
-
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_steps_in_padded_graphs(harness, target, prompts, monkeypatch, vanilla, no_overlap):
-    pads_batches(harness)
-    graphs = {"batch_sizes": [1, 4, 8], "enable_padding": True}
-    llm = harness.llm(
-        vanilla=vanilla, disable_overlap_scheduler=no_overlap, cuda_graph_config=graphs
-    )
-    watched = WatchedGraphs(llm, monkeypatch)
-    few = prompts[:6]
-    params = [params_of(i, max_new_tokens=6 + 2 * i, prompt_logprobs=2) for i in range(len(few))]
-    check_all(llm, target, few, params)
-    assert not watched.eager_generations
-    assert all(shape.sampling_kind for shape in watched.replayed)
+        assert all(event.prompt_logprobs is None for event in events[1:])
+        if requested.seed is None and requested.logprobs is not None:
+            assert [one for event in events for one in event.logprobs] == output.logprobs
+            for event in events:
+                assert [next(iter(one)) for one in event.logprobs] == event.token_ids
 
 
 def test_who_does_not_ask_costs_nothing(harness, target, prompts, monkeypatch):
@@ -362,28 +233,6 @@ def test_who_does_not_ask_costs_nothing(harness, target, prompts, monkeypatch):
     check_all(llm, target, prompts, [no_logprobs] * len(prompts))
 
 
-def test_accepted_drafts_that_are_no_first_choice(harness, target, prompts):
-    """Relaxed acceptance emits them, with the probability that the target gave them."""
-    relaxed = {
-        "use_relaxed_acceptance_for_thinking": True,
-        "relaxed_topk": 9,
-        "relaxed_delta": 0.9,
-        "begin_thinking_phase_token": 5,
-        "end_thinking_phase_token": 6,
-    }
-    llm = harness.llm(speculative=relaxed)
-    requested = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, logprobs=4)
-    outputs = llm.generate([[5, *prompt] for prompt in prompts], requested)
-    for output in outputs:
-        check(target, output, requested)
-    ranks = [
-        reported[t].rank
-        for o in outputs
-        for reported, t in zip(o.logprobs, o.token_ids, strict=True)
-    ]
-    assert max(ranks) > 1
-
-
 def test_a_cancelled_request_keeps_what_was_reported(harness, prompts):
     llm = harness.llm()
     (request,) = llm.make_requests([prompts[5]], [params_of(0, prompt_logprobs=0)])
@@ -398,13 +247,38 @@ def test_a_cancelled_request_keeps_what_was_reported(harness, prompts):
     assert len(request.prompt_logprobs) == len(prompts[5])
 
 
-def test_a_prompt_of_one_token_and_the_widest_list(harness, target):
-    requested = SamplingParams(max_new_tokens=1, ignore_eos=True, logprobs=20, prompt_logprobs=20)
-    (output,) = harness.llm().generate([[VOCAB - 1]], requested)
-    assert output.prompt_logprobs == [None]
-    ((token, reported),) = [
-        (t, reported) for t, reported in zip(output.token_ids, output.logprobs, strict=True)
-    ]
-    assert isinstance(reported[token], Logprob)
-    assert len(reported) == 20
-    check(target, output, requested)
+# --- processed log-probabilities ---
+
+
+@pytest.mark.parametrize("way", ["rejection", "block"])
+def test_processed_logprobs_with_rejection_sampling(harness, prompts, way):
+    """Every token that is emitted is one that could be sampled there."""
+    llm = harness.llm(mtp={"verification": way, "logprobs_mode": "processed"})
+    requested = SamplingParams(
+        max_new_tokens=12, ignore_eos=True, temperature=0.7, top_k=4, logprobs=4
+    )
+    for output in llm.generate(prompts[:4], requested):
+        for reported, token in zip(output.logprobs, output.token_ids, strict=True):
+            assert reported[token].rank <= 4
+            first = [one for one in reported.values() if one.rank <= 4]
+            assert sum(math.exp(one.logprob) for one in first) == pytest.approx(1, abs=1e-4)
+
+
+def test_greedy_requests_report_the_untruncated_distribution(harness, prompts):
+    """At temperature 1 without truncation, whatever else is in the batch."""
+    llm = harness.llm(mtp={"logprobs_mode": "processed"})
+    requested = SamplingParams(max_new_tokens=6, ignore_eos=True, logprobs=3)
+    alone = llm.generate(prompts[:2], requested)
+    edited = SamplingParams(max_new_tokens=6, ignore_eos=True, frequency_penalty=0.5)
+    batched = llm.generate(prompts[:3], [requested, requested, edited])
+    for one, other in zip(alone, batched, strict=False):
+        assert one.token_ids == other.token_ids
+        for reported, same in zip(one.logprobs, other.logprobs, strict=True):
+            assert {t: each.logprob for t, each in reported.items()} == pytest.approx(
+                {t: each.logprob for t, each in same.items()}, abs=5e-5
+            )
+
+
+def test_a_mode_that_there_is_not(harness):
+    with pytest.raises(ConfigError, match=r"logprobs_mode.*raw.*processed.*'cooked'"):
+        harness.llm(mtp={"logprobs_mode": "cooked"})

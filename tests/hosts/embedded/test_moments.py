@@ -31,8 +31,6 @@ TEXTS = {"generate text", "submit text", "submit text in a loop", "generate_asyn
 
 def outcome(moment: str, call: str) -> set[str]:
     """What becomes of the call."""
-    if moment == "at any time":
-        return {"worked", "ExecutorError", "RequestError"}
     if moment in WITHIN_A_STEP and call in WAITING:
         return {"ExecutorError"}
     if moment == "encode" and call in TEXTS:

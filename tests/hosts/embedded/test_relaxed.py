@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mtp_plugin.errors import ConfigError, RequestError
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded import LlmRequest, SamplingParams
-from tests.hosts.embedded.conftest import VOCAB, WORKERS, assert_drained, generate, wrap_worker
+from tests.hosts.embedded.conftest import VOCAB, WORKERS, generate, wrap_worker
 from tests.hosts.embedded.oracles import Oracle, ScriptedDrafts
 from tests.ops.acceptance import example
 
@@ -65,27 +65,26 @@ def test_an_ignored_end_is_accepted_only_as_argmax(harness, target):
                 assert target.greedy(prompt + text[:place], 1) == [EOS]
 
 
-@pytest.mark.parametrize(
-    ("options", "labelled"),
-    [
-        ({}, True),
-        ({"relaxed_topk": 3}, True),
-        ({"relaxed_topk": 1}, False),
-        ({"relaxed_acceptance": False}, False),
-        ({"temperature": 0.8}, False),
-        ({"speculate": False}, False),
-        ({"max_draft_len": 0}, False),
-        ({"max_draft_len": 1}, True),
-        ({"ignore_eos": True}, True),
-        ({"ignore_eos": True, "min_tokens": 1}, False),
-    ],
-    ids=str,
-)
-def test_the_label_is_of_requests_whose_text_may_differ(harness, thinking, options, labelled):
-    llm = relaxed(harness)
-    (output,) = llm.generate(thinking[:1], SamplingParams(max_new_tokens=3, **options))
-    assert (output.label is not None) == labelled
-    assert_drained(llm)
+LABELLED: list[tuple[dict, bool]] = [
+    ({}, True),
+    ({"relaxed_topk": 3}, True),
+    ({"relaxed_topk": 1}, False),
+    ({"relaxed_acceptance": False}, False),
+    ({"temperature": 0.8}, False),
+    ({"speculate": False}, False),
+    ({"max_draft_len": 0}, False),
+    ({"max_draft_len": 1}, True),
+    ({"ignore_eos": True}, True),
+    ({"ignore_eos": True, "min_tokens": 1}, False),
+]
+
+
+def test_the_label_is_of_requests_whose_text_may_differ(harness, thinking):
+    params = [SamplingParams(max_new_tokens=3, **options) for options, _ in LABELLED]
+    outputs = relaxed(harness).generate([thinking[0]] * len(params), params)
+    assert [output.label is not None for output in outputs] == [
+        labelled for _, labelled in LABELLED
+    ]
 
 
 @pytest.mark.parametrize("end", [[9, 11], [9, END], [END, 9], None])
@@ -126,12 +125,6 @@ def test_requests_have_thresholds_of_their_own(harness, target, thinking):
     config = {**RELAXED, "relaxed_topk": 3, "relaxed_delta": 0.4}
     own = generate(relaxed(harness), thinking, make_params(relaxed_topk=3, relaxed_delta=0.4))
     assert own == generate(harness.llm(speculative=config), thinking, make_params())
-
-
-@pytest.mark.parametrize("option", ["relaxed_topk", "relaxed_delta"])
-def test_thresholds_without_relaxed_acceptance(harness, option):
-    with pytest.raises(RequestError, match=f": {option}=1 is not enabled; set .*relaxed"):
-        harness.llm().generate([[1, 2]], make_params(**{option: 1}))
 
 
 class Story:
@@ -249,7 +242,7 @@ def test_r35_edits_decide_what_is_strict(harness, thinking, vanilla):
 def test_r34_strict_after_the_end_within_a_run(harness, target, no_overlap):
     """R34: drafts after the end, near enough one token before it, are not accepted."""
     rng, tried = random.Random(34), 0
-    while tried < 12:
+    while tried < 4:
         prompt = [rng.randrange(VOCAB) for _ in range(6)]
         text, place = target.greedy(prompt, 20), rng.randrange(2, 10)
         begin, end = prompt[0], text[place]

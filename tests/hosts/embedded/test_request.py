@@ -9,7 +9,7 @@ import pytest
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.hosts.embedded import LlmRequest, SamplingParams
 from mtp_plugin.requests.detokenizer import RequestText, Segment
-from mtp_plugin.requests.states import FinishReason, RequestState
+from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.stopping import Ending, StopRule
 from mtp_plugin.speculative.host import RequestFacts, read_request
 
@@ -88,16 +88,6 @@ def test_the_requested_drafts(requested: int | None, limit: int, speculates: boo
         assert state.limit == min(length, proposed, limit)
 
 
-def test_a_fresh_request() -> None:
-    request = make(max_new_tokens=10, stop_token_ids=(2, 9, 9))
-    assert request.get_tokens() == [0, 1, 2, 3, 4]
-    assert request.output_token_ids == []
-    assert request.max_length == 15
-    assert request.is_first_context_chunk
-    assert not request.is_finished
-    assert not request.is_generating
-
-
 def test_its_facts() -> None:
     """What samplers and managers read of it: its own, not what fields of hosts would say."""
     request = make(max_new_tokens=10, min_tokens=4, stop_token_ids=(2, 9, 9), speculate=False)
@@ -121,16 +111,6 @@ def test_its_facts() -> None:
     assert not other.py_disable_speculative_decoding
 
 
-def test_ignore_eos_keeps_the_requests_own_stop_ids() -> None:
-    assert make(ignore_eos=True).facts.stop.end_ids == ()
-    assert make(ignore_eos=True, stop_token_ids=[8]).facts.stop.end_ids == (8,)
-
-
-def test_the_longest_sequence_is_capped_by_max_seq_len() -> None:
-    assert make(max_new_tokens=10, max_seq_len=12).max_length == 12
-    assert make(max_new_tokens=10, max_seq_len=15).max_length == 15
-
-
 def test_chunks_end_in_generation() -> None:
     request = make(5)
     for size, first, last, left in ((2, True, False, 3), (2, False, False, 1), (1, False, True, 0)):
@@ -140,15 +120,6 @@ def test_chunks_end_in_generation() -> None:
         assert request.context_remaining_length == left
         assert request.context_chunk_size == 0
         assert request.is_generating == (left == 0)
-
-
-def test_a_request_that_ended_while_its_prompt_was_read_stays_ended() -> None:
-    request = make(2)
-    request.context_chunk_size = 2
-    request.finish_by(FinishReason.CANCELLED)
-    request.move_to_next_context_chunk()
-    assert request.is_finished
-    assert request.state == RequestState.GENERATION_COMPLETE
 
 
 def test_pause_starts_over_with_the_output_as_prompt() -> None:
@@ -167,13 +138,6 @@ def test_pause_starts_over_with_the_output_as_prompt() -> None:
     assert not request.is_generating
     assert request.output_token_ids == [5, 6]
     assert request.py_orig_prompt_len == 3
-
-
-def test_the_first_finish_reason_stays() -> None:
-    request = make()
-    request.finish_by(FinishReason.LENGTH)
-    request.finish_by(FinishReason.CANCELLED)
-    assert request.finish_reason is FinishReason.LENGTH
 
 
 def test_a_finished_request_takes_no_token_and_no_pause() -> None:
@@ -201,11 +165,3 @@ def test_drafts_of_each_run_are_counted_without_its_last_token() -> None:
         Segment("h", 1),
         Segment("i", 0),
     ]
-
-
-def test_a_text_ends_its_request() -> None:
-    request = make(text=RequestText(Letters(), ("fg",)))
-    assert emit(request, [3, 5]) == Ending(2)
-    assert emit(request, [6, 7]) == Ending(1, FinishReason.STOP_WORDS)
-    assert request.output_token_ids == [3, 5, 6]
-    assert make().facts.stop.watch is None

@@ -12,24 +12,28 @@ from mtp_plugin.hosts.embedded import SamplingParams
 from mtp_plugin.infer import SamplingRule
 from tests.distribution.shares import tail
 from tests.hosts.embedded.conftest import VOCAB, WORKERS, assert_drained, generate
-from tests.hosts.embedded.test_sampling import params_of
+from tests.hosts.embedded.requests_by_kind import sampled_params
 
 MODES = ["rejection", "block"]
+
+
+def params_of(place: int, **more) -> SamplingParams:
+    return sampled_params(place, 20, **more)
+
+
 ALL = {"verification": ["coupled", "rejection", "block"]}
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_more_drafts_are_accepted_than_coupled_ones(harness, prompts, vanilla):
     """And the same schedule gives the same text again."""
-    params = [params_of(place, max_new_tokens=60) for place in range(len(prompts))]
-    lengths = {}
-    for mode in ("coupled", *MODES):
-        texts = []
-        for _ in range(2):
-            llm = harness.llm(vanilla=vanilla, mtp={"verification": mode})
-            texts.append(generate(llm, prompts, params))
-        assert texts[0] == texts[1], mode
-        assert all(len(text) == 60 for text in texts[0])
+    params = [params_of(place, max_new_tokens=40) for place in range(len(prompts))]
+    lengths, texts = {}, {}
+    for mode in ("coupled", *MODES, "block"):
+        llm = harness.llm(vanilla=vanilla, mtp={"verification": mode})
+        text = generate(llm, prompts, params)
+        assert texts.setdefault(mode, text) == text
+        assert all(len(one) == 40 for one in text)
         lengths[mode] = llm.executor.acceptance.acceptance_length
     assert lengths["rejection"] > lengths["coupled"] - 0.15
     assert lengths["block"] > lengths["rejection"] - 0.15
@@ -54,7 +58,7 @@ def shares_of_texts(target, prompt: list[int], requested: SamplingParams, length
 @pytest.mark.parametrize("mode", MODES)
 def test_texts_are_as_frequent_as_the_target_says_r28(harness, target, mode):
     """The first three tokens together, of as many seeds; drafts make the second and the third."""
-    prompt, number = [5, 9], 2000
+    prompt, number = [5, 9], 1200
     params = [
         SamplingParams(max_new_tokens=4, ignore_eos=True, temperature=0.2, top_k=5, seed=seed)
         for seed in range(number)

@@ -13,7 +13,7 @@ from mtp_plugin.infer import decode
 from tests.hosts.embedded.conftest import VOCAB, assert_drained
 
 NUM_TOKENS = 12
-TABLE = list(itertools.product((None, 0, 1e-3, 0.7, 1.0), (None, 0, 1, 50), (None, 1.0, 0.9)))
+TABLE = list(itertools.product((None, 0, 1e-3, 0.7), (None, 1, 50), (None, 0.9)))
 
 
 def expected(harness, prompt, params, number=0):
@@ -51,8 +51,7 @@ def test_r29_a_seed_draws_the_same_alone_in_a_batch_and_in_an_aged_engine(harnes
     (alone,) = llm.generate([prompts[3]], params)
     batch = [prompts[3], *prompts[:7]]
     batched = llm.generate(batch, [params, *[others] * 7])
-    for _ in range(3):
-        llm.generate(prompts, others)
+    llm.generate(prompts, others)
     (aged,) = llm.generate([prompts[3]], params)
     (fresh,) = harness.llm(k=1).generate([prompts[3]], params)
     reference = expected(harness, prompts[3], params)
@@ -70,8 +69,8 @@ def test_r30_penalties_see_drafts_in_front_and_none_that_was_rejected(
     model all drafts are accepted."""
     harness, rng = harnesses(checkpoint, host), random.Random(30)
     prompts = [[5, 9, 3], [17], [44, 44, 44, 2]]
-    prompts += [[rng.randrange(VOCAB) for _ in range(3)] for _ in range(21)]
-    params = SamplingParams(max_new_tokens=30, ignore_eos=True, repetition_penalty=1.2)
+    prompts += [[rng.randrange(VOCAB) for _ in range(3)] for _ in range(9)]
+    params = SamplingParams(max_new_tokens=20, ignore_eos=True, repetition_penalty=1.2)
     llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=True)
     requests = llm.make_requests(prompts, [params] * len(prompts))
     for request in requests:

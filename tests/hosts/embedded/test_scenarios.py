@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from tests.hosts.embedded.conftest import (
     watch_worker,
     wrap_worker,
 )
-from tests.hosts.embedded.oracles import Oracle, ScriptedDrafts
+from tests.hosts.embedded.oracles import ScriptedDrafts
 from tests.hosts.embedded.test_llm_api import Pieces
 
 
@@ -72,40 +73,23 @@ def test_step_without_tokens_ends_its_requests(harness, prompts, no_overlap, wha
 
 @pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize("no_overlap", LOOPS)
-def test_r02_acceptance_does_not_depend_on_the_batch(harness, prompts, vanilla, no_overlap):
-    """R02: mixed lengths together or one by one: every step accepts the same drafts."""
-    alone = []
-    for prompt in prompts:
-        llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap)
-        alone.append(llm.generate([prompt], greedy(max_new_tokens=32))[0])
-    together = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap).generate(
-        prompts, greedy(max_new_tokens=32)
-    )
-    for one, other in zip(alone, together, strict=True):
-        assert one.token_ids == other.token_ids
-        assert one.acceptance.histogram == other.acceptance.histogram
-    assert sum(o.acceptance.emitted - o.acceptance.steps for o in together) > 8
-
-
-@pytest.mark.parametrize("vanilla", WORKERS)
-def test_r02_sixty_four_requests_accept_as_each_does_alone(harness, vanilla):
-    """R02: at a batch of 64 as at one of 1, where there are graphs in theirs."""
+def test_r02_acceptance_does_not_depend_on_the_batch(harness, vanilla, no_overlap):
+    """R02: a batch of 16 and a batch of one, with graphs where the host has them: every step
+    accepts the same drafts."""
     rng = random.Random(2)
-    prompts = [[rng.randrange(VOCAB) for _ in range(1 + rng.randrange(30))] for _ in range(64)]
+    prompts = [[rng.randrange(VOCAB) for _ in range(1 + rng.randrange(30))] for _ in range(16)]
     outputs = {}
-    for batch in (1, 64):
+    for batch in (1, 16):
         options = {"max_batch_size": batch, "kv_cache_config": {"max_tokens": 64 * batch}}
         if "cuda_graph_config" in harness.host:
-            options["cuda_graph_config"] = {"batch_sizes": [batch], "enable_padding": True}
-        llm = harness.llm(vanilla=vanilla, **options)
-        params = greedy(max_new_tokens=24)
-        groups = [prompts[i : i + batch] for i in range(0, 64, batch)]
-        outputs[batch] = [output for group in groups for output in llm.generate(group, params)]
+            options["cuda_graph_config"] = padded_to(batch)
+        llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=no_overlap, **options)
+        outputs[batch] = llm.generate(prompts, greedy(max_new_tokens=24))
         assert_drained(llm)
-    for one, other in zip(outputs[1], outputs[64], strict=True):
+    for one, other in zip(outputs[1], outputs[16], strict=True):
         assert one.token_ids == other.token_ids
         assert one.acceptance == other.acceptance
-    assert sum(o.acceptance.emitted - o.acceptance.steps for o in outputs[64]) > 64
+    assert sum(o.acceptance.emitted - o.acceptance.steps for o in outputs[16]) > 16
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
@@ -152,7 +136,7 @@ def test_r07_any_order_of_rows_gives_the_same_tokens(harness, target, prompts):
 def test_r08_slots_and_blocks_survive_churn(harness, target, prompts):
     """R08: many short requests with aborts; nothing leaks, double free changes nothing."""
     llm = harness.llm(k=1, max_batch_size=4)
-    for round_ in range(40):
+    for round_ in range(15):
         stream = llm.stream([p[:3] for p in prompts], greedy(max_new_tokens=3))
         for steps, _ in enumerate(stream):
             if steps == round_ % 5:
@@ -302,7 +286,7 @@ def test_r16_the_token_budget_is_never_exceeded(harness, target, prompts, vanill
 def test_r21_block_boundaries(harness, target, vanilla):
     """R21: prompt lengths around a block's end: every offset gives the same text."""
     rng = torch.Generator().manual_seed(2)
-    prompts = [torch.randint(0, VOCAB, (n,), generator=rng).tolist() for n in range(12, 21)]
+    prompts = [torch.randint(0, VOCAB, (n,), generator=rng).tolist() for n in (12, 15, 16, 17, 20)]
     want = [target.greedy(p, 16) for p in prompts]
     for block in (1, 4, 16):
         llm = harness.llm(
@@ -374,29 +358,6 @@ def test_r23_penalties_count_nothing_after_an_end(harness, prompts, no_overlap):
     assert_drained(llm)
 
 
-@pytest.mark.thinned("length", cases=3)
-@pytest.mark.parametrize("right", [True, False], ids=["all-accepted", "none-accepted"])
-@pytest.mark.parametrize("length", [1, 2, 3, 4, 6, 9])
-@pytest.mark.parametrize("ends", ["limit", "stop"])
-def test_figures_of_short_answers(harness, target, prompts, right, length, ends):
-    """Drafts after an end do not count, whether right or wrong."""
-    prompt, k = prompts[4], 3
-    truth = target.greedy(prompt, 24)
-    llm = harness.llm(k=k)
-    script(llm, {0: prompt + truth}, lambda *_: k if right else 0)
-    stop = {"stop_token_ids": truth[length - 1 : length]}
-    requested = {"max_new_tokens": length} if ends == "limit" else {"max_new_tokens": 24, **stop}
-    output = llm.generate([prompt], greedy(**requested))[0]
-    assert output.token_ids == truth[: len(output.token_ids)]
-    drafted, reported = output.acceptance.num_drafted, llm.pieces.alarms.acceptance_length
-    assert output.acceptance.acceptance_rate == (1.0 if right and drafted else 0.0)
-    if drafted:
-        assert reported >= 2 if right else reported == 1
-    else:
-        assert reported == 0.0
-    assert_drained(llm)
-
-
 @pytest.mark.parametrize("no_overlap", LOOPS)
 def test_r24_a_stop_and_a_limit_in_one_run(harness, target, prompts, no_overlap):
     """R24: the earlier one names the finish reason, and on one token the stop does."""
@@ -423,14 +384,14 @@ def test_r24_a_stop_and_a_limit_in_one_run(harness, target, prompts, no_overlap)
 def test_r25_min_tokens(harness, target, prompts, no_overlap, vanilla):
     """R25: a stop id is masked at every verified position until min_tokens are out."""
     rng = random.Random(25)
-    for place in (1, 2, 6, 11):  # of the stop id; drafts are right, so most lie inside a run
+    for place in (1, 6):  # of the stop id; drafts are right, so the second lies inside a run
         while True:
             prompt = [rng.randrange(VOCAB) for _ in range(6)]
             free = target.greedy(prompt, 30)
             if free[place] not in free[:place]:
                 break
         ends = {"eos_token_ids": (free[place],)}
-        for min_tokens in (0, place, place + 1, place + 4):
+        for min_tokens in (place, place + 1, place + 4):
             want = greedy_decode(
                 harness.oracle_model.target, prompt, 20, **ends, min_tokens=min_tokens
             )
@@ -441,27 +402,6 @@ def test_r25_min_tokens(harness, target, prompts, no_overlap, vanilla):
             outputs = llm.generate([prompt, prompts[5]], [params, greedy()])
             assert outputs[0].token_ids == want
             assert outputs[1].token_ids == target.greedy(prompts[5], 16)
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("k", [0, 3])
-def test_stop_strings_wait_for_min_tokens(harness, target, no_overlap, k):
-    """One that is complete before is text like any other; the next one ends it."""
-    prompt, tokenizer = [83, 26, 54, 68], Pieces()
-    truth = target.greedy(prompt, 24)
-    text = tokenizer.decode(truth, skip_special_tokens=True)
-    at = [len(tokenizer.decode(truth[:n], skip_special_tokens=True)) for n in range(24)]
-    early, late = text[: at[3]], text[at[6] : at[9]]
-    assert early not in text[1:]
-    assert text.index(late) == at[6]
-    assert late not in text[at[6] + 1 :]
-    llm = harness.llm(k=k, tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
-    for min_tokens, kept in ((0, 3), (2, 3), (3, 9), (8, 9), (9, 24)):
-        params = greedy(max_new_tokens=24, stop=(early, late), min_tokens=min_tokens)
-        (output,) = llm.generate([prompt], params)
-        assert output.token_ids == truth[:kept]
-        assert output.text == {3: "", 9: text[: at[6]], 24: text}[kept]
-    assert_drained(llm)
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
@@ -657,7 +597,7 @@ def test_r34_relaxed_runs_accept_more_and_only_while_thinking(harness, target, p
 def test_r41_near_the_context_limit(harness, target, prompts, no_overlap, vanilla):
     """R41: only the request near max_seq_len shortens its drafts; the others are unaffected."""
     limit, k = 32, 3
-    for room in range(1, k + 4):
+    for room in (1, 2, k + 1, k + 3):
         rng = torch.Generator().manual_seed(room)
         long = torch.randint(0, VOCAB, (limit - room,), generator=rng).tolist()
         llm = harness.llm(
@@ -679,36 +619,23 @@ def test_r41_near_the_context_limit(harness, target, prompts, no_overlap, vanill
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("right", [0, 1, 2, 3])
+@pytest.mark.parametrize("right", [(0,), (2,), (3,), (1, 3)])
 def test_r48_counters_equal_emitted_tokens(harness, target, prompts, no_overlap, right):
-    """R48: an oracle drafter with a set error rate gives exact figures."""
-    prompt = prompts[5]
+    """R48: an oracle drafter with a set error rate gives exact numbers."""
+    prompt, steps = prompts[5], 6
     truth = target.greedy(prompt, 64)
     llm = harness.llm(k=3, disable_overlap_scheduler=no_overlap)
-    script(llm, {0: prompt + truth}, lambda *_: right)
-    steps = 6
-    count = 1 + steps * (right + 1)
+    calls = itertools.cycle(right)
+    script(llm, {0: prompt + truth}, lambda *_: next(calls))
+    mean = sum(right) / len(right)
+    count = 1 + round(steps * (mean + 1))
     output = llm.generate([prompt], greedy(max_new_tokens=count))[0]
     assert output.token_ids == truth[:count]
     stats = output.acceptance
     # the last step may be cut short by the request's length, never longer
-    assert stats.steps == steps
-    assert stats.emitted == count - 1
-    assert stats.acceptance_length == right + 1
-    assert stats.per_position == [1.0] * right + [0.0] * (3 - right)
+    assert (stats.steps, stats.emitted, stats.acceptance_length) == (steps, count - 1, mean + 1)
+    assert stats.per_position == [sum(n > i for n in right) / len(right) for i in range(3)]
     assert llm.executor.acceptance.histogram == stats.histogram
-
-
-def test_an_oracle_drafter_with_an_error_rate_gives_exact_figures(harness, prompts):
-    """Half the steps accept one draft, half all three: the acceptance length is exactly 3."""
-    prompt = prompts[5]
-    truth = Oracle(harness.oracle_model, 1, vanilla=False).greedy(prompt, 64)
-    llm = harness.llm(k=3, disable_overlap_scheduler=True)
-    calls = iter([1, 3] * 20)
-    script(llm, {0: prompt + truth}, lambda *_: next(calls))
-    output = llm.generate([prompt], greedy(max_new_tokens=1 + 6 * 6))[0]
-    assert output.acceptance.acceptance_length == 3.0
-    assert output.acceptance.per_position == [1.0, 0.5, 0.5]
 
 
 def test_dead_logits_end_one_request_alone(harness, target, prompts):

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from mtp_plugin.hosts.embedded import LlmRequest, SamplingParams
 from mtp_plugin.hosts.embedded.kv_cache import BlockManager
 from mtp_plugin.hosts.embedded.prompt_limit import LEAST_CHUNK, MixedPromptLimit
-from mtp_plugin.hosts.embedded.scheduler import ScheduledRequests, Scheduler, whole_budget
+from mtp_plugin.hosts.embedded.scheduler import ScheduledRequests, Scheduler
 from mtp_plugin.plugin import DraftPlan
 from mtp_plugin.requests.states import FinishReason
 
@@ -59,30 +59,25 @@ def ids(requests: list[LlmRequest]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("plan", "in_flight", "rows"),
+    ("plan", "in_flight", "new", "limit", "rows"),
     [
-        (EAGLE, False, 10 + 4 + 2),
-        (EAGLE, True, 10 + 4 + 4 + 2),
-        (VANILLA, False, 10 + 4),
-        (VANILLA, True, 10 + 4 + 4),
-        (PLAIN, False, 10 + 1),
-        (PLAIN, True, 10 + 1 + 1),
+        (EAGLE, False, 20, 1000, 10 + 4 + 2),
+        (EAGLE, True, 20, 1000, 10 + 4 + 4 + 2),
+        (EAGLE, True, 9, 1000, 20),  # no row past the full length
+        (EAGLE, True, 8, 1000, 19),
+        (EAGLE, True, 20, 13, 13),
+        (VANILLA, False, 20, 1000, 10 + 4),
+        (VANILLA, True, 20, 1000, 10 + 4 + 4),
+        (PLAIN, False, 20, 1000, 10 + 1),
+        (PLAIN, True, 20, 1000, 10 + 1 + 1),
     ],
 )
-def test_rows_of_a_generation(plan: DraftPlan, in_flight: bool, rows: int) -> None:
+def test_rows_of_a_generation(
+    plan: DraftPlan, in_flight: bool, new: int, limit: int, rows: int
+) -> None:
     """L rows are final; a step touches K+1, eagle K-1 more, a step in flight K+1 before that."""
-    request = make(0, 11)  # the last token's row is not written yet: L = 10
+    request = make(0, 11, new, max_seq_len=limit)  # the last token's row is not written: L = 10
     assert scheduler(plan).generation_rows(request, in_flight=in_flight) == rows
-
-
-@pytest.mark.parametrize(("new", "rows"), [(20, 20), (9, 20), (8, 19), (1, 12)])
-def test_no_row_past_the_full_length_is_reserved(new: int, rows: int) -> None:
-    assert scheduler(EAGLE).generation_rows(make(0, 11, new), in_flight=True) == rows
-
-
-def test_max_seq_len_caps_the_rows() -> None:
-    request = make(0, 11, 20, max_seq_len=13)
-    assert scheduler(EAGLE).generation_rows(request, in_flight=True) == 13
 
 
 @pytest.mark.parametrize(
@@ -91,16 +86,6 @@ def test_max_seq_len_caps_the_rows() -> None:
 def test_rows_of_a_prompt_chunk(plan: DraftPlan, new: int, rows: int) -> None:
     """Eagle's loop writes K-1 rows after the prompt, where the request is that long."""
     assert scheduler(plan).prompt_rows(make(0, 6, new), 6) == rows
-
-
-def test_blocks_are_reserved_for_the_step() -> None:
-    of = scheduler(EAGLE)
-    request = make(0, 6)
-    run(of, request)
-    assert of.blocks.reserved_rows(0) == 8
-    of.schedule({0})
-    # L = 5, a step in flight and the next one, and the loop's rows
-    assert of.blocks.reserved_rows(0) == 16
 
 
 # --- the token budget ---
@@ -128,36 +113,6 @@ def test_a_continued_chunk_counts_its_history_rows() -> None:
     assert positions == [16, 29, 40]
 
 
-def test_a_history_shorter_than_k_counts_as_it_is() -> None:
-    of = scheduler(VANILLA, max_num_tokens=16, chunk_policy=lambda *_: 2)
-    request = make(0, 4)
-    run(of, request)
-    assert of.plan.chunk_tokens(request.context_current_position, 2) == 4
-    assert of.plan.chunk_tokens(10, 2) == 5
-
-
-def test_no_room_with_the_history_waits() -> None:
-    of = scheduler(VANILLA, max_num_tokens=8, chunk_policy=lambda *_: 2)
-    old, late = make(0, 2), make(1, 9)
-    run(of, old, late)
-    assert late.context_current_position == 2
-    of.max_num_tokens = 6  # one generation (4) leaves 2: no more than the history
-    batch = run(of)
-    assert ids(batch.generation_requests) == [0]
-    assert batch.context_requests == []
-
-
-def test_the_batch_is_full_at_max_batch_size() -> None:
-    of = scheduler(EAGLE, max_batch_size=2)
-    batch = run(of, *(make(i, 2) for i in range(3)))
-    assert ids(batch.context_requests) == [0, 1]
-    assert ids(list(of.waiting)) == [2]
-    of.active[0].finish_by(FinishReason.LENGTH)
-    of.remove(of.active[0])
-    batch = run(of)
-    assert (ids(batch.context_requests), ids(batch.generation_requests)) == ([2], [1])
-
-
 # --- chunks ---
 
 
@@ -173,26 +128,6 @@ def test_chunk_policy_is_held_to_what_fits(answer: int, chunks: list[int]) -> No
         run(of)
         positions.append(request.context_current_position)
     assert [b - a for a, b in itertools.pairwise(positions)] == chunks
-
-
-def test_chunk_policy_sees_the_request_and_the_room() -> None:
-    requested = []
-
-    def policy(request: LlmRequest, room: int) -> int:
-        requested.append((request.request_id, room))
-        return 5
-
-    of = scheduler(VANILLA, max_num_tokens=20, chunk_policy=policy)
-    run(of, make(0, 9), make(1, 3))
-    run(of)
-    assert requested == [(0, 20), (1, 15), (0, 20 - 4 - 3)]
-
-
-def test_whole_budget_takes_what_is_left_of_the_prompt() -> None:
-    request = make(0, 20)
-    request.context_current_position = 15
-    assert whole_budget(request, 16) == 5
-    assert whole_budget(request, 3) == 3
 
 
 def test_unchunked_prompts_wait_for_a_step_that_holds_them() -> None:
@@ -244,16 +179,6 @@ def test_prompts_share_the_limit_while_requests_generate() -> None:
     assert steps == [{1: 100}, {1: 30, 2: 70}, {2: 80, 3: 10}]
 
 
-def test_whole_budget_returns_when_no_request_generates() -> None:
-    of = scheduler(EAGLE, blocks=500, max_num_tokens=500, mixed_limit=MixedPromptLimit(100))
-    run(of, make(0, 8))
-    run(of, make(1, 300))
-    of.active[0].finish_by(FinishReason.LENGTH)
-    of.remove(of.active[0])
-    batch = of.schedule(set())
-    assert chunks_of(batch) == {1: 200}
-
-
 def test_chunks_shrink_as_the_prefix_grows() -> None:
     limit = MixedPromptLimit(1000, equal_prefix=2000)
     of = scheduler(EAGLE, blocks=4000, max_num_tokens=4000, mixed_limit=limit)
@@ -290,13 +215,6 @@ def test_a_prompt_advances_whatever_its_prefix_costs() -> None:
     assert all(len(step) == 1 for step in steps[:4])
 
 
-def test_history_rows_count_for_the_limit() -> None:
-    of = scheduler(VANILLA, max_num_tokens=64, mixed_limit=MixedPromptLimit(10))
-    run(of, make(0, 2))
-    steps = scheduled_chunks(of, make(1, 30))
-    assert [step[1] for step in steps] == [10, 7, 7, 6]
-
-
 @pytest.mark.parametrize("most", [1, 3])
 def test_prompt_advances_with_a_limit_below_its_history_rows(most: int) -> None:
     of = scheduler(VANILLA, max_num_tokens=64, mixed_limit=MixedPromptLimit(most))
@@ -308,15 +226,6 @@ def test_prompt_advances_with_a_limit_below_its_history_rows(most: int) -> None:
         batch.context_requests[0].move_to_next_context_chunk()
         if all(request.is_generating for request in of.active):
             break
-
-
-def test_a_preempted_request_is_limited_too() -> None:
-    of = scheduler(EAGLE, max_num_tokens=64, mixed_limit=MixedPromptLimit(10))
-    run(of, make(0, 8), make(1, 8))
-    for _ in range(5):
-        of.active[1].add_new_token(0)
-    of._pause(of.active[1], ScheduledRequests())
-    assert scheduled_chunks(of) == [{1: 10}, {1: 3}]
 
 
 # --- blocks run short ---
@@ -340,31 +249,6 @@ def test_the_youngest_gives_way() -> None:
     assert ids(batch.paused_requests) == [2, 1]
     assert ids(of.active) == [0]
     assert ids(list(of.waiting)) == [1, 2]
-
-
-def test_a_preempted_request_starts_over_and_holds_nothing() -> None:
-    of = busy(blocks=5)
-    youngest = of.active[2]
-    of.schedule(set())
-    assert of.blocks.table(2) == []
-    assert youngest.num_preemptions == youngest.py_epoch == 1
-    assert youngest.context_current_position == 0
-
-
-def test_the_youngest_itself_gives_way_when_only_it_is_short() -> None:
-    of = busy(blocks=5)
-    batch = of.schedule(set())
-    assert ids(batch.generation_requests) == [0, 1]
-    assert ids(batch.paused_requests) == [2]
-
-
-def test_nothing_is_admitted_in_a_step_that_pauses() -> None:
-    of = busy(blocks=5)
-    waiting(of, make(9, 1, 1))
-    batch = of.schedule(set())
-    assert ids(batch.paused_requests) == [2]
-    assert batch.context_requests == []
-    assert ids(list(of.waiting)) == [2, 9]
 
 
 def test_paused_requests_come_back_before_newer_ones() -> None:
@@ -412,18 +296,11 @@ def test_paused_generation_returns_its_tokens_to_the_budget() -> None:
     assert batch.num_tokens == 16
 
 
-def test_admission_needs_room_for_the_prompt_and_a_first_generation() -> None:
-    """Else the request would be paused as soon as it generates."""
-    of = scheduler(EAGLE, blocks=3, block_size=4)
+@pytest.mark.parametrize(("blocks", "new", "admitted"), [(3, 40, 0), (4, 40, 1), (2, 2, 1)])
+def test_admission_needs_room_for_a_first_generation(blocks: int, new: int, admitted: int) -> None:
+    """Else the request would be paused as soon as it generates; a short one needs its length."""
     # 6 + (K+1) + (K+1) + (K-1) = 16 rows: four blocks
-    assert run(of, make(0, 6, 40)).batch_size == 0
-    of = scheduler(EAGLE, blocks=4, block_size=4)
-    assert run(of, make(0, 6, 40)).batch_size == 1
-
-
-def test_admission_of_a_short_request_needs_its_full_length_only() -> None:
-    of = scheduler(EAGLE, blocks=2, block_size=4)
-    assert run(of, make(0, 6, 2)).batch_size == 1
+    assert run(scheduler(EAGLE, blocks=blocks), make(0, 6, new)).batch_size == admitted
 
 
 def test_a_request_that_the_step_in_flight_ends_is_not_scheduled() -> None:
@@ -432,25 +309,6 @@ def test_a_request_that_the_step_in_flight_ends_is_not_scheduled() -> None:
     run(of, request)
     assert of.schedule({0}).batch_size == 0
     assert of.schedule(set()).batch_size == 1
-
-
-def test_remove_from_either_list_or_none() -> None:
-    of = scheduler(EAGLE, max_batch_size=1)
-    running, queued = make(0, 2), make(1, 2)
-    run(of, running, queued)
-    of.remove(queued)
-    of.remove(running)
-    of.remove(running)
-    assert (list(of.waiting), of.active) == ([], [])
-
-
-def test_scheduled_requests_count_and_order() -> None:
-    of = scheduler(EAGLE)
-    run(of, make(0, 2))
-    assert of.schedule(set()).can_run_cuda_graph
-    batch = run(of, make(1, 2))
-    assert ids(batch.all_requests()) == [1, 0]
-    assert (batch.batch_size, batch.can_run_cuda_graph) == (2, False)
 
 
 # --- random schedules ---

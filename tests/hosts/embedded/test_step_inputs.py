@@ -135,21 +135,6 @@ def test_pending_request_continues_from_the_store(backend: Backend) -> None:
     assert inputs.write_limit.tolist() == [15]
 
 
-@settings(max_examples=60)
-@given(steps=st.lists(st.lists(rows, min_size=1, max_size=8), min_size=1, max_size=6))
-def test_table_holds_every_step_as_written(steps: list[list[Row]]) -> None:
-    table = make_table()
-    for batch in steps:
-        step = table.upload(batch)
-        for index, row in enumerate(batch):
-            assert step.tokens[index].tolist() == row.tokens
-            for name in ("length", "draft_limit", "capacity", "seq_slot", "state_slot"):
-                assert int(getattr(step, name)[index]) == getattr(row, name)
-            assert bool(step.is_pending[index]) == row.is_pending
-            blocks = list(row.blocks)
-            assert step.block_table[index].tolist() == blocks + [SENTINEL] * (5 - len(blocks))
-
-
 def test_too_many_rows_or_blocks_are_refused() -> None:
     table = make_table(max_rows=2)
     row = Row([0] * (K + 1), length=1)

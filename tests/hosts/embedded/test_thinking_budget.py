@@ -1,23 +1,21 @@
-"""Text under a budget of thinking is plain decoding's under the same budget."""
+"""Outputs under a thinking budget; `test_losslessness` compares them in every worker and loop."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 
 from mtp_plugin.errors import ConfigError, RequestError
 from mtp_plugin.hosts.embedded import SamplingParams
 from mtp_plugin.infer.thinking import Thinking
-from tests.hosts.embedded.conftest import LOOPS, WORKERS, decoded, generate
+from tests.hosts.embedded.conftest import WORKERS, decoded, generate
+from tests.hosts.embedded.requests_by_kind import BEGIN, END, make_batch, thinking_prompts
 
-NUM_TOKENS = 20
-BEGIN, END = 5, 6
+NUM_TOKENS = 16
 TAGS = {"begin_thinking_phase_token": BEGIN, "end_thinking_phase_token": END}
 TWO = (9, END)
 """An end of two ids."""
-
-
-def thinking_of(end) -> Thinking:
-    return Thinking(BEGIN, end, END)
 
 
 def spec(end, **mtp):
@@ -35,81 +33,27 @@ class Tags:
         return "".join(chr(97 + token % 26) for token in ids)
 
 
-def params_of(place, **more):
-    sampled = {"temperature": 0.8, "top_p": 0.9, "seed": 7 + place} if place % 3 == 2 else {}
-    budget = (0, 1, 2, 3, 5, 7, None, 11)[place % 8]
-    requested = {"thinking_token_budget": budget, **sampled, **more}
-    return SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True, **requested)
+NAMED = {"thinking_end": list(TWO), "begin_thinking_phase": "<think>"}
 
 
-def batch_of(prompts, **more):
-    """Most think from their prompt on, one from amid it; one has thought already."""
-    clean = [[t for t in prompt if t not in (BEGIN, END)] for prompt in prompts]
-    thinking = [
-        [BEGIN, *prompt] if place != 4 else [BEGIN, END, *prompt]
-        for place, prompt in enumerate(clean)
-    ]
-    thinking[5] = [*clean[5][:4], BEGIN, *clean[5][4:]]
-    return thinking, [params_of(place, **more) for place in range(len(prompts))]
-
-
-def expected(harness, prompts, params, end):
-    return decoded(harness, prompts, params, thinking=thinking_of(end))
-
-
-@pytest.mark.parametrize("vanilla", WORKERS)
 @pytest.mark.parametrize(
-    ("k", "end", "no_overlap"),
+    ("options", "end"),
     [
-        (1, TWO, False),
-        (2, TWO, False),
-        (3, TWO, False),
-        (3, TWO, True),
-        (2, (END,), False),
+        ({"k": 0, "tokenizer": Tags()}, (END,)),
+        ({"k": 2, "tokenizer": Tags()}, (END,)),
+        ({"tokenizer": Tags(), "speculative": {"mtp": {"thinking_end": list(TWO)}}}, TWO),
+        ({"tokenizer": Tags(), "speculative": {"mtp": NAMED}}, TWO),
+        ({"speculative": spec(TWO), "vanilla": True}, TWO),
     ],
+    ids=["no-drafts", "tokenizer", "end", "begin-and-end", "config"],
 )
-def test_r53_text_of_a_budget(harness, prompts, end, k, vanilla, no_overlap):
-    """R53: the end comes exactly where the budget is spent, within runs and across them."""
-    thinking, params = batch_of(prompts)
-    llm = harness.llm(
-        k=k, vanilla=vanilla, disable_overlap_scheduler=no_overlap, speculative=spec(end)
-    )
-    texts = generate(llm, thinking, params)
-    assert texts == expected(harness, thinking, params, end)
+def test_r53_output_of_a_budget(harness, prompts, options, end):
+    """R53: the end comes exactly where the budget is spent, whatever names the tags."""
+    batch = make_batch("thinking", prompts, NUM_TOKENS)
+    texts = generate(harness.llm(**options), *batch)
+    assert texts == decoded(harness, *batch, thinking=Thinking(BEGIN, end, END))
     for place, budget in ((0, 0), (1, 1), (3, 3)):
         assert texts[place][budget : budget + len(end)] == list(end)
-    assert llm.executor.acceptance.acceptance_length > 1.1
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_r53_without_drafts_by_the_tags_of_a_tokenizer(harness, prompts, no_overlap):
-    thinking, params = batch_of(prompts)
-    llm = harness.llm(k=0, tokenizer=Tags(), disable_overlap_scheduler=no_overlap)
-    assert generate(llm, thinking, params) == expected(harness, thinking, params, (END,))
-    drafted = harness.llm(k=2, tokenizer=Tags())
-    assert generate(drafted, thinking, params) == expected(harness, thinking, params, (END,))
-
-
-@pytest.mark.parametrize("tags", [{}, {"begin_thinking_phase": "<think>"}], ids=["own", "named"])
-def test_r53_an_end_in_ids_overrides_the_tag_of_a_tokenizer(harness, prompts, tags):
-    thinking, params = batch_of(prompts)
-    llm = harness.llm(tokenizer=Tags(), speculative={"mtp": {"thinking_end": list(TWO), **tags}})
-    assert generate(llm, thinking, params) == expected(harness, thinking, params, TWO)
-
-
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("end", [(END,), TWO], ids=["one", "two"])
-def test_r53_chunks_and_preemption_keep_the_count(harness, prompts, end, vanilla):
-    thinking, params = batch_of(prompts)
-    llm = harness.llm(
-        vanilla=vanilla,
-        max_num_tokens=36,
-        kv_cache_config={"max_tokens": 96},
-        kv_fill=float("nan"),
-        speculative=spec(end),
-    )
-    assert generate(llm, thinking, params) == expected(harness, thinking, params, end)
-    assert llm.executor.num_preemptions > 0
 
 
 def test_the_end_has_priority_over_other_edits(harness, prompts):
@@ -121,14 +65,15 @@ def test_the_end_has_priority_over_other_edits(harness, prompts):
         "min_tokens": NUM_TOKENS,
         "repetition_penalty": 1.4,
     }
-    thinking, params = batch_of(prompts, **edits)
-    llm = harness.llm(speculative=spec(TWO))
-    assert generate(llm, thinking, params) == expected(harness, thinking, params, TWO)
+    thinking, params = make_batch("thinking", prompts, NUM_TOKENS)
+    params = [replace(one, **edits) for one in params]
+    texts = generate(harness.llm(speculative=spec(TWO)), thinking, params)
+    assert texts == decoded(harness, thinking, params, thinking=Thinking(BEGIN, TWO, END))
 
 
 def test_relaxed_requests_end_there_too(harness, target, prompts):
     """A forced row is never relaxed; the phase ends after it, and what follows is strict."""
-    thinking, _ = batch_of(prompts)
+    thinking = thinking_prompts(prompts)
     relaxed = {"use_relaxed_acceptance_for_thinking": True, "relaxed_topk": 50, "relaxed_delta": 1}
     for end in ((END,), TWO):
         llm = harness.llm(speculative={**spec(end), **relaxed})
@@ -156,7 +101,7 @@ def test_relaxed_requests_end_there_too(harness, target, prompts):
 )
 def test_r53_other_modes_end_there_too(harness, prompts, mtp, sampled):
     """R53: with every verification method, a forced row gives the forced token only."""
-    thinking, _ = batch_of(prompts)
+    thinking = thinking_prompts(prompts)
     llm = harness.llm(speculative=spec(TWO, **mtp))
     requested = SamplingParams(
         max_new_tokens=NUM_TOKENS, ignore_eos=True, thinking_token_budget=4, **sampled
@@ -171,7 +116,7 @@ def test_r53_other_modes_end_there_too(harness, prompts, mtp, sampled):
 def test_every_draft_of_a_forced_end_is_accepted(harness, prompts, draft_sampling, vanilla):
     """Nothing but a long end is written: rejection sampling takes no more steps than others."""
     end = (9, 11, 13, 9, 15, 17, 19, 21, 23, 25, 27, 29, END)
-    thinking, _ = batch_of(prompts)
+    thinking = thinking_prompts(prompts)
     modes = ["coupled", "rejection", "block"]
     llm = harness.llm(vanilla=vanilla, speculative=spec(end, verification=modes))
     lengths = []

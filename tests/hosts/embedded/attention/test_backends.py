@@ -66,17 +66,16 @@ def test_random_steps_in_half_precision(dtype: torch.dtype, seed: int) -> None:
     assert_matches_example(random_case(seed, dtype=dtype), "triton")
 
 
-GQA = [Heads(4, 4, 8), Heads(2, 1, 16), Heads(7, 1, 16), Heads(16, 1, 16), Heads(12, 4, 8)]
+GQA = [Heads(7, 1, 16), Heads(16, 1, 16), Heads(12, 4, 8)]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("heads", GQA, ids=str)
-def test_groups_of_query_heads(name: str, heads: Heads) -> None:
+def test_groups_of_query_heads(heads: Heads) -> None:
     mixed = Case([5, 3, 2, 2], [9, 3, 7, 21], [9, 3, 7, 21], num_contexts=2, heads=heads)
-    assert_matches_example(mixed, name)
+    assert_matches_example(mixed, "triton")
 
 
-@pytest.mark.parametrize("width", [1, 15, 33, 80, 96, 112, 128, 192, 256])
+@pytest.mark.parametrize("width", [1, 33, 80, 128, 256])
 def test_widths(width: int) -> None:
     mixed = Case([6, 2], [6, 19], [6, 19], num_contexts=1, heads=Heads(2, 1, width))
     # scores of unit variance grow with the width where nothing scales them
@@ -86,13 +85,6 @@ def test_widths(width: int) -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 def test_a_scaling_of_the_models_own(name: str) -> None:
     assert_matches_example(Case([4, 1], [9, 6], [9, 6], num_contexts=1), name, scaling=0.7)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("block_size", [1, 5, 32])
-def test_block_sizes(name: str, block_size: int) -> None:
-    lens = [9, 40]
-    assert_matches_example(Case([9, 3], lens, lens, num_contexts=1, block_size=block_size), name)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -106,11 +98,6 @@ def test_a_tile_never_mixes_sequences(name: str) -> None:
 def test_more_rows_of_a_generation_than_a_tile() -> None:
     lens = [30, 61]
     assert_matches_example(Case([17, 17], lens, lens, heads=Heads(16, 1, 8)), "triton")
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_generations_of_unequal_rows(name: str) -> None:
-    assert_matches_example(Case([3, 2, 4], [7, 9, 4], [7, 8, 4]), name)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -154,16 +141,18 @@ def test_splits_follow_shapes(programs: int, max_keys: int) -> None:
 
 @pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize("width", [64, 80, 128, 192, 256])
-@pytest.mark.parametrize("rows", [1, 4, 16, 17, 64, 65, 5000])
-@pytest.mark.parametrize("sequences", [1, 64, 5000])
 def test_tiles_fit_their_multiprocessor(
-    rows: int, width: int, itemsize: int, sequences: int, monkeypatch: pytest.MonkeyPatch
+    width: int, itemsize: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(launch, "KEY_TILE_BYTES", 16384)
-    for tile in (
-        launch.uniform_tile(rows, width, itemsize, sequences),
-        launch.ragged_tile(rows, width, itemsize),
-    ):
+    all_rows = (1, 4, 16, 17, 64, 65, 5000)
+    tiles = [(rows, launch.ragged_tile(rows, width, itemsize)) for rows in all_rows]
+    tiles += [
+        (rows, launch.uniform_tile(rows, width, itemsize, sequences))
+        for rows in all_rows
+        for sequences in (1, 64, 5000)
+    ]
+    for rows, tile in tiles:
         assert width <= tile.width < 2 * width
         sizes = (tile.rows, tile.keys, tile.width)
         assert all(size >= 16 and size & (size - 1) == 0 for size in sizes)
@@ -205,7 +194,7 @@ def after(case: Case, seq_lens: list[int], kv_lens: list[int], limits: list[int]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_lengths_that_a_draft_loop_changes(name: str, seed: int) -> None:
     """One metadata object through a whole eagle loop: first pass, then single rows."""
     rng = random.Random(seed)
@@ -246,14 +235,6 @@ def test_lengths_that_a_draft_loop_changes(name: str, seed: int) -> None:
         loop.advance()
         one_pass([1] * 5, [length + 1 for length in past])
     one_pass(lens, kv_lens)
-
-
-def test_metadata_without_a_backend_means_sdpa() -> None:
-    case = Case([3, 1], [8, 5], [8, 5])
-    metadata = case.metadata(None)
-    assert metadata.backend.name == "sdpa"
-    output = metadata.attend(LAYER, case.query, case.key, case.value)
-    assert torch.equal(output, case.attend(find_backend("sdpa"))[0])
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -306,14 +287,6 @@ def test_check_mode_finds_stale_indices(held: str, stale: str) -> None:
     with pytest.raises(MetadataError, match=f"{stale} is stale for these lengths"):
         metadata.attend(LAYER, case.query, case.key, case.value)
     metadata.on_update_kv_lens()
-    metadata.attend(LAYER, case.query, case.key, case.value)
-
-
-def test_a_limit_that_changes_no_index_leaves_none_stale() -> None:
-    case = Case([3, 3], [8, 5], [8, 5])
-    metadata = case.metadata(find_backend("sdpa"))
-    metadata.attend(LAYER, case.query, case.key, case.value)
-    metadata.kv_write_limit[0] += 1
     metadata.attend(LAYER, case.query, case.key, case.value)
 
 

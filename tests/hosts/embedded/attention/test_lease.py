@@ -62,13 +62,6 @@ def test_the_last_executor_gives_it_back(harness: Harness, model: LoadedModel) -
     assert greedy_decode(model.target, PROMPT, 4) == text
 
 
-def test_an_executor_of_its_own_gives_it_back_too(harness: Harness) -> None:
-    llm = LLM({"model": harness.path})
-    assert attention_of(llm.model) == SDPA_BACKEND
-    llm.shutdown()
-    assert attention_of(llm.model) == "sdpa"
-
-
 def test_one_that_could_not_be_built_keeps_nothing(harness: Harness, model: LoadedModel) -> None:
     with pytest.raises(ConfigError):
         make(harness, model, kv_cache_config={"max_tokens": 1})

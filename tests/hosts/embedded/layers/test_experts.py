@@ -29,7 +29,7 @@ from mtp_plugin.hosts.embedded.layers.experts import (
 )
 from mtp_plugin.ops.backend import Backend
 from tests.hosts.embedded.layers import example
-from tests.hosts.embedded.layers.closeness import FLOAT, HALF, KINDS, Kind, rolled
+from tests.hosts.embedded.layers.closeness import FLOAT, KINDS, Kind, rolled
 from tests.op_arguments import check_strided_arguments, poisoned_memory
 from tests.ops.on_device import DEVICE
 
@@ -144,15 +144,6 @@ def test_ties_go_to_the_lower_expert(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_bias_changes_the_choice_not_the_weights(backend: Backend) -> None:
-    logits = torch.zeros(1, 4, device=DEVICE)
-    bias = torch.tensor([0.0, 0.5, -1.0, 0.7], device=DEVICE)
-    blocks = assign(logits, bias, PLAIN, shared=0, block_rows=4, backend=backend)
-    assert chosen_by(blocks, 1, 4) == [[3, 1]]
-    FLOAT.assert_close(blocks.weights, torch.tensor([[0.5, 0.5]], device=DEVICE))
-
-
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("rule", [PLAIN, GROUPED])
 def test_nan_stays_in_its_row(rule: RouterRule, backend: Backend) -> None:
     """With NaN in some rows every pair still is in one block, and other rows do not change."""
@@ -205,13 +196,6 @@ def test_router_logits(kind: Kind, rows: int, experts: int, width: int) -> None:
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
 
 
-def test_many_router_logits_use_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(experts_triton, "MOST_PRODUCTS", 7)
-    x, weight = rolled(4, 10, kind=HALF), rolled(2, 10, kind=HALF, seed=1)
-    logits, expected = (router_logits(x, weight, backend=backend) for backend in Backend)
-    assert torch.equal(logits, expected)
-
-
 def weights_of(kind: Kind, experts: int, width: int, hidden: int) -> tuple[torch.Tensor, ...]:
     return (
         rolled(experts, 2 * width, hidden, kind=kind, seed=5, scale=0.2),
@@ -249,28 +233,6 @@ def test_products_of_torch_and_kernel(
             kind.assert_close(parts, down(expected, weights[1], blocks, backend=Backend.TORCH))
             out = combine(parts, top_k=2, shared=shared, backend=Backend.TRITON)
         kind.assert_close(out, combine(parts, top_k=2, shared=shared, backend=Backend.TORCH))
-
-
-@pytest.mark.parametrize("backend", Backend)
-def test_products_match_the_example(backend: Backend) -> None:
-    rows, experts, width, hidden = 3, 4, 5, 6
-    weights = weights_of(FLOAT, experts + 1, width, hidden)
-    x, logits = rolled(rows, hidden, kind=FLOAT), logits_of(rows, experts)
-    bias = torch.zeros(experts, device=DEVICE)
-    rule = RouterRule(top_k=2, num_groups=1, topk_group=1, normalise=False, scale=0.7)
-    expected = []
-    for row, row_logits in zip(x.tolist(), logits.tolist(), strict=True):
-        total = [0.0] * hidden
-        for expert, weight in [*example.route(row_logits, bias.tolist(), rule), (experts, 1.0)]:
-            active = example.silu_mul(example.linear(row, weights[0][expert].tolist()))
-            out = example.linear(active, weights[1][expert].tolist())
-            total = [t + weight * o for t, o in zip(total, out, strict=True)]
-        expected.append(total)
-    blocks = assign(logits, bias, rule, shared=1, block_rows=16, backend=backend)
-    parts = gate_up(x, weights[0], blocks, backend=backend)
-    parts = down(parts, weights[1], blocks, backend=backend)
-    summed = combine(parts, top_k=2, shared=1, backend=backend)
-    FLOAT.assert_close(summed, torch.tensor(expected, device=DEVICE))
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -392,3 +354,25 @@ def test_strided_arguments(backend: Backend) -> None:
         shared=1,
         backend=backend,
     )
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_products_match_the_example(backend: Backend) -> None:
+    rows, experts, width, hidden = 3, 4, 5, 6
+    weights = weights_of(FLOAT, experts + 1, width, hidden)
+    x, logits = rolled(rows, hidden, kind=FLOAT), logits_of(rows, experts)
+    bias = torch.zeros(experts, device=DEVICE)
+    rule = RouterRule(top_k=2, num_groups=1, topk_group=1, normalise=False, scale=0.7)
+    expected = []
+    for row, row_logits in zip(x.tolist(), logits.tolist(), strict=True):
+        total = [0.0] * hidden
+        for expert, weight in [*example.route(row_logits, bias.tolist(), rule), (experts, 1.0)]:
+            active = example.silu_mul(example.linear(row, weights[0][expert].tolist()))
+            out = example.linear(active, weights[1][expert].tolist())
+            total = [t + weight * o for t, o in zip(total, out, strict=True)]
+        expected.append(total)
+    blocks = assign(logits, bias, rule, shared=1, block_rows=16, backend=backend)
+    parts = gate_up(x, weights[0], blocks, backend=backend)
+    parts = down(parts, weights[1], blocks, backend=backend)
+    summed = combine(parts, top_k=2, shared=1, backend=backend)
+    FLOAT.assert_close(summed, torch.tensor(expected, device=DEVICE))

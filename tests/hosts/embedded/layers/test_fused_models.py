@@ -180,15 +180,6 @@ def test_weights_are_read_where_the_modules_have_them(
         weight.copy_(old)
 
 
-def test_repeated_mtp_layers_go_on_sharing(checkpoint: Callable[..., Path]) -> None:
-    model = load_model(checkpoint("glm4_moe", **SPARSE), num_mtp_layers=3)
-    size = bytes_of(model.mtp_layers)
-    fused = fuse(model, kernels="triton")
-    assert bytes_of(fused.mtp_layers) == size
-    assert [layer.layer_idx for layer in fused.mtp_layers] == [2, 3, 4]
-    assert fused.report.left == ()
-
-
 class _Attending:
     """Attention metadata of one sequence with a method of its own for a whole layer."""
 
@@ -284,13 +275,6 @@ def test_other_rope_types_ask_the_module(
     assert_close(states, expected)
 
 
-def test_the_last_position_of_the_table(twins: Callable[..., Any], plain_attention: type) -> None:
-    plain, fused = twins("glm4_moe")
-    last = torch.full_like(POSITIONS, plain.facts.max_position_embeddings)
-    states = fused.forward_target(IDS, last, plain_attention(*LENGTHS))
-    assert_close(states, plain.forward_target(IDS, last, plain_attention(*LENGTHS)))
-
-
 def test_a_layer_of_another_class_runs_as_it_is(
     checkpoint: Callable[..., Path], plain_attention: type
 ) -> None:
@@ -380,3 +364,12 @@ def test_fusing_twice_changes_nothing(
     again = twice.forward_target(IDS, POSITIONS, plain_attention(*LENGTHS))
     assert torch.equal(again, states)
     assert all(isinstance(layer, FusedMTPLayer) for layer in twice.mtp_layers)
+
+
+def test_repeated_mtp_layers_go_on_sharing(checkpoint: Callable[..., Path]) -> None:
+    model = load_model(checkpoint("glm4_moe", **SPARSE), num_mtp_layers=3)
+    size = bytes_of(model.mtp_layers)
+    fused = fuse(model, kernels="triton")
+    assert bytes_of(fused.mtp_layers) == size
+    assert [layer.layer_idx for layer in fused.mtp_layers] == [2, 3, 4]
+    assert fused.report.left == ()

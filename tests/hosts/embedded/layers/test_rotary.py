@@ -146,13 +146,6 @@ def test_angles_that_do_not_fit_are_refused(change: dict, message: str, backend:
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_rows_of_another_width_are_refused(backend: Backend) -> None:
-    rows, layout = torch.zeros(5, 17, device=DEVICE), HeadLayout(1, 1, 6)
-    with pytest.raises(TensorContractError, match=r"qkv: expected .* \[T, 18\]"):
-        rotate(rows, layout, angles_of(FLOAT, 3), None, backend=backend)
-
-
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("name", ["q_weight", "k_weight"])
 @pytest.mark.parametrize("weight", [torch.ones(1), torch.ones(6).double(), torch.ones(6, 1)])
 def test_norms_that_do_not_fit_are_refused(
@@ -184,3 +177,10 @@ def test_strided_arguments(indexed: bool, backend: Backend) -> None:
         layout=layout,
         backend=backend,
     )
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_rows_of_another_width_are_refused(backend: Backend) -> None:
+    rows, layout = torch.zeros(5, 17, device=DEVICE), HeadLayout(1, 1, 6)
+    with pytest.raises(TensorContractError, match=r"qkv: expected .* \[T, 18\]"):
+        rotate(rows, layout, angles_of(FLOAT, 3), None, backend=backend)

@@ -1,1 +1,0 @@
-from tests.hosts.embedded.test_edits import *  # noqa: F403

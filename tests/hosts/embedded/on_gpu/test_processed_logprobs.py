@@ -1,1 +1,0 @@
-from tests.hosts.embedded.test_processed_logprobs import *  # noqa: F403

@@ -1,1 +1,0 @@
-from tests.hosts.embedded.test_sampling import *  # noqa: F403
