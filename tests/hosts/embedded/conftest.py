@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from integration.random_models import write_random_checkpoint
-from mtp_plugin.hosts.embedded import LLM
+from mtp_plugin.hosts.embedded import LLM, LlmRequest, StepEvent
 from mtp_plugin.hosts.embedded.models import fuse, load_model
 from mtp_plugin.infer import decode
 from tests.hosts.embedded.oracles import Oracle
@@ -154,6 +154,24 @@ def wrap_worker(llm: LLM, wrap) -> None:
     engine = llm.executor.engine
     engine.captured = None  # graphs hold the worker that they were captured with
     engine.pieces = dataclasses.replace(engine.pieces, worker=wrap(engine.pieces.worker))
+
+
+def enqueue(llm: LLM, prompts, params) -> list[LlmRequest]:
+    """Requests that the executor knows, none of them run yet."""
+    requests = llm.make_requests(prompts, [params] * len(prompts))
+    for request in requests:
+        llm.executor.enqueue(request)
+    return requests
+
+
+def run_steps(llm: LLM, most: int = 2000) -> list[StepEvent]:
+    """Run all that is left in this thread; return its events."""
+    events: list[StepEvent] = []
+    while llm.executor.has_work:
+        events += llm.executor.step()
+        most -= 1
+        assert most, "the executor never ends"
+    return events
 
 
 def generate(llm: LLM, prompts, params) -> list[list[int]]:

@@ -14,28 +14,15 @@ from tests.hosts.embedded.conftest import (
     LOOPS,
     assert_drained,
     assert_idle,
+    enqueue,
+    run_steps,
     watch_worker,
     wrap_worker,
 )
 
 
 def start(llm: LLM, prompts: Sequence[list[int]], count: int = 12) -> list[LlmRequest]:
-    """Requests that the executor knows, none of them run yet."""
-    params = SamplingParams(max_new_tokens=count, ignore_eos=True)
-    requests = llm.make_requests(prompts, [params] * len(prompts))
-    for request in requests:
-        llm.executor.enqueue(request)
-    return requests
-
-
-def run(llm: LLM) -> list[StepEvent]:
-    """The events of everything that is left."""
-    events: list[StepEvent] = []
-    for _ in range(200):
-        if not llm.executor.has_work:
-            return events
-        events += llm.executor.step()
-    raise AssertionError("the executor never ends")
+    return enqueue(llm, prompts, SamplingParams(max_new_tokens=count, ignore_eos=True))
 
 
 def tokens_of(events: list[StepEvent], request: LlmRequest) -> list[int]:
@@ -56,7 +43,7 @@ def test_events_are_the_steps_results(harness, target, prompts, no_overlap) -> N
 
     llm.executor.sampler.update_requests = update_requests
     requests = start(llm, prompts)
-    events = run(llm)
+    events = run_steps(llm)
     assert [(e.request_id, e.token_ids, e.finish_reason) for e in events] == [
         (r.request_id, r.token_ids, r.finish_reason) for r in collected
     ]
@@ -81,7 +68,7 @@ def test_events_need_a_result(harness, prompts, no_overlap) -> None:
 
     llm.executor.sampler.update_requests = update_requests
     requests = start(llm, prompts[:3])
-    events = run(llm)
+    events = run_steps(llm)
     (missing,) = lost
     for request in requests:
         without = len(missing.token_ids) if request.request_id == missing.request_id else 0
@@ -116,7 +103,7 @@ def test_a_cancel_within_a_step(harness, target, prompts, no_overlap, step) -> N
     assert [(e.token_ids, e.finish_reason) for e in ends] == [([], FinishReason.CANCELLED)]
     assert victim.py_seq_slot is None
     assert victim.request_id not in llm.executor._requests
-    rest = run(llm)
+    rest = run_steps(llm)
     events = [*before, *following[0], *following[1], *rest]
     for request, prompt in zip(requests, prompts[:3], strict=True):
         truth = target.greedy(prompt, 12)
@@ -139,7 +126,7 @@ def test_a_cancel_after_a_requests_own_tokens(harness, prompts, no_overlap) -> N
         llm.executor.cancel(request.request_id)
 
     sampler.on_step = on_step
-    events = run(llm)
+    events = run_steps(llm)
     assert tokens_of(events, request) == request.output_token_ids
     assert len(request.output_token_ids) > 1
     assert events[-1].token_ids != []
@@ -155,7 +142,7 @@ def test_nothing_is_left_when_all_are_cancelled(harness, prompts, no_overlap) ->
         llm.executor.step()
     for request in requests:
         assert llm.executor.cancel(request.request_id)
-    events = run(llm)
+    events = run_steps(llm)
     assert [(e.request_id, e.token_ids, e.finish_reason) for e in events] == [
         (request.request_id, [], FinishReason.CANCELLED) for request in requests
     ]
@@ -186,4 +173,4 @@ def test_a_failed_step_returns_no_results(harness, target, prompts) -> None:
     assert_drained(llm)
     wrap_worker(llm, lambda _: worker)
     (again,) = start(llm, prompts[:1])
-    assert tokens_of(run(llm), again) == target.greedy(prompts[0], 12)
+    assert tokens_of(run_steps(llm), again) == target.greedy(prompts[0], 12)

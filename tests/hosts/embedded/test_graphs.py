@@ -37,6 +37,7 @@ from tests.hosts.embedded.conftest import (
     assert_drained,
     assert_idle,
     pads_batches,
+    run_steps,
     wait_until,
 )
 from tests.hosts.embedded.replays import EagerReplays, WatchedGraphs
@@ -150,7 +151,7 @@ def test_r11_slots_and_blocks_are_reused_while_their_last_step_runs(graphed, tar
     watched.llm.seq_slots.slots.add_slot = note
     texts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 3, 6, 9)]
     requested = []
-    for _ in range(30):
+    for _ in range(20):
         prompt = rng.choice(texts)
         request = watched.llm.make_request(prompt, greedy(rng.randint(1, 16)))
         executor.enqueue(request)
@@ -159,8 +160,7 @@ def test_r11_slots_and_blocks_are_reused_while_their_last_step_runs(graphed, tar
             executor.step()
         if rng.random() < 0.15:
             executor.cancel(rng.choice(requested)[1].request_id)
-    while executor.has_work:
-        executor.step()
+    run_steps(watched.llm)
     for prompt, request in requested:
         want = target.greedy(prompt, request.params.max_new_tokens)
         output = request.output_token_ids
@@ -239,8 +239,7 @@ def test_every_draft_length_has_its_graphs(graphed, target, vanilla, keep_warm):
             requests.append((prompt, request))
         for _ in range(3):
             executor.step()
-    while executor.has_work:
-        executor.step()
+    run_steps(watched.llm)
     for prompt, request in requests:
         assert request.output_token_ids == target.greedy(prompt, request.params.max_new_tokens)
     assert {shape.draft_len for shape in watched.replayed} == {0, 1, K}

@@ -10,9 +10,9 @@ import torch
 
 from mtp_plugin.hosts.embedded import SamplingParams
 from mtp_plugin.infer import decode
-from tests.hosts.embedded.conftest import VOCAB, assert_drained
+from tests.hosts.embedded.conftest import VOCAB, assert_drained, enqueue
 
-NUM_TOKENS = 12
+NUM_TOKENS = 8
 TABLE = list(itertools.product((None, 0, 1e-3, 0.7), (None, 1, 50), (None, 0.9)))
 
 
@@ -72,9 +72,7 @@ def test_r30_penalties_see_drafts_in_front_and_none_that_was_rejected(
     prompts += [[rng.randrange(VOCAB) for _ in range(3)] for _ in range(9)]
     params = SamplingParams(max_new_tokens=20, ignore_eos=True, repetition_penalty=1.2)
     llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=True)
-    requests = llm.make_requests(prompts, [params] * len(prompts))
-    for request in requests:
-        llm.executor.enqueue(request)
+    requests = enqueue(llm, prompts, params)
     manager = llm.pieces.manager
     while llm.executor.has_work:
         llm.executor.step()

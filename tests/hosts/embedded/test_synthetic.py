@@ -68,17 +68,18 @@ def test_r45_forced_acceptance_gives_tokens_and_says_so(harness, prompts, vanill
 @pytest.mark.parametrize("vanilla", WORKERS)
 def test_the_same_run_whatever_batch_and_loop(harness, prompts, vanilla):
     """Same seed, same tokens and counts: alone, together, in either loop; not with another."""
-    together = synthetic(harness, vanilla=vanilla).generate(prompts, forced())
+    requested, prompts = forced(max_new_tokens=16), prompts[:6]
+    together = synthetic(harness, vanilla=vanilla).generate(prompts, requested)
     again = synthetic(harness, vanilla=vanilla, disable_overlap_scheduler=True, max_batch_size=3)
     alone = synthetic(harness, vanilla=vanilla)
-    for output, other in zip(together, again.generate(prompts, forced()), strict=True):
+    for output, other in zip(together, again.generate(prompts, requested), strict=True):
         assert output.token_ids == other.token_ids
         assert output.acceptance == other.acceptance
     for prompt, output in zip(prompts, together, strict=True):  # in the same order
-        (one,) = alone.generate([prompt], forced())
+        (one,) = alone.generate([prompt], requested)
         assert one.token_ids == output.token_ids
         assert one.acceptance == output.acceptance
-    another = synthetic(harness, seed=4, vanilla=vanilla).generate(prompts, forced())
+    another = synthetic(harness, seed=4, vanilla=vanilla).generate(prompts, requested)
     assert [o.acceptance for o in another] != [o.acceptance for o in together]
 
 

@@ -60,8 +60,10 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("kernels", ["reference", "triton"])
-@pytest.mark.parametrize(("family", "options"), MODELS)
+@pytest.mark.parametrize(
+    ("family", "options", "kernels"),
+    [(*model, "triton") for model in MODELS] + [(*model, "reference") for model in MODELS[2:5]],
+)
 def test_target_and_mtp_layer(
     twins: Callable[..., Any],
     plain_attention: type,
@@ -137,7 +139,7 @@ def bytes_of(*modules: nn.Module) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize(("family", "options"), MODELS)
+@pytest.mark.parametrize(("family", "options"), MODELS[1::2])
 def test_nothing_is_stored_twice_and_the_modules_still_work(
     checkpoint: Callable[..., Path], plain_attention: type, family: str, options: dict[str, Any]
 ) -> None:
@@ -228,7 +230,7 @@ def test_attention_of_the_metadata(
 
 
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "mimo", "qwen3_next"])
-@pytest.mark.parametrize("rows", [[3, 4, 9], [9], [0, 0, 5], []])
+@pytest.mark.parametrize("rows", [[3, 4, 9], [0, 0, 5], []])
 def test_an_mtp_layer_may_return_some_rows(
     twins: Callable[..., Any], plain_attention: type, family: str, rows: list[int]
 ) -> None:
