@@ -224,7 +224,7 @@ SAMPLING = (
 def test_sampled_texts_are_compared(run: Run, checkpoint: str, seed: tuple[str, ...]) -> None:
     result = run(
         *("-m", checkpoint, "--worker", "eagle,vanilla", "--k", "2", "--batch-size", "1,4"),
-        *("--num-prompts", "4", "-n", "12", "--json", "--ignore-eos", *SAMPLING, *seed),
+        *("--num-prompts", "4", "-n", "8", "--json", "--ignore-eos", *SAMPLING, *seed),
     )
     assert result.code == 0
     expected = json.loads(result.out)
