@@ -217,12 +217,12 @@ def test_the_seed_is_the_request_s_or_follows_from_its_number() -> None:
 def test_draws_follow_the_distribution() -> None:
     row = torch.tensor([0.0, 1.0, 2.0, -1.0])
     params = SamplingParams(temperature=0.7, min_p=0.05, seed=3)
-    rule, draws = SamplingRule(params, [0]), 4000
+    rule, draws = SamplingRule(params, [0]), 1000
     counts = torch.zeros(4)
     for number in range(draws):
-        counts[rule.choose(row, [0] * (number % 1000 + number // 1000 * 1000))] += 1
+        counts[rule.choose(row, [0] * number)] += 1
     expected = rule.probabilities(row, [])
-    torch.testing.assert_close(counts.double() / draws, expected, rtol=0, atol=0.025)
+    torch.testing.assert_close(counts.double() / draws, expected, rtol=0, atol=0.05)
 
 
 @pytest.mark.parametrize(

@@ -84,7 +84,7 @@ def plain(options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
-@pytest.mark.parametrize("k", [1, 2, 3, 4])
+@pytest.mark.parametrize("k", [1, 4])
 def test_drafts_change_no_text(options: dict[str, Any], k: int) -> None:
     expected = plain(options)
     drafters = {

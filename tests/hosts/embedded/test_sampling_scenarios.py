@@ -10,7 +10,7 @@ import torch
 
 from mtp_plugin.hosts.embedded import SamplingParams
 from mtp_plugin.infer import decode
-from tests.hosts.embedded.conftest import VOCAB, assert_drained, enqueue
+from tests.hosts.embedded.conftest import LOOPS, VOCAB, assert_drained, enqueue
 
 NUM_TOKENS = 8
 TABLE = list(itertools.product((None, 0, 1e-3, 0.7), (None, 1, 50), (None, 0.9)))
@@ -20,8 +20,8 @@ def expected(harness, prompt, params, number=0):
     return decode(harness.oracle_model.target, prompt, params, number=number).token_ids
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_r27_every_cell_of_the_table_with_the_others(harness, prompts, overlap):
+@pytest.mark.parametrize("no_overlap", LOOPS)
+def test_r27_every_cell_of_the_table_with_the_others(harness, prompts, no_overlap):
     """An unset temperature with truncation is not greedy; greedy rows are unchanged."""
     params = [
         SamplingParams(
@@ -35,7 +35,7 @@ def test_r27_every_cell_of_the_table_with_the_others(harness, prompts, overlap):
         for number, (temperature, top_k, top_p) in enumerate(TABLE)
     ]
     requested = [prompts[number % len(prompts)] for number in range(len(params))]
-    llm = harness.llm(disable_overlap_scheduler=not overlap)
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
     outputs = llm.generate(requested, params)
     assert_drained(llm)
     for prompt, one, output in zip(requested, params, outputs, strict=True):

@@ -30,7 +30,7 @@ def rule_of(**options) -> SamplingRule:
     return SamplingRule(SamplingParams(**{"temperature": 1.0, **options}), [1])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(OPTIONS, st.integers(0, 2**32), st.sampled_from([1e-3, 0.05, 0.4, 2.0]))
 def test_a_row_that_is_a_little_off_draws_what_is_that_near(options, rng, gap) -> None:
     """Two scores come a gap closer when each is off by half of it."""
