@@ -131,7 +131,6 @@ def test_drafts_go_on_with_the_end_of_thinking(
     params = [
         SamplingParams(**always, seed=i, thinking_token_budget=i % 4) for i in range(len(prompts))
     ]
-    prompts = prompts[:4]
     thinking = [[BEGIN, *prompt] for prompt in prompts]
     seen, texts = run(harness.llm(vanilla=vanilla, speculative=spec), thinking, params)
     for place, text in enumerate(texts):
