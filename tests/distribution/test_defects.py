@@ -114,7 +114,7 @@ def test_defects_are_seen_r28(
     plant: Plant, modes: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plant(monkeypatch)
-    number, options = 8_000, {"temperature": 1.0, "top_k": 4}
+    number, options = 16_000, {"temperature": 1.0, "top_k": 4}
     language = Language.of(11, VOCAB, likeness=0.3)
     ways = [Ways(mode, "plain", options) for mode in modes]
     absent = plant is residual_after_an_absent_draft

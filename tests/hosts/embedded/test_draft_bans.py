@@ -76,13 +76,11 @@ def blind_to_edits(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("name", "vanilla", "temperature", "mtp"),
     [
-        ("bad_token_ids", False, 0, {}),
         ("bad_words", True, 0.7, {}),
         ("min_tokens", True, 0.7, {}),
         ("bad_token_ids", False, 0.3, GREEDY_DRAFTS),
         ("bad_token_ids", True, 0.7, {"verification": "rejection"}),
         ("logit_bias", False, 0, {}),
-        ("logit_bias", False, 0.7, {"verification": "rejection"}),
         ("penalties", False, 0.7, {}),
         ("penalties", True, 0.7, {"verification": "block"}),
     ],
@@ -116,7 +114,7 @@ def test_drafts_see_what_processes_the_logits(
 
 @pytest.mark.parametrize(
     ("vanilla", "temperature", "mtp"),
-    [(False, 0, {}), (True, 0.7, {}), (True, 0, GREEDY_DRAFTS), (False, 0.7, GREEDY_DRAFTS)],
+    [(True, 0.7, {}), (False, 0, GREEDY_DRAFTS)],
 )
 def test_drafts_go_on_with_the_end_of_thinking(
     harness, prompts, monkeypatch, vanilla, temperature, mtp

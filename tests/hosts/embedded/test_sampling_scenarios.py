@@ -69,7 +69,7 @@ def test_r30_penalties_see_drafts_in_front_and_none_that_was_rejected(
     model all drafts are accepted."""
     harness, rng = harnesses(checkpoint, host), random.Random(30)
     prompts = [[5, 9, 3], [17], [44, 44, 44, 2]]
-    prompts += [[rng.randrange(VOCAB) for _ in range(3)] for _ in range(9)]
+    prompts += [[rng.randrange(VOCAB) for _ in range(3)] for _ in range(5)]
     params = SamplingParams(max_new_tokens=20, ignore_eos=True, repetition_penalty=1.2)
     llm = harness.llm(vanilla=vanilla, disable_overlap_scheduler=True)
     requests = enqueue(llm, prompts, params)
