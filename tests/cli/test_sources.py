@@ -86,7 +86,7 @@ def test_a_checkpoint_alone_that_is_none(run: Run, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [("bench", "-n", "4", "--batch-size", "1"), ("parity", "-n", "4", "--k", "1")]
+    "command", [("bench", "-n", "4", "--batch-size", "1"), ("parity", "-n", "4")]
 )
 def test_eager_steps_have_no_line_about_graphs(
     run: Run, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, command: tuple[str, ...]
