@@ -6,8 +6,6 @@ lengths on the host (`replays.EagerReplays`), and attention runs interpreted.
 
 from __future__ import annotations
 
-import random
-
 import pytest
 import torch
 
@@ -24,24 +22,25 @@ from mtp_plugin.ops.step import SamplingKind
 from tests.hosts.embedded.conftest import assert_drained, pads_batches
 from tests.hosts.embedded.replays import WatchedGraphs
 
-NUM_TOKENS = 10
+NUM_TOKENS = 4
 
 
 @pytest.fixture
 def graphed(harness, monkeypatch):
-    """Executors whose steps run in graphs, of up to 4 generations and 24 or 64 prompt tokens."""
+    """Executors whose steps run in graphs, of up to 4 generations and 24 prompt tokens."""
     pads_batches(harness)
 
-    def build(sizes=(1, 4), prompt_tokens=(24, 64), **options) -> WatchedGraphs:
+    def build(prompt_tokens=(24,), **options) -> WatchedGraphs:
         graphs = {
-            "batch_sizes": sizes,
+            "batch_sizes": [4],
             "enable_padding": True,
             "capture": "all",
             "prompt_tokens": prompt_tokens,
         }
         if not torch.cuda.is_available():
             options["attn_backend"] = "triton"
-        llm = harness.llm(cuda_graph_config=graphs, kv_fill=float("nan"), **options)
+        sizes = {"max_batch_size": 4, "max_num_tokens": 24}
+        llm = harness.llm(cuda_graph_config=graphs, kv_fill=float("nan"), **sizes, **options)
         return WatchedGraphs(llm, monkeypatch)
 
     return build
@@ -54,10 +53,12 @@ def params(num_tokens: int = NUM_TOKENS, **options) -> SamplingParams:
 @pytest.mark.parametrize("k", [0, 3])
 @pytest.mark.parametrize("no_overlap", [False, True])
 def test_prompts_in_graphs_give_the_oracles_text(graphed, target, prompts, k, no_overlap):
-    watched = graphed(k=k, disable_overlap_scheduler=no_overlap, max_batch_size=4)
-    lengths = [NUM_TOKENS + 3 * i for i in range(len(prompts))]
-    want = [target.greedy(p, length) for p, length in zip(prompts, lengths, strict=True)]
-    assert watched.generate(prompts, [params(length) for length in lengths]) == want
+    """Prompts of up to 33 tokens, in chunks, with and without generations in their step."""
+    watched = graphed(k=k, disable_overlap_scheduler=no_overlap)
+    few = [prompts[i] for i in (6, 3, 5, 0, 2)]
+    lengths = [NUM_TOKENS + i for i in range(len(few))]
+    want = [target.greedy(p, length) for p, length in zip(few, lengths, strict=True)]
+    assert watched.generate(few, [params(length) for length in lengths]) == want
     with_prompts = [shape for shape in watched.replayed if shape.chunk_lens]
     assert watched.captured.num_prompt_replays == len(with_prompts)
     assert any(shape.num_generations for shape in with_prompts)
@@ -66,43 +67,34 @@ def test_prompts_in_graphs_give_the_oracles_text(graphed, target, prompts, k, no
     assert_drained(watched.llm)
 
 
-def test_chunks_of_prompts_run_in_graphs(graphed, target, prompts):
-    watched = graphed(max_batch_size=4, max_num_tokens=24, prompt_tokens=(8, 24))
-    few = [prompts[i] for i in (6, 3, 5, 0)]
-    assert watched.generate(few, params()) == [target.greedy(p, NUM_TOKENS) for p in few]
-    with_prompts = [shape for shape in watched.replayed if shape.chunk_lens]
-    assert len(with_prompts) == -(-sum(map(len, few)) // 24)
-    assert_drained(watched.llm)
-
-
 def test_what_no_graph_holds_runs_eagerly(graphed, target, prompts):
-    """Longer chunks, prompts whose log-probabilities are requested, other sampling kinds."""
-    watched = graphed(max_batch_size=4, prompt_tokens=(8,))
-    few = [prompts[i] for i in (6, 3, 0)]
+    """Longer chunks, and prompts whose log-probabilities are requested."""
+    watched = graphed(prompt_tokens=(8,))
+    few = [prompts[5], prompts[0]]
     assert watched.generate(few, params()) == [target.greedy(p, NUM_TOKENS) for p in few]
     assert any(shape.num_ctx_tokens > 8 for shape in watched.eager)
-    watched.eager.clear()
-    short = prompts[0][:3]
-    scored = watched.llm.generate([short], params(2, prompt_logprobs=1))[0]
+    scored = watched.llm.generate([prompts[1]], params(2, prompt_logprobs=1))[0]
     assert scored.prompt_logprobs is not None
-    assert all(not shape.chunk_lens for shape in watched.replayed[-1:])
+    assert not watched.replayed[-1].chunk_lens
 
 
 def test_random_arrivals_and_options(graphed, harness, prompts):
     """Sampled and processed requests among greedy ones give what an eager executor gives."""
-    rng = random.Random(0)
     options = [
         {},
         {"temperature": 0.8, "seed": 1},
         {"temperature": 0.7, "top_p": 0.9, "seed": 2},
         {"temperature": 0.9, "top_k": 8, "repetition_penalty": 1.2, "seed": 3},
     ]
-    batch = [(rng.choice(prompts), params(**rng.choice(options))) for _ in range(12)]
-    texts, wanted = zip(*batch, strict=True)
+    few, wanted = prompts[:6], [params(**options[i % 4]) for i in range(6)]
     eager = harness.llm(max_batch_size=4, kv_fill=float("nan"))
-    want = [output.token_ids for output in eager.generate(list(texts), list(wanted))]
-    watched = graphed(max_batch_size=4, max_num_tokens=40)
-    assert watched.generate(list(texts), list(wanted)) == want
+    want = [output.token_ids for output in eager.generate(few, wanted)]
+    watched = graphed()
+    assert watched.generate(few, wanted) == want
+    kinds = {shape.sampling_kind for shape in watched.replayed if shape.chunk_lens}
+    assert SamplingKind.PROCESSED in kinds
+    assert watched.generate(few[1:3], wanted[1:3]) == want[1:3]
+    assert watched.replayed[0].chunk_lens
     kinds = {shape.sampling_kind for shape in watched.replayed if shape.chunk_lens}
     assert kinds >= {SamplingKind.SAMPLED, SamplingKind.PROCESSED}
     assert_drained(watched.llm)
