@@ -96,7 +96,7 @@ def main() -> None:
         model = fuse(random_model("glm4_moe", dtype=torch.bfloat16))
         built = build.build_executor(parse_config(CONFIG), model=model)
         engine = built.executor.engine
-        shapes = generation_shapes([1, 4], built.pieces.draft_lens, padded=True)
+        shapes = generation_shapes([4], built.pieces.draft_lens, padded=True)
         shapes += prompt_shapes((64,), shapes)
         before = [pool.clone() for pool in built.pools.tensors()]
         engine.capture(shapes, lambda _: None, lazy=True)

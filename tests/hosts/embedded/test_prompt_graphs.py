@@ -94,7 +94,6 @@ def test_random_arrivals_and_options(graphed, harness, prompts):
     kinds = {shape.sampling_kind for shape in watched.replayed if shape.chunk_lens}
     assert SamplingKind.PROCESSED in kinds
     assert watched.generate(few[1:3], wanted[1:3]) == want[1:3]
-    assert watched.replayed[0].chunk_lens
     kinds = {shape.sampling_kind for shape in watched.replayed if shape.chunk_lens}
     assert kinds >= {SamplingKind.SAMPLED, SamplingKind.PROCESSED}
     assert_drained(watched.llm)
