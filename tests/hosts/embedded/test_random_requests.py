@@ -228,7 +228,7 @@ def one_of(request: pytest.FixtureRequest, way: int) -> int:
     """One of so many requests runs; a small cache needs many of them to pause some."""
     if "full" in request.config.option.markexpr:
         return 1
-    return 3 if is_tight(way) else 8
+    return 2 if is_tight(way) else 8
 
 
 def cases() -> list:
