@@ -122,19 +122,6 @@ class Admission:
             self._tokenizer_lock.check_not_held(ids[0])
         return pending
 
-    def make_request(self, prompt: Prompt, params: SamplingParams) -> LlmRequest:
-        """Make one request; ``enqueue`` checks whether it fits.
-
-        Raises:
-            RequestError: lists every reason.
-        """
-        (plain,) = prompts_of([prompt])
-        request_id = next(self._ids)
-        if params.n > 1:
-            raise RequestError(f"request {request_id}: n={params.n}: expected 1 for one request")
-        (request,) = self._make([request_id], plain, params, must_fit=False)
-        return request
-
     def _reserve_ids(self, params: SamplingParams) -> list[int]:
         """Return an id for each of the ``n`` sequences of a prompt; one if there are too many."""
         return [next(self._ids) for _ in range(params.n if params.n <= MAX_SAMPLES else 1)]
@@ -145,20 +132,13 @@ class Admission:
         prompt: PlainPrompt,
         params: SamplingParams,
         place: str | None = None,
-        *,
-        must_fit: bool = True,
     ) -> list[LlmRequest]:
-        """Make the ``n`` requests of a prompt.
-
-        Args:
-            place: how errors call the prompt; None: by the request's id.
-            must_fit: check that the executor can run them.
-        """
+        """Make the ``n`` requests of a prompt; errors call it by ``place``, else by its id."""
         with _named_errors(ids[0], place):
             make = partial(self._tokenise, ids, prompt, params)
             needs_lock = _has_texts(prompt, params)
             requests = self._tokenizer_lock.run(ids[0], make) if needs_lock else make()
-            for request in requests if must_fit else ():
+            for request in requests:
                 self._executor.check_fits(request)
             return requests
 

@@ -18,6 +18,7 @@ from mtp_plugin.errors import ExecutorError
 from mtp_plugin.hosts.embedded.py_executor import PyExecutor, StepEvent
 from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.hosts.embedded.results import Results
+from mtp_plugin.hosts.embedded.tokenising import PendingRequest
 
 _logger = logging.getLogger(__name__)
 
@@ -38,18 +39,18 @@ EXIT_SECONDS = 10.0
 """Maximum time that the interpreter's exit waits for a running step."""
 
 
-Command = list[LlmRequest] | int | tuple[int, ...] | Future[None] | None
-"""Start requests; abort a request; abort requests without readers; report that the commands before
-it were processed; wake up."""
+Command = list[LlmRequest] | int | tuple[tuple[int, ...], Future[None]] | None
+"""Start requests; abort a request; abort requests without readers, and report when that took
+effect; wake up."""
 
 
 class Engine:
     """Runs the steps of an executor in a thread of its own, on behalf of callers in any thread.
 
-    All methods but :meth:`flush` and :meth:`shutdown` return without waiting, and may be called at
-    any moment: by a signal handler, the garbage collector, or within a step. Submissions and aborts
-    enter a queue, which is processed between two steps. The thread refers weakly to this object, so
-    that it ends, and all memory is freed, when the last reference to it is dropped.
+    All methods but :meth:`shutdown` return without waiting, and may be called at any moment: by a
+    signal handler, the garbage collector, or within a step. Submissions and aborts enter a queue,
+    which is processed between two steps. The thread refers weakly to this object, so that it ends,
+    and all memory is freed, when the last reference to it is dropped.
     """
 
     def __init__(self, executor: PyExecutor, device: torch.device) -> None:
@@ -80,35 +81,35 @@ class Engine:
         Raises:
             ExecutorError: the executor was shut down, or this process was forked.
         """
-        self.expect([request.request_id for request in requests], results)
-        self.start(requests)
+        self._register([request.request_id for request in requests], results)
+        self._commands.put(list(requests))
 
-    def expect(self, request_ids: Sequence[int], results: Results) -> None:
-        """Register requests that are still being made; :meth:`start` or :meth:`fail` follows.
+    def submit_pending(self, pending: PendingRequest, results: Results) -> None:
+        """Submit requests that another thread may still have to make.
 
         Raises:
             ExecutorError: see :meth:`submit`.
         """
+        request_ids = pending.request_ids
+
+        def start(made: Future[list[LlmRequest]]) -> None:
+            error = made.exception()
+            if isinstance(error, Exception):
+                self._fail(request_ids, error)
+            else:
+                self._commands.put(made.result())
+
+        self._register(request_ids, results)
+        pending.made.add_done_callback(start)
+
+    def _register(self, request_ids: Sequence[int], results: Results) -> None:
         if self._is_forked:
             raise ExecutorError(FORKED)
         if self._is_closing or self._executor.is_closed:
             raise ExecutorError(SHUT_DOWN)
         self._results.update(dict.fromkeys(request_ids, results))
         if self._is_closed:  # since the check above
-            self.fail(request_ids, ExecutorError(SHUT_DOWN))
-
-    def start(self, requests: Sequence[LlmRequest]) -> None:
-        """Run expected requests, unless they were dropped or failed in the meantime."""
-        self._commands.put(list(requests))
-
-    def fail(self, request_ids: Sequence[int], error: Exception) -> None:
-        """End requests that are not in the executor with an error."""
-        failed = {self._results.pop(request_id, None) for request_id in request_ids}
-        for request_id in request_ids:
-            self._running.pop(request_id, None)
-        for results in failed:
-            if results is not None:
-                results.fail(error)
+            self._fail(request_ids, ExecutorError(SHUT_DOWN))
 
     # ---- ending -----------------------------------------------------------------------------
 
@@ -119,24 +120,19 @@ class Engine:
         self._commands.put(request_id)
         return True
 
-    def drop(self, request_ids: Sequence[int]) -> bool:
-        """Abort requests without readers; False: none of them is unfinished."""
-        if not any(request_id in self._results for request_id in request_ids):
-            return False
-        self._commands.put(tuple(request_ids))
-        return True
+    def drop(self, request_ids: Sequence[int]) -> Future[None]:
+        """Abort requests without readers.
 
-    def barrier(self) -> Future[None]:
-        """Return a future that is done once all earlier commands took effect."""
+        Returns:
+            A future that is done once their resources are freed; within a step, at once.
+        """
         done: Future[None] = Future()
-        self._commands.put(done)
-        if self._is_closed or self._is_forked or self.is_current_thread:
-            _set_done(done)
+        if any(request_id in self._results for request_id in request_ids):
+            self._commands.put((tuple(request_ids), done))
+            if not (self._is_closed or self._is_forked or self.is_current_thread):
+                return done
+        _set_done(done)
         return done
-
-    def flush(self) -> None:
-        """Wait until aborted requests have freed their resources; within a step, do not wait."""
-        self.barrier().result()
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End every request with an error and close the executor; within a step, when it ends.
@@ -189,10 +185,10 @@ class Engine:
         Returns:
             How many seconds to wait for the next command; None: until there is one.
         """
-        barriers = self._process(command)
+        dropped = self._process(command)
         if self._is_closing or self._executor.is_closed:
             self._close()
-        for done in barriers:
+        for done in dropped:
             _set_done(done)
         if self._is_closed:
             return None
@@ -205,7 +201,7 @@ class Engine:
             events = self._executor.step()
         except BaseException as error:
             known = error if isinstance(error, Exception) else ExecutorError(INTERRUPTED)
-            self.fail(list(self._running), known)
+            self._fail(list(self._running), known)
             del known  # its traceback refers to this frame
         else:
             self._deliver(events)
@@ -213,7 +209,7 @@ class Engine:
 
     def _process(self, command: Command) -> list[Future[None]]:
         """Process ``command`` and the queue, and return the futures to set."""
-        barriers = []
+        dropped = []
         has_aborted = False
         while True:
             if isinstance(command, list):
@@ -222,10 +218,9 @@ class Engine:
             elif isinstance(command, int):
                 has_aborted |= self._abort(command, is_dropped=False)
             elif isinstance(command, tuple):
-                for request_id in command:
+                for request_id in command[0]:
                     has_aborted |= self._abort(request_id, is_dropped=True)
-            elif command is not None:
-                barriers.append(command)
+                dropped.append(command[1])
             try:
                 command = self._commands.get_nowait()
             except Empty:
@@ -234,8 +229,8 @@ class Engine:
             try:
                 self._deliver(self._executor.end_cancelled())
             except Exception as error:
-                self.fail(list(self._running), error)
-        return barriers
+                self._fail(list(self._running), error)
+        return dropped
 
     def _enqueue(self, request: LlmRequest) -> bool:
         """Whether the request was aborted while it was made."""
@@ -246,7 +241,7 @@ class Engine:
         try:
             self._executor.enqueue(request)
         except Exception as error:
-            self.fail([request_id], error)
+            self._fail([request_id], error)
             return False
         self._running[request_id] = results
         return request_id in results.aborted and self._executor.cancel(request_id)
@@ -279,6 +274,15 @@ class Engine:
             if results.is_abandoned():
                 self.drop([event.request_id for event in share])
 
+    def _fail(self, request_ids: Sequence[int], error: Exception) -> None:
+        """End requests that are not in the executor with an error."""
+        failed = {self._results.pop(request_id, None) for request_id in request_ids}
+        for request_id in request_ids:
+            self._running.pop(request_id, None)
+        for results in failed:
+            if results is not None:
+                results.fail(error)
+
     def _close(self) -> None:
         if not self._executor.is_closed:
             try:
@@ -286,7 +290,7 @@ class Engine:
             except Exception:
                 _logger.exception("the shutdown of the executor failed")
         self._is_closed = True  # what is submitted from now on fails by itself
-        self.fail(list(self._results), ExecutorError(SHUT_DOWN))
+        self._fail(list(self._results), ExecutorError(SHUT_DOWN))
         for done in self._process(None):
             _set_done(done)
 

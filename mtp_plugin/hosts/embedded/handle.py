@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor, Future
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Callable,
+    Coroutine,
+    Generator,
+    Iterator,
+    Sequence,
+)
+from concurrent.futures import Future
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from mtp_plugin.hosts.embedded.engine import Engine
 from mtp_plugin.hosts.embedded.outputs import RequestOutput
@@ -19,6 +27,8 @@ from mtp_plugin.hosts.embedded.results import (
     TimedEvent,
 )
 from mtp_plugin.hosts.embedded.tokenising import PendingRequest
+
+T = TypeVar("T")
 
 
 class RequestHandle:
@@ -38,23 +48,18 @@ class RequestHandle:
         self,
         pending: PendingRequest,
         engine: Engine,
-        pool: Executor,
         owner: object,
         *,
         max_unread: int | None = None,
     ) -> None:
         self._pending = pending
         self._engine = engine
-        self._pool = pool
         self._owner = owner  # kept alive
         self._results = Results(len(pending.request_ids), max_unread)
-        if pending.made.done():
-            engine.submit(pending.result(), self._results)
-            return
-        engine.expect(pending.request_ids, self._results)
-        pending.made.add_done_callback(partial(_start, engine, pending.request_ids))
-        # in a signal handler, submitting to the pool here could deadlock on the pool's own lock
-        asyncio.get_running_loop().call_soon_threadsafe(pool.submit, pending.make)
+        engine.submit_pending(pending, self._results)
+        if not pending.made.done():
+            # in a signal handler, submitting to the pool here could deadlock on the pool's own lock
+            asyncio.get_running_loop().call_soon_threadsafe(pending.make_in_pool)
 
     @property
     def request_id(self) -> int:
@@ -108,25 +113,13 @@ class RequestHandle:
         finally:
             del self
 
-    async def read_from(self, number: int) -> tuple[list[TimedEvent], int]:
+    def read_from(self, number: int) -> Coroutine[Any, Any, tuple[list[TimedEvent], int]]:
         """Wait for events from step ``number`` on.
 
         Returns:
             All that have arrived, none after the end, and the number of the step after them.
         """
-        try:
-            self._expect_requests()
-            return await self._results.wait_async(partial(self._results.read, number))
-        finally:
-            del self
-
-    async def _take(self) -> list[StepEvent]:
-        """Wait for the events of a step and remove them; none after the end."""
-        try:
-            self._expect_requests()
-            return await self._results.wait_async(self._results.take)
-        finally:
-            del self
+        return self._wait(partial(self._results.read, number))
 
     def arrived(self) -> list[TimedEvent]:
         """Return the events that have arrived so far."""
@@ -151,17 +144,24 @@ class RequestHandle:
         finally:
             del self
 
+    async def _wait(self, look: Callable[[], T | None]) -> T:
+        try:
+            self._ensure_made()
+            return await self._results.wait_async(look)
+        finally:
+            del self
+
     async def _wait_for_output(self) -> RequestOutput:
         try:
-            self._expect_requests()
+            self._ensure_made()
             await self._results.wait_for_end()
             self._results.check()
             return RequestOutput.of_success(*self._pending.result())
         finally:
             del self
 
-    def _expect_requests(self) -> None:
-        """Have the requests made if they are not: the event loop that was to do so may have ended.
+    def _ensure_made(self) -> None:
+        """Have the requests made: the event loop that was to do so may have ended.
 
         Raises:
             ExecutorError, RequestError: this thread cannot wait for them or for their results.
@@ -169,20 +169,12 @@ class RequestHandle:
         self._engine.check_can_wait()
         if not self._pending.made.done():
             self._pending.check_can_wait()
-            self._pool.submit(self._pending.make)
+            self._pending.make_in_pool()
 
 
-def _start(engine: Engine, request_ids: Sequence[int], made: Future[list[LlmRequest]]) -> None:
-    error = made.exception()
-    if isinstance(error, Exception):
-        engine.fail(request_ids, error)
-    else:
-        engine.start(made.result())
-
-
-def _drop(pending: PendingRequest, engine: Engine) -> None:
+def _drop(pending: PendingRequest, engine: Engine) -> Future[None]:
     pending.claim()  # if no thread has begun to make the requests, none will
-    engine.drop(pending.request_ids)
+    return engine.drop(pending.request_ids)
 
 
 class EventStream(Iterator[list[StepEvent]]):
@@ -220,14 +212,14 @@ class EventStream(Iterator[list[StepEvent]]):
     def close(self) -> None:
         """Abort unfinished requests, free their resources and end the iteration."""
         self._is_closed = True
-        if self._is_started and self._drop():
-            self._engine.flush()
+        if self._is_started:
+            self._drop().result()
 
     def __del__(self) -> None:
         if self._is_started:
             self._drop()
 
-    def _drop(self) -> bool:
+    def _drop(self) -> Future[None]:
         return self._engine.drop([request.request_id for request in self._requests])
 
 
@@ -238,13 +230,10 @@ class AsyncEventStream(AsyncIterator[StepEvent]):
     ends, or the iterator is garbage-collected.
     """
 
-    def __init__(
-        self, pending: PendingRequest, engine: Engine, pool: Executor, owner: object
-    ) -> None:
+    def __init__(self, pending: PendingRequest, engine: Engine, owner: object) -> None:
         self._pending = pending
         self._engine = engine
-        self._owner = owner  # kept alive by the iteration
-        self._events = _read_events(pending, engine, pool)
+        self._events = _read_events(pending, engine, owner)
 
     @property
     def request_ids(self) -> tuple[int, ...]:
@@ -257,24 +246,24 @@ class AsyncEventStream(AsyncIterator[StepEvent]):
     async def aclose(self) -> None:
         """Abort the request and wait until its resources are freed."""
         await self._events.aclose()
-        await asyncio.wrap_future(self._engine.barrier())
+        await asyncio.wrap_future(_drop(self._pending, self._engine))
 
     def __del__(self) -> None:
         _drop(self._pending, self._engine)
 
 
 async def _read_events(
-    pending: PendingRequest, engine: Engine, pool: Executor
+    pending: PendingRequest, engine: Engine, owner: object
 ) -> AsyncGenerator[StepEvent, None]:
     """Submit requests and yield their events; leaving the iteration early aborts them.
 
     A generator: an event loop that ends closes it.
     """
     engine.check_can_wait()
-    handle = RequestHandle(pending, engine, pool, None, max_unread=UNREAD_STEPS_ASYNC)
+    handle = RequestHandle(pending, engine, owner, max_unread=UNREAD_STEPS_ASYNC)
     handle._results.is_abandoned = asyncio.get_running_loop().is_closed
     try:
-        while events := await handle._take():
+        while events := await handle._wait(handle._results.take):
             engine.wake()
             for event in events:
                 yield event

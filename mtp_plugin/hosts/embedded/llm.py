@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
@@ -136,7 +135,6 @@ class LLM:
         self.pools = built.pools
         self.seq_slots = built.seq_slots
         self._engine = engine = Engine(built.executor, built.device)
-        self._tokenising = ThreadPoolExecutor(1, thread_name_prefix="mtp-tokenising")
         self._admission = Admission(
             built.executor,
             built.model.facts,
@@ -281,7 +279,7 @@ class LLM:
             RequestError, ExecutorError: see :meth:`stream`; of the tokenizer: from the iterator.
         """
         pending = self._admission.make_pending(prompt, sampling_params)
-        return AsyncEventStream(pending, self._engine, self._tokenising, self)
+        return AsyncEventStream(pending, self._engine, self)
 
     @overload
     def generate_async(
@@ -351,7 +349,7 @@ class LLM:
         pending = self._admission.make_pending(prompt, sampling_params)
         if not _is_in_event_loop():
             pending.result()
-        return RequestHandle(pending, self._engine, self._tokenising, self)
+        return RequestHandle(pending, self._engine, self)
 
     def abort(self, request_id: int) -> bool:
         """Cancel a request of any call, from any thread, without waiting.
@@ -406,9 +404,12 @@ class LLM:
     # ---- requests ---------------------------------------------------------------------------
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> LlmRequest:
-        """Make and validate a request without enqueueing it; see `Admission.make_request`."""
+        """:meth:`make_requests` for one prompt; ``n`` must be 1."""
         (params,) = params_of(params, 1)
-        return self._admission.make_request(prompt, params)
+        if params.n > 1:
+            raise RequestError(f"n={params.n}: expected 1 for one request")
+        (request,) = self.make_requests([prompt], [params])
+        return request
 
     def find_request(self, request_id: int) -> LlmRequest | None:
         """Return the unfinished request of that id, else None.

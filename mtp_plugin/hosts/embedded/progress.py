@@ -6,7 +6,9 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from time import perf_counter
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
+
+from mtp_plugin.hosts.embedded.py_executor import StepEvent
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -16,16 +18,6 @@ REFRESH_SECONDS = 0.5
 
 Progress = Callable[[str], None]
 """Called with a line of text as loading goes on."""
-
-
-class Gain(Protocol):
-    """The result of a step for one request; ``finish_reason`` is None until it has finished."""
-
-    @property
-    def token_ids(self) -> Sequence[int]: ...
-
-    @property
-    def finish_reason(self) -> object | None: ...
 
 
 @contextmanager
@@ -45,7 +37,9 @@ def loading_progress(on_progress: Progress | None) -> Iterator[Progress | None]:
 
 
 @contextmanager
-def batch_progress(num_prompts: int, use_tqdm: bool) -> Iterator[Callable[[Sequence[Gain]], None]]:
+def batch_progress(
+    num_prompts: int, use_tqdm: bool
+) -> Iterator[Callable[[Sequence[StepEvent]], None]]:
     """Show results of steps in a bar if requested, for several prompts and on a terminal."""
     console = _terminal() if use_tqdm and num_prompts > 1 else None
     if console is None:
@@ -86,11 +80,11 @@ class _PromptBar:
         self._due = 0.0
         self._draw(self._bar.start)
 
-    def add(self, gains: Sequence[Gain]) -> None:
+    def add(self, events: Sequence[StepEvent]) -> None:
         """Count the results of a step, and show the counts if they are due."""
-        for gain in gains:
-            self._num_tokens += len(gain.token_ids)
-            self._ended += gain.finish_reason is not None
+        for event in events:
+            self._num_tokens += len(event.token_ids)
+            self._ended += event.finish_reason is not None
         if perf_counter() >= self._due:
             self._draw(self._bar.refresh)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from mtp_plugin.errors import ExecutorError, RequestError
@@ -24,6 +24,8 @@ class TokenizerLock:
     """
 
     def __init__(self, is_stepping_here: Callable[[], bool]) -> None:
+        self.pool = ThreadPoolExecutor(1, thread_name_prefix="mtp-tokenising")
+        """Tokenises for event loops."""
         self._is_stepping_here = is_stepping_here
         self._lock = threading.RLock()
         self._holder: int | None = None
@@ -72,7 +74,7 @@ class PendingRequest:
     Args:
         request_ids: their ids.
         make: returns the requests or raises `RequestError`.
-        lock: may be taken by ``make``.
+        lock: that of the tokenizer, which ``make`` may take.
     """
 
     def __init__(
@@ -107,6 +109,10 @@ class PendingRequest:
             raise
         else:
             self.made.set_result(requests)
+
+    def make_in_pool(self) -> None:
+        """Have the requests made by another thread, unless a thread has begun to."""
+        self._lock.pool.submit(self.make)
 
     def check_can_wait(self) -> None:
         """Refuse to wait for requests that this thread is making, or that need its tokenizer.

@@ -291,8 +291,8 @@ def test_enqueue_takes_requests_alone(harness) -> None:
 
 
 def test_enqueue_checks_the_size_too(harness) -> None:
+    request = harness.llm().make_request([1] * 8, SamplingParams(max_new_tokens=100))
     llm = harness.llm(kv_cache_config={"max_tokens": 64})
-    request = llm.make_request([1] * 8, SamplingParams(max_new_tokens=100))
     with pytest.raises(RequestError, match=r"^request 0: 108 tokens .* need \d+ KV blocks"):
         llm.executor.enqueue(request)
     assert_idle(llm)

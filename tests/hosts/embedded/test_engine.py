@@ -184,11 +184,40 @@ def test_steps_wait_for_a_reader_that_is_alone(harness) -> None:
     stream = llm.stream([[1, 2, 3]], greedy(100))
     next(stream)
     assert wait_until(lambda: stream._results.is_full)
-    llm._engine.flush()
     num_steps = llm.executor.num_steps
     time.sleep(0.1)
     assert llm.executor.num_steps == num_steps < 8
     stream.close()
+    assert_drained(llm)
+
+
+def test_requests_submitted_while_the_steps_wait_for_a_reader_are_served(
+    harness, target, prompts
+) -> None:
+    llm = harness.llm()
+    stream = llm.stream([prompts[0]], greedy(60))
+    steps = [next(stream)]
+    assert wait_until(lambda: stream._results.is_full)
+    handle = llm.submit(prompts[1], greedy(20))
+    assert handle.result().token_ids == target.greedy(prompts[1], 20)
+    steps += stream
+    assert by_request(steps) == {0: target.greedy(prompts[0], 60)}
+    assert_drained(llm)
+
+
+def test_request_submitted_in_a_step_that_preempts_another_is_served(
+    harness, target, prompts
+) -> None:
+    late: list[Any] = []
+
+    def callback(_: Any) -> None:
+        if llm.executor.num_preemptions and not late:
+            late.append(llm.submit([4, 5], greedy(20)))
+
+    llm = harness.llm(stop_callback=callback, kv_cache_config={"max_tokens": 128})
+    outputs = llm.generate(prompts[:4], greedy(60))
+    assert [o.token_ids for o in outputs] == [target.greedy(p, 60) for p in prompts[:4]]
+    assert late.pop().result().token_ids == target.greedy([4, 5], 20)
     assert_drained(llm)
 
 

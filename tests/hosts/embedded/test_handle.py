@@ -13,7 +13,7 @@ import pytest
 
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.hosts.embedded import RequestHandle, RequestOutput, StepEvent
-from tests.hosts.embedded.conftest import LOOPS, assert_drained, assert_idle
+from tests.hosts.embedded.conftest import LOOPS, assert_drained, assert_idle, watch_worker
 from tests.hosts.embedded.test_llm_api import Breaking, fail_in_step, greedy
 
 
@@ -60,6 +60,28 @@ def test_a_handle_is_read_and_awaited_any_number_of_times(harness, target) -> No
         assert handle.result().token_ids == truth
 
     asyncio.run(asyncio.wait_for(main(), 30))
+    assert_drained(llm)
+
+
+def test_a_reader_that_is_cancelled_loses_nothing_for_the_others(harness, target) -> None:
+    llm, go_on = harness.llm(), threading.Event()
+
+    def pause(_: Any) -> None:
+        assert llm.executor.num_steps < 4 or go_on.wait(20)
+
+    watch_worker(llm, pause)
+
+    async def main() -> list[list[int]]:
+        handle = llm.submit([1, 2, 3], greedy(30))
+        leaving, *others = (asyncio.create_task(read(handle)) for _ in range(3))
+        await handle.read_from(1)
+        leaving.cancel()
+        await asyncio.wait([leaving])
+        assert leaving.cancelled()
+        go_on.set()
+        return [*await asyncio.gather(*others), await read(handle)]
+
+    assert asyncio.run(asyncio.wait_for(main(), 30)) == [target.greedy([1, 2, 3], 30)] * 3
     assert_drained(llm)
 
 

@@ -643,7 +643,6 @@ def test_shutdown_of_a_paused_stream_by_the_executor(harness, prompts) -> None:
     stream = llm.stream(prompts, greedy(40))
     next(stream)
     assert wait_until(lambda: stream._results.is_full)
-    llm._engine.flush()
     llm.executor.shutdown()
     with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
         list(stream)

@@ -61,11 +61,12 @@ def admission(*, tokenizer: Any = None, vocab_size: int = 90) -> Admission:
         changes_text=any_text,
     )
     facts = SimpleNamespace(vocab_size=vocab_size, eos_token_ids=(2,))
-    return Admission(None, facts, pieces, tokenizer=tokenizer, max_seq_len=64)  # type: ignore[arg-type]
+    executor = SimpleNamespace(check_fits=lambda _: None)
+    return Admission(executor, facts, pieces, tokenizer=tokenizer, max_seq_len=64)  # type: ignore[arg-type]
 
 
 def admitted(**options: Any) -> LlmRequest:
-    return admission(tokenizer=Words()).make_request([1, 2], SamplingParams(**options))
+    return admission(tokenizer=Words()).make_requests([1, 2], SamplingParams(**options))[0]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,7 @@ def test_words_and_ids_that_cannot_be(case: Wrong) -> None:
     """Every reason at once, before anything starts."""
     message = f"^request 0: not supported: {re.escape(case.reasons)}$"
     with pytest.raises(RequestError, match=message):
-        admission(tokenizer=case.tokenizer).make_request([1], SamplingParams(**case.options))
+        admission(tokenizer=case.tokenizer).make_requests([1], SamplingParams(**case.options))
 
 
 def test_an_option_is_called_as_the_user_did() -> None:
@@ -183,15 +184,15 @@ def test_bad_words_that_leave_nothing_after_the_prompt() -> None:
         "without bad_words and bad_token_ids$"
     )
     admits = admission(tokenizer=Words())
-    for make in (admits.make_request, admits.make_pending):
+    for make in (admits.make_requests, admits.make_pending):
         for more in ({}, {"stop": ["bc"]}):
             with pytest.raises(RequestError, match=message):
                 make([3, 4], SamplingParams(**options, **more))
     for prompt in ([4], [5, 4], [3, 4, 5]):
-        assert admits.make_request(prompt, SamplingParams(**options))
-    assert admits.make_request([3, 4], SamplingParams(**options, thinking_token_budget=0))
+        assert admits.make_requests(prompt, SamplingParams(**options))
+    assert admits.make_requests([3, 4], SamplingParams(**options, thinking_token_budget=0))
     with pytest.raises(RequestError, match=r"no id of the vocabulary of 5 is left after this p"):
-        admission(vocab_size=5).make_request(
+        admission(vocab_size=5).make_requests(
             [4], SamplingParams(bad_token_ids=[0, 1, 2, 3], bad_words=[[4, 4]])
         )
 
