@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
-from mtp_plugin.errors import MTPPluginError, RequestError, format_value
+from mtp_plugin.errors import ExecutorError, MTPPluginError, RequestError, format_value
 from mtp_plugin.hosts.embedded.models import ModelFacts
 from mtp_plugin.hosts.embedded.py_executor import PyExecutor
 from mtp_plugin.hosts.embedded.request import LlmRequest
@@ -390,6 +390,8 @@ def _named_errors(request_id: int, place: str | None = None) -> Iterator[None]:
     """Begin messages with the request, or with the place of its prompt."""
     try:
         yield
+    except ExecutorError:  # no error of the request
+        raise
     except MTPPluginError as error:
         own = f"request {request_id}"
         why = str(error).removeprefix(f"{own}: ")
