@@ -271,7 +271,7 @@ class Engine:
                 self._results.pop(event.request_id, None)
         for results, share in shares.items():
             results.put(share)
-            if results.is_abandoned():
+            if results.is_abandoned is not None and results.is_abandoned():
                 self.drop([event.request_id for event in share])
 
     def _fail(self, request_ids: Sequence[int], error: Exception) -> None:

@@ -178,10 +178,9 @@ def _drop(pending: PendingRequest, engine: Engine) -> Future[None]:
 
 
 class EventStream(Iterator[list[StepEvent]]):
-    """Iterates over the events of requests, step by step; they start with the first ``next()``.
+    """Returned by `LLM.stream`: iterates over the events of requests, step by step.
 
-    Raises:
-        ExecutorError: the executor was shut down, or this is the engine thread.
+    The requests start with the first ``next()``.
     """
 
     _is_started = _is_closed = False  # of the class: __del__ also runs if __init__ was interrupted
@@ -216,7 +215,7 @@ class EventStream(Iterator[list[StepEvent]]):
             self._drop().result()
 
     def __del__(self) -> None:
-        if self._is_started:
+        if self._is_started and not self._is_closed:
             self._drop()
 
     def _drop(self) -> Future[None]:
@@ -224,7 +223,7 @@ class EventStream(Iterator[list[StepEvent]]):
 
 
 class AsyncEventStream(AsyncIterator[StepEvent]):
-    """Asynchronous iterator over the events of one prompt, as `LLM.stream_async` returns.
+    """Returned by `LLM.stream_async`: iterates over the events of one prompt.
 
     The request is aborted when the iteration is left early, its task is cancelled, the event loop
     ends, or the iterator is garbage-collected.

@@ -28,12 +28,8 @@ class OutputStream(AsyncIterator[RequestOutput]):
 
     The iteration yields a `RequestOutput` with the whole output so far whenever there are new
     tokens; one that lags gets the tokens of several steps at once. ``finished`` of the last one is
-    True. ``await`` returns the final output. Garbage collection of the object aborts the request.
-
-    Raises:
-        RequestError: the prompt or an option cannot be served.
-        ExecutorError: the request ended with an error, the executor was shut down, or this is the
-            engine thread.
+    True. ``await`` returns the final output; errors are those of `RequestHandle.result`. Garbage
+    collection of the object aborts the request.
     """
 
     def __init__(self, handle: RequestHandle) -> None:

@@ -46,8 +46,8 @@ class Results:
         """The error that ended the requests."""
         self.done: Future[None] = Future()
         """Done after the last event or the error."""
-        self.is_abandoned: Callable[[], bool] = lambda: False
-        """Whether there is no reader any more; then the engine aborts the requests."""
+        self.is_abandoned: Callable[[], bool] | None = None
+        """Returns whether there is no reader any more; then the engine aborts the requests."""
         self._max_unread = max_unread
         self._late: list[StepEvent] = []
         self._wakes: list[Callable[[], object]] = []
@@ -62,24 +62,28 @@ class Results:
 
     def put(self, events: list[StepEvent]) -> None:
         """Add the events of a step."""
-        self._late = _merged(self._late, events) if self._late else events
-        if self.num_unfinished == 0 or not self.is_full:
-            self._publish()
+        if self._late:
+            events, self._late = _merged(self._late, events), []
+        if self.num_unfinished == 0:
+            self._end(events)
+        elif self.is_full:
+            self._late = events
+        else:
+            self.steps.append((time.monotonic(), events))
+            for wake in self._wakes.copy():
+                wake()
 
     def fail(self, error: Exception) -> None:
         """End all requests with an error."""
         self.error = self.error or error
-        self._publish()
+        self._end(self._late)
 
-    def _publish(self) -> None:
-        if self._late:
-            self.steps.append((time.monotonic(), self._late))
-            self._late = []
-        wakes = self._wakes.copy()
-        if (self.num_unfinished == 0 or self.error is not None) and not self.done.done():
+    def _end(self, events: list[StepEvent]) -> None:
+        if events:
+            self.steps.append((time.monotonic(), events))
+        if not self.done.done():
             self.done.set_result(None)
-            wakes += self._end_wakes
-        for wake in wakes:
+        for wake in (*self._wakes, *self._end_wakes):
             wake()
 
     # ---- readers ----------------------------------------------------------------------------
@@ -162,7 +166,7 @@ class BatchResults(Results):
         except Exception as error:
             self.fail(error)
         if self.num_unfinished == 0:
-            self._publish()
+            self._end([])
 
 
 def _merged(first: list[StepEvent], second: list[StepEvent]) -> list[StepEvent]:
