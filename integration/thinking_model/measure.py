@@ -11,13 +11,11 @@ from __future__ import annotations
 
 import argparse
 import math
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import torch
@@ -89,7 +87,6 @@ class Solved:
     outputs: list[list[int]]
     correct: list[bool]
     acceptance: AcceptanceStats
-    seconds: float
 
     @property
     def num_tokens(self) -> int:
@@ -139,7 +136,6 @@ class Workload:
     items: list[Problem]
     batch: int
     max_tokens: int = 192
-    passes: int = 1
 
     @cached_property
     def answers(self) -> AnswerReader:
@@ -147,16 +143,10 @@ class Workload:
         return AnswerReader(self.checkpoint)
 
     def solve(self, llm: LLM, setting: Setting) -> Solved:
-        """Solve all problems, `passes` times, after a few that compile and capture."""
+        """Solve all problems with a setting."""
         prompts = [self.answers.encode(item.prompt) for item in self.items]
         params = [setting.params(index, self.max_tokens) for index in range(len(prompts))]
-        warm = slice(2 * self.batch)
-        llm.generate(prompts[warm], params[warm], use_tqdm=False)
-        seconds = []
-        for _ in range(self.passes):
-            started = time.perf_counter()
-            found = llm.generate(prompts, params, use_tqdm=False)
-            seconds.append(time.perf_counter() - started)
+        found = llm.generate(prompts, params, use_tqdm=False)
         stats = AcceptanceStats(NUM_DRAFTS if setting.drafts else 0)
         for output in found:
             stats.merge(output.outputs[0].acceptance)
@@ -165,7 +155,7 @@ class Workload:
             self.answers.read(ids) == item.answer
             for ids, item in zip(outputs, self.items, strict=True)
         ]
-        return Solved(setting, outputs, correct, stats, median(seconds))
+        return Solved(setting, outputs, correct, stats)
 
 
 class AnswerReader:
@@ -266,7 +256,6 @@ def describe(solved: Solved, reference: Solved, items: Sequence[Problem]) -> Any
         "acceptance_length": solved.acceptance.acceptance_length if solved.setting.drafts else 1.0,
         "acceptance_per_position": solved.acceptance.per_position,
         "mean_tokens": solved.num_tokens / n,
-        "tokens_per_second": solved.num_tokens / solved.seconds,
         "same_outputs": sum(a == b for a, b in zip(solved.outputs, reference.outputs, strict=True)),
         "accuracy_by_task": {task: sum(each) / len(each) for task, each in sorted(by_task.items())},
     }
@@ -310,7 +299,7 @@ def table(document: dict[str, Any]) -> str:
         difference = f"{row['difference']:+.1%} +- {row['difference_margin']:.1%}"
         lines.append(
             f"{row['setting']:<16} {row['temperature']:>4} {accuracy:>15} {difference:>15}  "
-            f"{row['acceptance_length']:.2f} {row['tokens_per_second']:8.0f} tokens/s"
+            f"{row['acceptance_length']:.2f}"
         )
     for row in document["settings"][:1]:
         lines.append(" ".join(f"{k} {v:.1%}" for k, v in row["accuracy_by_task"].items()))
@@ -326,7 +315,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
     items = list(islice(problems(HELD_OUT_SEED, held_out=True), args.problems))
-    document = measure(Workload(args.checkpoint, items, args.batch, passes=3))
+    document = measure(Workload(args.checkpoint, items, args.batch))
     store(args.out, document)
     print(table(document))  # noqa: T201
 
