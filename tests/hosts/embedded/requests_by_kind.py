@@ -32,7 +32,6 @@ def _edits(place: int, prompt: list[int]) -> dict[str, Any]:
         {"allowed_token_ids": tuple(range(1, VOCAB, 4))},
         {"bad_words": tuple((prompt[-1], b) for b in range(0, VOCAB, 2))[:60]},
         {"bad_token_ids": tuple(range(64)), "repetition_penalty": 1.1},
-        # what was generated before a preemption counts, though the prompt does not
         {"frequency_penalty": 0.8, "presence_penalty": 0.5, "prompt_ignore_length": 100},
     ]
     return several[place % len(several)]

@@ -186,6 +186,16 @@ def test_bad_words_that_begin_in_front_of_a_preemption(harness, prompts):
     assert llm.executor.num_preemptions > 0
 
 
+def test_what_a_request_generated_is_never_its_prompt(harness, prompts):
+    """After a preemption its output is prefilled, and counts all the same: of the prompt nothing
+    does here."""
+    requested = {"frequency_penalty": 0.8, "presence_penalty": 0.5, "prompt_ignore_length": 100}
+    params = SamplingParams(max_new_tokens=24, ignore_eos=True, **requested)
+    llm = harness.llm(**TIGHT)
+    assert generate(llm, prompts, params) == decoded(harness, prompts, [params] * len(prompts))
+    assert llm.executor.num_preemptions > 0
+
+
 # --- sampled requests ---
 
 
