@@ -34,7 +34,7 @@ from tests.ops.top_k.rows import DTYPES, VOCABS, best_ids, odd_rows, strided
 both = pytest.mark.parametrize("backend", Backend)
 
 
-@settings(max_examples=16)
+@settings(max_examples=40)
 @given(
     requests=st.integers(0, 5),
     k=st.integers(1, 7),
@@ -75,7 +75,7 @@ def test_a_draft_is_written_for_every_reader(
     assert same_bits(logits, before)
 
 
-@settings(max_examples=10)
+@settings(max_examples=25)
 @given(
     rows=st.integers(0, 5),
     vocab=st.sampled_from(VOCABS),

@@ -40,7 +40,7 @@ def proposed(case: EditedBatch, backend: Backend) -> list[int]:
 def test_story_torch_and_triton_agree() -> None:
     changed = 0
 
-    @settings(max_examples=32)
+    @settings(max_examples=80)
     @given(
         seed=st.integers(0, 2**31),
         vocab=st.sampled_from((1, 7, 33, 100)),
@@ -62,7 +62,7 @@ def test_story_torch_and_triton_agree() -> None:
         changed += plain.drafts[:, plain.column].tolist() != expected
 
     agree()
-    assert changed > 3
+    assert changed > 10
 
 
 @pytest.mark.parametrize("backend", Backend)

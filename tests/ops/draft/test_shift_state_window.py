@@ -42,7 +42,7 @@ def forbid_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_triton, "shift_state_window_reference", None)
 
 
-@settings(max_examples=16)
+@settings(max_examples=40)
 @given(
     lens=st.lists(st.sampled_from([1, 1, 1, 2, 4]), max_size=9) | st.just([1] * 300),
     depth=st.integers(0, 3),
@@ -72,7 +72,7 @@ def test_kernel_equals_torch_bit_for_bit(lens, depth, gap, hidden, dtype, alias,
 
 
 @both
-@settings(max_examples=10)
+@settings(max_examples=25)
 @given(
     lens=st.lists(st.integers(1, 4), min_size=1, max_size=6),
     returns_input=st.booleans(),

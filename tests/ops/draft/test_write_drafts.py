@@ -18,7 +18,7 @@ from tests.ops.on_device import vector
 both = pytest.mark.parametrize("backend", Backend)
 
 
-@settings(max_examples=12)
+@settings(max_examples=30)
 @given(
     requests=st.integers(0, 5),
     k=st.integers(1, 7),

@@ -48,7 +48,7 @@ def test_letters(backend: Backend, step: str, emitted: str, kept: str) -> None:
 
 
 @both
-@settings(max_examples=16)
+@settings(max_examples=40)
 @given(batch=batches, sharing=st.integers(0, 2))
 def test_history_matches_the_example(backend: Backend, batch: Batch, sharing: int) -> None:
     """Requests in any slots, padding rows that share the last one, all other slots unchanged."""
@@ -126,7 +126,7 @@ class Step:
         return pools
 
 
-@settings(max_examples=24)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     k=st.integers(1, 7),

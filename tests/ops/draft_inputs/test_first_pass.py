@@ -66,7 +66,7 @@ def test_letters(backend: Backend) -> None:
     assert reused.kv_lens[:2].tolist() == [5, 7]
 
 
-@settings(max_examples=32)
+@settings(max_examples=80)
 @given(
     batch=batches,
     exact=st.booleans(),
@@ -99,7 +99,7 @@ def test_layers_of_their_own(batch: Batch, exact: bool, floor: int | None, spare
         assert same_bits(value, before[name]), name
 
 
-@settings(max_examples=24)
+@settings(max_examples=60)
 @given(batch=batches, max_position=st.sampled_from([None, 6]), floor=st.sampled_from([None, 9]))
 def test_a_reused_layer(batch: Batch, max_position: int | None, floor: int | None) -> None:
     """Positions and states are the step's own, and are not written."""

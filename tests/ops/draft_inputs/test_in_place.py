@@ -24,7 +24,7 @@ both = pytest.mark.parametrize("backend", Backend)
 
 
 @both
-@settings(max_examples=10)
+@settings(max_examples=25)
 @given(
     k=st.integers(1, 5),
     num_contexts=st.integers(0, 3),

@@ -51,7 +51,7 @@ def example(results: ResultTensors, row: int, most: int) -> list[int]:
     ]
 
 
-@settings(max_examples=24)
+@settings(max_examples=60)
 @given(
     seed=st.integers(0, 2**31),
     slots=st.lists(st.integers(0, 8), max_size=7, unique=True),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import TensorContractError
@@ -75,7 +75,6 @@ def roll_back(
 
 
 @both
-@settings(max_examples=20)
 @given(
     kinds=st.lists(st.booleans(), min_size=1, max_size=5),
     num_padding=st.integers(0, 2),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from mtp_plugin.errors import ConfigError
@@ -71,7 +71,6 @@ def step(
     return StepLayout(chunk_lens, len(last_positions), k, lens, wide[:, 0])
 
 
-@settings(max_examples=20)
 @given(
     chunk_lens=st.lists(st.integers(1, 5), max_size=3).map(tuple),
     positions=st.lists(st.integers(0, 2**31 - 20) | st.integers(0, 40), max_size=70),
@@ -202,7 +201,6 @@ def test_thresholds_are_conditional() -> None:
     assert synthetic_rule([1.0, 1.0], 0).thresholds.tolist() == [CERTAIN, CERTAIN]
 
 
-@settings(max_examples=20)
 @given(shares=shares, seed=seeds)
 def test_any_shares_give_thresholds(shares: list[float], seed: int) -> None:
     thresholds = synthetic_rule(shares, seed).thresholds

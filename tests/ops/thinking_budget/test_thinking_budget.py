@@ -89,7 +89,7 @@ steps = {
 }
 
 
-@settings(max_examples=16)
+@settings(max_examples=40)
 @given(**steps, gap=st.integers(0, 2), id_stride=st.integers(1, 2), wide=st.booleans())
 def test_force_thinking_end_matches_example(
     seed: int, contexts: int, generations: int, k: int, gap: int, id_stride: int, wide: bool
@@ -121,7 +121,7 @@ def test_force_thinking_end_matches_example(
         assert same_bits(storage(mine.table), storage(slots.table))
 
 
-@settings(max_examples=16)
+@settings(max_examples=40)
 @given(**steps, gap=st.integers(0, 2), id_stride=st.integers(1, 2))
 def test_update_thinking_state_matches_example(
     seed: int, contexts: int, generations: int, k: int, gap: int, id_stride: int
@@ -148,7 +148,6 @@ def test_update_thinking_state_matches_example(
         assert same_bits(storage(mine.table), storage(expected.table))
 
 
-@settings(max_examples=20)
 @given(seed=st.integers(0, 2**31), prompt=st.integers(0, 9), output=st.integers(0, 9))
 def test_host_counts_like_the_device(seed: int, prompt: int, output: int) -> None:
     """Prompt tokens do not count; generated tokens do, also when a request starts over."""

@@ -103,7 +103,7 @@ class Batch:
         return replace(self, slots=slots)
 
 
-@settings(max_examples=20)
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 2**31),
     requests=st.integers(0, 6),
