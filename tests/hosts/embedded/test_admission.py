@@ -203,6 +203,32 @@ REQUESTS = [
         "temperature",
         [SamplingParams(), SamplingParams(n=2)],
     ),
+    *(
+        Case([[1]], UNSUPPORTED + message, SamplingParams(**options))
+        for options, message in (
+            ({"n": 2}, "n=2 needs sampling, as greedy sequences are equal; set temperature"),
+            ({"n": 129, "temperature": 1}, "n: at most 128 are served, got 129"),
+        )
+    ),
+    Case({}, "prompts: expected either prompt (text) or prompt_token_ids (ids), got neither"),
+    Case(
+        {"prompt": "a", "prompt_token_ids": [1]},
+        "prompts: expected either prompt (text) or prompt_token_ids (ids), got prompt and "
+        "prompt_token_ids",
+    ),
+    Case({"prompt": [1]}, "prompts: prompt: expected text, got list"),
+    Case(
+        {"prompt_token_ids": "a"},
+        "prompts: prompt_token_ids: expected a list of token ids, got str",
+    ),
+    Case(
+        [{"prompt": "a"}, {"image": 1}],
+        "prompt 2 of 2: expected prompt or prompt_token_ids, got 'image'",
+    ),
+    *(
+        Case([[1]], f"sampling_params: expected SamplingParams, got {type(odd).__name__}", odd)
+        for odd in (3, {"max_new_tokens": 3})
+    ),
     Case([[1], [2]], "2 prompts, but 1 sampling parameters", [SamplingParams()]),
     Case(
         [[1]],
@@ -354,6 +380,21 @@ EXECUTORS: list[tuple[dict[str, Any], type[MTPPluginError], str]] = [
         {"kv_cache_config": {"tokens_per_block": 32, "max_tokens": 31}},
         ConfigError,
         "kv_cache_config.max_tokens: 31 holds no block of 32 tokens",
+    ),
+    (
+        {"k": 0, "speculative_config": {"decoding_type": "none", "bogus": True}},
+        ConfigError,
+        "speculative_config: decoding_type 'none' takes no options, got bogus",
+    ),
+    (
+        {"dtype": "bfloat16"},
+        ConfigError,
+        "dtype: bfloat16 was requested, the loaded model is torch.fl",
+    ),
+    (
+        {"enable_chunked_prefill": False, "chunk_policy": lambda *_: 1},
+        ConfigError,
+        "chunk_policy: enable_chunked_prefill is false, so there is none",
     ),
     (
         {"k": 0, "speculative_config": {"decoding_type": "Medusa", "heads": 3}},

@@ -191,6 +191,24 @@ def test_steps_wait_for_a_reader_that_is_alone(harness) -> None:
     assert_drained(llm)
 
 
+def test_reader_that_lags_gets_the_events_before_a_failing_step(harness, prompts) -> None:
+    llm = harness.llm()
+
+    def fail(_: Any) -> None:
+        if llm.executor.num_steps == 15:
+            raise RuntimeError("broken kernel")
+
+    watch_steps(llm, fail)
+    stream = llm.stream([prompts[0]], greedy(100))
+    steps = [next(stream)]
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        llm.generate([prompts[1]], greedy(100))  # the steps go on
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        steps.extend(stream)
+    assert by_request(steps) == {0: stream._requests[0].output_token_ids}
+    assert_drained(llm)
+
+
 def test_requests_submitted_while_the_steps_wait_for_a_reader_are_served(
     harness, target, prompts
 ) -> None:

@@ -14,7 +14,7 @@ import pytest
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.hosts.embedded import RequestHandle, RequestOutput, StepEvent
 from tests.hosts.embedded.conftest import LOOPS, assert_drained, assert_idle, watch_worker
-from tests.hosts.embedded.test_llm_api import Breaking, fail_in_step, greedy
+from tests.hosts.embedded.test_llm_api import Breaking, greedy
 
 
 async def read(handle: RequestHandle) -> list[int]:
@@ -272,25 +272,6 @@ def test_a_handle_keeps_its_executor_and_nothing_keeps_both(harness) -> None:
 # --- failures ---
 
 
-def test_a_failing_step_reaches_every_reader(harness, prompts) -> None:
-    llm = harness.llm()
-    fail_in_step(llm, 3)
-
-    async def main() -> list[Any]:
-        handle = llm.submit(prompts[3], greedy(30))
-        calls = (read(handle), read(handle), handle._wait_for_output())
-        return await asyncio.gather(*calls, return_exceptions=True)
-
-    results = asyncio.run(asyncio.wait_for(main(), 30))
-    assert [type(result) for result in results] == [RuntimeError] * 3
-    fail_in_step(llm, 2)
-    handle = llm.submit(prompts[3], greedy(30))
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match="broken kernel"):
-            handle.result()
-    assert_drained(llm)
-
-
 def test_a_request_that_fails_alone(harness, target) -> None:
     token = target.greedy([1, 2], 12)[3]
     llm = harness.llm(tokenizer=Breaking(token, ValueError("no such piece")))
@@ -303,20 +284,6 @@ def test_a_request_that_fails_alone(harness, target) -> None:
 
     with pytest.raises(ExecutorError, match=r"^request 0: the tokenizer cannot decode token"):
         asyncio.run(main())
-
-
-def test_shutdown_reaches_a_handle(harness, prompts) -> None:
-    llm = harness.llm()
-    handles = [llm.submit(prompt, greedy(90)) for prompt in prompts[:2]]
-    stream = llm.stream(prompts[2], greedy())
-    next(stream)
-    llm.shutdown()
-    for handle in handles:
-        with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
-            handle.result()
-        with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
-            asyncio.run(read(handle))
-    assert_drained(llm)
 
 
 # --- async with ---

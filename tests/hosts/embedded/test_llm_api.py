@@ -8,7 +8,7 @@ import gc
 import itertools
 import random
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
 
@@ -74,6 +74,10 @@ def fail_in_step(llm: LLM, step: int, error: BaseException | None = None) -> Non
             raise error or RuntimeError("broken kernel")
 
     watch_worker(llm, fail)
+
+
+async def collect(events: AsyncIterator[StepEvent]) -> list[StepEvent]:
+    return [event async for event in events]
 
 
 def by_request(steps: Iterator[list[StepEvent]] | list[list[StepEvent]]) -> dict[int, list[int]]:
@@ -394,30 +398,27 @@ def test_a_failing_step_ends_everything_and_frees(
     assert [o.token_ids for o in outputs] == [target.greedy(p, 12) for p in prompts]
 
 
-def test_a_failing_step_reaches_a_stream_that_another_call_steps(harness, prompts) -> None:
+@pytest.mark.parametrize("step", [2, 5])
+def test_a_failing_step_reaches_every_caller(harness, target, prompts, step) -> None:
     llm = harness.llm()
-    stream = llm.stream([prompts[3]], greedy(40))
-    next(stream)
-    fail_in_step(llm, 2)
-    with pytest.raises(RuntimeError, match="broken kernel"):
-        llm.generate([prompts[4]], greedy(20))
-    with pytest.raises(RuntimeError, match="broken kernel"):
-        list(stream)
-    assert_drained(llm)
+    worker, steps = llm.executor.engine.pieces.worker, itertools.count(1)
 
-
-@pytest.mark.parametrize("step", [1, 4])
-def test_a_failing_step_reaches_every_async_stream(harness, target, prompts, step) -> None:
-    llm = harness.llm()
-    worker = llm.executor.engine.pieces.worker
-    fail_in_step(llm, step)
+    def fail(_: Any) -> None:
+        assert wait_until(lambda: len(llm._engine._results) == 6)  # the others enter the next step
+        if next(steps) == step:
+            raise RuntimeError("broken kernel")
 
     async def main() -> list[Any]:
-        calls = (llm.generate_async(p, greedy(30)) for p in prompts[:4])
-        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=30)
+        watch_worker(llm, fail)
+        handle = llm.submit(prompts[1], greedy(90))
+        calls = [handle, collect(handle), collect(llm.stream_async(prompts[2], greedy(90)))]
+        calls += [llm.generate_async(prompts[3], greedy(90))]
+        calls += [asyncio.to_thread(lambda: list(llm.stream(prompts[4:6], greedy(90))))]
+        calls += [asyncio.to_thread(llm.generate, [prompts[6]], greedy(90))]
+        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 30)
 
     results = asyncio.run(main())
-    assert [type(result) for result in results] == [RuntimeError] * 4
+    assert [type(result) for result in results] == [RuntimeError] * 6
     assert_drained(llm)
     wrap_worker(llm, lambda _: worker)
     again = asyncio.run(llm.generate_async([1, 2], greedy()))
@@ -614,24 +615,29 @@ def test_limits_beyond_any_integer_of_the_device(harness, target) -> None:
 # --- shutdown ---
 
 
-def test_leaving_the_context_gives_everything_back(harness, prompts) -> None:
+def test_leaving_the_context_reaches_every_caller(harness, prompts) -> None:
     with harness.llm() as llm:
-        stream = llm.stream(prompts, greedy(40))
+        stream = llm.stream(prompts[:4], greedy(90))
         next(stream)
+        handle = llm.submit(prompts[4], greedy(90))
     assert_drained(llm)
-    with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
-        list(stream)
+
+    async def main() -> list[StepEvent]:
+        return await collect(handle)
+
+    for call in (lambda: list(stream), handle.result, lambda: asyncio.run(main())):
+        with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
+            call()
 
 
 def test_shutdown_reaches_async_streams(harness, prompts) -> None:
     llm = harness.llm()
 
     async def main() -> None:
-        events = []
-        async for event in llm.stream_async(prompts[3], greedy(90)):
-            events.append(event)
-            if len(events) == 2:
-                llm.shutdown()
+        stream = llm.stream_async(prompts[3], greedy(90))
+        await anext(stream)
+        llm.shutdown()
+        await collect(stream)
 
     with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
         asyncio.run(asyncio.wait_for(main(), timeout=30))

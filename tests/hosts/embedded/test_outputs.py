@@ -98,21 +98,6 @@ def test_prompts_as_mappings(harness, prompts: Any, ids: Any, texts: Any) -> Non
     assert [o.prompt for o in outputs] == texts
 
 
-@pytest.mark.parametrize(
-    ("prompt", "message"),
-    [
-        ({}, "prompts: expected either prompt .* or prompt_token_ids .*, got neither"),
-        ({"prompt": "a", "prompt_token_ids": [1]}, "prompts: .* got prompt and prompt_token_ids"),
-        ({"prompt": [1]}, "prompts: prompt: expected text, got list"),
-        ({"prompt_token_ids": "a"}, "prompts: prompt_token_ids: expected a list of token ids"),
-        ([{"prompt": "a"}, {"image": 1}], "prompt 2 of 2: expected prompt or prompt_token_ids"),
-    ],
-)
-def test_prompts_as_other_mappings_are_refused(harness, prompt: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=f"^{message}"):
-        harness.llm(tokenizer=Pieces()).generate(prompt, greedy(2))
-
-
 # --- several sequences ---
 
 
@@ -143,19 +128,6 @@ def test_n_without_seed_gives_different_sequences(harness) -> None:
     llm = harness.llm()
     (output,) = llm.generate([[1, 2]], SamplingParams(max_tokens=12, temperature=1.0, n=4))
     assert len({tuple(c.token_ids) for c in output.outputs}) == 4
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n": 2}, "n=2 needs sampling, as greedy sequences are equal; set temperature"),
-        ({"n": 129, "temperature": 1}, "n: at most 128 are served, got 129"),
-        ({"best_of": 3}, "best_of=3 is not enabled; write n, and choose among outputs"),
-    ],
-)
-def test_n_out_of_range_is_refused(harness, options: Any, message: str) -> None:
-    with pytest.raises(RequestError, match=f"not supported: {message}"):
-        harness.llm().generate([[1, 2]], SamplingParams(**options))
 
 
 # --- text options ---

@@ -9,7 +9,7 @@ import torch
 
 from integration.random_models import random_model
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import ConfigError, MetadataError, RequestError
+from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.hosts.embedded import LLM, SamplingParams, build
 from mtp_plugin.hosts.embedded.prompt_limit import equal_prefix_of
 from mtp_plugin.plugin import MTPPlugin, register_plugin, unregister_plugin
@@ -42,19 +42,6 @@ def test_the_budget_holds_a_full_batch_of_any_plugin(harness):
             )
     finally:
         unregister_plugin("RENAMED")
-
-
-def test_decoding_without_speculation_takes_no_options(harness):
-    config = {"model": harness.path, "speculative_config": {"decoding_type": "none", "bogus": True}}
-    with pytest.raises(ConfigError, match=r"'none' takes no options, got bogus"):
-        LLM(config, model=harness.model)
-
-
-def test_a_shared_model_must_have_the_requested_dtype(harness):
-    with pytest.raises(
-        ConfigError, match=r"dtype: bfloat16 was requested, the loaded model is torch\.fl"
-    ):
-        LLM({"model": harness.path, "dtype": "bfloat16"}, model=harness.model)
 
 
 def test_memory_besides_the_weights_is_reported(harness):
@@ -110,12 +97,6 @@ def test_errors_of_a_file_name_it(harness, tmp_path):
         LLM(path, model=harness.model)
 
 
-@pytest.mark.parametrize("odd", [3, {"max_new_tokens": 3}])
-def test_odd_sampling_parameters(harness, odd):
-    with pytest.raises(RequestError, match=f"got {type(odd).__name__}"):
-        harness.llm().generate([[1]], odd)
-
-
 def test_prompt_limit_of_mixed_steps_comes_from_config_and_model(harness):
     limit = harness.llm().executor.scheduler.mixed_limit
     assert limit.max_cost == 1024
@@ -157,11 +138,6 @@ def test_equal_prefix_counts_active_parameters(model_type, num_layers):
     # linear layers take 2 operations per parameter, a key 2 per value of a head in QK and in PV
     per_key = 2 * num_layers * config.num_attention_heads * widths
     assert equal_prefix_of(model) == pytest.approx(2 * active / per_key)
-
-
-def test_a_chunk_policy_without_chunks_is_refused(harness):
-    with pytest.raises(ConfigError, match="enable_chunked_prefill is false"):
-        harness.llm(enable_chunked_prefill=False, chunk_policy=lambda *_: 1)
 
 
 def test_a_draft_loop_that_cannot_open_leaves_no_trace():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -126,6 +126,34 @@ def test_a_rule_with_stops_of_the_request(harness, target, prompts) -> None:
     assert rule.requested == [0, 1]
 
 
+class Keep:
+    """Keeps as many tokens of an output as a function of it returns; None: all."""
+
+    llm: LLM
+
+    def __init__(self, count: Callable[[list[int]], int | None]) -> None:
+        self.count = count
+
+    def __call__(self, ids: Sequence[int]) -> dict[int, int]:
+        counts = {i: self.count(self.llm.find_request(i).output_token_ids) for i in ids}
+        return {i: count for i, count in counts.items() if count is not None}
+
+
+def keep_at_most(count: int) -> Keep:
+    return Keep(lambda output: count if len(output) >= count else None)
+
+
+def own_stop(kind: str, tokens: list[int], at: int) -> dict[str, Any]:
+    """Options that end a request with the token at an index."""
+    text = Pieces().decode([tokens[at]], skip_special_tokens=True)
+    return {
+        "length": {"max_new_tokens": at + 1},
+        "stop id": {"stop_token_ids": [tokens[at]]},
+        "stop string": {"stop": text, "include_stop_str_in_output": True},
+        "stop id with logprobs": {"stop_token_ids": [tokens[at]], "logprobs": 2},
+    }[kind]
+
+
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("own", ["length", "stop id", "stop string"])
 def test_a_rule_that_drops_its_own_mark(harness, target, prompts, own, no_overlap) -> None:
@@ -133,69 +161,35 @@ def test_a_rule_that_drops_its_own_mark(harness, target, prompts, own, no_overla
     free = target.greedy(prompts[0], COUNT)
     places = [i for i in range(1, 14) if free[i] not in free[:i]]
 
-    class InFront:
-        """Cuts the text in front of an id."""
-
-        llm: LLM
-        end: int
-
-        def __call__(self, ids: Sequence[int]) -> dict[int, int]:
-            outputs = {i: self.llm.find_request(i).output_token_ids for i in ids}
-            return {i: text.index(self.end) for i, text in outputs.items() if self.end in text}
-
-    rule = InFront()
     runs = set()
     for k in (0, 1, 3):
-        llm = make(harness, rule, k=k, tokenizer=Pieces(), disable_overlap_scheduler=no_overlap)
         for at in places:
-            rule.end = free[at]
-            text = Pieces().decode([free[at]], skip_special_tokens=True)
-            options: dict[str, Any] = {
-                "length": {"max_new_tokens": at + 1},
-                "stop id": {"stop_token_ids": [free[at]]},
-                "stop string": {"stop": text, "include_stop_str_in_output": True},
-            }[own]
-            events = [e for step in llm.stream(prompts[:1], greedy(**options)) for e in step]
+            end = free[at]
+            rule = Keep(lambda text, end=end: text.index(end) if end in text else None)
+            llm = make(harness, rule, k=k, tokenizer=Pieces(), disable_overlap_scheduler=no_overlap)
+            params = greedy(**own_stop(own, free, at))
+            events = [e for step in llm.stream(prompts[:1], params) for e in step]
             assert [token for event in events for token in event.token_ids] == free[:at]
             assert events[-1].finish_reason is FinishReason.STOP_WORDS
             runs.add((k, len(events[-1].token_ids)))
-        assert_drained(llm)
+            assert_drained(llm)
     assert {(0, 0), (3, 0), (3, 1)} <= runs
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("own", ["length", "stop id", "stop string", "end id"])
+@pytest.mark.parametrize("own", ["length", "stop id", "stop string", "stop id with logprobs"])
 def test_a_rule_in_front_of_a_stop_of_the_request(
     harness, target, prompts, own, no_overlap
 ) -> None:
     """Which of the two comes first is the same for every K, in one run too."""
     free = target.greedy(prompts[0], COUNT)
     at = next(i for i in range(6, COUNT) if free[i] not in free[:i])
-    text = Pieces().decode([free[at]], skip_special_tokens=True)
-    options: dict[str, Any] = {
-        "length": {"max_new_tokens": at + 1},
-        "stop id": {"stop_token_ids": [free[at]]},
-        "stop string": {"stop": text, "include_stop_str_in_output": True},
-        "end id": {"stop_token_ids": [free[at]], "logprobs": 2},
-    }[own]
-
-    class At:
-        """Keeps so many tokens."""
-
-        llm: LLM
-
-        def __init__(self, kept: int) -> None:
-            self.kept = kept
-
-        def __call__(self, ids: Sequence[int]) -> dict[int, int]:
-            outputs = {i: self.llm.find_request(i).output_token_ids for i in ids}
-            return {i: self.kept for i, output in outputs.items() if len(output) >= self.kept}
-
+    options = own_stop(own, free, at)
     for kept in (at, at + 1, at + 2):
         reasons = []
         for k in (0, 1, 3):
-            rule = At(kept)
-            llm = make(harness, rule, k=k, tokenizer=Pieces(), disable_overlap_scheduler=no_overlap)
+            options_of_llm = {"tokenizer": Pieces(), "disable_overlap_scheduler": no_overlap}
+            llm = make(harness, keep_at_most(kept), k=k, **options_of_llm)
             (output,) = llm.generate(prompts[:1], greedy(**options))
             assert output.token_ids == free[: min(kept, at + 1)]
             assert len(output.logprobs or output.token_ids) == len(output.token_ids)
@@ -264,13 +258,7 @@ def test_a_rule_in_front_of_a_token_without_text(harness, target, prompts) -> No
 
     for kept in (at, at + 1):
         for k in (0, 1, 3):
-            llm: LLM | None = None
-
-            def rule(ids: Sequence[int], kept: int = kept) -> dict[int, int]:
-                outputs = {i: llm.find_request(i).output_token_ids for i in ids}  # noqa: B023
-                return {i: kept for i, output in outputs.items() if len(output) >= kept}
-
-            llm = harness.llm(k=k, tokenizer=Failing(), stop_callback=rule)
+            llm = make(harness, keep_at_most(kept), k=k, tokenizer=Failing())
             (output,) = llm.generate(prompts[:1], greedy())
             assert len(output.token_ids) == kept
             failed = kept > at

@@ -213,23 +213,24 @@ def test_a_vocabulary_is_read_once_for_its_size(harness) -> None:
     assert reads == [VOCAB, VOCAB + 1]
 
 
-def test_a_vocabulary_that_fails_is_named(harness) -> None:
-    tokenizer = Vocabulary()
-    tokenizer.get_vocab = lambda: {}["no"]  # type: ignore[method-assign]
-    message = "request 0: the tokenizer Vocabulary cannot return its vocabulary: KeyError: 'no'"
-    with pytest.raises(RequestError, match=f"^{message}$"):
-        harness.llm(tokenizer=tokenizer).stream_async("x" * 10**5)
-
-
 class WithoutLength(Vocabulary):
     def __len__(self) -> int:
         raise KeyError("no length")
 
 
-def test_tokenizer_length_that_raises_is_a_named_error(harness) -> None:
-    llm = harness.llm(tokenizer=WithoutLength())
-    message = "the tokenizer WithoutLength cannot return its vocabulary: KeyError: 'no length'"
-    with pytest.raises(RequestError, match=f"^request 0: {message}$"):
+class WithoutVocabulary(Vocabulary):
+    def get_vocab(self) -> dict[str, int]:
+        raise KeyError("no vocabulary")
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "error"),
+    [(WithoutLength, "no length"), (WithoutVocabulary, "no vocabulary")],
+)
+def test_tokenizer_whose_vocabulary_cannot_be_read_is_named(harness, tokenizer, error) -> None:
+    llm = harness.llm(tokenizer=tokenizer())
+    message = f"the tokenizer {tokenizer.__name__} cannot return its vocabulary: KeyError: "
+    with pytest.raises(RequestError, match=f"^request 0: {message}'{error}'$"):
         llm.stream_async("x" * 10**5)
     assert len(llm.generate([[1, 2]], greedy(3))[0].token_ids) == 3
 
