@@ -620,6 +620,7 @@ def test_leaving_the_context_reaches_every_caller(harness, prompts) -> None:
         stream = llm.stream(prompts[:4], greedy(90))
         next(stream)
         handle = llm.submit(prompts[4], greedy(90))
+    assert wait_until(lambda: handle.is_finished)
     assert_drained(llm)
 
     async def main() -> list[StepEvent]:
