@@ -18,14 +18,15 @@ FAST = tests/hosts/embedded/test_losslessness.py \
 	tests/distribution/test_emitted.py integration/examples/test_own_loop.py \
 	tests/config tests/tools tests/test_errors.py tests/test_pages.py \
 	tests/cli/test_config_and_doctor.py tests/contract_host/test_lines.py \
-	tests/hosts/embedded/test_kv_cache.py tests/hosts/embedded/test_scheduler.py tests/hosts/megatron \
+	tests/hosts/embedded/test_kv_cache.py tests/hosts/embedded/test_scheduler.py tests/hosts/megatron/test_token_verify.py \
 	tests/ops/acceptance/test_letters.py tests/ops/draft/test_drafts.py tests/ops/draft_inputs/test_first_pass.py \
 	tests/ops/logprobs/test_arguments.py tests/ops/sampling/test_sample_tokens.py tests/ops/test_checks.py \
 	tests/ops/test_dispatch.py tests/ops/token_history \
 	tests/requests/test_detokenizer.py tests/requests/test_slots.py tests/requests/test_stopping.py \
-	tests/speculative/draft_length tests/speculative/drafting/test_eagle.py tests/speculative/host \
+	tests/speculative/draft_length/test_controller.py tests/speculative/drafting/test_eagle.py tests/speculative/host \
 	tests/speculative/metrics tests/speculative/state tests/speculative/test_plugin.py \
-	tests/speculative/test_sampler.py tests/speculative/verification
+	tests/speculative/test_sampler.py tests/speculative/verification/test_custom.py \
+	tests/speculative/verification/test_registry.py tests/speculative/verification/test_verifier.py
 # the command of `make demo`, which integration/results/demo.svg shows
 DEMO = mtp-plugin generate --config configs/tiny_eagle.yaml --prompt "$(DEMO_PROMPT)" --max-new-tokens 96
 DEMO_PROMPT = class HTTPServer(socketserver.TCPServer):

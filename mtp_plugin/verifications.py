@@ -40,7 +40,7 @@ METHODS: Mapping[str, VerificationMethod] = {
         keeps_output=False,
     ),
     "block": VerificationMethod(
-        "rejection sampling of all drafts of a step at once",
+        "rejection sampling of all drafts of a step at once, with the same guarantee",
         ("plain", "greedy"),
         code=2,
         keeps_output=False,

@@ -59,4 +59,4 @@ def test_entry_and_mode_are_enough_for_config_admission_and_slots() -> None:
         "MTPPluginOptions: draft_sampling: 'coupled' cannot be verified by 'toy' verification; "
         "expected one of greedy, plain"
     )
-    assert "output of a seed; toy: leaves the rules; a list" in output["description"]
+    assert "toy: leaves the rules; or the name" in output["description"]
