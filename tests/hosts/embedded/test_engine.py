@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -108,18 +109,27 @@ EXITS = {
 }
 
 
-@pytest.mark.parametrize("name", EXITS)
-def test_interpreter_exits_without_shutdown(name: str) -> None:
-    code = (
-        "from mtp_plugin import LLM, SamplingParams\n"
-        f"llm = LLM({TRAINED!r}, device='cpu', on_progress=lambda _: None)\n"
-        "params = SamplingParams(max_tokens=100, ignore_eos=True)\n"
-        f"{EXITS[name]}\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
-    )
+EXIT_EACH = f"""
+import json, os, sys
+import mtp_plugin.hosts.embedded.llm, mtp_plugin.hosts.embedded.models
+from mtp_plugin import LLM, SamplingParams
+for name, code in json.loads(sys.argv[1]).items():
+    child = os.fork()
+    if child == 0:
+        llm = LLM({TRAINED!r}, device="cpu", on_progress=lambda _: None)
+        params = SamplingParams(max_tokens=100, ignore_eos=True)
+        exec(code)
+        break  # to the exit of the interpreter
+    print(name, os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+"""
+
+
+def test_interpreter_exits_without_shutdown() -> None:
+    """Each in a child, which need not import everything again."""
+    program = [sys.executable, "-c", EXIT_EACH, json.dumps(EXITS)]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines() == [f"{name} 0" for name in EXITS]
 
 
 # --- (d) calls within a step ---

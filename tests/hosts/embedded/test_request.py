@@ -79,13 +79,6 @@ def test_the_requested_drafts(requested: int | None, limit: int, speculates: boo
     state = request.py_draft_state
     assert state.limit == state.usable == limit
     assert request.py_disable_speculative_decoding is not speculates
-    state.restart(3)
-    state.launch(3, 3)
-    assert state.limit == 0  # nothing is proposed after a prompt
-    for length in (3, 1, 2):
-        state.launch(length, 3)
-        proposed = {3: 3, 1: 3, 2: 1}[length]
-        assert state.limit == min(length, proposed, limit)
 
 
 def test_its_facts() -> None:
