@@ -276,6 +276,11 @@ def _relations(config: Any) -> Iterator[Problem]:
             "num_key_value_heads",
             f"expected as many as num_attention_heads, {heads}, got {kv_heads}",
         )
+    elif heads % kv_heads:
+        yield (
+            "num_key_value_heads",
+            f"expected a divisor of num_attention_heads, which is {heads}, got {kv_heads}",
+        )
     width = latent or getattr(config, "head_dim", None) or config.hidden_size // heads
     rope = config.rope_parameters
     rotated = int(width * rope.get("partial_rotary_factor", 1.0))

@@ -46,6 +46,11 @@ GROUPS = "topk_group of n_group equal groups of at least 2"
 
 RELATIONS: list[tuple[str, dict[str, Any], str]] = [
     (
+        "glm4_moe",
+        {"num_key_value_heads": 3},
+        "num_key_value_heads: expected a divisor of num_attention_heads, which is 4, got 3",
+    ),
+    (
         "deepseek_v3",
         {"num_key_value_heads": 2},
         "num_key_value_heads: expected as many as num_attention_heads, 4, got 2",
