@@ -35,6 +35,7 @@ from mtp_plugin.hosts.embedded.models.families import (
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILE = "tokenizer.json"
+ADAPTER_FILE = "adapter_config.json"
 _COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Number of MTP layers, in any family."""
 
@@ -115,12 +116,17 @@ def read_config(path: str | Path) -> CheckedConfig:
     """Read the config files of a checkpoint directory; all but `config.json` may be missing.
 
     Raises:
-        CheckpointError: no directory, no config, bad JSON, or values that are missing, of a wrong
-            kind, out of range or that do not go together: a line for each.
+        CheckpointError: no directory, no config, bad JSON, an adapter, or values that are missing,
+            of a wrong kind, out of range or that do not go together: a line for each.
         UnsupportedModelError: a model family or a layer type that does not run here.
     """
     directory = checkpoint_directory(path)
     raw = read_json(directory / CONFIG_FILE)
+    if (directory / ADAPTER_FILE).exists():
+        raise CheckpointError(
+            f"checkpoint {directory}: expected a whole checkpoint, {ADAPTER_FILE} makes it an "
+            f"adapter of another one"
+        )
     generation = directory / GENERATION_FILE
     try:
         return check_config(

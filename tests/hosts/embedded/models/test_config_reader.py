@@ -254,6 +254,15 @@ def test_places_that_are_no_files(edited: Edited) -> None:
         read_config("a\0b")
 
 
+def test_an_adapter(edited: Edited) -> None:
+    path = edited("glm4_moe")
+    (path / "adapter_config.json").write_text('{"base_model_name_or_path": "org/other"}')
+    assert refusal(path) == (
+        "checkpoint PATH: expected a whole checkpoint, adapter_config.json makes it an adapter of "
+        "another one"
+    )
+
+
 class TestKeysOnWhichTransformersActs:
     ACTING: ClassVar[dict[str, Any]] = {
         "transformers_weights": "other.safetensors",
