@@ -55,6 +55,16 @@ def arguments() -> argparse.Namespace:
         default="all",
         help="all: also rejection and block",
     )
+    parser.add_argument(
+        "--plain",
+        type=int,
+        default=0,
+        help="begin with so many greedy requests and as many at a temperature of 0.8",
+    )
+    parser.add_argument("--prefix-caching", action="store_true", help="of the engine with drafts")
+    parser.add_argument(
+        "--plugin", type=json.loads, default={}, help="options of the plugin, as JSON"
+    )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument(
         "--margin",
@@ -83,7 +93,8 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         engine_settings(
             options.k,
             on_gpu,
-            dict(THINKING_TOKENS),
+            {**THINKING_TOKENS, **options.plugin},
+            enable_prefix_caching=options.prefix_caching,
             max_num_seqs=seqs,
             max_num_batched_tokens=max(64, 8 * seqs),
             block_size=BLOCK_SIZE,
@@ -115,6 +126,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             seed=options.seed,
             texts=prompt_texts(),
             longest=options.longest,
+            plain=options.plain,
             finished_file=finished_file,
         )
         reference.start_call(
@@ -144,6 +156,10 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "rest of the comparison": round(seconds_to_compare, 1),
         },
         "margin": margin,
+        "options": {
+            name: getattr(options, name)
+            for name in ("k", "seed", "max_num_seqs", "plain", "prefix_caching", "plugin")
+        },
         "methods": ["coupled", *traffic["methods"]],
         "traffic": traffic["counts"],
         "comparison": compared["counts"],

@@ -16,7 +16,7 @@ from integration.vllm.reference import (
     logprob_difference,
     other_differences,
 )
-from integration.vllm.traffic import make_requests
+from integration.vllm.traffic import make_requests, outputs_of
 
 
 def given(tokens: list[int], *, is_aborted: bool = False, **completion: Any) -> dict[str, Any]:
@@ -149,6 +149,23 @@ def test_compared_requests_have_options_that_change_no_output() -> None:
     assert kinds[True, ("mtp_speculate", False)] > 5
     assert kinds[True, ("mtp_max_draft_len", 2)] > 5
     assert kinds[False, ("mtp_verification", "block")] > 5
+
+
+def test_plain_requests_come_first() -> None:
+    requests = list(itertools.islice(make_requests(["a", "b"], 0, 3, 32, (), plain=3), 7))
+    temperatures = [request["params"]["temperature"] for request in requests[:6]]
+    assert temperatures == [0.0] * 3 + [0.8] * 3
+    assert [request["number"] for request in requests] == list(range(7))
+
+
+def test_several_outputs_are_compared_each_by_its_seed() -> None:
+    request = {"number": 4, "params": {"n": 2, "seed": 10, "temperature": 1.0}}
+    result = {"tokens": [5], "completions": {1: {"tokens": [6]}, 0: {"tokens": [5]}}}
+    found = {
+        each["number"]: (each["params"]["seed"], each["result"]["tokens"], "n" in each["params"])
+        for each in outputs_of(request, result)
+    }
+    assert found == {"4.0": (10, [5], False), "4.1": (11, [6], False)}
 
 
 def sampled(seed: int, weights: list[float]) -> Counter[int]:

@@ -27,6 +27,8 @@ NOT_COMPARED = 0.3
 """Share of requests whose output may differ from that without drafts."""
 LIMITED = 0.2
 """Share of the compared requests whose drafts are withheld, all or some."""
+SEVERAL = 0.1
+"""Share of the others with three outputs."""
 THINKING_TOKENS = {"thinking_begin_token": 1, "thinking_end_token": 2}
 """``<think>`` and ``</think>`` of the tiny model."""
 Request = dict[str, Any]
@@ -35,16 +37,38 @@ of a step) and ``patience`` (steps after which it is aborted; None: never)."""
 
 
 def make_requests(
-    texts: list[str], seed: int, num_drafts: int, longest: int, methods: tuple[str, ...]
+    texts: list[str],
+    seed: int,
+    num_drafts: int,
+    longest: int,
+    methods: tuple[str, ...],
+    plain: int = 0,
 ) -> Iterator[Request]:
     """Yield requests without end, the same for the same arguments.
 
     Args:
         texts: prompts are pieces of them in a row. longest: maximum of ``max_tokens``.
         methods: verification methods of requests that are not compared.
+        plain: so many greedy requests come first, then as many at a temperature of 0.8.
     """
     rng = random.Random(seed)
     number = 0
+    while number < 2 * plain:
+        yield {
+            "number": number,
+            "prompt": texts[number % len(texts)],
+            "params": {
+                "temperature": 0.0 if number < plain else 0.8,
+                "max_tokens": longest,
+                "seed": number,
+                "ignore_eos": True,
+            },
+            "is_compared": True,
+            "num_drafts": num_drafts,
+            "limit": num_drafts,
+            "patience": None,
+        }
+        number += 1
     while True:
         text = "".join(rng.choices(texts, k=rng.choice([1, 1, 2, 4])))
         request = {
@@ -63,6 +87,8 @@ def make_requests(
             request["limit"] = limit
             extra = {"mtp_max_draft_len": limit} if limit else {"mtp_speculate": False}
             request["params"]["extra_args"] = extra
+        elif rng.random() < SEVERAL:
+            request["params"]["n"] = 3
         yield request
         number += 1
 
@@ -128,10 +154,12 @@ def run_traffic(
     texts: list[str],
     longest: int,
     finished_file: str,
+    plain: int = 0,
 ) -> dict[str, Any]:
     """Serve random traffic, then all requests that are left.
 
     Args:
+        plain: see `make_requests`; they are submitted at once.
         finished_file: each compared request and its output is appended to it as a line of JSON,
             and ``{"end": true}`` at the end.
 
@@ -145,7 +173,7 @@ def run_traffic(
     methods: tuple[str, ...] = ()
     if config.speculative_config.draft_sample_method == "probabilistic":
         methods = ("rejection", "block")
-    requests = make_requests(texts, seed, num_drafts, longest, methods)
+    requests = make_requests(texts, seed, num_drafts, longest, methods, plain)
     rng = random.Random(seed + 1)
     running: dict[str, tuple[Request, dict[str, Any]]] = {}
     counts = dict.fromkeys(("requests", "tokens", "aborted", "compared", "steps"), 0)
@@ -158,11 +186,10 @@ def run_traffic(
             tokens = result.get("tokens", [])
             counts["tokens"] += len(tokens)
             counts["aborted"] += is_aborted
-            counts["compared"] += request["is_compared"]
             problems.extend(_problems(request, result, is_aborted))
-            if request["is_compared"]:
-                line = {**request, "is_aborted": is_aborted, "result": result}
-                file.write(json.dumps(line) + "\n")
+            for line in outputs_of(request, result) if request["is_compared"] else ():
+                counts["compared"] += 1
+                file.write(json.dumps({**line, "is_aborted": is_aborted}) + "\n")
                 file.flush()
 
         while time.monotonic() - started < seconds or running:
@@ -170,9 +197,11 @@ def run_traffic(
                 load = rng.randint(0, 3 * num_seqs)
             if time.monotonic() - started >= seconds:
                 load = 0
-            while len(running) < load and rng.random() < 0.7:
+            is_plain = counts["requests"] < 2 * plain
+            while is_plain or (len(running) < load and rng.random() < 0.7):
                 request = next(requests)
                 counts["requests"] += 1
+                is_plain = counts["requests"] < 2 * plain
                 identifier = str(request["number"])
                 running[identifier] = (request, {"new_tokens": [], "since": counts["steps"]})
                 params = sampling_params(request["params"])
@@ -198,6 +227,22 @@ def run_traffic(
     counts["preemptions"] = after["num_preemptions"] - before["num_preemptions"]
     counts["acceptance_length"] = acceptance_length(before, after)
     return {"counts": counts, "problems": problems + leaks(llm), "methods": methods}
+
+
+def outputs_of(request: Request, result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return each output as that of a request with one output, whose seed vLLM counts up."""
+    params = dict(request["params"])
+    if params.pop("n", 1) == 1:
+        return [{**request, "result": result}]
+    return [
+        {
+            **request,
+            "number": f"{request['number']}.{index}",
+            "params": {**params, "seed": params["seed"] + index},
+            "result": {**result, "tokens": completion["tokens"], "completions": {0: completion}},
+        }
+        for index, completion in result.get("completions", {}).items()
+    ]
 
 
 def _problems(request: Request, result: dict[str, Any], is_aborted: bool) -> list[str]:
