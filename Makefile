@@ -30,8 +30,8 @@ FAST = tests/hosts/embedded/test_losslessness.py \
 # the command of `make demo`, which integration/results/demo.svg shows
 DEMO = mtp-plugin generate --config configs/tiny_eagle.yaml --prompt "$(DEMO_PROMPT)" --max-new-tokens 96
 DEMO_PROMPT = class HTTPServer(socketserver.TCPServer):
-# the oldest supported Triton, in a directory that precedes the environment on the path
-OLD_TRITON := $(CURDIR)/.triton-3.5
+# the oldest supported Triton, and the newest, of vLLM 0.33: directories that precede the environment on the path
+TRITONS := 3.5.1 3.8.0
 # vLLM, its versions of everything and this package
 VLLM_VENV := .venv-vllm
 # verification methods at a temperature, for `e2e --ask`
@@ -47,7 +47,7 @@ MEGATRON_VENV := .venv-megatron
 # the built package, installed in an environment with nothing else
 WHEEL_VENV := .venv-wheel
 
-.PHONY: setup demo test test-fast test-full test-triton-3.5 test-vllm test-megatron test-clients test-wheel lint results clean
+.PHONY: setup demo test test-fast test-full $(TRITONS:%=test-triton-%) test-vllm test-megatron test-clients test-wheel lint results clean
 
 setup: $(STAMP)
 
@@ -77,12 +77,12 @@ test-fast: $(STAMP)
 test-full: $(STAMP)
 	$(PYTEST) -m "full or not full"
 
-# not part of `test`: compile every kernel with the oldest supported Triton
-test-triton-3.5: $(STAMP) $(OLD_TRITON)/.installed
-	PYTHONPATH=$(OLD_TRITON) $(BIN)/python -m pytest -q -m "full or not full" tests/compiled
+# not part of `test`: compile every kernel with another Triton
+$(TRITONS:%=test-triton-%): test-triton-%: .triton-%/.installed
+	PYTHONPATH=$(CURDIR)/.triton-$* $(BIN)/python -m pytest -q -m "full or not full" tests/compiled
 
-$(OLD_TRITON)/.installed: | $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLD_TRITON) triton==3.5.1
+.triton-%/.installed: | $(STAMP)
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target .triton-$* triton==$*
 	@touch $@
 
 # not part of `test`: engines of vLLM on the CPU; the environment takes 3 GB
@@ -158,6 +158,6 @@ results: $(STAMP)
 	$(BIN)/python -m integration.figures
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(MEGATRON_VENV) $(CLIENTS_VENV) $(WHEEL_VENV) $(OLD_TRITON) build dist *.egg-info .coverage
+	rm -rf $(VENV) $(VLLM_VENV) $(MEGATRON_VENV) $(CLIENTS_VENV) $(WHEEL_VENV) $(TRITONS:%=.triton-%) build dist *.egg-info .coverage
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

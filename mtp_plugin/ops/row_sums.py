@@ -26,13 +26,33 @@ class ChunkLayout(NamedTuple):
 
     Thread t of ``threads`` holds ``each`` neighbours of every ``threads * each`` columns of a
     block, starting at ``t * each``. Kernels take the layout as one constant. It is a tuple of
-    integers because Triton passes constants to JIT hooks as JSON.
+    integers because Triton passes constants to JIT hooks as JSON, and has no properties because
+    Triton 3.8 gives kernels the fields alone.
     """
 
     block: int  # columns
     chunks: int  # of a block
     threads: int
     each: int
+    wraps: int  # loads per thread and block
+    chunk_threads: int  # threads per chunk
+    segment: int  # consecutive columns of a chunk within one load of all threads
+    chunk_size: int  # columns per chunk
+
+    @classmethod
+    def made(cls, block: int, chunks: int, threads: int, each: int) -> Self:
+        """Return the layout with these values and those that follow from them."""
+        chunk_threads = threads // chunks
+        return cls(
+            block,
+            chunks,
+            threads,
+            each,
+            wraps=block // (threads * each),
+            chunk_threads=chunk_threads,
+            segment=chunk_threads * each,
+            chunk_size=block // chunks,
+        )
 
     @classmethod
     def of(cls, logits: torch.Tensor) -> Self:
@@ -40,42 +60,22 @@ class ChunkLayout(NamedTuple):
         each = LOAD_BYTES // logits.element_size()
         if logits.shape[0] <= FEW_ROWS:
             return cls.small(each)
-        return cls(block=4096, chunks=32, threads=128, each=each)
+        return cls.made(block=4096, chunks=32, threads=128, each=each)
 
     @classmethod
     def small(cls, each: int) -> Self:
         """Return the layout of few rows, or of rows whose processing takes registers."""
-        return cls(block=1024, chunks=8, threads=64, each=each)
+        return cls.made(block=1024, chunks=8, threads=64, each=each)
 
     @classmethod
     def wide(cls, each: int, warps: int) -> Self:
         """Return the layout of rows that one program of ``warps`` warps reads."""
-        return cls(block=512 * warps, chunks=4 * warps, threads=32 * warps, each=each)
+        return cls.made(block=512 * warps, chunks=4 * warps, threads=32 * warps, each=each)
 
     @property
     def warps(self) -> int:
         """Warps of a program."""
         return self.threads // 32
-
-    @property
-    def wraps(self) -> int:
-        """Loads per thread and block."""
-        return self.block // (self.threads * self.each)
-
-    @property
-    def chunk_threads(self) -> int:
-        """Threads per chunk."""
-        return self.threads // self.chunks
-
-    @property
-    def segment(self) -> int:
-        """Consecutive columns of a chunk within one load of all threads."""
-        return self.chunk_threads * self.each
-
-    @property
-    def chunk_size(self) -> int:
-        """Columns per chunk."""
-        return self.block // self.chunks
 
     def num_blocks(self, vocab: int) -> int:
         """Number of blocks of a row."""

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 import mtp_plugin
+from mtp_plugin.ops.row_sums import ChunkLayout
 
 PACKAGE = Path(mtp_plugin.__file__).parent
 MODULES = [
@@ -32,3 +33,14 @@ def test_kernel_module_has_numbered_phases_and_shapes(path: Path) -> None:
     ]
     assert pointers
     assert [p.arg for p in pointers if not re.search(r"# .*\[", lines[p.lineno - 1])] == []
+
+
+def test_kernels_read_fields_of_a_layout_alone() -> None:
+    """Triton 3.8 gives kernels the fields of a constant tuple, not its properties."""
+    read = {
+        name
+        for path in PACKAGE.rglob("*_triton.py")
+        for name in re.findall(r"\b(?:LAYOUT|BOUNDS)\.(\w+)", path.read_text())
+    }
+    assert "wraps" in read
+    assert read <= set(ChunkLayout._fields)
