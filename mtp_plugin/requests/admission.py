@@ -11,8 +11,6 @@ defaults: temperature 1, top-k 0 and top-p 1 (all tokens), min-p 0. Differences:
   as likely as the argmax are sampled.
 - An unset seed is 0 there for every request; here it is derived from the engine's seed.
 - ``min_length`` masks EOS ids there; here also stop words.
-- For a token that reaches the maximum length and completes a stop word, the finish reason is the
-  length there and the stop word here. Stop words do not begin in the prompt here.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ class StopRule:
     """When one request stops.
 
     The first token that is an end id, completes a stop word or a stop string, or fills the length
-    ends it. Where one token does several of these, the reason is the first in this order.
+    ends it. Where one token does several of these, the reason is the first in this order, unless
+    ``trtllm_words`` is set.
 
     Raises:
         RequestError: a number or an id is not an integer, or ``min_tokens`` is given with more than
@@ -80,6 +81,9 @@ class StopRule:
     end_ids: tuple[int, ...] = ()
     words: tuple[tuple[int, ...], ...] = ()
     """Stop words, as ids."""
+    trtllm_words: bool = False
+    """TensorRT-LLM's rules of stop words: they may begin in the prompt, and the reason of a token
+    that completes one and fills the length is the length."""
     ignored_ids: tuple[int, ...] = ()
     """End ids of the model that do not end the request."""
     watch: TextWatch | None = None
@@ -172,6 +176,8 @@ class StopRule:
             if length + count > first_end:
                 if token in self._ends:
                     reason = FinishReason.END_ID
+                elif self.trtllm_words and length + count >= self.max_length:
+                    reason = FinishReason.LENGTH
                 elif self.words and self._completes_word(tokens, run[:count]):
                     reason = FinishReason.STOP_WORDS
             if self.watch is not None:
@@ -190,9 +196,10 @@ class StopRule:
         return Ending(len(run))
 
     def _completes_word(self, tokens: Sequence[int], run: Sequence[int]) -> bool:
-        """Whether the last token of ``run`` completes a stop word; the prompt is no part of one."""
+        """Whether the last token of ``run`` completes a stop word."""
         longest = max(map(len, self.words))
-        before = tokens[max(self.prompt_len, len(tokens) - longest) :]
+        first = 0 if self.trtllm_words else self.prompt_len
+        before = tokens[max(first, len(tokens) - longest) :]
         output = (*before, *run)
         return any(word and output[-len(word) :] == word for word in self.words)
 

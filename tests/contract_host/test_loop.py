@@ -103,19 +103,26 @@ def test_preemption_and_chunks(line, overlap, vanilla, tiny_model, prompts, deco
 
 @mixed
 def test_stops(line, overlap, tiny_model, prompts, decoded):
-    """An end id, a stop word that spans two steps, and one in a batch of two."""
+    """An end id, a stop word that spans two steps, one in a batch of two, one that begins in the
+    prompt, and one that the last token completes."""
     host = make_host(line, tiny_model, vanilla=False, overlap=overlap)
-    plain = texts(decoded, prompts, [14] * 3)
+    lengths = [14, 14, 14, 14, 6]
+    plain = texts(decoded, prompts, lengths)
     end, word = plain[0][9], plain[1][4:8]
-    requests = ask(prompts, [14] * 3)
+    requests = ask(prompts, lengths)
+    requests[3].py_stop_words_list = [[*prompts[3][-2:], *plain[3][:2]], [4, -1, -1, -1]]
+    requests[4].py_stop_words_list = [plain[4][-2:], [2, -1]]
     requests[0].py_end_id = end
     requests[1].py_stop_words_list = [[99, 98, *word], [2, 6, -1, -1, -1, -1]]
     assert host.generate(requests) == [
         plain[0][: plain[0].index(end) + 1],
         plain[1][:8],
         plain[2],
+        plain[3][:2],
+        plain[4],
     ]
-    reasons = [FinishReason.END_ID, FinishReason.STOP_WORDS, FinishReason.LENGTH]
+    length, words = FinishReason.LENGTH, FinishReason.STOP_WORDS
+    reasons = [FinishReason.END_ID, words, length, words, length]
     assert [request.finish_reason for request in requests] == reasons
     host.assert_drained()
 

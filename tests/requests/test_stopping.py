@@ -211,6 +211,15 @@ def test_words_begin_before_the_run_but_never_in_the_prompt() -> None:
     assert rule.check([6, 7, 8, 9], 2, tokens=[6, 7]) == Ending(3, FinishReason.STOP_WORDS)
 
 
+def test_trtllm_words_begin_in_the_prompt_and_yield_to_the_length() -> None:
+    rule = StopRule(max_length=6, prompt_len=3, words=((6, 7, 8), (4,)), trtllm_words=True)
+    assert rule.check([8, 9], 3, tokens=[1, 6, 7]) == Ending(1, FinishReason.STOP_WORDS)
+    assert rule.check([7, 8, 9], 3, tokens=[1, 2, 6]) == Ending(2, FinishReason.STOP_WORDS)
+    assert rule.check([2, 2, 4], 3, tokens=[1, 2, 6]) == Ending(3, FinishReason.LENGTH)
+    ends = replace(rule, end_ids=(4,))
+    assert ends.check([2, 2, 4], 3, tokens=[1, 2, 6]) == Ending(3, FinishReason.END_ID)
+
+
 def test_a_text_of_ours_is_a_watch() -> None:
     class Letters:
         def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:

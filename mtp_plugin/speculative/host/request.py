@@ -179,6 +179,7 @@ def read_request(request: Any, max_seq_len: int = UNBOUNDED) -> RequestFacts:
         prompt_len=prompt_len,
         end_ids=tuple(dict.fromkeys(ends)),
         words=tuple(map(tuple, _stop_words_of(request))),
+        trtllm_words=True,
     )
     refused = None
     try:

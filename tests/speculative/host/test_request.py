@@ -51,7 +51,7 @@ def sampling(**config: Any) -> SimpleNamespace:
 
 def test_a_request_that_says_nothing() -> None:
     facts = read_request(request())
-    assert facts == RequestFacts(7, StopRule(max_length=UNBOUNDED, prompt_len=3))
+    assert facts == RequestFacts(7, StopRule(max_length=UNBOUNDED, prompt_len=3, trtllm_words=True))
     assert (facts.full_length, facts.options, facts.stats) == (UNBOUNDED, {}, None)
     assert not facts.is_dummy
     assert read_request(request(), 64).stop.max_length == 64
