@@ -6,6 +6,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from pydantic import (
@@ -27,7 +28,7 @@ from mtp_plugin.config.mode import SpeculativeDecodingMode
 from mtp_plugin.config.mtp import MTPPluginOptions, rates_problem
 from mtp_plugin.config.schema import ConfigModel, Problem, add_host_keys
 from mtp_plugin.config.values import MAX_DRAFT_LEN, DraftLenSchedule, PositiveInt, Text, TokenId
-from mtp_plugin.errors import ConfigError, expect_int
+from mtp_plugin.errors import ConfigError, expect_int, format_value
 
 _logger = logging.getLogger("mtp_plugin")
 
@@ -157,7 +158,8 @@ class MTPDecodingConfig(ConfigModel):
     def resolve(self, num_mtp_layers: int) -> Self:
         """The same config with K filled in: as given, else 1 (eagle) or one per layer (vanilla).
 
-        Warns through the logger ``mtp_plugin`` of relaxed acceptance that relaxes nothing.
+        Warns through the logger ``mtp_plugin`` of relaxed acceptance that relaxes nothing, and of a
+        schedule that TensorRT-LLM 1.2 reads differently.
 
         Raises:
             ConfigError: the checkpoint has no MTP layer, or too few of them for vanilla, or an
@@ -181,6 +183,8 @@ class MTPDecodingConfig(ConfigModel):
             raise ConfigError("\n".join(problems))
         if self.use_relaxed_acceptance_for_thinking:
             _warn_if_nothing_is_relaxed(self.relaxed_topk, self.relaxed_delta)
+        if self.draft_len_schedule is not None:
+            _warn_of_older_schedule(tuple(self.draft_len_schedule.items()))
         return self.model_validate({**self.model_dump(), "max_draft_len": draft_len})
 
     def draft_len_for(self, batch_size: int) -> int:
@@ -342,6 +346,30 @@ def _warn_if_nothing_is_relaxed(topk: int, delta: float) -> None:
     else:
         return
     _logger.warning("use_relaxed_acceptance_for_thinking: %s", message)
+
+
+@functools.lru_cache(maxsize=8)
+def _warn_of_older_schedule(schedule: tuple[tuple[int, int], ...]) -> None:
+    """Warn of a schedule in the form of TensorRT-LLM 1.2, whose keys are the smallest batch sizes:
+    one has to be 1, and only there a last value of 0 is needed."""
+    if schedule[0][0] != 1 or schedule[-1][1] != 0:
+        return
+    older = {size - 1: k for (_, k), (size, _) in pairwise(schedule)}
+    differs = [
+        (last, k, older[last])
+        for (size, _), (_, k), last in zip(schedule, schedule[1:], older, strict=False)
+        if last > size and k != older[last]
+    ]
+    if not differs:
+        return
+    _logger.warning(
+        "draft_len_schedule: %s: keys are read as in TensorRT-LLM 1.3, up to this batch size, so "
+        "%d requests draft %d tokens each; TensorRT-LLM 1.2 reads them as from this batch size on, "
+        "so they draft %d; if that is meant, write %s",
+        format_value(dict(schedule)),
+        *differs[0],
+        format_value(older),
+    )
 
 
 def _open_to_options(schema: dict[str, Any]) -> None:

@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import warnings
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -215,6 +216,26 @@ class TestDraftLenFor:
     def test_schedule_is_kept_ascending_and_takes_the_text_keys_of_json(self) -> None:
         config = mtp(max_draft_len=3, draft_len_schedule={"16": 1, "4": 3})
         assert list((config.draft_len_schedule or {}).items()) == [(4, 3), (16, 1)]
+
+    @pytest.mark.parametrize(
+        ("schedule", "differs"),
+        [
+            ({1: 3, 4: 2, 8: 0}, "3 requests draft 2 tokens each; * they draft 3; * {3: 3, 7: 2}"),
+            ({1: 3, 4: 3, 8: 0}, "7 requests draft 0 tokens each; * they draft 3; * {3: 3, 7: 3}"),
+            ({1: 3, 2: 0}, None),  # both readings are equal
+            ({1: 3, 4: 1}, None),
+            ({2: 3, 8: 0}, None),
+        ],
+    )
+    def test_schedule_in_the_form_of_trtllm_1_2_is_a_warning(
+        self, caplog: pytest.LogCaptureFixture, schedule: dict[int, int], differs: str | None
+    ) -> None:
+        speculative._warn_of_older_schedule.cache_clear()
+        config = MTPDecodingConfig(max_draft_len=3, draft_len_schedule=schedule)
+        config.resolve(1).resolve(1)
+        assert len(caplog.messages) == (differs is not None)
+        if differs is not None:
+            assert fnmatchcase(caplog.messages[0], f"draft_len_schedule: *{differs}")
 
 
 class TestMode:
