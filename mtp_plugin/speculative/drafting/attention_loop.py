@@ -152,6 +152,8 @@ class DraftLoop:
     ) -> None:
         """Eagle, before pass 2: every request feeds one row, after its last accepted position.
 
+        Contexts become generations, unless the metadata's ``kv_cache_manager`` is None.
+
         Args:
             num_accepted: [R] int32. max_draft_len: K.
             real_contexts: [C] bool; the others are padding rows from here on. None: all.
@@ -163,6 +165,17 @@ class DraftLoop:
         self._rebind_seq_lens(
             torch.ones_like(metadata._seq_lens), self._ones_like(metadata._seq_lens_cuda)
         )
+        # without a KV cache, backends read contexts as such in every pass
+        if getattr(metadata, "kv_cache_manager", True) is not None:
+            self._end_contexts(num_contexts, real_contexts)
+        if getattr(metadata, "use_spec_decoding", False):
+            # kernels for K+1 query rows per generation
+            self._rebind("use_spec_decoding", False)
+        self._changed("update_for_spec_dec", "on_update_kv_lens")
+
+    def _end_contexts(self, num_contexts: int, real_contexts: torch.Tensor | None) -> None:
+        """Make contexts generations for passes that read the KV cache."""
+        metadata = self._metadata
         if isinstance(getattr(metadata, "host_request_types", None), torch.Tensor):
             types = metadata.host_request_types.clone()
             types[:num_contexts] = 1
@@ -176,11 +189,7 @@ class DraftLoop:
         if num_contexts > 0 and getattr(metadata, "enable_flash_mla", False):
             # its first row is that of the first generation, which now is request 0
             self._rebind("block_ids_per_seq", metadata.kv_block_ids_per_seq)
-        if getattr(metadata, "use_spec_decoding", False):
-            # kernels for K+1 query rows per generation
-            self._rebind("use_spec_decoding", False)
         metadata.num_contexts = 0
-        self._changed("update_for_spec_dec", "on_update_kv_lens")
 
     def advance(self, *, moved: bool = False) -> None:
         """Eagle, between later passes: every request feeds its next row.

@@ -120,8 +120,9 @@ class MTPWorker(VanillaPublicSteps, SpecWorker):
                 proposing = first.last_rows if drafts_here else first.last_rows[:0]
             outputs = run_layer(layer, step, ids, first.positions, states, output_rows=proposing)
             if drafts_here:
-                alone = proposing is not None
-                logits = layer.shared_head(outputs, step.lm_head, step.attn_metadata, alone)
+                # heads without takes_output_rows may have no fourth parameter
+                alone = () if proposing is None else (True,)
+                logits = layer.shared_head(outputs, step.lm_head, step.attn_metadata, *alone)
                 output = DraftOutput(drafts, next_tokens, depth)
                 if not is_last:
                     output = replace(output, shifted_ids=first.ids, last_rows=first.last_rows)

@@ -91,6 +91,7 @@ class AttentionMetadata(Protocol):
       lengths are read back from ``kv_lens_cuda``.
     - ``host_request_types`` [R], ``prompt_lens_cpu`` and ``prompt_lens_cuda`` [R] (query rows of
       contexts), and the same names with the suffix ``_runtime`` for views of the step's rows.
+    - ``kv_cache_manager``: None without a KV cache; contexts then remain contexts in every pass.
     - ``use_spec_decoding``: kernels with K+1 query rows per generation.
     - ``enable_flash_mla`` with ``block_ids_per_seq`` (block tables of generations) and
       ``kv_block_ids_per_seq`` (of all requests, in batch order).

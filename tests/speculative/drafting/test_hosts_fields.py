@@ -123,6 +123,30 @@ def test_every_request_reads_its_own_blocks_in_every_pass(
     assert snapshot(step.attn) == before
 
 
+def test_contexts_stay_contexts_without_a_kv_cache() -> None:
+    step = mixed(EAGLE)
+    step.attn.kv_cache_manager = None
+    before = snapshot(step.attn)
+    read: list[Any] = []
+    run(MTPEagleWorker, step, [ReadingLayer(depth, read=read) for depth in range(K)])
+    assert [seen.contexts for seen in read] == [2] * K
+    assert [seen.types for seen in read] == [[0, 0, 1, 1]] * K
+    assert [seen.seq_lens for seen in read[1:]] == [[1] * 4] * (K - 1)
+    assert snapshot(step.attn) == before
+
+
+def test_vanilla_heads_may_have_three_parameters() -> None:
+    class Head(ScriptedLayer):
+        def shared_head(self, hidden: Any, lm_head: Any, attn_metadata: Any) -> torch.Tensor:
+            return super().shared_head(hidden, lm_head, attn_metadata)
+
+    step = mixed(SpeculativeDecodingMode.MTP)
+    given = run(MTPWorker, step, [Head(depth) for depth in range(K)])
+    other = mixed(SpeculativeDecodingMode.MTP)
+    expected = run(MTPWorker, other, [ScriptedLayer(depth) for depth in range(K)])
+    assert torch.equal(given["next_draft_tokens"], expected["next_draft_tokens"])
+
+
 def test_a_host_without_flash_mla_has_no_table_to_change() -> None:
     step = mixed(EAGLE)
     step.attn.enable_flash_mla = False
