@@ -27,7 +27,14 @@ from mtp_plugin.config.messages import got
 from mtp_plugin.config.mode import SpeculativeDecodingMode
 from mtp_plugin.config.mtp import MTPPluginOptions, rates_problem
 from mtp_plugin.config.schema import ConfigModel, Problem, add_host_keys
-from mtp_plugin.config.values import MAX_DRAFT_LEN, DraftLenSchedule, PositiveInt, Text, TokenId
+from mtp_plugin.config.values import (
+    MAX_DRAFT_LEN,
+    DraftLenSchedule,
+    PositiveInt,
+    RelaxedTopK,
+    Text,
+    TokenId,
+)
 from mtp_plugin.errors import ConfigError, expect_int, format_value
 
 _logger = logging.getLogger("mtp_plugin")
@@ -90,7 +97,7 @@ class MTPDecodingConfig(ConfigModel):
         default=False,
         description="accept drafts near the argmax in the thinking phase of greedy requests",
     )
-    relaxed_topk: PositiveInt = Field(
+    relaxed_topk: RelaxedTopK = Field(
         default=1, description="relaxed: a draft is among this many most probable tokens"
     )
     relaxed_delta: float = Field(

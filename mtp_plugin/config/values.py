@@ -20,10 +20,12 @@ MAX_THINKING_END = 16
 """Ids that end thinking at most."""
 MAX_ENGINE_SEED = 2**64 - 1
 MAX_INT = 2**63 - 1
+MAX_INT32 = 2**31 - 1
 MAX_ITEMS = 10_000
 """Items of a list or mapping at most."""
 
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
+RelaxedTopK = Annotated[int, Field(ge=1, le=MAX_INT32)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 Text = Annotated[str, Field(min_length=1)]
 

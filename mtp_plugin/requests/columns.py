@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_plugin.errors import ConfigError, MetadataError, expect
-from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, OPTIONS
+from mtp_plugin.requests.options import INT32_MAX, MAX_BAD_WORD_LEN, OPTIONS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, NO_STOP
 
 Number = int | float
@@ -22,9 +22,8 @@ POOL_ROWS = ("bias_row", "allowed_row", "count_row", "words_row")
 NO_ROW = -1
 NO_TOKEN = -1
 NOT_THINKING = -1
-INT32_MAX = 2**31 - 1
 FLOAT32_MAX = 3.4028234e38
-"""Larger values are clamped to these limits, which no length and no token id reaches."""
+"""Larger values are clamped to this and to `INT32_MAX`, which no length and no id reaches."""
 
 
 def within_float32(number: Number) -> Number:
@@ -57,8 +56,7 @@ class SlotColumn:
         )
         padding = [self.empty] * (self.width - len(given))
         if self.kind is int:
-            numbers = [int(min(max(number, -INT32_MAX - 1), INT32_MAX)) for number in given]
-            return [*numbers, *map(int, padding)]
+            return [int(min(max(n, -INT32_MAX - 1), INT32_MAX)) for n in [*given, *padding]]
         held = struct.pack(f"{self.width}f", *map(within_float32, [*given, *padding]))
         return list(struct.unpack(f"{self.width}i", held))
 

@@ -95,6 +95,7 @@ def test_integers_beyond_32_bits(value: float, kept: int) -> None:
     assert bits == kept
     assert type(bits) is int
     struct.pack("i", bits)
+    assert SlotColumn("x", int, value).bits(None) == [bits]
 
 
 # --- widths ---

@@ -173,7 +173,8 @@ REFUSED = [
         "draft_sampling='plain' cannot be verified by 'coupled', expected one of coupled, greedy",
     ),
     out_of_range("relaxed_acceptance", None, "True or False"),
-    out_of_range("relaxed_topk", 0, "an integer >= 1"),
+    out_of_range("relaxed_topk", 0, "an integer from 1 to 2147483647"),
+    out_of_range("relaxed_topk", 2**31, "an integer from 1 to 2147483647"),
     out_of_range("relaxed_delta", -0.1, "a number >= 0"),
     Refused(
         {"relaxed_topk": 3, "temperature": 0.5},
@@ -677,7 +678,7 @@ ALLOWED: dict[str, st.SearchStrategy[Any]] = {
     "verification": st.sampled_from(sorted(DRAFTS_OF_VERIFICATION)),
     "draft_sampling": st.sampled_from(["coupled", "plain", "greedy"]),
     "relaxed_acceptance": st.booleans(),
-    "relaxed_topk": st.integers(1),
+    "relaxed_topk": st.integers(1, 2**31 - 1),
     "relaxed_delta": st.floats(0, allow_infinity=False),
     "thinking_token_budget": st.integers(0),
     "temperature": st.floats(0, allow_infinity=False),
@@ -1123,11 +1124,11 @@ def test_no_value_ends_in_another_error(value: Any) -> None:
         ),
         ({"seed": 10**5000}, "seed must be an integer from -2**63 to 2**64 - 1, got an integer of"),
         (
-            {"relaxed_topk": 10**5000, "temperature": 1},
-            "relaxed_topk=an integer of 16610 bits needs greedy decoding, and this request samples",
+            {"relaxed_topk": 10**5000},
+            "relaxed_topk must be an integer from 1 to 2147483647, got an integer of 16610 bits",
         ),
     ],
-    ids=["an array", "an array among names", "least", "most", "with sampling"],
+    ids=["an array", "an array among names", "least", "most", "top-k"],
 )
 def test_values_that_have_no_short_spelling(options: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError) as refused:

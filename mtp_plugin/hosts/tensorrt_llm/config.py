@@ -28,6 +28,7 @@ from typing_extensions import Self
 
 from mtp_plugin.config import MTPPluginOptions, SpeculativeDecodingMode
 from mtp_plugin.config.messages import got
+from mtp_plugin.config.values import RelaxedTopK
 from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.hosts.tensorrt_llm import ranks
 
@@ -72,7 +73,7 @@ class ConfigWithoutHost(BaseModel):
     num_nextn_predict_layers: int | None = Field(default=None, ge=1)
     use_mtp_vanilla: bool = False
     use_relaxed_acceptance_for_thinking: bool = False
-    relaxed_topk: int = Field(default=1, ge=1)
+    relaxed_topk: RelaxedTopK = 1
     relaxed_delta: float = Field(default=0.0, ge=0)
     begin_thinking_phase_token: int = Field(default=128798, ge=0)
     end_thinking_phase_token: int = Field(default=128799, ge=0)

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from mtp_plugin.config.draft_vocab import add_draft_ids, resolve_draft_vocab
 from mtp_plugin.config.messages import got, key_path, message_of
-from mtp_plugin.config.values import DraftVocab
+from mtp_plugin.config.values import DraftVocab, RelaxedTopK
 from mtp_plugin.errors import ConfigError
 
 KEY = "mtp_plugin"
@@ -38,9 +38,8 @@ class VllmOptions(BaseModel):
         ge=0,
         description="token id that ends it; both given: relaxed acceptance is available",
     )
-    relaxed_topk: int = Field(
+    relaxed_topk: RelaxedTopK = Field(
         default=1,
-        ge=1,
         description="in the thinking phase of a greedy request, a draft among this many most "
         "probable tokens is accepted; 1: strict",
     )

@@ -10,6 +10,7 @@ each other, `spellings` the names and values of other engines.
 
 from mtp_plugin.requests.options.option import (
     GREEDY_BELOW,
+    INT32_MAX,
     MAX_BAD_WORD_LEN,
     MAX_BAD_WORDS,
     MAX_BIAS_IDS,
@@ -36,6 +37,7 @@ __all__ = [
     "GREEDY_BELOW",
     "HOST_OPTIONS",
     "IGNORED_OPTIONS",
+    "INT32_MAX",
     "LOGPROBS_MODE",
     "MAX_BAD_WORDS",
     "MAX_BAD_WORD_LEN",

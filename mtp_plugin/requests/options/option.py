@@ -20,6 +20,8 @@ MAX_BAD_WORD_LEN = 16
 """Bad words of a request, and tokens of each."""
 MAX_LOGPROBS = 20
 """Top-k log-probabilities per token."""
+INT32_MAX = 2**31 - 1
+"""Largest number in a column of the slot table."""
 MAX_RANGE = 2**20
 """Ids of a ``range``: more than any vocabulary has."""
 
@@ -63,8 +65,12 @@ def is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
-def integer(least: int) -> Values:
-    return Values(f"an integer >= {least}", lambda value: is_int(value) and value >= least)
+def integer(least: int, most: int | None = None) -> Values:
+    if most is None:
+        return Values(f"an integer >= {least}", lambda value: is_int(value) and value >= least)
+    return Values(
+        f"an integer from {least} to {most}", lambda value: is_int(value) and least <= value <= most
+    )
 
 
 def number(least: float, most: float, words: str) -> Values:

@@ -15,6 +15,7 @@ from mtp_plugin.requests.options.option import (
     FINITE,
     FLAG,
     IDS,
+    INT32_MAX,
     LOGPROBS,
     NON_NEGATIVE,
     POSITIVE,
@@ -160,7 +161,7 @@ class SamplingParams:
     )
     relaxed_topk: int | None = row(
         None,
-        unset_or(integer(1)),
+        unset_or(integer(1, INT32_MAX)),
         "relaxed acceptance: a draft is among this many most probable tokens",
         of_drafts=True,
         enabled_by=_ENABLE_RELAXED,

@@ -11,6 +11,8 @@ from typing_extensions import Self
 
 from mtp_plugin.config import MTPPluginOptions
 from mtp_plugin.errors import ConfigError, expect, expect_int
+from mtp_plugin.requests.options import OPTIONS
+from mtp_plugin.requests.options.option import plain
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.thinking import (
     NO_TOKEN,
@@ -58,6 +60,9 @@ class DecodingOptions:
                 ``config.mtp`` is invalid.
         """
         max_draft_len = _read_max_draft_len(config, least_draft_len)
+        topk = getattr(config, "relaxed_topk", None)
+        problem = OPTIONS["relaxed_topk"].problem("relaxed_topk", plain(topk))
+        expect(problem is None, ConfigError, problem or "")
         if isinstance(config, cls):
             if thinking_tokens is None:
                 return config
@@ -73,7 +78,7 @@ class DecodingOptions:
             use_relaxed_acceptance_for_thinking=bool(
                 getattr(config, "use_relaxed_acceptance_for_thinking", False)
             ),
-            relaxed_topk=int(_given(config, "relaxed_topk", 1)),
+            relaxed_topk=1 if topk is None else int(topk),
             relaxed_delta=float(_given(config, "relaxed_delta", 0.0)),
             thinking_tokens=tokens,
             thinking_end=thinking_end,

@@ -36,6 +36,10 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     ),
     ({"verification": 1}, f"{OPTION}.verification: should be a valid string, got 1"),
     ({"relaxed_topk": 0}, f"{OPTION}.relaxed_topk: should be greater than or equal to 1, got 0"),
+    (
+        {"relaxed_topk": 2**31},
+        f"{OPTION}.relaxed_topk: should be less than or equal to 2147483647, got 2147483648",
+    ),
     ({"relaxed_topk": 2.0}, f"{OPTION}.relaxed_topk: should be a valid integer, got 2.0"),
     (
         {"relaxed_delta": -0.5},

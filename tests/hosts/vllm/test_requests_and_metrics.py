@@ -70,6 +70,7 @@ WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
         "mtp_verification: block cannot be combined with rejection_sample_method 'synthetic'",
     ),
     (SETTINGS, {"mtp_relaxed_topk": 0}, f"{TOPK} 0"),
+    (SETTINGS, {"mtp_relaxed_topk": 2**31}, f"{TOPK} 2147483648"),
     (SETTINGS, {"mtp_relaxed_topk": 2.0}, f"{TOPK} 2.0"),
     (SETTINGS, {"mtp_relaxed_topk": True}, f"{TOPK} True"),
     (SETTINGS, {"mtp_relaxed_topk": "3"}, f"{TOPK} '3'"),

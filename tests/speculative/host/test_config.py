@@ -111,6 +111,7 @@ def test_values_that_a_host_left_unset() -> None:
             SimpleNamespace(num_nextn_predict_layers=2.0),
             "num_nextn_predict_layers: expected an integer >= 1, got 2.0",
         ),
+        (host(relaxed_topk=2**31), "relaxed_topk: expected an integer from 1 to 2147483647, got"),
         (
             host(mtp=SimpleNamespace(draft_window="short")),
             "mtp: draft_window: should be 'exact' or 'trtllm', got 'short'",
