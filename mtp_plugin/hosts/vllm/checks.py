@@ -16,13 +16,13 @@ from mtp_plugin.hosts.vllm.versions import (
     INSTALLED,
     NAMES,
     SIGNATURES,
-    is_tested,
     mismatch,
     missing_names,
     nearest,
     refusal,
     release,
     untested,
+    where_tested,
 )
 from mtp_plugin.hosts.vllm.wrapping import START, WORKER
 
@@ -49,7 +49,7 @@ class Examination:
     """What was found of vLLM."""
 
     version: str | None = None
-    is_tested: bool = False
+    tested_on: str | None = None
     module: str | None = None
     """Our module for this version, or the nearest one."""
     methods: list[Method] = field(default_factory=list)
@@ -75,7 +75,7 @@ def examine(environment: Mapping[str, str] = os.environ) -> Examination:
         return Examination(problems=[f"vllm cannot be imported: {error}"])
     except HostError as error:
         return Examination(problems=[str(error)])
-    seen = Examination(version, is_tested())
+    seen = Examination(version, where_tested())
     seen.module, differences = nearest()
     signatures, names = SIGNATURES[seen.module], NAMES[seen.module]
     methods = [Method(target, mismatch(target, known)) for target, known in signatures.items()]
@@ -83,7 +83,7 @@ def examine(environment: Mapping[str, str] = os.environ) -> Examination:
     seen.methods = sorted(methods, key=lambda method: method.kind != "wrapped")
     if differences:
         seen.problems.append(refusal(version, differences))
-    elif not seen.is_tested:
+    elif seen.tested_on is None:
         seen.notes.append(f"warning: {untested(version)}")
     _examine_environment(seen, environment, major_minor)
     return seen
@@ -128,7 +128,7 @@ def show(seen: Examination, out: TextIO) -> None:
     """Write what was found, and the problems."""
     if seen.version is not None:
         fits = "does not fit" if any(method.problem for method in seen.methods) else "fits"
-        tested = "tested" if seen.is_tested else "not tested"
+        tested = "not tested" if seen.tested_on is None else f"tested on {seen.tested_on}"
         out.write(f"vllm {seen.version}, {tested}: module {seen.module} {fits}\n")
     for method in seen.methods:
         verdict = "NO" if method.problem else "yes"

@@ -13,8 +13,8 @@ from mtp_plugin.hosts.vllm.options import (
     read_settings,
 )
 from mtp_plugin.hosts.vllm.requests import load_problem, method_problems
-from mtp_plugin.hosts.vllm.versions import is_tested, release, untested
-from mtp_plugin.verifications import custom_codes
+from mtp_plugin.hosts.vllm.versions import release, untested, where_tested
+from mtp_plugin.verifications import codes, custom_codes
 
 PIPELINE_SINCE = (0, 32)
 """Earlier versions send no draft tokens to earlier pipeline stages."""
@@ -49,7 +49,7 @@ def checked_settings(vllm_config: Any) -> EngineSettings | None:
 def warnings_of(settings: EngineSettings) -> list[str]:
     """Return what to log once when an engine starts."""
     warnings = []
-    if not is_tested():
+    if where_tested() is None:
         warnings.append(untested("{}.{}".format(*release())))
     if settings.options.allow_untested:
         warnings.append(
@@ -151,10 +151,16 @@ def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int])
             f"the speculative method is {spec.method!r}: set speculative_config.method to 'mtp', "
             "or leave out speculative_config"
         )
-    if getattr(spec, "rejection_sample_method", "standard") not in ("standard", "synthetic"):
+    method = getattr(spec, "rejection_sample_method", "standard")
+    if method not in ("standard", "synthetic"):
+        instead = "the plugin verifies drafts itself"
+        if method in codes():
+            instead = (
+                f'and set "verification": "{method}" in additional_config.mtp_plugin, which needs '
+                '"draft_sample_method": "probabilistic" in speculative_config'
+            )
         problems.append(
-            f"speculative_config.rejection_sample_method is {spec.rejection_sample_method!r}: "
-            "leave it out, the plugin verifies drafts itself"
+            f"speculative_config.rejection_sample_method is {method!r}: leave it out, {instead}"
         )
     for name in (
         "use_local_argmax_reduction",

@@ -21,7 +21,8 @@ from typing import Any, Protocol, TypeVar
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.wrapping import DRAFT_LOOP, START, WORKER
 
-TESTED = ("0.24", "0.26", "0.32", "0.33")
+TESTED = {"0.24": "GPU and CPU", "0.26": "CPU", "0.32": "CPU", "0.33": "CPU"}
+"""Versions that start without a warning, and where they were tested."""
 FITTING = "0.24 to 0.26, or 0.32 and newer"
 
 Signatures = Mapping[str, tuple[str, ...]]
@@ -368,14 +369,21 @@ def release() -> tuple[int, int]:
     return int(numbers[1]), int(numbers[2])
 
 
-def is_tested() -> bool:
-    """Whether the installed vLLM is one of the tested versions."""
-    return "{}.{}".format(*release()) in TESTED
+def where_tested() -> str | None:
+    """Return where the installed vLLM was tested; None: nowhere."""
+    return TESTED.get("{}.{}".format(*release()))
 
 
 def untested(version: str) -> str:
     """Return the warning for a version that fits, but was not tested."""
-    return f"vLLM {version} was not tested (tested: {', '.join(TESTED)}), but its signatures fit"
+    return f"vLLM {version} was not tested (tested: {versions_tested()}), but its signatures fit"
+
+
+def versions_tested() -> str:
+    """Return the tested versions by where they were tested."""
+    places = dict.fromkeys(TESTED.values())
+    tested = {place: [name for name in TESTED if TESTED[name] == place] for place in places}
+    return "; ".join(f"{', '.join(names)} on {place}" for place, names in tested.items())
 
 
 def differences(module: str, reader: Reader = INSTALLED) -> list[str]:
@@ -479,7 +487,8 @@ def _check_further(
         if value is not default and (type(value) is not type(default) or value != default):
             raise HostError(
                 f"{target.replace(':', '.')}: mtp_plugin knows {name}={default!r} alone, got "
-                f"{value!r}; install vLLM {TESTED[-1]}, or leave out additional_config.mtp_plugin"
+                f"{value!r}; install vLLM {list(TESTED)[-1]}, or leave out "
+                "additional_config.mtp_plugin"
             )
 
 

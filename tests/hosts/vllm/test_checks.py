@@ -31,26 +31,26 @@ def output_of(seen: Examination) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("version", "module", "runner"),
+    ("version", "module", "place", "runner"),
     [
-        ("0.24.0", "v24", "VLLM_USE_V2_MODEL_RUNNER is not set: set it to 1 for every engine with"),
-        ("0.26.0", "v24", "VLLM_USE_V2_MODEL_RUNNER is not set: set it to 1 for every engine with"),
-        ("0.32.0", "v32", "VLLM_USE_V2_MODEL_RUNNER is not set: this version uses the V2 runner"),
+        ("0.24.0", "v24", "GPU and CPU", "set it to 1 for every engine with"),
+        ("0.26.0", "v24", "CPU", "set it to 1 for every engine with"),
+        ("0.32.0", "v32", "CPU", "this version uses the V2 runner"),
     ],
 )
 def test_supported_versions(
-    monkeypatch: pytest.MonkeyPatch, version: str, module: str, runner: str
+    monkeypatch: pytest.MonkeyPatch, version: str, module: str, place: str, runner: str
 ) -> None:
     fake_vllm.install(monkeypatch, version, SIGNATURES[module])
     seen = examine({})
     first, *methods, note = output_of(seen)
-    assert first == f"vllm {version}, tested: module {module} fits"
+    assert first == f"vllm {version}, tested on {place}: module {module} fits"
     assert len(methods) == len(SIGNATURES[module]) + len(NAMES[module])
     assert all(line.startswith("  yes  ") for line in methods)
     wrapped = [line.split()[2] for line in methods if line.split()[1] == "wrapped"]
     assert wrapped == [line.split()[2] for line in methods[: len(wrapped)]]
     assert sorted(wrapped) == sorted(t.replace(":", ".") for t in (*START, *WORKER))
-    assert note.startswith(runner)
+    assert note.startswith(f"VLLM_USE_V2_MODEL_RUNNER is not set: {runner}")
     assert seen.exit_code == 0
 
 
@@ -60,7 +60,7 @@ def test_a_missing_method(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = examine({})
     lines = output_of(seen)
     name = DRAFTS.replace(":", ".")
-    assert lines[0] == "vllm 0.32.0, tested: module v32 does not fit"
+    assert lines[0] == "vllm 0.32.0, tested on CPU: module v32 does not fit"
     assert f"  NO   wrapped  {name}  missing" in lines
     assert lines[-1].startswith(f"problem: mtp_plugin does not fit vLLM 0.32.0: {name} is missing")
     assert seen.exit_code == 1
@@ -83,7 +83,9 @@ def test_an_untested_version(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = examine({})
     assert output_of(seen)[0] == "vllm 0.34.0, not tested: module v32 fits"
     assert not seen.problems
-    assert seen.notes[0].startswith("warning: vLLM 0.34.0 was not tested (tested: 0.24, ")
+    assert seen.notes[0].startswith(
+        "warning: vLLM 0.34.0 was not tested (tested: 0.24 on GPU and CPU; "
+    )
     assert seen.exit_code == 0
 
 

@@ -95,7 +95,13 @@ WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ),
     (
         {"speculative_config__rejection_sample_method": "block"},
-        "speculative_config.rejection_sample_method is 'block': leave it out, the plugin verifies "
+        "speculative_config.rejection_sample_method is 'block': leave it out, and set "
+        '"verification": "block" in additional_config.mtp_plugin, which needs '
+        '"draft_sample_method": "probabilistic" in speculative_config',
+    ),
+    (
+        {"speculative_config__rejection_sample_method": "fly"},
+        "speculative_config.rejection_sample_method is 'fly': leave it out, the plugin verifies "
         "drafts itself",
     ),
     (
