@@ -12,6 +12,7 @@ from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 import typer.main
@@ -20,8 +21,9 @@ import yaml
 from integration import reference_pages
 from mtp_plugin import cli
 from mtp_plugin.config import load_config
-from mtp_plugin.hosts.vllm.options import VllmOptions
-from mtp_plugin.hosts.vllm.versions import TESTED
+from mtp_plugin.hosts.vllm.options import VllmOptions, read_settings
+from mtp_plugin.hosts.vllm.requests import read_request
+from mtp_plugin.hosts.vllm.versions import versions_tested
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = "integration/tiny_model/checkpoint"
@@ -57,7 +59,13 @@ def inline_code(page: Path) -> set[str]:
 
 def test_readme_is_short_and_names_the_tested_versions() -> None:
     assert len(README.splitlines()) <= 175
-    assert f"(tested: {', '.join(TESTED)})" in README
+    assert f"(tested: {versions_tested()})" in README
+    loop = (ROOT / "integration/examples/own_loop.py").read_text(encoding="utf-8")
+    assert f"[a loop of {len(loop.splitlines())} lines]" in README
+    times = re.findall(r"make test +# (.*?):", README)
+    page = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (row,) = re.findall(r"`make test` \|.*\| (.*) \|", page)
+    assert times == [row.replace("minutes,", "minutes on two idle cores,")]
     declared = (ROOT / "pyproject.toml").read_text().split("\ndependencies = [")[1].split("\n]")[0]
     names = re.findall(r'^ +"([\w-]+)', declared, re.MULTILINE)
     (line,) = re.findall(r"\(`pip install --no-deps \.`, if (.*)\)", README)
@@ -136,8 +144,9 @@ def check(words: list[str], is_short: bool) -> None:
     if name == "mtp-plugin":
         command, *options = [FILES.get(word, word) for word in arguments]
         group = typer.main.get_command(cli.app)
-        # within the text, options that are required may be left out
-        group.commands[command].make_context(command, options, resilient_parsing=is_short)
+        # within the text, a command without any option is only named
+        is_name = is_short and not options
+        group.commands[command].make_context(command, options, resilient_parsing=is_name)
     elif name == "make":
         targets = re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(arguments) <= set(targets)
@@ -182,6 +191,21 @@ def test_command_runs(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
+
+
+def test_vllm_serves_the_request_of_its_page_with_the_command_before_it() -> None:
+    page = ROOT / "mtp_plugin" / "hosts" / "vllm" / "README.md"
+    (command,) = [each for each in commands(page) if "draft_sample_method" in each]
+    given = dict(pairwise(shlex.split(command)))
+    speculative = SimpleNamespace(**json.loads(given["--speculative-config"]))
+    extra = json.loads(given["--additional-config"])
+    settings = read_settings(
+        SimpleNamespace(speculative_config=speculative, additional_config=extra)
+    )
+    (block,) = [each for each in blocks(page, "python") if "vllm_xargs" in each]
+    (extra_args,) = re.findall(r"\"vllm_xargs\": ({.*?})", block)
+    assert settings is not None
+    assert read_request(json.loads(extra_args), settings).verification == "block"
 
 
 def test_fast_tests_exist() -> None:
