@@ -13,7 +13,8 @@ from mtp_plugin.hosts.vllm.options import EngineSettings
 from mtp_plugin.hosts.vllm.requests import RequestOptions, method_problems
 from mtp_plugin.ops.sampling import DRAFT_COLUMNS, STEP_COLUMN
 from mtp_plugin.ops.step import SlotRows
-from mtp_plugin.requests.columns import INT32_MAX, Number, SlotColumn
+from mtp_plugin.requests.columns import Number, SlotColumn
+from mtp_plugin.requests.options import INT32_MAX
 from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
 from mtp_plugin.requests.thinking import NO_TOKEN
