@@ -12,7 +12,7 @@ from typing import Any, ParamSpec, TypeVar, cast
 
 import torch
 
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, format_value
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,38 +42,54 @@ class Backend(Enum):
         return cast("Callable[P, R]", _triton_implementation(reference))
 
     @classmethod
-    def of(cls, kernels: str, device: torch.device | str | None = None) -> Backend:
-        """Return the backend of a ``kernels`` option.
+    def of(
+        cls,
+        kernels: Backend | str,
+        device: torch.device | str | None = None,
+        name: str = "kernels",
+    ) -> Backend:
+        """Return the backend of a ``kernels`` option, or of the argument ``backend`` of an op.
 
         Args:
-            kernels: ``triton``, ``reference`` (torch), or ``auto``: Triton where the device is a
-                CUDA one and triton is installed, else torch.
+            kernels: ``triton``, ``torch`` (or ``reference``), or ``auto``: Triton where the device
+                is a CUDA one and triton is installed, else torch. A backend is returned as it is.
             device: that the ops run on; None: CUDA where present.
+            name: of the option, for messages.
 
         Raises:
             ConfigError: an unknown name, or ``triton`` without the package or without a device.
         """
-        if kernels == "reference":
+        if isinstance(kernels, Backend):
+            return kernels
+        if kernels in ("torch", "reference"):
             return cls.TORCH
-        is_installed = importlib.util.find_spec("triton") is not None
+        is_installed = _is_triton_installed()
         if kernels == "auto":
             on_cuda = (
                 torch.cuda.is_available() if device is None else torch.device(device).type == "cuda"
             )
             return cls.TRITON if on_cuda and is_installed else cls.TORCH
         if kernels != "triton":
-            raise ConfigError(f"kernels: expected auto, triton or reference, got {kernels!r}")
+            raise ConfigError(
+                f"{name}: expected auto, torch, triton or reference, got {format_value(kernels)}"
+            )
         if not is_installed:
             raise ConfigError(
-                "kernels: 'triton' was requested, but the package triton is not installed"
+                f"{name}: 'triton' was requested, but the package triton is not installed"
             )
         on_cpu = device is not None and torch.device(device).type == "cpu"
         if on_cpu and os.environ.get("TRITON_INTERPRET") != "1":
             raise ConfigError(
-                "kernels: 'triton' needs a CUDA device (a CPU runs them only with "
+                f"{name}: 'triton' needs a CUDA device (a CPU runs kernels only with "
                 f"TRITON_INTERPRET=1), got {device}"
             )
         return cls.TRITON
+
+
+@cache
+def _is_triton_installed() -> bool:
+    """Ops look it up in every step; `find_spec` searches folders."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @cache

@@ -9,7 +9,9 @@ import torch
 
 from mtp_plugin.errors import TensorContractError, format_value
 
-INTEGERS = frozenset({torch.int32, torch.int64, torch.int16, torch.int8, torch.uint8})
+SIGNED = frozenset({torch.int32, torch.int64, torch.int16, torch.int8})
+"""Dtypes of token ids of which -1 means none."""
+INTEGERS = SIGNED | {torch.uint8}
 FLOATS = frozenset({torch.float32, torch.float16, torch.bfloat16, torch.float64})
 
 
@@ -32,7 +34,8 @@ def expect_tensor(
 
     Args:
         name: name of the argument, for the message.
-        dtype: a dtype or a set of dtypes (:data:`INTEGERS`, :data:`FLOATS`); None: any.
+        dtype: a dtype or a set of dtypes (:data:`INTEGERS`, :data:`SIGNED`, :data:`FLOATS`); None:
+            any.
         shape: sizes, each a number, :class:`AtLeast`, or a string, which any size matches; None:
             any shape.
         device: None: any.
@@ -44,6 +47,7 @@ def expect_tensor(
     if (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
+        and not _is_lazy(value)
         and (
             dtype is None
             or value.dtype is dtype
@@ -58,15 +62,32 @@ def expect_tensor(
     sizes = "" if shape is None else f" [{', '.join(map(_format_size, shape))}]"
     layout = "" if not contiguous else "contiguous " if contiguous is True else "row-contiguous "
     where = "" if device is None else f" on {device}"
-    given = format_value(value)
-    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-        given = (
-            f"{value.layout} {value.dtype} {list(value.shape)} on {value.device}; call to_dense()"
-        )
-    elif isinstance(value, torch.Tensor):
-        strides = f" with strides {list(value.stride())}" if contiguous else ""
-        given = f"{value.dtype} {list(value.shape)}{strides} on {value.device}"
+    given = _format_given(value, with_strides=bool(contiguous))
     raise TensorContractError(f"{name}: expected {layout}{kind}tensor{sizes}{where}, got {given}")
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether the memory of a view does not hold its values: torch negates or conjugates them when
+    it reads them, a kernel does not."""
+    return tensor.is_neg() or (tensor.is_complex() and tensor.is_conj())
+
+
+def _format_given(value: object, *, with_strides: bool) -> str:
+    if not isinstance(value, torch.Tensor):
+        shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+        if not isinstance(shape, tuple) or dtype is None:
+            return format_value(value)
+        kind = type(value)
+        return f"{kind.__module__}.{kind.__name__} {dtype} {list(shape)}; pass torch.as_tensor(...)"
+    given = f"{value.dtype} {list(value.shape)}"
+    if value.layout is not torch.strided:
+        return f"{value.layout} {given} on {value.device}; call to_dense()"
+    if with_strides:
+        given += f" with strides {list(value.stride())}"
+    if _is_lazy(value):
+        bit, call = ("negative", "neg") if value.is_neg() else ("conjugate", "conj")
+        return f"{given} on {value.device}, a view with the {bit} bit; call resolve_{call}()"
+    return f"{given} on {value.device}"
 
 
 def _matches(given: torch.Size, expected: tuple[int | str | AtLeast, ...]) -> bool:
@@ -93,8 +114,8 @@ def _is_contiguous(tensor: torch.Tensor, contiguous: bool | Literal["rows"]) -> 
 def _format_dtypes(dtype: torch.dtype | Set[torch.dtype]) -> str:
     if not isinstance(dtype, Set):
         return str(dtype)
-    if dtype == INTEGERS:
-        return "integer"
+    if dtype in (INTEGERS, SIGNED):
+        return "integer" if dtype == INTEGERS else "signed integer"
     return "floating-point" if dtype == FLOATS else " or ".join(sorted(map(str, dtype)))
 
 

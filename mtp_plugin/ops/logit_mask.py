@@ -14,7 +14,7 @@ from mtp_plugin.ops.step import SlotRows, check_slots
 
 
 def mask_disallowed_tokens(
-    logits: torch.Tensor, rows: LogitRows, slots: SlotRows, *, backend: Backend
+    logits: torch.Tensor, rows: LogitRows, slots: SlotRows, *, backend: Backend | str = "auto"
 ) -> AbstractContextManager[torch.Tensor]:
     """Context manager: the logits with -inf for every token that must not come next.
 
@@ -42,6 +42,7 @@ def mask_disallowed_tokens(
         slots.pools.check(logits.device, logits.shape[1])
     if logits.shape[0] == 0:
         return nullcontext(logits)
+    backend = Backend.of(backend, logits.device, "backend")
     return backend.dispatch(mask_disallowed_tokens_reference)(logits, rows, slots)
 
 

@@ -68,7 +68,7 @@ def compute_logprobs(
     requested: SlotRows | int,
     *,
     sums: RowSums | None = None,
-    backend: Backend,
+    backend: Backend | str = "auto",
 ) -> LogprobEntries:
     """Return the log-probabilities of generated tokens and of the most likely ones.
 
@@ -117,6 +117,7 @@ def compute_logprobs(
                 f"sums: expected the slots that sampling had as requested, got {requested}"
             )
         sums.check(logits)
+    backend = Backend.of(backend, device, "backend")
     return backend.dispatch(logprobs_reference)(layout, logits, tokens, counts, requested, sums)
 
 

@@ -19,7 +19,7 @@ def mamba_state_selective_copy(
     accepted_counts: torch.Tensor,
     num_layers: int,
     *,
-    backend: Backend,
+    backend: Backend | str = "auto",
 ) -> None:
     """Set the state of every decode request to the one after its last accepted token, in place.
 
@@ -71,6 +71,7 @@ def mamba_state_selective_copy(
             contiguous=True,
         )
     if num_requests > 0 and num_layers > 0 and current.numel() > 0:
+        backend = Backend.of(backend, device, "backend")
         backend.dispatch(mamba_state_selective_copy_reference)(
             states, current, prefill_status, state_idx, accepted_counts, num_layers
         )

@@ -6,7 +6,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.checks import INTEGERS, SIGNED, expect_tensor
 from mtp_plugin.ops.logit_rows import ThinkingRule, ThinkingState
 from mtp_plugin.ops.step import Accepted, SlotRows, StepLayout, check_slots
 
@@ -18,7 +18,7 @@ def force_thinking_end(
     rule: ThinkingRule,
     target_tokens: torch.Tensor,
     *,
-    backend: Backend,
+    backend: Backend | str = "auto",
 ) -> torch.Tensor:
     """Return the token that each row must give once its thinking budget is spent, else -1.
 
@@ -29,7 +29,7 @@ def force_thinking_end(
 
     Args:
         layout: of the step; its positions are not read.
-        draft_tokens: [G*K] or [G, K] integer.
+        draft_tokens: [G*K] or [G, K] signed integer.
         slots: of the requests; reads ``thinking_token_budget`` (-1: none), ``num_thinking``
             (generated thinking tokens, -1: not thinking) and ``end_progress`` (how many tokens of
             the end sequence were generated last).
@@ -52,19 +52,20 @@ def force_thinking_end(
     ).device
     check_slots(slots, layout.num_requests, device)
     rule.check(device)
-    expect_tensor("draft_tokens", draft_tokens, dtype=INTEGERS, device=device)
+    expect_tensor("draft_tokens", draft_tokens, dtype=SIGNED, device=device)
     drafts = layout.num_generations * layout.draft_len
     if draft_tokens.numel() != drafts:
         raise TensorContractError(
             f"draft_tokens: expected G*K = {drafts} token ids, got {list(draft_tokens.shape)}"
         )
+    backend = Backend.of(backend, device, "backend")
     return backend.dispatch(force_thinking_end_reference)(
         layout, draft_tokens, slots, rule, target_tokens
     )
 
 
 def update_thinking_state(
-    accepted: Accepted, slots: SlotRows, rule: ThinkingRule, *, backend: Backend
+    accepted: Accepted, slots: SlotRows, rule: ThinkingRule, *, backend: Backend | str = "auto"
 ) -> None:
     """Update the thinking state of requests with a budget by their accepted tokens.
 
@@ -83,6 +84,7 @@ def update_thinking_state(
     check_slots(slots, requests, device)
     rule.check(device)
     if requests:
+        backend = Backend.of(backend, device, "backend")
         backend.dispatch(update_thinking_state_reference)(accepted, slots, rule)
 
 

@@ -16,7 +16,7 @@ def update_token_history(
     slots: SlotRows,
     positions: torch.Tensor | None = None,
     *,
-    backend: Backend,
+    backend: Backend | str = "auto",
 ) -> None:
     """Append a step's accepted tokens to each request's history, in place.
 
@@ -54,6 +54,7 @@ def update_token_history(
         rows = LogitRows(0, 1, positions, num_accepted)
         rows.check(device)
     if requests:
+        backend = Backend.of(backend, device, "backend")
         backend.dispatch(update_token_history_reference)(accepted, slots, rows)
 
 

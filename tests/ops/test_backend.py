@@ -7,7 +7,9 @@ import importlib.util
 import pytest
 import torch
 
+from mtp_plugin import ops
 from mtp_plugin.errors import ConfigError
+from mtp_plugin.ops import backend as backend_module
 from mtp_plugin.ops.backend import Backend
 
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -15,7 +17,7 @@ HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 @pytest.fixture
 def without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(backend_module, "_is_triton_installed", lambda: False)
 
 
 def test_torch_on_request() -> None:
@@ -47,8 +49,18 @@ def test_triton_on_request_must_be_there() -> None:
         Backend.of("triton")
 
 
+def test_ops_take_names_and_choose_by_device() -> None:
+    rows, slots = ops.LogitRows.flat(torch.zeros(1).int()), ops.build_slot_rows([{}], device="cpu")
+    logits = torch.tensor([[1.0, 2.0]])
+    assert ops.sample_tokens(logits, rows, slots).tolist() == [1]
+    for name in ("auto", "torch", "reference", *(["triton"] if HAS_TRITON else [])):
+        assert ops.sample_tokens(logits, rows, slots, backend=name).tolist() == [1]
+    with pytest.raises(ConfigError, match=r"^backend: expected auto, torch, triton or .* 'cuda'"):
+        ops.sample_tokens(logits, rows, slots, backend="cuda")
+
+
 def test_an_unknown_name() -> None:
-    with pytest.raises(ConfigError, match="expected auto, triton or reference, got 'cuda'"):
+    with pytest.raises(ConfigError, match="expected auto, torch, triton or reference, got 'cuda'"):
         Backend.of("cuda")
 
 

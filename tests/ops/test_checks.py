@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from mtp_plugin.errors import RequestError, TensorContractError, expect_int
-from mtp_plugin.ops.checks import FLOATS, INTEGERS, AtLeast, expect_tensor
+from mtp_plugin.ops.checks import FLOATS, INTEGERS, SIGNED, AtLeast, expect_tensor
 
 ROWS = torch.zeros(2, 6, dtype=torch.int32)[:, :3]
+COMPLEX = torch.ones(2, dtype=torch.complex64)
 
 
 @pytest.mark.parametrize(
@@ -31,6 +32,14 @@ def test_expect_tensor_returns_what_fits(description) -> None:
     [
         ([1, 2], {}, "rows: expected tensor, got [1, 2]"),
         (None, {"dtype": INTEGERS}, "rows: expected integer tensor, got None"),
+        (ROWS.byte(), {"dtype": SIGNED}, "rows: expected signed integer tensor, got torch.uint8"),
+        (COMPLEX.conj().imag, {}, "torch.float32 [2] on cpu, a view with the negative bit; call"),
+        (COMPLEX.conj(), {}, "[2] on cpu, a view with the conjugate bit; call resolve_conj()"),
+        (
+            np.zeros((20, 7)),
+            {"dtype": FLOATS},
+            "tensor, got numpy.ndarray float64 [20, 7]; pass torch.as_tensor(...)",
+        ),
         (ROWS, {"dtype": FLOATS}, "rows: expected floating-point tensor, got torch.int32 [2, 3]"),
         (ROWS.bool(), {"dtype": INTEGERS}, "expected integer tensor, got torch.bool [2, 3] on cpu"),
         (ROWS, {"shape": ("R",)}, "rows: expected tensor [R], got torch.int32 [2, 3] on cpu"),

@@ -11,7 +11,7 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.acceptance.accept_reference import accept_reference
 from mtp_plugin.ops.acceptance.types import STRICT, AcceptanceRules
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.checks import FLOATS, INTEGERS, AtLeast, expect_tensor
+from mtp_plugin.ops.checks import FLOATS, INTEGERS, SIGNED, AtLeast, expect_tensor
 from mtp_plugin.ops.step import Accepted, StepLayout, check_slots
 
 RELAXED_COLUMNS = ("thinking", "relaxed_topk", "relaxed_limit", "stop_ids")
@@ -28,7 +28,7 @@ def accept(
     final_context: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
     first_rows: torch.Tensor | None = None,
-    backend: Backend,
+    backend: Backend | str = "auto",
 ) -> Accepted:
     """Accept the leading drafts of every generation, and add one bonus token of the target.
 
@@ -62,7 +62,8 @@ def accept(
         layout: of the step; its positions are not read.
         logits: [C + G*(K+1), V], or with ``first_rows`` [>= R, V], floating-point with contiguous
             rows, any stride between them.
-        draft_tokens: [G*K] or [G, K] integer; ids outside the vocabulary are never accepted.
+        draft_tokens: [G*K] or [G, K] signed integer; ids outside the vocabulary, -1 among them,
+            are never accepted.
         rules: see `AcceptanceRules`; slots of relaxed acceptance are read and written.
         draft_lens: [G] integer: the number of drafts of each generation; None: K.
         final_context: [C] bool; a context that does not end its prompt has no output. None: all do.
@@ -105,6 +106,7 @@ def accept(
         check_slots(rules.relaxed.slots, requests, device, RELAXED_COLUMNS)
         delta = rules.relaxed.delta_in_force
         expect_tensor("delta_in_force", delta, dtype=torch.float32, shape=("S",), device=device)
+    backend = Backend.of(backend, device, "backend")
     implementation = backend.dispatch(accept_reference)
     return implementation(
         layout,
@@ -141,7 +143,7 @@ def _check_rows(
             f"rows for each of {layout.num_generations} generations, got {rows} rows"
         )
     drafts = layout.num_generations * layout.draft_len
-    expect_tensor("draft_tokens", draft_tokens, dtype=INTEGERS, device=logits.device)
+    expect_tensor("draft_tokens", draft_tokens, dtype=SIGNED, device=logits.device)
     if draft_tokens.numel() != drafts:
         raise TensorContractError(
             f"draft_tokens: expected G*K = {drafts} integer ids, got {draft_tokens.numel()}: "

@@ -10,7 +10,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError, expect_int
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.checks import FLOATS, INTEGERS, AtLeast, expect_tensor
+from mtp_plugin.ops.checks import FLOATS, INTEGERS, SIGNED, AtLeast, expect_tensor
 from mtp_plugin.ops.draft_inputs.draft_inputs_reference import (
     advance_and_build_inputs_reference,
     advance_history_reference,
@@ -61,7 +61,7 @@ def advance_and_build_inputs(
     windows: DraftWindows,
     *,
     kv: DraftKVLengths | None = None,
-    backend: Backend,
+    backend: Backend | str = "auto",
 ) -> DrafterInputs:
     """Build the rows of depth 1 over K layers, then advance the pools by this step.
 
@@ -99,6 +99,7 @@ def advance_and_build_inputs(
     _check_successors(layout, rows, device)
     _check_windows(layout, history.max_draft_len, windows)
     _check_kv(layout, kv, device)
+    backend = Backend.of(backend, device, "backend")
     return backend.dispatch(advance_and_build_inputs_reference)(
         layout, history, rows, num_accepted, last_tokens, windows, kv
     )
@@ -112,7 +113,7 @@ def build_reused_inputs(
     *,
     max_position: int | None,
     kv: DraftKVLengths | None = None,
-    backend: Backend,
+    backend: Backend | str = "auto",
 ) -> DrafterInputs:
     """Build the rows of pass 1 of a reused layer, and the positions of pass 2.
 
@@ -124,8 +125,8 @@ def build_reused_inputs(
         layout: of the step, with positions.
         rows: as in :func:`advance_history`, of any stride, with ``successors`` if there are
             contexts.
-        accepted_tokens: [R, K+1] integer, any strides, K that of the step, negative after the last
-            output token; read for generations.
+        accepted_tokens: [R, K+1] signed integer, any strides, K that of the step, negative after
+            the last output token; read for generations.
         num_accepted: [R] integer, any stride, read for generations: output tokens, 0 to K+1.
         max_position: upper limit of the positions of pass 2.
         kv: KV lengths of the host engine. Those of the result are those of pass 2: one more for
@@ -145,10 +146,11 @@ def build_reused_inputs(
     _check_positions(layout, "build_reused_inputs", device)
     requests, width = layout.num_requests, layout.step_rows
     shape = (requests, width)
-    expect_tensor("accepted_tokens", accepted_tokens, dtype=INTEGERS, shape=shape, device=device)
+    expect_tensor("accepted_tokens", accepted_tokens, dtype=SIGNED, shape=shape, device=device)
     expect_tensor("num_accepted", num_accepted, dtype=INTEGERS, shape=(requests,), device=device)
     _check_successors(layout, rows, device)
     _check_kv(layout, kv, device)
+    backend = Backend.of(backend, device, "backend")
     return backend.dispatch(build_reused_inputs_reference)(
         layout, rows, accepted_tokens, num_accepted, max_position, kv
     )

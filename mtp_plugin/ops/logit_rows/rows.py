@@ -8,7 +8,7 @@ import torch
 from typing_extensions import Self
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.ops.checks import FLOATS, INTEGERS, AtLeast, expect_tensor
+from mtp_plugin.ops.checks import FLOATS, INTEGERS, SIGNED, AtLeast, expect_tensor
 from mtp_plugin.ops.step import StepLayout
 
 
@@ -27,8 +27,8 @@ class LogitRows:
     ahead: torch.Tensor | None = None  # [R] integer, any stride; None: 0
     column: int = 0
     drafts: torch.Tensor | None = None
-    """[R - C, >= column + width - 1] integer, contiguous rows: the draft tokens after the recent
-    tokens of the slots; None: penalties and bad words do not see draft tokens."""
+    """[R - C, >= column + width - 1] signed integer, contiguous rows: the draft tokens after the
+    recent tokens of the slots; None: penalties and bad words do not see draft tokens."""
 
     @classmethod
     def flat(cls, positions: torch.Tensor, column: int = 0) -> Self:
@@ -109,7 +109,7 @@ class LogitRows:
             expect_tensor(
                 "logit rows, drafts",
                 self.drafts,
-                dtype=INTEGERS,
+                dtype=SIGNED,
                 shape=(requests - self.num_contexts, AtLeast(least)),
                 device=device,
                 contiguous=False if is_empty else "rows",

@@ -6,7 +6,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.checks import SIGNED, expect_tensor
 from mtp_plugin.ops.logit_rows import GREEDY_BELOW, LogitRows, process_logits
 from mtp_plugin.ops.sampling.sample_reference import kept_scores
 from mtp_plugin.ops.sampling.types import check_truncation
@@ -20,7 +20,7 @@ def processed_scores(
     truncation: torch.Tensor,
     forced: torch.Tensor | None = None,
     *,
-    backend: Backend,
+    backend: Backend | str = "auto",
 ) -> torch.Tensor:
     """Return the scores that every row's token was sampled from, before noise.
 
@@ -32,7 +32,7 @@ def processed_scores(
     Args:
         logits, rows, slots: as given to `sample_tokens`.
         truncation: [N, TRUNCATION_SIZE] float32, as `sample_tokens` wrote it.
-        forced: [N] integer: forced ids, -1: none. None: no row forces an id.
+        forced: [N] signed integer: forced ids, -1: none. None: no row forces an id.
 
     Returns:
         [N, V] float32; unspecified for requests whose column ``logprobs`` is below 0.
@@ -46,11 +46,10 @@ def processed_scores(
     check_slots(slots, rows.num_requests, logits.device)
     check_truncation(truncation, rows.num_rows, logits.device)
     if forced is not None:
-        expect_tensor(
-            "forced", forced, dtype=INTEGERS, shape=(rows.num_rows,), device=logits.device
-        )
+        expect_tensor("forced", forced, dtype=SIGNED, shape=(rows.num_rows,), device=logits.device)
     if slots.pools is not None:
         slots.pools.check(logits.device, logits.shape[1])
+    backend = Backend.of(backend, logits.device, "backend")
     return backend.dispatch(processed_scores_reference)(logits, rows, slots, truncation, forced)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.checks import INTEGERS, SIGNED, expect_tensor
 from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.sampling.rejection_reference import (
     keep_draft_probs_reference,
@@ -34,7 +34,7 @@ def keep_draft_probs(
     draft_probs: torch.Tensor,
     *,
     vocab_ids: torch.Tensor | None = None,
-    backend: Backend,
+    backend: Backend | str = "auto",
 ) -> None:
     """Write the distributions that independent drafts were sampled from to ``draft_probs``.
 
@@ -63,6 +63,7 @@ def keep_draft_probs(
     if vocab_ids is not None:
         expect_vocab(logits, vocab_ids)
     if logits.shape[0]:
+        backend = Backend.of(backend, logits.device, "backend")
         backend.dispatch(keep_draft_probs_reference)(
             logits, rows, slots, truncation, draft_probs, vocab_ids=vocab_ids
         )
@@ -76,7 +77,7 @@ def rejection_sample(
     target: TargetSamples,
     *,
     by_block: bool = True,
-    backend: Backend,
+    backend: Backend | str = "auto",
 ) -> RejectionResult:
     """Accept drafts by rejection sampling, for requests whose column ``verification`` says so.
 
@@ -123,7 +124,7 @@ def rejection_sample(
     rows.check_logits(logits)
     device, count = logits.device, rows.num_requests - rows.num_contexts
     num_drafts = count * (rows.width - 1)
-    expect_tensor("draft_tokens", drafts.tokens, dtype=INTEGERS, device=device)
+    expect_tensor("draft_tokens", drafts.tokens, dtype=SIGNED, device=device)
     if drafts.tokens.numel() != num_drafts:
         raise TensorContractError(
             f"draft_tokens: expected G*K = {num_drafts} integer ids, got {drafts.tokens.numel()}: "
@@ -133,15 +134,18 @@ def rejection_sample(
     check_truncation(target.truncation, rows.num_rows, device)
     if drafts.probs is not None:
         check_draft_probs(drafts.probs, rows.width - 1, logits.shape[1], device)
-    for name, tensor, size in (
-        ("target tokens", target.tokens, rows.num_rows),
-        ("draft_lens", drafts.lens, count),
-        ("forced_ids", target.forced_ids, rows.num_rows),
+    expect_tensor(
+        "target tokens", target.tokens, dtype=SIGNED, shape=(rows.num_rows,), device=device
+    )
+    for name, tensor, size, dtype in (
+        ("draft_lens", drafts.lens, count, INTEGERS),
+        ("forced_ids", target.forced_ids, rows.num_rows, SIGNED),
     ):
         if tensor is not None:
-            expect_tensor(name, tensor, dtype=INTEGERS, shape=(size,), device=device)
+            expect_tensor(name, tensor, dtype=dtype, shape=(size,), device=device)
     if count == 0:
         return RejectionResult(target.tokens.new_empty(0, dtype=torch.int32), target.tokens)
+    backend = Backend.of(backend, device, "backend")
     return backend.dispatch(rejection_sample_reference)(
         logits, rows, slots, drafts, target, by_block=by_block
     )

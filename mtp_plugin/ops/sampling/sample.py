@@ -26,7 +26,7 @@ def sample_tokens(
     vocab_ids: torch.Tensor | None = None,
     truncation: torch.Tensor | None = None,
     sums: RowSums | None = None,
-    backend: Backend,
+    backend: Backend | str = "auto",
 ) -> torch.Tensor:
     """Sample one token per row with the temperature, top-k, top-p, min-p and seed of its request.
 
@@ -80,6 +80,7 @@ def sample_tokens(
         expect_vocab(logits, vocab_ids)
     if slots.pools is not None:
         slots.pools.check(logits.device, logits.shape[1] if vocab_ids is None else None)
+    backend = Backend.of(backend, logits.device, "backend")
     return backend.dispatch(sample_tokens_reference)(
         logits,
         rows,

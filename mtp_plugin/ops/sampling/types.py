@@ -87,7 +87,7 @@ def check_draft_probs(
 class ProposedDrafts:
     """Draft tokens that rejection sampling verifies."""
 
-    tokens: torch.Tensor  # [G*K] or [G, K] integer
+    tokens: torch.Tensor  # [G*K] or [G, K] signed integer
     probs: torch.Tensor | None = None
     """[S, >= K, V] float32, as `keep_draft_probs` wrote it; None: no draft is independently
     sampled."""
@@ -98,10 +98,10 @@ class ProposedDrafts:
 class TargetSamples:
     """What `sample_tokens` returned for the target's rows."""
 
-    tokens: torch.Tensor  # [N] integer
+    tokens: torch.Tensor  # [N] signed integer
     truncation: torch.Tensor  # [N, TRUNCATION_SIZE] float32
     forced_ids: torch.Tensor | None = None
-    """[N] integer: the only token that a row allows, -1: any; None: -1 everywhere."""
+    """[N] signed integer: the only token that a row allows, -1: any; None: -1 everywhere."""
 
 
 @dataclass(frozen=True)

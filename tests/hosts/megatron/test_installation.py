@@ -217,7 +217,7 @@ def test_another_controller_is_refused_by_name(
 def test_wrong_calls_are_refused(controller: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(HostError, match=r"uninstall\(\): mtp_plugin is not installed"):
         megatron.uninstall()
-    with pytest.raises(ConfigError, match="expected auto, triton or reference, got 'cuda'"):
+    with pytest.raises(ConfigError, match="expected auto, torch, triton or reference, got 'cuda'"):
         megatron.install(kernels="cuda")
     megatron.install()
     with pytest.raises(HostError, match="is installed in this process already"):
