@@ -66,6 +66,11 @@ class LogitsProcessorState:
         )
 
     @property
+    def num_rows(self) -> int:
+        """P."""
+        return int(self.bias.shape[0])
+
+    @property
     def vocab_size(self) -> int:
         """V."""
         return int(self.bias.shape[1])

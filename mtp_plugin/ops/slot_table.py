@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from typing import cast
 
 import torch
 
-from mtp_plugin.errors import MetadataError, expect
+from mtp_plugin.errors import MetadataError, expect, expect_int, format_value
 from mtp_plugin.ops.logits_processor_state import LogitsProcessorState
 from mtp_plugin.ops.sampling.types import DRAFT_COLUMNS, STEP_COLUMN
 from mtp_plugin.ops.step import SlotRows, to_device
-from mtp_plugin.requests.columns import REQUEST_COLUMNS, Number, SlotColumn, TableColumns
+from mtp_plugin.requests.columns import (
+    POOL_ROWS,
+    REQUEST_COLUMNS,
+    Number,
+    SlotColumn,
+    TableColumns,
+)
 from mtp_plugin.requests.seeds import seed_words
 
 RequestOptions = Mapping[str, Number | Sequence[Number] | None]
@@ -56,21 +64,57 @@ def build_slot_rows(
         A table [R, W] int32 with slots 0 to R-1.
 
     Raises:
-        MetadataError: a request names an unknown column, or has more numbers than a column.
+        MetadataError: a request names an unknown column, has more numbers than a column, a value
+            that is no number, or a row that the pools do not have.
     """
-    rows = [columns.row(_with_seed(index, options)) for index, options in enumerate(requests)]
+    rows = [columns.row(_values(i, options, columns, pools)) for i, options in enumerate(requests)]
     table = to_device(rows, torch.int32, device).view(len(rows), columns.width)
     slot_ids = torch.arange(len(rows), device=device)
     return SlotRows(table, slot_ids, columns, pools)
 
 
-def _with_seed(index: int, options: RequestOptions) -> dict[str, Number | Sequence[Number]]:
-    """Return the options with ``number`` and the two words of ``seed``."""
-    values = {name: value for name, value in options.items() if value is not None}
-    number, seed = values.setdefault("number", index), values.pop("seed", None)
+def _values(
+    index: int,
+    options: RequestOptions,
+    columns: TableColumns,
+    pools: LogitsProcessorState | None,
+) -> dict[str, Number | Sequence[Number]]:
+    """Return the checked options with ``number`` and the two words of ``seed``."""
     expect(
-        isinstance(number, int) and (seed is None or isinstance(seed, int)),
+        isinstance(options, Mapping),
         MetadataError,
-        f"slot table: expected number and seed to be one integer each, got {number} and {seed}",
+        f"slot table: expected a mapping of columns to numbers per request, got "
+        f"{format_value(options)}",
     )
+    values = {name: value for name, value in options.items() if value is not None}
+    unknown = [name for name in values if name not in columns]
+    if unknown:
+        names = ", ".join(column.name for column in columns.columns)
+        raise MetadataError(
+            f"slot table: there is no column {', '.join(map(str, unknown))}; expected {names}"
+        )
+    number, seed = values.setdefault("number", index), values.pop("seed", None)
+    for name, value in {"number": number, "seed": 0 if seed is None else seed}.items():
+        expect_int(f"slot table, {name}", value, error=MetadataError)
+    for name, value in values.items():
+        _expect_numbers(columns[name], value)
+    for name in POOL_ROWS if pools is not None else ():
+        expect_int(
+            f"slot table, {name}", values.get(name, -1), -1, pools.num_rows - 1, MetadataError
+        )
     return {**values, "seed": seed_words(cast(int | None, seed), cast(int, number))}
+
+
+def _expect_numbers(column: SlotColumn, value: object) -> None:
+    """Check that ``value`` is a number of the column's kind, or a sequence of them."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
+    for number in cast(Sequence[object], value) if is_list else (value,):
+        if not isinstance(number, Real) or math.isnan(number):
+            kind, also = "a number", "" if column.width == 1 else " or a sequence of numbers"
+        elif column.kind is int and math.isfinite(number) and number % 1:
+            kind, also = "an integer", ""
+        else:
+            continue
+        raise MetadataError(
+            f"slot table, {column.name}: expected {kind}{also}, got {format_value(value)}"
+        )
