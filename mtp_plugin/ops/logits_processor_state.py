@@ -9,7 +9,7 @@ import torch
 from typing_extensions import Self
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.ops.checks import expect_tensor
+from mtp_plugin.ops.checks import AtLeast, expect_tensor
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 
@@ -86,7 +86,8 @@ class LogitsProcessorState:
                 contiguous, or logits of another vocabulary.
         """
         layout: dict[str, Any] = {"device": device, "contiguous": True}
-        expect_tensor("pools.bias", self.bias, dtype=torch.float32, shape=("P", "V"), **layout)
+        shape: tuple[AtLeast, ...] = (AtLeast(1), AtLeast(1))
+        expect_tensor("pools.bias", self.bias, dtype=torch.float32, shape=shape, **layout)
         rows, vocab = self.bias.shape
         words = num_words(vocab)
         for name, shape, dtype in (

@@ -269,12 +269,15 @@ class SlotRows:
 def check_slots(
     slots: SlotRows, requests: int, device: torch.device, columns: Sequence[str] = ()
 ) -> None:
-    """Check the slot table, the slots of a step's requests, and that the table has ``columns``."""
+    """Check the slot table, the slots of a step's requests, and that the table has ``columns``.
+
+    A pool with a row per slot has at least as many rows as the table.
+    """
     expect_tensor(
         "slot table",
         slots.table,
         dtype=torch.int32,
-        shape=("S", slots.columns.width),
+        shape=(AtLeast(1) if requests else "S", slots.columns.width),
         device=device,
         contiguous="rows",
     )

@@ -74,7 +74,7 @@ def test_requests_may_share_a_slot() -> None:
 def test_tables_and_slots_that_do_not_fit() -> None:
     good = some_rows(3)
     table, width = good.table, good.columns.width
-    message = rf"slot table: expected row-contiguous torch.int32 tensor \[S, {width}\]"
+    message = rf"slot table: expected row-contiguous torch.int32 tensor \[>= 1, {width}\]"
     for wrong in (
         table.long(),
         table.float(),

@@ -102,10 +102,12 @@ def accept(
             raise TensorContractError(f"{name}: expected choices together with it, got None")
     if rules.processed_slots is not None:
         check_slots(rules.processed_slots, requests, device)
+        if rules.processed_slots.pools is not None:
+            rules.processed_slots.pools.check(device, logits.shape[1])
     if rules.relaxed is not None:
         check_slots(rules.relaxed.slots, requests, device, RELAXED_COLUMNS)
-        delta = rules.relaxed.delta_in_force
-        expect_tensor("delta_in_force", delta, dtype=torch.float32, shape=("S",), device=device)
+        delta, slots = rules.relaxed.delta_in_force, AtLeast(rules.relaxed.slots.table.shape[0])
+        expect_tensor("delta_in_force", delta, dtype=torch.float32, shape=(slots,), device=device)
     backend = Backend.of(backend, device, "backend")
     implementation = backend.dispatch(accept_reference)
     return implementation(

@@ -175,11 +175,12 @@ def _check_history(
     """Return the device that everything must be on."""
     device = _check_rows(layout, rows)
     expect_tensor("rows.hidden_states", rows.hidden_states, contiguous="rows")
+    slots = AtLeast(1) if layout.num_requests else "S"
     tokens = expect_tensor(
         "history.tokens",
         history.tokens,
         dtype=torch.int32,
-        shape=("S", AtLeast(max(layout.draft_len, 1))),
+        shape=(slots, AtLeast(max(layout.draft_len, 1))),
         device=device,
         contiguous=True,
     )
@@ -187,7 +188,7 @@ def _check_history(
         "history.states",
         history.states,
         dtype=FLOATS,
-        shape=("S", int(tokens.shape[1]), int(rows.hidden_states.shape[1])),
+        shape=(slots, int(tokens.shape[1]), int(rows.hidden_states.shape[1])),
         device=device,
         contiguous=True,
     )

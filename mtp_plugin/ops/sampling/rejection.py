@@ -45,7 +45,7 @@ def keep_draft_probs(
     Args:
         logits, rows, slots, vocab_ids: as given to `sample_tokens`, one row per request.
         truncation: [N, TRUNCATION_SIZE] float32, as `sample_tokens` wrote it.
-        draft_probs: [S, K, V] float32; the last slot takes writes that are not needed.
+        draft_probs: [>= S, K, V] float32.
 
     Raises:
         TensorContractError: a tensor of another shape, dtype, device or layout, a slot table
@@ -59,7 +59,7 @@ def keep_draft_probs(
     check_slots(slots, rows.num_requests, logits.device, _COLUMNS)
     check_truncation(truncation, rows.num_rows, logits.device)
     vocab = logits.shape[1] if vocab_ids is None else "V"
-    check_draft_probs(draft_probs, rows.column + 1, vocab, logits.device)
+    check_draft_probs(draft_probs, slots, rows.column + 1, vocab, logits.device)
     if vocab_ids is not None:
         expect_vocab(logits, vocab_ids)
     if logits.shape[0]:
@@ -133,7 +133,7 @@ def rejection_sample(
     check_slots(slots, rows.num_requests, device, _COLUMNS)
     check_truncation(target.truncation, rows.num_rows, device)
     if drafts.probs is not None:
-        check_draft_probs(drafts.probs, rows.width - 1, logits.shape[1], device)
+        check_draft_probs(drafts.probs, slots, rows.width - 1, logits.shape[1], device)
     expect_tensor(
         "target tokens", target.tokens, dtype=SIGNED, shape=(rows.num_rows,), device=device
     )

@@ -42,12 +42,11 @@ def keep_draft_probs_reference(
     is_plain &= temperature >= GREEDY_BELOW
     values = process_logits(logits, rows, slots, vocab_ids=vocab_ids)
     q = probabilities(kept_scores(values, truncation, temperature, min_p), truncation)
+    mine = slots.of(requests)
+    kept = draft_probs[mine, rows.column]  # requests that write nothing keep theirs
     if vocab_ids is not None:
-        whole = q.new_zeros(q.shape[0], draft_probs.shape[2])
-        q = whole.index_copy_(1, vocab_ids.to(torch.int64), q)
-    spare = draft_probs.shape[0] - 1  # takes the writes of all other requests
-    q = torch.where(is_plain.unsqueeze(1), q, 0.0)
-    draft_probs[torch.where(is_plain, slots.of(requests), spare), rows.column] = q
+        q = kept.index_copy(1, vocab_ids.to(torch.int64), q)
+    draft_probs[mine, rows.column] = torch.where(is_plain.unsqueeze(1), q, kept)
 
 
 def rejection_sample_reference(

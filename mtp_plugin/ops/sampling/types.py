@@ -8,6 +8,7 @@ from enum import IntEnum
 import torch
 
 from mtp_plugin.ops.checks import AtLeast, expect_tensor
+from mtp_plugin.ops.step import SlotRows
 from mtp_plugin.requests.columns import SlotColumn
 from mtp_plugin.verifications import codes
 
@@ -70,14 +71,14 @@ def check_truncation(truncation: torch.Tensor, num_rows: int, device: torch.devi
 
 
 def check_draft_probs(
-    pool: torch.Tensor, draft_len: int, vocab: int | str, device: torch.device
+    pool: torch.Tensor, slots: SlotRows, draft_len: int, vocab: int | str, device: torch.device
 ) -> None:
-    """Check the pool of draft distributions, [S, >= K, V] float32."""
+    """Check the pool of draft distributions of checked slots, [>= S, >= K, V] float32."""
     expect_tensor(
         "draft_probs",
         pool,
         dtype=torch.float32,
-        shape=("S", AtLeast(draft_len), vocab),
+        shape=(AtLeast(slots.table.shape[0]), AtLeast(draft_len), vocab),
         device=device,
         contiguous=True,
     )
@@ -89,7 +90,7 @@ class ProposedDrafts:
 
     tokens: torch.Tensor  # [G*K] or [G, K] signed integer
     probs: torch.Tensor | None = None
-    """[S, >= K, V] float32, as `keep_draft_probs` wrote it; None: no draft is independently
+    """[>= S, >= K, V] float32, as `keep_draft_probs` wrote it; None: no draft is independently
     sampled."""
     lens: torch.Tensor | None = None  # [G] integer: drafts from here on are absent; None: K
 

@@ -51,7 +51,7 @@ PHASE_COLUMNS = (
     SlotColumn("relaxed_topk", int),
     SlotColumn("relaxed_limit", float),
 )
-POOLS = ("column", "own", "own, smaller")
+POOLS = ("column", "own")
 """Memory of the delta in force: a column of the table, or a tensor that a host engine put in its
 place, with other strides and another S."""
 
@@ -107,8 +107,7 @@ def relaxed_rule(
     if pool == "column":
         delta = column(slots, "pool")
     else:
-        highest = max(mine.tolist(), default=0)
-        size = highest + 1 if pool == "own, smaller" else slots.table.shape[0] + 5
+        size = slots.table.shape[0] + 5
         delta = torch.full((size, 3), float(SLOT_POISON), device=DEVICE)[:, 1]
     delta[mine] = torch.tensor([thinker.in_force for thinker in thinkers], device=DEVICE)
     return RelaxedRule(slots, delta, begin, end)

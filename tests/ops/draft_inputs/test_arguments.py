@@ -27,8 +27,8 @@ both = pytest.mark.parametrize("backend", Backend)
 Arguments = dict[str, Any]
 
 POOLS = {
-    "history.tokens": "history.tokens: expected contiguous torch.int32 tensor [S, >= 3]",
-    "history.states": "history.states: expected contiguous floating-point tensor [S, 3, 8]",
+    "history.tokens": "history.tokens: expected contiguous torch.int32 tensor [>= 1, >= 3]",
+    "history.states": "history.states: expected contiguous floating-point tensor [>= 1, 3, 8]",
     "rows.hidden_states": "rows.hidden_states: expected row-contiguous",
 }
 
