@@ -81,7 +81,8 @@ def compute_logprobs(
         layout: reads its contexts, generations and K.
         logits: [C + G*(K+1), V] floating, contiguous rows with any stride between them; the
             target's own, before logits processing.
-        tokens: [R, K+1] integer, any strides; those at or after ``counts`` are not read.
+        tokens: [R, K+1] integer, any strides; those at or after ``counts`` are not read. A token
+            outside the vocabulary has log-probability -inf and rank V+1.
         counts: [R] integer, any stride: generated tokens of each request.
         requested: slots of the requests, whose column ``logprobs`` holds the number of most likely
             tokens, up to `MAX_LOGPROBS`; 0: the token alone, -1: nothing. Or one such number for
@@ -173,9 +174,11 @@ def _entries(
     # different logits may have equal log-probabilities: the order is that of the logits
     scores = _scores(logits)
     values = log_softmax(logits, masses)
-    tokens = tokens.to(torch.int64).clamp(0, vocab - 1).unsqueeze(1)
-    own = scores.gather(1, tokens)
-    ahead = (scores > own) | ((scores == own) & (ids < tokens))
+    tokens = tokens.to(torch.int64).unsqueeze(1)
+    is_known = (tokens >= 0) & (tokens < vocab)
+    columns = tokens.clamp(0, vocab - 1)
+    own = scores.gather(1, columns).masked_fill(~is_known, -torch.inf)
+    ahead = (scores > own) | ((scores == own) & ((ids < tokens) | ~is_known))
     listed = min(MAX_LOGPROBS, vocab)
     # unique keys: by value, then the lowest id
     top = (_order(scores) * 2**32 - ids).topk(listed, dim=1).indices
@@ -183,14 +186,14 @@ def _entries(
         1
     )
     top = torch.nn.functional.pad(top, (0, MAX_LOGPROBS - listed))
-    columns = (
+    fields = (
         tokens.to(torch.int32),
         ahead.sum(dim=1, keepdim=True, dtype=torch.int32) + 1,
-        values.gather(1, tokens).view(torch.int32),
+        values.gather(1, columns).masked_fill(~is_known, -torch.inf).view(torch.int32),
         torch.where(shown, top, -1).to(torch.int32),
         torch.where(shown, values.gather(1, top), 0.0).view(torch.int32),
     )
-    return torch.cat(columns, dim=1)
+    return torch.cat(fields, dim=1)
 
 
 def log_softmax(logits: torch.Tensor, masses: torch.Tensor | None = None) -> torch.Tensor:

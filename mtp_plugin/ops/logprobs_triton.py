@@ -14,7 +14,7 @@
 
 Chunks are selected into a list in memory, which threads share: barriers separate its writes and
 reads. NaN counts as -inf; in a row with +inf the lowest such id has log-probability 0, and all
-others -inf. Entries without a token (at or after the count, of a request that wants none, or past
+others -inf. A token outside the vocabulary has -inf and rank V+1. Entries without a token (at or after the count, of a request that wants none, or past
 the only row of a context) hold fill values, and rows without an entry are not read.
 """
 
@@ -190,7 +190,7 @@ def _load_tile(row_ptr, vocab, selected, first, TILE: tl.constexpr, LAYOUT: tl.c
 def count_rank(
     row_ptr,
     vocab,
-    token,
+    column,
     token_value,
     chunk_maxima,
     is_chunk,
@@ -198,7 +198,8 @@ def count_rank(
     TILE: tl.constexpr,
     LAYOUT: tl.constexpr,
 ):
-    """The rank of a token of value ``token_value``: 1 + the number of tokens ordered before it."""
+    """The rank of a token in a column, at most ``vocab``, with value ``token_value``: 1 + the
+    number of tokens ordered before it."""
     SIZE: tl.constexpr = LAYOUT.chunk_size
     selected = select_chunks((chunk_maxima >= token_value) & is_chunk, selected_ptr)
     # other threads read what a thread wrote
@@ -210,7 +211,7 @@ def count_rank(
         # load the next tile while this one is counted
         next_x = _load_tile(row_ptr, vocab, selected, first + TILE, TILE, LAYOUT)[0]
         columns, in_list = tile_columns(selected, first, offsets, TILE, LAYOUT)
-        is_equal = in_list[:, None] & (x == token_value) & (columns < tl.minimum(token, vocab))
+        is_equal = in_list[:, None] & (x == token_value) & (columns < column)
         num_before += ((x > token_value) | is_equal).to(tl.int32)
         x = next_x
     return 1 + tl.sum(tl.sum(num_before, axis=1), axis=0)
@@ -321,9 +322,13 @@ def logprob_finish_kernel(
     values = tl.full([LISTED], 0.0, tl.float32)
     if (requested >= 0) & (index < count) & ((index == 0) | (request >= num_contexts)):
         num_tokens = tl.minimum(requested, TOP)
-        token = tl.load(token_ptr + request * token_row_stride + index * token_stride).to(tl.int32)
+        given = tl.load(token_ptr + request * token_row_stride + index * token_stride)
+        token = given.to(tl.int32)
+        # 64-bit ids are compared before they are narrowed; an unknown id is ordered after all
+        is_known = (given >= 0) & (given < vocab)
+        column = tl.where(is_known, token, vocab)
         row_ptr = logits_ptr + row * row_stride
-        token_value = load_values(row_ptr + token, (token >= 0) & (token < vocab))
+        token_value = load_values(row_ptr + column, is_known)
         num_chunks = num_blocks * LAYOUT.chunks
         chunks = tl.arange(0, ALL_CHUNKS)
         is_chunk = chunks < num_chunks
@@ -346,8 +351,8 @@ def logprob_finish_kernel(
             others = offsets - 1 + (offsets > first).to(tl.int32)
             ids = tl.where(offsets == 0, first, others)
             values = tl.where(offsets == 0, 0.0, float("-inf"))
-            value = tl.where(token == first, 0.0, float("-inf"))
-            rank = tl.where(token == first, 1, token + 1 + (token < first).to(tl.int32))
+            value = tl.where(column == first, 0.0, float("-inf"))
+            rank = tl.where(column == first, 1, column + 1 + (column < first).to(tl.int32))
             is_listed = (offsets < num_tokens) & (offsets < vocab)
             ids = tl.where(is_listed, ids, -1)
             values = tl.where(is_listed, values, 0.0)
@@ -362,7 +367,7 @@ def logprob_finish_kernel(
             rank = count_rank(
                 row_ptr,
                 vocab,
-                token,
+                column,
                 token_value,
                 chunk_maxima,
                 is_chunk,

@@ -32,4 +32,6 @@ def entry_of(row: list[float], token: int, number: int) -> Entry:
         return -math.inf if score == -math.inf else score - highest - norm
 
     top = [(column, logprob(column)) for column in order[:number]]
+    if token not in order:  # outside the vocabulary
+        return Entry(token, len(row) + 1, -math.inf, top)
     return Entry(token, order.index(token) + 1, logprob(token), top)

@@ -90,6 +90,17 @@ def test_ties_zeros_and_what_is_no_number(backend: Backend) -> None:
 
 
 @pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("with_sums", [False, True])
+def test_tokens_outside_the_vocabulary(backend: Backend, with_sums: bool) -> None:
+    case = Case.of(3, 7, contexts=1, generations=3, k=2)
+    counts = torch.full_like(case.counts, 3).clamp_max(case.counts.new_tensor([1, 3, 3, 3]))
+    outside = torch.tensor([-1, 7, 99, 2**31 - 1], device=DEVICE).view(4, 1).expand(4, 3)
+    case = case.replaced(tokens=outside, counts=counts, logits=case.logits.clone())
+    case.logits[2, 3] = math.inf
+    check_example(case, case.run(backend, case.sums() if with_sums else None))
+
+
+@pytest.mark.parametrize("backend", Backend)
 def test_logits_of_one_log_probability_keep_their_order(backend: Backend) -> None:
     """Next to a value of 4000 the other two have equal log-probabilities."""
     rows = [[0.125, 0.125 + 2**-20, 4000.0]]
