@@ -38,6 +38,7 @@ from mtp_plugin.ops.logit_rows.processing_triton import (
     process_values,
     update_draft_mask,
 )
+from mtp_plugin.ops.logit_rows.rows_triton import load_slot
 from mtp_plugin.ops.logit_rows.thinking_triton import forced_after
 from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.ops.step import DraftOutput, SlotRows
@@ -52,9 +53,9 @@ outputs share memory, so that every program must go through all requests, chunk 
 
 # arguments that differ between batches: no binary is specialized on them
 BATCH_NUMBERS = ["row_position_stride", "ahead_stride", "table_stride", "slot_stride", "pool_vocab"]
-BATCH_NUMBERS += ["begin_token", "end_token", "end_length"]
+BATCH_NUMBERS += ["num_slots", "begin_token", "end_token", "end_length"]
 BATCH_POINTERS = ["row_position_ptr", "ahead_ptr", "table_ptr", "slot_ptr"]
-SLOT_NUMBERS = ["table_stride", "slot_stride", "pool_vocab", "draft_stride", "column"]
+SLOT_NUMBERS = ["table_stride", "slot_stride", "num_slots", "pool_vocab", "draft_stride", "column"]
 SLOT_POINTERS = ["table_ptr", "slot_ptr", "draft_ptr"]
 
 
@@ -95,6 +96,7 @@ def write_drafts_kernel(
     ahead_stride,
     table_stride,
     slot_stride,
+    num_slots,  # S
     pool_vocab,
     begin_token,  # of thinking
     end_token,  # that ends thinking alone; -1: none
@@ -133,7 +135,7 @@ def write_drafts_kernel(
         draft = tl.load(vocab_ptr + draft)
     slot_row_ptr = table_ptr
     if HAS_DRAFT_MASK or HAS_THINKING:
-        slot_row_ptr += tl.load(slot_ptr + request * slot_stride).to(tl.int64) * table_stride
+        slot_row_ptr += load_slot(slot_ptr, slot_stride, request, num_slots) * table_stride
     if HAS_THINKING:
         forced = forced_after(
             slot_row_ptr,
@@ -223,6 +225,7 @@ def processed_top1_kernel(
     row_stride,
     table_stride,
     slot_stride,
+    num_slots,  # S
     draft_stride,
     column,  # number of earlier drafts
     pool_vocab,
@@ -239,7 +242,7 @@ def processed_top1_kernel(
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     block = tl.program_id(1)
-    slot_row_ptr = table_ptr + tl.load(slot_ptr + row * slot_stride).to(tl.int64) * table_stride
+    slot_row_ptr = table_ptr + load_slot(slot_ptr, slot_stride, row, num_slots) * table_stride
     pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
     processing = load_processing(slot_row_ptr, pools, draft_ptr + row * draft_stride, column)
     first = block * block_len
@@ -380,6 +383,7 @@ def _processed_partials(
         logits.stride(0),
         slots.table.stride(0),
         slots.slot_ids.stride(0),
+        slots.table.shape[0],
         0 if drafts is None else drafts.stride(0),
         0 if drafts is None else rows.column,
         pools.vocab_size,
@@ -442,6 +446,7 @@ def _write(
         0 if ahead is None else ahead.stride(0),
         0 if slots is None else slots.table.stride(0),
         0 if slots is None else slots.slot_ids.stride(0),
+        0 if slots is None else slots.table.shape[0],
         0 if pools is None else pools.vocab_size,
         -1 if thinking is None else thinking.begin_token,
         -1 if thinking is None else thinking.end_token,

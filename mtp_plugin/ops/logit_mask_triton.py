@@ -50,7 +50,7 @@ SAVED = MAX_STOP_IDS + MAX_BAD_WORDS
 """Maximum number of masked entries per row, whose values are saved."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def mask_logits_kernel(
     # updated in place
     logits_ptr,  # [N, vocab] floating
@@ -74,6 +74,7 @@ def mask_logits_kernel(
     draft_stride,
     table_stride,
     slot_stride,
+    num_slots,  # S
     # constants
     STOPS: tl.constexpr,  # most stop ids of a request
     WORDS: tl.constexpr,  # most bad words of a request
@@ -86,7 +87,7 @@ def mask_logits_kernel(
     grid_dependency_synchronize(PDL)
     row = tl.program_id(0).to(tl.int64)
     request, offset, slot = locate_row(
-        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride, num_slots
     )
     position = tl.load(position_ptr + request * position_stride).to(tl.int64)
     stop_lanes = tl.arange(0, STOPS)
@@ -192,6 +193,7 @@ def _masked_in_place(
         0 if drafts is None else drafts.stride(0),
         slots.table.stride(0),
         slots.slot_ids.stride(0),
+        slots.table.shape[0],
         # constants
         STOPS=MAX_STOP_IDS,
         WORDS=MAX_BAD_WORDS,

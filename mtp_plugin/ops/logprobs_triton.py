@@ -14,8 +14,9 @@
 
 Chunks are selected into a list in memory, which threads share: barriers separate its writes and
 reads. NaN counts as -inf; in a row with +inf the lowest such id has log-probability 0, and all
-others -inf. A token outside the vocabulary has -inf and rank V+1. Entries without a token (at or after the count, of a request that wants none, or past
-the only row of a context) hold fill values, and rows without an entry are not read.
+others -inf. A token outside the vocabulary has -inf and rank V+1. Entries without a token (at or
+after the count, of a request that wants none, or past the only row of a context) hold fill values,
+and rows without an entry are not read.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -34,6 +35,7 @@ from mtp_plugin.ops.logit_rows.rows_triton import (
     NO_COLUMN,
     float_to_ordered_int,
     load_block,
+    load_slot,
     nan_to_neg_inf,
     neg_inf_to_zero,
     ordered_int_to_float,
@@ -82,7 +84,7 @@ LOWEST_KEY = tl.constexpr(-(2**63) + triton.next_power_of_2(MAX_LOGPROBS))
 HIGHEST_KEY = tl.constexpr(2**63 - 1)
 
 UNSPECIALIZED = ["num_contexts", "width", "num_blocks", "requested"]
-UNSPECIALIZED += ["count_stride", "table_stride", "slot_stride"]
+UNSPECIALIZED += ["count_stride", "table_stride", "slot_stride", "num_slots"]
 OF_TOKENS = ["token_row_stride", "token_stride"]
 UNALIGNED = ["count_ptr", "table_ptr", "slot_ptr"]
 """Arguments that differ between batches: no binary is specialized on them."""
@@ -90,11 +92,18 @@ UNALIGNED = ["count_ptr", "table_ptr", "slot_ptr"]
 
 @triton.jit
 def requested_logprobs(
-    request, table_ptr, table_stride, slot_ptr, slot_stride, requested, HAS_SLOTS: tl.constexpr
+    request,
+    table_ptr,
+    table_stride,
+    slot_ptr,
+    slot_stride,
+    num_slots,
+    requested,
+    HAS_SLOTS: tl.constexpr,
 ):
     """The number of most likely tokens that a request wants; below 0: no entries."""
     if HAS_SLOTS:
-        slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
+        slot = load_slot(slot_ptr, slot_stride, request, num_slots)
         return tl.load(table_ptr + slot * table_stride + LOGPROBS)
     else:
         return requested
@@ -144,6 +153,7 @@ def logprob_scan_kernel(
     count_stride,
     table_stride,
     slot_stride,
+    num_slots,  # S
     # constants
     LAYOUT: tl.constexpr,  # ChunkLayout
     BLOCKS_PER_PROGRAM: tl.constexpr,
@@ -159,7 +169,7 @@ def logprob_scan_kernel(
     index = tl.where(is_context, 0, generation_row % width)
     count = tl.load(count_ptr + request * count_stride)
     requested = requested_logprobs(
-        request, table_ptr, table_stride, slot_ptr, slot_stride, requested, HAS_SLOTS
+        request, table_ptr, table_stride, slot_ptr, slot_stride, num_slots, requested, HAS_SLOTS
     )
     if (requested >= 0) & (index < count):
         first_block = tl.program_id(1) * BLOCKS_PER_PROGRAM
@@ -294,6 +304,7 @@ def logprob_finish_kernel(
     count_stride,
     table_stride,
     slot_stride,
+    num_slots,  # S
     token_row_stride,
     token_stride,
     # constants
@@ -312,7 +323,7 @@ def logprob_finish_kernel(
     row = tl.where(is_context, request, num_contexts + (request - num_contexts) * width + index)
     count = tl.load(count_ptr + request * count_stride)
     requested = requested_logprobs(
-        request, table_ptr, table_stride, slot_ptr, slot_stride, requested, HAS_SLOTS
+        request, table_ptr, table_stride, slot_ptr, slot_stride, num_slots, requested, HAS_SLOTS
     )
     offsets = tl.arange(0, LISTED)
     token = tl.full([], -1, tl.int32)
@@ -432,6 +443,7 @@ def logprobs_triton(
         counts.stride(0),
         0 if slots is None else slots.table.stride(0),
         0 if slots is None else slots.slot_ids.stride(0),
+        0 if slots is None else slots.table.shape[0],
     )
     constants: dict[str, Any] = {
         "LAYOUT": chunks,

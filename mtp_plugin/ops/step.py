@@ -234,12 +234,20 @@ class DraftOutput:
                 self.kv_lens[: drafts.shape[0]].add_(1)
 
 
+def slots_within(slot_ids: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """Return slot ids [N] as int64; an id outside 0 to S-1 is the last slot, S = ``num_slots``."""
+    size = max(num_slots, 1)
+    return slot_ids.to(torch.int64).clamp(-1, size - 1).remainder(size)
+
+
 @dataclass(frozen=True)
 class SlotRows:
     """Per-request state of a step in the slot table, read in place."""
 
     table: torch.Tensor  # [S, W] int32, rows without gaps; floats bit for bit
-    slot_ids: torch.Tensor  # [>= R] integer, any stride; the padding rows of a batch may share one
+    slot_ids: torch.Tensor
+    """[>= R] integer, any stride. The padding rows of a batch may share one; an id outside 0 to S-1
+    is the last slot."""
     columns: TableColumns  # of the table
     pools: LogitsProcessorState | None = None  # None: no request has a row in a pool
     draft_mask: DraftMask | None = None  # None: drafts are not masked
@@ -255,8 +263,9 @@ class SlotRows:
         return replace(self, slot_ids=self.slot_ids[requests])
 
     def of(self, requests: slice) -> torch.Tensor:
-        """Return the slots of some of the step's requests [N] int64."""
-        return self.slot_ids[requests].to(torch.int64)
+        """Return the slots of some of the step's requests [N] int64; an id outside the table is
+        the last slot."""
+        return slots_within(self.slot_ids[requests], self.table.shape[0])
 
     def read(self, name: str, requests: slice) -> torch.Tensor:
         """Gather a column for some of the step's requests: [N], or [N, width] for a wide column."""

@@ -38,7 +38,7 @@ def _mix(x):
     return x ^ (x >> 16)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def synthetic_acceptance_kernel(
     # inputs
     position_ptr,  # [G] integer: of the last token of each generation
@@ -53,6 +53,7 @@ def synthetic_acceptance_kernel(
     position_stride,
     table_stride,
     slot_stride,
+    num_slots,  # S
     # constants
     K: tl.constexpr,
     COLUMNS: tl.constexpr,  # a power of two >= K
@@ -71,6 +72,8 @@ def synthetic_acceptance_kernel(
     if HAS_NUMBERS:
         offset = generations.to(tl.int64) * slot_stride
         slots = tl.load(slot_ptr + offset, mask=inside, other=0).to(tl.int64)
+        # an id outside the table is the last slot
+        slots = tl.where((slots >= 0) & (slots < num_slots), slots, num_slots - 1)
     # before the numbers, whose load waits for that of the slots
     seed = tl.load(seed_ptr)
     thresholds = tl.load(threshold_ptr + columns, mask=columns < K, other=0)
@@ -115,6 +118,7 @@ def synthetic_acceptance_triton(
         last_positions.stride(0),
         table.stride(0),
         slot_ids.stride(0),
+        table.shape[0],
         # constants
         K=draft_len,
         COLUMNS=triton.next_power_of_2(max(draft_len, 1)),

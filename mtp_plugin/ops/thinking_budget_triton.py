@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.ops.logit_rows import ThinkingRule
+from mtp_plugin.ops.logit_rows.rows_triton import load_slot
 from mtp_plugin.ops.logit_rows.thinking_triton import (
     BUDGET,
     END_PROGRESS,
@@ -46,7 +47,7 @@ def _store_forced(row, num_thinking, progress, budget, end_ptr, forced_ptr, targ
     tl.store(target_ptr + row, forced, mask=forces)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def force_thinking_end_kernel(
     # inputs
     draft_ptr,  # [G, K] integer, contiguous
@@ -60,6 +61,7 @@ def force_thinking_end_kernel(
     # sizes
     num_contexts,  # C
     slot_stride,
+    num_slots,  # S
     table_stride,
     begin_token,  # of thinking
     end_token,  # that ends thinking alone; -1: none
@@ -72,7 +74,7 @@ def force_thinking_end_kernel(
     """One program per request: the forced token of each row, given the drafts before it."""
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
+    slot = load_slot(slot_ptr, slot_stride, request, num_slots)
     lanes = tl.arange(0, LANES)
     end_ids = tl.load(end_ptr + lanes, mask=lanes < length, other=-1)
     slot_row_ptr = table_ptr + slot * table_stride
@@ -104,7 +106,7 @@ def force_thinking_end_kernel(
             _store_forced(row, num_thinking, progress, budget, end_ptr, forced_ptr, target_ptr)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def update_thinking_state_kernel(
     # inputs
     token_ptr,  # [R, K+1] integer: accepted tokens
@@ -119,6 +121,7 @@ def update_thinking_state_kernel(
     token_stride,
     count_stride,
     slot_stride,
+    num_slots,  # S
     table_stride,
     begin_token,
     end_token,
@@ -130,7 +133,7 @@ def update_thinking_state_kernel(
     """One program per request: advance its thinking state by its accepted tokens."""
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
+    slot = load_slot(slot_ptr, slot_stride, request, num_slots)
     count = tl.load(count_ptr + request * count_stride)
     lanes = tl.arange(0, LANES)
     end_ids = tl.load(end_ptr + lanes, mask=lanes < length, other=-1)
@@ -182,6 +185,7 @@ def force_thinking_end_triton(
         # sizes
         layout.num_contexts,
         slots.slot_ids.stride(0),
+        slots.table.shape[0],
         slots.table.stride(0),
         rule.begin_token,
         rule.end_token,
@@ -212,6 +216,7 @@ def update_thinking_state_triton(accepted: Accepted, slots: SlotRows, rule: Thin
         tokens.stride(1),
         accepted.num_accepted.stride(0),
         slots.slot_ids.stride(0),
+        slots.table.shape[0],
         slots.table.stride(0),
         rule.begin_token,
         rule.end_token,

@@ -32,6 +32,7 @@ from mtp_plugin.ops.logit_rows.processing_triton import (
     num_words,
     update_draft_mask,
 )
+from mtp_plugin.ops.logit_rows.rows_triton import load_slot
 from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.ops.step import Accepted, SlotRows
 from mtp_plugin.requests.columns import request_column
@@ -41,7 +42,10 @@ from mtp_plugin.requests.stopping import MAX_STOP_IDS
 COUNT_ROW = tl.constexpr(request_column("count_row"))
 
 
-@triton.jit(do_not_specialize=["position_stride"], do_not_specialize_on_alignment=["position_ptr"])
+@triton.jit(
+    do_not_specialize=["position_stride", "num_slots"],
+    do_not_specialize_on_alignment=["position_ptr"],
+)
 def token_history_kernel(
     # inputs
     token_ptr,  # [R, K+1] int32: accepted tokens
@@ -59,6 +63,7 @@ def token_history_kernel(
     token_stride,
     count_stride,
     slot_stride,
+    num_slots,  # S
     table_stride,
     position_stride,
     pool_vocab,  # vocabulary size
@@ -73,7 +78,7 @@ def token_history_kernel(
     """One program per request: its recent tokens, token counts, and the mask of its first draft."""
     grid_dependency_synchronize(PDL)
     request = tl.program_id(0).to(tl.int64)
-    slot = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
+    slot = load_slot(slot_ptr, slot_stride, request, num_slots)
     num_tokens = tl.load(count_ptr + request * count_stride)
     row_ptr = token_ptr + request * token_stride
     slot_row_ptr = table_ptr + slot * table_stride
@@ -149,6 +154,7 @@ def update_token_history_triton(
         tokens.stride(0),
         accepted.num_accepted.stride(0),
         slots.slot_ids.stride(0),
+        slots.table.shape[0],
         slots.table.stride(0),
         0 if positions is None else positions.stride(0),
         pools.vocab_size,

@@ -44,7 +44,7 @@ from mtp_plugin.ops.logit_rows.processing_triton import (
     num_words,
     process_values,
 )
-from mtp_plugin.ops.logit_rows.rows_triton import GREEDY_BELOW
+from mtp_plugin.ops.logit_rows.rows_triton import GREEDY_BELOW, load_slot
 from mtp_plugin.ops.logits_processor_state import LogitsProcessorState
 from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.ops.step import Accepted, StepLayout
@@ -54,12 +54,6 @@ from mtp_plugin.requests.stopping import MAX_STOP_IDS
 
 STOP_IDS = tl.constexpr(request_column("stop_ids"))
 TEMPERATURE = tl.constexpr(request_column("temperature"))
-
-
-@triton.jit
-def _slot_of(slot_ptr, slot_stride, request):
-    """A request's slot. Loads of the slot's row depend on it, so it is loaded early."""
-    return tl.load(slot_ptr + request.to(tl.int64) * slot_stride).to(tl.int64)
 
 
 @triton.jit
@@ -79,7 +73,7 @@ def _has_temperature(slot_row):
     return tl.load(slot_row + TEMPERATURE).to(tl.float32, bitcast=True) >= GREEDY_BELOW
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def relaxed_partials_kernel(
     # inputs
     logits_ptr,  # [rows, vocab] floating
@@ -107,6 +101,7 @@ def relaxed_partials_kernel(
     num_blocks,
     num_contexts,  # C
     slot_stride,
+    num_slots,  # S
     table_stride,
     delta_stride,
     thinking_column,  # of the slot table
@@ -142,7 +137,7 @@ def relaxed_partials_kernel(
     is_generation = row >= num_contexts
     drafted = is_generation & (column < WIDTH - 1)
     request = tl.where(row < num_contexts, row, num_contexts + generation)
-    slot = _slot_of(slot_ptr, slot_stride, request)
+    slot = load_slot(slot_ptr, slot_stride, request, num_slots)
     if RAGGED:
         length = tl.load(draft_len_ptr + generation, mask=is_generation, other=0)
         column = tl.where(is_generation, column, 0)
@@ -229,7 +224,7 @@ def _at(vector, columns, column):
     return tl.sum(tl.where(columns == column, vector, 0), axis=0)
 
 
-@triton.jit(do_not_specialize=["num_contexts"])
+@triton.jit(do_not_specialize=["num_contexts", "num_slots"])
 def accept_kernel(
     # inputs
     value_ptr,  # [rows, num_blocks] float32: maxima of blocks
@@ -264,6 +259,7 @@ def accept_kernel(
     pool_vocab,
     last_stride,
     slot_stride,
+    num_slots,  # S
     table_stride,
     delta_stride,
     thinking_column,  # of the slot table
@@ -302,7 +298,7 @@ def accept_kernel(
     # independent loads first, then those that depend on a slot or a draft: the program waits for
     # memory once per level
     if RELAXED or HAS_PROCESSING:
-        slot = _slot_of(slot_ptr, slot_stride, request)
+        slot = load_slot(slot_ptr, slot_stride, request, num_slots)
     columns = tl.arange(0, COLUMNS)
     blocks = tl.arange(0, NUM_BLOCKS)
     partial_offsets = (first_row + columns[:, None]) * num_blocks + blocks[None, :]
@@ -538,6 +534,7 @@ def accept_triton(
         0 if pools is None else pools.vocab_size,
         0 if last_tokens is None else last_tokens.stride(0),
         slots.slot_ids.stride(0) if slots is not None else 0,
+        slots.table.shape[0] if slots is not None else 0,
         slots.table.stride(0) if slots is not None else 0,
         rule.delta_in_force.stride(0) if rule is not None else 0,
         columns.offset("thinking") if columns is not None else 0,
@@ -622,6 +619,7 @@ def relaxed_partials(
         num_blocks,
         layout.num_contexts,
         slots.slot_ids.stride(0),
+        slots.table.shape[0],
         slots.table.stride(0),
         rule.delta_in_force.stride(0),
         columns.offset("thinking"),

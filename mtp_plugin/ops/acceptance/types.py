@@ -21,8 +21,8 @@ class RelaxedRule:
     """With ``thinking``, ``relaxed_topk`` (>= 1), ``relaxed_limit`` (>= 0, the distance to the
     highest probability that the request allows) and ``stop_ids`` (accepted only as top-1)."""
     delta_in_force: torch.Tensor
-    """[>= S] float32, any stride: the delta that applies, 0 outside the thinking phase. A host engine
-    may write it between steps."""
+    """[>= S] float32, any stride: the delta that applies, 0 outside the thinking phase. A host
+    engine may write it between steps."""
     begin_token: int  # -1 where the vocabulary has none
     end_token: int
 

@@ -26,7 +26,7 @@ def advance_history_reference(
 ) -> None:
     tokens_pool, states_pool = history.tokens, history.states
     width, num_contexts = history.max_draft_len, layout.num_contexts
-    slots = history.slot_ids.to(torch.int64)
+    slots = history.slots()
     pool_tokens = tokens_pool[slots]  # [R, K]
     pool_states = states_pool[slots]  # [R, K, H]
     columns = torch.arange(width, device=tokens_pool.device)
@@ -71,7 +71,7 @@ def advance_and_build_inputs_reference(
     positions = layout.expect_positions("advance_and_build_inputs")
     window, history_lens = windows.window, windows.history_lens
     k, num_contexts = history.max_draft_len, layout.num_contexts
-    slots = history.slot_ids.to(torch.int64)
+    slots = history.slots()
     row_lens = layout.context_lens.to(torch.int64)
     parts: list[DraftInputs] = []
     if num_contexts > 0:

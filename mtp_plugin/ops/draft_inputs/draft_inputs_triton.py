@@ -40,6 +40,7 @@ from mtp_plugin.ops.draft_inputs.types import (
     History,
     TargetRows,
 )
+from mtp_plugin.ops.logit_rows.rows_triton import load_slot
 from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.ops.step import DrafterInputs, StepLayout, to_device
 
@@ -47,7 +48,7 @@ UNBOUNDED = 2**62
 LOWEST = -(2**31)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def generation_window_kernel(
     # pools, updated in place
     pool_token_ptr,  # [S, K] int32
@@ -67,6 +68,7 @@ def generation_window_kernel(
     row_out_ptr,  # [R] int64: the last row of each request
     kv_out_ptr,  # HAS_KV: [>= R] integer
     # sizes
+    num_slots,  # S, of the smaller pool
     num_contexts,  # C
     num_ctx_tokens,  # step rows of contexts
     num_ctx_rows,  # draft rows of contexts
@@ -92,7 +94,7 @@ def generation_window_kernel(
     grid_dependency_synchronize(PDL)
     generation = tl.program_id(0).to(tl.int64)
     request = num_contexts + generation
-    slot = tl.load(slot_ptr + request).to(tl.int64)
+    slot = load_slot(slot_ptr, 1, request, num_slots)
     count = tl.load(count_ptr + request).to(tl.int32)
     step_row = num_ctx_tokens + generation * STEP_ROWS
     base = tl.maximum(count + K - WINDOW, 0)
@@ -172,7 +174,7 @@ def generation_window_kernel(
                 tl.store(kv_out_ptr + request, tl.maximum(kv_len, kv_floor))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def context_rows_kernel(
     # pools
     pool_token_ptr,  # [S, K] int32
@@ -191,6 +193,7 @@ def context_rows_kernel(
     state_out_ptr,  # COPY_STATES: [>= T', H], as the states of the step
     row_out_ptr,  # [R] int64: the last row of each request
     # sizes
+    num_slots,  # S, of the smaller pool
     num_contexts,  # C
     hidden,  # H
     state_stride,
@@ -220,7 +223,7 @@ def context_rows_kernel(
     chunk_start = start - history_before  # rows of the step carry no history
     is_history = index < history
     chunk_row = chunk_start + index - history
-    slot = tl.load(slot_ptr + context).to(tl.int64)
+    slot = load_slot(slot_ptr, 1, context, num_slots)
     pool_entry = K - history + index
 
     # the token after a row: the next pool pair, the next token of the chunk, or its successor
@@ -258,7 +261,7 @@ def context_rows_kernel(
                 tl.store(state_out_ptr + out + first + offsets, states, mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots"])
 def context_history_kernel(
     # pools, updated in place
     pool_token_ptr,  # [S, K] int32
@@ -269,6 +272,7 @@ def context_history_kernel(
     state_ptr,  # [T, H] floating: the target's states of them
     end_ptr,  # [C] int32: exclusive end of each chunk in the step's rows
     # sizes
+    num_slots,  # S, of the smaller pool
     hidden,  # H
     state_stride,
     # constants
@@ -278,7 +282,7 @@ def context_history_kernel(
 ):
     """One program per (context, block of H): set its pool row to the last K of pool ++ chunk."""
     context = tl.program_id(0)
-    slot = tl.load(slot_ptr + context).to(tl.int64)
+    slot = load_slot(slot_ptr, 1, context, num_slots)
     end = tl.load(end_ptr + context).to(tl.int64)
     start = tl.where(context > 0, tl.load(end_ptr + tl.maximum(context - 1, 0)).to(tl.int64), 0)
     length = end - start
@@ -432,6 +436,7 @@ def advance_and_build_inputs_triton(
             first.positions,
             first.states,
             first.last_rows,
+            history.num_slots,
             layout.num_contexts,
             hidden,
             rows.hidden_states.stride(0),
@@ -534,6 +539,7 @@ def _advance_contexts(history: History, rows: TargetRows, ends: torch.Tensor) ->
         rows.input_ids.contiguous(),
         rows.hidden_states,
         ends,
+        history.num_slots,
         hidden,
         rows.hidden_states.stride(0),
         K=k,
@@ -593,6 +599,7 @@ def _advance_generations(
         first.last_rows if first is not None else unused,
         kv_out,
         # sizes
+        history.num_slots,
         layout.num_contexts,
         layout.num_ctx_tokens,
         layout.num_ctx_tokens if out is None else out.num_ctx_rows,

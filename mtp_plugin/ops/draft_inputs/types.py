@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from mtp_plugin.ops.step import slots_within
+
 
 @dataclass(frozen=True)
 class History:
@@ -18,7 +20,18 @@ class History:
 
     tokens: torch.Tensor  # [S, K] int32, contiguous
     states: torch.Tensor  # [S, K, H], contiguous, of any floating type
-    slot_ids: torch.Tensor  # [R] integer, any stride; the padding rows of a batch may share one
+    slot_ids: torch.Tensor
+    """[R] integer, any stride. The padding rows of a batch may share one; an id outside 0 to S-1 is
+    the last slot, with S of the smaller pool."""
+
+    @property
+    def num_slots(self) -> int:
+        """S of the smaller pool."""
+        return min(self.tokens.shape[0], self.states.shape[0])
+
+    def slots(self) -> torch.Tensor:
+        """Return the slots of the step's requests [R] int64."""
+        return slots_within(self.slot_ids, self.num_slots)
 
     @property
     def max_draft_len(self) -> int:

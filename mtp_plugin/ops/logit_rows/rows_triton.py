@@ -29,6 +29,14 @@ CACHED = tl.constexpr("")
 
 
 @triton.jit
+def load_slot(slot_ptr, slot_stride, request, num_slots, CACHE: tl.constexpr = CACHED):
+    """The slot of a request; an id outside the table is the last slot."""
+    slot = tl.load(slot_ptr + request.to(tl.int64) * slot_stride, cache_modifier=CACHE)
+    slot = slot.to(tl.int64)
+    return tl.where((slot >= 0) & (slot < num_slots), slot, num_slots - 1)
+
+
+@triton.jit
 def locate_row(
     row,
     num_contexts,
@@ -37,6 +45,7 @@ def locate_row(
     table_stride,
     slot_ptr,
     slot_stride,
+    num_slots,
     CACHE: tl.constexpr = CACHED,
 ):
     """The request of a row, the row's index in it, and a pointer to the request's slot."""
@@ -46,7 +55,7 @@ def locate_row(
     is_context = row < num_contexts
     request = tl.where(is_context, row, num_contexts + generation_row // width).to(tl.int64)
     offset = tl.where(is_context, 0, generation_row % width)
-    slot = tl.load(slot_ptr + request * slot_stride, cache_modifier=CACHE).to(tl.int64)
+    slot = load_slot(slot_ptr, slot_stride, request, num_slots, CACHE)
     return request, offset, table_ptr + slot * table_stride
 
 

@@ -37,7 +37,7 @@ BLOCK = 2048
 """Columns per program."""
 WARPS = 8
 UNSPECIALIZED = ["num_contexts", "width", "num_blocks", "pool_vocab", "draft_stride"]
-UNSPECIALIZED += ["forced_stride", "table_stride", "slot_stride"]
+UNSPECIALIZED += ["forced_stride", "table_stride", "slot_stride", "num_slots"]
 UNALIGNED = ["draft_ptr", "forced_ptr", "table_ptr", "slot_ptr"]
 """Arguments that differ between batches: no binary is specialized on them."""
 
@@ -68,6 +68,7 @@ def processed_scores_kernel(
     forced_stride,
     table_stride,
     slot_stride,
+    num_slots,  # S
     # constants
     BLOCK: tl.constexpr,  # columns per program
     HAS_DRAFTS: tl.constexpr,
@@ -80,7 +81,7 @@ def processed_scores_kernel(
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     block = tl.program_id(0) % num_blocks
     request, offset, slot_row_ptr = locate_row(
-        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride, num_slots
     )
     if tl.load(slot_row_ptr + LOGPROBS) >= 0:
         batch = Batch(
@@ -150,6 +151,7 @@ def processed_scores_triton(
         0 if forced is None else forced.stride(0),
         slots.table.stride(0),
         slots.slot_ids.stride(0),
+        slots.table.shape[0],
         # constants
         BLOCK=BLOCK,
         HAS_DRAFTS=drafts is not None,

@@ -36,7 +36,7 @@ import triton.language as tl
 from mtp_plugin.ops.launching import expect_reachable
 from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.logit_rows.processing_triton import Pools
-from mtp_plugin.ops.logit_rows.rows_triton import GREEDY_BELOW, NO_COLUMN, locate_row
+from mtp_plugin.ops.logit_rows.rows_triton import GREEDY_BELOW, NO_COLUMN, load_slot, locate_row
 from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.ops.sampling.row_triton import (
     DRAFTED_PLAIN,
@@ -84,7 +84,7 @@ UNSPECIALIZED = [
     "num_blocks",
 ]
 UNSPECIALIZED += ["pool_vocab", "position_stride", "ahead_stride", "draft_stride", "table_stride"]
-UNSPECIALIZED += ["slot_stride", "length_stride", "forced_stride", "max_drafts"]
+UNSPECIALIZED += ["slot_stride", "num_slots", "length_stride", "forced_stride", "max_drafts"]
 UNALIGNED = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr", "length_ptr"]
 UNALIGNED += ["forced_ptr"]
 """Arguments that differ between batches: no binary is specialized on them."""
@@ -218,6 +218,7 @@ def keep_draft_probs_kernel(
     draft_stride,
     table_stride,
     slot_stride,
+    num_slots,  # S
     max_drafts,
     prob_vocab,  # whole vocabulary
     # constants
@@ -231,7 +232,7 @@ def keep_draft_probs_kernel(
     grid_dependency_synchronize(PDL)
     row = (tl.program_id(0) // num_blocks).to(tl.int64)
     block = tl.program_id(0) % num_blocks
-    slot_id = tl.load(slot_ptr + row * slot_stride).to(tl.int64)
+    slot_id = load_slot(slot_ptr, slot_stride, row, num_slots)
     slot_row_ptr = table_ptr + slot_id * table_stride
     options = load_options(slot_row_ptr, vocab)
     is_plain = tl.load(slot_row_ptr + draft_sampling_column) == DRAFTED_PLAIN
@@ -302,6 +303,7 @@ def rejection_scan_kernel(
     forced_stride,
     table_stride,
     slot_stride,
+    num_slots,  # S
     max_drafts,
     # constants
     BLOCK: tl.constexpr,  # columns per program
@@ -325,7 +327,7 @@ def rejection_scan_kernel(
     block = tl.program_id(0) % num_blocks
     row = (generation_row + num_contexts).to(tl.int64)
     request, offset, slot_row_ptr = locate_row(
-        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride, num_slots
     )
     verified_by = tl.load(slot_row_ptr + verification_column)
     options = load_options(slot_row_ptr, vocab)
@@ -346,7 +348,7 @@ def rejection_scan_kernel(
                 tl.load(length_ptr + generation * length_stride).to(tl.int32), length
             )
         is_plain = tl.load(slot_row_ptr + draft_sampling_column) == DRAFTED_PLAIN
-        slot_id = tl.load(slot_ptr + request * slot_stride).to(tl.int64)
+        slot_id = load_slot(slot_ptr, slot_stride, request, num_slots)
         request_probs_ptr = prob_ptr + slot_id * max_drafts * vocab
         step = load_step(slot_row_ptr, verification_column, step_column)
         noise = Noise(slot_row_ptr, request, step, position_ptr, position_stride)
@@ -480,6 +482,7 @@ def rejection_finish_kernel(
     target_stride,
     table_stride,
     slot_stride,
+    num_slots,  # S
     # constants
     ROWS: tl.constexpr,  # a power of two >= width
     NUM_BLOCKS: tl.constexpr,  # a power of two >= num_blocks
@@ -494,7 +497,7 @@ def rejection_finish_kernel(
     request = num_contexts + generation
     first = num_contexts + generation * width
     inside = offsets < width
-    slot_row_ptr = table_ptr + tl.load(slot_ptr + request * slot_stride).to(tl.int64) * table_stride
+    slot_row_ptr = table_ptr + load_slot(slot_ptr, slot_stride, request, num_slots) * table_stride
     verified_by = tl.load(slot_row_ptr + verification_column)
     temperature = load_options(slot_row_ptr, NO_COLUMN).temperature
     tokens = tl.load(target_ptr + (first + offsets) * target_stride, mask=inside, other=0)
@@ -559,6 +562,7 @@ def keep_draft_probs_triton(
         0 if drafts is None else drafts.stride(0),
         slots.table.stride(0),
         slots.slot_ids.stride(0),
+        slots.table.shape[0],
         draft_probs.shape[1],
         draft_probs.shape[2],
         BLOCK=BLOCK,
@@ -628,6 +632,7 @@ def rejection_sample_triton(
         0 if forced_ids is None else forced_ids.stride(0),
         slots.table.stride(0),
         slots.slot_ids.stride(0),
+        slots.table.shape[0],
         0 if draft_probs is None else draft_probs.shape[1],
         BLOCK=BLOCK,
         HAS_LENGTHS=draft_lens is not None,
@@ -657,6 +662,7 @@ def rejection_sample_triton(
         target.tokens.stride(0),
         slots.table.stride(0),
         slots.slot_ids.stride(0),
+        slots.table.shape[0],
         ROWS=triton.next_power_of_2(width),
         NUM_BLOCKS=triton.next_power_of_2(num_blocks),
         HAS_BLOCK=by_block,

@@ -114,6 +114,7 @@ MAX_NOISE = tl.constexpr(160.0)
 UNSPECIALIZED = ["num_contexts", "width", "column", "role", "num_blocks"]
 UNSPECIALIZED += ["verification_column", "draft_sampling_column", "step_column"]
 UNSPECIALIZED += ["position_stride", "ahead_stride", "draft_stride", "table_stride", "slot_stride"]
+UNSPECIALIZED += ["num_slots"]
 UNALIGNED = ["position_ptr", "ahead_ptr", "draft_ptr", "table_ptr", "slot_ptr"]
 """Arguments that differ between batches: no binary is specialized on them."""
 
@@ -271,6 +272,7 @@ def sample_scan_kernel(
     draft_stride,
     table_stride,
     slot_stride,
+    num_slots,  # S
     # constants
     LAYOUT: tl.constexpr,  # `ChunkLayout`
     BLOCKS_PER_PROGRAM: tl.constexpr,
@@ -300,7 +302,7 @@ def sample_scan_kernel(
         tl.store(arrived_ptr + row, 0, mask=first_block == 0)
     # loaded before the values, so that it does not wait for them
     request, offset, slot_row_ptr = locate_row(
-        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride, num_slots
     )
     x = load_block(logits_ptr + row * row_stride, first_block, vocab, LAYOUT.block)
     offset += column
@@ -417,6 +419,7 @@ def sample_finish_kernel(
     draft_stride,
     table_stride,
     slot_stride,
+    num_slots,  # S
     # constants
     LAYOUT: tl.constexpr,  # `ChunkLayout` of the scan
     ALL_CHUNKS: tl.constexpr,  # a power of two >= num_chunks
@@ -440,7 +443,7 @@ def sample_finish_kernel(
     share = tl.program_id(1)
     # inputs that the scan does not write, before it ends
     request, offset, slot_row_ptr = locate_row(
-        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride, ".cg"
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride, num_slots, ".cg"
     )
     offset += column
     options = load_options(slot_row_ptr, vocab, ".cg")
@@ -749,6 +752,7 @@ class _Inputs:
             0 if rows.drafts is None else rows.drafts.stride(0),
             self.slots.table.stride(0),
             self.slots.slot_ids.stride(0),
+            self.slots.table.shape[0],
         )
 
 

@@ -170,7 +170,7 @@ class VanillaPublicSteps(PublicSteps):
                 )
             )
         if layout.num_generations > 0:
-            slots = history.slot_ids[contexts:]
+            slots = history.slots()[contexts:]
             parts.append(
                 generation_window(
                     history.tokens[slots],

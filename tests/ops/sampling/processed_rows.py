@@ -241,6 +241,7 @@ def edited_kernel(
     draft_stride,
     table_stride,
     slot_stride,
+    num_slots,
     HAS_DRAFTS: tl.constexpr,
     SIZE: tl.constexpr,
     BY_BLOCK: tl.constexpr,
@@ -248,7 +249,7 @@ def edited_kernel(
     """Load a block of one row as the sampling kernels do."""
     row = tl.program_id(0).to(tl.int64)
     request, offset, slot = locate_row(
-        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride
+        row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride, num_slots
     )
     pools = Pools(bias_ptr, allowed_ptr, count_ptr, seen_ptr, pool_vocab)
     draft_ptr += tl.maximum(request - num_contexts, 0) * draft_stride
@@ -301,6 +302,7 @@ def loaded(case: EditedBatch, *, by_block: bool = False) -> torch.Tensor:
         0 if rows.drafts is None else rows.drafts.stride(0),
         slots.table.stride(0),
         slots.slot_ids.stride(0),
+        slots.table.shape[0],
         HAS_DRAFTS=rows.drafts is not None,
         SIZE=size,
         BY_BLOCK=by_block,
