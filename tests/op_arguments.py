@@ -63,17 +63,17 @@ def check_strided_arguments(
         others: further arguments, passed unchanged.
     """
     refused = dict(refused or {})
-    expected = _run(op, arguments, others)
-    names = list(_tensor_names(arguments))
+    expected = run_op(op, arguments, others)
+    names = list(tensor_names(arguments))
     unknown = sorted(set(refused) - set(names))
     assert not unknown, f"no tensor arguments: {unknown}, there are {names}"
     for name in names:
-        changed = _with(arguments, name, strided)
+        changed = changed_arguments(arguments, name, strided)
         if name in refused:
             with pytest.raises(TensorContractError, match=re.escape(refused[name])):
-                _run(op, changed, others)
+                run_op(op, changed, others)
             continue
-        got = _run(op, changed, others)
+        got = run_op(op, changed, others)
         assert len(got) == len(expected), name
         for one, other in zip(got, expected, strict=True):
             assert torch.equal(one, other), name
@@ -106,7 +106,7 @@ def check_wrong_arguments(
         others: further arguments, passed unchanged.
     """
     problems = []
-    for name in _tensor_names(arguments):
+    for name in tensor_names(arguments):
         for kind, change in WRONG.items():
             if name in free or f"{name}: {kind}" in free:
                 continue
@@ -131,7 +131,7 @@ def _refusal(
 ) -> str | None:
     """The message with which `op` refuses a changed tensor, or None."""
     try:
-        op(**_with(arguments, name, change), **others)
+        op(**changed_arguments(arguments, name, change), **others)
     except TensorContractError as error:
         return str(error)
     return None
@@ -150,7 +150,7 @@ def check_arguments(
     check_wrong_arguments(op, arguments, free=free, **others)
 
 
-def _run(
+def run_op(
     op: Callable[..., Any], arguments: Mapping[str, Any], others: Mapping[str, Any]
 ) -> list[torch.Tensor]:
     """Return all results and changed arguments, contiguous; the gaps must not be written."""
@@ -208,23 +208,23 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _tensor_names(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+def tensor_names(arguments: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     for name, value in arguments.items():
         if isinstance(value, torch.Tensor):
             yield prefix + name
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-            yield from _tensor_names(fields, f"{prefix}{name}.")
+            yield from tensor_names(fields, f"{prefix}{name}.")
 
 
-def _with(
+def changed_arguments(
     arguments: Mapping[str, Any], name: str, change: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
     first, _, rest = name.partition(".")
     value = arguments[first]
     if rest:
         fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
-        inner = _with(fields, rest, change)
+        inner = changed_arguments(fields, rest, change)
         part = rest.partition(".")[0]
         changed = dataclasses.replace(value, **{part: inner[part]})
     else:

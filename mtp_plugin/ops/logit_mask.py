@@ -33,8 +33,8 @@ def mask_disallowed_tokens(
     Raises:
         TensorContractError: a tensor of another shape, dtype or device, or rows of drafts.
     """
-    expect_tensor("logits", logits, dtype=FLOATS, shape=(rows.num_rows, "V"))
-    rows.check(logits.device)
+    rows.check(expect_tensor("logits", logits, dtype=FLOATS).device)
+    expect_tensor("logits", logits, shape=(rows.num_rows, "V"))
     if rows.ahead is not None or rows.column:
         raise TensorContractError("rows: expected those of the target, got rows of drafts")
     check_slots(slots, rows.num_requests, logits.device)

@@ -45,14 +45,17 @@ def update_token_history(
     device = tokens.device
     expect_tensor("num_accepted", num_accepted, dtype=INTEGERS, shape=(requests,), device=device)
     check_slots(slots, requests, device)
+    rows = None
+    if positions is not None:
+        rows = LogitRows(0, 1, positions, num_accepted)
+        rows.check(device)
     if slots.pools is None:
         return
     slots.pools.check(device)
-    rows = None
-    if positions is not None and slots.draft_mask is not None:
+    if slots.draft_mask is None:
+        rows = None
+    else:
         slots.draft_mask.check(slots.pools)
-        rows = LogitRows(0, 1, positions, num_accepted)
-        rows.check(device)
     if requests:
         backend = Backend.of(backend, device, "backend")
         backend.dispatch(update_token_history_reference)(accepted, slots, rows)

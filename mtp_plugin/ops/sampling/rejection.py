@@ -62,6 +62,8 @@ def keep_draft_probs(
     check_draft_probs(draft_probs, slots, rows.column + 1, vocab, logits.device)
     if vocab_ids is not None:
         expect_vocab(logits, vocab_ids)
+    if slots.pools is not None:
+        slots.pools.check(logits.device, logits.shape[1] if vocab_ids is None else None)
     if logits.shape[0]:
         backend = Backend.of(backend, logits.device, "backend")
         backend.dispatch(keep_draft_probs_reference)(
@@ -131,6 +133,8 @@ def rejection_sample(
             f"{list(drafts.tokens.shape)}"
         )
     check_slots(slots, rows.num_requests, device, _COLUMNS)
+    if slots.pools is not None:
+        slots.pools.check(device, logits.shape[1])
     check_truncation(target.truncation, rows.num_rows, device)
     if drafts.probs is not None:
         check_draft_probs(drafts.probs, slots, rows.width - 1, logits.shape[1], device)
