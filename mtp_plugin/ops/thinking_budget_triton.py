@@ -32,6 +32,7 @@ from mtp_plugin.ops.logit_rows.thinking_triton import (
     BUDGET,
     END_PROGRESS,
     NUM_THINKING,
+    clamp_progress,
     thinking_after,
 )
 from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_options
@@ -39,10 +40,10 @@ from mtp_plugin.ops.step import Accepted, SlotRows, StepLayout
 
 
 @triton.jit
-def _store_forced(row, num_thinking, progress, budget, end_ptr, forced_ptr, target_ptr):
+def _store_forced(row, num_thinking, progress, budget, length, end_ptr, forced_ptr, target_ptr):
     """Store the token that a row must give, -1 if it may give any."""
     forces = (num_thinking >= 0) & (budget >= 0) & (num_thinking >= budget)
-    forced = tl.load(end_ptr + progress, mask=forces, other=-1)
+    forced = tl.load(end_ptr + clamp_progress(progress, length), mask=forces, other=-1)
     tl.store(forced_ptr + row, forced)
     tl.store(target_ptr + row, forced, mask=forces)
 
@@ -83,11 +84,15 @@ def force_thinking_end_kernel(
     num_thinking = tl.load(slot_row_ptr + NUM_THINKING, mask=budget >= 0, other=-1)
     progress = tl.load(slot_row_ptr + END_PROGRESS, mask=budget >= 0, other=0)
     if request < num_contexts:
-        _store_forced(request, num_thinking, progress, budget, end_ptr, forced_ptr, target_ptr)
+        _store_forced(
+            request, num_thinking, progress, budget, length, end_ptr, forced_ptr, target_ptr
+        )
     else:
         generation = request - num_contexts
         first = num_contexts + generation * (K + 1)
-        _store_forced(first, num_thinking, progress, budget, end_ptr, forced_ptr, target_ptr)
+        _store_forced(
+            first, num_thinking, progress, budget, length, end_ptr, forced_ptr, target_ptr
+        )
         for column in tl.static_range(K):
             token = tl.load(draft_ptr + generation * K + column)
             num_thinking, progress = thinking_after(
@@ -103,7 +108,9 @@ def force_thinking_end_kernel(
                 lanes,
             )
             row = first + column + 1
-            _store_forced(row, num_thinking, progress, budget, end_ptr, forced_ptr, target_ptr)
+            _store_forced(
+                row, num_thinking, progress, budget, length, end_ptr, forced_ptr, target_ptr
+            )
 
 
 @triton.jit(do_not_specialize=["num_slots"])

@@ -214,6 +214,17 @@ def test_views_with_the_negative_bit_and_arrays_are_refused(name: str) -> None:
                 op(**changed_arguments(operations()[name], argument, change))
 
 
+@pytest.mark.parametrize("name", ["force_thinking_end", "update_thinking_state"])
+@pytest.mark.parametrize("progress", [-9, 99])
+def test_progress_outside_the_end_sequence_is_clamped(name: str, progress: int) -> None:
+    given = operations()[name]
+    given["slots"].table[:, given["slots"].columns.offset("end_progress")] = progress
+    torch_results, results = (
+        run_op(getattr(ops, name), given, {"backend": b}) for b in ops.Backend
+    )
+    assert all(map(same_bits, results, torch_results))
+
+
 @both
 @pytest.mark.parametrize("name", NAMES)
 def test_slot_ids_outside_the_table_are_the_last_slot(name: str, backend: ops.Backend) -> None:

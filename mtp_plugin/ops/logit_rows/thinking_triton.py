@@ -20,6 +20,12 @@ END_PROGRESS = tl.constexpr(request_column("end_progress"))
 
 
 @triton.jit
+def clamp_progress(progress, length):
+    """An index in the end sequence, whatever the slot holds."""
+    return tl.minimum(tl.maximum(progress, 0), length - 1)
+
+
+@triton.jit
 def thinking_after(
     token,
     num_thinking,
@@ -33,9 +39,8 @@ def thinking_after(
     lanes,
 ):
     """Thinking-token count and end-sequence progress after a token."""
-    next_progress = tl.load(
-        next_progress_ptr + progress * length + lanes, mask=lanes < length, other=0
-    )
+    row_ptr = next_progress_ptr + clamp_progress(progress, length) * length
+    next_progress = tl.load(row_ptr + lanes, mask=lanes < length, other=0)
     progress = tl.max(tl.where(end_ids == token, next_progress, 0), axis=0)
     is_thinking = num_thinking >= 0
     is_forced = is_thinking & (budget >= 0) & (num_thinking >= budget)
@@ -87,5 +92,5 @@ def forced_after(
                 lanes,
             )
         is_forced = (num_thinking >= 0) & (num_thinking >= budget)
-        forced = tl.load(end_ptr + progress, mask=is_forced, other=-1)
+        forced = tl.load(end_ptr + clamp_progress(progress, length), mask=is_forced, other=-1)
     return forced
