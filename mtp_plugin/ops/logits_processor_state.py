@@ -86,8 +86,8 @@ class LogitsProcessorState:
                 contiguous, or logits of another vocabulary.
         """
         layout: dict[str, Any] = {"device": device, "contiguous": True}
-        shape: tuple[AtLeast, ...] = (AtLeast(1), AtLeast(1))
-        expect_tensor("pools.bias", self.bias, dtype=torch.float32, shape=shape, **layout)
+        least = AtLeast(1)
+        expect_tensor("pools.bias", self.bias, dtype=torch.float32, shape=(least, least), **layout)
         rows, vocab = self.bias.shape
         words = num_words(vocab)
         for name, shape, dtype in (

@@ -14,6 +14,7 @@ from mtp_plugin.ops.logits_processor_state import LogitsProcessorState
 from mtp_plugin.ops.sampling.types import DRAFT_COLUMNS, STEP_COLUMN
 from mtp_plugin.ops.step import SlotRows, to_device
 from mtp_plugin.requests.columns import (
+    NO_ROW,
     POOL_ROWS,
     REQUEST_COLUMNS,
     Number,
@@ -98,10 +99,10 @@ def _values(
         expect_int(f"slot table, {name}", value, error=MetadataError)
     for name, value in values.items():
         _expect_numbers(columns[name], value)
-    for name in POOL_ROWS if pools is not None else ():
-        expect_int(
-            f"slot table, {name}", values.get(name, -1), -1, pools.num_rows - 1, MetadataError
-        )
+    if pools is not None:
+        last = pools.num_rows - 1
+        for name in POOL_ROWS:
+            expect_int(f"slot table, {name}", values.get(name, NO_ROW), NO_ROW, last, MetadataError)
     return {**values, "seed": seed_words(cast(int | None, seed), cast(int, number))}
 
 
