@@ -64,9 +64,10 @@ class CustomVerification(ABC):
         Args:
             logits: [G, K+1, V] of the target, any float dtype, after bias, masks and penalties,
                 before temperature and truncation. Masked tokens are -inf, or NaN in raw logits.
-            draft_tokens: [G, K] integer; -1: absent.
-            target_tokens: [G, K+1] int32: the argmax of each row, or the sampled token of a request
-                with a temperature; -1: the row has no finite logit.
+            draft_tokens: [G, K] int64, ids of the vocabulary; 0 in place of absent drafts.
+            target_tokens: [G, K+1] int64: the argmax of each row, or the sampled token of a request
+                with a temperature; 0 in place of that of a row without finite logit, where every
+                draft is masked.
 
         Returns:
             [G] integer, clamped to 0..K.
@@ -202,17 +203,20 @@ def count_accepted(
     """Call ``num_accepted`` of a method, check its result and clamp it to 0..K, [G] int32.
 
     Args:
-        draft_tokens: [G, K] integer; those outside the vocabulary become -1.
+        draft_tokens: [G, K] integer; outside the vocabulary: absent.
+        target_tokens: [G, K+1] integer; -1: no finite logit.
 
     Raises:
         PluginError: the method raised an error.
         TensorContractError: the result has another type, shape or device.
     """
     num_requests, draft_len = draft_tokens.shape
+    # every id is valid as an index of gather, which raises otherwise, on CUDA for all requests
     is_token = (draft_tokens >= 0) & (draft_tokens < logits.shape[-1])
-    drafts = torch.where(is_token, draft_tokens, -1)
+    drafts = torch.where(is_token, draft_tokens, 0).to(torch.int64)
+    targets = target_tokens.clamp_min(0).to(torch.int64)
     try:
-        counts = method.num_accepted(logits, drafts, target_tokens)
+        counts = method.num_accepted(logits, drafts, targets)
     except Exception as error:
         raise PluginError(
             f"verification method {name!r}: num_accepted raised {describe_error(error)}"

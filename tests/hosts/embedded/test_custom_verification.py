@@ -27,7 +27,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 class ExactVerification(CustomVerification):
-    """Accepts target tokens only, as ``coupled`` does."""
+    """Accepts target tokens only, as ``coupled`` does; reads the logit of each draft."""
 
     description = "accept a draft that is the target token"
     keeps_output = True
@@ -36,7 +36,9 @@ class ExactVerification(CustomVerification):
     def num_accepted(
         self, logits: torch.Tensor, draft_tokens: torch.Tensor, target_tokens: torch.Tensor
     ) -> torch.Tensor:
-        return (draft_tokens == target_tokens[:, :-1]).to(torch.int64).cumprod(dim=1).sum(dim=1)
+        values = logits[:, :-1].gather(-1, draft_tokens.unsqueeze(-1)).squeeze(-1)
+        is_target = (draft_tokens == target_tokens[:, :-1]) & (values > -torch.inf)
+        return is_target.to(torch.int64).cumprod(dim=1).sum(dim=1)
 
 
 @pytest.fixture(autouse=True)

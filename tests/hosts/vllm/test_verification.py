@@ -536,15 +536,19 @@ def test_a_registered_method_is_a_choice_of_requests() -> None:
 
 
 class AcceptAll(CustomVerification):
-    """Accepts every draft."""
+    """Accepts every draft, and reads its logit."""
 
     description = "accepts every draft"
 
     def __init__(self) -> None:
         self.num_calls = 0
 
-    def num_accepted(self, logits: torch.Tensor, *_: torch.Tensor) -> torch.Tensor:
+    def num_accepted(
+        self, logits: torch.Tensor, draft_tokens: torch.Tensor, target_tokens: torch.Tensor
+    ) -> torch.Tensor:
         self.num_calls += 1
+        logits[:, :-1].gather(-1, draft_tokens.unsqueeze(-1))
+        logits.gather(-1, target_tokens.unsqueeze(-1))
         return torch.full((len(logits),), NUM_DRAFTS, device=logits.device)
 
 
@@ -556,6 +560,20 @@ def add_requests(ops: RowOps, method: str, indices: Sequence[int] = range(NUM_SL
         values = ops.slots.values(params, RequestOptions(method), 1, (1,))
         ops.slots.stage(index, values, index)
     ops.slots.apply()
+
+
+@SIZES
+def test_absent_drafts_disturb_no_method_and_are_not_accepted(sizes: list[int]) -> None:
+    register_verification("all", AcceptAll())
+    try:
+        ops, batch = make_ops(Backend.TORCH), make_batch(3, sizes)
+        batch.drafts[0][1] = -1
+        add_requests(ops, "all")
+        accepted = verify(ops, batch)
+    finally:
+        unregister_verification("all")
+    assert accepted.num_accepted.tolist() == [2, *sizes[1:]]
+    assert not accepted.status.any()
 
 
 def test_requests_of_a_method_go_on_after_it_is_unregistered() -> None:

@@ -154,7 +154,7 @@ def test_method_decides_for_its_requests_alone(
     assert logits.data_ptr() == inputs.logits[1:].data_ptr()
     assert drafts.tolist() == [[1, 7, 3]] * 3
     assert targets.tolist() == [[1, 2, 3, 4]] * 3
-    assert targets.dtype == torch.int32
+    assert drafts.dtype == targets.dtype == torch.int64
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -185,7 +185,7 @@ def test_draft_outside_the_vocabulary_is_absent(
     inputs.draft_tokens[2] = token
     assert accept(("constant",), inputs, backend) == [3]
     ((_, drafts, _),) = method.calls
-    assert drafts.tolist() == [[1, 7, -1]]
+    assert drafts.tolist() == [[1, 7, 0]]
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -194,7 +194,32 @@ def test_absent_drafts_are_not_accepted(method: Constant, backend: Backend) -> N
     inputs = step(["constant"] * 2, SamplingKind.GREEDY, draft_lens=lens)
     assert accept(("constant",), inputs, backend) == [1, 3]
     ((_, drafts, _),) = method.calls
-    assert drafts.tolist() == [[-1, -1, -1], [1, 7, -1]]
+    assert drafts.tolist() == [[0, 0, 0], [1, 7, 0]]
+
+
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("kind", KINDS)
+def test_method_may_gather_the_probability_of_drafts_and_targets(
+    method: Constant, monkeypatch: pytest.MonkeyPatch, kind: SamplingKind, backend: Backend
+) -> None:
+    """Also next to a request without drafts and a row without finite logit, where id 0, which takes
+    the place of both, is accepted by no count."""
+
+    def is_close(logits: torch.Tensor, drafts: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        probabilities = logits[:, :-1].softmax(-1)
+        values = probabilities.gather(-1, drafts.unsqueeze(-1))
+        best = probabilities.gather(-1, targets[:, :-1].unsqueeze(-1))
+        return (best - values < 0.3).squeeze(-1).int().cumprod(dim=1).sum(dim=1)
+
+    lens = torch.tensor([3, 0, 1, 3], dtype=torch.int32, device=DEVICE)
+    inputs = step(["constant"] * 4, kind, draft_lens=lens)
+    last = inputs.logits[1:].view(4, K + 1, VOCAB)[3]
+    last[1] = -torch.inf
+    inputs.draft_tokens.view(4, K)[3, 1] = 0
+    monkeypatch.setattr(method, "num_accepted", is_close)
+    assert accept(("constant",), inputs, backend) == [4, 1, 2, 1]
+    monkeypatch.undo()  # accepts everything
+    assert accept(("constant",), inputs, backend) == [4, 1, 2, 1]
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -209,13 +234,13 @@ def test_methods_read_processed_logits(method: Constant, backend: Backend) -> No
     assert torch.equal(inputs.logits, before)
 
 
-def test_rows_without_a_number_have_the_target_token_of_other_methods(method: Constant) -> None:
+def test_rows_without_a_finite_logit_have_target_token_0(method: Constant) -> None:
     inputs = step(["constant"], SamplingKind.GREEDY)
     inputs.logits[1, 0] = torch.nan
     inputs.logits[2] = -torch.inf
     accept(("constant",), inputs, Backend.TORCH)
     ((_, _, targets),) = method.calls
-    assert targets.tolist() == [[1, -1, 3, 4]]
+    assert targets.tolist() == [[1, 0, 3, 4]]
 
 
 def test_decisions_of_other_modes_stay(method: Constant) -> None:
