@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.errors import MetadataError, expect
+from mtp_plugin.errors import ConfigError, MetadataError, expect
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.checks import INTEGERS, expect_tensor
 from mtp_plugin.ops.draft import draft_argmax
@@ -31,6 +31,16 @@ from mtp_plugin.speculative.drafting.forward_inputs import (
 from mtp_plugin.speculative.host import HostStep, read_positions
 from mtp_plugin.speculative.verification import VerificationInputs, Verifier
 
+STEPS = (
+    "sample_and_accept_draft_tokens",
+    "update_mtp_hidden_states",
+    "prepare_drafter_inputs",
+    "change_attn_metadata",
+    "restore_attn_metadata",
+    "draft_sampler",
+)
+"""The single steps of TensorRT-LLM's workers. ``forward`` of a worker calls none of them."""
+
 
 class PublicSteps:
     """Mixin: the single steps that all workers have."""
@@ -41,6 +51,23 @@ class PublicSteps:
     draft_vocab_ids: torch.Tensor | None
     gather_logits: Callable[[torch.Tensor], torch.Tensor] | None
     _public_loop: DraftLoop | None = None
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Refuse a subclass that overrides a step.
+
+        Raises:
+            ConfigError: names the steps.
+        """
+        super().__init_subclass__(**options)
+        found = {name: next((c for c in cls.__mro__ if name in vars(c)), None) for name in STEPS}
+        names = [name for name, owner in found.items() if owner and owner.__module__ != __name__]
+        expect(
+            not names,
+            ConfigError,
+            f"{cls.__name__}: overrides {', '.join(names)}, which forward() does not call; change "
+            "acceptance with mtp_plugin.register_verification(name, method), and drafts with a "
+            "drafter of your own, mtp_plugin.register_plugin(plugin) (CONTRIBUTING.md)",
+        )
 
     def sample_and_accept_draft_tokens(
         self,

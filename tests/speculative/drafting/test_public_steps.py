@@ -17,6 +17,7 @@ import torch
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
+from mtp_plugin.speculative.drafting.public_steps import STEPS
 from mtp_plugin.speculative.metadata import MTPSpecMetadata
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
 from tests.ops.letters import ids, rows_with_top
@@ -433,6 +434,17 @@ def test_arguments_that_are_not_served(
     message = f"{worker_class.__name__}: not served in this version: {named}"
     with pytest.raises(ConfigError, match=re.escape(message)):
         worker_class(make_config(2), **arguments)
+
+
+@pytest.mark.parametrize("worker_class", WORKERS)
+@pytest.mark.parametrize("step", STEPS)
+def test_subclass_that_overrides_a_step_is_refused(worker_class: Any, step: str) -> None:
+    """Also if a mixin does; ``forward`` would not call it."""
+    mixin = type("Mixin", (), {step: lambda self, *_: self})
+    for bases, own in (((mixin, worker_class), {}), ((worker_class,), dict(vars(mixin)))):
+        with pytest.raises(ConfigError, match=f"Mine: overrides {step}, which .*register_plugin"):
+            type("Mine", bases, own)
+    assert type("Mine", (worker_class,), {"forward": None, "other": None})
 
 
 @pytest.mark.parametrize("worker_class", WORKERS)
