@@ -17,9 +17,9 @@ from mtp_plugin.speculative.verification import strict
 
 ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-OPTION, CUSTOM_VERIFICATION, VERIFICATION, DRAFTER = (
-    dedent(block) for block in re.findall(r"^ *```python\n(.*?)^ *```", PAGE, re.DOTALL | re.M)
-)
+BLOCKS = [dedent(x) for x in re.findall(r"^ *```python\n(.*?)^ *```", PAGE, re.DOTALL | re.M)]
+OPTION, OPTION_IN_TORCH, OPTION_IN_KERNELS, OPTION_IN_REFERENCE = BLOCKS[:4]
+CUSTOM_VERIFICATION, VERIFICATION, DRAFTER = BLOCKS[4:]
 
 
 def test_page_is_short() -> None:

@@ -127,7 +127,8 @@ class SamplingRule:
         forced = self.forced(output)
         if forced is not None:
             return _alone(forced, len(logits))
-        values = self._biased(usable(logits))
+        values = usable(logits)
+        values = self._biased(values)
         values[self._excluded(output, len(values))] = -torch.inf
         values = self._without_ends(values, output)
         return self._penalised(values, output)

@@ -7,11 +7,11 @@ columns of verification methods follow.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_plugin.errors import ConfigError, MetadataError, expect
-from mtp_plugin.requests.options import INT32_MAX, MAX_BAD_WORD_LEN, OPTIONS
+from mtp_plugin.requests.options import INT32_MAX, MAX_BAD_WORD_LEN, OPTIONS, LogitChange
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, NO_STOP
 
 Number = int | float
@@ -19,6 +19,8 @@ Number = int | float
 
 POOL_ROWS = ("bias_row", "allowed_row", "count_row", "words_row")
 """Columns with the index of a row of a pool: bias, allowed ids, token counts, bad words."""
+LOGIT_CHANGE = "logit_change"
+"""Column with the `LogitChange` of a request, which follows from its other columns."""
 NO_ROW = -1
 NO_TOKEN = -1
 NOT_THINKING = -1
@@ -103,15 +105,29 @@ class TableColumns:
     def row(self, values: Mapping[str, Number | Sequence[Number]]) -> list[int]:
         """Return the row [W] int32 of a slot; columns that are not given are empty.
 
+        `LOGIT_CHANGE` is derived from the columns that are given.
+
         Raises:
-            MetadataError: an unknown column, or more numbers than its width.
+            MetadataError: an unknown column, more numbers than its width, or the derived column.
         """
         unknown = [name for name in values if name not in self._offsets]
         expect(not unknown, MetadataError, f"slot table: there is no column {', '.join(unknown)}")
+        expect(
+            LOGIT_CHANGE not in values,
+            MetadataError,
+            f"slot table: {LOGIT_CHANGE} follows from the other columns; leave it out",
+        )
         row = self._empty.copy()
+        change = LogitChange.NONE
         for name, value in values.items():
             first, column = self._offsets[name]
-            row[first : first + column.width] = column.bits(value)
+            end = first + column.width
+            bits = column.bits(value)
+            if name in _CHANGES and bits != row[first:end]:
+                number = value[0] if isinstance(value, Sequence) else value
+                change = max(change, _CHANGES[name](number))
+            row[first:end] = bits
+        row[self.offset(LOGIT_CHANGE)] = change.value
         return row
 
 
@@ -129,6 +145,7 @@ REQUEST_COLUMNS = (
     ),
     SlotColumn("seed", int, width=2),
     *(SlotColumn(name, int, NO_ROW) for name in POOL_ROWS),
+    SlotColumn(LOGIT_CHANGE, int),
     SlotColumn("recent", int, NO_TOKEN, MAX_BAD_WORD_LEN),
     SlotColumn("num_thinking", int, NOT_THINKING),
     SlotColumn("end_progress", int),
@@ -137,10 +154,23 @@ REQUEST_COLUMNS = (
 """The first columns of every table.
 
 ``number``: index of the request, 31 bits, in order of submission. ``seed``: low and high word.
-`POOL_ROWS`: rows in the pools of logits-processor state. ``recent``: the last tokens.
+`POOL_ROWS`: rows in the pools of logits-processor state. ``logit_change``: see `LOGIT_CHANGE`.
+``recent``: the last tokens.
 ``num_thinking``: generated thinking tokens, and ``end_progress``: how many ids of the
 end-of-thinking sequence are matched. ``stop_ids``: token ids that end the request. A greedy request
 has temperature 0."""
+
+_CHANGES: Mapping[str, Callable[[Number], LogitChange]] = {
+    **{
+        option.name: option.change
+        for option in OPTIONS.values()
+        if option.edits_logits and option.column is not None
+    },
+    "bias_row": lambda _: LogitChange.ANY,
+    "allowed_row": lambda _: LogitChange.LOWERS,
+    "count_row": lambda _: LogitChange.LOWERS,  # penalties have columns
+}
+"""What a value other than the empty one does to the logits, by column."""
 
 _REQUEST_TABLE = TableColumns(REQUEST_COLUMNS)
 

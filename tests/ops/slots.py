@@ -9,7 +9,13 @@ from dataclasses import replace
 import torch
 
 from mtp_plugin.ops.step import SlotRows
-from mtp_plugin.requests.columns import REQUEST_COLUMNS, Number, SlotColumn, TableColumns
+from mtp_plugin.requests.columns import (
+    LOGIT_CHANGE,
+    REQUEST_COLUMNS,
+    Number,
+    SlotColumn,
+    TableColumns,
+)
 from tests.op_arguments import storage
 from tests.ops.on_device import DEVICE
 
@@ -44,6 +50,8 @@ def slot_rows(
         for name, value in named.items():
             bits = torch.tensor(layout[name].bits(value), dtype=torch.int32)
             wide[slot, layout.offset(name) : layout.offset(name) + len(bits)] = bits
+        change = layout.offset(LOGIT_CHANGE)
+        wide[slot, change] = layout.row(named)[change]
     # ids after those of the step's requests are not read
     ids = torch.full((len(values) + 2, id_stride), 10**6, dtype=torch.int64)
     ids[: len(values), 0] = torch.tensor(mine, dtype=torch.int64)
@@ -63,6 +71,15 @@ def held(slots: SlotRows, request: int, name: str) -> Number | list[Number]:
     row = slots.table[int(slots.slot_ids[request])].cpu()[first : first + kind.width]
     numbers = (row.view(torch.float32) if kind.kind is float else row).tolist()
     return numbers if kind.width > 1 else numbers[0]
+
+
+def derive_logit_change(slots: SlotRows, requests: int) -> None:
+    """Write the derived column of requests whose columns a test has changed."""
+    layout, first = slots.columns, slots.columns.offset(LOGIT_CHANGE)
+    names = [each.name for each in REQUEST_COLUMNS if each.name != LOGIT_CHANGE]
+    for request in range(requests):
+        row = layout.row({name: held(slots, request, name) for name in names})
+        slots.table[int(slots.slot_ids[request]), first] = row[first]
 
 
 def on_copy(slots: SlotRows) -> SlotRows:

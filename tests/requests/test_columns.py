@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import struct
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.requests.columns import (
     FLOAT32_MAX,
     INT32_MAX,
+    LOGIT_CHANGE,
     REQUEST_COLUMNS,
     SlotColumn,
     TableColumns,
@@ -168,7 +170,8 @@ def test_a_row_has_every_number_at_its_place(
     following: list[SlotColumn], data: st.DataObject
 ) -> None:
     columns = TableColumns((*REQUEST_COLUMNS, *following))
-    named = data.draw(st.lists(st.sampled_from(columns.columns), unique_by=lambda c: c.name))
+    given = [column for column in columns.columns if column.name != LOGIT_CHANGE]
+    named = data.draw(st.lists(st.sampled_from(given), unique_by=lambda c: c.name))
     numbers = st.integers(-1000, 1000)
     values = {
         column.name: data.draw(st.lists(numbers, min_size=column.width, max_size=column.width))
@@ -179,6 +182,8 @@ def test_a_row_has_every_number_at_its_place(
         first = columns.offset(column.name)
         held = row[first : first + column.width]
         held = held.view(torch.float32) if column.kind is float else held
+        if column.name == LOGIT_CHANGE:
+            continue
         assert held.tolist() == values.get(column.name, [column.empty] * column.width)
 
 
@@ -194,6 +199,26 @@ def test_what_every_table_has() -> None:
     first = request_column("stop_ids")
     assert columns.row({})[first : first + MAX_STOP_IDS] == [NO_STOP] * MAX_STOP_IDS
     assert columns.row({"stop_ids": (5, 6)})[request_column("stop_ids") :][:3] == [5, 6, NO_STOP]
+
+
+@pytest.mark.parametrize(
+    ("values", "change"),
+    [
+        ({}, 0),
+        ({"temperature": 0.7, "top_k": 5, "min_tokens": 9, "thinking_token_budget": 0}, 0),
+        ({"words_row": 0, "bias_row": -1, "presence_penalty": None, "repetition_penalty": 1}, 0),
+        ({"allowed_row": 0}, 1),
+        ({"count_row": 3, "repetition_penalty": 1.3, "frequency_penalty": [0.5]}, 1),
+        ({"count_row": 3, "repetition_penalty": 0.9, "presence_penalty": 1}, 2),
+        ({"count_row": 3, "repetition_penalty": 2, "presence_penalty": -0.5}, 2),
+        ({"bias_row": 0, "allowed_row": 0}, 2),
+    ],
+)
+def test_logit_change_follows_from_the_other_columns(values: Any, change: int) -> None:
+    columns = TableColumns(REQUEST_COLUMNS)
+    assert columns.row(values)[request_column(LOGIT_CHANGE)] == change
+    with pytest.raises(MetadataError, match="logit_change follows from the other columns; leave"):
+        columns.row({**values, LOGIT_CHANGE: change})
 
 
 def test_names_that_there_are_not() -> None:

@@ -12,21 +12,12 @@ from mtp_plugin.ops.logits_processor_state import (
     bit_of,
 )
 from mtp_plugin.ops.step import SlotRows
+from mtp_plugin.requests.options import OPTIONS
 
 LOGITS_PROCESSING_OPTIONS = frozenset(
-    {
-        "min_tokens",
-        "logit_bias",
-        "allowed_token_ids",
-        "bad_words",
-        "bad_token_ids",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
-        "prompt_ignore_length",
-    }
+    name for name, option in OPTIONS.items() if option.edits_logits and not option.enabled_by
 )
-"""Options of a request that this module applies."""
+"""Options of a request that this module applies; the others need a config that enables them."""
 
 
 def process_logits(

@@ -4,8 +4,9 @@ Values are processed where they are loaded, so no kernel writes processed logits
 launch of its own; a kernel that loads logits calls:
 
 1. `load_processing`: options of the request, and its rows of the pools.
-2. `process_values`, for any ids: add the bias; set ids that are not allowed to -inf; apply the
-   repetition penalty, then presence and frequency penalties. Drafts before the row count as output.
+2. `process_values`, for any ids: apply the options that read the value alone; add the bias; set ids
+   that are not allowed to -inf; apply the repetition penalty, then presence and frequency
+   penalties. Drafts before the row count as output.
 
 A scan of whole blocks does the same with fewer instructions:
 
@@ -26,8 +27,12 @@ import triton
 import triton.language as tl
 
 from mtp_plugin.ops import logits_processor_state
-from mtp_plugin.requests.columns import request_column
+from mtp_plugin.requests.columns import LOGIT_CHANGE, request_column
+from mtp_plugin.requests.options import LogitChange
 
+CHANGE = tl.constexpr(request_column(LOGIT_CHANGE))
+NO_CHANGE = tl.constexpr(LogitChange.NONE.value)
+LOWERS = tl.constexpr(LogitChange.LOWERS.value)
 BIAS_ROW = tl.constexpr(request_column("bias_row"))
 ALLOWED_ROW = tl.constexpr(request_column("allowed_row"))
 COUNT_ROW = tl.constexpr(request_column("count_row"))
@@ -143,17 +148,13 @@ def load_processing(slot_row_ptr, pools, draft_ptr, num_before):
 @triton.jit
 def is_processed(slot_row_ptr):
     """Whether the logits of a request are changed at all."""
-    row = tl.maximum(tl.load(slot_row_ptr + BIAS_ROW), tl.load(slot_row_ptr + ALLOWED_ROW))
-    return tl.maximum(row, tl.load(slot_row_ptr + COUNT_ROW)) >= 0
+    return tl.load(slot_row_ptr + CHANGE) != NO_CHANGE
 
 
 @triton.jit
 def only_lower(processing):
     """Whether processing increases no value of the row."""
-    is_lowered = (
-        (processing.repetition >= 1) & (processing.presence >= 0) & (processing.frequency >= 0)
-    )
-    return (processing.bias_row < 0) & ((processing.count_row < 0) | is_lowered)
+    return tl.load(processing.slot_row_ptr + CHANGE) <= LOWERS
 
 
 @triton.jit
@@ -198,8 +199,18 @@ def _load_counts(count_ptr, ids, is_read):
 
 
 @triton.jit
+def _apply_value_options(x, slot_row_ptr):  # noqa: ARG001 - options will
+    """Apply the options that read the value alone, of any shape; there is none at present.
+
+    A NaN of ``x`` must stay NaN or become -inf, as it does with comparisons and sums.
+    """
+    return x
+
+
+@triton.jit
 def process_values(x, ids, inside, processing):
     """Process values of ids; float32 without NaN, before and after."""
+    x = _apply_value_options(x, processing.slot_row_ptr)
     if (processing.bias_row >= 0) | (processing.allowed_row >= 0):
         x = _add_bias(x, ids, inside, processing.bias_row, processing.bias_ptr)
         if processing.allowed_row >= 0:
@@ -412,6 +423,7 @@ def process_block(x, block, first, vocab, row_ptr, processing, shared):
     Draft tokens are few, so most blocks hold none.
     """
     SIZE: tl.constexpr = x.shape[0]
+    x = _apply_value_options(x, processing.slot_row_ptr)
     if block.bias_row >= 0:
         offsets = tl.arange(0, SIZE)
         bias_ptr = (

@@ -16,6 +16,7 @@ from mtp_plugin.requests.options.option import (
     MAX_BIAS_IDS,
     MAX_LOGPROBS,
     MAX_RANGE,
+    LogitChange,
     Option,
 )
 from mtp_plugin.requests.options.params import (
@@ -47,6 +48,7 @@ __all__ = [
     "OPTIONS",
     "RENAMED_OPTIONS",
     "UNUSED_OPTIONS",
+    "LogitChange",
     "Option",
     "SamplingParams",
     "is_greedy",

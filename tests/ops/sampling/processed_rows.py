@@ -31,6 +31,7 @@ from tests.ops.on_device import DEVICE, POISON
 from tests.ops.sampling import example
 from tests.ops.sampling.cases import ROUNDED, Batch
 from tests.ops.sampling.example import Options
+from tests.ops.slots import derive_logit_change
 
 NUMBERS = (0.5, -0.5, 1.0, 0.1, -0.3, 2.0, 3.7, 100.0)
 FACTORS = (1.0, 2.0, 0.5, 1.3, 1.1, 1e-30, 3e38)
@@ -218,6 +219,7 @@ def write(slots: SlotRows, values: list[dict[str, float]]) -> None:
             slots.table[int(slots.slot_ids[request]), first : first + len(bits)] = torch.tensor(
                 bits, dtype=torch.int32, device=DEVICE
             )
+    derive_logit_change(slots, len(values))
 
 
 @triton.jit

@@ -117,6 +117,12 @@ def bits(value: float) -> int:
     return struct.unpack("i", struct.pack("f", value))[0]
 
 
+def logit_change(values: dict[str, Any]) -> int:
+    """2: a logit may increase, 1: logits only decrease, 0: none changes."""
+    presence = values.get("presence_penalty", 0.0)
+    return 2 if presence < 0 else int("count_row" in values or bits(presence) != 0)
+
+
 def format_value(values: dict[str, Any]) -> list[int]:
     """A row, number by number."""
     wide = [*values.get("wide", ()), *[-1.0] * 3][:3]
@@ -135,6 +141,7 @@ def format_value(values: dict[str, Any]) -> list[int]:
         values.get("logprobs", -1),
         *values.get("seed", (0, 0)),
         *(values.get(name, -1) for name in POOL_ROWS),
+        logit_change(values),
         *[*values.get("recent", ()), *[-1] * MAX_BAD_WORD_LEN][:MAX_BAD_WORD_LEN],
         values.get("num_thinking", -1),
         values.get("end_progress", 0),
@@ -338,6 +345,7 @@ def test_options_are_in_their_columns() -> None:
         "logprobs": -1,
         "seed": [0, 0],
         **dict.fromkeys(POOL_ROWS, -1),
+        "logit_change": 0,
         "recent": [-1] * MAX_BAD_WORD_LEN,
         "num_thinking": -1,
         "end_progress": 0,

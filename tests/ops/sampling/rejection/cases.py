@@ -30,7 +30,7 @@ from tests.op_arguments import poisoned_memory
 from tests.ops.on_device import DEVICE, vector
 from tests.ops.sampling.example import Options
 from tests.ops.sampling.rejection import example
-from tests.ops.slots import column, held, on_copy, slot_rows
+from tests.ops.slots import column, derive_logit_change, held, on_copy, slot_rows
 from tests.ops.top_k.rows import strided
 
 READ = (
@@ -102,6 +102,7 @@ class Batch:
                 given[slots.slot_ids[:requests]] = vector(
                     [rng.choice((NO_ROW, row, row)) for row in range(requests)], torch.int32
                 )
+            derive_logit_change(slots, requests)
         num_rows = contexts + generations * (draft_len + 1)
         logits = torch.randn(num_rows, vocab, generator=noise) * 2
         of_drafts = torch.randn(draft_len, requests, vocab, generator=noise) * 2
