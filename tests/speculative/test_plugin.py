@@ -637,14 +637,14 @@ def test_past_pairs_are_kept_where_layers_of_their_own_depth_read_them() -> None
 @pytest.mark.parametrize(
     ("make", "size"),
     [
-        # 70 numbers: 20, the 16 last tokens, 32 stop ids, how drafts are verified and sampled
-        (target_only, 4 * 70),
-        (eagle, 4 * 70),
+        # 71 numbers: 21, the 16 last tokens, 32 stop ids, how drafts are verified and sampled
+        (target_only, 4 * 71),
+        (eagle, 4 * 71),
         # two pairs of eight numbers of two bytes and a token
-        (vanilla, 4 * 70 + 2 * (8 * 2 + 4)),
+        (vanilla, 4 * 71 + 2 * (8 * 2 + 4)),
         (
             lambda: build(**RELAXED, begin_thinking_phase_token=3, end_thinking_phase_token=4),
-            4 * 74,
+            4 * 75,
         ),
     ],
     ids=["none", "eagle", "vanilla", "relaxed"],
