@@ -12,6 +12,7 @@ import typer
 
 from mtp_plugin.cli.flags import ConfigFile, DraftLength, NoMTP, PluginOptions, draft_length
 from mtp_plugin.cli.opening import errors_of, import_engine, load
+from mtp_plugin.config.bounded import read_bounded
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.extras import SERVE_PACKAGES, require
 from mtp_plugin.tools.terminal.console import OutputConsole, messages, progress
@@ -165,9 +166,10 @@ def _read_api_key(file: Path | None) -> str | None:
 
 def _read(option: str, file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return read_bounded(file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{option} {file}: cannot be read: {type(error).__name__}") from None
+        reason = getattr(error, "strerror", None) or type(error).__name__
+        raise ConfigError(f"{option} {file}: cannot be read: {reason}") from None
 
 
 def _read_prefix(name: str) -> str:

@@ -1,7 +1,11 @@
-"""Files that users name, read up to a size: a device may have no end."""
+"""Files that users name: regular files alone, as a pipe may never be written, read up to a size."""
 
 from __future__ import annotations
 
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
@@ -11,13 +15,27 @@ MAX_BYTES = 2**26
 """Bytes of a file at most."""
 
 
+@contextmanager
+def open_regular(path: str | Path) -> Iterator[IO[bytes]]:
+    """Open a regular file for reading.
+
+    Raises:
+        OSError: it cannot be read, or is a pipe or a device.
+    """
+    # without O_NONBLOCK, a named pipe without a writer is opened for ever
+    with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            raise OSError(None, "expected a regular file, got a pipe or a device")
+        yield file
+
+
 def read_bounded(path: str | Path) -> bytes:
-    """All bytes of a file, pipe or device.
+    """All bytes of a regular file.
 
     Raises:
         OSError: it cannot be read, or has more than `MAX_BYTES`.
     """
-    with Path(path).open("rb") as file:
+    with open_regular(path) as file:
         return read_all(file)
 
 

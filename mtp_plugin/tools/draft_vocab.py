@@ -13,6 +13,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from mtp_plugin.config.bounded import read_bounded
 from mtp_plugin.errors import CheckpointError, ConfigError, RequestError, describe_error
 from mtp_plugin.requests.tokenizer import is_failure, named_failures
 from mtp_plugin.tools.terminal.console import OutputConsole, progress_bar
@@ -164,7 +165,7 @@ def _stop_ids(folder: Path) -> set[int]:
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         try:
-            given = json.loads((folder / name).read_text(encoding="utf-8"))["eos_token_id"]
+            given = json.loads(read_bounded(folder / name))["eos_token_id"]
         except (OSError, ValueError, LookupError, TypeError, RecursionError):
             continue
         ids = given if isinstance(given, list) else [given]

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
-from mtp_plugin.config.bounded import MAX_BYTES
+from mtp_plugin.config.bounded import MAX_BYTES, open_regular
 from mtp_plugin.errors import RequestError
 
 BLOCK_BYTES = 4096
@@ -63,7 +63,7 @@ def read_conversations(file: Path, count: int) -> list[str | list[dict[str, Any]
 @contextmanager
 def _opened(file: Path) -> Iterator[IO[bytes]]:
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             yield opened
     except FileNotFoundError:
         raise RequestError(f"{file}: no such file") from None

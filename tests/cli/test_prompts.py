@@ -6,11 +6,16 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from mtp_plugin.cli.serve import _read
+from mtp_plugin.errors import MTPPluginError
 from mtp_plugin.tools.terminal import prompts
+from mtp_plugin.tools.texts import read_texts
 from tests.cli.calls import EAGLE, FEW, Result, Run, open_empty_pipe
 
 
@@ -68,6 +73,17 @@ def test_prompt_files_refused(
     assert result.err.startswith(f"error: prompt file {file}: ")
     assert message in result.err
     assert result.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "read",
+    [prompts.prompts_of_file, lambda file: list(read_texts(file, print)), partial(_read, "--key")],
+)
+def test_a_named_pipe_is_refused_without_waiting(tmp_path: Path, read: Callable[..., Any]) -> None:
+    file = tmp_path / "pipe.txt"
+    os.mkfifo(file)
+    with pytest.raises(MTPPluginError, match="expected a regular file, got a pipe"):
+        read(file)
 
 
 def prompt_taken(result: Result) -> list[str]:

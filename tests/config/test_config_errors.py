@@ -353,5 +353,5 @@ def test_a_device_without_an_end_is_no_config(tmp_path: Path, name: str) -> None
     with pytest.raises(ConfigError) as refused:
         load_config(given[0], plugin_options=given[1])
     assert str(refused.value) == (
-        f"{wrong}: cannot be read: expected at most 67108864 bytes, got more"
+        f"{wrong}: cannot be read: expected a regular file, got a pipe or a device"
     )

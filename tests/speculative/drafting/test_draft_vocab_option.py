@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -85,10 +86,13 @@ def test_files_that_list_no_ids(listed: Any, content: str, message: str) -> None
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     missing, folder, binary = tmp_path / "none.json", tmp_path, tmp_path / "binary.json"
+    pipe = tmp_path / "pipe.json"
+    os.mkfifo(pipe)
     binary.write_bytes(b"\xff\xfe[1]")
     for path, message in (
         (missing, "no such file; expected a JSON list of token ids"),
         (folder, "cannot be read: Is a directory"),
+        (pipe, "cannot be read: expected a regular file, got a pipe or a device"),
         (binary, "expected UTF-8 text, got other bytes: 'utf-8' codec can't decode"),
     ):
         with pytest.raises(ConfigError) as error:

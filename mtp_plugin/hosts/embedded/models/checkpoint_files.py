@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from mtp_plugin.config.bounded import read_bounded
+from mtp_plugin.config.bounded import open_regular, read_bounded
 from mtp_plugin.config.messages import got, spelled
 from mtp_plugin.errors import CheckpointError
 
@@ -73,7 +73,7 @@ def check_downloaded(file: Path) -> None:
         CheckpointError: with the command that downloads the file.
         OSError: the file cannot be read.
     """
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         start = opened.read(len(_LFS_POINTER))
     if start == _LFS_POINTER:
         raise CheckpointError(
