@@ -24,7 +24,7 @@ from mtp_plugin.requests.options import (
     LOGPROBS_MODE,
     OPTIONS,
     RENAMED_OPTIONS,
-    UNUSED_OPTIONS,
+    WORDS_OF_TYPES,
     Option,
     SamplingParams,
 )
@@ -149,8 +149,10 @@ def elsewhere() -> Iterator[str]:
     """The table of what other engines alone have."""
     yield from HEAD_ELSEWHERE
     for name in sorted({*IGNORED_OPTIONS, *RENAMED_OPTIONS}):
-        taken = [f"`{value!r}`" for value in IGNORED_OPTIONS.get(name, ())]
-        taken += ["any integer"] if name in UNUSED_OPTIONS else []
+        taken = [
+            WORDS_OF_TYPES[value] if isinstance(value, type) else f"`{value!r}`"
+            for value in IGNORED_OPTIONS.get(name, ())
+        ]
         cells = f"`{name}`", ", ".join(taken), RENAMED_OPTIONS.get(name, "")
         yield f"| {' | '.join(cells)} |".replace("|  |", "| |").replace("|  |", "| |")
 

@@ -33,7 +33,6 @@ from mtp_plugin.requests.options import (
     Option,
     is_greedy,
 )
-from mtp_plugin.requests.options.option import plain
 from mtp_plugin.requests.stopping import stop_words
 
 _CONFIG = "config."
@@ -160,7 +159,8 @@ def _read(one: HostOption) -> Any:
     read = _plain_words if one.field == _PLAIN_WORDS else _READERS.get(one.option.name)
     if read is not None:
         return read(one.value)
-    value, values = plain(one.value), one.option.values
+    values = one.option.values
+    value = values.read(one.value)
     if not values.allows(value):
         raise RequestError(f"expected {values.words}, got {format_value(value)}")
     return value
@@ -206,7 +206,8 @@ def _bias(given: Any) -> Any:
 
 
 def _top_k(count: Any) -> int:
-    option, value = OPTIONS["top_k"], plain(count)
+    option = OPTIONS["top_k"]
+    value = option.values.read(count)
     if not option.values.allows(value):
         raise RequestError(f"expected {option.values.words}, got {format_value(value)}")
     return max(int(value), 0)

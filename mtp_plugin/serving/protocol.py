@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -18,7 +19,13 @@ from pydantic import (
 )
 
 from mtp_plugin.errors import RequestError, format_value
-from mtp_plugin.requests.options import MAX_LOGPROBS, SamplingParams
+from mtp_plugin.requests.options import (
+    IGNORED_OPTIONS,
+    MAX_LOGPROBS,
+    SamplingParams,
+    ignored_problem,
+)
+from mtp_plugin.requests.options.option import integral
 from mtp_plugin.serving.errors import APIError, Problem, problem_of
 
 REFUSED = {
@@ -42,6 +49,8 @@ MAX_ITEMS = 4096
 """Maximum number of messages, tools, or items of an option."""
 MAX_IDS = 2**20
 """Maximum number of token ids of a list."""
+UNSET_NUMBER = -1
+"""A seed or a maximum number of tokens of this value counts as unset, as in other servers."""
 
 Item = TypeVar("Item")
 Items = Annotated[list[Item], Field(fail_fast=True, max_length=MAX_ITEMS)]
@@ -103,6 +112,11 @@ class EngineFields(_Model):
     relaxed_topk: Any = None
     relaxed_delta: Any = None
 
+    @field_validator("max_tokens", "seed")
+    @classmethod
+    def _is_integral(cls, value: Any) -> Any:
+        return integral(value)
+
     @field_validator("stop", "stop_token_ids", "bad_words", "logit_bias", "allowed_token_ids")
     @classmethod
     def _has_few_items(cls, value: Any, info: ValidationInfo) -> Any:
@@ -147,13 +161,6 @@ class GenerationBody(EngineFields):
     return_draft_segments: bool = False
     response_format: Object | None = None
 
-    # without meaning here
-    user: Any = None
-    store: Any = None
-    metadata: Any = None
-    service_tier: Any = None
-    parallel_tool_calls: Any = None
-
     @field_validator("response_format")
     @classmethod
     def _is_text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -170,9 +177,9 @@ class GenerationBody(EngineFields):
         """Return the given options of `SamplingParams`."""
         options = {name: getattr(self, name) for name in EngineFields.model_fields}
         options = {name: value for name, value in options.items() if value is not None}
-        options.setdefault("max_tokens", self.default_max_tokens)
-        if options["max_tokens"] is None:
-            options["max_new_tokens"] = options.pop("max_tokens")
+        if _is_unset_number(self.seed):
+            del options["seed"]
+        options |= _max_tokens_option(options.pop("max_tokens", self.default_max_tokens))
         return {**options, "speculate": self.speculative}
 
     def problems(self) -> list[Problem]:
@@ -183,6 +190,15 @@ class GenerationBody(EngineFields):
         if self.stream and self.prompt_logprobs is not None:
             found.append(("prompt_logprobs", "prompt_logprobs: needs stream=false"))
         return found
+
+
+def _is_unset_number(value: Any) -> bool:
+    return type(value) is int and value == UNSET_NUMBER
+
+
+def _max_tokens_option(count: Any) -> dict[str, Any]:
+    is_unset = count is None or _is_unset_number(count)
+    return {"max_new_tokens": None} if is_unset else {"max_tokens": count}
 
 
 class CompletionBody(GenerationBody):
@@ -198,6 +214,9 @@ class CompletionBody(GenerationBody):
     @classmethod
     def _is_prompt(cls, value: Any) -> Any:
         # own code: a union of lists checks every alternative to its end
+        value = _integral_ids(value)
+        if isinstance(value, list) and set(map(type, value)) == {list}:
+            value = list(map(_integral_ids, value))
         kinds = set(map(type, value)) if isinstance(value, list) else {type(value)}
         is_text = isinstance(value, str) or kinds == {str}
         is_ids = isinstance(value, list) and kinds <= {int}
@@ -230,6 +249,14 @@ class CompletionBody(GenerationBody):
             if self.echo:
                 options.setdefault("prompt_logprobs", self.logprobs)
         return options
+
+
+def _integral_ids(value: Any) -> Any:
+    """Return a list of numbers as integers if all of them are; everything else unchanged."""
+    if isinstance(value, list) and set(map(type, value)) in ({float}, {int, float}):
+        ids = list(map(integral, value))
+        return ids if set(map(type, ids)) == {int} else value
+    return value
 
 
 class ContentPart(_Model):
@@ -305,8 +332,15 @@ class ChatBody(ConversationBody, GenerationBody):
     max_completion_tokens: Any = None
     reasoning_effort: str | None = None
     logprobs: bool = False
-    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(integral)] | None = (
+        None
+    )
     tool_choice: str | Object | None = None
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _is_integral_too(cls, value: Any) -> Any:
+        return integral(value)
 
     @field_validator("tool_choice")
     @classmethod
@@ -327,8 +361,9 @@ class ChatBody(ConversationBody, GenerationBody):
         """Return the given options of `SamplingParams`."""
         options = super().engine_options()
         if self.max_completion_tokens is not None:
-            options.pop("max_new_tokens", None)
-            options["max_tokens"] = self.max_completion_tokens
+            for name in ("max_new_tokens", "max_tokens"):
+                options.pop(name, None)
+            options |= _max_tokens_option(self.max_completion_tokens)
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
         # the template writes the special tokens
@@ -338,7 +373,7 @@ class ChatBody(ConversationBody, GenerationBody):
     def problems(self) -> list[Problem]:
         """Return problems between fields."""
         found = super().problems()
-        if self.top_logprobs is not None and not self.logprobs:
+        if self.top_logprobs and not self.logprobs:
             found.append(("top_logprobs", "top_logprobs: needs logprobs=true"))
         given = (self.max_tokens, self.max_completion_tokens)
         if None not in given and given[0] != given[1]:
@@ -367,7 +402,11 @@ class DetokenizeBody(_Model):
     """``/detokenize``."""
 
     model: str | None = None
-    tokens: Annotated[list[Annotated[int, Field(ge=0)]], Field(fail_fast=True, max_length=MAX_IDS)]
+    tokens: Annotated[
+        list[Annotated[int, Field(ge=0)]],
+        Field(fail_fast=True, max_length=MAX_IDS),
+        BeforeValidator(_integral_ids),
+    ]
 
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -377,11 +416,14 @@ def parse_body(kind: type[Body], content: Mapping[str, Any]) -> tuple[Body | Non
     """Return the body with its valid fields, and the problems of the others.
 
     The body is None if a required field is missing or invalid. Fields that are null count as not
-    given.
+    given, and so do those of other servers whose value changes nothing.
     """
     given = {name: value for name, value in content.items() if value is not None}
+    names = (IGNORED_OPTIONS.keys() & given.keys()) - kind.model_fields.keys()
+    ignored = {name: ignored_problem(name, given.pop(name)) for name in sorted(names)}
+    refused: list[Problem] = [(name, reason) for name, reason in ignored.items() if reason]
     try:
-        return kind.model_validate(given), []
+        return kind.model_validate(given), refused
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
     problems: dict[str, Problem] = {}
@@ -397,10 +439,11 @@ def parse_body(kind: type[Body], content: Mapping[str, Any]) -> tuple[Body | Non
         where = ".".join(str(step) for step in each["loc"] if "[" not in str(step))[:200]
         problems[field] = (field[:200] or None, f"{where or 'the body'}: {reason}")
     valid = {name: value for name, value in given.items() if name not in problems}
+    listed = [*problems.values(), *refused]
     try:
-        return kind.model_validate(valid), list(problems.values())
+        return kind.model_validate(valid), listed
     except ValidationError:
-        return None, list(problems.values())
+        return None, listed
 
 
 def sampling_params(body: GenerationBody) -> tuple[SamplingParams, list[Problem]]:

@@ -139,14 +139,13 @@ def out_of_range(name: str, value: Any, words: str, expected: str | None = None)
 REFUSED = [
     out_of_range("max_new_tokens", 0, "an integer >= 1"),
     out_of_range("max_new_tokens", -3, "an integer >= 1"),
-    out_of_range("max_new_tokens", 2.0, "an integer >= 1"),
+    out_of_range("max_new_tokens", 2.5, "an integer >= 1"),
     out_of_range("max_new_tokens", True, "an integer >= 1"),
     Refused({"max_tokens": 0}, "max_tokens must be an integer >= 1, got 0"),
     out_of_range("min_tokens", -1, "an integer >= 0"),
     out_of_range("min_tokens", "2", "an integer >= 0"),
     Refused({"min_tokens": 9, "max_new_tokens": 8}, "min_tokens 9 is above max_new_tokens 8"),
     out_of_range("stop", [""], SEQUENCE_OF_STRINGS, "('',)"),
-    out_of_range("stop", "", SEQUENCE_OF_STRINGS, "('',)"),
     out_of_range("stop", [3], SEQUENCE_OF_STRINGS, "(3,)"),
     out_of_range("stop", b"x", SEQUENCE_OF_STRINGS),
     out_of_range("stop_token_ids", 5, SEQUENCE_OF_IDS),
@@ -412,7 +411,7 @@ UNSET = (
         {"output_kind": OutputKind.FINAL_ONLY, "skip_clone": True, "return_token_ids": True},
         {"beam_width": 1, "num_beams": 1, "pad_id": 0, "best_of": 0},
         {"thinking_token_budget": -1, "logprobs": False, "prompt_logprobs": False},
-        {"no_repeat_ngram_size": -1},
+        {"no_repeat_ngram_size": -1, "stop": ""},
         {"logprobs_simple_format": False, "prompt_logprobs_simple_format": False},
         {"logprob_token_ids": None, "output_text_buffer_length": 0, "stream_interval": None},
         {"prompt_logprob_start": None, "prompt_logprob_token_ids": None},
@@ -435,6 +434,7 @@ class Elsewhere(NamedTuple):
 
 
 WHOLE = (OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY)
+ZERO = ("None or 0", (None, 0, 0.0), (1, "0"))
 NONE, TRUE, FALSE = ("None", (None,)), ("True", (True,)), ("False", (False,))
 ELSEWHERE = {
     "additional_model_outputs": Elsewhere("None or [] or ()", (None, [], ()), (["x"],)),
@@ -459,7 +459,7 @@ ELSEWHERE = {
         (1, OutputKind.DELTA),
     ),
     "output_text_buffer_length": Elsewhere("0", (0,), (3,)),
-    "pad_id": Elsewhere(*NONE, ("0", [0], 0.5)),
+    "pad_id": Elsewhere("None or any integer", (None, 3), ("0", [0], 0.5)),
     "prompt_logprob_start": Elsewhere(*NONE, (0, 2)),
     "prompt_logprob_token_ids": Elsewhere(*NONE, ([3],)),
     "prompt_logprobs_simple_format": Elsewhere(*FALSE, (True,)),
@@ -475,11 +475,52 @@ ELSEWHERE = {
     "spaces_between_special_tokens": Elsewhere("True or False", (True, False), (None, 2)),
     "stream_interval": Elsewhere(*NONE, (1, 4)),
     "trace_decode_token_ids": Elsewhere(*NONE, ([3], [])),
-    "truncate_prompt_tokens": Elsewhere(*NONE, (5, -1)),
+    "truncate_prompt_tokens": Elsewhere("None or -1", (None, -1), (5, 0)),
+    **dict.fromkeys(
+        ("metadata", "parallel_tool_calls", "service_tier", "store", "user"),
+        Elsewhere("anything", (None, {}, "a"), ()),
+    ),
+    "modalities": Elsewhere("None or ['text']", (None, ["text"]), (["text", "audio"], "text")),
+    **dict.fromkeys(
+        [
+            "prompt_cache_key",
+            "prompt_cache_retention",
+            "safety_identifier",
+            "verbosity",
+            "cache_salt",
+            "request_id",
+            "rid",
+        ],
+        Elsewhere("None or any text", (None, "", "a"), (3, ["a"])),
+    ),
+    **dict.fromkeys(("priority", "top_logprobs", "top_n_logprobs"), Elsewhere(*ZERO)),
+    **dict.fromkeys(
+        ("include_reasoning", "separate_reasoning", "stream_reasoning"),
+        Elsewhere("None or True", (None, True), (False, "yes")),
+    ),
+    **dict.fromkeys(
+        [
+            "detokenize_stop_sequence",
+            "echo",
+            "no_stop_trim",
+            "return_hidden_states",
+            "return_log_probs",
+            "return_prompt_tokens",
+            "return_prompt_top_n_logprobs",
+            "return_segments",
+            "return_tokens_as_token_ids",
+        ],
+        Elsewhere("None or False", (None, False), (True, "yes")),
+    ),
+    "skip_prompt_log_probs": Elsewhere("None or False or True", (None, False, True), ("yes",)),
+    **dict.fromkeys(("num_tokens_total", "termination_id"), Elsewhere(*NONE, (3,))),
 }
 INSTEAD = {
     "end_id": "; write stop_token_ids, or ignore_eos=True for none",
     "output_kind": "; write stream, whose events have the new tokens",
+    "num_tokens_total": "; write max_new_tokens, which counts the output alone",
+    "termination_id": "; write stop_token_ids, or ignore_eos=True for none",
+    **dict.fromkeys(("return_log_probs", "top_logprobs", "top_n_logprobs"), "; write logprobs"),
 }
 
 
@@ -519,6 +560,8 @@ def test_lists_and_none_are_as_good_as_tuples() -> None:
     ("options", "wanted"),
     [
         ({"max_tokens": np.int64(5)}, {"max_new_tokens": 5}),
+        ({"max_tokens": np.float32(2), "top_k": 4.0}, {"max_new_tokens": 2, "top_k": 4}),
+        ({"stop_token_ids": [5.0], "seed": -0.0}, {"stop_token_ids": (5,), "seed": 0}),
         ({"temperature": np.float32(0.5), "top_k": np.uint8(4)}, {"temperature": 0.5, "top_k": 4}),
         ({"temperature": np.array(0.5), "seed": np.array(3)}, {"temperature": 0.5, "seed": 3}),
         ({"top_p": torch.tensor(0.5), "logprobs": torch.tensor(2)}, {"top_p": 0.5, "logprobs": 2}),
@@ -565,7 +608,7 @@ def test_one_bias_under_two_names() -> None:
     [
         ({"max_tokens": np.bool_(True)}, "max_tokens must be an integer >= 1, got True"),
         ({"temperature": np.bool_(False)}, "temperature must be a number >= 0, got False"),
-        ({"max_tokens": np.float32(2)}, "max_tokens must be an integer >= 1, got 2.0"),
+        ({"max_tokens": np.float32(2.5)}, "max_tokens must be an integer >= 1, got 2.5"),
         ({"top_k": np.array([3])}, "top_k must be an integer >= -1, got array([3])"),
         (
             {"allowed_token_ids": range(10**30)},
@@ -747,6 +790,7 @@ def test_log_probabilities_as_a_flag(name: str) -> None:
 
 
 MORE_NEUTRAL_VALUES = {
+    "stop": ("",),
     "thinking_token_budget": (-1,),
     "logprobs": (False,),
     "prompt_logprobs": (False,),
@@ -769,8 +813,10 @@ def outside(name: str) -> st.SearchStrategy[Any]:
     )
     if name in SEQUENCES:
         return anything.filter(
-            lambda value: value is not None and not option.values.allows(taken(value))
+            lambda value: not (value is None or option.values.allows(taken(value)) or value == "")
         )
+    if option.values.are_integers:
+        anything = anything.filter(lambda value: not (type(value) is float and value.is_integer()))
     if name in UNSET:
         anything = anything.filter(lambda value: value is not None)
     too = (*MORE_NEUTRAL_VALUES.get(name, ()), {}, *([True] if "logprobs" in name else []))

@@ -107,9 +107,10 @@ BAD_CHATS: list[tuple[dict[str, Any], str, str]] = [
     ({"chat_template_kwargs": {"chat_template": "x"}}, "chat_template_kwargs", "is not accepted"),
     ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs", "is not accepted"),
     ({"functions": []}, "functions", "expected tools instead"),
-    ({"echo": True}, "echo", "echo: unknown field"),
+    ({"echo": True}, "echo", "echo: expected None or False, as nothing else is served, got True"),
     ({"reasoning_effort": 5}, "reasoning_effort", "reasoning_effort: Input should be a valid str"),
-    ({"audio": {}, "modalities": ["audio"]}, "audio", "modalities: unknown field"),
+    ({"audio": {}, "modalities": ["audio"]}, "audio", "modalities: expected None or ['text']"),
+    ({"priority": 3, "separate_reasoning": False}, "priority", "separate_reasoning: expected None"),
 ]
 
 

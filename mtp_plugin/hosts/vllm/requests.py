@@ -10,7 +10,7 @@ from typing import Any
 from mtp_plugin.errors import PluginError, RequestError, format_value
 from mtp_plugin.hosts.vllm.options import EngineSettings
 from mtp_plugin.requests.options import OPTIONS
-from mtp_plugin.requests.options.option import is_int, plain
+from mtp_plugin.requests.options.option import is_int
 from mtp_plugin.speculative.verification import custom_verifications
 from mtp_plugin.verifications import codes, custom_codes, drafts_of
 
@@ -53,9 +53,13 @@ def read_request(extra_args: Mapping[str, Any] | None, settings: EngineSettings)
         RequestError: lists every unknown key and impossible value.
     """
     values = {
-        str(key)[len(PREFIX) :]: plain(value)
+        str(key)[len(PREFIX) :]: value
         for key, value in (extra_args or {}).items()
         if str(key).startswith(PREFIX)
+    }
+    values = {
+        name: _OPTIONS[name].values.read(value) if name in _OPTIONS else value
+        for name, value in values.items()
     }
     # the type of vllm_xargs has no booleans
     if is_int(values.get("speculate")) and values["speculate"] in (0, 1):

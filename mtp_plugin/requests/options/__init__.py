@@ -30,7 +30,8 @@ from mtp_plugin.requests.options.spellings import (
     HOST_OPTIONS,
     IGNORED_OPTIONS,
     RENAMED_OPTIONS,
-    UNUSED_OPTIONS,
+    WORDS_OF_TYPES,
+    ignored_problem,
 )
 
 __all__ = [
@@ -47,10 +48,11 @@ __all__ = [
     "MAX_RANGE",
     "OPTIONS",
     "RENAMED_OPTIONS",
-    "UNUSED_OPTIONS",
+    "WORDS_OF_TYPES",
     "LogitChange",
     "Option",
     "SamplingParams",
+    "ignored_problem",
     "is_greedy",
     "unserved",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -33,6 +33,12 @@ class Values:
 
     words: str
     allows: Callable[[Any], bool]
+    are_integers: bool = False
+
+    def read(self, value: Any) -> Any:
+        """Convert a number to Python's own, and a float to the integer that it equals where
+        integers are expected; return everything else unchanged."""
+        return integral(plain(value)) if self.are_integers else plain(value)
 
 
 def plain(value: Any) -> Any:
@@ -48,6 +54,11 @@ def plain(value: Any) -> Any:
         return int(value) if isinstance(value, Integral) else float(value)
     except Exception:  # whatever the classes of others do
         return value
+
+
+def integral(value: Any) -> Any:
+    """Return the integer that a float equals; everything else unchanged."""
+    return int(value) if type(value) is float and value.is_integer() else value
 
 
 def unwrapped(value: Any) -> Any:
@@ -67,10 +78,11 @@ def is_number(value: Any) -> bool:
 
 
 def integer(least: int, most: int | None = None) -> Values:
-    if most is None:
-        return Values(f"an integer >= {least}", lambda value: is_int(value) and value >= least)
+    words = f"an integer >= {least}" if most is None else f"an integer from {least} to {most}"
     return Values(
-        f"an integer from {least} to {most}", lambda value: is_int(value) and least <= value <= most
+        words,
+        lambda value: is_int(value) and least <= value and (most is None or value <= most),
+        are_integers=True,
     )
 
 
@@ -87,7 +99,7 @@ def one_of(*names: str) -> Values:
 
 
 def unset_or(values: Values) -> Values:
-    return Values(values.words, lambda value: value is None or values.allows(value))
+    return replace(values, allows=lambda value: value is None or values.allows(value))
 
 
 def each(words: str, allows: Callable[[Any], bool]) -> Values:
@@ -108,11 +120,14 @@ NON_NEGATIVE = number(0, sys.float_info.max, "a number >= 0")
 POSITIVE = Values("a finite number > 0", lambda value: FINITE.allows(value) and value > 0)
 SHARE = number(0, 1, "a number from 0 to 1")
 SEED = Values(
-    "an integer from -2**63 to 2**64 - 1", lambda value: is_int(value) and -(2**63) <= value < 2**64
+    "an integer from -2**63 to 2**64 - 1",
+    lambda value: is_int(value) and -(2**63) <= value < 2**64,
+    are_integers=True,
 )
 LOGPROBS = Values(
     f"an integer from 0 to {MAX_LOGPROBS}",
     lambda value: value is None or (is_int(value) and 0 <= value <= MAX_LOGPROBS),
+    are_integers=True,
 )
 
 

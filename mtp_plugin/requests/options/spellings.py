@@ -12,6 +12,7 @@ from mtp_plugin.requests.options.option import (
     MAX_BAD_WORD_LEN,
     MAX_RANGE,
     Option,
+    integral,
     is_int,
     is_number,
     plain,
@@ -19,6 +20,7 @@ from mtp_plugin.requests.options.option import (
 )
 
 IGNORED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
+    # Python: transformers, vLLM, TensorRT-LLM
     "additional_model_outputs": (None, [], ()),
     "apply_batched_logits_processor": (False,),
     "beam_search_diversity_rate": (None, 0, 1),
@@ -35,7 +37,7 @@ IGNORED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "num_beams": (None, 1),
     "output_kind": (None, 0, 2),
     "output_text_buffer_length": (0,),
-    "pad_id": (None,),
+    "pad_id": (None, int),
     "prompt_logprob_start": (None,),
     "prompt_logprob_token_ids": (None,),
     "prompt_logprobs_simple_format": (False,),
@@ -51,17 +53,53 @@ IGNORED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True, False),  # no effect with fast tokenizers
     "stream_interval": (None,),
     "trace_decode_token_ids": (None,),
-    "truncate_prompt_tokens": (None,),
+    "truncate_prompt_tokens": (None, -1),  # a prompt that is too long is refused by name
+    # OpenAI
+    "metadata": (object,),
+    "modalities": (None, ["text"]),
+    "parallel_tool_calls": (object,),
+    "prompt_cache_key": (None, str),
+    "prompt_cache_retention": (None, str),
+    "safety_identifier": (None, str),
+    "service_tier": (object,),
+    "store": (object,),
+    "top_logprobs": (None, 0),
+    "user": (object,),
+    "verbosity": (None, str),
+    # servers of vLLM and SGLang
+    "cache_salt": (None, str),
+    "echo": (None, False),
+    "include_reasoning": (None, True),
+    "no_stop_trim": (None, False),
+    "priority": (None, 0),
+    "request_id": (None, str),
+    "return_hidden_states": (None, False),
+    "return_tokens_as_token_ids": (None, False),
+    "rid": (None, str),
+    "separate_reasoning": (None, True),
+    "stream_reasoning": (None, True),
+    # Megatron
+    "detokenize_stop_sequence": (None, False),
+    "num_tokens_total": (None,),
+    "return_log_probs": (None, False),
+    "return_prompt_tokens": (None, False),
+    "return_prompt_top_n_logprobs": (None, False),
+    "return_segments": (None, False),
+    "skip_prompt_log_probs": (None, False, True),
+    "termination_id": (None,),
+    "top_n_logprobs": (None, 0),
 }
-"""Options that only other engines have, with the accepted values, which have no effect."""
+"""Options that only other engines have, with the accepted values, which have no effect. A type
+means every value of it."""
 
-UNUSED_OPTIONS = frozenset({"pad_id"})
-"""Options of other engines for which every token id is accepted and has no effect."""
+WORDS_OF_TYPES: Mapping[type, str] = {int: "any integer", str: "any text", object: "anything"}
+"""What a type among the accepted values means."""
 
 MORE_NEUTRAL_VALUES: Mapping[str, Callable[[Any], bool]] = {
     "best_of": lambda count: is_int(count) and count == 0,
     "length_penalty": lambda penalty: isinstance(penalty, (int, float)) and penalty == 0,
     "logprobs": lambda number: number is False,
+    "stop": lambda stop: isinstance(stop, str) and stop == "",
     "no_repeat_ngram_size": lambda size: is_int(size) and (size < 0 or size >= 1 << 30),
     "prompt_logprobs": lambda number: number is False,
     "thinking_token_budget": lambda budget: is_int(budget) and budget == -1,
@@ -84,6 +122,8 @@ RENAMED_OPTIONS: Mapping[str, str] = {
     "end_id": "stop_token_ids, or ignore_eos=True for none",
     "eos_token_id": "stop_token_ids",
     "max_completion_tokens": "max_new_tokens",
+    "num_tokens_to_generate": "max_new_tokens",
+    "num_tokens_total": "max_new_tokens, which counts the output alone",
     "max_length": "max_new_tokens, which counts the output alone",
     "min_length": "min_tokens",
     "num_return_sequences": "n",
@@ -91,7 +131,10 @@ RENAMED_OPTIONS: Mapping[str, str] = {
     "stop_sequences": "stop",
     "stop_strings": "stop",
     "stop_words": "stop",
+    "termination_id": "stop_token_ids, or ignore_eos=True for none",
     "top_logprobs": "logprobs",
+    "top_n_logprobs": "logprobs",
+    "return_log_probs": "logprobs",
 }
 """Options of other engines -> the option to use instead."""
 
@@ -130,17 +173,11 @@ def named_here(
     """
     problems = []
     for name in [name for name in given if name not in names]:
-        value, neutral = plain(given[name]), IGNORED_OPTIONS.get(name)
-        if neutral is None:
+        if name not in IGNORED_OPTIONS:
             shown = name if len(name) <= SHOWN else format_value(name)
             problems.append(f"{shown}: unknown option; {_advice(name, options, names)}")
-        elif not (_is_one_of(value, neutral) or (name in UNUSED_OPTIONS and is_int(value))):
-            expected = " or ".join(map(repr, neutral))
-            instead = f"; write {RENAMED_OPTIONS[name]}" if name in RENAMED_OPTIONS else ""
-            problems.append(
-                f"{name}: expected {expected}, as nothing else is served, got {format_value(value)}"
-                f"{instead}"
-            )
+        elif (problem := ignored_problem(name, given[name])) is not None:
+            problems.append(problem)
     named = {name: value for name, value in given.items() if name in names}
     for name, option in options.items():
         for other in option.elsewhere:
@@ -155,6 +192,21 @@ def named_here(
                     f"and {name}={format_value(ours)} is given as well"
                 )
     return named, problems
+
+
+def ignored_problem(name: str, value: Any) -> str | None:
+    """Return why the value of one of `IGNORED_OPTIONS` is refused; None: it changes nothing."""
+    value, neutral = plain(value), IGNORED_OPTIONS[name]
+    if _is_one_of(value, neutral):
+        return None
+    expected = " or ".join(
+        WORDS_OF_TYPES[each] if isinstance(each, type) else repr(each) for each in neutral
+    )
+    instead = f"; write {RENAMED_OPTIONS[name]}" if name in RENAMED_OPTIONS else ""
+    return (
+        f"{name}: expected {expected}, as nothing else is served, got {format_value(value)}"
+        f"{instead}"
+    )
 
 
 def is_unset(option: Option, value: Any) -> bool:
@@ -182,7 +234,9 @@ def to_tuples(value: Any) -> Any:
 def _token_ids(value: Any) -> Any:
     if isinstance(value, range):
         return value if value[MAX_BAD_WORD_LEN:] else tuple(value)
-    return tuple(map(plain, value)) if isinstance(value, (list, tuple)) else plain(value)
+    if isinstance(value, (list, tuple)):
+        return tuple(integral(plain(each)) for each in value)
+    return integral(plain(value))
 
 
 def _is_same(ours: Any, theirs: Any) -> bool:
@@ -195,6 +249,8 @@ def _is_same(ours: Any, theirs: Any) -> bool:
 
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
+    if type(value) in neutral or object in neutral:
+        return True
     try:
         return unwrapped(value) in neutral
     except Exception:  # for example arrays: values that cannot be compared are different
@@ -238,14 +294,14 @@ def normalize_values(
     """
     values = {name: plain(value) for name, value in given.items()}
     spelled = _rename_options(values, options)
+    for name, option in options.items():
+        value, is_neutral = option.values.read(values[name]), MORE_NEUTRAL_VALUES.get(name)
+        is_none = value is None and name in NONE_IS_DEFAULT
+        is_default = is_none or (is_neutral is not None and is_neutral(value))
+        values[name] = defaults[name] if is_default else value
     for name in _SEQUENCES:
         value = to_tuples(values[name])
         values[name] = () if value is None and options[name].neutral is not None else value
-    for name, default in defaults.items():
-        value, is_neutral = values[name], MORE_NEUTRAL_VALUES.get(name)
-        is_none = value is None and name in NONE_IS_DEFAULT
-        if is_none or (is_neutral is not None and is_neutral(value)):
-            values[name] = default
     values["logprobs_mode"] = unwrapped(values["logprobs_mode"])
     for name in ("logprobs", "prompt_logprobs"):
         if values[name] is True:
@@ -254,7 +310,7 @@ def normalize_values(
         values["top_k"] = 0
     bias = sparse_bias(values["logit_bias"])
     if isinstance(bias, dict):
-        bias = {plain(token): plain(value) for token, value in bias.items()} or None
+        bias = {integral(plain(token)): plain(value) for token, value in bias.items()} or None
     values["logit_bias"] = bias
     for name, option in options.items():
         value = values[name]

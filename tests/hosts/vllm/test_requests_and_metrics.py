@@ -71,7 +71,7 @@ WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
     ),
     (SETTINGS, {"mtp_relaxed_topk": 0}, f"{TOPK} 0"),
     (SETTINGS, {"mtp_relaxed_topk": 2**31}, f"{TOPK} 2147483648"),
-    (SETTINGS, {"mtp_relaxed_topk": 2.0}, f"{TOPK} 2.0"),
+    (SETTINGS, {"mtp_relaxed_topk": 2.5}, f"{TOPK} 2.5"),
     (SETTINGS, {"mtp_relaxed_topk": True}, f"{TOPK} True"),
     (SETTINGS, {"mtp_relaxed_topk": "3"}, f"{TOPK} '3'"),
     (COUPLED, {"mtp_relaxed_topk": 3}, f"mtp_relaxed_topk: {NO_THINKING}"),
@@ -88,7 +88,7 @@ WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
     (SETTINGS, {"mtp_speculate": 1.0}, f"{SPECULATE} 1.0"),
     (SETTINGS, {"mtp_speculate": None}, f"{SPECULATE} None"),
     (SETTINGS, {"mtp_max_draft_len": -1}, f"{LIMIT} -1"),
-    (SETTINGS, {"mtp_max_draft_len": 1.0}, f"{LIMIT} 1.0"),
+    (SETTINGS, {"mtp_max_draft_len": 1.5}, f"{LIMIT} 1.5"),
     (SETTINGS, {"mtp_max_draft_len": [1]}, f"{LIMIT} [1]"),
     (
         SETTINGS,

@@ -1,0 +1,52 @@
+"""Bodies in the forms that public clients send are served, also with fields that change nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.serving.conftest import Running, running, tiny_llm
+
+BODIES = json.loads((Path(__file__).parent / "client_bodies.json").read_text(encoding="utf-8"))
+COMPLETION = {"prompt": "class A:\n", "max_tokens": 4}
+
+
+@pytest.fixture(scope="module")
+def short() -> Iterator[Running]:
+    """A server with few tokens for bodies without a maximum."""
+    with tiny_llm(max_seq_len=64) as llm, running(llm) as server:
+        yield server
+
+
+@pytest.mark.parametrize("sent", BODIES, ids=lambda sent: sent["client"])
+def test_body_of_a_client_is_served(short: Running, sent: dict[str, Any]) -> None:
+    response = short.post(sent["route"], **sent["body"])
+    assert response.status_code == 200, response.text
+    assert '"error"' not in response.text
+    count = sent["body"].get("max_tokens")
+    if not sent["body"].get("stream") and count in (-1, 100000):
+        assert response.json()["usage"]["total_tokens"] == 64
+
+
+def test_seed_minus_one_is_unset(short: Running) -> None:
+    """Sequences of one prompt differ, and so do two requests."""
+    body = {**COMPLETION, "max_tokens": 16, "temperature": 1.5}
+    texts = {
+        short.post("/v1/completions", **body, seed=seed).json()["choices"][0]["text"]
+        for seed in (-1, -1.0, -1)
+    }
+    assert len(texts) == 3
+
+
+def test_integral_floats_give_what_integers_give(short: Running) -> None:
+    body = {"temperature": 1.0, "stop_token_ids": [5], "seed": 3, "top_k": 20, "logprobs": 2}
+    floats = {**body, "stop_token_ids": [5.0], "seed": 3.0, "top_k": 20.0, "logprobs": 2.0}
+    found = [
+        short.post("/v1/completions", **{**COMPLETION, "max_tokens": 12, **given}).json()["choices"]
+        for given in (body, {**floats, "max_tokens": 12.0})
+    ]
+    assert found[0] == found[1]
