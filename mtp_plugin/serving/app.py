@@ -201,15 +201,16 @@ class Endpoints:
         if body is None or problems:
             raise APIError(400, *problems)
         self._check_sizes([text], "prompt", [])
-        tokens = await self._service.tokenize(text, body.add_special_tokens)
+        tokens, texts = await self._service.tokenize(
+            text, body.add_special_tokens, with_texts=body.return_token_strs
+        )
         answer: dict[str, Any] = {
             "count": len(tokens),
             "max_model_len": self._llm.max_seq_len,
             "tokens": tokens,
         }
         if body.return_token_strs:
-            to_strings = getattr(self._service.tokenizer, "convert_ids_to_tokens", None)
-            answer["token_strs"] = None if to_strings is None else to_strings(tokens)
+            answer["token_strs"] = texts
         return json_response(answer)
 
     async def detokenize(self, request: Request) -> Response:

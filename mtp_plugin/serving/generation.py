@@ -248,12 +248,18 @@ class EngineService:
         except MTPPluginError as error:
             raise self.failure(error) from None
 
-    async def tokenize(self, text: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of a text."""
+    async def tokenize(
+        self, text: str, add_special_tokens: bool, *, with_texts: bool = False
+    ) -> tuple[list[int], list[str] | None]:
+        """Return the token ids of a text and, if requested and known, the text of each."""
 
-        def work() -> list[int]:
+        def work() -> tuple[list[int], list[str] | None]:
+            tokenizer = self._expect_tokenizer()
+            to_texts = getattr(tokenizer, "convert_ids_to_tokens", None) if with_texts else None
             try:
-                return encode(self._expect_tokenizer(), text, add_special_tokens=add_special_tokens)
+                tokens = encode(tokenizer, text, add_special_tokens=add_special_tokens)
+                with named_failures(tokenizer, lambda: "cannot name tokens"):
+                    return tokens, None if to_texts is None else to_texts(tokens)
             except RequestError:
                 raise
             except MTPPluginError:

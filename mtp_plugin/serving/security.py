@@ -130,6 +130,8 @@ def check_structure(body: bytes, settings: ServerSettings) -> None:
         message = f"the body has more than {settings.max_json_elements} elements"
         raise APIError(400, (None, message))
     outside = b"".join(unescaped.split(b'"')[::2])
+    if outside.count(b":") > settings.max_json_fields:
+        raise APIError(400, (None, f"the body has more than {settings.max_json_fields} fields"))
     brackets = outside.translate(TO_SQUARE, NO_BRACKETS)
     if len(brackets) > 2 * settings.max_json_containers:
         message = f"the body has more than {settings.max_json_containers} lists and objects"

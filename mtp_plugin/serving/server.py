@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 from collections.abc import Callable
 from contextlib import suppress
@@ -13,16 +14,23 @@ from typing import Any
 import h11
 import uvicorn
 from fastapi import FastAPI
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.flow_control import CLOSE_HEADER
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.serving.app import make_app
+from mtp_plugin.serving.errors import APIError
 from mtp_plugin.serving.generation import EngineService
 from mtp_plugin.serving.metrics import Throughput
+from mtp_plugin.serving.security import HEADERS
 from mtp_plugin.serving.settings import ServerSettings
 
 _logger = logging.getLogger(__name__)
+MAX_SMALL_CHUNKS = 4096
+"""Number of chunks of a body that may be of any size."""
+PEER_CHECK_SECONDS = 0.1
+"""Time between two checks that a client that sends nothing more still reads."""
 ABORT_SECONDS = 5
 """Time that aborted requests have to send their last events."""
 REPORT_SECONDS = 10
@@ -159,23 +167,76 @@ def serve(
         Server(make_app(llm, settings), settings, log).run([reserved])
 
 
+class CountedConnection(h11.Connection):
+    """A connection that refuses a body of very small chunks, which would take long to parse."""
+
+    refusal: APIError | None = None
+    """Why the body is not read further."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        super().__init__(h11.SERVER)
+        self._settings = settings
+        self._clear()
+
+    def _clear(self) -> None:
+        self._num_chunks = self._num_content_bytes = self._num_wire_bytes = 0
+
+    def receive_data(self, data: bytes) -> None:
+        """Count the bytes of a request."""
+        self._num_wire_bytes += len(data)
+        super().receive_data(data)
+
+    def next_event(self) -> Any:
+        """Return the next event.
+
+        Raises:
+            RemoteProtocolError: the request is invalid, or its body is refused.
+        """
+        event = super().next_event()
+        if isinstance(event, h11.Data):
+            self._num_chunks += event.chunk_start
+            self._num_content_bytes += len(event.data)
+            message = self._problem() if event.chunk_start else None
+            if message is not None:
+                self.refusal = APIError(413, (None, message), headers=HEADERS)
+                raise h11.RemoteProtocolError(message)
+        elif isinstance(event, h11.EndOfMessage):
+            self._clear()
+        return event
+
+    def _problem(self) -> str | None:
+        least, most = self._settings.min_chunk_bytes, 2 * self._settings.max_body_bytes
+        if self._num_wire_bytes > most:
+            return f"the body and the headers of its chunks exceed {most} bytes"
+        if self._num_chunks - self._num_content_bytes // least <= MAX_SMALL_CHUNKS:
+            return None
+        return (
+            f"the body has {self._num_chunks} chunks with {self._num_content_bytes} bytes; send "
+            f"chunks of at least {least} bytes, or a Content-Length"
+        )
+
+
 def _protocol(settings: ServerSettings) -> type[H11Protocol]:
     """Return uvicorn's protocol with a deadline for each phase in which it waits for the client.
 
     These are the headers of a request, the rest of a body after its response, and the reading of
     the response. `read_json` limits the time of a body that it reads, uvicorn that of an idle
-    connection.
+    connection. A client that closes its sending side after a request gets its response.
     """
 
     class TimedProtocol(H11Protocol):
         _deadline: asyncio.TimerHandle | None = None
         _write_check: asyncio.TimerHandle | None = None
+        _peer_check: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
+            self.conn = CountedConnection(settings)
             self._set_deadline(settings.header_seconds)
 
         def data_received(self, data: bytes) -> None:
+            if self.conn.refusal is not None:
+                return  # the client may read the response only after the rest of its body
             super().data_received(data)
             if self.conn.their_state is not h11.IDLE:
                 if not self._has_unread_body:
@@ -183,8 +244,32 @@ def _protocol(settings: ServerSettings) -> type[H11Protocol]:
             elif self._deadline is None:
                 self._set_deadline(settings.header_seconds)
 
+        def eof_received(self) -> bool:
+            """Keep the connection open for the response to a whole request."""
+            cycle = self.cycle
+            if cycle is None or cycle.more_body or cycle.response_started:
+                return False
+            if cycle.scope["http_version"] == "1.1":
+                # the system of a client that has left replies with a reset
+                event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+                self.transport.write(self.conn.send(event))
+            self._expect_peer()
+            return True
+
+        def _expect_peer(self) -> None:
+            """Abort a connection that was reset; after the end of reading nothing reports it."""
+            number = self.transport.get_extra_info("socket").fileno()
+            with socket.socket(fileno=os.dup(number)) as peer:
+                is_reset = peer.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) != 0
+            if is_reset:
+                self.transport.abort()
+            else:
+                self._peer_check = self.loop.call_later(PEER_CHECK_SECONDS, self._expect_peer)
+
         def on_response_complete(self) -> None:
             super().on_response_complete()
+            if self._peer_check is not None and self.cycle.response_complete:
+                self.transport.close()
             self._watch_writing()
             if self._has_unread_body:
                 self._set_deadline(settings.body_seconds)
@@ -194,6 +279,9 @@ def _protocol(settings: ServerSettings) -> type[H11Protocol]:
             self._watch_writing()
 
         def send_400_response(self, msg: str) -> None:
+            if self.conn.refusal is not None:
+                self._refuse_body(self.conn.refusal)
+                return
             if self.cycle is not None:
                 self.cycle.disconnected = True  # what the application still sends is dropped
                 self.cycle.message_event.set()
@@ -202,10 +290,25 @@ def _protocol(settings: ServerSettings) -> type[H11Protocol]:
             else:
                 self.transport.close()
 
+        def _refuse_body(self, error: APIError) -> None:
+            """Send an error in place of the application's response, unless that was sent."""
+            self._set_deadline(settings.body_seconds)
+            if self.cycle.response_started:
+                return
+            self.cycle.disconnected = True  # what the application still sends is dropped
+            self.cycle.message_event.set()
+            response = error.response()
+            headers = [*response.raw_headers, CLOSE_HEADER]
+            status = response.status_code
+            head = h11.Response(status_code=status, headers=headers, reason=STATUS_PHRASES[status])
+            for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+                self.transport.write(self.conn.send(event))
+
         def connection_lost(self, exc: Exception | None) -> None:
             self._clear_deadline()
-            if self._write_check is not None:
-                self._write_check.cancel()
+            for check in (self._write_check, self._peer_check):
+                if check is not None:
+                    check.cancel()
             super().connection_lost(exc)
 
         @property

@@ -33,6 +33,10 @@ class ServerSettings:
     max_json_depth: int = 32
     max_json_containers: int = 2**16
     """Maximum number of lists and objects of a body."""
+    max_json_fields: int = 2**16
+    """Maximum number of fields of all objects of a body."""
+    min_chunk_bytes: int = 128
+    """Chunks of a chunked body have at least this size on average, after the first 4096."""
     max_prompt_chars: int = 2**20
     """Maximum number of characters (or token ids) of all prompts or messages of a body."""
     max_prompts: int = 128

@@ -167,6 +167,7 @@ def test_bad_body_of_another_endpoint_is_refused(
         (b'{"a": ' + b"[" * 40 + b"]" * 40 + b"}", 400, "nested deeper than 32"),
         (b'{"prompt": [' + b"1," * 2**21 + b"1]}", 413, "the body exceeds"),
         (b'{"prompt": [' + b"1," * 1_200_000 + b"1]}", 400, "more than 1114112 elements"),
+        (b'{"a": 1' + b', "a": 1' * 2**16 + b"}", 400, "the body has more than 65536 fields"),
         (b'{"prompt": "' + b"a" * 2**22 + b'"}', 413, "the body exceeds 4194304 bytes"),
     ],
 )

@@ -7,6 +7,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable
+from http.client import HTTPResponse
 
 import httpx
 import pytest
@@ -42,6 +43,28 @@ def test_disconnect_aborts_the_request(server: Running, stream: bool) -> None:
     text = server.get("/metrics").text
     aborted = [line for line in text.splitlines() if 'finished_reason="abort"' in line]
     assert float(aborted[0].rpartition(" ")[2]) >= 1
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_client_that_ends_its_sending_side_gets_its_response(
+    server: Running, stream: bool, version: str
+) -> None:
+    body = json.dumps({**LONG, "stream": stream, "max_tokens": 24}).encode()
+    address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+    with socket.create_connection(address, timeout=60) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/%s\r\nHost: localhost\r\nContent-Length: %d\r\n"
+            b"Content-Type: application/json\r\n\r\n%s" % (version.encode(), len(body), body)
+        )
+        connection.shutdown(socket.SHUT_WR)
+        response = HTTPResponse(connection)
+        response.begin()
+        content = response.read().decode()  # up to the end of the connection
+    assert response.status == 200
+    assert content.endswith("data: [DONE]\n\n" if stream else "}")
+    assert '"finish_reason":"length"' in content
+    assert_idle(server)
 
 
 def test_disconnect_while_the_prompt_is_tokenized(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from contextlib import suppress
+from http.client import HTTPResponse
 
 import pytest
 
@@ -73,6 +75,70 @@ def test_body_does_not_stall_other_requests(server: Running, name: str) -> None:
     assert response.status_code == 400 or name == "ids to decode"
     assert response.status_code == 200 or len(response.content) < 1024
     assert max(stalls) < max(MAX_SECONDS, 5 * seconds_to_parse(content))
+
+
+def test_names_of_tokens_do_not_stall_other_requests(server: Running) -> None:
+    text = ("class A:\n    def f(self):\n" * 2**16)[: 2**20]
+    with measured_stalls(server, clock=time.thread_time) as stalls:
+        response = server.post("/tokenize", prompt=text, return_token_strs=True)
+    answer = response.json()
+    assert len(answer["token_strs"]) == answer["count"] == len(answer["tokens"])
+    assert max(stalls) < MAX_SECONDS
+
+
+@pytest.mark.parametrize(
+    ("unit", "count", "message"),
+    [
+        (b"1\r\na\r\n", 100_000, "the body has 4129 chunks with 4129 bytes; send chunks of"),
+        (b"80;" + b"x" * 4096 + b"\r\n%s\r\n" % (b"a" * 128), 2200, "exceed 8388608 bytes"),
+    ],
+    ids=["of one byte", "with long headers"],
+)
+def test_small_chunks_are_refused_early(
+    server: Running, unit: bytes, count: int, message: str
+) -> None:
+    with measured_stalls(server) as stalls:
+        status, content = post_chunked(server, unit * count)
+    assert (status, json.loads(content)["error"]["type"]) == (413, "invalid_request_error")
+    assert message in content
+    assert max(stalls) < MAX_SECONDS
+    assert server.get("/health").status_code == 200
+
+
+def test_small_chunks_after_the_response_are_dropped(server: Running) -> None:
+    with connect(server) as connection, measured_stalls(server) as stalls:
+        connection.sendall(HEAD % b"text/plain")
+        assert b"415" in connection.recv(4096)
+        connection.sendall(b"1\r\na\r\n" * 100_000)
+        assert server.get("/health").status_code == 200
+    assert max(stalls) < MAX_SECONDS
+
+
+def test_chunks_of_400_bytes_are_served(server: Running) -> None:
+    body = json.dumps({"prompt": "a", "max_tokens": 1, "user": "u" * 4_000_000}).encode()
+    parts = [body[start : start + 400] for start in range(0, len(body), 400)]
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in parts)
+    status, content = post_chunked(server, chunks)
+    assert status == 200, content
+
+
+HEAD = (
+    b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: %s\r\n"
+    b"Transfer-Encoding: chunked\r\n\r\n"
+)
+
+
+def post_chunked(server: Running, chunks: bytes) -> tuple[int, str]:
+    """Return the status and the content of the response."""
+    with connect(server) as connection:
+        connection.sendall(HEAD % b"application/json" + chunks + b"0\r\n\r\n")
+        response = HTTPResponse(connection)
+        response.begin()
+        return response.status, response.read().decode()
+
+
+def connect(server: Running) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(server.url.rpartition(":")[2])), timeout=60)
 
 
 def seconds_to_parse(content: bytes) -> float:
