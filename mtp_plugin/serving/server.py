@@ -225,6 +225,7 @@ def _protocol(settings: ServerSettings) -> type[H11Protocol]:
     """
 
     class TimedProtocol(H11Protocol):
+        conn: CountedConnection
         _deadline: asyncio.TimerHandle | None = None
         _write_check: asyncio.TimerHandle | None = None
         _peer_check: asyncio.TimerHandle | None = None
@@ -244,7 +245,7 @@ def _protocol(settings: ServerSettings) -> type[H11Protocol]:
             elif self._deadline is None:
                 self._set_deadline(settings.header_seconds)
 
-        def eof_received(self) -> bool:
+        def eof_received(self) -> bool:  # type: ignore[override] # as asyncio.Protocol's
             """Keep the connection open for the response to a whole request."""
             cycle = self.cycle
             if cycle is None or cycle.more_body or cycle.response_started:
@@ -296,6 +297,7 @@ def _protocol(settings: ServerSettings) -> type[H11Protocol]:
             if self.cycle.response_started:
                 return
             self.cycle.disconnected = True  # what the application still sends is dropped
+            self.cycle.response_started = self.cycle.response_complete = True
             self.cycle.message_event.set()
             response = error.response()
             headers = [*response.raw_headers, CLOSE_HEADER]

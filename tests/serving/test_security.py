@@ -170,6 +170,20 @@ def test_slow_body_gets_408(guarded: Running) -> None:
         assert b"408" in connection.recv(4096)
 
 
+def test_connection_with_a_refused_body_is_closed(guarded: Running) -> None:
+    """The rest of the body is dropped until the deadline of bodies."""
+    with connect(guarded) as connection:
+        connection.sendall(
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+            b"Content-Type: application/json\r\nAuthorization: Bearer " + KEY.encode() + b"\r\n\r\n"
+        )
+        wait_until(lambda: guarded.server.server_state.tasks)
+        connection.sendall(b"1\r\na\r\n" * 5000)
+        assert b"413 " in connection.recv(4096)
+        connection.sendall(b"1\r\na\r\n")
+        assert is_closed(connection)
+
+
 def test_slow_tokenizer_gets_503_and_its_request_is_dropped(
     llm: LLM, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,6 +34,7 @@ class Values:
     words: str
     allows: Callable[[Any], bool]
     are_integers: bool = False
+    """Whether a float without a fraction is read as an integer."""
 
     def read(self, value: Any) -> Any:
         """Convert a number to Python's own, and a float to the integer that it equals where

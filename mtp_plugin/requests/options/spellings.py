@@ -249,10 +249,8 @@ def _is_same(ours: Any, theirs: Any) -> bool:
 
 
 def _is_one_of(value: Any, neutral: tuple[Any, ...]) -> bool:
-    if type(value) in neutral or object in neutral:
-        return True
     try:
-        return unwrapped(value) in neutral
+        return type(value) in neutral or object in neutral or unwrapped(value) in neutral
     except Exception:  # for example arrays: values that cannot be compared are different
         return False
 
