@@ -1,4 +1,4 @@
-"""Files that users name: regular files alone, as a pipe may never be written, read up to a size."""
+"""Files that users name: no named pipes, which may never be written, and read up to a size."""
 
 from __future__ import annotations
 
@@ -13,15 +13,21 @@ from mtp_plugin.errors import ConfigError
 
 MAX_BYTES = 2**26
 """Bytes of a file at most."""
+OPEN_FILES = "/dev/fd/"
+"""Files that are open already: pipes of a shell's ``<(command)`` have a writer."""
 
 
 @contextmanager
 def open_regular(path: str | Path) -> Iterator[IO[bytes]]:
-    """Open a regular file for reading.
+    """Open a regular file, or a pipe of a shell's ``<(command)``, for reading.
 
     Raises:
-        OSError: it cannot be read, or is a pipe or a device.
+        OSError: it cannot be read, or is another pipe or a device.
     """
+    if str(path).startswith(OPEN_FILES):
+        with open(path, "rb") as file:
+            yield file
+        return
     # without O_NONBLOCK, a named pipe without a writer is opened for ever
     with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
@@ -30,7 +36,7 @@ def open_regular(path: str | Path) -> Iterator[IO[bytes]]:
 
 
 def read_bounded(path: str | Path) -> bytes:
-    """All bytes of a regular file.
+    """All bytes of a file, see `open_regular`.
 
     Raises:
         OSError: it cannot be read, or has more than `MAX_BYTES`.

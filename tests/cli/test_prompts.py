@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mtp_plugin.cli.serve import _read
+from mtp_plugin.config.bounded import read_text
 from mtp_plugin.errors import MTPPluginError
 from mtp_plugin.tools.terminal import prompts
 from mtp_plugin.tools.texts import read_texts
@@ -88,6 +89,15 @@ def test_a_named_pipe_is_refused_without_waiting(tmp_path: Path, read: Callable[
 
 def prompt_taken(result: Result) -> list[str]:
     return [r["prompt"] for r in json.loads(result.out)["results"]]
+
+
+def test_a_pipe_that_the_shell_opened_is_read() -> None:
+    """``--config <(command)``"""
+    reader, writer = os.pipe()
+    os.write(writer, b"model: somewhere\n")
+    os.close(writer)
+    assert read_text(f"/dev/fd/{reader}", "config", "a YAML file") == "model: somewhere\n"
+    os.close(reader)
 
 
 def test_piped_text_is_a_prompt(
