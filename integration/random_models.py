@@ -13,6 +13,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from mtp_plugin.checkpoint.files import SINGLE_FILE
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded.models.block_layout import (
     FULL_ATTENTION,
@@ -22,7 +23,6 @@ from mtp_plugin.hosts.embedded.models.block_layout import (
     target_class,
     without_storage,
 )
-from mtp_plugin.hosts.embedded.models.checkpoint_files import SINGLE_FILE
 from mtp_plugin.hosts.embedded.models.config_reader import check_config
 from mtp_plugin.hosts.embedded.models.families import MTPFamily, family_of
 from mtp_plugin.hosts.embedded.models.loader import LoadedModel, check_attention

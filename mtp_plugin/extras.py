@@ -11,7 +11,7 @@ import json
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -83,20 +83,25 @@ def _require_installed(user: str, packages: Sequence[str], extra: str = "executo
 
 
 def vllm_command(
-    model: str | Path, num_drafts: int = 3, *, drafter: str | Path | None = None
+    model: str | Path,
+    num_drafts: int = 3,
+    *,
+    drafter: str | Path | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the shell command that serves a checkpoint in vLLM with this package's plugin.
 
     Args:
         num_drafts: drafts per step; 0: the checkpoint has no MTP layers.
         drafter: another checkpoint with the MTP layers; None: ``model`` has them.
+        options: of the plugin.
     """
     drafting: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": num_drafts}
     if drafter is not None:
         drafting["model"] = str(drafter)
-    options = [("--speculative-config", drafting)] if num_drafts else []
-    options.append(("--additional-config", {"mtp_plugin": {}}))
-    shown = " ".join(f"{name} {shlex.quote(json.dumps(value))}" for name, value in options)
+    flags = [("--speculative-config", drafting)] if num_drafts else []
+    flags.append(("--additional-config", {"mtp_plugin": dict(options or {})}))
+    shown = " ".join(f"{name} {shlex.quote(json.dumps(value))}" for name, value in flags)
     return f"VLLM_USE_V2_MODEL_RUNNER=1 vllm serve {shlex.quote(str(model))} {shown}"
 
 

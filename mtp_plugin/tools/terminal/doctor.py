@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mtp_plugin.checkpoint.files import listed
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import MTPPluginError
 from mtp_plugin.hosts.embedded.attention import HeadShape, select_backend
@@ -31,7 +32,6 @@ from mtp_plugin.hosts.embedded.models import (
     read_tokenizer,
     unread_tokenizer,
 )
-from mtp_plugin.hosts.embedded.models.checkpoint_files import listed
 from mtp_plugin.hosts.embedded.resolved_config import (
     ResolvedConfig,
     check_budget,

@@ -15,29 +15,22 @@ from typing import Any
 import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from mtp_plugin.config.messages import got, join, spelled
-from mtp_plugin.errors import CheckpointError, UnsupportedModelError, describe_error
-from mtp_plugin.extras import IN_VLLM, vllm_command
-from mtp_plugin.hosts.embedded.models.block_layout import FULL_ATTENTION
-from mtp_plugin.hosts.embedded.models.checkpoint_files import (
+from mtp_plugin.checkpoint import vllm_command_of
+from mtp_plugin.checkpoint.files import (
+    CONFIG_FILE,
+    GENERATION_FILE,
+    check_kind,
     checkpoint_directory,
     read_json,
 )
-from mtp_plugin.hosts.embedded.models.families import (
-    FAMILIES,
-    NOT_RUNNABLE,
-    SEPARATE_DRAFTERS,
-    ModelFacts,
-    MTPFamily,
-    family_of,
+from mtp_plugin.checkpoint.files import (
+    TOKENIZER_FILE as TOKENIZER_FILE,
 )
-
-CONFIG_FILE = "config.json"
-GENERATION_FILE = "generation_config.json"
-TOKENIZER_FILE = "tokenizer.json"
-ADAPTER_FILE = "adapter_config.json"
-_COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Number of MTP layers, in any family."""
+from mtp_plugin.config.messages import got, join, spelled
+from mtp_plugin.errors import CheckpointError, UnsupportedModelError, describe_error
+from mtp_plugin.extras import IN_VLLM
+from mtp_plugin.hosts.embedded.models.block_layout import FULL_ATTENTION
+from mtp_plugin.hosts.embedded.models.families import ModelFacts, MTPFamily, family_of
 
 _REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
@@ -121,19 +114,17 @@ def read_config(path: str | Path) -> CheckedConfig:
         UnsupportedModelError: a model family or a layer type that does not run here.
     """
     directory = checkpoint_directory(path)
+    check_kind(directory)
     raw = read_json(directory / CONFIG_FILE)
-    if (directory / ADAPTER_FILE).exists():
-        raise CheckpointError(
-            f"checkpoint {directory}: expected a whole checkpoint, {ADAPTER_FILE} makes it an "
-            f"adapter of another one"
-        )
     generation = directory / GENERATION_FILE
     try:
         return check_config(
             raw, read_json(generation) if generation.is_file() else {}, directory / CONFIG_FILE
         )
     except UnsupportedModelError as error:
-        raise UnsupportedModelError(f"{error}; {IN_VLLM}", _vllm_command(directory, raw)) from None
+        raise UnsupportedModelError(
+            f"{error}; {IN_VLLM}", vllm_command_of(directory, raw)
+        ) from None
 
 
 def check_config(
@@ -204,7 +195,7 @@ def check_config(
         family=family,
         config=config,
         token_ids=ids,
-        vllm_command=_vllm_command(where.parent, raw),
+        vllm_command=vllm_command_of(where.parent, raw),
         unread=tuple(spelled(key) for key in raw if key not in known),
     )
 
@@ -332,20 +323,6 @@ def _token_ids(content: Mapping[str, Any], vocab_size: int, where: Path) -> dict
                 raise CheckpointError(f"{where}: {key}: {message}")
         ids[key] = tuple(several) if is_eos else given
     return ids
-
-
-def _vllm_command(directory: Path, raw: Mapping[str, Any]) -> str:
-    """Return `vllm_command` for a config of any family."""
-    model_type, text = str(raw.get("model_type")), raw.get("text_config")
-    if model_type in SEPARATE_DRAFTERS:
-        return vllm_command("TARGET", drafter=directory)
-    family = FAMILIES.get(model_type)
-    presumed = int(model_type in NOT_RUNNABLE) if family is None else family.default_count
-    sections = (raw, text) if isinstance(text, dict) else (raw,)
-    given = (section.get(key) for section in sections for key in _COUNT_KEYS)
-    layers = next((n for n in given if isinstance(n, int)), presumed)
-    # vLLM refuses 3 drafts by 2 layers
-    return vllm_command(directory, layers if layers in (0, 2) else 3)
 
 
 def _refuse(where: Path, problems: Iterable[Problem]) -> None:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from mtp_plugin.checkpoint import FAMILIES as STORED
 from mtp_plugin.config.messages import got
 from mtp_plugin.errors import UnsupportedModelError
 
@@ -83,19 +84,23 @@ class MTPFamily:
     traits: DraftTraits
     target_model_type: str
     """The transformers model type that runs the target."""
-    count_key: str | None
-    """Config key with the number of MTP layers; None where the family's configs have none."""
-    default_count: int
-    """Number of MTP layers where the config does not say."""
     names: TensorNames
-    owned: str
-    """Pattern of the MTP tensor names; a group named `layer` holds an absolute layer number."""
     ignorable: tuple[str, ...] = ()
     """Stored copies of tensors that the MTP layers share with the target."""
     block_config: tuple[tuple[str, Any], ...] = field(default=())
     """Config values under which the target's layer class builds an MTP block."""
     partial_rotary: bool = False
     """Whether rotary positions may apply to a share of a head."""
+
+    @property
+    def count_key(self) -> str | None:
+        """Config key with the number of MTP layers; None where the family's configs have none."""
+        return next(iter(STORED[self.model_type].keys), None)
+
+    @property
+    def default_count(self) -> int:
+        """Number of MTP layers where the config does not say."""
+        return STORED[self.model_type].default
 
 
 _DEEPSEEK_NAMES = TensorNames(
@@ -109,7 +114,6 @@ _DEEPSEEK_COPIES = (
     "model.layers.{layer}.embed_tokens.weight",
     "model.layers.{layer}.shared_head.head.weight",
 )
-_DEEPSEEK_OWNED = r"^model\.layers\.(?P<layer>[0-9]{1,9})\."
 _EMBED_FIRST = DraftTraits(concat="embed_hidden", target_state="post_norm", recycle="post_norm")
 
 FAMILIES: dict[str, MTPFamily] = {
@@ -119,10 +123,7 @@ FAMILIES: dict[str, MTPFamily] = {
             model_type="glm4_moe",
             traits=_EMBED_FIRST,
             target_model_type="glm4_moe",
-            count_key="num_nextn_predict_layers",
-            default_count=0,
             names=_DEEPSEEK_NAMES,
-            owned=_DEEPSEEK_OWNED,
             ignorable=_DEEPSEEK_COPIES,
             # MTP blocks are always mixtures of experts, also after dense targets
             block_config=(("first_k_dense_replace", 0),),
@@ -132,10 +133,7 @@ FAMILIES: dict[str, MTPFamily] = {
             model_type="deepseek_v3",
             traits=_EMBED_FIRST,
             target_model_type="deepseek_v3",
-            count_key="num_nextn_predict_layers",
-            default_count=0,
             names=_DEEPSEEK_NAMES,
-            owned=_DEEPSEEK_OWNED,
             ignorable=_DEEPSEEK_COPIES,
             block_config=(("first_k_dense_replace", 0),),
         ),
@@ -143,8 +141,6 @@ FAMILIES: dict[str, MTPFamily] = {
             model_type="qwen3_next",
             traits=_EMBED_FIRST,
             target_model_type="qwen3_next",
-            count_key=None,
-            default_count=1,
             names=TensorNames(
                 enorm="mtp.pre_fc_norm_embedding",
                 hnorm="mtp.pre_fc_norm_hidden",
@@ -152,7 +148,6 @@ FAMILIES: dict[str, MTPFamily] = {
                 norm="mtp.norm",
                 block="mtp.layers.{depth}",
             ),
-            owned=r"^mtp\.",
             block_config=(("mlp_only_layers", []), ("decoder_sparse_step", 1)),
             partial_rotary=True,
         ),
@@ -163,8 +158,6 @@ FAMILIES: dict[str, MTPFamily] = {
             ),
             # transformers has no mimo class; the target is a Qwen2 with the same config fields
             target_model_type="qwen2",
-            count_key="num_nextn_predict_layers",
-            default_count=0,
             names=TensorNames(
                 enorm="model.mtp_layers.{depth}.token_layernorm",
                 hnorm="model.mtp_layers.{depth}.hidden_layernorm",
@@ -172,7 +165,6 @@ FAMILIES: dict[str, MTPFamily] = {
                 norm="model.mtp_layers.{depth}.final_layernorm",
                 block="model.mtp_layers.{depth}",
             ),
-            owned=r"^model\.mtp_layers\.",
         ),
     )
 }
@@ -197,9 +189,6 @@ NOT_RUNNABLE: dict[str, str] = {
     "step3p7": "it has an own LM head per depth and reads pre-norm states",
 }
 """Families known to carry MTP layers that do not run here, each with the reason."""
-
-SEPARATE_DRAFTERS = frozenset({"gemma4_assistant"})
-"""Those whose checkpoint has the MTP layers of another checkpoint."""
 
 
 def family_of(model_type: str) -> MTPFamily:

@@ -15,9 +15,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging as transformers_logging
 
 import mtp_plugin.hosts.embedded.attention.bridge  # noqa: F401 - registers the attention functions
+from mtp_plugin.checkpoint.files import listed
 from mtp_plugin.errors import CheckpointError, ConfigError
 from mtp_plugin.hosts.embedded.models.block_layout import build_layers, target_class
-from mtp_plugin.hosts.embedded.models.checkpoint_files import listed, read_tensors
+from mtp_plugin.hosts.embedded.models.checkpoint_files import indexed_directory, read_tensors
 from mtp_plugin.hosts.embedded.models.draft_head import cut_head
 from mtp_plugin.hosts.embedded.models.families import DraftTraits, ModelFacts, MTPFamily
 from mtp_plugin.hosts.embedded.models.mtp_layer import TransformersAttention
@@ -170,9 +171,9 @@ def _load_target(
 ) -> PreTrainedModel:
     where = f"checkpoint {checked.directory}"
     try:
-        with quiet_transformers(on_progress):
+        with quiet_transformers(on_progress), indexed_directory(checked.checkpoint) as directory:
             loaded: Any = target_class(checked.config).from_pretrained(
-                checked.directory,
+                directory,
                 config=checked.config,
                 dtype=dtype,
                 attn_implementation=attn_implementation,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 
+from mtp_plugin.checkpoint import FLOATING, Checkpoint, read_checkpoint
+from mtp_plugin.checkpoint.files import StoredTensor, listed
 from mtp_plugin.errors import (
     CheckpointError,
     ConfigError,
@@ -24,21 +25,14 @@ from mtp_plugin.hosts.embedded.models.block_layout import (
     plan_target,
     without_storage,
 )
-from mtp_plugin.hosts.embedded.models.checkpoint_files import (
-    StoredTensor,
-    listed,
-    read_headers,
-)
 from mtp_plugin.hosts.embedded.models.config_reader import (
     LONGEST_REASON,
     CheckedConfig,
     read_config,
 )
-from mtp_plugin.hosts.embedded.models.families import MTPFamily
 
-FLOATING = ("F32", "F16", "BF16")
 WITHOUT_MTP = "to run without MTP, set speculative_config to null (None in Python), or type"
-_OTHER_WEIGHTS = (".bin", ".gguf", ".pt", ".pth")
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth")
 _STALE_BUFFER = ".rotary_emb.inv_freq"
 """Stored by old converters, computed from the config since."""
 
@@ -49,10 +43,14 @@ class Preflight(CheckedConfig):
 
     num_mtp_layers: int
     """How many MTP layers will run: 0 without drafts, 1 for eagle, K for vanilla."""
-    stored: Mapping[str, StoredTensor]
-    """Every tensor of the checkpoint by name."""
+    checkpoint: Checkpoint
     plans: tuple[tuple[TensorPlan, ...], ...]
     """Per declared MTP layer, where its tensors come from; empty without drafts."""
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Every tensor of the checkpoint by name."""
+        return self.checkpoint.tensors
 
 
 def preflight(path: str | Path, num_mtp_layers: int | None = None) -> Preflight:
@@ -76,11 +74,6 @@ def preflight(path: str | Path, num_mtp_layers: int | None = None) -> Preflight:
     checked = read_config(path)
     where, declared = f"checkpoint {checked.directory}", checked.facts.num_mtp_layers
     needed = declared if num_mtp_layers is None else num_mtp_layers
-    if needed > declared != 1:
-        raise CheckpointError(
-            f"{where}: expected at most {declared} requested MTP layers, got {needed}; only a "
-            "single layer can be repeated"
-        )
 
     def refuse_in_favour_of_vllm(message: str) -> None:
         raise UnsupportedModelError(f"{where}: {message}; {IN_VLLM}", checked.vllm_command)
@@ -89,29 +82,29 @@ def preflight(path: str | Path, num_mtp_layers: int | None = None) -> Preflight:
     others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
     if others and not any(name.endswith(".safetensors") for name in names):
         refuse_in_favour_of_vllm(f"expected weights in safetensors files, got {listed(others)}")
-    stored = read_headers(checked.directory)
+    checkpoint = read_checkpoint(checked.directory)
+    stored = checkpoint.tensors
     odd = sorted(f"{n} ({each.dtype})" for n, each in stored.items() if each.dtype not in FLOATING)
     if odd:
         refuse_in_favour_of_vllm(
             f"expected tensors of {', '.join(FLOATING)} only, got {len(odd)} of other dtypes: "
             f"{listed(odd)}"
         )
-    family, first = checked.family, checked.facts.num_hidden_layers
-    owners = {".".join(name.split(".", 3)[:3]) for name in stored}
-    for layer in range(first):
-        if f"model.layers.{layer}" not in owners:  # before building so many
-            raise CheckpointError(
-                f"{where}: config.json says num_hidden_layers = {first}, the files have no tensor "
-                f"of model.layers.{layer}"
-            )
-    mtp = {name for name in stored if _is_of_mtp(name, family, first)}
-    if needed and not mtp:
+    for problem in checkpoint.problems:
+        if problem.is_of_vllm or (problem.is_of_mtp and not needed):
+            continue
+        if not problem.is_of_mtp:
+            raise CheckpointError(f"{where}: {problem.text}")
         raise CheckpointError(
-            f"{where}: config.json declares {declared} MTP layer(s), the files have none of their "
-            "tensors (transformers leaves them out when it saves a model): take the files of the "
-            f"original checkpoint; {WITHOUT_MTP}",
+            f"{where}: {problem.text}; {WITHOUT_MTP}",
             f"mtp-plugin generate --model {shlex.quote(str(checked.directory))} --no-mtp",
         )
+    if needed > declared != 1:
+        raise CheckpointError(
+            f"{where}: expected at most {declared} requested MTP layers, got {needed}; only a "
+            "single layer can be repeated"
+        )
+    family, first = checked.family, checked.facts.num_hidden_layers
     depths = range(declared if needed else 0)
     try:
         target = without_storage(checked.config)
@@ -131,9 +124,9 @@ def preflight(path: str | Path, num_mtp_layers: int | None = None) -> Preflight:
         t.format(layer=first + depth, depth=depth) for t in family.ignorable for depth in depths
     }
     stale = {name for name in stored if name.endswith(_STALE_BUFFER)}
-    ignored = {"lm_head.weight"} | stale | copies | (set() if needed else mtp)
+    ignored = {"lm_head.weight"} | stale | copies | (set() if needed else checkpoint.mtp.keys())
     _check_tensors(where, stored, [*plan, *chain(*plans)], ignored)
-    return Preflight(**vars(checked), num_mtp_layers=needed, stored=stored, plans=plans)
+    return Preflight(**vars(checked), num_mtp_layers=needed, checkpoint=checkpoint, plans=plans)
 
 
 def _check_tensors(
@@ -159,12 +152,3 @@ def _check_tensors(
     ):
         if names:
             raise CheckpointError(f"{where}: {len(names)} {problem}: {listed(names)}")
-
-
-def _is_of_mtp(name: str, family: MTPFamily, num_hidden_layers: int) -> bool:
-    """Whether a checkpoint tensor belongs to the MTP layers."""
-    found = re.match(family.owned, name)
-    if found is None:
-        return False
-    layer = found.groupdict().get("layer")
-    return layer is None or int(layer) >= num_hidden_layers

@@ -7,17 +7,12 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
+from mtp_plugin.checkpoint.files import TOKENIZER_FILE, TOKENIZER_SETTINGS, read_json
 from mtp_plugin.config.messages import got
 from mtp_plugin.errors import CheckpointError
-from mtp_plugin.hosts.embedded.models.checkpoint_files import read_json
-from mtp_plugin.hosts.embedded.models.config_reader import (
-    LONGEST_REASON,
-    TOKENIZER_FILE,
-    CheckedConfig,
-)
+from mtp_plugin.hosts.embedded.models.config_reader import LONGEST_REASON, CheckedConfig
 from mtp_plugin.requests.tokenizer import is_failure
 
-TOKENIZER_SETTINGS = "tokenizer_config.json"
 _OTHERS = ("added_tokens.json", "special_tokens_map.json")
 _UNREAD = ("tokenizer.model", "spiece.model", "tiktoken.model", "vocab.json")
 """Tokenizers that transformers would have to convert first."""

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import Qwen2ForCausalLM, Qwen3NextForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -193,6 +193,26 @@ def test_shards_load_like_one_file(
         expected, got = one.state_dict(), other.state_dict()
         assert expected.keys() == got.keys()
         assert all(torch.equal(expected[key], got[key]) for key in expected)
+
+
+@pytest.mark.parametrize("has_index", [True, False])
+def test_files_that_no_index_names(
+    checkpoint: Checkpoint, edited: Edited, sharded: Callable[[Path], Path], has_index: bool
+) -> None:
+    """MTP tensors in a file of their own, with an index of the other files, or none at all."""
+    path = edited("mimo")
+    tensors = load_file(path / "model.safetensors")
+    mtp = {name: tensors.pop(name) for name in list(tensors) if "mtp" in name}
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    sharded(path)
+    save_file(mtp, path / "mtp.safetensors", {"format": "pt"})
+    if not has_index:
+        (path / "model.safetensors.index.json").unlink()
+    loaded, expected = load_model(path), load_model(checkpoint("mimo"))
+    for part in ("target", "mtp_layers"):
+        states = [getattr(model, part).state_dict() for model in (loaded, expected)]
+        assert states[0].keys() == states[1].keys()
+        assert all(torch.equal(states[0][key], states[1][key]) for key in states[0])
 
 
 def test_fused_experts_load_like_single_ones(checkpoint: Checkpoint, edited: Edited) -> None:

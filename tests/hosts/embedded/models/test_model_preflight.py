@@ -112,7 +112,7 @@ WRONG: list[tuple[str, Any, Any, str]] = [
         "glm4_moe",
         None,
         lambda tensors: tensors.pop(EXPERT),
-        f"1 of the 63 tensors of config.json are missing: {EXPERT}",
+        f"1 tensor(s) of the MTP layers are missing: {EXPERT}; take the files of the original",
     ),
     (
         "mimo",
@@ -137,16 +137,22 @@ WRONG: list[tuple[str, Any, Any, str]] = [
         "mimo",
         config_with(num_nextn_predict_layers=2),
         None,
-        "16 of the 59 tensors of config.json are missing: model.mtp_layers.1.",
+        "config.json declares 2 MTP layers, the files have 1: set num_nextn_predict_layers to 1",
     ),
     (
         "glm4_moe",
         None,
         put("model.layers.2.final_layernorm.weight", 64),
-        f"1 {UNKNOWN} model.layers.2.final_layernorm.weight",
+        "1 tensor(s) of the MTP layers are unknown to family glm4_moe: "
+        "model.layers.2.final_layernorm.weight",
     ),
     # a second layer that config.json does not declare
-    ("glm4_moe", None, put("model.layers.3.enorm.weight", 64), f"1 {UNKNOWN} model.layers.3.enorm"),
+    (
+        "glm4_moe",
+        None,
+        put("model.layers.3.enorm.weight", 64),
+        "config.json declares 1 MTP layer(s), the files have 2: set num_nextn_predict_layers to 2",
+    ),
     (
         "mimo",
         None,
@@ -216,10 +222,7 @@ class TestFiles:
             f"{TO_VLLM}"
         )
         (path / "pytorch_model.bin").unlink()
-        assert refusal(path) == (
-            "checkpoint PATH: expected model.safetensors or model.safetensors.index.json, "
-            "found neither"
-        )
+        assert refusal(path) == ("checkpoint PATH: expected *.safetensors files, found none")
 
     def test_broken_file(self, edited: Edited) -> None:
         path = edited("glm4_moe")
