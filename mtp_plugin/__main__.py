@@ -49,9 +49,17 @@ def _examine_host(host: str, arguments: list[str]) -> int:
     if host not in HOSTS:
         sys.stderr.write(f"error: --host: expected {' or '.join(HOSTS)}, got {host!r}\n")
         return 2
-    if arguments not in (["--host", host], [f"--host={host}"]):
-        sys.stderr.write(f"error: --host {host} accepts no other option\n")
+    words = [word for given in arguments for word in given.split("=", given.startswith("--"))]
+    options = dict(zip(words[::2], words[1::2], strict=False))
+    model = options.pop("--model", options.pop("-m", None)) if host == "vllm" else None
+    if options != {"--host": host} or len(words) != (2 if model is None else 4):
+        further = " but --model DIR" if host == "vllm" else ""
+        sys.stderr.write(f"error: --host {host} accepts no other option{further}\n")
         return 2
+    if model is not None:
+        from mtp_plugin.hosts.vllm import model_check
+
+        return model_check.main(model)
     checks = import_module(f"mtp_plugin.hosts.{host}.checks")
     exit_code: int = checks.main()
     return exit_code

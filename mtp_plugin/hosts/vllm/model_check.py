@@ -1,0 +1,85 @@
+"""``mtp-plugin doctor --host vllm --model DIR``: what vLLM will do with a checkpoint."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Iterable
+from typing import TextIO
+
+from mtp_plugin.checkpoint import (
+    IN_VLLM,
+    SEPARATE_DRAFTERS,
+    Checkpoint,
+    InVllm,
+    describe,
+    read_checkpoint,
+    thinking_tags,
+    vllm_command_of,
+)
+from mtp_plugin.errors import CheckpointError
+from mtp_plugin.hosts.vllm.checks import OK, PROBLEM, examine, show
+
+LARGE_VOCABULARY = 65_536
+"""From this number of ids on, a draft pass is mostly the product with the head."""
+
+
+def verdict(checkpoint: Checkpoint) -> str:
+    """Return what vLLM will do with a checkpoint."""
+    worst: InVllm = "drafts"
+    for problem in checkpoint.problems:
+        worst = max(worst, problem.in_vllm, key=list(IN_VLLM).index)
+    if worst != "drafts":
+        return IN_VLLM[worst]
+    if checkpoint.model_type in SEPARATE_DRAFTERS:
+        return "drafts for another checkpoint"
+    if not checkpoint.declared:
+        return "runs without drafts, there are no MTP layers"
+    return IN_VLLM[worst] if checkpoint.family else "drafts, if it knows this family"
+
+
+def serve_command(checkpoint: Checkpoint) -> str:
+    """Return the command that serves a checkpoint, with the thinking ids of its tokenizer."""
+    keys = ("thinking_begin_token", "thinking_end_token")
+    options = dict(zip(keys, thinking_tags(checkpoint.directory).values(), strict=False))
+    return vllm_command_of(checkpoint.directory, checkpoint.config, **options)
+
+
+def main(model: str) -> int:
+    """Print what was found, the problems and the command to type next; return the exit code."""
+    again = f"mtp-plugin doctor --host vllm --model {shlex.quote(model)}  # with this corrected"
+    command = None
+    try:
+        checkpoint = read_checkpoint(model)
+        lines = [*describe(checkpoint), ("vLLM", verdict(checkpoint))]
+        problems = [problem.text for problem in checkpoint.problems]
+        if problems:
+            _write(lines, problems, sys.stdout)
+        else:
+            command = serve_command(checkpoint)
+            _write([*lines, *_hints(checkpoint), ("command", command)], (), sys.stdout)
+    except CheckpointError as error:
+        _write([("checkpoint", model), ("vLLM", IN_VLLM["refusal"])], [str(error)], sys.stdout)
+        again = error.next_command or again
+    seen = examine()
+    show(seen, sys.stdout)
+    is_good = command is not None and not seen.problems
+    sys.stdout.write(f"next: {command if is_good else again}\n")
+    return OK if is_good else PROBLEM
+
+
+def _hints(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
+    vocab_size = checkpoint.number("vocab_size")
+    if checkpoint.declared and vocab_size >= LARGE_VOCABULARY and not checkpoint.quantized["head"]:
+        yield (
+            "hint",
+            f'of {vocab_size} ids few are drafted: "draft_vocab": 32768 in mtp_plugin drafts from '
+            "the lowest ones, a list of mtp-plugin draft-vocab from those of your texts",
+        )
+
+
+def _write(lines: Iterable[tuple[str, str]], problems: Iterable[str], out: TextIO) -> None:
+    for name, value in lines:
+        out.write(f"{name:14} {value}\n")
+    for problem in problems:
+        out.write(f"problem: {problem}\n")

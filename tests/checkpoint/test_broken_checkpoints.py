@@ -1,0 +1,361 @@
+"""Broken forms of a checkpoint: what `doctor --host vllm` and the embedded executor report."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from mtp_plugin.checkpoint import describe, read_checkpoint
+from mtp_plugin.errors import CheckpointError
+from mtp_plugin.hosts.embedded.models import preflight
+from mtp_plugin.hosts.vllm import model_check
+from mtp_plugin.hosts.vllm.checks import Examination
+from mtp_plugin.hosts.vllm.model_check import main, verdict
+
+TINY = Path(__file__).parents[2] / "integration/tiny_model/checkpoint"
+BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I32": 4}
+Header = dict[str, tuple[str, list[int]]]
+"""Name -> dtype, shape."""
+Edit = Callable[[dict[str, Any], Header], object]
+LAYERS = ("model.layers.12.", "model.layers.13.", "model.layers.14.")
+
+
+def tiny_header() -> Header:
+    with (TINY / "model.safetensors").open("rb") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+    return {n: (e["dtype"], e["shape"]) for n, e in header.items() if n != "__metadata__"}
+
+
+def write_file(file: Path, tensors: Header) -> None:
+    """Write a header and zeros."""
+    entries, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + BYTES[dtype] * math.prod(shape)
+        entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    header = json.dumps(entries).encode()
+    with file.open("wb") as opened:
+        opened.write(struct.pack("<Q", len(header)) + header)
+        opened.truncate(8 + len(header) + end)
+
+
+def write(path: Path, edit: Edit, *, shards: int = 1, mtp_file: bool = False, index: bool) -> None:
+    config, tensors = json.loads((TINY / "config.json").read_text()), tiny_header()
+    edit(config, tensors)
+    (path / "config.json").write_text(json.dumps(config))
+    own = {n: t for n, t in tensors.items() if mtp_file and n.startswith(LAYERS)}
+    listed = {name: tensor for name, tensor in tensors.items() if name not in own}
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard}.safetensors" if index or shards > 1 else "model.safetensors"
+        part = dict(list(listed.items())[shard::shards])
+        write_file(path / file, part)
+        weight_map |= dict.fromkeys(part, file)
+    if own:
+        write_file(path / "mtp.safetensors", own)
+    if index:
+        content = {"metadata": {}, "weight_map": weight_map}
+        (path / "model.safetensors.index.json").write_text(json.dumps(content))
+
+
+def drop(*begins: str) -> Edit:
+    def edit(_: dict[str, Any], tensors: Header) -> None:
+        for name in [name for name in tensors if name.startswith(begins)]:
+            del tensors[name]
+
+    return edit
+
+
+def rename(old: str, new: str) -> Edit:
+    def edit(_: dict[str, Any], tensors: Header) -> None:
+        for name in [name for name in tensors if name.startswith(old)]:
+            tensors[name.replace(old, new, 1)] = tensors.pop(name)
+
+    return edit
+
+
+def declare(**values: Any) -> Edit:
+    return lambda config, _: config.update(values)
+
+
+def quantize(*begins: str) -> Edit:
+    def edit(_: dict[str, Any], tensors: Header) -> None:
+        for name, (_dtype, shape) in list(tensors.items()):
+            if name.startswith(begins) and name.endswith(("_proj.weight", "head.weight")):
+                tensors[name] = ("F8_E4M3", shape)
+                tensors[f"{name}_scale"] = ("F32", [1])
+
+    return edit
+
+
+def fuse_experts(_: dict[str, Any], tensors: Header) -> None:
+    for name, (dtype, shape) in list(tensors.items()):
+        stem, experts, rest = name.partition(".experts.")
+        if experts and name.startswith(LAYERS):
+            del tensors[name]
+            if rest.endswith("gate_proj.weight"):
+                tensors[f"{stem}.experts.gate_up_proj"] = (dtype, [4, 2 * shape[0], shape[1]])
+            elif rest.endswith("down_proj.weight"):
+                tensors[f"{stem}.experts.down_proj"] = (dtype, [4, *shape])
+
+
+def leave_copies(config: dict[str, Any], tensors: Header) -> None:
+    drop(*LAYERS)(config, tensors)
+    tensors["model.layers.12.embed_tokens.weight"] = ("BF16", [2048, 192])
+
+
+def all_of(*edits: Edit) -> Edit:
+    return lambda config, tensors: [edit(config, tensors) for edit in edits]
+
+
+FP8 = declare(quantization_config={"quant_method": "fp8"})
+TARGET = tuple(f"model.layers.{layer}." for layer in range(12))
+NO_MTP = "config.json declares 3 MTP layer(s), the files have none of their tensors"
+CHECKPOINTS: dict[str, tuple[Edit, dict[str, Any], str, str]] = {
+    # name: edit, how it is written, what vLLM does, begin of the problem
+    "whole": (declare(), {}, "drafts", ""),
+    "shards without an index": (declare(), {"shards": 2, "mtp_file": True}, "drafts", ""),
+    "experts as one tensor": (fuse_experts, {}, "drafts", ""),
+    "no MTP tensors": (drop(*LAYERS), {}, "refuses", NO_MTP),
+    "copies alone": (leave_copies, {}, "refuses", NO_MTP),
+    "no MTP tensors, quantized": (
+        all_of(drop(*LAYERS), quantize(*TARGET), FP8),
+        {},
+        "drafts at random",
+        NO_MTP,
+    ),
+    "a projection is missing": (
+        drop("model.layers.13.self_attn.o_proj"),
+        {},
+        "drafts at random",
+        "1 tensor(s) of the MTP layers are missing: model.layers.13.self_attn.o_proj.weight",
+    ),
+    "a norm is missing": (
+        drop("model.layers.14.enorm"),
+        {},
+        "refuses",
+        "1 tensor(s) of the MTP layers are missing: model.layers.14.enorm.weight",
+    ),
+    "an expert is missing": (
+        drop("model.layers.12.mlp.experts.2."),
+        {},
+        "drafts at random",
+        "3 tensor(s) of the MTP layers are missing: model.layers.12.mlp.experts.2.down_proj.weight",
+    ),
+    "further tensors": (
+        rename("model.layers.12.self_attn.q_norm", "model.layers.12.self_attn.qk_norm"),
+        {},
+        "refuses",
+        "1 tensor(s) of the MTP layers are missing: model.layers.12.self_attn.q_norm.weight",
+    ),
+    "a file that the index does not name": (
+        declare(),
+        {"shards": 2, "mtp_file": True, "index": True},
+        "refuses",
+        "model.safetensors.index.json does not name mtp.safetensors, which has MTP tensors",
+    ),
+    "more layers declared": (
+        declare(num_nextn_predict_layers=4),
+        {},
+        "refuses",
+        "config.json declares 4 MTP layers, the files have 3: set num_nextn_predict_layers to 3",
+    ),
+    "fewer layers declared": (
+        declare(num_nextn_predict_layers=1),
+        {},
+        "refuses",
+        "config.json declares 1 MTP layer(s), the files have 3: set num_nextn_predict_layers to 3",
+    ),
+    "none declared": (
+        declare(num_nextn_predict_layers=0),
+        {},
+        "refuses",
+        "config.json declares no MTP layer(s), the files have 3: set num_nextn_predict_layers to 3",
+    ),
+    "no head": (
+        drop("lm_head"),
+        {},
+        "refuses",
+        "lm_head.weight is missing, and tie_word_embeddings is false",
+    ),
+    "head quantized, no method": (
+        quantize("lm_head"),
+        {},
+        "refuses",
+        "1 weight(s) of the head are quantized, config.json names no method and leaves them out",
+    ),
+    "head quantized by another method": (
+        all_of(quantize("lm_head", *TARGET, *LAYERS), FP8),
+        {},
+        "refuses",
+        "1 weight(s) of the head are quantized, the quantization config (fp8) leaves them out",
+    ),
+    "MTP layers not quantized": (
+        all_of(quantize(*TARGET), FP8),
+        {},
+        "drafts at random",
+        "57 weight(s) of the MTP layers are not quantized, the quantization config (fp8) covers",
+    ),
+    "MTP layers left out": (
+        all_of(
+            quantize(*TARGET),
+            declare(
+                quantization_config={
+                    "quant_method": "compressed-tensors",
+                    "ignore": ["lm_head", r"re:model\.layers\.1[234]\."],
+                }
+            ),
+        ),
+        {},
+        "drafts",
+        "",
+    ),
+    "MTP layers renamed": (
+        rename("model.layers.12.", "model.language_model.layers.12."),
+        {},
+        "refuses",
+        "29 MTP tensor(s) are named like model.language_model.layers.12.",
+    ),
+    "names of another family": (
+        rename("model.layers.12.", "mtp.layers.0."),
+        {},
+        "refuses",
+        "29 tensor(s) such as mtp.layers.0.",
+    ),
+    "target renamed": (
+        rename("model.", "model.language_model."),
+        {},
+        "refuses",
+        "tensors of the target are named like model.language_model.layers.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_checkpoint(tmp_path: Path, name: str) -> None:
+    edit, form, in_vllm, problem = CHECKPOINTS[name]
+    write(tmp_path, edit, **{"index": False, **form})
+    checkpoint = read_checkpoint(tmp_path)
+    problems = [each.text for each in checkpoint.problems]
+    assert verdict(checkpoint).startswith(in_vllm)
+    assert any(text.startswith(problem) for text in problems) if problem else not problems
+    describe(checkpoint)
+    in_executor = next((p for p in checkpoint.problems if not p.is_of_vllm), None)
+    if in_executor is not None and not any(checkpoint.quantized.values()):
+        with pytest.raises(CheckpointError) as caught:
+            preflight(tmp_path, max(1, checkpoint.declared))
+        assert in_executor.text in str(caught.value)
+
+
+def lfs_pointer(path: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n"
+    (path / "model.safetensors").write_text(pointer)
+
+
+def cut(path: Path) -> None:
+    with (path / "model.safetensors").open("r+b") as file:
+        file.truncate(1_000_000)
+
+
+def replace_by_gguf(path: Path) -> None:
+    for file in (path / "model.safetensors", path / "config.json"):
+        file.unlink()
+    (path / "model-Q4_K_M.gguf").write_bytes(b"GGUF")
+
+
+@pytest.mark.parametrize(
+    ("breaks", "message"),
+    [
+        (
+            lfs_pointer,
+            "PATH/model.safetensors: got a git-lfs pointer instead of the file; download it: "
+            "git -C PATH lfs pull",
+        ),
+        (
+            lambda path: (path / "adapter_config.json").write_text("{}"),
+            "checkpoint PATH: expected a whole checkpoint, adapter_config.json makes it an adapter",
+        ),
+        (
+            replace_by_gguf,
+            "checkpoint PATH: expected weights in safetensors files, got model-Q4_K_M.gguf; MTP",
+        ),
+        (cut, "PATH/model.safetensors: expected a safetensors file, got one that ends before"),
+        (
+            lambda path: (path / "model.safetensors").write_bytes(struct.pack("<Q", 2**62)),
+            "PATH/model.safetensors: expected a safetensors file, got a header of ",
+        ),
+        (
+            lambda path: (path / "config.json").write_text(
+                '{"model_type": "glm4_moe", "num_nextn_predict_layers": "1"}'
+            ),
+            "PATH/config.json: num_nextn_predict_layers: expected an integer of at least 0, got",
+        ),
+    ],
+)
+def test_refused_files(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    breaks: Callable[[Path], object],
+    message: str,
+) -> None:
+    write(tmp_path, declare(), index=False)
+    breaks(tmp_path)
+    assert main(str(tmp_path)) == 1
+    shown = capsys.readouterr().out.replace(str(tmp_path), "PATH")
+    assert f"problem: {message}" in shown
+    assert "refuses to start" in shown
+    if "num_nextn" not in message:
+        with pytest.raises(CheckpointError) as caught:
+            preflight(tmp_path)
+        assert str(caught.value).replace(str(tmp_path), "PATH").startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "prefix", "names"),
+    [
+        ("qwen3_5", "", "mtp.fc mtp.pre_fc_norm_embedding mtp.pre_fc_norm_hidden mtp.norm"),
+        ("mimo", "model.", "mtp_layers.0.token_layernorm mtp_layers.0.input_proj"),
+        ("ernie4_5_moe", "model.", "mtp_emb_norm.0 mtp_hidden_norm.0 mtp_linear_proj.0"),
+        ("nemotron_h", "", "mtp.layers.0.enorm mtp.layers.0.eh_proj mtp.layers.1.final_layernorm"),
+        ("longcat_flash", "model.", "mtp.norm mtp.layers.0.eh_proj mtp.layers.0.enorm.m"),
+        ("deepseek_v4", "", "mtp.0.enorm mtp.0.e_proj mtp.0.h_proj"),
+        ("step3p7", "model.", "layers.12.enorm layers.12.transformer.shared_head.norm"),
+        ("glm_ocr", "model.language_model.", "layers.12.enorm layers.12.shared_head.norm"),
+    ],
+)
+def test_names_of_families(tmp_path: Path, model_type: str, prefix: str, names: str) -> None:
+    """Names of released checkpoints are found, and those that are left out are missing."""
+    stored = {f"{prefix}{name}.weight": ("BF16", [1]) for name in names.split()}
+    write_file(tmp_path / "model.safetensors", {**stored, "lm_head.weight": ("BF16", [1])})
+    config = {"model_type": model_type, "text_config": {"num_hidden_layers": 12}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    checkpoint = read_checkpoint(tmp_path)
+    assert set(checkpoint.mtp) == set(stored)
+    assert not any("rename" in problem.text for problem in checkpoint.problems)
+    first, *_ = stored
+    del stored[first]
+    write_file(tmp_path / "model.safetensors", {**stored, f"{prefix}x": ("BF16", [1])})
+    if read_checkpoint(tmp_path).found:
+        assert first in read_checkpoint(tmp_path).differences[0]
+
+
+def test_the_doctor_of_vllm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Large vocabularies get a hint, and the last line serves the checkpoint."""
+    monkeypatch.setattr(model_check, "examine", lambda: Examination("0.33.0", is_tested=True))
+    monkeypatch.setattr(model_check, "LARGE_VOCABULARY", 2048)
+    assert main(str(TINY)) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == (
+        f"next: VLLM_USE_V2_MODEL_RUNNER=1 vllm serve {TINY} --speculative-config "
+        '\'{"method": "mtp", "num_speculative_tokens": 3}\' --additional-config '
+        '\'{"mtp_plugin": {"thinking_begin_token": 1, "thinking_end_token": 2}}\''
+    )
+    assert any(line.startswith("hint ") and "draft_vocab" in line for line in lines)
