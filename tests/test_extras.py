@@ -124,6 +124,17 @@ main()
     assert last == f"next: mtp-plugin doctor --host {host}  # with this corrected"
 
 
+def test_a_checkpoint_is_checked_without_torch_and_vllm() -> None:
+    tiny = Path(__file__).parents[1] / "integration/tiny_model/checkpoint"
+    code = (
+        f"import sys; sys.argv[1:] = ['doctor', '--host', 'vllm', '--model={tiny}']\n"
+        "from mtp_plugin.__main__ import main; main()"
+    )
+    lines = without((*EXTRA, "torch", "triton", "vllm"), code).stdout.splitlines()
+    assert "MTP layers     3 declared, 3 found in model.safetensors" in lines
+    assert any("vllm serve" in line for line in lines)
+
+
 @pytest.mark.parametrize(
     ("expected", "message"),
     [

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from mtp_plugin.checkpoint import describe, read_checkpoint
 from mtp_plugin.checkpoint.files import listed
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import MTPPluginError
@@ -118,6 +119,7 @@ def examine(config: LLMConfig) -> Diagnosis:
     facts = checked.facts
     tokenizer = found.attempt(lambda: _examine_tokenizer(found, checked))
     _add_facts(found, facts)
+    found.attempt(lambda: _add_checkpoint(found, config.model))
     if checked.unread:
         found.add("config keys", f"not read: {listed(checked.unread, 20)}")
     # some checks need K, whose default comes from the checkpoint
@@ -199,6 +201,12 @@ def _add_facts(found: Diagnosis, facts: ModelFacts) -> None:
         f"hidden {facts.hidden_size}, vocabulary {facts.vocab_size}, stored in {facts.dtype}",
     )
     found.add("end tokens", ", ".join(map(str, facts.eos_token_ids)) or "none")
+
+
+def _add_checkpoint(found: Diagnosis, model: str) -> None:
+    for name, value in describe(read_checkpoint(model)):
+        if name in ("MTP layers", "MTP tensors", "quantization", "head", "thinking tags"):
+            found.add(name, value)
 
 
 def _examine_device(found: Diagnosis, config: LLMConfig) -> None:
