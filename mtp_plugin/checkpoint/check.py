@@ -52,6 +52,8 @@ _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num
 _MAX_EXPERTS = 2**16
 _SKIPPED = ("ignore", "modules_to_not_convert", "ignored_layers", "exclude_modules")
 """Keys of quantization configs with the layers that are not quantized."""
+_SKIPPED_BY = {"fp8": "modules_to_not_convert", "awq": "modules_to_not_convert", "gptq": "dynamic"}
+"""Their usual key, by quantization method."""
 _HEADLESS = ("fp8", "gptq", "awq")
 """Quantization methods of vLLM that leave out the head, unless `lm_head` is true."""
 _TARGET_LAYER = re.compile(r"layers\.([0-9]{1,9})\.(.*)")
@@ -63,7 +65,10 @@ _EXPERT = re.compile(
 )
 _QUANTIZED = ("F8", "F4", "F6", "I8", "U8", "I4", "U4")
 _PACKED = ("qweight", "weight_packed")
-_SCALE = re.compile(r"(?:\w*_)?(?:scales?|qzeros|g_idx|zero_point|shape|absmax)(?:_\w+)?")
+_SCALE = re.compile(
+    r"(?:\w*_)?(?:scales?|qzeros|g_idx|zero_point|shape|absmax|quant_map)(?:_\w+)?|bitsandbytes__\w+"
+)
+"""Last part of the name of what belongs to a quantized weight."""
 
 
 @dataclass(frozen=True)
@@ -190,7 +195,8 @@ class Checkpoint:
         return tuple(_pattern(entry) for entry in entries if isinstance(entry, str))
 
     def is_skipped(self, name: str) -> bool:
-        return any(pattern.search(name) for pattern in self.skipped)
+        names = (name, without_prefix(name))
+        return any(pattern.search(each) for pattern in self.skipped for each in names)
 
     @cached_property
     def differences(self) -> tuple[list[str], list[str]]:
@@ -297,7 +303,7 @@ def describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         *lines,
         ("quantization", method if is_quantized else "none"),
         ("head", head + shared),
-        ("vocabulary", f"{checkpoint.value('vocab_size')} ids, stop ids {stops}"),
+        ("vocabulary", f"{checkpoint.value('vocab_size') or 'unknown'} ids, stop ids {stops}"),
         ("thinking tags", tags or "none"),
     ]
 
@@ -309,7 +315,7 @@ def thinking_tags(directory: Path) -> dict[str, int]:
         content = read_json(file) if file.is_file() else {}
         decoder, added = content.get("added_tokens_decoder"), content.get("added_tokens")
         for key, entry in decoder.items() if isinstance(decoder, dict) else ():
-            if key.isdecimal() and isinstance(entry, dict):
+            if key.isdecimal() and len(key) < 10 and isinstance(entry, dict):
                 ids[str(entry.get("content"))] = int(key)
         for entry in added if isinstance(added, list) else ():
             if isinstance(entry, dict):
@@ -452,14 +458,15 @@ def _canonical(name: str) -> tuple[str, ...]:
 
 
 def _pattern(entry: str) -> re.Pattern[str]:
-    """Return the pattern of an entry of a list of layers: a name or a part of it, also with `*`, or
-    a regular expression after `re:`."""
+    """Return the pattern of an entry of a list of layers: parts of a name, also with `*`, or a
+    regular expression after `re:`."""
     if entry.startswith("re:"):
         try:
             return re.compile(rf"\A(?:{entry[3:]})")
         except re.error:
-            return re.compile(re.escape(entry))
-    return re.compile(".*".join(map(re.escape, entry.split("*"))))
+            entry = entry[3:]
+    parts = without_prefix(entry.strip(".")).split("*")
+    return re.compile(rf"(?:\A|\.){'.*'.join(map(re.escape, parts))}(?:\.|\Z)")
 
 
 def _target_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -561,7 +568,7 @@ def _quantization_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     for part, title in PARTS.items():
         names = checkpoint.quantized[part]
         is_left_out = not config or (
-            part == "head" and method.split(" ")[0] in _HEADLESS and not config.get("lm_head")
+            part == "head" and method.partition(" ")[0] in _HEADLESS and not config.get("lm_head")
         )
         odd = names if is_left_out else [name for name in names if checkpoint.is_skipped(name)]
         if odd:
@@ -582,10 +589,14 @@ def _quantization_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
         and not checkpoint.is_skipped(name)
     ]
     if config and odd:
-        key = next((key for key in _SKIPPED if key in config), _SKIPPED[0])
+        key = next((key for key in _SKIPPED if key in config), None)
+        key = key or _SKIPPED_BY.get(method.partition(" ")[0], _SKIPPED[0])
+        target = checkpoint.quantized["target"]
+        # vLLM has no parameter of the name `weight` then
+        is_packed = any(name.endswith(_PACKED) for name in target)
         yield Problem(
             f"{len(odd)} weight(s) of the MTP layers are not quantized, {named} covers them: "
             f"{listed(odd)}; add these layers to its {key}",
-            "random",
+            "refusal" if is_packed else "random",
             is_of_vllm=True,
         )

@@ -94,6 +94,18 @@ def quantize(*begins: str) -> Edit:
     return edit
 
 
+def pack(*begins: str) -> Edit:
+    def edit(_: dict[str, Any], tensors: Header) -> None:
+        for name in [name for name in tensors if name.startswith(begins)]:
+            if name.endswith("_proj.weight"):
+                stem = name.removesuffix("weight")
+                _dtype, (rows, columns) = tensors.pop(name)
+                tensors[f"{stem}qweight"] = ("I32", [columns // 8, rows])
+                tensors[f"{stem}scales"] = ("BF16", [1, rows])
+
+    return edit
+
+
 def fuse_experts(_: dict[str, Any], tensors: Header) -> None:
     for name, (dtype, shape) in list(tensors.items()):
         stem, experts, rest = name.partition(".experts.")
@@ -202,13 +214,25 @@ CHECKPOINTS: dict[str, tuple[Edit, dict[str, Any], str, str]] = {
         "drafts at random",
         "57 weight(s) of the MTP layers are not quantized, the quantization config (fp8) covers",
     ),
+    "MTP layers not packed": (
+        all_of(pack(*TARGET), declare(quantization_config={"quant_method": "gptq"})),
+        {},
+        "refuses",
+        "57 weight(s) of the MTP layers are not quantized, the quantization config (gptq) covers",
+    ),
+    "packed": (
+        all_of(pack(*TARGET, *LAYERS), declare(quantization_config={"quant_method": "gptq"})),
+        {},
+        "drafts",
+        "",
+    ),
     "MTP layers left out": (
         all_of(
             quantize(*TARGET),
             declare(
                 quantization_config={
                     "quant_method": "compressed-tensors",
-                    "ignore": ["lm_head", r"re:model\.layers\.1[234]\."],
+                    "ignore": ["lm_head", "gate", r"re:model\.layers\.1[234]\."],
                 }
             ),
         ),
