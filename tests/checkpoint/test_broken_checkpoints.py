@@ -11,7 +11,9 @@ from typing import Any
 
 import pytest
 
+from mtp_plugin import LLM
 from mtp_plugin.checkpoint import describe, read_checkpoint
+from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import CheckpointError
 from mtp_plugin.hosts.embedded.models import preflight
 from mtp_plugin.hosts.vllm import model_check
@@ -275,6 +277,12 @@ def test_checkpoint(tmp_path: Path, name: str) -> None:
         with pytest.raises(CheckpointError) as caught:
             preflight(tmp_path, max(1, checkpoint.declared))
         assert in_executor.text in str(caught.value)
+
+
+def test_drafts_by_layers_that_are_not_declared(tmp_path: Path) -> None:
+    write(tmp_path, declare(num_nextn_predict_layers=0), index=False)
+    with pytest.raises(CheckpointError, match=r"declares no MTP layer\(s\), the files have 3"):
+        LLM(tmp_path, speculative_config=MTPDecodingConfig(max_draft_len=1), device="cpu")
 
 
 def lfs_pointer(path: Path) -> None:

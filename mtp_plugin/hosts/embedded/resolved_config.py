@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from mtp_plugin.config import LLMConfig
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, format_value
-from mtp_plugin.hosts.embedded.models import FusedModel, LoadedModel, ModelFacts
+from mtp_plugin.hosts.embedded.models import FusedModel, LoadedModel, ModelFacts, check_declared
 from mtp_plugin.speculative.plugin import DraftPlan, SpeculativePlugin, find_plugin, make_plan
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -39,9 +39,12 @@ def resolve_config(
         report: called with one line for each option that has no effect here.
 
     Raises:
+        CheckpointError: drafts are requested, MTP layers are stored and not declared.
         ConfigError: an option is not possible with this checkpoint or device.
         PluginError: no plugin provides the requested speculative decoding.
     """
+    if isinstance(config.speculative_config, MTPDecodingConfig) and not facts.num_mtp_layers:
+        check_declared(config.model)
     config = config.resolve(facts.num_mtp_layers)
     speculative = config.speculative_config
     plugin = find_plugin(None if speculative is None else speculative.decoding_type)

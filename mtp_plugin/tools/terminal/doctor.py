@@ -27,6 +27,7 @@ from mtp_plugin.hosts.embedded.models import (
     CheckedConfig,
     ModelFacts,
     Preflight,
+    check_declared,
     family_of,
     preflight,
     read_config,
@@ -123,6 +124,8 @@ def examine(config: LLMConfig) -> Diagnosis:
     if checked.unread:
         found.add("config keys", f"not read: {listed(checked.unread, 20)}")
     # some checks need K, whose default comes from the checkpoint
+    if isinstance(config.speculative_config, MTPDecodingConfig) and not facts.num_mtp_layers:
+        found.attempt(lambda: check_declared(config.model))
     config = found.attempt(lambda: config.resolve(facts.num_mtp_layers)) or config
     speculative: Any = config.speculative_config
     decoding_type = None if speculative is None else speculative.decoding_type

@@ -20,7 +20,7 @@ from mtp_plugin.hosts.embedded.models.fused_model import (
 )
 from mtp_plugin.hosts.embedded.models.loader import LoadedModel, load_model
 from mtp_plugin.hosts.embedded.models.mtp_layer import MTPLayer, TransformersAttention
-from mtp_plugin.hosts.embedded.models.preflight import Preflight, preflight
+from mtp_plugin.hosts.embedded.models.preflight import Preflight, check_declared, preflight
 from mtp_plugin.hosts.embedded.models.tokenizer_files import read_tokenizer, unread_tokenizer
 
 __all__ = [
@@ -38,6 +38,7 @@ __all__ = [
     "Preflight",
     "TensorNames",
     "TransformersAttention",
+    "check_declared",
     "family_of",
     "fuse",
     "load_model",

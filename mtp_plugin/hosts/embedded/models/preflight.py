@@ -90,15 +90,7 @@ def preflight(path: str | Path, num_mtp_layers: int | None = None) -> Preflight:
             f"expected tensors of {', '.join(FLOATING)} only, got {len(odd)} of other dtypes: "
             f"{listed(odd)}"
         )
-    for problem in checkpoint.problems:
-        if problem.is_of_vllm or (problem.is_of_mtp and not needed):
-            continue
-        if not problem.is_of_mtp:
-            raise CheckpointError(f"{where}: {problem.text}")
-        raise CheckpointError(
-            f"{where}: {problem.text}; {WITHOUT_MTP}",
-            f"mtp-plugin generate --model {shlex.quote(str(checked.directory))} --no-mtp",
-        )
+    _refuse_problems(checkpoint, with_mtp=needed > 0)
     if needed > declared != 1:
         raise CheckpointError(
             f"{where}: expected at most {declared} requested MTP layers, got {needed}; only a "
@@ -127,6 +119,30 @@ def preflight(path: str | Path, num_mtp_layers: int | None = None) -> Preflight:
     ignored = {"lm_head.weight"} | stale | copies | (set() if needed else checkpoint.mtp.keys())
     _check_tensors(where, stored, [*plan, *chain(*plans)], ignored)
     return Preflight(**vars(checked), num_mtp_layers=needed, checkpoint=checkpoint, plans=plans)
+
+
+def check_declared(path: str | Path) -> None:
+    """Refuse a checkpoint with MTP layers that its config does not declare.
+
+    Raises:
+        CheckpointError: these, or files that cannot be read.
+    """
+    checkpoint = read_checkpoint(path)
+    if checkpoint.found and not checkpoint.declared:
+        _refuse_problems(checkpoint, with_mtp=True)
+
+
+def _refuse_problems(checkpoint: Checkpoint, *, with_mtp: bool) -> None:
+    where = f"checkpoint {checkpoint.directory}"
+    for problem in checkpoint.problems:
+        if problem.is_of_vllm or (problem.is_of_mtp and not with_mtp):
+            continue
+        if not problem.is_of_mtp:
+            raise CheckpointError(f"{where}: {problem.text}")
+        raise CheckpointError(
+            f"{where}: {problem.text}; {WITHOUT_MTP}",
+            f"mtp-plugin generate --model {shlex.quote(str(checkpoint.directory))} --no-mtp",
+        )
 
 
 def _check_tensors(
