@@ -549,9 +549,11 @@ def _mtp_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     missing, extra = checkpoint.differences
     if missing:
         norms = not checkpoint.quantization and any("norm" in name for name in missing)
+        experts = checkpoint.number(*_EXPERT_KEYS)
+        count = f" (of {experts} experts)" if any(".experts." in name for name in missing) else ""
         yield Problem(
-            f"{len(missing)} tensor(s) of the MTP layers are missing: {listed(missing)}; take the "
-            "files of the original checkpoint",
+            f"{len(missing)} tensor(s) of the MTP layers are missing: {listed(missing)}{count}; "
+            "take the files of the original checkpoint",
             "refusal" if norms or family.notices == "tensors" else "random",
         )
     if extra:

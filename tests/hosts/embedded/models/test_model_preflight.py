@@ -112,7 +112,7 @@ WRONG: list[tuple[str, Any, Any, str]] = [
         "glm4_moe",
         None,
         lambda tensors: tensors.pop(EXPERT),
-        f"1 tensor(s) of the MTP layers are missing: {EXPERT}; take the files of the original",
+        f"1 tensor(s) of the MTP layers are missing: {EXPERT} (of 4 experts); take the",
     ),
     (
         "mimo",
