@@ -521,9 +521,11 @@ def _mtp_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             whole,
         )
     elif declared > len(found):
+        is_begin = found == tuple(range(len(found)))
+        fewer = f"set {key} to {len(found)}, or " if is_begin else ""
         yield Problem(
-            f"config.json declares {declared} MTP layers, the files have {len(found)}: set {key} "
-            f"to {len(found)}, or take the files of the original checkpoint",
+            f"config.json declares {declared} MTP layers, the files have {len(found)}: {fewer}"
+            "take the files of the original checkpoint",
             whole,
         )
     if declared < len(found) and family.reads == "all":

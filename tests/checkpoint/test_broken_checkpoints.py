@@ -180,6 +180,12 @@ CHECKPOINTS: dict[str, tuple[Edit, dict[str, Any], str, str]] = {
         "refuses",
         "config.json declares 4 MTP layers, the files have 3: set num_nextn_predict_layers to 3",
     ),
+    "a layer in the middle is missing": (
+        drop("model.layers.13."),
+        {},
+        "refuses",
+        "config.json declares 3 MTP layers, the files have 2: take the files of the original",
+    ),
     "fewer layers declared": (
         declare(num_nextn_predict_layers=1),
         {},
