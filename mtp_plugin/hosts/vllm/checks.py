@@ -12,6 +12,7 @@ from typing import TextIO
 
 from mtp_plugin.errors import HostError
 from mtp_plugin.extras import vllm_command
+from mtp_plugin.hosts.vllm.options import drafters_of
 from mtp_plugin.hosts.vllm.versions import (
     INSTALLED,
     NAMES,
@@ -152,6 +153,8 @@ def main() -> int:
     """Print the examination and the command to type next, and return the exit code."""
     seen = examine()
     show(seen, sys.stdout)
+    if not seen.problems:
+        sys.stdout.write(f"drafters: {', '.join(drafters_of(release()))}\n")
     again = "mtp-plugin doctor --host vllm  # with this corrected"
     sys.stdout.write(f"next: {again if seen.problems else vllm_command('MODEL')}\n")
     return seen.exit_code

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import Any
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.vllm.options import (
+    DRAFTERS,
+    DRAFTERS_SINCE,
     EngineSettings,
     VllmOptions,
     draft_ids_of,
+    drafters_of,
     read_settings,
 )
 from mtp_plugin.hosts.vllm.requests import load_problem, method_problems
@@ -20,6 +24,11 @@ PIPELINE_SINCE = (0, 32)
 """Earlier versions send no draft tokens to earlier pipeline stages."""
 DYNAMIC_SINCE = (0, 32)
 """Earlier versions ignore a draft length per batch size in the V2 model runner."""
+MAPPED = ("eagle3", "dflash")
+"""Drafters whose checkpoints may have a map of draft ids (``d2t``)."""
+OWN_SAMPLING = ("DFlash2", "LiLiCorr", "XPress")
+"""In the architecture of a DFlash model that chooses drafts by a head of its own."""
+NOT_IN_V2 = ("suffix", "custom_class")
 
 
 def checked_settings(vllm_config: Any) -> EngineSettings | None:
@@ -98,6 +107,11 @@ def _draft_vocab_problems(options: VllmOptions, vllm_config: Any) -> list[str]:
     if options.draft_vocab is None or spec is None:
         return []
     problems = []
+    if spec.method != "mtp":
+        return [
+            f"draft_vocab is served with MTP layers alone, and the speculative method is "
+            f"{spec.method!r}: leave it out"
+        ]
     try:
         draft_ids_of(vllm_config, options)
     except ConfigError as error:
@@ -145,12 +159,7 @@ def _model_problems(vllm_config: Any) -> list[str]:
 
 
 def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int]) -> list[str]:
-    problems = []
-    if spec.method != "mtp":
-        problems.append(
-            f"the speculative method is {spec.method!r}: set speculative_config.method to 'mtp', "
-            "or leave out speculative_config"
-        )
+    problems = _drafter_problems(vllm_config, spec, version)
     method = getattr(spec, "rejection_sample_method", "standard")
     if method not in ("standard", "synthetic"):
         instead = "the plugin verifies drafts itself"
@@ -168,7 +177,9 @@ def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int])
         "use_heterogeneous_vocab",
         "parallel_drafting",
     ):
-        if getattr(spec, name, False):
+        # vLLM sets parallel_drafting for DFlash, which samples its drafts as the others do
+        is_own = name == "parallel_drafting" and spec.method == "dflash"
+        if getattr(spec, name, False) and not is_own:
             problems.append(f"speculative_config.{name} is not supported: set it to false")
     if getattr(spec, "num_speculative_tokens_per_batch_size", None) and version < DYNAMIC_SINCE:
         problems.append(
@@ -182,5 +193,48 @@ def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int])
             f"pipeline_parallel_size is {stages}: drafts with pipeline parallelism need vLLM "
             f"{PIPELINE_SINCE[0]}.{PIPELINE_SINCE[1]} or newer; set it to 1 or leave out "
             "speculative_config"
+        )
+    return problems
+
+
+def _drafter_problems(vllm_config: Any, spec: Any, version: tuple[int, int]) -> list[str]:
+    method = spec.method
+    known = drafters_of(version)
+    if method not in known:
+        why = "" if method not in NOT_IN_V2 else ", which vLLM's V2 model runner does not have"
+        if method in DRAFTERS:
+            why = ", which needs vLLM {}.{} or newer".format(*DRAFTERS_SINCE)
+        expected = ", ".join(map(repr, known))
+        return [
+            f"the speculative method is {method!r}{why}: set speculative_config.method to "
+            f"{expected}, or leave out speculative_config"
+        ]
+    problems = []
+    if set(re.findall(r"\d+", str(getattr(spec, "speculative_token_tree", None)))) > {"0"}:
+        problems.append(
+            "speculative_config.speculative_token_tree has branches: leave it out, the plugin "
+            "verifies one sequence of drafts"
+        )
+    if not DRAFTERS[method] and getattr(spec, "draft_sample_method", "") == "probabilistic":
+        problems.append(
+            "speculative_config.draft_sample_method 'probabilistic' is not supported with "
+            f"{method!r}, whose draft probabilities are not kept: leave it out"
+        )
+    if method == "mtp" or method.startswith("ngram"):
+        return problems
+    draft, target = spec.draft_model_config, vllm_config.model_config.get_vocab_size()
+    sizes = {draft.get_vocab_size()}
+    if method not in MAPPED:
+        sizes.add(getattr(draft.hf_config, "draft_vocab_size", None) or target)
+    for size in sizes - {target}:
+        problems.append(
+            f"the draft model has a vocabulary of {size} ids without a map to the model's "
+            f"{target}: use a draft model of the same vocabulary"
+        )
+    own = [name for name in draft.architectures if any(part in name for part in OWN_SAMPLING)]
+    if own:
+        problems.append(
+            f"the draft model {own[0]} chooses drafts by a head of its own: use another draft "
+            "model, or leave out speculative_config"
         )
     return problems

@@ -7,7 +7,7 @@ from typing import Any
 
 from mtp_plugin.hosts.vllm.options import EngineSettings, read_settings
 from mtp_plugin.hosts.vllm.requests import AdmittedOptions
-from mtp_plugin.speculative.metrics.alarms import CollapseAlarm
+from mtp_plugin.speculative.metrics.alarms import MTP_HINT, CollapseAlarm
 
 
 class DraftCounter:
@@ -23,7 +23,12 @@ class DraftCounter:
         self._limits: dict[str, int] = {}
         self._alarm = None
         if settings.synthetic_rates is None:
-            self._alarm = CollapseAlarm(logging.getLogger("vllm.mtp_plugin"))
+            hint = {
+                "mtp": MTP_HINT,
+                "ngram": "Do outputs repeat parts of their prompts?",
+                "ngram_gpu": "Do outputs repeat parts of their prompts?",
+            }.get(settings.drafter, "Does the draft model belong to this target?")
+            self._alarm = CollapseAlarm(logging.getLogger("vllm.mtp_plugin"), hint)
 
     def add(self, request: Any) -> None:
         """Keep the limit of a request that the scheduler gets."""
@@ -58,7 +63,7 @@ class DraftCounter:
                     withheld.add(identifier)
         scheduled.num_invalid_spec_tokens = invalid or None
         if self._alarm is not None:
-            # drafts that a grammar forbids are no sign of wrong MTP weights
+            # drafts that a grammar forbids are no sign of a wrong drafter
             count = len(drafts) - sum(
                 len(drafts.get(identifier, ())) == number for identifier, number in invalid.items()
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +15,19 @@ from mtp_plugin.config.values import DraftVocab, RelaxedTopK
 from mtp_plugin.errors import ConfigError
 
 KEY = "mtp_plugin"
+DRAFTERS: Mapping[str, bool] = {
+    "mtp": True,
+    "draft_model": True,
+    "eagle": True,
+    "eagle3": True,
+    "dflash": False,
+    "ngram": False,
+    "ngram_gpu": False,
+}
+"""Methods of ``speculative_config`` that are served -> whether the probabilities of drafts can be
+kept: DFlash samples all drafts of a request in one call, n-grams have no probabilities."""
+DRAFTERS_SINCE = (0, 32)
+"""Before, MTP is the only drafter that is served."""
 _ROWS = 64
 """A draft head has a multiple of so many rows: others make its product slow."""
 
@@ -82,6 +95,8 @@ class EngineSettings:
     """Of ``draft_ids``: stop ids and thinking tags that the option leaves out."""
     num_ranks: int = 1
     """Of tensor parallelism, over which the rows of the LM head are split."""
+    drafter: str = "mtp"
+    """``speculative_config.method``."""
 
     @property
     def most_draft_columns(self) -> int:
@@ -92,6 +107,27 @@ class EngineSettings:
 def rows_per_rank(num_ids: int, num_ranks: int = 1) -> int:
     """Return how many rows of a draft head each rank has, those of padding included."""
     return -(-num_ids // (num_ranks * _ROWS)) * _ROWS
+
+
+def drafters_of(version: tuple[int, int]) -> tuple[str, ...]:
+    """Return the methods of ``speculative_config`` that are served with a version of vLLM."""
+    return tuple(DRAFTERS) if version >= DRAFTERS_SINCE else ("mtp",)
+
+
+def drafter_config(text: str) -> dict[str, str]:
+    """Return ``method`` and ``model`` of vLLM's ``speculative_config`` for ``NAME[,MODEL]``.
+
+    Raises:
+        ConfigError: an unknown drafter, or one that needs a draft model.
+    """
+    name, _, model = text.partition(",")
+    if name not in DRAFTERS:
+        raise ConfigError(f"drafter: expected one of {', '.join(DRAFTERS)}, got {name!r}")
+    if name.startswith("ngram") and model:
+        raise ConfigError(f"drafter: {name} has no draft model, got {model!r}: leave it out")
+    if not name.startswith(("mtp", "ngram")) and not model:
+        raise ConfigError(f"drafter: {name} needs a draft model: {name},MODEL")
+    return {"method": name, "model": model} if model else {"method": name}
 
 
 def read_settings(vllm_config: Any) -> EngineSettings | None:
@@ -110,7 +146,8 @@ def read_settings(vllm_config: Any) -> EngineSettings | None:
     if getattr(spec, "rejection_sample_method", "standard") == "synthetic":
         rates = tuple(spec.synthetic_acceptance_rates)
     keeps = getattr(spec, "draft_sample_method", "greedy") == "probabilistic"
-    return EngineSettings(options, spec.num_speculative_tokens, keeps, rates)
+    keeps = keeps and DRAFTERS.get(spec.method, False)
+    return EngineSettings(options, spec.num_speculative_tokens, keeps, rates, drafter=spec.method)
 
 
 def read_options(vllm_config: Any) -> VllmOptions | None:

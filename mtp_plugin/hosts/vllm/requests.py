@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from mtp_plugin.errors import PluginError, RequestError, format_value
-from mtp_plugin.hosts.vllm.options import EngineSettings
+from mtp_plugin.hosts.vllm.options import DRAFTERS, EngineSettings
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.options.option import is_int
 from mtp_plugin.speculative.verification import custom_verifications
@@ -163,6 +163,11 @@ def method_problems(name: str, method: str, settings: EngineSettings) -> list[st
         return [f"{name}: {method} cannot be combined with rejection_sample_method 'synthetic'"]
     reads_probs = "plain" in drafts_of(method)
     if reads_probs and settings.num_drafts and not settings.keeps_draft_probs:
+        if not DRAFTERS.get(settings.drafter, False):
+            return [
+                f"{name}: {method} needs the probabilities of drafts, which are not kept with "
+                f"speculative_config.method {settings.drafter!r}: use coupled"
+            ]
         return [
             f"{name}: {method} needs speculative_config.draft_sample_method 'probabilistic', with "
             "which the engine keeps the probabilities of drafts"

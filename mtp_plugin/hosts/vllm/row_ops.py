@@ -51,13 +51,14 @@ class StepRows:
 
 
 class DraftRows(NamedTuple):
-    """The rows that propose one draft of each of R requests."""
+    """The rows that propose one draft of each of R requests; with DFlash all drafts, R * K rows."""
 
     logits: torch.Tensor  # [R, V]; with a draft vocabulary [R, V' or more], columns of padding last
     indices: torch.Tensor  # [R] request state indices, below 0 or any for padding rows
     positions: torch.Tensor  # [R]
     column: int  # the draft follows the token at position + column
-    step: torch.Tensor  # [] integer, on the device: which draft of the step it is
+    step: torch.Tensor
+    """[] integer, on the device: which draft of the step it is. With DFlash [R * K], not read."""
     is_padding: torch.Tensor | None = None
     """[R] bool: rows that may hold NaN; None: those with an index below 0."""
 

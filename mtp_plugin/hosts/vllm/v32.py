@@ -153,7 +153,8 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
         )
 
 
-@replaces(SAMPLE_DRAFT, "v32")
+# num_steps: of watermarks, which are refused
+@replaces(SAMPLE_DRAFT, "v32", unused=("num_steps",))
 def draft_rows(
     speculator: Any,
     hidden_states: torch.Tensor,

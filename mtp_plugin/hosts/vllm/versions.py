@@ -450,10 +450,12 @@ def fitting_module() -> ModuleType:
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def replaces(target: str, module: str) -> Callable[[_Method], _Method]:
+def replaces(
+    target: str, module: str, *, unused: tuple[str, ...] = ()
+) -> Callable[[_Method], _Method]:
     """Decorate what takes the place of a method of vLLM, with the recorded parameters.
 
-    Further arguments are left out at their defaults.
+    Further arguments are left out at their defaults, and those of ``unused`` at any value.
 
     Raises:
         HostError: when called with another value; names the argument.
@@ -465,7 +467,7 @@ def replaces(target: str, module: str) -> Callable[[_Method], _Method]:
         @functools.wraps(function)
         def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
             if len(args) > len(names) or not kwargs.keys() <= known:
-                _check_further(target, names, args, kwargs)
+                _check_further(target, names, args, kwargs, unused)
                 args = args[: len(names)]
                 kwargs = {name: value for name, value in kwargs.items() if name in known}
             return function(owner, *args, **kwargs)
@@ -476,14 +478,18 @@ def replaces(target: str, module: str) -> Callable[[_Method], _Method]:
 
 
 def _check_further(
-    target: str, names: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    target: str,
+    names: tuple[str, ...],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    unused: tuple[str, ...],
 ) -> None:
     given = list(inspect.signature(_found(target)).parameters.values())[1 + len(names) :]
     values = dict(zip((parameter.name for parameter in given), args[len(names) :], strict=False))
     values.update((name, value) for name, value in kwargs.items() if name not in names)
     defaults = {parameter.name: parameter.default for parameter in given}
-    for name, value in values.items():
-        default = defaults.get(name, inspect.Parameter.empty)
+    for name in values.keys() - set(unused):
+        value, default = values[name], defaults.get(name, inspect.Parameter.empty)
         if value is not default and (type(value) is not type(default) or value != default):
             raise HostError(
                 f"{target.replace(':', '.')}: mtp_plugin knows {name}={default!r} alone, got "

@@ -26,6 +26,8 @@ COLLAPSED_BELOW = 1.05
 RECOVERED_AT = 1.15
 """Output tokens per step from which on the collapse is over."""
 
+MTP_HINT = "Do the MTP weights belong to this target?"
+
 LOOP_SPAN = 128
 """Output tokens of a request per span; every span is checked for looping."""
 LOOP_CEILING = 0.95
@@ -70,15 +72,17 @@ class CollapseAlarm:
 
     Args:
         logger: of a host engine that shows only its own.
+        hint: last sentence of the collapse message, for drafters other than MTP.
 
     Attributes:
         collapsed: whether acceptance is collapsed now.
         num_collapses: number of times that it collapsed.
     """
 
-    def __init__(self, logger: logging.Logger = _logger) -> None:
+    def __init__(self, logger: logging.Logger = _logger, hint: str = MTP_HINT) -> None:
         self.collapsed = False
         self._logger = logger
+        self._hint = hint
         self.num_collapses = 0
         self._window: deque[tuple[int, int]] = deque()  # request-steps, their output tokens
         self._num_steps = 0
@@ -110,9 +114,10 @@ class CollapseAlarm:
             self.num_collapses += 1
             self._logger.warning(
                 "acceptance collapsed: %.3f tokens per step over the last %d steps with drafts; "
-                "drafting costs and gains nothing. Do the MTP weights belong to this target?",
+                "drafting costs and gains nothing. %s",
                 mean,
                 COLLAPSE_STEPS,
+                self._hint,
             )
         elif self.collapsed and mean >= RECOVERED_AT:
             self.collapsed = False

@@ -82,16 +82,57 @@ V1 = (
     "the engine uses the V1 model runner: set the environment variable VLLM_USE_V2_MODEL_RUNNER=1 "
     "(vLLM reports what that runner does not support)"
 )
-ANOTHER_METHOD = (
-    "the speculative method is 'eagle3': set speculative_config.method to 'mtp', or leave out "
-    "speculative_config"
+SERVED = (
+    "set speculative_config.method to 'mtp', 'draft_model', 'eagle', 'eagle3', 'dflash', 'ngram', "
+    "'ngram_gpu', or leave out speculative_config"
+)
+
+
+def draft_model(vocab: int = 900, **changes: Any) -> SimpleNamespace:
+    """The draft model of a ``speculative_config``."""
+    given = {"architectures": ["LlamaForCausalLM"], "hf_config": SimpleNamespace()}
+    return SimpleNamespace(get_vocab_size=lambda: vocab, **given | changes)
+
+
+def drafting(method: str, model: Any = None, **changes: Any) -> dict[str, Any]:
+    given = {"method": method, "draft_model_config": model or draft_model(), **changes}
+    return {f"speculative_config__{name}": value for name, value in given.items()}
+
+
+MAPPED = draft_model(hf_config=SimpleNamespace(draft_vocab_size=300))
+NO_MAP = (
+    "the draft model has a vocabulary of {} ids without a map to the model's 900: use a draft "
+    "model of the same vocabulary"
 )
 WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"use_v2_model_runner": False}, V1),
-    ({"speculative_config__method": "eagle3"}, ANOTHER_METHOD),
+    (drafting("dspark"), f"the speculative method is 'dspark': {SERVED}"),
     (
-        {"speculative_config__method": "ngram", "use_v2_model_runner": False},
-        f"{V1}; {ANOTHER_METHOD.replace('eagle3', 'ngram')}",
+        drafting("suffix") | {"use_v2_model_runner": False},
+        f"{V1}; the speculative method is 'suffix', which vLLM's V2 model runner does not have: "
+        + SERVED,
+    ),
+    (drafting("draft_model", draft_model(800)), NO_MAP.format(800)),
+    (drafting("eagle", MAPPED), NO_MAP.format(300)),
+    (drafting("eagle3", draft_model(800)), NO_MAP.format(800)),
+    (
+        drafting("dflash", draft_model(architectures=["DFlash2DraftModel"])),
+        "the draft model DFlash2DraftModel chooses drafts by a head of its own: use another draft "
+        "model, or leave out speculative_config",
+    ),
+    (
+        drafting("ngram", draft_sample_method="probabilistic"),
+        "speculative_config.draft_sample_method 'probabilistic' is not supported with 'ngram', "
+        "whose draft probabilities are not kept: leave it out",
+    ),
+    (
+        drafting("eagle3", parallel_drafting=True),
+        "speculative_config.parallel_drafting is not supported: set it to false",
+    ),
+    (
+        {"speculative_config__speculative_token_tree": "[(0,), (1,), (0, 0)]"},
+        "speculative_config.speculative_token_tree has branches: leave it out, the plugin verifies "
+        "one sequence of drafts",
     ),
     (
         {"speculative_config__rejection_sample_method": "block"},
@@ -164,6 +205,12 @@ WRONG_VERIFICATION: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ),
     ({"verification": "rejection"}, {}, f"verification: rejection {NEEDS_PROBS}"),
     ({"verification": "block"}, {}, f"verification: block {NEEDS_PROBS}"),
+    (
+        {"verification": "block"},
+        drafting("dflash", parallel_drafting=True),
+        "verification: block needs the probabilities of drafts, which are not kept with "
+        "speculative_config.method 'dflash': use coupled",
+    ),
     (
         {"verification": "rejection"},
         PROBABILISTIC | SYNTHETIC,
@@ -284,6 +331,30 @@ def test_draft_lengths_by_batch_size_need_vllm_32(
     assert checked_settings(config) == EngineSettings(VllmOptions(), 3)
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        drafting("draft_model"),
+        drafting("eagle"),
+        drafting("eagle3", MAPPED),
+        drafting("dflash", MAPPED, parallel_drafting=True),
+        drafting("ngram"),
+        {"speculative_config__speculative_token_tree": "[(0,), (0, 0)]"},
+    ],
+)
+def test_drafters_that_are_served(monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any]) -> None:
+    fake_vllm.install(monkeypatch)
+    method = changes.get("speculative_config__method", "mtp")
+    config = make_config(**changes)
+    assert checked_settings(config) == EngineSettings(VllmOptions(), 3, drafter=method)
+    fake_vllm.install(monkeypatch, "0.26.0")
+    if method != "mtp":
+        assert message_of(config) == refusal(
+            f"the speculative method is {method!r}, which needs vLLM 0.32 or newer: set "
+            "speculative_config.method to 'mtp', or leave out speculative_config"
+        )
+
+
 @pytest.mark.usefixtures("vllm_32")
 def test_configurations_that_are_served() -> None:
     assert checked_settings(make_config()) == EngineSettings(VllmOptions(), 3)
@@ -355,6 +426,12 @@ def test_a_draft_vocabulary_that_cannot_be_served_is_refused(
             "draft_vocab is not supported with speculative_config.draft_lm_head_quantization: "
             "leave out one of them",
         ),
+        (
+            5,
+            drafting("eagle"),
+            "draft_vocab is served with MTP layers alone, and the speculative method is 'eagle': "
+            "leave it out",
+        ),
     ):
         assert message_of(make_config({"draft_vocab": option}, **changes)) == refusal(problem)
 
@@ -398,5 +475,5 @@ def test_readme_lists_every_option() -> None:
 def test_readme_names_every_refused_feature() -> None:
     readme = (Path(vllm_host.__file__).parent / "README.md").read_text(encoding="utf-8")
     names = [name.partition("__")[2] for changes, _ in WRONG_CONFIGS for name in changes]
-    described = {"", "method", "runner_type", "is_diffusion", "parallel_drafting"}
+    described = {"", "method", "runner_type", "is_diffusion", "draft_model_config"}
     assert [name for name in names if name not in described and f"`{name}" not in readme] == []

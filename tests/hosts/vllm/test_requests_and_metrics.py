@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -409,7 +410,20 @@ def test_collapsed_acceptance_is_logged_once_where_vllm_logs(
     assert record.name == "vllm.mtp_plugin"
     assert record.levelno == logging.WARNING
     assert record.getMessage().startswith("acceptance collapsed: 1.000 tokens per step")
+    assert record.getMessage().endswith("Do the MTP weights belong to this target?")
     assert messages(caplog) == ["acceptance collapsed", "acceptance recovered"]
+
+
+def test_collapsed_acceptance_of_other_drafters_does_not_name_mtp(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    for drafter in ("ngram", "eagle"):
+        counts(DraftCounter(replace(COUPLED, drafter=drafter)), 3, 0, count=COLLAPSE_STEPS)
+    ends = [record.getMessage().partition("nothing. ")[2] for record in caplog.records]
+    assert ends == [
+        "Do outputs repeat parts of their prompts?",
+        "Does the draft model belong to this target?",
+    ]
 
 
 @pytest.mark.parametrize(
