@@ -59,6 +59,15 @@ def command(
             help="coupled, rejection, block. With greedy requests all are the same.",
         ),
     ] = "coupled",
+    drafter: Annotated[
+        str,
+        typer.Option(
+            "--drafter",
+            metavar="NAME[,MODEL]",
+            help="mtp, draft_model, eagle, eagle3, dflash or ngram, with the draft model if it "
+            "is not part of MODEL.",
+        ),
+    ] = "mtp",
     draft_vocab: Annotated[
         str,
         typer.Option(
@@ -112,6 +121,7 @@ def command(
 
     Exit code 1: a setting has no numbers; the reason is printed. 2: a named error.
     """
+    from mtp_plugin.hosts.vllm.options import DRAFTERS, drafter_config
     from mtp_plugin.requests.options import OPTIONS
     from mtp_plugin.tools.tune.answer import METHODS
 
@@ -131,6 +141,13 @@ def command(
     if taken:
         raise typer.BadParameter(f"tune sets {taken[0]} itself; leave it out")
     vocabs = tuple(_vocab(text.strip()) for text in dict.fromkeys(draft_vocab.split(",")))
+    name = drafter_config(drafter)["method"]
+    if name != "mtp" and vocabs != (None,):
+        raise typer.BadParameter(f"--draft-vocab needs the drafter mtp, got {name}: leave it out")
+    if not DRAFTERS[name] and chosen != METHODS[:1]:
+        raise typer.BadParameter(
+            f"--methods: {name} has no draft probabilities, coupled alone can be measured"
+        )
     for name, value in sampling.items():
         if problem := OPTIONS[name].problem(f"--{name.replace('_', '-')}", value):
             raise RequestError(problem)
@@ -158,6 +175,7 @@ def command(
         steps,
         at_once,
         folder,
+        drafter,
     )
     log = messages()
     if options.is_greedy and chosen != METHODS[:1]:

@@ -95,9 +95,26 @@ def test_json_document(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert document["answer"]["options"] == {"--additional-config": {"mtp_plugin": {}}}
 
 
+def test_another_drafter(run: Run) -> None:
+    result = run("tune", "--model", "M", "--k", "1", "--drafter", "draft_model,SMALL")
+    assert "answer, batch 1: K = 1, coupled, draft_model,SMALL, " in result.out
+    assert '{"method": "draft_model", "model": "SMALL", "num_speculative_tokens": 1' in result.out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (("--drafter", "suffix"), "drafter: expected one of mtp, draft_model, eagle, eagle3, "),
+        (("--drafter", "eagle"), "drafter: eagle needs a draft model: eagle,MODEL"),
+        (("--drafter", "ngram,M"), "drafter: ngram has no draft model, got 'M': leave it out"),
+        (
+            ("--drafter", "ngram", "--methods", "block"),
+            "--methods: ngram has no draft probabilities, coupled alone can be measured",
+        ),
+        (
+            ("--drafter", "ngram", "--draft-vocab", "8"),
+            "--draft-vocab needs the drafter mtp, got ngram: leave it out",
+        ),
         (("--host", "sglang"), "expected vllm, got 'sglang'"),
         (("--k", "1", "--k-max", "2"), "--k and --k-max exclude each other"),
         (("--k", "-1"), "expected whole numbers above -1"),

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from mtp_plugin.hosts.vllm.options import drafter_config
+
 METHODS = ("coupled", "rejection", "block")
 BY_PROBABILITY = METHODS[1:]
 """They need ``draft_sample_method: probabilistic``; sampled outputs are not those of K = 0."""
@@ -22,6 +24,8 @@ class Setting:
     num_drafts: int
     method: str = METHODS[0]
     draft_vocab: int | str | None = None
+    drafter: str = "mtp"
+    """``NAME[,MODEL]``."""
 
     @property
     def engine(self) -> Setting:
@@ -32,13 +36,17 @@ class Setting:
         if not self.num_drafts:
             return "K = 0"
         vocab = "" if self.draft_vocab is None else f", draft vocabulary {self.draft_vocab}"
-        return f"K = {self.num_drafts}, {self.method}{vocab}"
+        drafter = "" if self.drafter == "mtp" else f", {self.drafter}"
+        return f"K = {self.num_drafts}, {self.method}{vocab}{drafter}"
 
     def speculative_config(self) -> dict[str, Any] | None:
         """Return vLLM's ``--speculative-config``."""
         if not self.num_drafts:
             return None
-        config: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": self.num_drafts}
+        config: dict[str, Any] = {
+            **drafter_config(self.drafter),
+            "num_speculative_tokens": self.num_drafts,
+        }
         if self.method in BY_PROBABILITY:
             config["draft_sample_method"] = "probabilistic"
         return config

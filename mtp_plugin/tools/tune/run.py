@@ -42,6 +42,7 @@ class TuneOptions:
     Args:
         engine_arguments: of ``vllm serve``, the model included.
         prompts: texts and conversations.
+        drafter: see `Setting`.
         sampling: options of vLLM's ``SamplingParams``; empty: greedy.
         num_steps: timed steps per batch size at least.
         at_once: engines that share the GPU.
@@ -58,6 +59,7 @@ class TuneOptions:
     num_steps: int
     at_once: int
     logs: Path
+    drafter: str = "mtp"
 
     @property
     def is_greedy(self) -> bool:
@@ -68,7 +70,7 @@ class TuneOptions:
         """Return the settings that each engine serves; that of K = 0 is the last one."""
         methods = METHODS[:1] if self.is_greedy else self.methods
         settings = [
-            Setting(k, method, vocab)
+            Setting(k, method, vocab, self.drafter)
             for vocab in self.draft_vocabs
             for k in self.num_drafts
             for method in methods
