@@ -15,6 +15,8 @@ from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
 
+from mtp_plugin.hosts.vllm.options import drafter_config
+
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = "integration/tiny_model/checkpoint"
 SHIM = ROOT / "tests" / "vllm" / "shim"
@@ -96,13 +98,18 @@ def wait_for(path: Path | None) -> None:
 
 
 def engine_settings(
-    num_drafts: int, on_gpu: bool, plugin: dict[str, Any] | None, **more: Any
+    num_drafts: int,
+    on_gpu: bool,
+    plugin: dict[str, Any] | None,
+    drafter: str = "mtp",
+    **more: Any,
 ) -> dict[str, Any]:
     """Return keyword arguments of vLLM's ``LLM``.
 
     Args:
         num_drafts: K; 0: no speculative decoding.
         plugin: options of the plugin; None: off.
+        drafter: as `drafter_config` takes it.
         more: replaces or adds arguments; ``speculative_config`` adds to the one of K.
     """
     settings: dict[str, Any] = {
@@ -127,7 +134,7 @@ def engine_settings(
     speculative = more.pop("speculative_config", {})
     if num_drafts:
         settings["speculative_config"] = {
-            "method": "mtp",
+            **drafter_config(drafter),
             "num_speculative_tokens": num_drafts,
             **speculative,
         }

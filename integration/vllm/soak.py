@@ -29,7 +29,10 @@ from integration.vllm.engine_process import (
 )
 from integration.vllm.reference import run_reference
 from integration.vllm.traffic import THINKING_TOKENS, run_traffic
+from mtp_plugin.hosts.vllm.options import DRAFTERS, drafter_config
 
+REPORTED = ("k", "drafter", "seed", "max_num_seqs", "plain", "prefix_caching", "plugin")
+"""Options in the result."""
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 384
 MIN_BLOCKS = MAX_MODEL_LEN // BLOCK_SIZE + 2
@@ -46,6 +49,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default=CHECKPOINT)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--k", type=int, default=3, help="number of drafts per step")
+    parser.add_argument(
+        "--drafter",
+        default="mtp",
+        metavar="NAME[,MODEL]",
+        help="method and draft model of vLLM's speculative_config, such as ngram",
+    )
     parser.add_argument("--max-num-seqs", type=int, default=8)
     parser.add_argument("--kv-blocks", type=int, help="default: 2 per sequence, too few on purpose")
     parser.add_argument("--longest", type=int, default=96, help="most output tokens of a request")
@@ -88,19 +97,23 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if options.eager:
         common["enforce_eager"] = True
     seqs = options.max_num_seqs
+    keeps_probs = DRAFTERS[drafter_config(options.drafter)["method"]]
     drafting = EngineProcess(
         "drafting",
         engine_settings(
             options.k,
             on_gpu,
             {**THINKING_TOKENS, **options.plugin},
+            options.drafter,
             enable_prefix_caching=options.prefix_caching,
             max_num_seqs=seqs,
             max_num_batched_tokens=max(64, 8 * seqs),
             block_size=BLOCK_SIZE,
             num_gpu_blocks_override=options.kv_blocks or max(MIN_BLOCKS, 2 * seqs),
             speculative_config=(
-                {"draft_sample_method": "probabilistic"} if options.methods == "all" else {}
+                {"draft_sample_method": "probabilistic"}
+                if options.methods == "all" and keeps_probs
+                else {}
             ),
             **common,
         ),
@@ -156,10 +169,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             "rest of the comparison": round(seconds_to_compare, 1),
         },
         "margin": margin,
-        "options": {
-            name: getattr(options, name)
-            for name in ("k", "seed", "max_num_seqs", "plain", "prefix_caching", "plugin")
-        },
+        "options": {name: getattr(options, name) for name in REPORTED},
         "methods": ["coupled", *traffic["methods"]],
         "traffic": traffic["counts"],
         "comparison": compared["counts"],
