@@ -247,10 +247,22 @@ def _load_draft_model(original: Method) -> Method:
         if settings is not None:
             if settings.draft_ids is not None:
                 _reduce_heads(self, target_model, settings)
+            _check_map(self.model)
             _fuse_layers(self.model)
         return result
 
     return wrapper
+
+
+def _check_map(model: Any) -> None:
+    """vLLM sets a map of draft ids to 0 if the checkpoint has none."""
+    offsets = getattr(model, "draft_id_to_target_id", None)
+    if offsets is not None and not offsets.any():
+        _logger.warning(
+            "draft model: its %d ids are fewer than the model's and their map (d2t) is missing or "
+            "all 0, so that the lowest ids are drafted: use a checkpoint with d2t",
+            len(offsets),
+        )
 
 
 def _fuse_layers(model: Any) -> None:

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts import vllm as vllm_host
@@ -22,6 +23,7 @@ from mtp_plugin.hosts.vllm.wrapping import (
     NEW_WEIGHTS,
     START,
     WORKER,
+    _check_map,
     wrap_worker,
 )
 from tests.hosts.vllm import fake_vllm
@@ -420,6 +422,16 @@ def test_norms_stay_as_they_are_in_a_vllm_without_such_ops(
     speculator.vllm_config = make_config()
     assert speculator.load_model("target") == ("target",)
     assert "norms stay unfused in this vLLM" in caplog.text
+
+
+def test_a_missing_map_of_draft_ids_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    for offsets in (None, torch.tensor([0, 0, 5])):
+        _check_map(SimpleNamespace(draft_id_to_target_id=offsets))
+    _check_map(SimpleNamespace())
+    assert not caplog.records
+    _check_map(SimpleNamespace(draft_id_to_target_id=torch.zeros(3, dtype=torch.int64)))
+    (record,) = caplog.records
+    assert "3 ids are fewer than the model's and their map (d2t) is" in record.getMessage()
 
 
 @pytest.mark.parametrize("target", NEW_WEIGHTS)
