@@ -132,6 +132,7 @@ def _serve(
         from vllm.usage.usage_lib import UsageContext
 
         engine = LLMEngine.from_engine_args(engine_arguments, UsageContext.OPENAI_API_SERVER)
+        _check_drafter(setting, engine.vllm_config.speculative_config)
         value = _described(engine)
         while True:
             try:
@@ -165,6 +166,16 @@ def _engine_arguments(setting: Setting, arguments: list[str]) -> Any:
     given.additional_config = {"mtp_plugin": setting.plugin_options()}
     given.disable_log_stats = False
     return given
+
+
+def _check_drafter(setting: Setting, used: Any) -> None:
+    """vLLM drafts with the MTP layers of a draft model whose family has such layers."""
+    expected = (setting.speculative_config() or {}).get("method")
+    if used is not None and used.method != expected:
+        raise HostError(
+            f"vLLM drafts with {used.method!r} in place of {expected!r}, since the family of the "
+            "draft model has MTP layers: take another draft model, or --drafter mtp"
+        )
 
 
 def _described(engine: Any) -> dict[str, Any]:

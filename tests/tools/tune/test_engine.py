@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from mtp_plugin.errors import HostError
 from mtp_plugin.tools.tune import engine as engines
 from mtp_plugin.tools.tune.answer import Setting
 from mtp_plugin.tools.tune.engine import (
@@ -27,6 +28,14 @@ LOG = """\
 (EngineCore pid=2) ERROR 11-26 04:22:50 [core.py:1100] mtp_plugin.errors.ConfigError: too many ids
 RuntimeError: Engine core initialization failed. See root cause above.
 """
+
+
+def test_another_drafter_than_the_given_one_is_an_error() -> None:
+    setting, used = Setting(1, drafter="draft_model,DIR"), SimpleNamespace(method="mtp")
+    with pytest.raises(HostError, match="drafts with 'mtp' in place of 'draft_model'"):
+        engines._check_drafter(setting, used)
+    engines._check_drafter(Setting(1), used)
+    engines._check_drafter(Setting(0), None)
 
 
 @pytest.mark.parametrize(
