@@ -265,4 +265,5 @@ def _described(llm: Any) -> dict[str, Any]:
         "async_scheduling": config.scheduler_config.async_scheduling,
         "cudagraph_mode": str(config.compilation_config.cudagraph_mode),
         "dtype": str(config.model_config.dtype),
+        "drafter": getattr(config.speculative_config, "method", None),
     }

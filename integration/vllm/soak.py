@@ -97,7 +97,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if options.eager:
         common["enforce_eager"] = True
     seqs = options.max_num_seqs
-    keeps_probs = DRAFTERS[drafter_config(options.drafter)["method"]]
+    drafter = drafter_config(options.drafter)["method"]
     drafting = EngineProcess(
         "drafting",
         engine_settings(
@@ -112,7 +112,7 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             num_gpu_blocks_override=options.kv_blocks or max(MIN_BLOCKS, 2 * seqs),
             speculative_config=(
                 {"draft_sample_method": "probabilistic"}
-                if options.methods == "all" and keeps_probs
+                if options.methods == "all" and DRAFTERS[drafter]
                 else {}
             ),
             **common,
@@ -132,6 +132,9 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     try:
         described = [engine.wait_until_ready() for engine in (drafting, reference)]
         seconds_to_start = time.monotonic() - started
+        used = described[0]["drafter"]
+        if used != drafter:  # a draft model of a family with MTP layers
+            raise EngineError(f"vLLM drafts with {used!r} in place of {drafter!r}")
         wait_for(options.wait)
         drafting.start_call(
             run_traffic,
