@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from integration.vllm.engine_process import COMMON_ENVIRONMENT, CPU_ENVIRONMENT, SHIM
-from tests.vllm.engines import JOBS, ROOT, counted_ids
+from tests.vllm import draft_models
+from tests.vllm.engines import JOBS, RANDOM_MODELS, ROOT, counted_ids
 
 LIMIT_SECONDS = 500
 ENVIRONMENT = {
@@ -68,8 +69,10 @@ def run(name: str, folder: Path) -> Result:
         plugin = job["engine"]["additional_config"]["mtp_plugin"] | {"draft_vocab": str(listed)}
         engine = job["engine"] | {"additional_config": {"mtp_plugin": plugin}}
         job = job | {"engine": engine}
+    for model in job.get("random_models", ()):
+        draft_models.write(folder / f"{name}.models", model)
     given, result, log = (folder / f"{name}.{suffix}" for suffix in ("json", "out.json", "log"))
-    given.write_text(json.dumps(job))
+    given.write_text(json.dumps(job).replace(RANDOM_MODELS, str(folder / f"{name}.models")))
     module = job.get("module", "tests.vllm.run_engine")
     with log.open("w") as output:
         done = subprocess.run(

@@ -18,6 +18,8 @@ PROMPTS = [
 ]
 PLUGIN = {"kernels": "reference"}
 MAX_MODEL_LEN = 256
+RANDOM_MODELS = "RANDOM_MODELS"
+"""Replaced by a folder of the engine, with the checkpoints ``random_models`` of its job."""
 
 Request = dict[str, Any]
 """``prompt`` and ``params``."""
@@ -25,7 +27,7 @@ Phases = dict[str, list[Request] | dict[str, Any]]
 """By name: requests, or the arguments of `run_engine.continuations` with the phase ``of``."""
 
 
-def request(prompt: str, max_tokens: int = 32, **params: Any) -> Request:
+def request(prompt: str | list[int], max_tokens: int = 32, **params: Any) -> Request:
     """Return a request; greedy without other options."""
     params = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, **params}
     return {"prompt": prompt, "params": params}
@@ -359,6 +361,53 @@ def model_job(name: str, num_drafts: int, *, wide: bool = False, on: bool = True
     return made | {"wide_dummy_weights": wide}
 
 
+HEADS = ("draft_model", "eagle", "eagle3", "dflash")
+"""Drafters of the Llama of `draft_models`, which is its own draft model."""
+OF_NGRAM: Phases = {
+    **PLAIN,
+    "both": BIASED["both"],
+    **{phase: OPTIONS[phase] for phase in ("options greedy", "options sampled")},
+}
+_OF_HEADS = {
+    name: [
+        request(list(range(start, 4 * start)), 24, detokenize=False, **options)
+        for start in (3, 5, 7, 11, 15)
+        for options in each
+    ]
+    for name, each in {
+        "greedy": ({}, {"presence_penalty": 0.7}),
+        "sampled": (
+            {"temperature": 0.8, "seed": 1},
+            {"temperature": 0.8, "seed": 2, "top_p": 0.9, "frequency_penalty": 0.5},
+            {"temperature": 1.2, "seed": 3, "min_p": 0.05, "logit_bias": BIAS},
+        ),
+    }.items()
+}
+OF_HEADS: Phases = dict(_OF_HEADS)
+MIXED_METHODS = ({}, {"mtp_verification": "rejection"}, {}, {"mtp_verification": "block"})
+
+
+def head_job(name: str, num_drafts: int) -> dict[str, Any]:
+    """Return an engine with a drafter of `HEADS`; ``llama``: none."""
+    engine: dict[str, Any] = {"model": f"{RANDOM_MODELS}/llama", "skip_tokenizer_init": True}
+    models, phases = ["llama"], dict(OF_HEADS)
+    if num_drafts:
+        drafts = "llama" if name == "draft_model" else name
+        models.append(drafts)
+        engine["speculative_config"] = {
+            "method": name,
+            "model": f"{RANDOM_MODELS}/{drafts}",
+            "num_speculative_tokens": num_drafts,
+        }
+        if name in MIXED_HEADS:
+            engine["speculative_config"]["draft_sample_method"] = "probabilistic"
+            phases["mixed"] = with_extra(_OF_HEADS["sampled"], *MIXED_METHODS)
+    return job(0, phases, **engine) | {"random_models": models}
+
+
+MIXED_HEADS = ("draft_model", "eagle3")
+"""With requests of ``rejection`` and ``block``."""
+
 EMBEDDED = {
     "engine": {
         "model": CHECKPOINT,
@@ -541,6 +590,18 @@ JOBS: dict[str, dict[str, Any]] = {
         **keeps_probs(3),
     )
     | {"module": "tests.vllm.run_server"},
+    "ngram": job(
+        3,
+        OF_NGRAM,
+        speculative_config={
+            "method": "ngram",
+            "num_speculative_tokens": 3,
+            "prompt_lookup_min": 2,
+            "prompt_lookup_max": 3,
+        },
+    ),
+    **{name: head_job(name, 3) for name in HEADS},
+    "llama_k0": head_job("llama", 0),
     **{f"{name}_k{k}": model_job(name, k) for name in MODELS for k in (0, 2)},
     **{f"{name}_wide_k2": model_job(name, 2, wide=True) for name in MODELS},
     **{f"{name}_without_package_k2": model_job(name, 2, wide=True, on=False) for name in MODELS},

@@ -55,7 +55,14 @@ WRONG: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     ({"draft_vocab": 4096}, {}, {}, "draft_vocab: expected at most the vocabulary of 2048"),
     ({}, {"rejection_sample_method": "block"}, {}, "rejection_sample_method is 'block'"),
     ({}, {"use_local_argmax_reduction": True}, {}, "use_local_argmax_reduction is not supported"),
-    ({}, {"method": "ngram", "prompt_lookup_max": 3}, {}, "the speculative method is 'ngram'"),
+    ({"verification": "block"}, {"method": "ngram"}, {}, "not kept with speculative_config.method"),
+    ({"draft_vocab": 8}, {"method": "ngram"}, {}, "draft_vocab is served with MTP layers alone"),
+    (
+        {},
+        {"method": "ngram", **PROBS},
+        {},
+        "draft_sample_method 'probabilistic' is not supported with 'ngram'",
+    ),
     (
         {},
         {},
@@ -78,6 +85,7 @@ WRONG: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
         "this, or turn the plugin off by leaving out additional_config.mtp_plugin.",
     ),
     # by vLLM itself
+    ({}, {"method": "custom_class", "model": "a.B"}, {}, "speculative method 'custom_class'"),
     ({}, {"use_heterogeneous_vocab": True}, {}, "only works with method='draft_model'"),
     ({}, {"parallel_drafting": True}, {}, "does not yet support: parallel drafting"),
 ]

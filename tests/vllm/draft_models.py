@@ -1,0 +1,102 @@
+"""A Llama with random weights, and draft models for it: EAGLE, EAGLE3 and DFlash."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+TOKENIZER = Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint"
+HIDDEN, INTERMEDIATE, HEAD, NUM_HEADS, VOCAB, DRAFTED = 64, 128, 32, 2, 2048, 1536
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": 4,
+    "num_attention_heads": NUM_HEADS,
+    "num_key_value_heads": NUM_HEADS,
+    "head_dim": HEAD,
+    "vocab_size": VOCAB,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-06,
+    "hidden_act": "silu",
+    "tie_word_embeddings": False,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "torch_dtype": "float32",
+}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": LLAMA,
+    "eagle": {**LLAMA, "num_hidden_layers": 1},
+    # the last ids cannot be drafted, those in the middle are
+    "eagle3": {
+        **LLAMA,
+        "num_hidden_layers": 1,
+        "draft_vocab_size": DRAFTED,
+        "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+    },
+    "dflash": {
+        **LLAMA,
+        "architectures": ["DFlashDraftModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 1,
+        "dflash_config": {"mask_token_id": 2, "target_layer_ids": [0, 1, 2], "causal": True},
+    },
+}
+
+
+def write(folder: Path, name: str) -> str:
+    """Write the checkpoint ``name`` of `CONFIGS` with the tiny model's tokenizer; its folder."""
+    import torch
+    from safetensors.torch import save_file
+
+    rng = torch.Generator().manual_seed(len(name))
+    config = CONFIGS[name]
+    tensors: dict[str, Any] = {}
+
+    def add(key: str, *shape: int, scale: float = 0.12) -> None:
+        noise = torch.randn(*shape, generator=rng)
+        tensors[f"{key}.weight"] = 1 + 0.1 * noise if len(shape) == 1 else scale * noise
+
+    attention = NUM_HEADS * HEAD
+    first = "model." if name == "llama" else ""
+    for number in range(config["num_hidden_layers"]):
+        layer = f"{first}layers.{number}."
+        width = 2 * HIDDEN if name == "eagle3" else HIDDEN
+        for projection in "qkv":
+            add(f"{layer}self_attn.{projection}_proj", attention, width)
+        add(f"{layer}self_attn.o_proj", HIDDEN, attention)
+        for projection in ("gate", "up"):
+            add(f"{layer}mlp.{projection}_proj", INTERMEDIATE, HIDDEN)
+        add(f"{layer}mlp.down_proj", HIDDEN, INTERMEDIATE)
+        add(f"{layer}post_attention_layernorm", HIDDEN)
+        if name != "eagle":
+            add(f"{layer}input_layernorm", HIDDEN)
+        if name == "eagle3":
+            add(f"{layer}hidden_norm", HIDDEN)
+        if name == "dflash":
+            for norm in "qk":
+                add(f"{layer}self_attn.{norm}_norm", HEAD)
+    if name == "llama":
+        add("model.embed_tokens", VOCAB, HIDDEN)
+        add("model.norm", HIDDEN)
+        add("lm_head", VOCAB, HIDDEN, scale=0.04)
+    else:
+        add("fc", HIDDEN, (2 if name == "eagle" else 3) * HIDDEN)
+    if name in ("eagle3", "dflash"):
+        add("norm", HIDDEN)
+    if name == "dflash":
+        add("hidden_norm", HIDDEN)
+    if name == "eagle3":
+        add("lm_head", DRAFTED, HIDDEN, scale=0.04)
+        tensors["d2t"] = torch.full((DRAFTED,), VOCAB - DRAFTED)
+        tensors["d2t"][: DRAFTED // 2] = 0
+    path = folder / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(TOKENIZER / file, path / file)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return str(path)
