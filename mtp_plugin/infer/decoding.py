@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import torch
@@ -23,6 +23,7 @@ from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.stopping import StopRule
+from mtp_plugin.requests.tokenizer import stop_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -55,7 +56,8 @@ class Continuation:
         end_ids: EOS token ids of the model.
         thinking: the thinking tags; required for a thinking budget.
         max_seq_len: maximum number of tokens with the prompt; None: limited by ``params`` alone.
-        tokenizer: decodes the output; required for stop strings.
+        tokenizer: decodes the output; required for stop strings. Those that are special tokens are
+            found with its ``encode``.
         engine_seed: seed for requests without one.
         emitted: output tokens generated earlier, treated as if they were chosen here.
         logprobs_mode: compute log-probabilities of output tokens from ``raw`` or ``processed``
@@ -88,6 +90,14 @@ class Continuation:
                 f"logprobs_mode={params.logprobs_mode!r}: expected {logprobs_mode!r}, the "
                 f"mode of this decoder"
             )
+        stop_tokens: dict[int, str] = {}
+        for word in params.stop if hasattr(tokenizer, "encode") else ():
+            skips = params.skip_special_tokens
+            token = stop_token(tokenizer, word, skip_special_tokens=skips)
+            if token is not None:
+                stop_tokens.setdefault(token, word)
+        if stop_tokens:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *stop_tokens))
         self.params = params
         self.rule = SamplingRule(
             params,
@@ -105,6 +115,8 @@ class Continuation:
                 params.stop,
                 params.min_tokens,
                 include_stop=params.include_stop_str_in_output,
+                skip_special_tokens=params.skip_special_tokens,
+                stop_tokens=stop_tokens,
             )
         self._stop = StopRule.of(
             params,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Protocol
@@ -100,6 +100,7 @@ class RequestText:
         min_tokens: a stop string that is complete within these first tokens does not end the text.
         include_stop: cut the text at the end of the stop string, which is shown like other text.
         skip_special_tokens: leave special tokens out of the text.
+        stop_tokens: ids that end the text before them, and the stop string that each is.
     """
 
     def __init__(
@@ -110,10 +111,12 @@ class RequestText:
         *,
         include_stop: bool = False,
         skip_special_tokens: bool = True,
+        stop_tokens: Mapping[int, str] | None = None,
     ) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
         self._stop = stop
+        self._stop_tokens = stop_tokens or {}
         self._searches = [StopSearch(each) for each in stop]
         self._min_tokens = min_tokens
         self._include_stop = include_stop
@@ -157,6 +160,8 @@ class RequestText:
         if decoded != self._decoded or self._decode([token, token]):
             self._extend(ids, decoded)
         self._num_tokens += 1
+        if token in self._stop_tokens and self._num_tokens > self._min_tokens:
+            self._stop_before(self._stop_tokens[token])
         # a step appends its accepted drafts, then a token of the target
         before = self._ends[-1][1] if self._ends else 0
         self._ends.append((len(self._text), before + 1 if from_draft else 0))
@@ -181,6 +186,7 @@ class RequestText:
             self._min_tokens,
             include_stop=self._include_stop,
             skip_special_tokens=self._skip_special_tokens,
+            stop_tokens=self._stop_tokens,
         )
         for token, (_, draft_position) in zip(tokens, self._ends, strict=False):
             text.push(token, from_draft=draft_position > 0)
@@ -199,13 +205,9 @@ class RequestText:
         Args:
             final: the request has ended: nothing is held back any more.
         """
-        if final and not self.stopped:
-            rest = self._pending()
-            if rest:
-                self._text += rest
-                self._held, self._taken = "", len(self._decoded)
-                draft_position = self._ends[-1][1] if self._ends else 0
-                self._ends.append((len(self._text), draft_position))
+        if final and not self.stopped and self._take_pending():
+            draft_position = self._ends[-1][1] if self._ends else 0
+            self._ends.append((len(self._text), draft_position))
         limit = self._stop_at if self._stop_at is not None else len(self._text)
         if not final and not self.stopped:
             limit -= self._held_back()
@@ -270,6 +272,20 @@ class RequestText:
     def _pending(self) -> str:
         """Text of the ids that are not in the text yet, incomplete characters included."""
         return self._held + self._decoded[self._taken :]
+
+    def _take_pending(self) -> bool:
+        """Append the text of `_pending`; whether there is any."""
+        rest = self._pending()
+        self._text += rest
+        self._held, self._taken = "", len(self._decoded)
+        return bool(rest)
+
+    def _stop_before(self, stop: str) -> None:
+        """End the text at a special token, which is a stop string."""
+        self._take_pending()
+        if self._include_stop:
+            self._text += stop
+        self.stop_string, self._stop_at = stop, len(self._text)
 
     def _search(self) -> None:
         read = [(search.read(self._text, self._searched), search.stop) for search in self._searches]

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any
 
-from mtp_plugin.errors import MTPPluginError, describe_error
+from mtp_plugin.errors import MTPPluginError, RequestError, describe_error, format_value
 
 SHOWN = 40
 """Characters of a text that messages show."""
@@ -34,6 +34,47 @@ def encode(tokenizer: Any, text: str, **options: bool) -> list[int]:
             f"integers, got {type(odd[0]).__name__}"
         )
     return ids
+
+
+def decode(tokenizer: Any, ids: list[int], *, skip_special_tokens: bool) -> str:
+    """Return the text of token ids.
+
+    Raises:
+        MTPPluginError: the tokenizer raised something else, or returned no text.
+    """
+    with named_failures(tokenizer, lambda: f"cannot decode {ids[:3]}"):
+        text = tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
+    if not isinstance(text, str):
+        raise MTPPluginError(
+            f"the tokenizer {type(tokenizer).__name__} gave no text for {ids[:3]}, but "
+            f"{format_value(text)}"
+        )
+    return text
+
+
+def stop_token(tokenizer: Any, stop: str, *, skip_special_tokens: bool) -> int | None:
+    """Return the id of a stop string that is one special token; None: it is searched in the text.
+
+    Args:
+        skip_special_tokens: False: special tokens are text too.
+
+    Raises:
+        RequestError: it has special tokens and more, which is never in the text.
+        MTPPluginError: the tokenizer raised something else, or returned no ids or no text.
+    """
+    ids = encode(tokenizer, stop, add_special_tokens=False)
+    if not ids:
+        return None
+    shown = decode(tokenizer, ids, skip_special_tokens=skip_special_tokens)
+    whole = decode(tokenizer, ids, skip_special_tokens=False) if skip_special_tokens else shown
+    if shown and shown == whole:
+        return None
+    if len(ids) == 1 and not shown:
+        return ids[0]
+    raise RequestError(
+        "special tokens are no text: give one of them alone, their ids in stop_token_ids, or "
+        "skip_special_tokens=False"
+    )
 
 
 def is_failure(error: BaseException) -> bool:

@@ -59,6 +59,33 @@ def test_strings_end_the_text() -> None:
     assert cut == expected
 
 
+class SpecialLetters(Letters):
+    """Letters, of which one is a special token."""
+
+    def __init__(self, special: int) -> None:
+        self.special = special
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:  # noqa: ARG002
+        return ["abcdefghijkl".index(letter) for letter in text]
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        kept = [t for t in token_ids if not (skip_special_tokens and t == self.special)]
+        return super().decode(kept, skip_special_tokens=False)
+
+
+def test_special_token_as_stop_string_ends_the_text() -> None:
+    special = decoded({}).token_ids[3]
+    tokenizer = SpecialLetters(special)
+    stop = "abcdefghijkl"[special]
+    for skips, reason in ((True, FinishReason.END_ID), (False, FinishReason.STOP_WORDS)):
+        options = {"skip_special_tokens": skips}
+        ids = decoded({**options, "stop_token_ids": [special]}, tokenizer=tokenizer)
+        found = decoded({**options, "stop": [stop]}, tokenizer=tokenizer)
+        assert found == Decoded(ids.token_ids, reason, ids.text.removesuffix(stop))
+    masked = decoded({"stop": [stop], "min_tokens": 8}, tokenizer=tokenizer).token_ids
+    assert masked == decoded({"stop_token_ids": [special], "min_tokens": 8}).token_ids
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -116,3 +116,35 @@ MORE = [pytest.param(number, marks=pytest.mark.full) for number in range(12, 100
 @pytest.mark.parametrize("number", [*range(12), *MORE])
 def test_output_over_http_is_that_of_generate(server: Running, llm: LLM, number: int) -> None:
     check_request(server, llm, number)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+@pytest.mark.parametrize(
+    ("stop", "token", "bias", "seed"), [("</think>", 2, 18.0, 0), ("<|endoftext|>", 0, 7.0, 4)]
+)
+def test_stop_string_that_is_a_special_token(
+    server: Running, llm: LLM, stop: str, token: int, bias: float, seed: int, skips: bool
+) -> None:
+    """The text is cut before it, as before a stop id, and the stop reason is the string."""
+    prompt = llm.get_tokenizer().encode("class HTTPServer:\n")
+    body: dict[str, Any] = {"temperature": 1, "max_tokens": 20, "logit_bias": {str(token): bias}}
+    body |= {"seed": seed, "skip_special_tokens": skips}
+    (plain,) = llm.generate([prompt], params_of({**body, "stop_token_ids": [token]}))
+    assert 1 < len(plain.token_ids) < 20
+    for keeps in (False, True):
+        own = {**body, "stop": ["never", stop], "include_stop_str_in_output": keeps}
+        (found,) = llm.generate([prompt], params_of(own))
+        assert found.token_ids == plain.token_ids
+        assert found.text == plain.text.removesuffix(stop) + stop * keeps
+        assert (found.finish_reason, found.stop_reason) == ("stop", stop)
+        for (choice,) in whole_and_streamed(
+            server, {**own, "prompt": prompt, "return_token_ids": True}
+        ):
+            assert choice["token_ids"] == found.token_ids
+            assert (choice["text"], choice["stop_reason"]) == (found.text, stop)
+
+
+def test_special_token_as_stop_string_is_masked_before_min_tokens(llm: LLM) -> None:
+    params = SamplingParams(stop="</think>", min_tokens=5, logit_bias={2: 99.0})
+    (output,) = llm.generate(["class HTTPServer:\n"], params)
+    assert (len(output.token_ids), output.stop_reason) == (6, "</think>")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -24,8 +24,8 @@ from mtp_plugin.requests.tokenizer import (
     detokenizer_of,
     encode,
     is_failure,
-    named_failures,
     shortened,
+    stop_token,
 )
 from mtp_plugin.speculative.plugin import SpeculativePieces
 
@@ -152,7 +152,7 @@ class Admission:
         else:
             tokens = list(prompt)
         self._check_ids(tokens)
-        params = self._validated(params, tokens)
+        params, stop_tokens = self._validated(params, tokens)
         samples = [params]
         if params.n > 1:
             seeds = [sample_seed(params.seed, index) for index in range(params.n)]
@@ -164,7 +164,7 @@ class Admission:
                 tokens,
                 own,
                 end_ids=self._facts.eos_token_ids,
-                text=self._text_of(own),
+                text=self._text_of(own, stop_tokens),
                 prompt=prompt if isinstance(prompt, str) else None,
                 sample_index=index,
                 decode_token=self._decode_token,
@@ -175,7 +175,9 @@ class Admission:
             for index, (request_id, own) in enumerate(zip(ids, samples, strict=True))
         ]
 
-    def _text_of(self, params: SamplingParams) -> RequestText | None:
+    def _text_of(
+        self, params: SamplingParams, stop_tokens: Mapping[int, str]
+    ) -> RequestText | None:
         if self._detokenizer is None or not params.detokenize:
             return None
         return RequestText(
@@ -184,6 +186,7 @@ class Admission:
             params.min_tokens,
             include_stop=params.include_stop_str_in_output,
             skip_special_tokens=params.skip_special_tokens,
+            stop_tokens=stop_tokens,
         )
 
     # ---- prompts ----------------------------------------------------------------------------
@@ -224,8 +227,11 @@ class Admission:
 
     def _validated(
         self, params: SamplingParams, prompt: Sequence[int], *, tokenise: bool = True
-    ) -> SamplingParams:
-        """Validate sampling options and return them with bad words as token ids.
+    ) -> tuple[SamplingParams, dict[int, str]]:
+        """Validate sampling options and return them with token ids for their words.
+
+        Bad words are token ids; stop strings that are special tokens are stop ids too, and are
+        returned by their ids.
 
         Args:
             prompt: the prompt's ids; empty: not known yet.
@@ -235,15 +241,20 @@ class Admission:
             RequestError: lists every option that cannot be served.
         """
         words, word_problems = self._bad_words(params, tokenise)
+        stop_tokens, stop_problems = self._stops(params, tokenise)
         unsupported = [
             *params.unsupported(self._pieces.served_options | {"n"}),
             *_sample_problems(params),
             *self._pieces.refusals(params.requested_options()),
-            *self._stop_problems(params, tokenise),
+            *stop_problems,
             *word_problems,
             *self._outside_vocabulary(params, words),
             *self._all_ids_masked(params, words, prompt),
         ]
+        if words != params.bad_words:
+            params = replace(params, bad_words=words)
+        if stop_tokens:
+            params = replace(params, stop_token_ids=(*params.stop_token_ids, *stop_tokens))
         try:
             # the end ids do not depend on the prompt
             StopRule.of(
@@ -256,32 +267,47 @@ class Admission:
             unsupported.append(str(error))
         if unsupported:
             raise RequestError(f"not supported: {', '.join(unsupported)}")
-        return params if words == params.bad_words else replace(params, bad_words=words)
+        return params, stop_tokens
 
-    def _stop_problems(self, params: SamplingParams, tokenise: bool) -> Iterator[str]:
+    def _stops(self, params: SamplingParams, tokenise: bool) -> tuple[dict[int, str], list[str]]:
+        """Return the stop strings that are special tokens by their ids, and problems of all."""
+        tokens: dict[int, str] = {}
+        problems: list[str] = []
         longest = max(map(len, params.stop), default=0)
         if len(params.stop) > MAX_STOP_STRINGS:
-            yield f"stop: at most {MAX_STOP_STRINGS} strings are served, got {len(params.stop)}"
+            problems.append(
+                f"stop: at most {MAX_STOP_STRINGS} strings are served, got {len(params.stop)}"
+            )
         elif longest > MAX_STOP_LEN:
-            yield f"stop: at most {MAX_STOP_LEN} characters of a string are served, got {longest}"
+            problems.append(
+                f"stop: at most {MAX_STOP_LEN} characters of a string are served, got {longest}"
+            )
         elif params.stop and self._tokenizer is None:
-            yield f"stop={format_value(params.stop)} (the checkpoint has no tokenizer.json)"
+            problems.append(
+                f"stop={format_value(params.stop)} (the checkpoint has no tokenizer.json)"
+            )
         else:  # the rest is slow for long strings
             for word in params.stop:
                 try:
-                    self._check_stop(word, tokenise)
+                    _check_unicode(word)
+                    token = self._stop_token(word, params) if tokenise else None
                 except MTPPluginError as error:
-                    yield f"stop={shortened(word)} ({error})"
+                    problems.append(f"stop={shortened(word)} ({error})")
+                else:
+                    if token is not None:
+                        tokens.setdefault(token, word)
         if params.stop and not params.detokenize:
-            yield "stop needs detokenize=True"
+            problems.append("stop needs detokenize=True")
+        return tokens, problems
 
-    def _check_stop(self, word: str, tokenise: bool) -> None:
-        """Refuse a stop string that can never match decoded output."""
-        _check_unicode(word)
-        if tokenise and (ids := self._encode(word)):
-            shown, whole = (self._decode(ids, skip) for skip in (True, False))
-            if shown != whole or whole == "":
-                raise RequestError("special tokens are no text, give their ids in stop_token_ids")
+    def _stop_token(self, word: str, params: SamplingParams) -> int | None:
+        skips = params.skip_special_tokens
+        token = stop_token(self._tokenizer, word, skip_special_tokens=skips)
+        if token is not None and token >= self._facts.vocab_size:
+            raise RequestError(
+                f"its token {token} is outside the vocabulary of {self._facts.vocab_size}"
+            )
+        return token
 
     def _bad_words(
         self, params: SamplingParams, tokenise: bool
@@ -373,16 +399,6 @@ class Admission:
 
     def _encode(self, text: str) -> list[int]:
         return encode(self._tokenizer, text, add_special_tokens=False)
-
-    def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        with named_failures(self._tokenizer, lambda: f"cannot decode {ids[:3]}"):
-            text = self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
-        if not isinstance(text, str):
-            raise MTPPluginError(
-                f"the tokenizer {type(self._tokenizer).__name__} gave no text for {ids[:3]}, but "
-                f"{format_value(text)}"
-            )
-        return text
 
 
 @contextmanager

@@ -125,9 +125,11 @@ class LlmRequest(PlainRequest):
     @property
     def stop_reason(self) -> int | str | None:
         """The id of ``stop_token_ids`` or the stop string that ended the request, else None."""
+        if self.finish_reason not in (FinishReason.STOP_WORDS, FinishReason.END_ID):
+            return None
+        if self.text is not None and self.text.stop_string is not None:
+            return self.text.stop_string
         if self.finish_reason is FinishReason.STOP_WORDS:
-            return None if self.text is None else self.text.stop_string
-        if self.finish_reason is not FinishReason.END_ID:
             return None
         token = self.tokens[-1]
         is_stop_id = token in self.params.stop_token_ids and token not in self._eos_ids

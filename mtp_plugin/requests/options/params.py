@@ -112,7 +112,8 @@ class SamplingParams:
     stop: Texts = row(
         (),
         TEXTS,
-        "strings that end the output and are removed from it",
+        "strings that end the output and are removed from it; one special token acts as a stop id "
+        "unless skip_special_tokens is False",
         host_reads=("py_stop_words_list",),
         differs="TensorRT-LLM compares ids",
     )

@@ -24,15 +24,15 @@ END = VOCAB - 1
 
 
 class Characters:
-    """One character per token; the last id is a special token that is no text."""
+    """One character per token; the last id is a special token."""
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         del add_special_tokens
-        return [END] if text == "<end>" else [ord(c) for c in text]
+        return [END if c == "\0" else ord(c) for c in text.replace("<end>", "\0")]
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
-        del skip_special_tokens
-        return "".join(chr(t) for t in token_ids if t != END)
+        end = "" if skip_special_tokens else "<end>"
+        return "".join(end if t == END else chr(t) for t in token_ids)
 
 
 class Mute(Characters):
@@ -131,8 +131,9 @@ REQUESTS = [
     ),
     Case(
         "ab",
-        UNSUPPORTED + "stop='<end>' (special tokens are no text, give their ids in stop_token_ids)",
-        SamplingParams(stop=("x", "<end>")),
+        UNSUPPORTED + "stop='x<end>' (special tokens are no text: give one of them alone, their "
+        "ids in stop_token_ids, or skip_special_tokens=False)",
+        SamplingParams(stop=("x", "<end>", "x<end>")),
         Characters(),
     ),
     Case(
