@@ -14,7 +14,7 @@ from mtp_plugin.hosts.embedded import RequestOutput, StepEvent
 from mtp_plugin.hosts.embedded.outputs import CompletionOutput
 from mtp_plugin.hosts.embedded.results import TimedEvent
 from mtp_plugin.requests.detokenizer import Segment
-from mtp_plugin.requests.logprobs import Logprob, Logprobs, TokenLogprobs
+from mtp_plugin.requests.logprobs import Logprob, Logprobs, PromptLogprobs, TokenLogprobs
 from mtp_plugin.serving.errors import APIError, encode_json
 from mtp_plugin.serving.generation import Generation
 from mtp_plugin.serving.protocol import ChatBody, CompletionBody
@@ -61,7 +61,9 @@ class Writer:
             "model": model,
         }
         self.offsets = [0] * len(splits)
-        """Length of the text of each sequence so far."""
+        """Length of the text of each sequence so far, as its tokens' log-probabilities have it."""
+        self._echoed: set[int] = set()
+        """Indices of sequences whose prompt was echoed with its log-probabilities."""
         self._outputs: list[RequestOutput] = []
         self._num_tokens = 0
 
@@ -104,6 +106,9 @@ class Writer:
                 events.setdefault(index, []).append(result)
         for index, of_sequence in events.items():
             size = STEPS_PER_PART if self.has_logprobs else len(of_sequence)
+            for event in of_sequence:
+                if event.prompt_logprobs is not None:
+                    yield from self.scored_prompt(index, event.prompt_logprobs)
             for start in range(0, len(of_sequence), size):
                 part = of_sequence[start : start + size]
                 self._num_tokens += sum(len(event.token_ids) for event in part)
@@ -112,6 +117,7 @@ class Writer:
             self._outputs.append(output)
             for completion in output.outputs:
                 index = prompt_index * self.generation.num_samples + completion.index
+                yield from self.scored_prompt(index, output.prompt_logprobs)
                 reason = {
                     "finish_reason": completion.finish_reason,
                     "stop_reason": completion.stop_reason,
@@ -125,7 +131,7 @@ class Writer:
         if events[0].logprobs is not None:
             logprobs = [each for event in events for each in event.logprobs or ()]
         pieces = self.splits[index].push(tokens, text, is_last=events[-1].finish_reason is not None)
-        if not (tokens or pieces):
+        if not (tokens or text or pieces):
             return
         choice = self.delta(index, tokens, pieces, logprobs)
         if self.body.return_token_ids:
@@ -139,6 +145,23 @@ class Writer:
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         """Yield choices that precede the output."""
+        for index in range(len(self.splits)):
+            choice = self.first_choice(index)
+            if self.body.return_token_ids:
+                prompt = index // self.generation.num_samples
+                choice["prompt_token_ids"] = self.generation.prompts[prompt]
+            yield {**choice, "finish_reason": None}
+
+    def first_choice(self, index: int) -> dict[str, Any]:
+        """Return a choice that precedes the output."""
+        raise NotImplementedError
+
+    def scored_prompt(
+        self,
+        index: int,  # noqa: ARG002
+        logprobs: PromptLogprobs | None,  # noqa: ARG002
+    ) -> Iterable[dict[str, Any]]:
+        """Yield choices with the echoed prompt, once its log-probabilities are known."""
         return ()
 
     def delta(
@@ -305,16 +328,37 @@ class CompletionWriter(Writer):
 
     def first_chunks(self) -> Iterable[dict[str, Any]]:
         """Yield the echoed prompts and their token ids."""
-        if not (self.body.echo or self.body.return_token_ids):
+        is_echoed = self.body.echo and not self._scores_prompt
+        return super().first_chunks() if is_echoed or self.body.return_token_ids else ()
+
+    def first_choice(self, index: int) -> dict[str, Any]:
+        """Return a choice that precedes the output."""
+        is_echoed = self.body.echo and not self._scores_prompt
+        prompt = self.prompts[index // self.generation.num_samples]
+        return {"index": index, "text": prompt if is_echoed else "", "logprobs": None}
+
+    @property
+    def _scores_prompt(self) -> bool:
+        """Whether the echoed prompt has log-probabilities."""
+        return self.body.echo and self.body.logprobs is not None
+
+    def scored_prompt(
+        self, index: int, logprobs: PromptLogprobs | None
+    ) -> Iterable[dict[str, Any]]:
+        """Yield choices with the echoed prompt, once its log-probabilities are known."""
+        if not self._scores_prompt or index in self._echoed:
             return
-        for index in range(len(self.splits)):
-            prompt = index // self.generation.num_samples
-            text = self.prompts[prompt] if self.body.echo else ""
-            self.offsets[index] += len(text)
-            choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
-            if self.body.return_token_ids:
-                choice["prompt_token_ids"] = self.generation.prompts[prompt]
-            yield {**choice, "finish_reason": None}
+        self._echoed.add(index)
+        prompt = index // self.generation.num_samples
+        text = self.prompts[prompt]
+        pairs = zip(self.generation.prompts[prompt], logprobs or (), strict=False)
+        for part in _parts(pairs):
+            found = self._logprobs(part, self.offsets[index])
+            self.offsets[index] += sum(map(len, found["tokens"]))
+            yield {"index": index, "text": text, "logprobs": found, "finish_reason": None}
+            text = ""
+        if text:  # it ended before its prompt was scored
+            yield {"index": index, "text": text, "logprobs": None, "finish_reason": None}
 
     def delta(
         self,
@@ -399,11 +443,9 @@ class ChatWriter(Writer):
     whole_object = "chat.completion"
     id_prefix = "chatcmpl"
 
-    def first_chunks(self) -> Iterable[dict[str, Any]]:
-        """Yield the role of each sequence."""
-        for index in range(len(self.splits)):
-            delta = {"role": "assistant", "content": ""}
-            yield {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+    def first_choice(self, index: int) -> dict[str, Any]:
+        """Return a choice with the role."""
+        return {"index": index, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
 
     def delta(
         self,

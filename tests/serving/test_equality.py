@@ -148,3 +148,65 @@ def test_special_token_as_stop_string_is_masked_before_min_tokens(llm: LLM) -> N
     params = SamplingParams(stop="</think>", min_tokens=5, logit_bias={2: 99.0})
     (output,) = llm.generate(["class HTTPServer:\n"], params)
     assert (len(output.token_ids), output.stop_reason) == (6, "</think>")
+
+
+def joined(first: Any, second: Any) -> Any:
+    """Join a field of two chunks: texts, lists and counts are added."""
+    if isinstance(first, dict) and isinstance(second, dict):
+        return {key: joined(first.get(key), second.get(key)) for key in {**first, **second}}
+    return second if first is None else first if second is None else first + second
+
+
+def without_empty(value: Any) -> Any:
+    """Leave out empty fields, and the seconds that streams do not have."""
+    if not isinstance(value, dict):
+        return value
+    kept = {key: without_empty(each) for key, each in value.items() if key != "seconds"}
+    return {key: each for key, each in kept.items() if each not in (None, "", [], {})}
+
+
+LONG = "class HTTPServer:\n    def handle(self):\n" * 3
+CHAT = {"messages": [{"role": "user", "content": "a"}]}
+SAMPLED = {"temperature": 1, "seed": 5, "max_tokens": 12}
+THINKS = {"chat_template_kwargs": {"begin": "<think>"}, "thinking_token_budget": 4}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"prompt": LONG, "echo": True, "logprobs": 2, "max_tokens": 7, "temperature": 0},
+        {"prompt": LONG, "echo": True, "logprobs": 2, "max_tokens": 0},
+        {"prompt": [LONG, "import "], "echo": True, "logprobs": 0, "n": 2, **SAMPLED},
+        {"prompt": LONG, "echo": True, "n": 2, **SAMPLED},
+        {"prompt": [[451, 201], [5]], "logprobs": 3, "stop": "</think>", **SAMPLED},
+        {**CHAT, "n": 2, "logprobs": True, "top_logprobs": 2, **SAMPLED},
+        {**CHAT, **THINKS, **SAMPLED},
+        {**CHAT, **THINKS, "logprobs": True, "skip_special_tokens": False, **SAMPLED},
+    ],
+)
+def test_stream_has_every_field_of_the_whole_answer(server: Running, body: dict[str, Any]) -> None:
+    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
+    body = {**body, "return_token_ids": True, "return_draft_segments": True}
+    whole = server.post(path, **body).json()
+    stream = server.post(path, **body, stream=True, stream_options={"include_usage": True}).text
+    events = [line[6:] for line in stream.splitlines() if line.startswith("data: {")]
+    *chunks, last = map(json.loads, events)
+    if "chat_template_kwargs" in body:
+        assert whole["choices"][0]["message"]["reasoning_content"]
+        assert whole["choices"][0]["message"]["content"]
+    found: dict[int, Any] = {}
+    for chunk in chunks:
+        for choice in chunk["choices"]:
+            index = choice.pop("index")
+            choice["message"] = choice.pop("delta", None)
+            found[index] = joined(found.get(index), choice)
+    for choice in whole["choices"]:
+        for segment in choice.get("draft_segments", ()):
+            del segment["seconds"]
+        assert without_empty(found[choice.pop("index")]) == without_empty(choice)
+    assert {**last, "choices": whole["choices"], "object": "", "id": "", "created": 0} == {
+        **whole,
+        "object": "",
+        "id": "",
+        "created": 0,
+    }
