@@ -24,6 +24,7 @@ from mtp_plugin.hosts.embedded.outputs import CompletionOutput
 from mtp_plugin.hosts.embedded.py_executor import StepEvent
 from mtp_plugin.serving.reasoning import ThinkingTracker
 from mtp_plugin.serving.settings import ServerSettings
+from mtp_plugin.speculative.metrics.alarms import ALARM_HELP, ALARM_METRIC
 
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 ABOUT = {
@@ -62,13 +63,12 @@ class EngineCollector(Collector):
                 ("looping", alarms.looping, "1: a sequence repeats itself."),
             ):
                 self._gauge(families, f"spec_decode_{name}", float(value), about)
+            looped = f"{self._prefix}spec_decode_num_looping_requests"
             for name, count, about in (
-                ("num_collapses", alarms.num_collapses, "Times that acceptance collapsed."),
-                ("num_looping_requests", alarms.num_looping_requests, "Sequences that looped."),
+                (ALARM_METRIC, alarms.num_collapses, ALARM_HELP),
+                (looped, alarms.num_looping_requests, "Sequences that looped."),
             ):
-                family = CounterMetricFamily(
-                    f"{self._prefix}spec_decode_{name}", about, labels=list(self._labels)
-                )
+                family = CounterMetricFamily(name, about, labels=list(self._labels))
                 family.add_metric(list(self._labels.values()), count)
                 families[family.name] = family
         return families.values()

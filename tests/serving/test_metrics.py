@@ -89,7 +89,7 @@ def test_alarms_are_metrics(server: Running, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(alarms, "num_collapses", 3)
     found = samples(server)
     assert total(found, "mtp_plugin:spec_decode_collapsed") == 1
-    assert total(found, "mtp_plugin:spec_decode_num_collapses_total") == 3
+    assert total(found, "mtp_plugin_acceptance_alarm_total") == 3
     assert total(found, "mtp_plugin:spec_decode_looping") == 0
 
 

@@ -1,13 +1,21 @@
-"""Counts of drafts in vLLM's scheduler: withheld drafts, and the alarm in the engine core's log."""
+"""Counts of drafts in vLLM: withheld drafts and the alarm in the engine core, its metric in the
+front end."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 from mtp_plugin.hosts.vllm.options import EngineSettings, read_settings
 from mtp_plugin.hosts.vllm.requests import AdmittedOptions
-from mtp_plugin.speculative.metrics.alarms import MTP_HINT, CollapseAlarm
+from mtp_plugin.speculative.metrics.alarms import (
+    ALARM_HELP,
+    ALARM_METRIC,
+    MTP_HINT,
+    CollapseAlarm,
+)
 
 
 class DraftCounter:
@@ -78,3 +86,42 @@ def counter_of(vllm_config: Any) -> DraftCounter | None:
     """Return the counter of an engine; None if the plugin is off or nothing is drafted."""
     settings = read_settings(vllm_config)
     return None if settings is None or not settings.num_drafts else DraftCounter(settings)
+
+
+def add_alarm_metric(stat_logger: Any, vllm_config: Any) -> None:
+    """Count collapses of acceptance in the Prometheus metrics of vLLM's front end.
+
+    The front end gets the counts of every step and no other value of the engine core, so it applies
+    the same alarm to them, without its log lines.
+
+    Args:
+        stat_logger: a ``PrometheusStatLogger``; ``observe`` of its ``spec_decoding_prom`` is
+            replaced.
+    """
+    settings = read_settings(vllm_config)
+    if settings is None or not settings.num_drafts or settings.synthetic_rates is not None:
+        return
+    name = str(vllm_config.model_config.served_model_name)
+    counter = _alarm_counter(stat_logger._counter_cls)
+    alarms = {index: CollapseAlarm(None) for index in stat_logger.engine_indexes}
+    counts = {index: counter.labels(name, str(index)) for index in alarms}
+    observe = stat_logger.spec_decoding_prom.observe
+
+    def observe_and_count(stats: Any, engine_idx: int = 0) -> None:
+        observe(stats, engine_idx)
+        alarm = alarms[engine_idx]
+        before = alarm.num_collapses
+        # without requests whose drafts are all forbidden by a grammar; not in older versions
+        per_position = getattr(stats, "num_draft_tokens_per_pos", None)
+        num_steps = per_position[0] if per_position else stats.num_drafts
+        if num_steps:
+            alarm.record_steps(num_steps, num_steps + stats.num_accepted_tokens)
+        counts[engine_idx].inc(alarm.num_collapses - before)
+
+    stat_logger.spec_decoding_prom.observe = observe_and_count
+
+
+@cache
+def _alarm_counter(make: Callable[..., Any]) -> Any:
+    """Return the counter of this process, which Prometheus lets register once."""
+    return make(name=ALARM_METRIC, documentation=ALARM_HELP, labelnames=["model_name", "engine"])

@@ -42,6 +42,7 @@ def wrap_start() -> None:
     logged.
     """
     missing = _wrap_all(START)
+    _wrap_all(FRONT_END)
     if _WORKER_INIT in missing:
         _logger.warning("mtp_plugin cannot be used with this vLLM: %s", missing[_WORKER_INIT])
 
@@ -186,6 +187,17 @@ def _update_from_output(original: Method) -> Method:
             return original(self, *given, **kwargs)
         finally:
             del self.make_spec_decoding_stats
+
+    return wrapper
+
+
+def _prometheus_init(original: Method) -> Method:
+    def wrapper(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+        original(self, vllm_config, *args, **kwargs)
+        if _is_on(vllm_config):
+            from mtp_plugin.hosts.vllm.metrics import add_alarm_metric
+
+            add_alarm_metric(self, vllm_config)
 
     return wrapper
 
@@ -405,6 +417,10 @@ NEW_WEIGHTS: Mapping[str, Callable[[Method], Method]] = {
     "vllm.v1.worker.gpu_worker:Worker.wake_up": _wake_up,
 }
 """Not all versions have all of them."""
+FRONT_END: Mapping[str, Callable[[Method], Method]] = {
+    "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__": _prometheus_init,
+}
+"""Metrics alone: an engine runs without it."""
 
 
 def _is_on(vllm_config: Any) -> bool:

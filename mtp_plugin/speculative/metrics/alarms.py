@@ -19,6 +19,10 @@ from mtp_plugin.speculative.metrics.acceptance import num_decided_drafts
 
 _logger = logging.getLogger("mtp_plugin")
 
+ALARM_METRIC = "mtp_plugin_acceptance_alarm"
+"""Name of the Prometheus counter of collapses in every host, to which ``_total`` is added."""
+ALARM_HELP = "Times that acceptance collapsed: almost no draft was accepted."
+
 COLLAPSE_STEPS = 512
 """Number of request-steps with drafts in the window of the collapse alarm."""
 COLLAPSED_BELOW = 1.05
@@ -71,7 +75,7 @@ class CollapseAlarm:
     """Logs once when almost no draft is accepted any more, and once when that is over.
 
     Args:
-        logger: of a host engine that shows only its own.
+        logger: of a host engine that shows only its own; None: nothing is logged.
         hint: last sentence of the collapse message, for drafters other than MTP.
 
     Attributes:
@@ -79,7 +83,7 @@ class CollapseAlarm:
         num_collapses: number of times that it collapsed.
     """
 
-    def __init__(self, logger: logging.Logger = _logger, hint: str = MTP_HINT) -> None:
+    def __init__(self, logger: logging.Logger | None = _logger, hint: str = MTP_HINT) -> None:
         self.collapsed = False
         self._logger = logger
         self._hint = hint
@@ -112,7 +116,8 @@ class CollapseAlarm:
         if not self.collapsed and mean < COLLAPSED_BELOW:
             self.collapsed = True
             self.num_collapses += 1
-            self._logger.warning(
+            self._log(
+                logging.WARNING,
                 "acceptance collapsed: %.3f tokens per step over the last %d steps with drafts; "
                 "drafting costs and gains nothing. %s",
                 mean,
@@ -121,7 +126,11 @@ class CollapseAlarm:
             )
         elif self.collapsed and mean >= RECOVERED_AT:
             self.collapsed = False
-            self._logger.info("acceptance recovered: %.3f tokens per step", mean)
+            self._log(logging.INFO, "acceptance recovered: %.3f tokens per step", mean)
+
+    def _log(self, level: int, message: str, *values: float) -> None:
+        if self._logger is not None:
+            self._logger.log(level, message, *values)
 
 
 class AcceptanceAlarms(CollapseAlarm):

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import prometheus_client
 import pytest
 import torch
+from prometheus_client import CollectorRegistry
 
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts import vllm as vllm_host
@@ -20,6 +23,7 @@ from mtp_plugin.hosts.vllm.versions import SIGNATURES
 from mtp_plugin.hosts.vllm.wrapping import (
     _ENGINE,
     DRAFT_LOOP,
+    FRONT_END,
     NEW_WEIGHTS,
     START,
     WORKER,
@@ -87,7 +91,7 @@ def test_the_wrapped_methods_are_the_documented_ones() -> None:
     for signatures in SIGNATURES.values():
         assert {*START, *WORKER} <= signatures.keys()
     readme = README.read_text(encoding="utf-8")
-    for target in (*START, *WORKER, *DRAFT_LOOP, *NEW_WEIGHTS):
+    for target in (*START, *WORKER, *DRAFT_LOOP, *NEW_WEIGHTS, *FRONT_END):
         assert f"`{target.partition(':')[2]}`" in readme
 
 
@@ -108,6 +112,47 @@ def test_registering_twice_wraps_once(vllm: dict[str, ModuleType]) -> None:
     register()
     wrap_worker()
     assert {target: function_of(vllm, target) for target in once} == once
+
+
+@pytest.mark.usefixtures("vllm")
+def test_collapsed_acceptance_is_a_metric_of_the_front_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class PrometheusStatLogger:
+        _counter_cls = partial(prometheus_client.Counter, registry=CollectorRegistry())
+
+        def __init__(self, vllm_config, engine_indexes):  # noqa: ARG002
+            self.engine_indexes = engine_indexes
+            self.observed = []
+            self.spec_decoding_prom = SimpleNamespace(
+                observe=lambda *given: self.observed.append(given)
+            )
+
+    loggers = ModuleType("vllm.v1.metrics.loggers")
+    loggers.PrometheusStatLogger = PrometheusStatLogger  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, loggers.__name__, loggers)
+    register()
+    config = make_config(model_config__served_model_name="tiny")
+    off = PrometheusStatLogger(off_config({}), [0])
+    registry = PrometheusStatLogger._counter_cls.keywords["registry"]
+    assert not list(registry.collect())
+    # a second engine of the process counts with the same counter
+    first, second = (PrometheusStatLogger(config, [0, 1]) for _ in range(2))
+    names = [{"model_name": "tiny", "engine": engine} for engine in "01"]
+
+    def values() -> list[float | None]:
+        name = "mtp_plugin_acceptance_alarm_total"
+        return [registry.get_sample_value(name, each) for each in names]
+
+    assert values() == [0, 0]
+    for each in (off, first, second):
+        for accepted, forbidden in ((0, 0), (64, 0), (0, 32), (0, 0)):
+            stats = SimpleNamespace(num_drafts=32, num_accepted_tokens=accepted)
+            stats.num_draft_tokens_per_pos = [32 - forbidden] * 3
+            for _ in range(16):
+                each.spec_decoding_prom.observe(stats, 1)
+        assert len(each.observed) == 64
+    assert values() == [0, 4]
 
 
 @pytest.mark.parametrize("additional", OFF)
