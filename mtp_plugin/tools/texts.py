@@ -110,10 +110,15 @@ def _text_of(record: Any, where: str) -> str:
         return record
     given = record if isinstance(record, dict) else {}
     texts = [given[name] for name in ("prompt", "text") if given.get(name) is not None]
-    messages = given.get("messages") or []
+    messages = given.get("messages")
+    messages = [] if messages is None else messages
     if isinstance(messages, list):
         texts += [text_of_message(message) for message in messages]
-    if not texts or not all(isinstance(text, str) for text in texts):
+    if (
+        not texts
+        or not isinstance(messages, list)
+        or not all(isinstance(text, str) for text in texts)
+    ):
         raise RequestError(
             f'{where}: expected a text, or an object with a text as "prompt" or "text", or with a '
             'list of objects with "content" as "messages"'

@@ -110,6 +110,14 @@ def test_answers_are_no_part_of_prompts(tmp_path: Path) -> None:
         read_conversations(file, 3)
 
 
+@pytest.mark.parametrize("messages", ['"hello"', '{"role": "user", "content": "a"}', "3", "false"])
+def test_messages_that_are_no_list_are_refused(tmp_path: Path, messages: str) -> None:
+    file = tmp_path / "prompts.jsonl"
+    file.write_text(f'{{"prompt": "a", "messages": {messages}}}\n')
+    with pytest.raises(RequestError, match=r'line 1: expected a text, .* as "messages"$'):
+        read_conversations(file, 3)
+
+
 @pytest.mark.parametrize(
     ("name", "content", "options", "message"),
     [

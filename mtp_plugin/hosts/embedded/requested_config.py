@@ -79,15 +79,17 @@ def read_requested_config(
         path = folder if config is None else config
         read = config_of_checkpoint(str(path), options, report or _to_standard_error)
         return RequestedConfig(read, loaded, None)
+    if isinstance(config, (str, Path)):
+        _check_file(config)
+        read, file = load_config(config, model=folder), str(config)
+    else:
+        read, file = _parsed(config, folder), None
     if options:
         raise ConfigError(
             f"{', '.join(options)}: expected in {_name_of(config)}; keyword options are accepted "
             f"with a checkpoint's folder only"
         )
-    if isinstance(config, (str, Path)):
-        _check_file(config)
-        return RequestedConfig(load_config(config, model=folder), loaded, str(config))
-    return RequestedConfig(_parsed(config, folder), loaded, None)
+    return RequestedConfig(read, loaded, file)
 
 
 def config_of_checkpoint(

@@ -284,6 +284,17 @@ WRONG: dict[str, tuple[tuple[Any, ...], dict[str, Any], str]] = {
         "some/model: expected a checkpoint's folder or a YAML file, there is neither (nothing is "
         "fetched from a hub); download the model: hf download some/model --local-dir some/model",
     ),
+    "a name of a hub with an option": (
+        ("some/model",),
+        {"max_batch_size": 4},
+        "some/model: expected a checkpoint's folder or a YAML file, there is neither (nothing is "
+        "fetched from a hub); download the model: hf download some/model --local-dir some/model",
+    ),
+    "no such file, with an option": (
+        ("none.yaml",),
+        {"max_batch_size": 4},
+        "none.yaml: no such file; expected a YAML file",
+    ),
     "a file of a checkpoint": (
         ("CHECKPOINT/config.json",),
         {},
