@@ -17,6 +17,10 @@ from mtp_plugin.speculative.metrics.alarms import (
     CollapseAlarm,
 )
 
+_logger = logging.getLogger("vllm.mtp_plugin")
+_STAT_LOGGER = ("_counter_cls", "engine_indexes", "spec_decoding_prom")
+"""Attributes of vLLM's ``PrometheusStatLogger`` that the metric of the alarm needs."""
+
 
 class DraftCounter:
     """Corrects what vLLM's scheduler counts as proposed drafts, once per step.
@@ -36,7 +40,7 @@ class DraftCounter:
                 "ngram": "Do outputs repeat parts of their prompts?",
                 "ngram_gpu": "Do outputs repeat parts of their prompts?",
             }.get(settings.drafter, "Does the draft model belong to this target?")
-            self._alarm = CollapseAlarm(logging.getLogger("vllm.mtp_plugin"), hint)
+            self._alarm = CollapseAlarm(_logger, hint)
 
     def add(self, request: Any) -> None:
         """Keep the limit of a request that the scheduler gets."""
@@ -100,6 +104,14 @@ def add_alarm_metric(stat_logger: Any, vllm_config: Any) -> None:
     """
     settings = read_settings(vllm_config)
     if settings is None or not settings.num_drafts or settings.synthetic_rates is not None:
+        return
+    missing = [name for name in _STAT_LOGGER if not hasattr(stat_logger, name)]
+    if missing:
+        _logger.warning(
+            "%s_total is not counted: PrometheusStatLogger of this vLLM has no %s",
+            ALARM_METRIC,
+            ", ".join(missing),
+        )
         return
     name = str(vllm_config.model_config.served_model_name)
     counter = _alarm_counter(stat_logger._counter_cls)

@@ -128,7 +128,7 @@ class CollapseAlarm:
             self.collapsed = False
             self._log(logging.INFO, "acceptance recovered: %.3f tokens per step", mean)
 
-    def _log(self, level: int, message: str, *values: float) -> None:
+    def _log(self, level: int, message: str, *values: object) -> None:
         if self._logger is not None:
             self._logger.log(level, message, *values)
 

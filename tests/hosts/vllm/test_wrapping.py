@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm import register
+from mtp_plugin.hosts.vllm.metrics import add_alarm_metric
 from mtp_plugin.hosts.vllm.sampler_parts import PREFILL
 from mtp_plugin.hosts.vllm.versions import SIGNATURES
 from mtp_plugin.hosts.vllm.wrapping import (
@@ -153,6 +154,14 @@ def test_collapsed_acceptance_is_a_metric_of_the_front_end(
                 each.spec_decoding_prom.observe(stats, 1)
         assert len(each.observed) == 64
     assert values() == [0, 4]
+
+
+def test_stat_logger_of_another_kind_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    add_alarm_metric(SimpleNamespace(engine_indexes=[0]), make_config())
+    assert caplog.messages == [
+        "mtp_plugin_acceptance_alarm_total is not counted: PrometheusStatLogger of this vLLM has "
+        "no _counter_cls, spec_decoding_prom"
+    ]
 
 
 @pytest.mark.parametrize("additional", OFF)
