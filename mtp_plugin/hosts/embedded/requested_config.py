@@ -11,6 +11,7 @@ from typing import Any
 
 from pydantic import BaseModel
 
+from mtp_plugin.checkpoint.files import TOKENIZER_FILE, download_command
 from mtp_plugin.config import (
     CudaGraphConfig,
     LLMConfig,
@@ -20,8 +21,6 @@ from mtp_plugin.config import (
 )
 from mtp_plugin.errors import ConfigError, format_value
 from mtp_plugin.hosts.embedded.models import LoadedModel, read_config
-from mtp_plugin.hosts.embedded.models.checkpoint_files import download_command
-from mtp_plugin.hosts.embedded.models.config_reader import TOKENIZER_FILE
 from mtp_plugin.hosts.embedded.models.tokenizer_files import read_tokenizer_of
 from mtp_plugin.hosts.embedded.resolved_config import resolve_device
 

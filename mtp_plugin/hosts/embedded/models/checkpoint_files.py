@@ -12,10 +12,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from mtp_plugin.checkpoint import Checkpoint
-from mtp_plugin.checkpoint.files import INDEX_FILE, StoredTensor, download_command
+from mtp_plugin.checkpoint.files import INDEX_FILE, StoredTensor
 from mtp_plugin.errors import CheckpointError
-
-__all__ = ["download_command", "indexed_directory", "read_tensors"]
 
 
 def read_tensors(

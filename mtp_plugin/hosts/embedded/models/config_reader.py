@@ -23,9 +23,6 @@ from mtp_plugin.checkpoint.files import (
     checkpoint_directory,
     read_json,
 )
-from mtp_plugin.checkpoint.files import (
-    TOKENIZER_FILE as TOKENIZER_FILE,
-)
 from mtp_plugin.config.messages import got, join, spelled
 from mtp_plugin.errors import CheckpointError, UnsupportedModelError, describe_error
 from mtp_plugin.extras import IN_VLLM
