@@ -19,6 +19,7 @@ from mtp_plugin.ops.logits_processor_state import DraftMask, LogitsProcessorStat
 from mtp_plugin.ops.sampling import DraftedBy, VerifiedBy
 from mtp_plugin.ops.step import Accepted, DraftOutput, SamplingKind, StepLayout
 from mtp_plugin.ops.token_history import update_token_history
+from mtp_plugin.requests.columns import LOGIT_CHANGE
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
@@ -31,6 +32,7 @@ from mtp_plugin.speculative.verification import (
     make_modes,
 )
 from tests.ops.on_device import DEVICE
+from tests.ops.slots import derive_logit_change
 
 IN_FRONT = (2, 1)
 """What every prompt begins with."""
@@ -150,6 +152,8 @@ def texts(
         for name in rows.allocate(place, facts, prompt) or rows.allocate_for_draft_mask(facts):
             needs_rows = True
             table.column(name)[mine] = torch.arange(number, dtype=torch.int32) + mine.start
+        derive_logit_change(table.rows_of(torch.tensor([mine.start])), 1)
+        table.column(LOGIT_CHANGE)[mine] = table.column(LOGIT_CHANGE)[mine.start].clone()
     noise = torch.Generator().manual_seed(seed)
     seeds = torch.randint(-(2**31), 2**31, (requests, 2), generator=noise)
     table.column("seed")[:requests] = seeds.to(torch.int32).to(DEVICE)
