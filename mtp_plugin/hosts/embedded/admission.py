@@ -251,8 +251,6 @@ class Admission:
             *self._outside_vocabulary(params, words),
             *self._all_ids_masked(params, words, prompt),
         ]
-        if words != params.bad_words:
-            params = replace(params, bad_words=words)
         if stop_tokens:
             params = replace(params, stop_token_ids=(*params.stop_token_ids, *stop_tokens))
         try:
@@ -267,6 +265,8 @@ class Admission:
             unsupported.append(str(error))
         if unsupported:
             raise RequestError(f"not supported: {', '.join(unsupported)}")
+        if words != params.bad_words:
+            params = replace(params, bad_words=words)
         return params, stop_tokens
 
     def _stops(self, params: SamplingParams, tokenise: bool) -> tuple[dict[int, str], list[str]]:
