@@ -87,7 +87,7 @@ def make_requests(
             request["limit"] = limit
             extra = {"mtp_max_draft_len": limit} if limit else {"mtp_speculate": False}
             request["params"]["extra_args"] = extra
-        elif rng.random() < SEVERAL:
+        elif rng.random() < SEVERAL and request["params"]["temperature"]:
             request["params"]["n"] = 3
         yield request
         number += 1
