@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin.config.bounded import open_regular, read_bounded
+from mtp_plugin.config.bounded import read_bounded
 from mtp_plugin.config.messages import got, spelled
 from mtp_plugin.errors import CheckpointError
 
@@ -93,7 +93,7 @@ def check_downloaded(file: Path) -> None:
         CheckpointError: with the command that downloads the file.
         OSError: the file cannot be read.
     """
-    with open_regular(file) as opened:
+    with file.open("rb") as opened:
         start = opened.read(len(_LFS_POINTER))
     if start == _LFS_POINTER:
         raise CheckpointError(
@@ -110,6 +110,9 @@ def read_json(file: Path) -> dict[str, Any]:
             deeply, or holds something else than an object.
     """
     try:
+        if file.exists() and not file.is_file():
+            # a pipe or a device may never end
+            raise CheckpointError(f"{file}: expected a regular file, got another kind of file")
         check_downloaded(file)
         content = json.loads(read_bounded(file).decode("utf-8"))
     except CheckpointError:  # a ValueError too
@@ -162,8 +165,10 @@ def file_headers(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         CheckpointError: it cannot be read, or is no whole safetensors file.
     """
     try:
+        if file.exists() and not file.is_file():
+            raise ValueError("another kind of file")
         check_downloaded(file)
-        with open_regular(file) as opened:
+        with file.open("rb") as opened:
             size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(8), "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):

@@ -12,7 +12,6 @@ import typer
 
 from mtp_plugin.cli.flags import ConfigFile, DraftLength, NoMTP, PluginOptions, draft_length
 from mtp_plugin.cli.opening import errors_of, import_engine, load
-from mtp_plugin.config.bounded import read_bounded
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.extras import SERVE_PACKAGES, require
 from mtp_plugin.tools.terminal.console import OutputConsole, messages, progress
@@ -165,6 +164,8 @@ def _read_api_key(file: Path | None) -> str | None:
 
 
 def _read(option: str, file: Path) -> str:
+    from mtp_plugin.config.bounded import read_bounded
+
     try:
         return read_bounded(file).decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:

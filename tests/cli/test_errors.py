@@ -64,7 +64,7 @@ def test_doctor_reports_of_a_tokenizer_that_is_not_read(
             "prompt 2 of 2: the prompt has 600 tokens, max_seq_len is 512",
         ),
         (("-p", "x", "--stop", ""), "sampling parameters: stop must be a string or a sequence"),
-        (("-p", "x", "--stop", "<eos>"), "request 0: not supported: stop='<eos>' (special tokens"),
+        (("-p", "x", "--stop", "<eos>x"), "request 0: not supported: stop='<eos>x' ("),
     ],
 )
 def test_requests_refused(
