@@ -73,7 +73,8 @@ def command(
         typer.Option(
             "--draft-vocab",
             metavar="X,X",
-            help="none, a number of the lowest ids, or a JSON file of mtp-plugin draft-vocab.",
+            help="none, a number of the lowest ids, or a file of ids, as mtp-plugin draft-vocab "
+            "writes it.",
         ),
     ] = "none",
     temperature: Temperature = None,
@@ -209,7 +210,7 @@ def _vocab(text: str) -> int | str | None:
     value = int(text) if text.isdecimal() else text
     if not value:
         raise typer.BadParameter(
-            f"expected none, a number above 0 or a JSON file, got {text!r}",
+            f"expected none, a number above 0 or a file of ids, got {text!r}",
             param_hint="--draft-vocab",
         )
     from mtp_plugin.config.draft_vocab import resolve_draft_vocab

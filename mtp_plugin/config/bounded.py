@@ -46,21 +46,36 @@ def read_bounded(path: str | Path) -> bytes:
 
 
 def read_text(path: str | Path, source: str, wanted: str) -> str:
-    """The text of a file that a config names, without a byte-order mark.
+    """The text of a file that a config names, see `read_file` and `text_of`."""
+    return text_of(read_file(path, source, wanted), source)
+
+
+def read_file(path: str | Path, source: str, wanted: str) -> bytes:
+    """All bytes of a file that a config names.
 
     Raises:
         ConfigError: it cannot be read; the message begins with ``source``.
     """
     try:
-        return read_bounded(path).decode("utf-8-sig")
+        return read_bounded(path)
     except FileNotFoundError:
         raise ConfigError(f"{source}: no such file; expected {wanted}") from None
     except OSError as error:
         raise ConfigError(f"{source}: cannot be read: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{source}: expected UTF-8 text, got other bytes: {error}") from None
     except ValueError as error:
         raise ConfigError(f"{source!r}: expected a path: {error}") from None
+
+
+def text_of(content: bytes, source: str) -> str:
+    """The text of a file, without a byte-order mark.
+
+    Raises:
+        ConfigError: it is not UTF-8; the message begins with ``source``.
+    """
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{source}: expected UTF-8 text, got other bytes: {error}") from None
 
 
 def read_all(file: IO[bytes]) -> bytes:

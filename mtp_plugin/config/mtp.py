@@ -87,8 +87,8 @@ class MTPPluginOptions(ConfigModel):
     draft_vocab: DraftVocab | None = Field(
         default=None,
         description="token ids that may be drafted; N: 0..N-1, in the order of byte-pair merges "
-        "roughly the most frequent; path: of a JSON list, relative: from the YAML file's folder; "
-        "null: all",
+        "roughly the most frequent; path: of a file of ids (JSON, an id or a range a line, .npy "
+        "or SGLang's .pt), relative: from the YAML file's folder; null: all",
     )
     keep_warm: bool = Field(
         default=True,

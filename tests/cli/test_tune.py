@@ -126,7 +126,7 @@ def test_another_drafter(run: Run) -> None:
         (("--", "--model=X"), "tune sets --model=X itself"),
         (("--", "-sc.method", "mtp"), "tune sets -sc.method itself"),
         (("--draft-vocab", "none,none.json"), "--draft-vocab: none.json: no such file"),
-        (("--draft-vocab", "0"), "expected none, a number above 0 or a JSON file, got '0'"),
+        (("--draft-vocab", "0"), "expected none, a number above 0 or a file of ids, got '0'"),
         (("--temperature", "-1"), "--temperature: expected"),
         (("--top-p", "1.5"), "--top-p: expected"),
         (("--logs", "/dev/null/logs"), "--logs /dev/null/logs: cannot be made: Not a directory"),

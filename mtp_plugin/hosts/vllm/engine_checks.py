@@ -121,6 +121,11 @@ def _draft_vocab_problems(options: VllmOptions, vllm_config: Any) -> list[str]:
             "draft_vocab is not supported with speculative_config.draft_lm_head_quantization: "
             "leave out one of them"
         )
+    if getattr(spec, "draft_token_map", None):
+        problems.append(
+            "draft_vocab is not supported with speculative_config.draft_token_map, vLLM's own "
+            "draft vocabulary: leave out one of them"
+        )
     return problems
 
 

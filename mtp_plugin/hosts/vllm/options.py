@@ -64,7 +64,8 @@ class VllmOptions(BaseModel):
     draft_vocab: DraftVocab | None = Field(
         default=None,
         description="token ids that may be drafted: this many of the lowest ones, or the path of "
-        "a JSON list of ids; null: all; output does not change",
+        "a file of ids (JSON, an id or a range a line, .npy or SGLang's .pt); null: all; output "
+        "does not change",
     )
     kernels: Literal["auto", "triton", "reference"] = Field(
         default="auto", description="auto: Triton kernels on CUDA devices, else torch"

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from mtp_plugin import verifications
+from mtp_plugin.config.draft_vocab import WANTED
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm.engine_checks import checked_settings, warnings_of
@@ -413,7 +414,7 @@ def test_a_draft_vocabulary_that_cannot_be_served_is_refused(
         (
             "none.json",
             {},
-            f"{OPTION}.draft_vocab: none.json: no such file; expected a JSON list of token ids",
+            f"{OPTION}.draft_vocab: none.json: no such file; expected {WANTED}",
         ),
         (
             "ids.json",
@@ -425,6 +426,12 @@ def test_a_draft_vocabulary_that_cannot_be_served_is_refused(
             {"speculative_config__draft_lm_head_quantization": "fp8"},
             "draft_vocab is not supported with speculative_config.draft_lm_head_quantization: "
             "leave out one of them",
+        ),
+        (
+            5,
+            {"speculative_config__draft_token_map": "map.pt"},
+            "draft_vocab is not supported with speculative_config.draft_token_map, vLLM's own "
+            "draft vocabulary: leave out one of them",
         ),
         (
             5,

@@ -7,7 +7,9 @@ import os
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -65,7 +67,6 @@ def test_more_ids_than_the_vocabulary() -> None:
     [
         ("[]", "expected at least one token id, got an empty list"),
         ('{"ids": [1]}', "expected a list of token ids, got dict"),
-        ("7", "expected a list of token ids, got int"),
         ("[1, -2, 3]", "expected integers of at least 0, got -2"),
         (
             '[1, true, null, 2.0, "3", [4], {}, -1]',
@@ -74,7 +75,8 @@ def test_more_ids_than_the_vocabulary() -> None:
         ("[5, 1, 5, 2, 1, 5]", "expected every id once, got 1, 5 more than once"),
         ("[8, 12, 1, 9]", "expected ids of the vocabulary of 9, got 9, 12"),
         ("[1, 2", "not valid JSON: Expecting ',' delimiter: line 1 column 6 (char 5)"),
-        ("", "not valid JSON: Expecting value: line 1 column 1 (char 0)"),
+        ("", "expected at least one token id, got an empty list"),
+        ("1-3\n2\n", "expected every id once, got 2 more than once"),
     ],
 )
 def test_files_that_list_no_ids(listed: Any, content: str, message: str) -> None:
@@ -84,13 +86,75 @@ def test_files_that_list_no_ids(listed: Any, content: str, message: str) -> None
     assert str(error.value) == f"mtp.draft_vocab: {path}: {message}"
 
 
+@pytest.mark.parametrize("line", ["7,", "-2", "3-1", "1.5", "null", "9" * 19, "0-", "\u0663"])
+def test_a_line_is_an_id_or_a_range(listed: Any, line: str) -> None:
+    assert resolve_draft_vocab(listed("7\n\n 0-3 \r\n5\n")) == [0, 1, 2, 3, 5, 7]
+    with pytest.raises(ConfigError, match="line 2: expected a token id or a range such as 0-32767"):
+        resolve_draft_vocab(listed(f"1\n{line}"))
+
+
+def test_a_range_is_bounded(listed: Any) -> None:
+    with pytest.raises(ConfigError, match="line 2: expected at most 16777216 ids, got more"):
+        resolve_draft_vocab(listed("0-9\n20-99999999999"))
+
+
+def save_npy(path: Path, values: Any) -> None:
+    with path.open("wb") as file:
+        np.save(file, values)
+
+
+class Unsafe:
+    def __reduce__(self) -> Any:
+        return os.mkdir, ("unsafe",)
+
+
+@pytest.mark.parametrize("save", [save_npy, lambda path, values: torch.save(values, path)])
+def test_files_of_numpy_and_torch_are_read_without_pickled_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Any
+) -> None:
+    """Their names do not matter."""
+    monkeypatch.chdir(tmp_path)
+    path, make = tmp_path / "ids", np.array if save is save_npy else torch.tensor
+    for values in (make([7, 2, 4]), [4, 7, 2]):
+        save(path, values)
+        assert resolve_draft_vocab(str(path), 9) == [2, 4, 7]
+    for values, message in (
+        (make([1.0, 2.0]), r"expected integers, got (torch\.)?float"),
+        (make([True]), r"expected integers, got (torch\.)?bool"),
+        (make([[1]]), r"expected one dimension of at most 16777216 ids, got the shape \(1, 1\)"),
+        (make([-1, 2]), "expected integers of at least 0, got -1"),
+        (make([9]), "expected ids of the vocabulary of 9, got 9"),
+        (np.array([Unsafe()]) if save is save_npy else Unsafe(), "cannot be loaded: "),
+    ):
+        save(path, values)
+        with pytest.raises(ConfigError, match=rf"^mtp\.draft_vocab: {path}: {message}"):
+            resolve_draft_vocab(str(path), 9)
+    assert not Path("unsafe").exists()
+    path.write_bytes(path.read_bytes()[:40])
+    with pytest.raises(ConfigError, match="cannot be loaded: "):
+        resolve_draft_vocab(str(path))
+
+
+def test_tensors_that_are_no_list_of_ids(tmp_path: Path) -> None:
+    path = tmp_path / "map.pt"
+    for value, message in (
+        ({"hot_token_id": torch.tensor([1])}, "expected a list of token ids, got dict"),
+        ([torch.tensor(1)], r'expected integers of at least 0, got "tensor\(1\)"'),
+        (torch.zeros(1, dtype=torch.int64).expand(2**30), "expected one dimension of at most"),
+        (torch.tensor([1]).to_sparse(), "cannot be loaded: "),
+    ):
+        torch.save(value, path)
+        with pytest.raises(ConfigError, match=message):
+            resolve_draft_vocab(str(path))
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     missing, folder, binary = tmp_path / "none.json", tmp_path, tmp_path / "binary.json"
     pipe = tmp_path / "pipe.json"
     os.mkfifo(pipe)
     binary.write_bytes(b"\xff\xfe[1]")
     for path, message in (
-        (missing, "no such file; expected a JSON list of token ids"),
+        (missing, "no such file; expected a file of token ids: a JSON list, an id or a range a"),
         (folder, "cannot be read: Is a directory"),
         (pipe, "cannot be read: expected a regular file, got a pipe or a device"),
         (binary, "expected UTF-8 text, got other bytes: 'utf-8' codec can't decode"),
