@@ -184,7 +184,9 @@ class EngineProcess:
             EngineError: vLLM did not start, or without the plugin; see the message.
         """
         found: dict[str, Any] = self.result(START_SECONDS)
-        if self._has_plugin and "mtp_plugin on" not in self.log.read_text(errors="replace"):
+        if self._has_plugin and "mtp_plugin on: verification" not in self.log.read_text(
+            errors="replace"
+        ):
             raise EngineError(self._message("started without the plugin"))
         return found
 

@@ -49,11 +49,9 @@ class Engine:
         self.draft_loop = version.draft_loop
         """Returns what a speculator captures in place of one draft pass, or None."""
         _logger.info(
-            "mtp_plugin on: verification %s, %d drafts per step, %s kernels, drafter %s",
-            settings.options.verification,
-            settings.num_drafts,
-            backend.value,
-            settings.drafter if settings.num_drafts else "none",
+            "mtp_plugin on: verification %(verification)s, %(drafts)s drafts per step, %(kernels)s "
+            "kernels, drafter %(drafter)s",
+            {**settings.summary, "kernels": backend.value},
         )
 
     def sample_draft(self, speculator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

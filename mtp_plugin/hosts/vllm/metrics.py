@@ -8,6 +8,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
+from mtp_plugin import __version__
 from mtp_plugin.hosts.vllm.options import EngineSettings, read_settings
 from mtp_plugin.hosts.vllm.requests import AdmittedOptions
 from mtp_plugin.speculative.metrics.alarms import (
@@ -84,6 +85,39 @@ class DraftCounter:
             if count > 0:
                 self._alarm.record_steps(count, count + accepted)
         return withheld
+
+
+INFO_METRIC = "mtp_plugin_info"
+
+
+def add_info_metric(stat_logger: Any, vllm_config: Any) -> None:
+    """Say in the Prometheus metrics of vLLM's front end that the plugin is on.
+
+    Args:
+        stat_logger: a ``PrometheusStatLogger``, whose class of gauges is used: those of Ray are
+            others.
+    """
+    settings, make = read_settings(vllm_config), getattr(stat_logger, "_gauge_cls", None)
+    if settings is None:
+        return
+    if make is None:
+        logging.getLogger("vllm.mtp_plugin").warning(
+            "%s is left out: PrometheusStatLogger of this vLLM has no _gauge_cls", INFO_METRIC
+        )
+        return
+    labels = {"version": __version__, **settings.summary}
+    _info_gauge(make, tuple(labels)).labels(*labels.values()).set(1)
+
+
+@cache
+def _info_gauge(make: Callable[..., Any], names: tuple[str, ...]) -> Any:
+    """Return the gauge of this process, which Prometheus lets register once."""
+    return make(
+        name=INFO_METRIC,
+        documentation="1 while mtp_plugin is on; the labels say how.",
+        labelnames=list(names),
+        multiprocess_mode="mostrecent",  # one value of all API servers
+    )
 
 
 def counter_of(vllm_config: Any) -> DraftCounter | None:

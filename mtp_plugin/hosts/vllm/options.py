@@ -100,6 +100,15 @@ class EngineSettings:
     """``speculative_config.method``."""
 
     @property
+    def summary(self) -> dict[str, str]:
+        """What the log and the metrics say of an engine."""
+        return {
+            "verification": self.options.verification,
+            "drafts": str(self.num_drafts),
+            "drafter": self.drafter if self.num_drafts else "none",
+        }
+
+    @property
     def most_draft_columns(self) -> int:
         """Columns of draft logits with ``draft_ids``, those of padding included."""
         return rows_per_rank(len(self.draft_ids or ()), self.num_ranks) * self.num_ranks

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
+import re
 import sys
 from collections.abc import Callable, Mapping
 from contextvars import ContextVar
@@ -21,6 +22,7 @@ from typing import Any
 Method = Callable[..., Any]
 
 _logger = logging.getLogger("vllm.mtp_plugin")
+_KEY = "mtp_plugin"
 _ORIGINAL = "_mtp_plugin_original"
 _ENGINE = "_mtp_plugin_engine"
 _COUNTER = "_mtp_plugin_counter"
@@ -91,7 +93,21 @@ def _compile_early(vllm_config: Any, local_rank: int = 0, *_args: Any, **_kwargs
 
 def _input_processor_init(original: Method) -> Method:
     def wrapper(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        setattr(self, _ADMISSION, _settings(vllm_config))
+        extra = getattr(vllm_config, "additional_config", None)
+        for key in misspelt_keys(extra):
+            state = "which stays on" if _is_on(vllm_config) else "which is off"
+            _logger.warning(
+                "additional_config: the key %r does not change mtp_plugin, %s: the key is %r",
+                *(key, state, _KEY),
+            )
+        settings = _settings(vllm_config)
+        setattr(self, _ADMISSION, settings)
+        if settings is not None:
+            _logger.info(
+                "mtp_plugin on: front end, verification %(verification)s, %(drafts)s drafts per "
+                "step, drafter %(drafter)s",
+                settings.summary,
+            )
         return original(self, vllm_config, *args, **kwargs)
 
     return wrapper
@@ -195,9 +211,10 @@ def _prometheus_init(original: Method) -> Method:
     def wrapper(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
         original(self, vllm_config, *args, **kwargs)
         if _is_on(vllm_config):
-            from mtp_plugin.hosts.vllm.metrics import add_alarm_metric
+            from mtp_plugin.hosts.vllm.metrics import add_alarm_metric, add_info_metric
 
             add_alarm_metric(self, vllm_config)
+            add_info_metric(self, vllm_config)
 
     return wrapper
 
@@ -423,9 +440,20 @@ FRONT_END: Mapping[str, Callable[[Method], Method]] = {
 """Metrics alone: an engine runs without it."""
 
 
+def misspelt_keys(additional_config: Any) -> list[str]:
+    """Return keys that differ from the plugin's by case, ``-``, ``_`` or a plural, which vLLM keeps
+    without a word."""
+    given = additional_config if isinstance(additional_config, dict) else {}
+    return [
+        key
+        for key in given
+        if key != _KEY and re.sub(r"[\W_]|s$", "", str(key).lower()) == "mtpplugin"
+    ]
+
+
 def _is_on(vllm_config: Any) -> bool:
     extra = getattr(vllm_config, "additional_config", None)
-    given = extra.get("mtp_plugin") if isinstance(extra, dict) else None
+    given = extra.get(_KEY) if isinstance(extra, dict) else None
     return given is not None and given is not False
 
 

@@ -15,10 +15,11 @@ import pytest
 import torch
 from prometheus_client import CollectorRegistry
 
+from mtp_plugin import __version__
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm import register
-from mtp_plugin.hosts.vllm.metrics import add_alarm_metric
+from mtp_plugin.hosts.vllm.metrics import add_alarm_metric, add_info_metric
 from mtp_plugin.hosts.vllm.sampler_parts import PREFILL
 from mtp_plugin.hosts.vllm.versions import SIGNATURES
 from mtp_plugin.hosts.vllm.wrapping import (
@@ -29,6 +30,7 @@ from mtp_plugin.hosts.vllm.wrapping import (
     START,
     WORKER,
     _check_map,
+    misspelt_keys,
     wrap_worker,
 )
 from tests.hosts.vllm import fake_vllm
@@ -113,6 +115,71 @@ def test_registering_twice_wraps_once(vllm: dict[str, ModuleType]) -> None:
     register()
     wrap_worker()
     assert {target: function_of(vllm, target) for target in once} == once
+
+
+@pytest.mark.parametrize(
+    ("key", "is_ours"),
+    [
+        *(
+            (key, True)
+            for key in ("mtp-plugin", "MTP_plugin", "mtp_plugins", "MtpPlugin", "mtp plugin")
+        ),
+        *((key, False) for key in ("mtp_plugin", "mtp", "mtp_plugin2", "plugin", 1)),
+    ],
+)
+def test_misspelt_keys_are_those_that_differ_by_case_separators_or_a_plural(
+    key: Any, is_ours: bool
+) -> None:
+    assert misspelt_keys({"a": 1, key: {}}) == [key] * is_ours
+    assert misspelt_keys("mtp-plugin") == []
+
+
+def test_front_end_logs_that_the_plugin_is_on_and_misspelt_keys(
+    vllm: dict[str, ModuleType], caplog: pytest.LogCaptureFixture
+) -> None:
+    register()
+    caplog.set_level(logging.INFO, "vllm.mtp_plugin")
+    target = WRAPPED_IN_EVERY_PROCESS[1]
+    on = make_config()
+    on.additional_config["mtp-plugin"] = {}
+    for config in (off_config({"mtp-plugin": {}}), on, make_config(speculative_config=None)):
+        object_of(vllm, target).__init__(config)
+    wrong = "additional_config: the key 'mtp-plugin' does not change mtp_plugin, which "
+    line = "mtp_plugin on: front end, verification coupled, "
+    assert caplog.messages == [
+        f"{wrong}is off: the key is 'mtp_plugin'",
+        f"{wrong}stays on: the key is 'mtp_plugin'",
+        f"{line}3 drafts per step, drafter mtp",
+        f"{line}0 drafts per step, drafter none",
+    ]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_the_metrics_of_the_front_end_say_that_the_plugin_is_on(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    registry = prometheus_client.CollectorRegistry()
+
+    class PrometheusStatLogger:
+        _gauge_cls = partial(prometheus_client.Gauge, registry=registry)
+
+        def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
+            pass
+
+    loggers = ModuleType("vllm.v1.metrics.loggers")
+    loggers.PrometheusStatLogger = PrometheusStatLogger  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, loggers.__name__, loggers)
+    register()
+    PrometheusStatLogger(off_config({}))
+    assert not list(registry.collect())
+    for _ in range(2):  # a second engine of the process
+        PrometheusStatLogger(make_config({"verification": "coupled"}), [0, 1])
+    labels = {"version": __version__, "verification": "coupled", "drafts": "3", "drafter": "mtp"}
+    assert registry.get_sample_value("mtp_plugin_info", labels) == 1
+    add_info_metric(SimpleNamespace(), make_config())
+    assert caplog.messages == [
+        "mtp_plugin_info is left out: PrometheusStatLogger of this vLLM has no _gauge_cls"
+    ]
 
 
 @pytest.mark.usefixtures("vllm")
