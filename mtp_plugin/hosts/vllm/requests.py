@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
@@ -16,6 +17,8 @@ from mtp_plugin.verifications import codes, custom_codes, drafts_of
 
 _logger = logging.getLogger("vllm.mtp_plugin")
 PREFIX = "mtp_"
+_LIKE_PREFIX = re.compile("mtp[-_]", re.IGNORECASE)
+"""A key that begins so is meant for the plugin."""
 MAX_BIASED_TOKENS = 1024
 """Of a request; more of them would end vLLM's workers."""
 
@@ -47,7 +50,7 @@ _OPTIONS = {field.name: OPTIONS[field.name] for field in fields(RequestOptions)}
 
 
 def read_request(extra_args: Mapping[str, Any] | None, settings: EngineSettings) -> RequestOptions:
-    """Return the options of a request; keys without the prefix are left alone.
+    """Return the options of a request; keys that begin otherwise are left alone.
 
     Raises:
         RequestError: lists every unknown key and impossible value.
@@ -66,6 +69,10 @@ def read_request(extra_args: Mapping[str, Any] | None, settings: EngineSettings)
         values["speculate"] = bool(values["speculate"])
     problems = [
         problem for name, value in values.items() for problem in _problems(name, value, settings)
+    ]
+    keys = map(str, extra_args or ())
+    problems += [
+        _unknown(key) for key in keys if _LIKE_PREFIX.match(key) and not key.startswith(PREFIX)
     ]
     if problems:
         raise RequestError("; ".join(problems))
@@ -124,12 +131,16 @@ def check_request(params: Any, settings: EngineSettings) -> None:
         raise VLLMValidationError(str(error)) from None
 
 
+def _unknown(key: str) -> str:
+    known = ", ".join(f"{PREFIX}{known}" for known in _OPTIONS)
+    return f"{key}: unknown option of mtp_plugin; known ones are {known}"
+
+
 def _problems(name: str, value: Any, settings: EngineSettings) -> list[str]:
     """Return why an option of a request is refused, in one line or none."""
     key, option = f"{PREFIX}{name}", _OPTIONS.get(name)
     if option is None:
-        known = ", ".join(f"{PREFIX}{known}" for known in _OPTIONS)
-        return [f"{key}: unknown option of mtp_plugin; known ones are {known}"]
+        return [_unknown(key)]
     problem = option.problem(key, value)
     if problem is not None:
         return [problem]

@@ -60,6 +60,7 @@ WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
     (SETTINGS, {"mtp_x": 1}, f"mtp_x: {KNOWN}"),
     (SETTINGS, {"mtp_": 1}, f"mtp_: {KNOWN}"),
     (SETTINGS, {"mtp_Speculate": True}, f"mtp_Speculate: {KNOWN}"),
+    (SETTINGS, {"mtp-speculate": False, "MTP_x": 1}, f"mtp-speculate: {KNOWN}; MTP_x: {KNOWN}"),
     (SETTINGS, {"mtp_verification": 1}, f"{METHOD} 1"),
     (SETTINGS, {"mtp_verification": "greedy"}, f"{METHOD} 'greedy'"),
     (SETTINGS, {"mtp_verification": "synthetic"}, f"{METHOD} 'synthetic'"),
