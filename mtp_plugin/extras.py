@@ -24,6 +24,10 @@ INSTALL = "pip install '.[executor]' in a clone of the repository"
 IN_VLLM = "vLLM with this package's plugin may run it"
 """Precedes `vllm_command` in the refusal of a model."""
 
+V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
+V2_DEFAULT_SINCE = (0, 32)
+"""Versions of vLLM whose default is the V2 model runner."""
+
 MODEL_PACKAGES = ("transformers", "tokenizers", "safetensors")
 """Needed by models and tokenizers."""
 DISPLAY_PACKAGES = ("typer", "rich")
@@ -50,7 +54,7 @@ def require(user: str, *packages: str, extra: str = "executor") -> None:
     _require_installed(user, packages, extra)
     if "transformers" in packages:
         least, below = TRANSFORMERS_RANGE
-        installed = _transformers_version()
+        installed = _version_of("transformers")
         numbers = re.match(r"(\d+)\.(\d+)", installed)
         if numbers and not least <= tuple(map(int, numbers.groups())) < below:
             raise MissingExtraError(
@@ -102,7 +106,19 @@ def vllm_command(
     flags = [("--speculative-config", drafting)] if num_drafts else []
     flags.append(("--additional-config", {"mtp_plugin": dict(options or {})}))
     shown = " ".join(f"{name} {shlex.quote(json.dumps(value))}" for name, value in flags)
-    return f"VLLM_USE_V2_MODEL_RUNNER=1 vllm serve {shlex.quote(str(model))} {shown}"
+    return with_v2_runner(f"vllm serve {shlex.quote(str(model))} {shown}")
+
+
+def with_v2_runner(command: str) -> str:
+    """Return a command of vLLM with the variable that selects its V2 model runner, if the installed
+    version needs it; without vLLM, with a comment."""
+    installed = _version_of("vllm")
+    if not installed:
+        return f"{command}  # vLLM 0.24 to 0.26: set {V2_RUNNER}=1"
+    numbers = re.match(r"(\d+)\.(\d+)", installed)
+    if numbers and tuple(map(int, numbers.groups())) >= V2_DEFAULT_SINCE:
+        return command
+    return f"{V2_RUNNER}=1 {command}"
 
 
 def _is_installed(package: str) -> bool:
@@ -112,11 +128,11 @@ def _is_installed(package: str) -> bool:
 
 
 @cache
-def _transformers_version() -> str:
-    """Return the version, or an empty string for a source tree that was never installed."""
+def _version_of(package: str) -> str:
+    """Return the version, or an empty string for one that is not installed, as a source tree."""
     from importlib.metadata import PackageNotFoundError, version
 
     try:
-        return version("transformers")
+        return version(package)
     except PackageNotFoundError:
         return ""

@@ -200,7 +200,7 @@ def test_what_the_command_line_shows_needs_all() -> None:
     "installed", ["4.57.1", "5.16.0", "5.9.2", "5.25.0", "5.120.1", "6.1.0.dev0", "6.0rc1"]
 )
 def test_another_transformers_is_named(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "_transformers_version", lambda: installed)
+    monkeypatch.setattr(extras, "_version_of", lambda _: installed)
     want = (
         f"LLM needs the package transformers from version 5.17 and below 5.25, {installed} is "
         f"installed: {INSTALL}"
@@ -213,7 +213,7 @@ def test_another_transformers_is_named(installed: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("installed", ["5.17.0", "5.18.0.dev0", "5.24.1", ""])
 def test_versions_that_are_used(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "_transformers_version", lambda: installed)
+    monkeypatch.setattr(extras, "_version_of", lambda _: installed)
     extras.require("LLM", *EXTRA)
 
 
@@ -249,7 +249,8 @@ def test_server_names_its_own_extra(package: str) -> None:
     assert last == f"mtp_plugin.errors.MissingExtraError: {want}"
 
 
-def test_command_of_vllm_is_that_of_its_page() -> None:
+def test_command_of_vllm_is_that_of_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(extras, "_version_of", lambda _: "0.26.0")
     for file in (VLLM_PAGE, Path(__file__).parents[1] / "README.md"):
         page = file.read_text().replace("\\\n", " ")
         variable = re.search(r"export (VLLM_USE_V2_MODEL_RUNNER=1)", page)
@@ -259,3 +260,19 @@ def test_command_of_vllm_is_that_of_its_page() -> None:
         assert shlex.split(extras.vllm_command("MODEL")) == [variable[1], *shlex.split(serve[0])]
     assert "--speculative-config" not in extras.vllm_command("MODEL", 0)
     assert "'two words'" in extras.vllm_command("two words")
+
+
+@pytest.mark.parametrize(
+    ("installed", "command"),
+    [
+        ("0.24.0", "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve M"),
+        ("0.32.0", "vllm serve M"),
+        ("1.0.dev3", "vllm serve M"),
+        ("", "vllm serve M  # vLLM 0.24 to 0.26: set VLLM_USE_V2_MODEL_RUNNER=1"),
+    ],
+)
+def test_commands_of_vllm_set_the_runner_only_where_it_is_needed(
+    monkeypatch: pytest.MonkeyPatch, installed: str, command: str
+) -> None:
+    monkeypatch.setattr(extras, "_version_of", lambda _: installed)
+    assert extras.with_v2_runner("vllm serve M") == command

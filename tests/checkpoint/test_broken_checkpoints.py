@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from mtp_plugin import LLM
+from mtp_plugin import LLM, extras
 from mtp_plugin.checkpoint import describe, read_checkpoint
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import CheckpointError
@@ -388,11 +388,12 @@ def test_the_doctor_of_vllm(
 ) -> None:
     """Large vocabularies get a hint, and the last line serves the checkpoint."""
     monkeypatch.setattr(model_check, "examine", lambda: Examination("0.33.0", tested_on="CPU"))
+    monkeypatch.setattr(extras, "_version_of", lambda _: "0.33.0")
     monkeypatch.setattr(model_check, "LARGE_VOCABULARY", 2048)
     assert main(str(TINY)) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[-1] == (
-        f"next: VLLM_USE_V2_MODEL_RUNNER=1 vllm serve {TINY} --speculative-config "
+        f"next: vllm serve {TINY} --speculative-config "
         '\'{"method": "mtp", "num_speculative_tokens": 3}\' --additional-config '
         '\'{"mtp_plugin": {"thinking_begin_token": 1, "thinking_end_token": 2}}\''
     )

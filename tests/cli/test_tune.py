@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from mtp_plugin import extras
 from mtp_plugin.tools.tune import run as tuning
 from mtp_plugin.tools.tune.answer import Setting
 from mtp_plugin.tools.tune.engine import EngineFailedError, encode_prompts
@@ -49,6 +50,7 @@ class StubEngine:
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "EngineProcess", StubEngine)
+    monkeypatch.setattr(extras, "_version_of", lambda _: "0.32.0")
     module = type(sys)("vllm")
     module.__spec__ = sys.__spec__
     monkeypatch.setitem(sys.modules, "vllm", module)
@@ -70,7 +72,7 @@ def test_table_and_options_to_paste(run: Run, tmp_path: Path) -> None:
     assert "answer, batch 8: K = 3, coupled, 1.77 times as fast as K = 0" in lines
     assert "answer, batch 64: K = 0, 1.00 times as fast as K = 0" in lines
     assert lines[-1] == (
-        "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve M --model-impl vllm --speculative-config "
+        "vllm serve M --model-impl vllm --speculative-config "
         '\'{"method": "mtp", "num_speculative_tokens": 3, '
         '"num_speculative_tokens_per_batch_size": [[1, 22, 3], [23, 64, 0]]}\' '
         "--additional-config '{\"mtp_plugin\": {}}'"

@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import TextIO
 
 from mtp_plugin.errors import HostError
-from mtp_plugin.extras import vllm_command
+from mtp_plugin.extras import V2_DEFAULT_SINCE, V2_RUNNER, vllm_command
 from mtp_plugin.hosts.vllm.options import drafters_of
 from mtp_plugin.hosts.vllm.versions import (
     INSTALLED,
@@ -29,7 +29,7 @@ from mtp_plugin.hosts.vllm.wrapping import START, WORKER
 
 OK, PROBLEM = 0, 1
 PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "mtp_plugin"
-V2_RUNNER, PLUGINS = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_PLUGINS"
+PLUGINS = "VLLM_PLUGINS"
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def _examine_environment(
         seen.problems.append(f"{V2_RUNNER}={runner} selects the V1 model runner: set it to 1")
     elif runner is not None:
         seen.notes.append(f"{V2_RUNNER}={runner}")
-    elif version < (0, 32):
+    elif version < V2_DEFAULT_SINCE:
         seen.notes.append(f"{V2_RUNNER} is not set: set it to 1 for every engine with the plugin")
     elif has_triton:
         seen.notes.append(f"{V2_RUNNER} is not set: this version uses the V2 runner by default")
@@ -127,11 +127,16 @@ def _has_triton() -> bool:
 
 def show(seen: Examination, out: TextIO) -> None:
     """Write what was found, and the problems."""
+    is_different = any(method.problem for method in seen.methods)
     if seen.version is not None:
-        fits = "does not fit" if any(method.problem for method in seen.methods) else "fits"
+        fits = "does not fit" if is_different else "fits"
         tested = "not tested" if seen.tested_on is None else f"tested on {seen.tested_on}"
         out.write(f"vllm {seen.version}, {tested}: module {seen.module} {fits}\n")
-    for method in seen.methods:
+    kinds = [method.kind for method in seen.methods]
+    if kinds and not is_different:
+        wrapped = kinds.count("wrapped")
+        out.write(f"methods: {wrapped} wrapped, {len(kinds) - wrapped} used, all as expected\n")
+    for method in seen.methods if is_different else ():
         verdict = "NO" if method.problem else "yes"
         name = method.target.replace(":", ".")
         out.write(f"  {verdict:3}  {method.kind:7}  {name}{_shown(seen, method)}\n")

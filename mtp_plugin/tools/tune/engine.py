@@ -16,10 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from mtp_plugin.errors import ConfigError, ExecutorError, HostError
+from mtp_plugin.extras import V2_RUNNER
 from mtp_plugin.tools.texts import text_of_message
 from mtp_plugin.tools.tune.answer import Setting
 
-V2_RUNNER, CACHE_ROOT = "VLLM_USE_V2_MODEL_RUNNER", "VLLM_CACHE_ROOT"
+CACHE_ROOT = "VLLM_CACHE_ROOT"
 Request = tuple[list[int], dict[str, Any]]
 """Token ids of the prompt, and keyword arguments of vLLM's ``SamplingParams``."""
 TICK_SECONDS = 10.0

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
+from mtp_plugin.extras import with_v2_runner
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole
 from mtp_plugin.tools.tune.answer import BY_PROBABILITY, Answer, find_answer
 from mtp_plugin.tools.tune.run import Tuning
@@ -116,4 +117,4 @@ class TuneReport:
         words = ["vllm", "serve", model, *others]
         for name, value in answer.options().items():
             words += [name, json.dumps(value)]
-        out.write_line(f"VLLM_USE_V2_MODEL_RUNNER=1 {shlex.join(words)}")
+        out.write_line(with_v2_runner(shlex.join(words)))
