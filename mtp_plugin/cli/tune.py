@@ -115,7 +115,8 @@ def command(
     traffic, or that drafts should be off.
 
     Runs your prompts in vLLM engines with the plugin, one engine per draft length and draft
-    vocabulary, and prints a table and the options for vllm serve. Step times are medians of steps
+    vocabulary, then in vLLM without the plugin at the best draft length. Prints a table, what the
+    plugin gains, and the options for vllm serve. Step times are medians of steps
     in which all requests generate. Acceptance is counted up to the end of each output.
     A setting has numbers only if its outputs are identical to those of K = 0, near ties apart;
     rejection and block are compared with greedy requests.

@@ -21,11 +21,14 @@ class StubEngine:
     """K drafts take K ms longer; K = 2 does not start."""
 
     arguments: list[str]
+    slower = 8 / 7
+    """Steps of vLLM without the plugin."""
 
     def __init__(
         self, setting: Setting, arguments: list[str], log: Path, cache: str | None
     ) -> None:
         self.k = setting.num_drafts
+        self.time = 1 if setting.has_plugin else self.slower
         assert cache is None
         log.touch()
         type(self).arguments = arguments
@@ -40,7 +43,7 @@ class StubEngine:
         if function is encode_prompts:
             return [[1, 2] for _ in given]
         # drafts of a batch of 64 take too long
-        step_ms = [4.0 + self.k * (10 if len(given) == 64 else 1)]
+        step_ms = [self.time * (4.0 + self.k * (10 if len(given) == 64 else 1))]
         return {"tokens": [[1] for _ in given], "step_ms": step_ms, "acceptance": [0.7] * self.k}
 
     def close(self) -> None:
@@ -71,6 +74,10 @@ def test_table_and_options_to_paste(run: Run, tmp_path: Path) -> None:
     assert "K = 3, coupled: outputs identical to K = 0: 8 of 8" in lines
     assert "answer, batch 8: K = 3, coupled, 1.77 times as fast as K = 0" in lines
     assert "answer, batch 64: K = 0, 1.00 times as fast as K = 0" in lines
+    assert lines[-2] == (
+        "the plugin gains 1.14 with greedy requests (tokens per second over K = 3, vLLM without "
+        "the plugin; batch 1: 1.14, batch 8: 1.14)"
+    )
     assert lines[-1] == (
         "vllm serve M --model-impl vllm --speculative-config "
         '\'{"method": "mtp", "num_speculative_tokens": 3, '
@@ -91,10 +98,20 @@ def test_json_document(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     result = run("tune", *given, "--temperature", "0.8", "--json")
     document = json.loads(result.out)
     assert result.code == 0
-    assert [entry["setting"]["num_drafts"] for entry in document["settings"]] == [1, 0]
+    assert [entry["setting"]["num_drafts"] for entry in document["settings"]] == [0, 1]
     assert document["sampling"] == {"temperature": 0.8}
     assert list(tmp_path.iterdir()) == [prompts]  # no logs are left
     assert document["answer"]["options"] == {"--additional-config": {"mtp_plugin": {}}}
+
+
+def test_plugin_that_does_not_gain(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StubEngine, "slower", 1.01)
+    given = ("--model", "M", "--k", "1", "--batch-sizes", "1", "--temperature", "0.6")
+    lines = run("tune", *given).out.splitlines()
+    assert lines[-2] == (
+        "the plugin does not gain at T = 0.6: 1.01 (tokens per second over K = 1, vLLM without "
+        "the plugin; batch 1: 1.01)"
+    )
 
 
 def test_another_drafter(run: Run) -> None:

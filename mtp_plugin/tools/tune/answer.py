@@ -26,18 +26,25 @@ class Setting:
     draft_vocab: int | str | None = None
     drafter: str = "mtp"
     """``NAME[,MODEL]``."""
+    has_plugin: bool = True
+    """False: vLLM alone, to compare speeds."""
 
     @property
     def engine(self) -> Setting:
         """The setting for which an engine is started: it also serves others that share it."""
         return replace(self, method="rejection") if self.method in BY_PROBABILITY else self
 
+    def without_plugin(self) -> Setting:
+        """Return the setting of vLLM alone with the same ``--speculative-config``."""
+        return replace(self.engine, draft_vocab=None, has_plugin=False)
+
     def __str__(self) -> str:
         if not self.num_drafts:
             return "K = 0"
         vocab = "" if self.draft_vocab is None else f", draft vocabulary {self.draft_vocab}"
         drafter = "" if self.drafter == "mtp" else f", {self.drafter}"
-        return f"K = {self.num_drafts}, {self.method}{vocab}{drafter}"
+        method = self.method if self.has_plugin else "vLLM without the plugin"
+        return f"K = {self.num_drafts}, {method}{vocab}{drafter}"
 
     def speculative_config(self) -> dict[str, Any] | None:
         """Return vLLM's ``--speculative-config``."""
@@ -126,7 +133,7 @@ def find_answer(measurements: Sequence[Measurement], has_schedule: bool) -> Answ
     Returns:
         None: there is no number for K = 0.
     """
-    valid = [found for found in measurements if found.problem is None]
+    valid = [found for found in measurements if found.problem is None and found.setting.has_plugin]
     off = next((found for found in valid if not found.setting.num_drafts), None)
     if off is None:
         return None
@@ -155,6 +162,20 @@ def find_answer(measurements: Sequence[Measurement], has_schedule: bool) -> Answ
             for size in sizes
         },
     )
+
+
+def plugin_gain(answer: Answer, measurements: Sequence[Measurement]) -> dict[int, float]:
+    """Return tokens per second over those of vLLM alone, by batch size of the answer's K.
+
+    Returns:
+        Nothing if vLLM alone has no numbers, as where drafts should be off.
+    """
+    valid = {found.setting: found for found in measurements if found.problem is None}
+    ours, alone = valid[answer.setting], valid.get(answer.setting.without_plugin())
+    if alone is None:
+        return {}
+    sizes = [size for size, setting in answer.by_batch_size.items() if setting == answer.setting]
+    return {size: ours.tokens_per_second(size) / alone.tokens_per_second(size) for size in sizes}
 
 
 def make_schedule(num_drafts: Mapping[int, int]) -> list[list[int]]:

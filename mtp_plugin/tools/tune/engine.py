@@ -11,7 +11,9 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from itertools import zip_longest
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +49,7 @@ class EngineProcess:
         self, setting: Setting, arguments: list[str], log: Path, cache: str | None
     ) -> None:
         self._log = log
+        _start_quiet_tracker()
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
         given = (other, setting, arguments, str(log), cache)
@@ -101,6 +104,21 @@ class EngineProcess:
         return find_reason(
             message, self._log.read_text(errors="replace") if self._log.exists() else ""
         )
+
+
+@cache
+def _start_quiet_tracker() -> None:
+    """Start the process that removes shared memory of engines that were killed, without warnings:
+    they would follow the answer."""
+    name = "PYTHONWARNINGS"
+    given = os.environ.get(name)
+    os.environ[name] = "ignore"
+    try:
+        resource_tracker.ensure_running()
+    finally:
+        del os.environ[name]
+        if given is not None:
+            os.environ[name] = given
 
 
 def find_reason(message: str, log: str) -> str:
@@ -164,7 +182,8 @@ def _engine_arguments(setting: Setting, arguments: list[str]) -> Any:
 
     given = EngineArgs.from_cli_args(EngineArgs.add_cli_args(Parser()).parse_args(arguments))
     given.speculative_config = setting.speculative_config()
-    given.additional_config = {"mtp_plugin": setting.plugin_options()}
+    if setting.has_plugin:
+        given.additional_config = {"mtp_plugin": setting.plugin_options()}
     given.disable_log_stats = False
     return given
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -11,7 +12,13 @@ from typing import Any
 
 from mtp_plugin.extras import with_v2_runner
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole
-from mtp_plugin.tools.tune.answer import BY_PROBABILITY, Answer, find_answer
+from mtp_plugin.tools.tune.answer import (
+    BY_PROBABILITY,
+    TOLERANCE,
+    Answer,
+    find_answer,
+    plugin_gain,
+)
 from mtp_plugin.tools.tune.run import Tuning
 
 COLUMNS = ("batch", "step ms", "tokens/s", "of best", "tokens/step", "by position", "setting")
@@ -52,6 +59,7 @@ class TuneReport:
             "sampling": dict(options.sampling),
             "max_new_tokens": options.max_new_tokens,
             "settings": settings,
+            "plugin_gain": None if answer is None else self._plugin_gain(answer),
             "answer": None if answer is None else {**asdict(answer), "options": answer.options()},
         }
 
@@ -76,12 +84,15 @@ class TuneReport:
         for found in self.tuning.measurements:
             if found.problem is not None:
                 out.write_line(f"no numbers for {found.setting}: {found.problem}", "bold red")
-            elif found.setting.num_drafts:
+            elif found.setting.num_drafts and found.setting.has_plugin:
                 ties = f"; ties: {'; '.join(found.ties)}" if found.ties else ""
                 kind = "greedy outputs" if found.setting.method in BY_PROBABILITY else "outputs"
                 counts = f"{found.num_equal} of {found.num_outputs}"
                 out.write_line(f"{found.setting}: {kind} identical to K = 0: {counts}{ties}")
         self._show_answer(out)
+
+    def _plugin_gain(self, answer: Answer) -> dict[int, float]:
+        return plugin_gain(answer, self.tuning.measurements)
 
     def _rows(self) -> Iterator[tuple[str, ...]]:
         valid = [found for found in self.tuning.measurements if found.problem is None]
@@ -113,6 +124,18 @@ class TuneReport:
                 )
         else:
             out.write_line("answer: leave drafts off, no setting is clearly faster than K = 0")
+        if gains := self._plugin_gain(answer):
+            gain = statistics.geometric_mean(gains.values())
+            temperature = self.tuning.options.sampling.get("temperature")
+            where = f"at T = {temperature:g}" if temperature else "with greedy requests"
+            verdict = f"gains {gain:.2f} {where}"
+            if gain < 1 + TOLERANCE:
+                verdict = f"does not gain {where}: {gain:.2f}"
+            shown = ", ".join(f"batch {size}: {value:.2f}" for size, value in gains.items())
+            out.write_line(
+                f"the plugin {verdict} (tokens per second over {answer.setting.without_plugin()}; "
+                f"{shown})"
+            )
         _, model, *others = self.tuning.options.engine_arguments
         words = ["vllm", "serve", model, *others]
         for name, value in answer.options().items():

@@ -11,7 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from mtp_plugin.tools.terminal.console import progress_bar
-from mtp_plugin.tools.tune.answer import BY_PROBABILITY, METHODS, Measurement, Setting
+from mtp_plugin.tools.tune.answer import (
+    BY_PROBABILITY,
+    METHODS,
+    Measurement,
+    Setting,
+    find_answer,
+)
 from mtp_plugin.tools.tune.engine import (
     EngineFailedError,
     EngineProcess,
@@ -29,6 +35,7 @@ TIE_MARGIN = 0.25
 The default is for 16-bit models: two units in the last place of logits from 16 to 32."""
 MIN_SAMPLED = 32
 """Sampled requests for the acceptance at least; prompts are repeated with other seeds."""
+NO_REFERENCE = "there are no outputs of K = 0 to compare with"
 _START_UNITS = 4
 """Start of an engine in the progress bar; the other units are batches."""
 
@@ -67,7 +74,7 @@ class TuneOptions:
         return not self.sampling.get("temperature")
 
     def engines(self) -> dict[Setting, list[Setting]]:
-        """Return the settings that each engine serves; that of K = 0 is the last one."""
+        """Return the settings that each engine serves; that of K = 0 is the first one."""
         methods = METHODS[:1] if self.is_greedy else self.methods
         settings = [
             Setting(k, method, vocab, self.drafter)
@@ -77,7 +84,7 @@ class TuneOptions:
             if k
         ]
         engines: dict[Setting, list[Setting]] = {}
-        for setting in [*settings, Setting(0)]:
+        for setting in [Setting(0), *settings]:
             engines.setdefault(setting.engine, []).append(setting)
         return engines
 
@@ -96,36 +103,48 @@ class Tuning:
     _num_done: int = 0
 
     def run(self) -> None:
-        """Start the engines and measure all settings; those of K = 0 are the last, and are compared
-        with the others.
+        """Start the engines and measure all settings, K = 0 first, then vLLM without the plugin
+        with the drafts of the answer. No engine starts after one of K = 0 that failed.
 
         Raises:
             ConfigError, HostError: no engine can start.
         """
         engines = list(self.options.engines().items())
         for first in range(0, len(engines), self.options.at_once):
-            group = engines[first : first + self.options.at_once]
-            processes = []
-            with ExitStack() as closing:  # closes all of them, whatever happens
-                for number, (setting, _) in enumerate(group, first + 1):
-                    log = self.options.logs / f"engine-{number}.log"
-                    arguments = list(self.options.engine_arguments)
-                    cache = None if len(group) == 1 else f"mtp_plugin-tune-{number}"
-                    process = EngineProcess(setting, arguments, log, cache)
-                    closing.callback(process.close)
-                    processes.append(process)
-                # all of them first: an engine that starts slows down the steps of another one
-                problems = [
-                    self._wait(process, setting)
-                    for process, (setting, _) in zip(processes, group, strict=True)
-                ]
-                for process, (_, settings), problem in zip(processes, group, problems, strict=True):
-                    self._run_engine(process, settings, problem)
-        if self.measurements[-1].problem is not None:  # that of K = 0
-            why = "there are no outputs of K = 0 to compare with"
-            self.measurements = [
-                m if m.problem else Measurement(m.setting, why) for m in self.measurements
+            if self._has_reference():
+                self._run_group(engines[first : first + self.options.at_once], first)
+            else:
+                left = [setting for _, settings in engines[first:] for setting in settings]
+                self.measurements += [Measurement(setting, NO_REFERENCE) for setting in left]
+                break
+        answer = find_answer(self.measurements, self.facts.get("has_schedule", False))
+        if answer is not None and answer.setting.num_drafts:
+            alone = answer.setting.without_plugin()
+            self._run_group([(alone, [alone])], len(engines))
+
+    def _has_reference(self) -> bool:
+        """Whether K = 0, which is measured first, has not failed."""
+        return not self.measurements or self.measurements[0].problem is None
+
+    def _run_group(self, group: Sequence[tuple[Setting, list[Setting]]], first: int) -> None:
+        """Measure engines that run at the same time; ``first`` started before."""
+        processes = []
+        with ExitStack() as closing:  # closes all of them, whatever happens
+            for number, (setting, _) in enumerate(group, first + 1):
+                log = self.options.logs / f"engine-{number}.log"
+                arguments = list(self.options.engine_arguments)
+                cache = None if len(group) == 1 else f"mtp_plugin-tune-{number}"
+                process = EngineProcess(setting, arguments, log, cache)
+                closing.callback(process.close)
+                processes.append(process)
+            # all of them first: an engine that starts slows down the steps of another one
+            problems = [
+                self._wait(process, setting)
+                for process, (setting, _) in zip(processes, group, strict=True)
             ]
+            for process, (_, settings), problem in zip(processes, group, problems, strict=True):
+                why = problem if problem or self._has_reference() else NO_REFERENCE
+                self._run_engine(process, settings, why)
 
     def _run_engine(
         self, process: EngineProcess, settings: list[Setting], problem: str | None
@@ -137,9 +156,9 @@ class Tuning:
                 raise EngineFailedError(problem)
             for setting in settings:
                 found = self._measure(process, setting)
-                if not setting.num_drafts:
-                    self._progress("comparing outputs", 0)
-                    self.measurements = [self._compared(process, m) for m in self.measurements]
+                if setting.num_drafts and setting.has_plugin:
+                    self._progress(f"{setting}: comparing outputs", 0)
+                    found = self._compared(process, found)
                 measured.append(found)
         except EngineFailedError as error:
             others = settings[len(measured) :]
@@ -174,7 +193,7 @@ class Tuning:
         found = process.call(run_requests, self._requests(setting, count))
         self._outputs[setting, options.is_greedy] = found["tokens"]
         is_compared_greedy = not setting.num_drafts or setting.method in BY_PROBABILITY
-        if is_compared_greedy and not options.is_greedy:
+        if setting.has_plugin and is_compared_greedy and not options.is_greedy:
             greedy = self._requests(setting, len(self._prompts), temperature=0.0)
             self._outputs[setting, True] = process.call(run_requests, greedy)["tokens"]
         step_ms = {}
@@ -212,29 +231,34 @@ class Tuning:
         return [(prompts[i % len(prompts)], {**options, "seed": i}) for i in range(count)]
 
     def _compared(self, process: EngineProcess, found: Measurement) -> Measurement:
-        """Compare the outputs with those of K = 0, whose engine runs in this process."""
+        """Compare the outputs with those of K = 0; ``process`` has the engine of the setting.
+
+        Two tokens are a tie if either is generated after the output so far, which has no drafts,
+        once its logit is raised and that of the other lowered. An engine with wrong logits fails
+        the one, and one that verifies wrongly the other.
+        """
         setting = found.setting
-        if not setting.num_drafts or found.problem is not None:
-            return found
         is_greedy = self.options.is_greedy or setting.method in BY_PROBABILITY
         outputs = self._outputs[setting, is_greedy]
         reference = self._outputs[Setting(0), is_greedy]
         differing = differences(outputs, reference)
         changed = {"temperature": 0.0} if is_greedy else {}
-        requests = self._requests(Setting(0), len(outputs), 1, ignore_eos=True, **changed)
+        requests = self._requests(setting, len(outputs), 1, ignore_eos=True, **changed)
         margin = TIE_MARGINS.get(self.facts["dtype"], TIE_MARGIN)
-        again = {}
+        pairs, again = {}, []
         for number, at in differing.items():
             if at < min(len(outputs[number]), len(reference[number])):
                 prompt, options = requests[number]
-                bias = {outputs[number][at]: margin, reference[number][at]: -margin}
                 prompt = prompt + reference[number][:at]
-                again[number] = (prompt, {**options, "logit_bias": bias})
-        samples = process.call(run_requests, list(again.values()))["tokens"]
+                pair = pairs[number] = [outputs[number][at], reference[number][at]]
+                for raised, lowered in (pair, pair[::-1]):
+                    bias = {raised: margin, lowered: -margin}
+                    again.append((prompt, {**options, "logit_bias": bias}))
+        samples = iter(process.call(run_requests, again)["tokens"])
         ties = {
             number: f"request {number + 1}, token {differing[number] + 1}"
-            for number, sample in zip(again, samples, strict=True)
-            if sample[0] == outputs[number][differing[number]]
+            for number, pair in pairs.items()
+            if [next(samples)[0], next(samples)[0]] == pair
         }
         others = [number for number in differing if number not in ties]
         problem = None
@@ -255,7 +279,9 @@ class Tuning:
         return len(settings) * (1 + len(self.options.batch_sizes))
 
     def _progress(self, text: str, units: int) -> None:
-        engines = self.options.engines().values()
+        engines = list(self.options.engines().values())
+        if len(engines) > 1:
+            engines.append([Setting(0)])  # for vLLM without the plugin
         total = len(engines) * _START_UNITS + sum(map(self._num_batches, engines))
         self.report(f"{progress_bar(self._num_done / total)} {text}")
         self._num_done += units

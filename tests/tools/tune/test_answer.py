@@ -6,7 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from mtp_plugin.tools.tune.answer import Measurement, Setting, find_answer, make_schedule
+from mtp_plugin.tools.tune.answer import (
+    Measurement,
+    Setting,
+    find_answer,
+    make_schedule,
+    plugin_gain,
+)
 
 OFF = Measurement(Setting(0), step_ms={1: 2.0, 8: 2.2, 64: 4.0})
 ACCEPTANCE = (0.8, 0.6, 0.5)
@@ -84,6 +90,20 @@ def test_setting_without_numbers_is_left_out() -> None:
     assert answer is not None
     assert answer.setting == Setting(0)
     assert find_answer([failed, replace(OFF, problem="failed")], has_schedule=True) is None
+
+
+def test_vllm_alone_is_no_answer_and_compared_at_the_sizes_of_its_k() -> None:
+    best = replace(measured(3, 2.8, 3.0, 20.0, vocab=512), setting=Setting(3, "block", 512))
+    alone = replace(best, setting=best.setting.without_plugin(), step_ms={1: 2.0, 8: 6.0, 64: 2.0})
+    config = alone.setting.speculative_config()
+    assert config == best.setting.speculative_config()
+    assert alone.setting.engine == alone.setting
+    found = [best, alone, OFF]
+    answer = find_answer(found, has_schedule=True)
+    assert answer is not None
+    assert (answer.setting, answer.by_batch_size[64]) == (best.setting, Setting(0))
+    assert plugin_gain(answer, found) == pytest.approx({1: 2.0 / 2.8, 8: 2.0})
+    assert plugin_gain(answer, [best, replace(alone, problem="failed"), OFF]) == {}
 
 
 def test_schedule_ranges_touch_and_are_merged() -> None:

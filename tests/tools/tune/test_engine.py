@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -136,6 +137,34 @@ def start(monkeypatch: pytest.MonkeyPatch, folder: Path, serve: Any) -> EnginePr
     monkeypatch.setattr(engines, "_serve", serve)
     monkeypatch.setattr(engines, "TICK_SECONDS", 0.1)
     return EngineProcess(Setting(0), [], folder / "log", None)
+
+
+LEAVES_MEMORY = """
+from multiprocessing import shared_memory
+import os, sys, time
+from pathlib import Path
+from mtp_plugin.tools.tune import engine
+
+def serve(connection, *given):
+    os.setpgid(0, 0)
+    connection.send((None, shared_memory.SharedMemory(create=True, size=8).name))
+    time.sleep(60)
+
+if __name__ == "__main__":
+    engine._serve = serve
+    process = engine.EngineProcess(engine.Setting(0), [], Path("log"), None)
+    print(process.result())
+    process._is_starting = True
+    process.close()
+"""
+
+
+def test_shared_memory_of_a_killed_engine_is_removed_without_a_warning(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(LEAVES_MEMORY)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    assert done.stderr == ""
+    assert not Path("/dev/shm", done.stdout.strip()).exists()
 
 
 def is_running(pid: int) -> bool:

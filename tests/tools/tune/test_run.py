@@ -40,6 +40,9 @@ class StubEngine:
     changed: dict[int, int]
     """By K: the last token of the first prompt's output."""
     ties: set[int]
+    certain: int = 0
+    """The token at a difference that is no tie."""
+    acceptance = 0.5
 
     def __init__(
         self, setting: Setting, arguments: list[str], log: Path, cache: str | None
@@ -63,13 +66,15 @@ class StubEngine:
         k = self.setting.num_drafts
         tokens = [self.output(prompt, options) for prompt, options in given]
         step_ms = [9.0, 2.0 + k, 2.0 + k] if given else []
-        return {"tokens": tokens, "step_ms": step_ms, "acceptance": [0.5] * k}
+        return {"tokens": tokens, "step_ms": step_ms, "acceptance": [self.acceptance] * k}
 
     def output(self, prompt: list[int], options: dict[str, Any]) -> list[int]:
         bias = options.get("logit_bias")
         if bias is not None:
             raised = max(bias, key=bias.__getitem__)
-            return [raised if raised in self.ties else min(bias, key=bias.__getitem__)]
+            lowered = min(bias, key=bias.__getitem__)
+            is_tie = self.ties.intersection((raised, lowered))
+            return [raised if is_tie else self.certain or lowered]
         temperature = 10 * round(10 * options["temperature"])
         first = prompt[0] + temperature
         is_changed = prompt == [ord("a")] and not options.get("ignore_eos")
@@ -96,22 +101,23 @@ def tune(**changed: Any) -> tuple[Tuning, list[str]]:
 
 def test_settings_are_measured_and_compared_with_k_0(engine: type[StubEngine]) -> None:
     tuning, lines = tune()
-    assert engine.started == [Setting(2), Setting(3), Setting(0)]
+    assert engine.started == [Setting(0), Setting(2), Setting(3)]
     assert not engine.running
-    two, three, off = tuning.measurements
+    off, two, three = tuning.measurements
     assert (two.step_ms, off.step_ms) == ({1: 4.0, 4: 4.0}, {1: 2.0, 4: 2.0})
     assert three.acceptance == (0.5, 0.5, 0.5)
     assert (two.num_outputs, two.num_equal, two.problem) == (2, 2, None)
-    assert lines[0].startswith("[....................]   0% K = 2, coupled: starting")
-    assert lines[-1] == "[####################] 100% comparing outputs"
+    assert lines[0].startswith("[....................]   0% K = 0: starting")
+    # the share that is left is for vLLM without the plugin
+    assert lines[-1] == "[###############.....]  75% K = 3, coupled: comparing outputs"
 
 
 def test_engine_that_fails_leaves_the_other_settings(engine: type[StubEngine]) -> None:
     engine.failing[3] = EngineFailedError("out of memory")
     tuning, lines = tune(at_once=2)
     problems = {m.setting.num_drafts: m.problem for m in tuning.measurements}
-    assert problems == {2: None, 3: "out of memory", 0: None}
-    assert lines[-1] == "[####################] 100% comparing outputs"
+    assert problems == {0: None, 2: None, 3: "out of memory"}
+    assert lines[-1].endswith(" K = 3, coupled: starting, 0 s")
     assert engine.caches == ["mtp_plugin-tune-1", "mtp_plugin-tune-2", None]
     assert not engine.running
 
@@ -123,12 +129,28 @@ def test_nothing_is_measured_while_an_engine_of_the_group_starts() -> None:
     assert states == sorted(states, reverse=True)
 
 
-def test_no_numbers_without_outputs_of_k_0(engine: type[StubEngine]) -> None:
+@pytest.mark.parametrize("at_once", [1, 2])
+def test_no_numbers_without_outputs_of_k_0(engine: type[StubEngine], at_once: int) -> None:
     engine.failing[0] = EngineFailedError("out of memory")
-    tuning, _ = tune()
+    tuning, lines = tune(at_once=at_once)
+    assert len(engine.started) == at_once
+    assert not [line for line in lines if "acceptance" in line]
     problems = [m.problem for m in tuning.measurements]
     why = "there are no outputs of K = 0 to compare with"
-    assert problems == [why, why, "out of memory"]
+    assert problems == ["out of memory", why, why]
+
+
+def test_vllm_without_the_plugin_is_measured_at_the_best_k(engine: type[StubEngine]) -> None:
+    engine.acceptance = 0.9
+    tuning, lines = tune(draft_vocabs=(None, 8), at_once=8)
+    best = Setting(3)
+    assert engine.started[0] == Setting(0)
+    assert engine.started[-1] == replace(best, has_plugin=False)
+    assert engine.caches[-1] is None
+    found = tuning.measurements[-1]
+    assert (found.setting.has_plugin, found.problem, found.num_outputs) == (False, None, 0)
+    assert lines[-1].endswith("K = 3, vLLM without the plugin: step time, batch 4")
+    assert not engine.running
 
 
 def test_all_engines_are_closed_if_closing_one_is_interrupted(
@@ -154,10 +176,12 @@ def test_wrong_arguments_end_the_run(engine: type[StubEngine]) -> None:
 def test_different_outputs_are_ties_or_no_numbers(engine: type[StubEngine]) -> None:
     engine.changed.update({2: 7, 3: 8})
     engine.ties.add(7)
-    two, three, _ = tune()[0].measurements
-    assert (two.problem, two.num_equal, two.ties) == (None, 1, ("request 1, token 3",))
-    assert three.problem is not None
-    assert three.problem.startswith("1 of 2 outputs differ from K = 0 and are no ties")
+    # 8: wrong logits; 3: right ones, and verification is wrong
+    for engine.certain in (0, 8, 3):
+        _, two, three = tune()[0].measurements
+        assert (two.problem, two.num_equal, two.ties) == (None, 1, ("request 1, token 3",))
+        assert three.problem is not None
+        assert three.problem.startswith("1 of 2 outputs differ from K = 0 and are no ties")
 
 
 def test_methods_by_probability_are_compared_with_greedy_requests(
@@ -165,8 +189,8 @@ def test_methods_by_probability_are_compared_with_greedy_requests(
 ) -> None:
     given = {"sampling": {"temperature": 0.8}, "methods": ("coupled", "block"), "num_drafts": (3,)}
     tuning, _ = tune(**given)
-    assert engine.started == [Setting(3), Setting(3, "rejection"), Setting(0)]
-    coupled, block, _ = tuning.measurements
+    assert engine.started == [Setting(0), Setting(3), Setting(3, "rejection")]
+    _, coupled, block = tuning.measurements
     assert block.setting == Setting(3, "block")
     assert (coupled.num_outputs, block.num_outputs) == (run.MIN_SAMPLED, 2)
     assert (coupled.problem, block.problem) == (None, None)
@@ -174,7 +198,7 @@ def test_methods_by_probability_are_compared_with_greedy_requests(
 
 def test_greedy_requests_need_one_method(engine: type[StubEngine]) -> None:
     tune(methods=("rejection", "block"), num_drafts=(3,))
-    assert engine.started == [Setting(3), Setting(0)]
+    assert engine.started == [Setting(0), Setting(3)]
 
 
 def test_first_difference_of_outputs() -> None:
