@@ -7,7 +7,7 @@ python -m integration.vllm.signatures --store 0.33.0        # and adds it to sig
 python -m integration.vllm.signatures                       # the stored versions
 
 Prints which module of the plugin fits, or every difference to the nearest one; the exit status is 1
-if one of the versions does not fit.
+if one of the versions does not fit or cannot be read.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -167,19 +167,34 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("versions", nargs="*", metavar="VERSION|WHEEL|FOLDER|latest")
     parser.add_argument("--store", action="store_true", help=f"add the versions to {STORED.name}")
     options = parser.parse_args(arguments)
-    lines = []
+    do_fit = True
     with tempfile.TemporaryDirectory() as folder:
-        if options.versions:
-            paths = [_path(given, folder) for given in options.versions]
-            readers: Mapping[str, Reader] = {_version(path): Wheel(path) for path in paths}
+        for version, found in _readers(options.versions, folder):
+            is_read = not isinstance(found, str)
+            lines = report(version, found) if is_read else [f"{version}: cannot be read: {found}"]
+            do_fit = do_fit and is_read and len(lines) == 1
+            sys.stdout.write("".join(f"{line}\n" for line in lines))
+            sys.stdout.flush()
+            if is_read and options.store:
+                _store({version: found})
+    return int(not do_fit)
+
+
+def _readers(versions: Sequence[str], folder: str) -> Iterator[tuple[str, Reader | str]]:
+    """Yield each version with its reader, or why there is none."""
+    if not versions:
+        yield from stored().items()
+    for given in versions:
+        try:
+            path = _path(given, folder)
+            found = _version(path), Wheel(path)
+        except subprocess.CalledProcessError as error:
+            lines = error.stderr.strip().splitlines() or [str(error)]
+            yield given, lines[-1].removeprefix("ERROR: ")
+        except (OSError, zipfile.BadZipFile) as error:
+            yield given, str(error)
         else:
-            readers = stored()
-        for version, reader in readers.items():
-            lines += report(version, reader)
-        if options.store:
-            _store(readers)
-    sys.stdout.write("".join(f"{line}\n" for line in lines))
-    return int(any("no module fits" in line for line in lines))
+            yield found
 
 
 def _path(given: str, folder: str) -> Path:
@@ -189,7 +204,8 @@ def _path(given: str, folder: str) -> Path:
     wanted = "vllm" if given == "latest" else f"vllm=={given}"
     target = Path(folder) / given
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary=:all:"]
-    subprocess.run([*command, "-d", str(target), wanted], check=True)
+    command += ["--disable-pip-version-check", "-d", str(target), wanted]
+    subprocess.run(command, check=True, stderr=subprocess.PIPE, text=True)
     return next(target.glob("*.whl"))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -231,6 +232,32 @@ def test_the_command_prints_every_difference(
     assert "vllm 0.33.0: v32 fits" in lines
     assert "vllm 0.28.0: no module fits; the nearest is v24:" in lines
     assert main([str(tmp_path)]) == 1
+
+
+def test_versions_that_cannot_be_read_leave_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(command: list[str], **_given: Any) -> None:
+        error = "ERROR: Could not find a version\nERROR: No matching distribution found\n"
+        raise subprocess.CalledProcessError(1, command, stderr=error)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    (tmp_path / "vllm-0.40.0.whl").write_text("no zip")
+    for name in ("vllm-0.41.0", "vllm-0.42.0"):
+        (tmp_path / name).mkdir()
+    given = (f"{tmp_path}/vllm-0.41.0", f"{tmp_path}/vllm-0.40.0.whl", "99.0")
+    assert main([*given, f"{tmp_path}/vllm-0.42.0"]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if line[0] != " "]
+    assert [line.partition(": ")[0] for line in lines] == [
+        "vllm 0.41.0",
+        given[1],
+        "99.0",
+        "vllm 0.42.0",
+    ]
+    assert lines[1:3] == [
+        f"{given[1]}: cannot be read: File is not a zip file",
+        "99.0: cannot be read: No matching distribution found",
+    ]
 
 
 def test_arguments_that_are_not_known_are_taken_at_their_defaults(
