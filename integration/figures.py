@@ -194,6 +194,11 @@ def throughput() -> str:
     found = result("vllm-0.24-throughput")
     model, rates = found["model"], found["tokens_per_second"]
     gains = [on / off for on, off in zip(rates["k3"]["vllm"], rates["off"]["vllm"], strict=True)]
+
+    def ratios(key: str) -> str:
+        newest = result("vllm-0.33-steps")["ratio"][key]["mtp_plugin"]
+        return _each([ratio[0] for ratio in newest], 2)
+
     return _text(
         "K is the number of drafts per step, T the sampling temperature (0: greedy). One H200;",
         f"{model['family']} with {model['weights']} {model['dtype']} weights,",
@@ -201,7 +206,9 @@ def throughput() -> str:
         f"{model['vocab_size']}, one MTP layer. Acceptance is synthetic and the same for all:",
         f"{1 + sum(found['synthetic_acceptance']):.3f} tokens per step. vLLM itself gains",
         f"{_each(gains, 2)} by MTP at batch {_each(found['batches'], 0)}, greedy. The plugin and",
-        "the embedded executor were each measured next to vLLM, in two runs.",
+        "the embedded executor were each measured next to vLLM 0.24, in two runs. In vLLM 0.33 a",
+        f"step of the plugin takes {ratios('t0.6-p0.95')} of vLLM's own with MTP at T = 0.6, and",
+        f"{ratios('greedy')} greedy.",
     )
 
 
@@ -362,6 +369,37 @@ def in_vllm() -> str:
         ["equal outputs with the plugin", "greedy", "T = 0.8", "T = 0.8, top-p 0.95"], same
     )
     return f"{_table(head, rows)}\n\n{accepted}\n\n{equal}\n"
+
+
+def in_newest_vllm() -> str:
+    """The plugin inside the newest vLLM that was measured: step times, ratios and first tokens."""
+    found = result("vllm-0.33-steps")
+    engines = {
+        "vLLM 0.33": "vllm",
+        "with the plugin": "mtp_plugin",
+        "with `draft_vocab` of 32,768 ids": "mtp_plugin, draft_vocab 32768",
+        "vLLM 0.33 without MTP": "vllm, no drafts",
+    }
+    rows = []
+    for label, key in {"greedy": "greedy", "T = 0.6, top-p 0.95": "t0.6-p0.95"}.items():
+        for engine, name in engines.items():
+            ratios = found["ratio"][key].get(name)
+            cells = [
+                f"{ms:.2f}" + (f" ({ratios[i][0]:.2f}x)" if ratios else "")
+                for i, ms in enumerate(found["step_ms"][key][name])
+            ]
+            rows.append([f"{label}: {engine}", *cells])
+    first = {
+        name: [turn["first_token_median"] for turn in turns]
+        for name, turns in found["arrivals_ms"].items()
+    }
+    head = ["milliseconds of a step, K = 3", *(f"batch {size}" for size in found["batches"])]
+    text = _text(
+        "First token of 30 prompts of 384 tokens that arrive among 16 running requests, median of",
+        f"each of three turns: vLLM {_each(first['vllm'], 1)} ms,",
+        f"with the plugin {_each(first['mtp_plugin'], 1)} ms.",
+    )
+    return f"{_table(head, rows)}\n\n{text}"
 
 
 def step_times() -> str:
@@ -649,6 +687,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "over-http": over_http,
     "vllm-steps": step_times,
     "in-vllm": in_vllm,
+    "in-vllm-newest": in_newest_vllm,
     "request-kinds": request_kinds,
     "tiny-model": tiny_model,
     "methods": methods,

@@ -21,7 +21,7 @@ from typing import Any, Protocol, TypeVar
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.wrapping import DRAFT_LOOP, START, WORKER
 
-TESTED = {"0.24": "GPU and CPU", "0.26": "CPU", "0.32": "CPU", "0.33": "CPU"}
+TESTED = {"0.24": "GPU and CPU", "0.26": "CPU", "0.32": "CPU", "0.33": "GPU and CPU"}
 """Versions that start without a warning, and where they were tested."""
 FITTING = "0.24 to 0.26, or 0.32 and newer"
 

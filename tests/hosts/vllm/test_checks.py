@@ -82,7 +82,7 @@ def test_an_untested_version(monkeypatch: pytest.MonkeyPatch) -> None:
     assert output_of(seen)[0] == "vllm 0.34.0, not tested: module v32 fits"
     assert not seen.problems
     assert seen.notes[0].startswith(
-        "warning: vLLM 0.34.0 was not tested (tested: 0.24 on GPU and CPU; "
+        "warning: vLLM 0.34.0 was not tested (tested: 0.24, 0.33 on GPU and CPU; "
     )
     assert seen.exit_code == 0
 
