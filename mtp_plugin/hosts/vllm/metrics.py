@@ -6,9 +6,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
+from importlib import import_module
 from typing import Any
 
-from mtp_plugin import __version__
 from mtp_plugin.hosts.vllm.options import EngineSettings, read_settings
 from mtp_plugin.hosts.vllm.requests import AdmittedOptions
 from mtp_plugin.speculative.metrics.alarms import (
@@ -105,7 +105,9 @@ def add_info_metric(stat_logger: Any, vllm_config: Any) -> None:
             "%s is left out: PrometheusStatLogger of this vLLM has no _gauge_cls", INFO_METRIC
         )
         return
-    labels = {"version": __version__, **settings.summary}
+    # by name: hosts import neither each other nor what imports them
+    version = import_module("mtp_plugin").__version__
+    labels = {"version": version, **settings.summary}
     _info_gauge(make, tuple(labels)).labels(*labels.values()).set(1)
 
 
