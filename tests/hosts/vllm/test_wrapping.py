@@ -161,7 +161,7 @@ def test_the_metrics_of_the_front_end_say_that_the_plugin_is_on(
     registry = prometheus_client.CollectorRegistry()
 
     class PrometheusStatLogger:
-        _gauge_cls = partial(prometheus_client.Gauge, registry=registry)
+        _gauge_cls = staticmethod(partial(prometheus_client.Gauge, registry=registry))
 
         def __init__(self, vllm_config: Any, engine_indexes: Any = None) -> None:
             pass
@@ -187,7 +187,9 @@ def test_collapsed_acceptance_is_a_metric_of_the_front_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class PrometheusStatLogger:
-        _counter_cls = partial(prometheus_client.Counter, registry=CollectorRegistry())
+        _counter_cls = staticmethod(
+            partial(prometheus_client.Counter, registry=CollectorRegistry())
+        )
 
         def __init__(self, vllm_config, engine_indexes):  # noqa: ARG002
             self.engine_indexes = engine_indexes
