@@ -445,6 +445,7 @@ def test_subclass_that_overrides_a_step_is_refused(worker_class: Any, step: str)
         with pytest.raises(ConfigError, match=f"Mine: overrides {step}, which .*register_plugin"):
             type("Mine", bases, own)
     assert type("Mine", (worker_class,), {"forward": None, "other": None})
+    assert type("Mine", (mixin, worker_class), {"forward": lambda self: getattr(self, step)()})
 
 
 @pytest.mark.parametrize("worker_class", WORKERS)
