@@ -157,7 +157,9 @@ def add_alarm_metric(stat_logger: Any, vllm_config: Any) -> None:
 
     def observe_and_count(stats: Any, engine_idx: int = 0) -> None:
         observe(stats, engine_idx)
-        alarm = alarms[engine_idx]
+        alarm = alarms.get(engine_idx)
+        if alarm is None:  # an engine that was added since
+            return
         before = alarm.num_collapses
         # without requests whose drafts are all forbidden by a grammar; not in older versions
         per_position = getattr(stats, "num_draft_tokens_per_pos", None)

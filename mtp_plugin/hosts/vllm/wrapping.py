@@ -213,8 +213,11 @@ def _prometheus_init(original: Method) -> Method:
         if _is_on(vllm_config):
             from mtp_plugin.hosts.vllm.metrics import add_alarm_metric, add_info_metric
 
-            add_alarm_metric(self, vllm_config)
-            add_info_metric(self, vllm_config)
+            for add in (add_alarm_metric, add_info_metric):
+                try:
+                    add(self, vllm_config)
+                except Exception as error:  # metrics never end an engine
+                    _logger.warning("%s: %s: metric left out", type(error).__name__, error)
 
     return wrapper
 

@@ -225,6 +225,26 @@ def test_collapsed_acceptance_is_a_metric_of_the_front_end(
     assert values() == [0, 4]
 
 
+@pytest.mark.usefixtures("vllm")
+def test_an_error_of_a_metric_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    class PrometheusStatLogger:
+        @staticmethod
+        def _gauge_cls(**_: Any) -> Any:
+            raise ValueError("already registered")
+
+        def __init__(self, vllm_config: Any) -> None:
+            pass
+
+    loggers = ModuleType("vllm.v1.metrics.loggers")
+    loggers.PrometheusStatLogger = PrometheusStatLogger  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, loggers.__name__, loggers)
+    register()
+    PrometheusStatLogger(make_config())
+    assert caplog.messages[-1] == "ValueError: already registered: metric left out"
+
+
 def test_stat_logger_of_another_kind_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     add_alarm_metric(SimpleNamespace(engine_indexes=[0]), make_config())
     assert caplog.messages == [
