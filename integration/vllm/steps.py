@@ -89,7 +89,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--engines", default=",".join(ENGINES))
     parser.add_argument("--no-arrivals", action="store_true", help="leave the first tokens out")
     add_common_options(parser)
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "vllm" not in options.engines.split(",") or options.turns < 2:
+        parser.error("ratios need the engine vllm, and at least 2 turns for quartiles")
+    return options
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
