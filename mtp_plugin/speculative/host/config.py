@@ -12,7 +12,6 @@ from typing_extensions import Self
 from mtp_plugin.config import MTPPluginOptions
 from mtp_plugin.errors import ConfigError, expect, expect_int
 from mtp_plugin.requests.options import OPTIONS
-from mtp_plugin.requests.options.option import plain
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.requests.thinking import (
     NO_TOKEN,
@@ -60,8 +59,9 @@ class DecodingOptions:
                 ``config.mtp`` is invalid.
         """
         max_draft_len = _read_max_draft_len(config, least_draft_len)
-        topk = getattr(config, "relaxed_topk", None)
-        problem = OPTIONS["relaxed_topk"].problem("relaxed_topk", plain(topk))
+        option = OPTIONS["relaxed_topk"]
+        topk = option.values.read(getattr(config, "relaxed_topk", None))
+        problem = option.problem("relaxed_topk", topk)
         expect(problem is None, ConfigError, problem or "")
         if isinstance(config, cls):
             if thinking_tokens is None:

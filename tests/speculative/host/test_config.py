@@ -63,6 +63,7 @@ def test_thinking_tokens_that_a_host_hands_in() -> None:
         options = DecodingOptions.read(config, thinking_tokens=(4, 5))
         assert options.thinking_tokens == (4, 5)
         assert options.relaxed_topk == 5
+    assert DecodingOptions.read(host(relaxed_topk=5.0)).relaxed_topk == 5
 
 
 @pytest.mark.parametrize(
