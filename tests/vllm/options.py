@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 """Options, and the start of the message with drafts."""
 
 WRONG_XARGS: list[tuple[dict[str, Any], str]] = [
-    ({"mtp_relaxed_topk": 0}, "mtp_relaxed_topk: expected an integer >= 1, got 0"),
+    ({"mtp_relaxed_topk": 0}, "mtp_relaxed_topk: expected an integer from 1 to 2147483647, got 0"),
     ({"mtp_verification": "typical"}, "mtp_verification: expected one of coupled, rejection, "),
     ({"mtp_max_draft_len": 4}, "mtp_max_draft_len: expected at most num_speculative_tokens = 3"),
     ({"mtp_speculate": "no"}, "mtp_speculate: expected True or False, got 'no'"),
