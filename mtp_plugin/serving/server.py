@@ -250,10 +250,13 @@ def _protocol(settings: ServerSettings) -> type[H11Protocol]:
             cycle = self.cycle
             if cycle is None or cycle.more_body or cycle.response_started:
                 return False
-            if cycle.scope["http_version"] == "1.1":
-                # the system of a client that has left replies with a reset
-                event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
-                self.transport.write(self.conn.send(event))
+            if cycle.scope["http_version"] != "1.1":
+                return (
+                    False  # has no interim response, so a client that has left would not be noticed
+                )
+            # the system of a client that has left replies with a reset
+            event = h11.InformationalResponse(status_code=100, headers=[], reason="Continue")
+            self.transport.write(self.conn.send(event))
             self._expect_peer()
             return True
 
