@@ -67,7 +67,7 @@ def stop_token(tokenizer: Any, stop: str, *, skip_special_tokens: bool) -> int |
         return None
     shown = decode(tokenizer, ids, skip_special_tokens=skip_special_tokens)
     whole = decode(tokenizer, ids, skip_special_tokens=False) if skip_special_tokens else shown
-    if shown and shown == whole:
+    if shown == whole:  # white space of some tokenizers decodes to nothing
         return None
     if len(ids) == 1 and not shown:
         return ids[0]
