@@ -13,7 +13,7 @@ from mtp_plugin.errors import ConfigError
 
 MAX_BYTES = 2**26
 """Bytes of a file at most."""
-OPEN_FILES = "/dev/fd/"
+OPEN_FILES = ("/dev/fd/", "/dev/stdin", "/proc/self/fd/")
 """Files that are open already: pipes of a shell's ``<(command)`` have a writer."""
 
 
