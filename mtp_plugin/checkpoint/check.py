@@ -250,8 +250,14 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             f"not hold: {listed(absent)}"
         )
     unlisted = []
+    has_mtp = any(True for _ in _mtp_tensors(tensors, config))
     for file in (name for name in names if name not in chosen):
-        headers = dict(file_headers(directory / file))
+        try:
+            headers = dict(file_headers(directory / file))
+        except CheckpointError:
+            if has_mtp:  # a file of something else
+                continue
+            raise
         further = [name for name, _ in _mtp_tensors(headers, config) if name not in tensors]
         tensors.update((name, headers[name]) for name in further)
         if further and has_index:
