@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -15,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.requests import detokenizer as text_module
 from mtp_plugin.requests.detokenizer import RequestText, Segment, StopSearch
-from mtp_plugin.requests.tokenizer import detokenizer_of, encode
+from mtp_plugin.requests.tokenizer import detokenizer_of, encode, stop_token
 
 BAD = "\ufffd"
 
@@ -627,3 +628,12 @@ def test_what_cannot_be_taken_back() -> None:
         text.keep([0, 1])
     text.keep([0, 1, 2])
     assert text.full_text == "abcdef"
+
+
+def test_white_space_that_decodes_to_nothing_is_no_special_token() -> None:
+    """As of SentencePiece tokenizers, which strip leading spaces."""
+    tokenizer = SimpleNamespace(
+        encode=lambda *_, **__: [2], decode=lambda *_, **__: "", all_special_ids=[]
+    )
+    for skips in (True, False):
+        assert stop_token(tokenizer, " ", skip_special_tokens=skips) is None
