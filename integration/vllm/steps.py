@@ -196,7 +196,8 @@ def _ratio(ours: list[float], theirs: list[float]) -> list[float]:
 def run_arrivals(llm: Any, *, running: list[list[int]], new: list[list[int]]) -> dict[str, float]:
     """Return times of prompts that arrive among running requests, in milliseconds.
 
-    One prompt arrives after every third step. ``gap`` is the longest time between two steps.
+    One prompt arrives after every third step. ``first_token_steps`` is the median number of steps
+    from arrival to first token, ``gap`` the longest time between two steps.
     """
     from vllm.sampling_params import RequestOutputKind
 
@@ -209,8 +210,9 @@ def run_arrivals(llm: Any, *, running: list[list[int]], new: list[list[int]]) ->
 
     for number, prompt in enumerate(running):
         add(f"r{number}", prompt, 350)
-    waiting: dict[str, float] = {}
+    waiting: dict[str, tuple[float, int]] = {}
     first: list[float] = []
+    steps: list[int] = []
     gaps: list[float] = []
     last, count, num_added = time.perf_counter(), 0, 0
     while len(first) < len(new):
@@ -222,14 +224,15 @@ def run_arrivals(llm: Any, *, running: list[list[int]], new: list[list[int]]) ->
         if count > 20:  # all running requests generate
             gaps.append(now - last)
             if count % 3 == 0 and num_added < len(new):
-                waiting[f"n{num_added}"] = time.perf_counter()
+                waiting[f"n{num_added}"] = time.perf_counter(), count
                 add(f"n{num_added}", new[num_added], 8)
                 num_added += 1
         last = now
         for output in outputs:
             begun = waiting.pop(output.request_id.split("-")[0], None)
             if begun is not None:
-                first.append(now - begun)
+                first.append(now - begun[0])
+                steps.append(count - begun[1])
     engine.abort_request([f"r{number}" for number in range(len(running))])
     while engine.has_unfinished_requests():
         engine.step()
@@ -237,6 +240,7 @@ def run_arrivals(llm: Any, *, running: list[list[int]], new: list[list[int]]) ->
     return {
         "first_token_median": round(1000 * statistics.median(first), 2),
         "first_token_p90": round(1000 * tenths[-1], 2),
+        "first_token_steps": statistics.median(steps),
         "gap": round(1000 * max(gaps), 2),
     }
 
