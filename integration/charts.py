@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-COLORS = ("#8c959f", "#2f81f7", "#2da44e")
+COLORS = ("#c4cbd3", "#8c959f", "#2f81f7", "#2da44e")
+"""Of series; readable on a light and on a dark background."""
 FONT = "system-ui,-apple-system,'Segoe UI',Roboto,Helvetica,Arial,sans-serif"
-_BASE, _HEIGHT, _BAR, _GAP, _LEFT = 200, 112, 22, 18, 24
+_BASE, _HEIGHT, _BAR, _GAP, _LEFT = 214, 112, 22, 18, 24
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ def point_chart(title: str, x_label: str, y_label: str, series: Sequence[Sequenc
         return round(bottom - 8 - (y - low_y) / max(high_y - low_y, 1e-9) * (bottom - 8 - top))
 
     parts, x = [], left + column // 2
-    for color, each in zip(COLORS[1:], series, strict=False):
+    for color, each in zip(COLORS[2:], series, strict=False):
         for point in each:
             low, high = height(point.y - point.margin), height(point.y + point.margin)
             parts.append(f'<path d="M{x} {high}V{low}" stroke="{color}" stroke-width="1.5"/>')
@@ -69,8 +70,8 @@ def point_chart(title: str, x_label: str, y_label: str, series: Sequence[Sequenc
     return _svg(title, right + 24, bottom + 66, [axes, *parts])
 
 
-def bar_chart(title: str, series: Sequence[str], panels: Sequence[Panel]) -> str:
-    """Return an SVG of grouped bars, whose values are ratios to the first series.
+def bar_chart(title: str, y_label: str, series: Sequence[str], panels: Sequence[Panel]) -> str:
+    """Return an SVG of grouped bars, one per series.
 
     Args:
         series: names for the legend, at most as many as `COLORS`.
@@ -79,7 +80,7 @@ def bar_chart(title: str, series: Sequence[str], panels: Sequence[Panel]) -> str
     highest = max(value for panel in panels for group in panel.groups for value in group.values)
     parts, x = [], _LEFT
     for panel in panels:
-        parts.append(_text(x, 62, panel.title, "h"))
+        parts.append(_text(x, 76, panel.title, "h"))
         for group in panel.groups:
             for index, value in enumerate(group.values):
                 height = round(_HEIGHT * value / highest)
@@ -100,9 +101,16 @@ def bar_chart(title: str, series: Sequence[str], panels: Sequence[Panel]) -> str
         legend.append(f'<rect x="{left}" y="32" width="11" height="11" fill="{color}"/>')
         legend.append(_text(left + 16, 42, name, "l"))
         left += 34 + 7 * len(name)
+    legend.append(_text(_LEFT, 58, y_label, "n s"))
     total, height = max(total, left), _BASE + 44
     axis = f'<path d="M{_LEFT - 6} {_BASE}.5H{total - _LEFT + 6}" stroke="#d1d9e0"/>'
     return _svg(title, total, height, [*legend, *parts, axis])
+
+
+_DARK = (
+    ".bg{fill:#fff}@media (prefers-color-scheme:dark){.bg{fill:#0d1117}text{fill:#e6edf3}"
+    ".n{fill:#9198a1}}"
+)
 
 
 def _svg(title: str, width: int, height: int, parts: Sequence[str]) -> str:
@@ -113,8 +121,9 @@ def _svg(title: str, width: int, height: int, parts: Sequence[str]) -> str:
             f"<title>{title}</title>",
             f"<style>text{{font-family:{FONT};fill:#1f2328}}.t{{font-size:14px;font-weight:600}}"
             ".h{font-size:12px;font-weight:600}.l,.c{font-size:12px}.v{font-size:9px}"
-            ".n{font-size:10px;fill:#59636e}.c,.v,.n{text-anchor:middle}</style>",
-            f'<rect width="{width}" height="{height}" rx="6" fill="#fff"/>',
+            ".n{font-size:10px;fill:#59636e}.c,.v,.n{text-anchor:middle}.s{text-anchor:start}"
+            f"{_DARK}</style>",
+            f'<rect width="{width}" height="{height}" rx="6" class="bg"/>',
             _text(_LEFT, 20, title, "t"),
             *parts,
             "</svg>",
@@ -128,14 +137,15 @@ def _text(x: int, y: int, text: str, kind: str) -> str:
 
 
 _BOX, _COLUMN, _ROW, _NAMES = 92, 112, 58, 150
-_FILL = {"last": "#eaeef2", "draft": "#ddf4ff", "target": "#fff", "out": "#dafbe1", "no": "#ffebe9"}
-_LINE = {
-    "last": "#8c959f",
-    "draft": "#2f81f7",
-    "target": "#8c959f",
-    "out": "#2da44e",
-    "no": "#cf222e",
+_BOXES = {
+    "last": ("#eaeef2", "#262c36", "#8c959f"),
+    "draft": ("#ddf4ff", "#0c2d6b", "#2f81f7"),
+    "target": ("#fff", "#0d1117", "#8c959f"),
+    "out": ("#dafbe1", "#033a16", "#2da44e"),
+    "no": ("#ffebe9", "#67060c", "#cf222e"),
+    "wide": ("#f6f8fa", "#151b23", "#8c959f"),
 }
+"""Boxes of the diagram: fill on a light and on a dark background, and line."""
 
 
 def step_diagram() -> str:
@@ -165,6 +175,8 @@ def step_diagram() -> str:
         parts.append(_text(x + 10, y - 18, f"draft “{word}”", "n"))
     parts.append(_text(_NAMES + 3 * _COLUMN + 4, tops[2] + 14, "“in” is rejected;", "n e"))
     parts.append(_text(_NAMES + 3 * _COLUMN + 4, tops[2] + 28, "“on”: bonus token", "n e"))
+    light = "".join(f".{k}{{fill:{v[0]};stroke:{v[2]}}}" for k, v in _BOXES.items())
+    dark = "".join(f".{k}{{fill:{v[1]}}}" for k, v in _BOXES.items())
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
@@ -172,8 +184,9 @@ def step_diagram() -> str:
             "<title>A step with K = 3: two drafts are accepted, three tokens are output</title>",
             f"<style>text{{font-family:{FONT};fill:#1f2328}}.c{{font-size:13px}}"
             ".c,.v,.n{text-anchor:middle}.n{font-size:10px;fill:#59636e}.v{font-size:15px;"
-            "font-weight:600}.s,.e{text-anchor:start}</style>",
-            f'<rect width="{width}" height="{height}" rx="6" fill="#fff"/>',
+            "font-weight:600}.s,.e{text-anchor:start}"
+            f"{_DARK}{light}@media (prefers-color-scheme:dark){{{dark}}}</style>",
+            f'<rect width="{width}" height="{height}" rx="6" class="bg"/>',
             *parts,
             "</svg>",
             "",
@@ -183,15 +196,14 @@ def step_diagram() -> str:
 
 def _box(column: int, top: int, word: str, kind: str) -> str:
     left = _NAMES + column * _COLUMN
-    return (
-        f'<rect x="{left}" y="{top}" width="{_BOX}" height="34" rx="5" fill="{_FILL[kind]}" '
-        f'stroke="{_LINE[kind]}"/>' + _text(left + _BOX // 2, top + 22, word, "c")
+    return f'<rect x="{left}" y="{top}" width="{_BOX}" height="34" rx="5" class="{kind}"/>' + _text(
+        left + _BOX // 2, top + 22, word, "c"
     )
 
 
 def _wide(top: int, columns: int, words: str) -> str:
     width = (columns - 1) * _COLUMN + _BOX
     return (
-        f'<rect x="{_NAMES}" y="{top}" width="{width}" height="34" rx="5" fill="#f6f8fa" '
-        f'stroke="#8c959f"/>' + _text(_NAMES + width // 2, top + 22, words, "c")
+        f'<rect x="{_NAMES}" y="{top}" width="{width}" height="34" rx="5" '
+        f'class="wide"/>' + _text(_NAMES + width // 2, top + 22, words, "c")
     )

@@ -189,51 +189,67 @@ def _throughput(rows: Sequence[str]) -> str:
     return _table(["tokens per second", "engine", *batches], lines)
 
 
+NEWEST = {
+    "vLLM without MTP": "vllm, no drafts",
+    "vLLM with MTP": "vllm",
+    "with the plugin": "mtp_plugin",
+    "with the plugin, 32,768 draft ids": "mtp_plugin, draft_vocab 32768",
+}
+"""Engines of the README's chart."""
+
+
+def newest_rates(key: str) -> dict[str, list[float]]:
+    """Return tokens per second over those of vLLM 0.33 with MTP, by engine and batch."""
+    found = result("vllm-0.33-steps")
+    tokens = 1 + sum(found["synthetic_acceptance"])
+    ratios = {name: [each[0] for each in rows] for name, rows in found["ratio"][key].items()}
+    ratios["vllm"] = [1.0] * len(found["batches"])
+    ratios["vllm, no drafts"] = [tokens * each for each in ratios["vllm, no drafts"]]
+    return {name: [1 / each for each in rows] for name, rows in ratios.items()}
+
+
 def throughput() -> str:
     """What the chart of the README shows."""
-    found = result("vllm-0.24-throughput")
-    model, rates = found["model"], found["tokens_per_second"]
-    gains = [on / off for on, off in zip(rates["k3"]["vllm"], rates["off"]["vllm"], strict=True)]
+    found = result("vllm-0.33-steps")
+    model = found["model"]
 
-    def ratios(key: str) -> str:
-        newest = result("vllm-0.33-steps")["ratio"][key]["mtp_plugin"]
-        return _each([ratio[0] for ratio in newest], 2)
+    def gains(key: str, engine: str) -> str:
+        return _each(newest_rates(key)[NEWEST[engine]], 2)
 
     return _text(
-        "K is the number of drafts per step, T the sampling temperature (0: greedy). One H200;",
-        f"{model['family']} with {model['weights']} {model['dtype']} weights,",
-        f"{model['num_hidden_layers']} layers, hidden size {model['hidden_size']}, vocabulary",
-        f"{model['vocab_size']}, one MTP layer. Acceptance is synthetic and the same for all:",
-        f"{1 + sum(found['synthetic_acceptance']):.3f} tokens per step. vLLM itself gains",
-        f"{_each(gains, 2)} by MTP at batch {_each(found['batches'], 0)}, greedy. The plugin and",
-        "the embedded executor were each measured next to vLLM 0.24, in two runs. In vLLM 0.33 a",
-        f"step of the plugin takes {ratios('t0.6-p0.95')} of vLLM's own with MTP at T = 0.6, and",
-        f"{ratios('greedy')} greedy.",
+        "Over vLLM 0.33 with MTP, the plugin gives",
+        f"{gains('t0.6-p0.95', 'with the plugin')} times the tokens per second at batch",
+        f"{_each(found['batches'], 0)} at T = 0.6, top-p 0.95, and",
+        f"{gains('t0.6-p0.95', 'with the plugin, 32,768 draft ids')} with a draft vocabulary;",
+        f"greedy {gains('greedy', 'with the plugin')} and",
+        f"{gains('greedy', 'with the plugin, 32,768 draft ids')}. K is the number of drafts per",
+        "step, T the sampling temperature (0: greedy). One H200; glm4_moe with",
+        f"{model['weights']} {model['dtype']} weights, {model['num_hidden_layers']} layers,",
+        f"hidden size {model['hidden_size']}, vocabulary {model['vocab_size']}, one MTP layer.",
+        "Acceptance is synthetic and the same for all:",
+        f"{1 + sum(found['synthetic_acceptance']):.3f} tokens per step.",
     )
 
 
 def throughput_chart() -> str:
-    """The chart of the README: both engines over vLLM with the same drafts."""
-    found, steps = result("vllm-0.24-throughput"), result("vllm-0.24-steps")
+    """The chart of the README: vLLM without MTP, with MTP and with the plugin."""
+    found = result("vllm-0.33-steps")
     panels = []
-    for title, key, step_key in (
-        ("greedy", "k3", "greedy"),
-        ("T = 0.6, top-p 0.95", "k3-t0.6-p0.95", "t0.6-p0.95"),
-    ):
-        rates, step_ms = found["tokens_per_second"][key], steps["step_ms"][step_key]
-        groups = []
-        for index, batch in enumerate(found["batches"]):
-            theirs, ours = rates["vllm"][index], rates["mtp_plugin"][index]
-            if theirs is None:
-                continue
-            at = steps["batches"].index(batch)
-            plugin = step_ms["vllm"][at] / step_ms["mtp_plugin"][at]
-            note = f"vLLM: {theirs:,}/s"
-            groups.append(Group(f"batch {batch}", note, (1.0, plugin, ours / theirs)))
-        panels.append(Panel(title, groups))
+    for title, key in (("greedy", "greedy"), ("T = 0.6, top-p 0.95", "t0.6-p0.95")):
+        rates = newest_rates(key)
+        panels.append(
+            Panel(
+                title,
+                [
+                    Group(f"batch {batch}", "", [rates[name][i] for name in NEWEST.values()])
+                    for i, batch in enumerate(found["batches"])
+                ],
+            )
+        )
     return bar_chart(
-        "Tokens per second with MTP (K = 3), relative to vLLM 0.24 with MTP",
-        ("vLLM", "vLLM with the plugin", "embedded executor"),
+        "vLLM 0.33 with MTP (K = 3): what the plugin adds",
+        "tokens per second, relative to vLLM with MTP; batch: requests that run at the same time",
+        list(NEWEST),
         panels,
     )
 
