@@ -117,7 +117,7 @@ RUN = {
 }
 """Commands that run here, with further options; the others are parsed only: they take longer, need
 another engine, or serve until they are stopped."""
-OTHERS = {"export", "git", "py-spy"}
+OTHERS = {"curl", "export", "git", "py-spy"}
 """Commands of the shell and of other projects, without a check."""
 
 
