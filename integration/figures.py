@@ -23,6 +23,7 @@ PAGES = (
     RESULTS / "README.md",
     ROOT / "integration" / "thinking_model" / "README.md",
     ROOT / "mtp_plugin" / "hosts" / "vllm" / "README.md",
+    ROOT / "mtp_plugin" / "hosts" / "vllm" / "DEVELOPERS.md",
 )
 OPS_BATCHES, E2E_BATCHES, LONG_BATCHES = (1, 8, 64, 256), (1, 8, 64), (1, 8, 32)
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
