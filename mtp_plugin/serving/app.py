@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable
 from functools import partial
 from typing import Any, TypeVar
@@ -63,6 +64,7 @@ class Endpoints:
         self._service = service
         self._settings = service.settings
         self._llm = service.llm
+        self._started = int(time.time())
 
     # ---- generation -------------------------------------------------------------------------
 
@@ -230,7 +232,7 @@ class Endpoints:
         model = {
             "id": self._settings.model_name,
             "object": "model",
-            "created": 0,
+            "created": self._started,
             "owned_by": "mtp_plugin",
             "max_model_len": self._llm.max_seq_len,
         }
@@ -281,7 +283,7 @@ def make_app(llm: LLM, settings: ServerSettings | None = None) -> FastAPI:
     endpoints = Endpoints(service)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.state.service = service
-    for method, path, endpoint in (
+    routes = (
         ("POST", "/v1/completions", endpoints.completions),
         ("POST", "/v1/chat/completions", endpoints.chat_completions),
         ("POST", "/tokenize", endpoints.tokenize),
@@ -291,10 +293,12 @@ def make_app(llm: LLM, settings: ServerSettings | None = None) -> FastAPI:
         ("GET", "/version", endpoints.version),
         ("GET", "/metrics", endpoints.metrics),
         ("GET", "/", page.page),
-    ):
+    )
+    for method, path, endpoint in routes:
         app.add_api_route(path, endpoint, methods=[method], response_model=None)
     app.add_exception_handler(APIError, _on_api_error)
-    app.add_exception_handler(HTTPException, _on_http_exception)
+    served = ", ".join(f"{method} {path}" for method, path, _ in routes)
+    app.add_exception_handler(HTTPException, partial(_on_http_exception, served=served))
     app.add_exception_handler(Exception, _on_defect)
     app.add_middleware(Guard, settings=settings)
     return app
@@ -309,10 +313,12 @@ async def _on_api_error(_: Request, error: Exception) -> Response:
     return error.response()
 
 
-async def _on_http_exception(_: Request, error: Exception) -> Response:
-    """Return OpenAI's error object for an unknown path or method."""
+async def _on_http_exception(request: Request, error: Exception, *, served: str) -> Response:
+    """Return OpenAI's error object for an unknown path or method, which names the endpoints."""
     status = error.status_code if isinstance(error, HTTPException) else 500
     detail = error.detail if isinstance(error, HTTPException) else "internal error"
+    if status in (404, 405):
+        detail += f": {request.method} {request.url.path[:100]}; expected one of {served}"
     headers = error.headers if isinstance(error, HTTPException) else None
     return APIError(status, (None, detail), headers=headers).response()
 
