@@ -1,4 +1,5 @@
-"""Fused kernels in draft models that vLLM runs without ``torch.compile``.
+"""What changes in a draft model: its heads, and fused kernels if vLLM runs it without
+``torch.compile``.
 
 vLLM's ``RMSNorm`` and ``RotaryEmbedding`` are chains of torch ops that ``torch.compile`` fuses. The
 MTP layers of GLM-4.5, MiMo, Ernie and others are not compiled: there each norm takes seven
@@ -8,12 +9,18 @@ launches and a rotary embedding seventeen, and one after this.
 from __future__ import annotations
 
 import copy
+import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
+from mtp_plugin.hosts.vllm.draft_head import follow_weights, reduce_heads
+from mtp_plugin.hosts.vllm.options import EngineSettings
+
+_logger = logging.getLogger("vllm.mtp_plugin")
 PROVIDER = "vllm_c"
 """vLLM's own CUDA kernels, among the implementations of its ``ir.ops``."""
 _OF_KERNEL = ("supported", "supports_args", "impl_fn")
@@ -28,6 +35,60 @@ _OF_NORM = (
 )
 
 _OF_ROTARY = ("forward_native", "forward_cuda")
+
+
+def prepare(speculator: Any, target: Any, settings: EngineSettings) -> None:
+    """Change the draft model of a speculator that has loaded its weights.
+
+    Args:
+        target: the target model.
+    """
+    if settings.draft_ids is not None:
+        _reduce_heads(speculator, target, settings.draft_ids, settings.num_added_ids)
+    check_map(speculator.model)
+    _fuse_layers(speculator.model)
+
+
+def _reduce_heads(speculator: Any, target: Any, ids: Sequence[int], num_added: int) -> None:
+    heads = reduce_heads(speculator.model, ids)
+    follow_weights(speculator, target, heads)
+    _logger.info(
+        "draft model: %d heads of %s %d ids, %d of them added as stop ids and thinking tags",
+        len(heads),
+        "the lowest" if isinstance(ids, range) else "listed",
+        len(ids),
+        num_added,
+    )
+
+
+def check_map(model: Any) -> None:
+    """vLLM sets a map of draft ids to 0 if the checkpoint has none."""
+    offsets = getattr(model, "draft_id_to_target_id", None)
+    if offsets is not None and not offsets.any():
+        _logger.warning(
+            "draft model: its %d ids are fewer than the model's and their map (d2t) is missing or "
+            "all 0, so that the lowest ids are drafted: use a checkpoint with d2t",
+            len(offsets),
+        )
+
+
+def _fuse_layers(model: Any) -> None:
+    try:
+        from vllm import envs, ir
+        from vllm.model_executor.layers.layernorm import RMSNorm
+        from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
+        from vllm.platforms import current_platform
+
+        is_invariant, is_cuda = envs.VLLM_BATCH_INVARIANT, current_platform.is_cuda()
+        ops = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
+    except (ImportError, AttributeError) as error:  # an optimization alone
+        _logger.warning("draft model: norms stay unfused in this vLLM: %s", error)
+        return
+    if is_invariant:
+        return
+    norms = fuse_norms(model, RMSNorm, *ops)
+    rotary = fuse_rotary(model, RotaryEmbedding) if is_cuda else 0
+    _logger.info("draft model: %d fused norms, %d fused rotary embeddings", norms, rotary)
 
 
 def fuse_norms(model: nn.Module, norm_class: type, norm_op: Any, add_norm_op: Any) -> int:

@@ -19,7 +19,6 @@ from types import FunctionType, ModuleType
 from typing import Any, Protocol, TypeVar
 
 from mtp_plugin.errors import HostError
-from mtp_plugin.hosts.vllm.wrapping import DRAFT_LOOP, START, WORKER
 
 TESTED = {"0.24": "GPU and CPU", "0.26": "CPU", "0.32": "CPU", "0.33": "GPU and CPU"}
 """Versions that start without a warning, and where they were tested."""
@@ -30,287 +29,147 @@ Signatures = Mapping[str, tuple[str, ...]]
 parameter names after ``self``."""
 Names = Mapping[str, tuple[str, ...]]
 """``module:Class`` -> attributes of its instances; ``module`` -> names in it."""
-
 _GPU = "vllm.v1.worker.gpu"
-_DRAFTS = f"{_GPU}.spec_decode.speculator:DraftModelSpeculator"
-_VERIFIER = f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler"
-SAMPLE_DRAFT = f"{_DRAFTS}.sample_draft"
-VERIFY = f"{_VERIFIER}.__call__"
+
+
+def _read(text: str) -> dict[str, tuple[str, ...]]:
+    """Read entries ``target(name, ...)``; ``GPU`` is the package of the V2 model runner."""
+    entries = re.findall(r"(\S+)\((.*?)\)", text, re.DOTALL)
+    return {
+        target.replace("GPU.", f"{_GPU}."): tuple(re.findall(r"\w+|\.{3}", names))
+        for target, names in entries
+    }
+
+
+# a method that ends with ``...`` is only wrapped
+_COMMON = _read("""
+vllm.v1.worker.worker_base:WorkerBase.__init__(vllm_config, local_rank, rank, ...)
+vllm.v1.engine.input_processor:InputProcessor.__init__(vllm_config, ...)
+vllm.v1.engine.input_processor:InputProcessor._validate_params(params, ...)
+vllm.sampling_params:SamplingParams._validate_spec_decode(speculative_config, ...)
+vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats(
+    spec_decoding_stats, num_draft_tokens, num_accepted_tokens, num_invalid_spec_tokens, request_id,
+    ...)
+vllm.v1.core.sched.scheduler:Scheduler.add_request(request, ...)
+vllm.v1.core.sched.scheduler:Scheduler.update_from_output(
+    scheduler_output, model_runner_output, ...)
+vllm.v1.engine.core:EngineCore.preprocess_add_request(request, ...)
+vllm.v1.engine.core:EngineCoreProc._handle_request_preproc_error(request, ...)
+vllm.v1.engine.core:EngineCoreProc._send_error_outputs_to_client(req_ids, client_index)
+GPU.model_states.interface:ModelState.custom_sampler(sampler, ...)
+GPU.model_runner:GPUModelRunner.load_model(...)
+GPU.sample.sampler:Sampler.apply_staged_writes(...)
+GPU.sample.sampler:Sampler.__call__(logits, input_batch, ...)
+GPU.sample.states:SamplingStates.max_num_logprobs(idx_mapping_np)
+GPU.metrics.logits:get_num_nans(logits)
+GPU.sample.output:SamplerOutput(
+    sampled_token_ids, logprobs_tensors, num_nans, num_sampled, num_rejected)
+GPU.spec_decode.rejection_sampler:RejectionSampler.__init__(sampler, spec_config, device)
+GPU.sample.states:SamplingStates.apply_temperature(logits, expanded_idx_mapping, idx_mapping_np)
+GPU.sample.states:SamplingStates.apply_min_p(logits, expanded_idx_mapping, idx_mapping_np)
+GPU.sample.states:SamplingStates.apply_top_k_top_p(logits, expanded_idx_mapping, idx_mapping_np)
+GPU.spec_decode.speculator:DraftModelSpeculator.load_model(...)
+GPU.states:RequestState.add_request(req_id, prompt_len, all_token_ids, ...)
+GPU.input_batch:get_num_sampled_and_rejected(
+    num_sampled, seq_lens, cu_num_logits, idx_mapping, prefill_len)
+""")
+_V24 = _read("""
+GPU.sample.sampler:Sampler.add_request(req_idx, prompt_len, sampling_params, ...)
+GPU.sample.sampler:Sampler.apply_sampling_params(
+    logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
+    skip_top_k_top_p)
+GPU.sample.sampler:Sampler.sample(
+    logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
+    return_logprobs)
+GPU.sample.logit_bias:LogitBiasState.apply_logit_bias(
+    logits, expanded_idx_mapping, idx_mapping_np, pos)
+GPU.sample.logit_bias:apply_logit_bias(
+    logits, expanded_idx_mapping, pos, num_allowed_token_ids, allowed_token_ids, num_logit_bias,
+    logit_bias_token_ids, logit_bias, min_lens, num_stop_token_ids, stop_token_ids)
+GPU.spec_decode.rejection_sampler:RejectionSampler.__call__(logits, input_batch, draft_logits)
+GPU.spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors(
+    input_batch, sampled, num_sampled, logits)
+GPU.spec_decode.speculator:DraftModelSpeculator.sample_draft(
+    hidden_states, positions, idx_mapping, temperature, seeds, draft_step, draft_logits)
+GPU.spec_decode.speculator:DraftModelSpeculator._build_draft_attn_metadata(
+    num_reqs, num_reqs_padded, num_tokens_padded, num_query_per_req, causal)
+GPU.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator._generate_draft(
+    num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp,
+    cudagraph_runtime_mode)
+GPU.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator._multi_step_decode(
+    num_reqs, skip_attn, batch_desc, ...)
+GPU.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator.capture(...)
+GPU.attn_utils:build_slot_mappings_by_layer(slot_mappings, kv_cache_config)
+""")
+_V32 = _read("""
+GPU.sample.sampler:Sampler.add_request(req_idx, sampling_params, ...)
+GPU.sample.states:SamplingStates.add_request(...)
+GPU.sample.thinking_budget:ThinkingBudgetState.apply(logits, ctx)
+GPU.sample.logits_processor.interface:LogitsContext(
+    expanded_idx_mapping, idx_mapping, idx_mapping_np, expanded_local_pos, input_ids, pos,
+    seq_lens_upper_bound_np)
+GPU.sample.sampler:Sampler.sample(
+    logits, expanded_idx_mapping, idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
+    seq_lens_upper_bound_np, return_logprobs)
+GPU.spec_decode.rejection_sampler:RejectionSampler.__call__(
+    logits, input_batch, draft_logits, invalid_drafts)
+GPU.spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors(
+    sampled, num_sampled, logits, cu_num_logits, cu_num_logits_np, max_num_logprobs)
+GPU.spec_decode.rejection_sampler:gather_draft_sampled(
+    input_ids, positions, logits_indices, expanded_idx_mapping, expanded_local_pos, prefill_len)
+GPU.spec_decode.speculator:DraftModelSpeculator.sample_draft(
+    hidden_states, sample_src_positions, idx_mapping, temperature, seeds, draft_step, draft_logits,
+    spec_step_idx)
+GPU.spec_decode.speculator:DraftModelSpeculator.compute_draft_logits(hidden_states, spec_step_idx)
+""")
+_TABLES = {"v24": {**_COMMON, **_V24}, "v32": {**_COMMON, **_V32}}
+SIGNATURES: Mapping[str, Signatures] = {
+    module: {target: tuple(n for n in names if n != "...") for target, names in table.items()}
+    for module, table in _TABLES.items()
+}
+"""Module of ours -> signatures that it needs."""
+WRAPPED = frozenset(
+    target for table in _TABLES.values() for target, names in table.items() if "..." in names
+)
+"""Methods whose calls are handed on to the original."""
+SAMPLE_DRAFT = f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.sample_draft"
+VERIFY = f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__"
 SAMPLE = f"{_GPU}.sample.sampler:Sampler.sample"
 REPLACED = (SAMPLE_DRAFT, VERIFY, SAMPLE)
 """Methods whose original is not called: they take further arguments at their defaults alone."""
-_HANDED_ON = {
-    "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats",
-    f"{_GPU}.sample.sampler:Sampler.__call__",
-    f"{_GPU}.sample.sampler:Sampler.add_request",
-    f"{_GPU}.sample.sampler:Sampler.apply_staged_writes",
-    f"{_GPU}.sample.states:SamplingStates.add_request",
-    *START,
-    *WORKER,
-    *DRAFT_LOOP,
-}
-WRAPPED = frozenset(_HANDED_ON.difference(REPLACED))
-"""Methods whose calls are handed on to the original."""
-_COMMON: Signatures = {
-    "vllm.v1.worker.worker_base:WorkerBase.__init__": (
-        "vllm_config",
-        "local_rank",
-        "rank",
-    ),
-    "vllm.v1.engine.input_processor:InputProcessor.__init__": ("vllm_config",),
-    "vllm.v1.engine.input_processor:InputProcessor._validate_params": ("params",),
-    "vllm.sampling_params:SamplingParams._validate_spec_decode": ("speculative_config",),
-    "vllm.v1.core.sched.scheduler:Scheduler.make_spec_decoding_stats": (
-        "spec_decoding_stats",
-        "num_draft_tokens",
-        "num_accepted_tokens",
-        "num_invalid_spec_tokens",
-        "request_id",
-    ),
-    "vllm.v1.core.sched.scheduler:Scheduler.add_request": ("request",),
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": (
-        "scheduler_output",
-        "model_runner_output",
-    ),
-    "vllm.v1.engine.core:EngineCore.preprocess_add_request": ("request",),
-    "vllm.v1.engine.core:EngineCoreProc._handle_request_preproc_error": ("request",),
-    "vllm.v1.engine.core:EngineCoreProc._send_error_outputs_to_client": (
-        "req_ids",
-        "client_index",
-    ),
-    f"{_GPU}.model_states.interface:ModelState.custom_sampler": ("sampler",),
-    f"{_GPU}.model_runner:GPUModelRunner.load_model": (),
-    f"{_GPU}.sample.sampler:Sampler.apply_staged_writes": (),
-    f"{_GPU}.sample.sampler:Sampler.__call__": ("logits", "input_batch"),
-    f"{_GPU}.sample.states:SamplingStates.max_num_logprobs": ("idx_mapping_np",),
-    f"{_GPU}.metrics.logits:get_num_nans": ("logits",),
-    f"{_GPU}.sample.output:SamplerOutput": (
-        "sampled_token_ids",
-        "logprobs_tensors",
-        "num_nans",
-        "num_sampled",
-        "num_rejected",
-    ),
-    f"{_VERIFIER}.__init__": ("sampler", "spec_config", "device"),
-    f"{_GPU}.sample.states:SamplingStates.apply_temperature": (
-        "logits",
-        "expanded_idx_mapping",
-        "idx_mapping_np",
-    ),
-    f"{_GPU}.sample.states:SamplingStates.apply_min_p": (
-        "logits",
-        "expanded_idx_mapping",
-        "idx_mapping_np",
-    ),
-    f"{_GPU}.sample.states:SamplingStates.apply_top_k_top_p": (
-        "logits",
-        "expanded_idx_mapping",
-        "idx_mapping_np",
-    ),
-    f"{_DRAFTS}.load_model": (),
-    f"{_GPU}.states:RequestState.add_request": (
-        "req_id",
-        "prompt_len",
-        "all_token_ids",
-    ),
-    f"{_GPU}.input_batch:get_num_sampled_and_rejected": (
-        "num_sampled",
-        "seq_lens",
-        "cu_num_logits",
-        "idx_mapping",
-        "prefill_len",
-    ),
-}
-ROWS_24 = (
-    "logits",
-    "expanded_idx_mapping",
-    "idx_mapping_np",
-    "pos",
-    "input_ids",
-    "expanded_local_pos",
-)
-ROWS_32 = (
-    "logits",
-    "expanded_idx_mapping",
-    "idx_mapping",
-    "idx_mapping_np",
-    "pos",
-    "input_ids",
-    "expanded_local_pos",
-    "seq_lens_upper_bound_np",
-)
-_AUTOREGRESSIVE = f"{_GPU}.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator"
-_DRAFT = ("idx_mapping", "temperature", "seeds", "draft_step", "draft_logits")
-SIGNATURES: Mapping[str, Signatures] = {
-    "v24": {
-        **_COMMON,
-        f"{_GPU}.sample.sampler:Sampler.add_request": ("req_idx", "prompt_len", "sampling_params"),
-        f"{_GPU}.sample.sampler:Sampler.apply_sampling_params": (*ROWS_24, "skip_top_k_top_p"),
-        SAMPLE: (*ROWS_24, "return_logprobs"),
-        f"{_GPU}.sample.logit_bias:LogitBiasState.apply_logit_bias": (
-            "logits",
-            "expanded_idx_mapping",
-            "idx_mapping_np",
-            "pos",
-        ),
-        f"{_GPU}.sample.logit_bias:apply_logit_bias": (
-            "logits",
-            "expanded_idx_mapping",
-            "pos",
-            "num_allowed_token_ids",
-            "allowed_token_ids",
-            "num_logit_bias",
-            "logit_bias_token_ids",
-            "logit_bias",
-            "min_lens",
-            "num_stop_token_ids",
-            "stop_token_ids",
-        ),
-        VERIFY: (
-            "logits",
-            "input_batch",
-            "draft_logits",
-        ),
-        f"{_VERIFIER}._get_logprobs_tensors": (
-            "input_batch",
-            "sampled",
-            "num_sampled",
-            "logits",
-        ),
-        SAMPLE_DRAFT: (
-            "hidden_states",
-            "positions",
-            *_DRAFT,
-        ),
-        f"{_DRAFTS}._build_draft_attn_metadata": (
-            "num_reqs",
-            "num_reqs_padded",
-            "num_tokens_padded",
-            "num_query_per_req",
-            "causal",
-        ),
-        f"{_AUTOREGRESSIVE}._generate_draft": (
-            "num_reqs",
-            "num_tokens_padded",
-            "attn_metadata",
-            "slot_mappings",
-            "num_tokens_across_dp",
-            "cudagraph_runtime_mode",
-        ),
-        f"{_AUTOREGRESSIVE}._multi_step_decode": ("num_reqs", "skip_attn", "batch_desc"),
-        f"{_AUTOREGRESSIVE}.capture": (),
-        f"{_GPU}.attn_utils:build_slot_mappings_by_layer": ("slot_mappings", "kv_cache_config"),
-    },
-    "v32": {
-        **_COMMON,
-        f"{_GPU}.sample.sampler:Sampler.add_request": ("req_idx", "sampling_params"),
-        f"{_GPU}.sample.states:SamplingStates.add_request": (),
-        f"{_GPU}.sample.thinking_budget:ThinkingBudgetState.apply": ("logits", "ctx"),
-        f"{_GPU}.sample.logits_processor.interface:LogitsContext": (
-            "expanded_idx_mapping",
-            "idx_mapping",
-            "idx_mapping_np",
-            "expanded_local_pos",
-            "input_ids",
-            "pos",
-            "seq_lens_upper_bound_np",
-        ),
-        SAMPLE: (*ROWS_32, "return_logprobs"),
-        VERIFY: (
-            "logits",
-            "input_batch",
-            "draft_logits",
-            "invalid_drafts",
-        ),
-        f"{_VERIFIER}._get_logprobs_tensors": (
-            "sampled",
-            "num_sampled",
-            "logits",
-            "cu_num_logits",
-            "cu_num_logits_np",
-            "max_num_logprobs",
-        ),
-        f"{_GPU}.spec_decode.rejection_sampler:gather_draft_sampled": (
-            "input_ids",
-            "positions",
-            "logits_indices",
-            "expanded_idx_mapping",
-            "expanded_local_pos",
-            "prefill_len",
-        ),
-        SAMPLE_DRAFT: (
-            "hidden_states",
-            "sample_src_positions",
-            *_DRAFT,
-            "spec_step_idx",
-        ),
-        f"{_DRAFTS}.compute_draft_logits": (
-            "hidden_states",
-            "spec_step_idx",
-        ),
-    },
-}
-"""Module of ours -> signatures that it needs."""
 
-_SAMPLER_NAMES = ("compute_nans", "logprobs_mode", "req_states", "sampling_states")
-_BATCH_NAMES = (
-    "cu_num_logits",
-    "expanded_idx_mapping",
-    "expanded_local_pos",
-    "idx_mapping",
-    "idx_mapping_np",
-    "input_ids",
-    "logits_indices",
-    "num_reqs",
-    "positions",
-    "seq_lens",
-)
-_COMMON_NAMES: Names = {
-    f"{_GPU}.sample.states": ("NO_LOGPROBS",),
-    f"{_GPU}.sample.states:SamplingStates": ("seeds",),
-    f"{_GPU}.states:RequestState": ("prefill_len", "prompt_len", "req_id_to_index"),
-    f"{_GPU}.model_runner:GPUModelRunner": ("is_last_pp_rank", "model_state", "sampler"),
-    _VERIFIER: ("sampler",),
-    _DRAFTS: ("model", "model_state", "vllm_config"),
-}
+_COMMON_NAMES = _read("""
+GPU.sample.states(NO_LOGPROBS)
+GPU.sample.states:SamplingStates(seeds)
+GPU.states:RequestState(prefill_len, prompt_len, req_id_to_index)
+GPU.model_runner:GPUModelRunner(is_last_pp_rank, model_state, sampler)
+GPU.spec_decode.rejection_sampler:RejectionSampler(sampler)
+GPU.spec_decode.speculator:DraftModelSpeculator(model, model_state, vllm_config)
+""")
+_V24_NAMES = _read("""
+GPU.sample.sampler:Sampler(
+    compute_nans, logprobs_mode, req_states, sampling_states, bad_words_state, logit_bias_state,
+    penalties_state)
+GPU.sample.bad_words:BadWordsState(num_bad_words)
+GPU.sample.penalties:PenaltiesState(use_penalty)
+GPU.sample.logit_bias:LogitBiasState(
+    allowed_token_ids, logit_bias, logit_bias_token_ids, min_lens, num_allowed_token_ids,
+    num_logit_bias, num_stop_token_ids, stop_token_ids, use_logit_bias)
+GPU.input_batch:InputBatch(
+    cu_num_logits, expanded_idx_mapping, expanded_local_pos, idx_mapping, idx_mapping_np, input_ids,
+    logits_indices, num_reqs, positions, seq_lens)
+""")
+_V32_NAMES = _read("""
+GPU.sample.sampler:Sampler(
+    compute_nans, logprobs_mode, req_states, sampling_states, logits_processors,
+    needs_logits_processing, thinking_budget_state)
+GPU.input_batch:InputBatch(
+    cu_num_logits, expanded_idx_mapping, expanded_local_pos, idx_mapping, idx_mapping_np, input_ids,
+    logits_indices, num_reqs, positions, seq_lens, cu_num_logits_np, seq_lens_cpu_upper_bound)
+""")
 NAMES: Mapping[str, Names] = {
-    "v24": {
-        **_COMMON_NAMES,
-        f"{_GPU}.sample.sampler:Sampler": (
-            *_SAMPLER_NAMES,
-            "bad_words_state",
-            "logit_bias_state",
-            "penalties_state",
-        ),
-        f"{_GPU}.sample.bad_words:BadWordsState": ("num_bad_words",),
-        f"{_GPU}.sample.penalties:PenaltiesState": ("use_penalty",),
-        f"{_GPU}.sample.logit_bias:LogitBiasState": (
-            "allowed_token_ids",
-            "logit_bias",
-            "logit_bias_token_ids",
-            "min_lens",
-            "num_allowed_token_ids",
-            "num_logit_bias",
-            "num_stop_token_ids",
-            "stop_token_ids",
-            "use_logit_bias",
-        ),
-        f"{_GPU}.input_batch:InputBatch": _BATCH_NAMES,
-    },
-    "v32": {
-        **_COMMON_NAMES,
-        f"{_GPU}.sample.sampler:Sampler": (
-            *_SAMPLER_NAMES,
-            "logits_processors",
-            "needs_logits_processing",
-            "thinking_budget_state",
-        ),
-        f"{_GPU}.input_batch:InputBatch": (
-            *_BATCH_NAMES,
-            "cu_num_logits_np",
-            "seq_lens_cpu_upper_bound",
-        ),
-    },
+    "v24": {**_COMMON_NAMES, **_V24_NAMES},
+    "v32": {**_COMMON_NAMES, **_V32_NAMES},
 }
 """Module of ours -> attributes that it needs."""
 

@@ -1,8 +1,9 @@
-"""The methods of vLLM that the plugin wraps.
+"""The methods of vLLM that the plugin wraps, each named above the function that takes its place.
 
-Every wrapper returns the original's result for an engine without ``additional_config.mtp_plugin``,
-and imports nothing of ours then. `START` is wrapped in every process; the others only when a worker
-of an engine with the plugin starts, so that front ends never import our ops.
+Every function gets the original first, and returns its result for an engine without
+``additional_config.mtp_plugin``; it imports nothing of ours then. Methods of `START` and
+`FRONT_END` are wrapped in every process; the others only when a worker of an engine with the plugin
+starts, so that front ends never import our ops.
 
 Imports the standard library alone: vLLM only logs a plugin that fails to import.
 """
@@ -20,10 +21,19 @@ from importlib import import_module
 from typing import Any
 
 Method = Callable[..., Any]
+START: dict[str, Method] = {}
+"""``module:Class.method`` -> what is called in its place, with the original as first argument."""
+FRONT_END: dict[str, Method] = {}
+"""Metrics alone: an engine runs without it."""
+WORKER: dict[str, Method] = {}
+DRAFT_LOOP: dict[str, Method] = {}
+"""For vLLM before 0.32, which has no such class and captures its draft loop by itself."""
+NEW_WEIGHTS: dict[str, Method] = {}
+"""Not all versions have all of them."""
 
 _logger = logging.getLogger("vllm.mtp_plugin")
 _KEY = "mtp_plugin"
-_ORIGINAL = "_mtp_plugin_original"
+_IS_WRAPPED = "_mtp_plugin_is_wrapped"
 _ENGINE = "_mtp_plugin_engine"
 _COUNTER = "_mtp_plugin_counter"
 _ADMISSION = "_mtp_plugin_admission"
@@ -31,9 +41,9 @@ _LOOP = "_mtp_plugin_captured_draft_loop"
 _SERVES_ALL: ContextVar[bool] = ContextVar("mtp_plugin_serves_all", default=False)
 """Whether the request that is validated belongs to an engine with the plugin."""
 _WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
-_AUTOREGRESSIVE = (
-    "vllm.v1.worker.gpu.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator"
-)
+_GPU = "vllm.v1.worker.gpu"
+_DRAFTS = f"{_GPU}.spec_decode.speculator:DraftModelSpeculator"
+_AUTOREGRESSIVE = f"{_GPU}.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator"
 
 
 def wrap_start() -> None:
@@ -56,18 +66,26 @@ def wrap_worker() -> None:
         _wrap_all(table)
 
 
-def _worker_init(original: Method) -> Method:
-    def wrapper(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        if _settings(vllm_config) is not None:
-            from mtp_plugin.hosts.vllm.versions import fitting_module
+def _wraps(table: dict[str, Method], target: str) -> Callable[[Method], Method]:
+    """Decorate what is called in place of a method of vLLM, and add it to ``table``."""
 
-            fitting_module()
-            wrap_worker()
-            _warn(vllm_config, *args, **kwargs)
-            _compile_early(vllm_config, *args, **kwargs)
-        return original(self, vllm_config, *args, **kwargs)
+    def decorate(function: Method) -> Method:
+        table[target] = function
+        return function
 
-    return wrapper
+    return decorate
+
+
+@_wraps(START, _WORKER_INIT)
+def _worker_init(original: Method, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
+    if _settings(vllm_config) is not None:
+        from mtp_plugin.hosts.vllm.versions import fitting_module
+
+        fitting_module()
+        wrap_worker()
+        _warn(vllm_config, *args, **kwargs)
+        _compile_early(vllm_config, *args, **kwargs)
+    return original(self, vllm_config, *args, **kwargs)
 
 
 def _warn(
@@ -91,165 +109,157 @@ def _compile_early(vllm_config: Any, local_rank: int = 0, *_args: Any, **_kwargs
     start(vllm_config, settings, capability, is_first_rank=local_rank == 0)
 
 
-def _input_processor_init(original: Method) -> Method:
-    def wrapper(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        extra = getattr(vllm_config, "additional_config", None)
-        for key in misspelt_keys(extra):
-            state = "which stays on" if _is_on(vllm_config) else "which is off"
-            _logger.warning(
-                "additional_config: the key %r does not change mtp_plugin, %s: the key is %r",
-                *(key, state, _KEY),
-            )
-        settings = _settings(vllm_config)
-        setattr(self, _ADMISSION, settings)
-        if settings is not None:
-            _logger.info(
-                "mtp_plugin on: front end, verification %(verification)s, %(drafts)s drafts per "
-                "step, drafter %(drafter)s",
-                settings.summary,
-            )
-        return original(self, vllm_config, *args, **kwargs)
-
-    return wrapper
-
-
-def _validate_params(original: Method) -> Method:
-    def wrapper(self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = getattr(self, _ADMISSION, None)
-        if settings is not None:
-            from mtp_plugin.hosts.vllm.requests import check_request
-
-            check_request(params, settings)
-        token = _SERVES_ALL.set(settings is not None)
-        try:
-            return original(self, params, *args, **kwargs)
-        finally:
-            _SERVES_ALL.reset(token)
-
-    return wrapper
+@_wraps(START, "vllm.v1.engine.input_processor:InputProcessor.__init__")
+def _input_processor_init(
+    original: Method, self: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    extra = getattr(vllm_config, "additional_config", None)
+    for key in misspelt_keys(extra):
+        state = "which stays on" if _is_on(vllm_config) else "which is off"
+        _logger.warning(
+            "additional_config: the key %r does not change mtp_plugin, %s: the key is %r",
+            *(key, state, _KEY),
+        )
+    settings = _settings(vllm_config)
+    setattr(self, _ADMISSION, settings)
+    if settings is not None:
+        _logger.info(
+            "mtp_plugin on: front end, verification %(verification)s, %(drafts)s drafts per "
+            "step, drafter %(drafter)s",
+            settings.summary,
+        )
+    return original(self, vllm_config, *args, **kwargs)
 
 
-def _validate_spec_decode(original: Method) -> Method:
+@_wraps(START, "vllm.v1.engine.input_processor:InputProcessor._validate_params")
+def _validate_params(original: Method, self: Any, params: Any, *args: Any, **kwargs: Any) -> Any:
+    settings = getattr(self, _ADMISSION, None)
+    if settings is not None:
+        from mtp_plugin.hosts.vllm.requests import check_request
+
+        check_request(params, settings)
+    token = _SERVES_ALL.set(settings is not None)
+    try:
+        return original(self, params, *args, **kwargs)
+    finally:
+        _SERVES_ALL.reset(token)
+
+
+@_wraps(START, "vllm.sampling_params:SamplingParams._validate_spec_decode")
+def _validate_spec_decode(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Let min_p and logit_bias pass, which vLLM refuses with drafts."""
-
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _SERVES_ALL.get():
-            return original(self, *args, **kwargs)
-        others = copy.copy(self)
-        others.min_p, others.logit_bias = 0.0, None
-        return original(others, *args, **kwargs)
-
-    return wrapper
+    if not _SERVES_ALL.get():
+        return original(self, *args, **kwargs)
+    others = copy.copy(self)
+    others.min_p, others.logit_bias = 0.0, None
+    return original(others, *args, **kwargs)
 
 
-def _preprocess_add_request(original: Method) -> Method:
+@_wraps(START, "vllm.v1.engine.core:EngineCore.preprocess_add_request")
+def _preprocess_add_request(
+    original: Method, self: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Every front end's requests come here, also those of other languages or without the plugin."""
+    settings = _kept(self, _ADMISSION, _settings)
+    if settings is not None:
+        from mtp_plugin.hosts.vllm.requests import check_request
 
-    def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        settings = _kept(self, _ADMISSION, _settings)
-        if settings is not None:
-            from mtp_plugin.hosts.vllm.requests import check_request
-
-            check_request(request.sampling_params, settings)
-        return original(self, request, *args, **kwargs)
-
-    return wrapper
+        check_request(request.sampling_params, settings)
+    return original(self, request, *args, **kwargs)
 
 
-def _handle_preproc_error(original: Method) -> Method:
+@_wraps(START, "vllm.v1.engine.core:EngineCoreProc._handle_request_preproc_error")
+def _handle_preproc_error(
+    original: Method, self: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
     """Log one line in place of a traceback: versions before 0.33 do not expect wrong requests."""
-
-    def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        if not _is_on(self.vllm_config):
-            return original(self, request, *args, **kwargs)
-        from vllm.exceptions import VLLMValidationError
-
-        error = sys.exc_info()[1]
-        if not isinstance(error, VLLMValidationError):
-            return original(self, request, *args, **kwargs)
-        _logger.warning("request %s is refused: %s", request.request_id, error)
-        self._send_error_outputs_to_client([request.request_id], request.client_index)
-        return None
-
-    return wrapper
-
-
-def _add_scheduled_request(original: Method) -> Method:
-    def wrapper(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        counter = _kept(self, _COUNTER, _counter_of)
-        if counter is not None:
-            counter.add(request)
+    if not _is_on(self.vllm_config):
         return original(self, request, *args, **kwargs)
+    from vllm.exceptions import VLLMValidationError
 
-    return wrapper
-
-
-def _update_from_output(original: Method) -> Method:
-    def wrapper(
-        self: Any, scheduler_output: Any, model_runner_output: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        counter = _kept(self, _COUNTER, _counter_of)
-        given = (scheduler_output, model_runner_output, *args)
-        withheld = counter and counter.correct(self.requests, *given[:2])
-        if not withheld:
-            return original(self, *given, **kwargs)
-        make = self.make_spec_decoding_stats
-
-        def make_of_others(stats: Any, **named: Any) -> Any:
-            return stats if named["request_id"] in withheld else make(stats, **named)
-
-        self.make_spec_decoding_stats = make_of_others
-        try:
-            return original(self, *given, **kwargs)
-        finally:
-            del self.make_spec_decoding_stats
-
-    return wrapper
+    error = sys.exc_info()[1]
+    if not isinstance(error, VLLMValidationError):
+        return original(self, request, *args, **kwargs)
+    _logger.warning("request %s is refused: %s", request.request_id, error)
+    self._send_error_outputs_to_client([request.request_id], request.client_index)
+    return None
 
 
-def _prometheus_init(original: Method) -> Method:
-    def wrapper(self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-        original(self, vllm_config, *args, **kwargs)
-        if _is_on(vllm_config):
-            from mtp_plugin.hosts.vllm.metrics import add_alarm_metric, add_info_metric
-
-            for add in (add_alarm_metric, add_info_metric):
-                try:
-                    add(self, vllm_config)
-                except Exception as error:  # metrics never end an engine
-                    _logger.warning("%s: %s: metric left out", type(error).__name__, error)
-
-    return wrapper
+@_wraps(START, "vllm.v1.core.sched.scheduler:Scheduler.add_request")
+def _add_scheduled_request(
+    original: Method, self: Any, request: Any, *args: Any, **kwargs: Any
+) -> Any:
+    counter = _kept(self, _COUNTER, _counter_of)
+    if counter is not None:
+        counter.add(request)
+    return original(self, request, *args, **kwargs)
 
 
-def _custom_sampler(original: Method) -> Method:
-    def wrapper(self: Any, sampler: Any, *args: Any, **kwargs: Any) -> Any:
-        given = original(self, sampler, *args, **kwargs)
-        settings = _settings(self.vllm_config)
-        if settings is None:
-            return given
-        from mtp_plugin.hosts.vllm.early_kernels import of_worker
-        from mtp_plugin.hosts.vllm.engine import Engine
+@_wraps(START, "vllm.v1.core.sched.scheduler:Scheduler.update_from_output")
+def _update_from_output(
+    original: Method,
+    self: Any,
+    scheduler_output: Any,
+    model_runner_output: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    counter = _kept(self, _COUNTER, _counter_of)
+    given = (scheduler_output, model_runner_output, *args)
+    withheld = counter and counter.correct(self.requests, *given[:2])
+    if not withheld:
+        return original(self, *given, **kwargs)
+    make = self.make_spec_decoding_stats
 
-        if given is not None:
-            raise _own_sampler(self)
-        engine = Engine(self.vllm_config, settings, sampler, self.device, of_worker())
-        setattr(self, _ENGINE, engine)
-        return engine.sampler, engine.verifier
+    def make_of_others(stats: Any, **named: Any) -> Any:
+        return stats if named["request_id"] in withheld else make(stats, **named)
 
-    return wrapper
+    self.make_spec_decoding_stats = make_of_others
+    try:
+        return original(self, *given, **kwargs)
+    finally:
+        del self.make_spec_decoding_stats
 
 
-def _load_model(original: Method) -> Method:
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, *args, **kwargs)
-        if self.is_last_pp_rank and _is_on(self.vllm_config):
-            engine = getattr(self.model_state, _ENGINE, None)
-            if engine is None or self.sampler is not engine.sampler:
-                raise _own_sampler(self.model_state)
-        return result
+@_wraps(FRONT_END, "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__")
+def _prometheus_init(
+    original: Method, self: Any, vllm_config: Any, *args: Any, **kwargs: Any
+) -> Any:
+    original(self, vllm_config, *args, **kwargs)
+    if _is_on(vllm_config):
+        from mtp_plugin.hosts.vllm.metrics import add_alarm_metric, add_info_metric
 
-    return wrapper
+        for add in (add_alarm_metric, add_info_metric):
+            try:
+                add(self, vllm_config)
+            except Exception as error:  # metrics never end an engine
+                _logger.warning("%s: %s: metric left out", type(error).__name__, error)
+
+
+@_wraps(WORKER, f"{_GPU}.model_runner:GPUModelRunner.load_model")
+def _load_model(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    if self.is_last_pp_rank and _is_on(self.vllm_config):
+        engine = getattr(self.model_state, _ENGINE, None)
+        if engine is None or self.sampler is not engine.sampler:
+            raise _own_sampler(self.model_state)
+    return result
+
+
+@_wraps(WORKER, f"{_GPU}.model_states.interface:ModelState.custom_sampler")
+def _custom_sampler(original: Method, self: Any, sampler: Any, *args: Any, **kwargs: Any) -> Any:
+    given = original(self, sampler, *args, **kwargs)
+    settings = _settings(self.vllm_config)
+    if settings is None:
+        return given
+    from mtp_plugin.hosts.vllm.early_kernels import of_worker
+    from mtp_plugin.hosts.vllm.engine import Engine
+
+    if given is not None:
+        raise _own_sampler(self)
+    engine = Engine(self.vllm_config, settings, sampler, self.device, of_worker())
+    setattr(self, _ENGINE, engine)
+    return engine.sampler, engine.verifier
 
 
 def _own_sampler(model_state: Any) -> Exception:
@@ -262,185 +272,102 @@ def _own_sampler(model_state: Any) -> Exception:
     )
 
 
-def _sample_draft(original: Method) -> Method:
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
-        if engine is None:
-            return original(self, *args, **kwargs)
-        return engine.sample_draft(self, *args, **kwargs)
+@_wraps(WORKER, f"{_DRAFTS}.load_model")
+def _load_draft_model(
+    original: Method, self: Any, target_model: Any, *args: Any, **kwargs: Any
+) -> Any:
+    result = original(self, target_model, *args, **kwargs)
+    settings = _settings(self.vllm_config)
+    if settings is not None:
+        from mtp_plugin.hosts.vllm.draft_layers import prepare
 
-    return wrapper
-
-
-def _load_draft_model(original: Method) -> Method:
-    def wrapper(self: Any, target_model: Any, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, target_model, *args, **kwargs)
-        settings = _settings(self.vllm_config)
-        if settings is not None:
-            if settings.draft_ids is not None:
-                _reduce_heads(self, target_model, settings)
-            _check_map(self.model)
-            _fuse_layers(self.model)
-        return result
-
-    return wrapper
+        prepare(self, target_model, settings)
+    return result
 
 
-def _check_map(model: Any) -> None:
-    """vLLM sets a map of draft ids to 0 if the checkpoint has none."""
-    offsets = getattr(model, "draft_id_to_target_id", None)
-    if offsets is not None and not offsets.any():
-        _logger.warning(
-            "draft model: its %d ids are fewer than the model's and their map (d2t) is missing or "
-            "all 0, so that the lowest ids are drafted: use a checkpoint with d2t",
-            len(offsets),
-        )
+@_wraps(WORKER, f"{_DRAFTS}.sample_draft")
+def _sample_draft(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
+    if engine is None:
+        return original(self, *args, **kwargs)
+    return engine.sample_draft(self, *args, **kwargs)
 
 
-def _fuse_layers(model: Any) -> None:
+@_wraps(WORKER, f"{_GPU}.states:RequestState.add_request")
+def _add_request_state(
+    original: Method,
+    self: Any,
+    req_id: str,
+    prompt_len: int,
+    all_token_ids: Any,
+    *rest: Any,
+    **named: Any,
+) -> Any:
+    result = original(self, req_id, prompt_len, all_token_ids, *rest, **named)
+    # read when the sampler gets the request; relaxed acceptance derives the phase from it
+    prefill = self.__dict__.setdefault("_mtp_plugin_prefill", {})
+    prefill[self.req_id_to_index[req_id]] = all_token_ids
+    return result
+
+
+@_wraps(DRAFT_LOOP, f"{_AUTOREGRESSIVE}.capture")
+def _speculator_capture(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
+    run_passes = None if engine is None else engine.draft_loop(self)
+    if run_passes is None:
+        return original(self, *args, **kwargs)
+    # captured in place of a single pass
+    self._generate_draft = run_passes
     try:
-        from vllm import envs, ir
-        from vllm.model_executor.layers.layernorm import RMSNorm
-        from vllm.model_executor.layers.rotary_embedding import RotaryEmbedding
-        from vllm.platforms import current_platform
-
-        is_invariant, is_cuda = envs.VLLM_BATCH_INVARIANT, current_platform.is_cuda()
-        ops = ir.ops.rms_norm, ir.ops.fused_add_rms_norm
-    except (ImportError, AttributeError) as error:  # an optimization alone
-        _logger.warning("draft model: norms stay unfused in this vLLM: %s", error)
-        return
-    from mtp_plugin.hosts.vllm.draft_layers import fuse_norms, fuse_rotary
-
-    if is_invariant:
-        return
-    norms = fuse_norms(model, RMSNorm, *ops)
-    rotary = fuse_rotary(model, RotaryEmbedding) if is_cuda else 0
-    _logger.info("draft model: %d fused norms, %d fused rotary embeddings", norms, rotary)
+        result = original(self, *args, **kwargs)
+    finally:
+        del self._generate_draft
+    setattr(self, _LOOP, True)
+    return result
 
 
-def _reduce_heads(speculator: Any, target: Any, settings: Any) -> None:
-    from mtp_plugin.hosts.vllm.draft_head import follow_weights, reduce_heads
+@_wraps(DRAFT_LOOP, f"{_AUTOREGRESSIVE}._multi_step_decode")
+def _multi_step_decode(
+    original: Method,
+    self: Any,
+    num_reqs: int,
+    skip_attn: bool,
+    batch_desc: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if getattr(self, _LOOP, False) and batch_desc.cg_mode.name == "FULL":
+        return self.decode_cudagraph_manager.run_fullgraph(batch_desc)
+    return original(self, num_reqs, skip_attn, batch_desc, *args, **kwargs)
 
-    ids = settings.draft_ids
-    heads = reduce_heads(speculator.model, ids)
-    follow_weights(speculator, target, heads)
-    _logger.info(
-        "draft model: %d heads of %s %d ids, %d of them added as stop ids and thinking tags",
-        len(heads),
-        "the lowest" if isinstance(ids, range) else "listed",
-        len(ids),
-        settings.num_added_ids,
-    )
 
-
-def _new_weights(original: Method) -> Method:
+@_wraps(NEW_WEIGHTS, f"{_GPU}.model_runner:GPUModelRunner.reload_weights")
+@_wraps(NEW_WEIGHTS, "vllm.v1.worker.gpu_worker:Worker.update_weights")
+@_wraps(NEW_WEIGHTS, "vllm.v1.worker.gpu_worker:Worker.finish_weight_update")
+def _new_weights(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Let drafts follow weights that are loaded without the model's method ``load_weights``."""
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        _mark_stale()
 
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return original(self, *args, **kwargs)
-        finally:
-            _mark_stale()
 
-    return wrapper
+@_wraps(NEW_WEIGHTS, "vllm.v1.worker.gpu_worker:Worker.wake_up")
+def _wake_up(original: Method, self: Any, tags: Any = None, *args: Any, **kwargs: Any) -> Any:
+    """Write what sleep of level 2 discards and no request writes again."""
+    result = original(self, tags, *args, **kwargs)
+    if tags is None or "weights" in tags:
+        _mark_stale()
+        engine = getattr(getattr(self.model_runner, "model_state", None), _ENGINE, None)
+        if engine is not None:
+            engine.ops.restore()
+    return result
 
 
 def _mark_stale() -> None:
     loaded = sys.modules.get("mtp_plugin.hosts.vllm.draft_head")  # else no head was replaced
     if loaded is not None:
         loaded.mark_stale()
-
-
-def _wake_up(original: Method) -> Method:
-    """Write what sleep of level 2 discards and no request writes again."""
-
-    def wrapper(self: Any, tags: Any = None, *args: Any, **kwargs: Any) -> Any:
-        result = original(self, tags, *args, **kwargs)
-        if tags is None or "weights" in tags:
-            _mark_stale()
-            engine = getattr(getattr(self.model_runner, "model_state", None), _ENGINE, None)
-            if engine is not None:
-                engine.ops.restore()
-        return result
-
-    return wrapper
-
-
-def _speculator_capture(original: Method) -> Method:
-    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
-        run_passes = None if engine is None else engine.draft_loop(self)
-        if run_passes is None:
-            return original(self, *args, **kwargs)
-        # captured in place of a single pass
-        self._generate_draft = run_passes
-        try:
-            result = original(self, *args, **kwargs)
-        finally:
-            del self._generate_draft
-        setattr(self, _LOOP, True)
-        return result
-
-    return wrapper
-
-
-def _multi_step_decode(original: Method) -> Method:
-    def wrapper(
-        self: Any, num_reqs: int, skip_attn: bool, batch_desc: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if getattr(self, _LOOP, False) and batch_desc.cg_mode.name == "FULL":
-            return self.decode_cudagraph_manager.run_fullgraph(batch_desc)
-        return original(self, num_reqs, skip_attn, batch_desc, *args, **kwargs)
-
-    return wrapper
-
-
-def _add_request_state(original: Method) -> Method:
-    def wrapper(
-        self: Any, req_id: str, prompt_len: int, all_token_ids: Any, *rest: Any, **named: Any
-    ) -> Any:
-        result = original(self, req_id, prompt_len, all_token_ids, *rest, **named)
-        # read when the sampler gets the request; relaxed acceptance derives the phase from it
-        prefill = self.__dict__.setdefault("_mtp_plugin_prefill", {})
-        prefill[self.req_id_to_index[req_id]] = all_token_ids
-        return result
-
-    return wrapper
-
-
-START: Mapping[str, Callable[[Method], Method]] = {
-    _WORKER_INIT: _worker_init,
-    "vllm.v1.engine.input_processor:InputProcessor.__init__": _input_processor_init,
-    "vllm.v1.engine.input_processor:InputProcessor._validate_params": _validate_params,
-    "vllm.sampling_params:SamplingParams._validate_spec_decode": _validate_spec_decode,
-    "vllm.v1.engine.core:EngineCore.preprocess_add_request": _preprocess_add_request,
-    "vllm.v1.engine.core:EngineCoreProc._handle_request_preproc_error": _handle_preproc_error,
-    "vllm.v1.core.sched.scheduler:Scheduler.add_request": _add_scheduled_request,
-    "vllm.v1.core.sched.scheduler:Scheduler.update_from_output": _update_from_output,
-}
-WORKER: Mapping[str, Callable[[Method], Method]] = {
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.load_model": _load_model,
-    "vllm.v1.worker.gpu.model_states.interface:ModelState.custom_sampler": _custom_sampler,
-    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.load_model": _load_draft_model,
-    "vllm.v1.worker.gpu.spec_decode.speculator:DraftModelSpeculator.sample_draft": _sample_draft,
-    "vllm.v1.worker.gpu.states:RequestState.add_request": _add_request_state,
-}
-DRAFT_LOOP: Mapping[str, Callable[[Method], Method]] = {
-    f"{_AUTOREGRESSIVE}.capture": _speculator_capture,
-    f"{_AUTOREGRESSIVE}._multi_step_decode": _multi_step_decode,
-}
-"""For vLLM before 0.32, which has no such class and captures its draft loop by itself."""
-NEW_WEIGHTS: Mapping[str, Callable[[Method], Method]] = {
-    "vllm.v1.worker.gpu.model_runner:GPUModelRunner.reload_weights": _new_weights,
-    "vllm.v1.worker.gpu_worker:Worker.update_weights": _new_weights,
-    "vllm.v1.worker.gpu_worker:Worker.finish_weight_update": _new_weights,
-    "vllm.v1.worker.gpu_worker:Worker.wake_up": _wake_up,
-}
-"""Not all versions have all of them."""
-FRONT_END: Mapping[str, Callable[[Method], Method]] = {
-    "vllm.v1.metrics.loggers:PrometheusStatLogger.__init__": _prometheus_init,
-}
-"""Metrics alone: an engine runs without it."""
 
 
 def misspelt_keys(additional_config: Any) -> list[str]:
@@ -483,10 +410,10 @@ def _settings(vllm_config: Any) -> Any:
     return checked_settings(vllm_config)
 
 
-def _wrap_all(table: Mapping[str, Callable[[Method], Method]]) -> dict[str, str]:
+def _wrap_all(table: Mapping[str, Method]) -> dict[str, str]:
     """Wrap the methods of ``table``; returns why some could not be wrapped."""
     missing = {}
-    for target, make in table.items():
+    for target, function in table.items():
         module, _, path = target.partition(":")
         owner_name, _, name = path.partition(".")
         try:
@@ -495,9 +422,15 @@ def _wrap_all(table: Mapping[str, Callable[[Method], Method]]) -> dict[str, str]
         except (ImportError, AttributeError, KeyError) as error:
             missing[target] = f"{target.replace(':', '.')} is missing ({error!r})"
             continue
-        if hasattr(original, _ORIGINAL):
-            continue
-        wrapper = functools.wraps(original)(make(original))
-        setattr(wrapper, _ORIGINAL, original)
-        setattr(owner, name, wrapper)
+        if not hasattr(original, _IS_WRAPPED):
+            setattr(owner, name, _in_place_of(original, function))
     return missing
+
+
+def _in_place_of(original: Method, function: Method) -> Method:
+    @functools.wraps(original)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        return function(original, *args, **kwargs)
+
+    setattr(method, _IS_WRAPPED, True)
+    return method

@@ -19,6 +19,7 @@ from mtp_plugin import __version__
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm import register
+from mtp_plugin.hosts.vllm.draft_layers import check_map
 from mtp_plugin.hosts.vllm.metrics import add_alarm_metric, add_info_metric
 from mtp_plugin.hosts.vllm.sampler_parts import PREFILL
 from mtp_plugin.hosts.vllm.versions import SIGNATURES
@@ -29,7 +30,6 @@ from mtp_plugin.hosts.vllm.wrapping import (
     NEW_WEIGHTS,
     START,
     WORKER,
-    _check_map,
     misspelt_keys,
     wrap_worker,
 )
@@ -569,10 +569,10 @@ def test_norms_stay_as_they_are_in_a_vllm_without_such_ops(
 
 def test_a_missing_map_of_draft_ids_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     for offsets in (None, torch.tensor([0, 0, 5])):
-        _check_map(SimpleNamespace(draft_id_to_target_id=offsets))
-    _check_map(SimpleNamespace())
+        check_map(SimpleNamespace(draft_id_to_target_id=offsets))
+    check_map(SimpleNamespace())
     assert not caplog.records
-    _check_map(SimpleNamespace(draft_id_to_target_id=torch.zeros(3, dtype=torch.int64)))
+    check_map(SimpleNamespace(draft_id_to_target_id=torch.zeros(3, dtype=torch.int64)))
     (record,) = caplog.records
     assert "3 ids are fewer than the model's and their map (d2t) is" in record.getMessage()
 
