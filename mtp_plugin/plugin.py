@@ -11,6 +11,7 @@ from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.speculative.draft_length.controller import DraftState
+from mtp_plugin.speculative.drafting import make_verification_inputs
 from mtp_plugin.speculative.host import (
     DecodingOptions,
     HostStep,
@@ -89,6 +90,7 @@ __all__ = [
     "Verifier",
     "custom_verifications",
     "find_plugin",
+    "make_verification_inputs",
     "register_plugin",
     "register_verification",
     "unregister_plugin",

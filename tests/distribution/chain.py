@@ -22,12 +22,12 @@ from mtp_plugin.ops.token_history import update_token_history
 from mtp_plugin.requests.columns import LOGIT_CHANGE
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.requests.thinking import ThinkingEnd
+from mtp_plugin.speculative.drafting import make_verification_inputs
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
 from mtp_plugin.speculative.state import SlotTable
 from mtp_plugin.speculative.state.logits_processor_allocator import LogitsProcessorAllocator
 from mtp_plugin.speculative.verification import (
     DraftPass,
-    VerificationInputs,
     Verifier,
     make_modes,
 )
@@ -227,7 +227,7 @@ class _Decoder:
             rows = torch.cat([last.unsqueeze(1), drafts], dim=1)
             logits = self.language.target.to(DEVICE)[rows.long()].reshape(-1, self._vocab)
             accepted = self.verifier.verify(
-                VerificationInputs.of_step(step, logits), backend=self.backend
+                make_verification_inputs(step, logits), backend=self.backend
             )
             counts = accepted.num_accepted.long()
             num_accepted = counts - 1 if num_accepted is None else num_accepted

@@ -19,11 +19,11 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import Accepted, SamplingKind, StepLayout
 from mtp_plugin.plugin import register_verification, unregister_verification
 from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.speculative.drafting import make_verification_inputs
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
 from mtp_plugin.speculative.state.slot_table import SlotTable
 from mtp_plugin.speculative.verification import (
     DELTA_POOL,
-    VerificationInputs,
     Verifier,
     make_modes,
 )
@@ -111,7 +111,7 @@ def in_executor(
         slots=table.rows_of(slot_ids),
         sampling_kind=SamplingKind.SAMPLED,
     )
-    inputs = VerificationInputs.of_step(step, logits.view(-1, VOCAB))
+    inputs = make_verification_inputs(step, logits.view(-1, VOCAB))
     return Verifier(modes).verify(inputs, backend=backend), table
 
 

@@ -30,9 +30,9 @@ from mtp_plugin.plugin import (
     StepLayout,
     StepOutput,
     StrictVerification,
-    VerificationInputs,
     VerificationMode,
     Verifier,
+    make_verification_inputs,
 )
 
 
@@ -87,7 +87,7 @@ class LookupWorker(torch.nn.Module):
     ) -> dict[str, torch.Tensor]:
         positions = position_ids[0]
         step = HostStep.read(attn_metadata, spec_metadata, self.max_draft_len, positions)
-        inputs = VerificationInputs.of_step(step, logits, input_ids)
+        inputs = make_verification_inputs(step, logits, input_ids)
         accepted = self.verifier.verify(inputs, backend=self.backend)
         _, slots = step.expect_manager()
         lengths = self._write(step.layout, slots, input_ids, positions, accepted)

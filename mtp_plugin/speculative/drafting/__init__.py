@@ -1,8 +1,15 @@
 """The workers: one step on the device, which verifies drafts and makes the next ones."""
 
 from mtp_plugin.speculative.drafting.eagle import MTPEagleWorker
+from mtp_plugin.speculative.drafting.forward_inputs import make_verification_inputs
 from mtp_plugin.speculative.drafting.no_drafts import NoDraftsWorker
 from mtp_plugin.speculative.drafting.vanilla import MTPWorker
 from mtp_plugin.speculative.drafting.worker import SpecWorker
 
-__all__ = ["MTPEagleWorker", "MTPWorker", "NoDraftsWorker", "SpecWorker"]
+__all__ = [
+    "MTPEagleWorker",
+    "MTPWorker",
+    "NoDraftsWorker",
+    "SpecWorker",
+    "make_verification_inputs",
+]

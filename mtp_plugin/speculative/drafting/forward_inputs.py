@@ -11,9 +11,11 @@ from typing_extensions import Self
 from mtp_plugin.errors import ConfigError, TensorContractError, expect
 from mtp_plugin.ops.checks import FLOATS, INTEGERS, expect_tensor
 from mtp_plugin.ops.draft_inputs import DraftKVLengths, History, TargetRows
-from mtp_plugin.ops.step import StepLayout
+from mtp_plugin.ops.logit_rows import LogitRows
+from mtp_plugin.ops.step import SamplingKind, StepLayout
 from mtp_plugin.speculative.drafting.attention_loop import kv_floor
 from mtp_plugin.speculative.host import AttentionMetadata, HostStep, Ranks, part_of
+from mtp_plugin.speculative.verification import VerificationInputs
 
 
 @dataclass(frozen=True)
@@ -146,6 +148,37 @@ class ForwardInputs:
         return (
             None if lens is None else DraftKVLengths(lens, kv_floor(self.attn_metadata, query_rows))
         )
+
+
+def make_verification_inputs(
+    step: HostStep, logits: torch.Tensor, input_ids: torch.Tensor | None = None
+) -> VerificationInputs:
+    """Return what is verified in a step of a host engine.
+
+    Args:
+        logits: [C + G*(K+1), V]. input_ids: [T]; None: phases of prompts are not read.
+
+    Raises:
+        MetadataError: the step samples, and there are no slots.
+        TensorContractError: a step that samples has no positions.
+    """
+    is_greedy = step.sampling_kind is SamplingKind.GREEDY
+    unprepared = "this step needs spec_metadata.slot_ids: call prepare() first"
+    return VerificationInputs(
+        step.layout,
+        logits,
+        step.draft_tokens,
+        draft_lens=step.draft_lens,
+        slots=step.slots if is_greedy else step.sampling_slots(),
+        missing_slots=None if step.manager is None or step.slot_ids is not None else unprepared,
+        sampling_kind=step.sampling_kind,
+        final_context=step.final_context,
+        draft_probs=step.draft_probs,
+        delta_in_force=step.relaxed_delta_pool,
+        # with next_prompt_tokens the whole prompt was scanned when the request got its slot
+        prompt_ids=input_ids if step.next_prompt_tokens is None else None,
+        rows=None if is_greedy else LogitRows.of_target(step.layout, step.draft_tokens),
+    )
 
 
 def read_history(step: HostStep, max_draft_len: int) -> History:

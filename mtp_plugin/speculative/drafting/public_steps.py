@@ -24,12 +24,13 @@ from mtp_plugin.ops.step import DraftInputs, expect_vocab
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.forward_inputs import (
     flat_integers,
+    make_verification_inputs,
     read_history,
     read_logits,
     read_states,
 )
 from mtp_plugin.speculative.host import HostStep, read_positions
-from mtp_plugin.speculative.verification import VerificationInputs, Verifier
+from mtp_plugin.speculative.verification import Verifier
 
 STEPS = (
     "sample_and_accept_draft_tokens",
@@ -98,7 +99,7 @@ class PublicSteps:
         if step.sampling_kind and positions is None:
             positions = read_positions(attn_metadata, step.layout)
             step = replace(step, layout=replace(step.layout, positions=positions))
-        inputs = VerificationInputs.of_step(step, rows, flat)
+        inputs = make_verification_inputs(step, rows, flat)
         accepted = self.verifier.verify(inputs, backend=self.backend)
         return accepted.tokens, accepted.num_accepted
 

@@ -20,7 +20,11 @@ from mtp_plugin.ops.step import PAD_TOKEN, Accepted, DraftOutput, SamplingKind
 from mtp_plugin.requests.options import LOGPROBS_MODE
 from mtp_plugin.speculative.drafting.draft_layers import LAYER_ARGUMENTS
 from mtp_plugin.speculative.drafting.draft_vocab import place_draft_vocab
-from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs, WorkerArguments
+from mtp_plugin.speculative.drafting.forward_inputs import (
+    ForwardInputs,
+    WorkerArguments,
+    make_verification_inputs,
+)
 from mtp_plugin.speculative.drafting.trace_check import MetadataFingerprint
 from mtp_plugin.speculative.host import (
     DecodingOptions,
@@ -35,7 +39,6 @@ from mtp_plugin.speculative.host import (
 from mtp_plugin.speculative.step_output import StepOutput
 from mtp_plugin.speculative.verification import (
     DraftPass,
-    VerificationInputs,
     Verifier,
     make_modes,
 )
@@ -240,7 +243,7 @@ class SpecWorker(nn.Module, ABC):
         int32: dict[str, Any] = {"dtype": torch.int32, "device": step.logits.device}
         drafts = torch.empty(layout.num_requests, layout.draft_len, **int32)
         next_tokens = torch.empty(layout.num_requests, layout.step_rows, **int32)
-        inputs = VerificationInputs.of_step(step.host, step.logits, step.rows.input_ids)
+        inputs = make_verification_inputs(step.host, step.logits, step.rows.input_ids)
         accepted = self.verifier.verify(inputs, last_tokens=next_tokens[:, 0], backend=self.backend)
         if step.host.after_acceptance is not None:
             step.host.after_acceptance(accepted.num_accepted)

@@ -2,136 +2,46 @@
 
 A host engine is the serving engine that runs the plugin. Its config is read once, a request when it
 is assigned a slot, and metadata once per step; the rest of the plugin uses only the typed results.
+
+Names are imported lazily, so that an engine with metadata of its own, as vLLM, loads what it uses.
 """
 
-from mtp_plugin.speculative.host.config import (
-    DecodingOptions,
-    SamplerSizes,
-    num_ranks,
-    read_reasons,
-    refuse_unserved,
-)
-from mtp_plugin.speculative.host.draft_model import (
-    accepted_by,
-    is_eagle,
-    is_vanilla,
-    own_vocabulary,
-    part_of,
-    takes_output_rows,
-)
-from mtp_plugin.speculative.host.manager import (
-    STATES_POOL,
-    TOKENS_POOL,
-    manager_device,
-    manager_slot,
-    pool_of,
-)
-from mtp_plugin.speculative.host.plain import (
-    LOOP_OPTIONS,
-    PlainAttentionMetadata,
-    PlainBatch,
-    PlainRequest,
-)
-from mtp_plugin.speculative.host.protocols import (
-    AttentionMetadata,
-    DraftLayer,
-    ResourceManager,
-    Sampler,
-    ScheduledBatch,
-    SpecRequest,
-)
-from mtp_plugin.speculative.host.ranks import RankRows, Ranks, unserved_ranks
-from mtp_plugin.speculative.host.request import (
-    UNBOUNDED,
-    RequestFacts,
-    StepStats,
-    append_logprobs,
-    ends_prompt,
-    epoch_of,
-    facts_of,
-    has_finished,
-    may_speculate,
-    needs_sampling,
-    num_drafted_of,
-    num_listed_chunks,
-    own_facts,
-    phase_of,
-    read_request,
-    refusal_of,
-    refuse,
-    set_num_verified,
-    slot_of,
-    take_back_tokens,
-    token_after_chunk,
-)
-from mtp_plugin.speculative.host.step import (
-    HostStep,
-    cached_tokens,
-    expect_distinct_ids,
-    read_layout,
-    read_num_seqs,
-    read_positions,
-    read_step_draft_len,
-    sampling_kind_of,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "LOOP_OPTIONS",
-    "STATES_POOL",
-    "TOKENS_POOL",
-    "UNBOUNDED",
-    "AttentionMetadata",
-    "DecodingOptions",
-    "DraftLayer",
-    "HostStep",
-    "PlainAttentionMetadata",
-    "PlainBatch",
-    "PlainRequest",
-    "RankRows",
-    "Ranks",
-    "RequestFacts",
-    "ResourceManager",
-    "Sampler",
-    "SamplerSizes",
-    "ScheduledBatch",
-    "SpecRequest",
-    "StepStats",
-    "accepted_by",
-    "append_logprobs",
-    "cached_tokens",
-    "ends_prompt",
-    "epoch_of",
-    "expect_distinct_ids",
-    "facts_of",
-    "has_finished",
-    "is_eagle",
-    "is_vanilla",
-    "manager_device",
-    "manager_slot",
-    "may_speculate",
-    "needs_sampling",
-    "num_drafted_of",
-    "num_listed_chunks",
-    "num_ranks",
-    "own_facts",
-    "own_vocabulary",
-    "part_of",
-    "phase_of",
-    "pool_of",
-    "read_layout",
-    "read_num_seqs",
-    "read_positions",
-    "read_reasons",
-    "read_request",
-    "read_step_draft_len",
-    "refusal_of",
-    "refuse",
-    "refuse_unserved",
-    "sampling_kind_of",
-    "set_num_verified",
-    "slot_of",
-    "take_back_tokens",
-    "takes_output_rows",
-    "token_after_chunk",
-    "unserved_ranks",
-]
+if TYPE_CHECKING:
+    from mtp_plugin.speculative.host.config import *  # noqa: F403
+    from mtp_plugin.speculative.host.draft_model import *  # noqa: F403
+    from mtp_plugin.speculative.host.manager import *  # noqa: F403
+    from mtp_plugin.speculative.host.plain import *  # noqa: F403
+    from mtp_plugin.speculative.host.protocols import *  # noqa: F403
+    from mtp_plugin.speculative.host.ranks import *  # noqa: F403
+    from mtp_plugin.speculative.host.request import *  # noqa: F403
+    from mtp_plugin.speculative.host.step import *  # noqa: F403
+
+_NAMES = {
+    "config": "DecodingOptions SamplerSizes num_ranks read_reasons refuse_unserved",
+    "draft_model": "accepted_by is_eagle is_vanilla own_vocabulary part_of takes_output_rows",
+    "manager": "STATES_POOL TOKENS_POOL manager_device manager_slot pool_of",
+    "plain": "LOOP_OPTIONS PlainAttentionMetadata PlainBatch PlainRequest",
+    "protocols": "AttentionMetadata DraftLayer ResourceManager Sampler ScheduledBatch SpecRequest",
+    "ranks": "RankRows Ranks unserved_ranks",
+    "request": "UNBOUNDED RequestFacts StepStats append_logprobs ends_prompt epoch_of facts_of "
+    "has_finished may_speculate needs_sampling num_drafted_of num_listed_chunks own_facts phase_of "
+    "read_request refusal_of refuse set_num_verified slot_of take_back_tokens token_after_chunk",
+    "step": "HostStep cached_tokens expect_distinct_ids read_layout read_num_seqs read_positions "
+    "read_step_draft_len sampling_kind_of",
+}
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+if not TYPE_CHECKING:  # a checker reads the imports above
+
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_MODULES})

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
 import torch
@@ -20,8 +20,6 @@ from mtp_plugin.requests.states import RequestState, is_graph_dummy_id
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.speculative.host import (
     RequestFacts,
-    ScheduledBatch,
-    SpecRequest,
     ends_prompt,
     own_facts,
     phase_of,
@@ -35,6 +33,9 @@ from mtp_plugin.speculative.state.logits_processor_allocator import (
 )
 from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
 from mtp_plugin.speculative.verification import VerificationMode
+
+if TYPE_CHECKING:
+    from mtp_plugin.speculative.host import ScheduledBatch, SpecRequest
 
 ATTENTION_DP_DUMMIES = 2
 BUDGET = "thinking_token_budget"

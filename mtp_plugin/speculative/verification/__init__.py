@@ -28,7 +28,8 @@ Words used in this package:
   thinking budgets).
 
 Every host engine verifies here. :class:`VerificationInputs` are the rows of a step: a worker builds
-them from the step of its host (`VerificationInputs.of_step`), the vLLM adapter from vLLM's batch.
+them from the step of its host (`drafting.make_verification_inputs`), the vLLM adapter from vLLM's
+batch.
 
 A *mode* (:class:`VerificationMode`) implements one or more verification methods. A config enables
 modes; if it enables several of the methods ``coupled``, ``rejection``, ``block`` and those from

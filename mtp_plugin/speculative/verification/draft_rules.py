@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -12,7 +12,9 @@ from mtp_plugin.ops.draft import propose, propose_processed, write_drafts
 from mtp_plugin.ops.logit_rows import LogitRows, ThinkingRule
 from mtp_plugin.ops.sampling import TRUNCATION_SIZE, keep_draft_probs, sample_tokens
 from mtp_plugin.ops.step import DraftOutput, SamplingKind
-from mtp_plugin.speculative.host import HostStep
+
+if TYPE_CHECKING:
+    from mtp_plugin.speculative.host import HostStep
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.step import Accepted, SamplingKind, SlotRows, StepLayout
 from mtp_plugin.requests.columns import Number, SlotColumn
-from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
+from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.speculative.verification.draft_rules import (
     GREEDY_DRAFTS,
@@ -63,37 +63,6 @@ class VerificationInputs:
     other rows."""
     truncation: torch.Tensor | None = None
     """[rows, TRUNCATION_SIZE] float32, as `sample_tokens` wrote it; None: no mode reads it."""
-
-    @classmethod
-    def of_step(
-        cls, step: HostStep, logits: torch.Tensor, input_ids: torch.Tensor | None = None
-    ) -> Self:
-        """Return the inputs of a step of a host engine.
-
-        Args:
-            logits: [C + G*(K+1), V]. input_ids: [T]; None: phases of prompts are not read.
-
-        Raises:
-            MetadataError: the step samples, and there are no slots.
-            TensorContractError: a step that samples has no positions.
-        """
-        is_greedy = step.sampling_kind is SamplingKind.GREEDY
-        unprepared = "this step needs spec_metadata.slot_ids: call prepare() first"
-        return cls(
-            step.layout,
-            logits,
-            step.draft_tokens,
-            draft_lens=step.draft_lens,
-            slots=step.slots if is_greedy else step.sampling_slots(),
-            missing_slots=None if step.manager is None or step.slot_ids is not None else unprepared,
-            sampling_kind=step.sampling_kind,
-            final_context=step.final_context,
-            draft_probs=step.draft_probs,
-            delta_in_force=step.relaxed_delta_pool,
-            # with next_prompt_tokens the whole prompt was scanned when the request got its slot
-            prompt_ids=input_ids if step.next_prompt_tokens is None else None,
-            rows=None if is_greedy else LogitRows.of_target(step.layout, step.draft_tokens),
-        )
 
     def expect_rows(self) -> LogitRows:
         """Return the rows of the target.

@@ -687,3 +687,13 @@ def test_only_the_standard_library_is_loaded_while_off(code: str) -> None:
     }
     roots = {name.split(".")[0] for name in loaded - ours} - {"vllm", "__main__", "__mp_main__"}
     assert roots <= sys.stdlib_module_names
+
+
+def test_an_engine_with_the_plugin_loads_no_reading_of_other_hosts() -> None:
+    parts = ("early_kernels", "engine_checks", "draft_layers", "metrics", "sampler_parts")
+    names = ", ".join(f"mtp_plugin.hosts.vllm.{part}" for part in parts)
+    loaded = modules_after(f"import sys; sys.path += {sys.path!r}; import {names}")
+    host = "mtp_plugin.speculative.host"
+    found = {name.removeprefix(f"{host}.") for name in loaded if name.startswith(f"{host}.")}
+    assert found == {"config", "request"}
+    assert "mtp_plugin.speculative.drafting" not in loaded

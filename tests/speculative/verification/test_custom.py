@@ -24,6 +24,7 @@ from mtp_plugin.plugin import (
     register_verification,
     unregister_verification,
 )
+from mtp_plugin.speculative.drafting import make_verification_inputs
 from mtp_plugin.speculative.host import DecodingOptions, HostStep
 from mtp_plugin.speculative.verification import (
     CustomVerificationMode,
@@ -129,7 +130,7 @@ def step(
         manager=object(),
         sampling_kind=kind,
     )
-    return VerificationInputs.of_step(replace(host, **changed), logits)
+    return make_verification_inputs(replace(host, **changed), logits)
 
 
 def accept(methods: tuple[str, ...], inputs: VerificationInputs, backend: Backend) -> list[Any]:

@@ -17,6 +17,7 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import StepLayout
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
 from mtp_plugin.requests.thinking import thinking_after
+from mtp_plugin.speculative.drafting import make_verification_inputs
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
 from mtp_plugin.speculative.state import SlotStateManager
 from mtp_plugin.speculative.verification import RelaxedVerification, VerificationInputs
@@ -161,7 +162,7 @@ class Prompts:
         # rows of generations have thinking tokens that are not those of a prompt
         ids = [token for piece in self.pieces for token in piece] + [BEGIN, END, BEGIN]
         logits = torch.zeros(len(lens) + 3, 50, device=DEVICE)
-        return VerificationInputs.of_step(step, logits, vector(ids, torch.int32))
+        return make_verification_inputs(step, logits, vector(ids, torch.int32))
 
 
 PIECES = [
@@ -231,6 +232,6 @@ def test_a_step_needs_slots() -> None:
         (bare.manager, r"needs spec_metadata\.slot_ids"),
         (None, r"needs spec_metadata\.mtp_hidden_states_manager"),
     ):
-        inputs = VerificationInputs.of_step(replace(bare, manager=manager), logits)
+        inputs = make_verification_inputs(replace(bare, manager=manager), logits)
         with pytest.raises(MetadataError, match=message):
             mode.verify(inputs, STRICT, backend=Backend.TORCH)

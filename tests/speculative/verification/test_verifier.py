@@ -15,6 +15,7 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logit_rows import LOGITS_PROCESSING_OPTIONS
 from mtp_plugin.ops.sampling import DRAFT_COLUMNS, SAMPLING_OPTIONS
 from mtp_plugin.ops.step import SamplingKind, SlotRows, StepLayout
+from mtp_plugin.speculative.drafting import make_verification_inputs
 from mtp_plugin.speculative.host import DecodingOptions, HostStep
 from mtp_plugin.speculative.verification import (
     StrictVerification,
@@ -66,7 +67,7 @@ def step(slots: SlotRows | None = None, *, contexts: int = 0, **options: Any) ->
     if slots is not None:
         options |= {"slots": slots, "slot_ids": slots.slot_ids, "manager": object()}
     drafts = torch.tensor([1, 7] * 4, dtype=torch.int32, device=DEVICE)
-    return VerificationInputs.of_step(HostStep(layout, drafts, **options), logits)
+    return make_verification_inputs(HostStep(layout, drafts, **options), logits)
 
 
 @pytest.mark.parametrize("backend", Backend)
