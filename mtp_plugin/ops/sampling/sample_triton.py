@@ -12,7 +12,7 @@ threads exchange no values before chunks are reduced.
    - top-k or min-p: nothing more.
 
    Rows whose request returns log-probabilities also get the sum of exp(x - maximum).
-2. `sample_finish_kernel`, grid [N, SHARES], loads the maxima of a row's chunks, and
+2. `sample_finish_kernel`, grid [N, NUM_SHARES], loads the maxima of a row's chunks, and
 
    a. for a greedy row, or one that holds +inf, returns the lowest column of the maximum;
    b. without truncation, computes exact noisy scores of the chunks whose bound reaches the best
@@ -22,7 +22,7 @@ threads exchange no values before chunks are reduced.
 
    It writes the token, the row's truncation, and its sum for log-probabilities.
 
-So logits are read once, apart from a few chunks. If rows are few, SHARES programs finish each;
+So logits are read once, apart from a few chunks. If rows are few, NUM_SHARES programs finish each;
 those after the first have work only in rows with top-p alone and a flat distribution. With
 programmatic dependent launch the finish loads a row's options while the scan still runs, since the
 scan does not write them.
@@ -73,6 +73,7 @@ from mtp_plugin.ops.programmatic_launch import (
 )
 from mtp_plugin.ops.row_sums import ChunkLayout, RowSums
 from mtp_plugin.ops.sampling.row_triton import (
+    TRUNCATION_SIZE,
     LogitRow,
     RowSample,
     best_noisy_column,
@@ -86,7 +87,7 @@ from mtp_plugin.ops.sampling.row_triton import (
     no_cutoff,
     philox_of_block,
 )
-from mtp_plugin.ops.sampling.truncation_passes_triton import LIST_SIZE, PARTIALS, Split
+from mtp_plugin.ops.sampling.truncation_passes_triton import LIST_SIZE, PARTIALS, RowShare
 from mtp_plugin.ops.sampling.truncation_triton import sample_truncated
 from mtp_plugin.ops.sampling.types import DRAFT_COLUMNS, STEP_COLUMN, Role
 from mtp_plugin.ops.step import SlotRows
@@ -123,7 +124,7 @@ class ScanOutputs(NamedTuple):
     """Outputs of the scan of a row; pointers are those of the row."""
 
     chunk_max_ptr: tl.tensor  # [num_chunks] float32, as are all
-    detail_ptr: tl.tensor
+    chunk_result_ptr: tl.tensor
     chunk_sum_ptr: tl.tensor
     raw_sum_ptr: tl.tensor
 
@@ -207,14 +208,16 @@ def _scan_blocks(
             argmax = tl.where(by_thread == thread_max[None, :, None], argmax, NO_COLUMN)
             argmax = tl.reshape(tl.min(tl.min(argmax, axis=0), axis=1), by_chunk.shape)
             argmax = tl.min(tl.where(by_chunk == chunk_max[:, None], argmax, NO_COLUMN), axis=1)
-            tl.store(outputs.detail_ptr + offsets, argmax.to(tl.float32, bitcast=True))
+            tl.store(outputs.chunk_result_ptr + offsets, argmax.to(tl.float32, bitcast=True))
         elif is_noisy:
             if not NOISE_FIRST:
                 noise = gumbel_bound(philox_of_block(logit_row, block, stream, BLOCK, HAS_IDS))
             bound = tl.reshape(noise, by_thread.shape) + by_thread * scale
             bound = tl.reshape(tl.max(tl.max(bound, axis=0), axis=1), by_chunk.shape)
             bound = nan_to_neg_inf(tl.max(bound, axis=1))
-            tl.store(outputs.detail_ptr + offsets, _relative_bounds(bound, chunk_base * scale))
+            tl.store(
+                outputs.chunk_result_ptr + offsets, _relative_bounds(bound, chunk_base * scale)
+            )
             if HAS_TRUNCATION:
                 tl.store(
                     outputs.chunk_sum_ptr + offsets,
@@ -222,7 +225,7 @@ def _scan_blocks(
                 )
         elif (options.top_k == 0) & (options.top_p < 1):
             tl.store(
-                outputs.detail_ptr + offsets,
+                outputs.chunk_result_ptr + offsets,
                 sum_chunks(by_thread, thread_max, thread_exponents, scale),
             )
         if HAS_SUMS:  # noqa: SIM102 - known when it is compiled
@@ -251,10 +254,10 @@ def sample_scan_kernel(
     seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
     # outputs
     chunk_max_ptr,  # [N, num_chunks] float32: maximum of each chunk
-    detail_ptr,  # [N, num_chunks] float32: argmax, bound or sum of each chunk, by the options
+    chunk_result_ptr,  # [N, num_chunks] float32: argmax, bound or sum of each chunk, by the options
     chunk_sum_ptr,  # HAS_TRUNCATION: [N, num_chunks] float32: sums of rows without truncation
     raw_sum_ptr,  # HAS_SUMS: [N, num_chunks] float32: sums at temperature 1
-    arrived_ptr,  # IS_SPLIT: [N] int32: programs that have written their results
+    arrived_ptr,  # HAS_SHARES: [N] int32: programs that have written their results
     # sizes
     num_contexts,  # C
     width,  # rows per generation
@@ -285,20 +288,20 @@ def sample_scan_kernel(
     HAS_TRUNCATION: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     ROW_AXIS: tl.constexpr,  # axis of the grid that has the rows
-    IS_SPLIT: tl.constexpr,
+    HAS_SHARES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Phase 1: reduce the chunks of ``BLOCKS_PER_PROGRAM`` blocks of a row.
 
-    ``detail_ptr`` gets, of greedy rows, the lowest column of the chunk's maximum, as the bits of a
-    float; of rows without truncation a bound of the highest noisy score, in log2 and relative to
-    the maximum's; of rows with top-p alone the sum of weights, relative to the maximum's.
+    ``chunk_result_ptr`` gets, of greedy rows, the lowest column of the chunk's maximum, as the bits
+    of a float; of rows without truncation a bound of the highest noisy score, in log2 and relative
+    to the maximum's; of rows with top-p alone the sum of weights, relative to the maximum's.
     """
     grid_dependency_synchronize_ahead(PDL)
     first_block = tl.program_id(1 - ROW_AXIS) * BLOCKS_PER_PROGRAM
     last_block = tl.minimum(first_block + BLOCKS_PER_PROGRAM, num_blocks)
     row = tl.program_id(ROW_AXIS).to(tl.int64)
-    if IS_SPLIT:
+    if HAS_SHARES:
         tl.store(arrived_ptr + row, 0, mask=first_block == 0)
     # loaded before the values, so that it does not wait for them
     request, offset, slot_row_ptr = locate_row(
@@ -333,7 +336,7 @@ def sample_scan_kernel(
     first_chunk = row * (num_blocks * LAYOUT.chunks)
     outputs = ScanOutputs(
         chunk_max_ptr + first_chunk,
-        detail_ptr + first_chunk,
+        chunk_result_ptr + first_chunk,
         chunk_sum_ptr + first_chunk,
         raw_sum_ptr + first_chunk,
     )
@@ -389,7 +392,7 @@ def sample_finish_kernel(
     count_ptr,  # HAS_PROCESSING: [P, pool_vocab] int16, unsigned: token counts
     seen_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab)] int32: a bit per id
     chunk_max_ptr,  # [N, num_chunks] float32: maximum of each chunk
-    detail_ptr,  # [N, num_chunks] float32: argmax, bound or sum of each chunk, by the options
+    chunk_result_ptr,  # [N, num_chunks] float32: argmax, bound or sum of each chunk, by the options
     chunk_sum_ptr,  # HAS_TRUNCATION: [N, num_chunks] float32: sums of rows without truncation
     raw_sum_ptr,  # HAS_SUMS: [N, num_chunks] float32: sums at temperature 1
     # outputs
@@ -397,10 +400,10 @@ def sample_finish_kernel(
     truncation_ptr,  # HAS_TRUNCATION: [N, TRUNCATION_SIZE] float32
     row_sum_ptr,  # HAS_SUMS: [N] float32: sum of exp(x - maximum)
     # scratch
-    selected_ptr,  # [N, SHARES, LISTS, num_chunks] int32: chunks that may hold kept tokens
+    selected_ptr,  # [N, NUM_SHARES, LISTS, num_chunks] int32: chunks that may hold kept tokens
     pair_ptr,  # [N, SEGMENTS, LIST_SIZE] int64: lists of candidates, value and column
-    arrived_ptr,  # SHARES > 1: [N] int32: programs that have written their results
-    partial_ptr,  # SHARES > 1: [N, PARTIALS, SHARES] float32: results of a pass by share
+    arrived_ptr,  # NUM_SHARES > 1: [N] int32: programs that have written their results
+    partial_ptr,  # NUM_SHARES > 1: [N, PARTIALS, NUM_SHARES] float32: results of a pass by share
     bound_ptr,  # not HAS_TRUNCATION: [N, chunks of BOUNDS] float32: bounds of noisy scores
     # sizes
     num_contexts,  # C
@@ -422,9 +425,9 @@ def sample_finish_kernel(
     num_slots,  # S
     # constants
     LAYOUT: tl.constexpr,  # `ChunkLayout` of the scan
-    ALL_CHUNKS: tl.constexpr,  # a power of two >= num_chunks
+    PADDED_CHUNKS: tl.constexpr,  # a power of two >= num_chunks
     BOUNDS: tl.constexpr,  # `ChunkLayout` of flat nuclei
-    ALL_BOUNDS: tl.constexpr,  # a power of two >= its number of chunks
+    PADDED_BOUNDS: tl.constexpr,  # a power of two >= its number of chunks
     HAS_IDS: tl.constexpr,
     HAS_AHEAD: tl.constexpr,
     HAS_DRAFTS: tl.constexpr,
@@ -433,12 +436,12 @@ def sample_finish_kernel(
     HAS_TRUNCATION: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     WARPS: tl.constexpr,  # of a program
-    SHARES: tl.constexpr,  # programs per row
+    NUM_SHARES: tl.constexpr,  # programs per row
     PDL: tl.constexpr,
 ):
     """Phase 2: the token of a row, its truncation, and its sum of weights for log-probabilities."""
-    SEGMENTS: tl.constexpr = SHARES + 1 if SHARES > 1 else 1
-    LISTS: tl.constexpr = 2 if SHARES > 1 else 1
+    SEGMENTS: tl.constexpr = NUM_SHARES + 1 if NUM_SHARES > 1 else 1
+    LISTS: tl.constexpr = 2 if NUM_SHARES > 1 else 1
     row = tl.program_id(0).to(tl.int64)
     share = tl.program_id(1)
     # inputs that the scan does not write, before it ends
@@ -472,17 +475,19 @@ def sample_finish_kernel(
         HAS_AHEAD,
         ".cg",
     )
-    if SHARES > 1:
+    if NUM_SHARES > 1:
         is_nucleus = (options.top_k == 0) & (options.top_p < 1) & (temperature >= GREEDY_BELOW)
         if (share > 0) & ~is_nucleus:
             return  # nothing to share: leave the multiprocessor to the scan
     grid_dependency_synchronize(PDL)
     num_chunks = num_blocks * LAYOUT.chunks
-    chunks = tl.arange(0, ALL_CHUNKS)
+    chunks = tl.arange(0, PADDED_CHUNKS)
     chunk_maxima = tl.load(
         chunk_max_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=float("-inf")
     )
-    details = tl.load(detail_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0)
+    chunk_results = tl.load(
+        chunk_result_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0
+    )
     if HAS_SUMS:
         writes_mass = (share == 0) & (options.num_logprobs >= 0)
         raw_sums = tl.load(
@@ -506,11 +511,11 @@ def sample_finish_kernel(
     mass = tl.full([], 0.0, tl.float32)
     has_result = share == 0
     is_active = row_max > float("-inf")
-    if SHARES > 1:
+    if NUM_SHARES > 1:
         is_active = is_active & (has_result | (row_max < float("inf")))
     if is_active:
         if temperature < GREEDY_BELOW:
-            firsts = details.to(tl.int32, bitcast=True)
+            firsts = chunk_results.to(tl.int32, bitcast=True)
             sampled = tl.min(tl.where(chunk_maxima == row_max, firsts, NO_COLUMN), axis=0)
             last = sampled
             mass += 1.0
@@ -521,7 +526,7 @@ def sample_finish_kernel(
             last = sampled
             mass += 1.0
         elif (options.top_k == 0) & (options.top_p >= 1) & (options.min_p <= 0):
-            bounds = details + (chunk_maxima - row_max) * log2_scale(temperature)
+            bounds = chunk_results + (chunk_maxima - row_max) * log2_scale(temperature)
             bounds = tl.where(chunk_maxima > float("-inf"), bounds, float("-inf"))
             sampled = best_noisy_column(
                 sample,
@@ -545,35 +550,38 @@ def sample_finish_kernel(
             sampled, limit, last, mass, has_result = sample_truncated(
                 sample,
                 chunk_maxima,
-                details,
+                chunk_results,
                 chunks,
                 num_chunks,
-                selected_ptr + (row * SHARES + share) * (num_chunks * LISTS),
+                selected_ptr + (row * NUM_SHARES + share) * (num_chunks * LISTS),
                 pair_ptr + (row * SEGMENTS + share) * LIST_SIZE,
-                Split(
-                    share, arrived_ptr + row, partial_ptr + row * (PARTIALS * SHARES), num_chunks
+                RowShare(
+                    share,
+                    arrived_ptr + row,
+                    partial_ptr + row * (PARTIALS * NUM_SHARES),
+                    num_chunks,
                 ),
                 bound_ptr + row * (tl.cdiv(vocab, BOUNDS.block) * BOUNDS.chunks),
                 LAYOUT,
-                ALL_CHUNKS,
+                PADDED_CHUNKS,
                 BOUNDS,
-                ALL_BOUNDS,
+                PADDED_BOUNDS,
                 HAS_IDS,
                 HAS_PROCESSING,
                 HAS_TRUNCATION,
                 WARPS,
-                SHARES,
+                NUM_SHARES,
             )
     token = sampled
     if HAS_IDS:
         token = tl.load(vocab_ids_ptr + sampled, mask=sampled < vocab, other=NO_COLUMN)
-    if SHARES == 1 or has_result:
+    if NUM_SHARES == 1 or has_result:
         tl.store(token_ptr + row, tl.where(token == NO_COLUMN, -1, token))
         if HAS_TRUNCATION:
-            tl.store(truncation_ptr + row * 4, row_max)
-            tl.store(truncation_ptr + row * 4 + 1, limit)
-            tl.store(truncation_ptr + row * 4 + 2, last.to(tl.float32))
-            tl.store(truncation_ptr + row * 4 + 3, mass)
+            tl.store(truncation_ptr + row * TRUNCATION_SIZE, row_max)
+            tl.store(truncation_ptr + row * TRUNCATION_SIZE + 1, limit)
+            tl.store(truncation_ptr + row * TRUNCATION_SIZE + 2, last.to(tl.float32))
+            tl.store(truncation_ptr + row * TRUNCATION_SIZE + 3, mass)
 
 
 _scan_launches = CachedLaunches(sample_scan_kernel)
@@ -599,14 +607,16 @@ def sample_tokens_triton(
     tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
         return tokens
-    scan = _Scan.of(logits, is_processed=pools is not None)
+    scan = _Scan.of(logits, has_processing=pools is not None)
     layout = scan.layout
     num_blocks, num_chunks = layout.num_blocks(vocab), layout.num_chunks(vocab)
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     chunk_maxima = torch.empty(num_rows, num_chunks, **float32) if sums is None else sums.tops
-    details = torch.empty(num_rows, num_chunks, **float32)
-    chunk_sums = details if truncation is None else torch.empty(num_rows, num_chunks, **float32)
-    raw_sums = details if sums is None else torch.empty(num_rows, num_chunks, **float32)
+    chunk_results = torch.empty(num_rows, num_chunks, **float32)
+    chunk_sums = (
+        chunk_results if truncation is None else torch.empty(num_rows, num_chunks, **float32)
+    )
+    raw_sums = chunk_results if sums is None else torch.empty(num_rows, num_chunks, **float32)
     inputs = _Inputs(
         logits, rows, slots, tokens if vocab_ids is None else vocab_ids, tokens, num_blocks
     )
@@ -625,14 +635,14 @@ def sample_tokens_triton(
     }
     warps = 8 if num_rows <= WIDE_PROGRAM_ROWS else 4
     shares = _shares(num_rows, num_chunks)
-    is_split = shares > 1
-    arrived = torch.empty_like(tokens) if is_split else tokens
+    has_shares = shares > 1
+    arrived = torch.empty_like(tokens) if has_shares else tokens
     grid = [num_rows, -(-num_blocks // scan.blocks_per_program)]
     row_axis = int(num_rows <= MAX_GRID_Y)
     _scan_launches[tuple(grid[::-1] if row_axis else grid)](
         *inputs.tensors,
         chunk_maxima,
-        details,
+        chunk_results,
         chunk_sums,
         raw_sums,
         arrived,
@@ -642,38 +652,38 @@ def sample_tokens_triton(
         BLOCKS_PER_PROGRAM=scan.blocks_per_program,
         NOISE_FIRST=scan.noise_first,
         ROW_AXIS=row_axis,
-        IS_SPLIT=is_split,
+        HAS_SHARES=has_shares,
         num_warps=layout.warps,
         maxnreg=None if vocab_ids is not None else scan.registers,
     )
     has_room = pools is not None and num_rows <= SINGLE_ROWS
-    lists, segments = (2, shares + 1) if is_split else (1, 1)
+    lists, segments = (2, shares + 1) if has_shares else (1, 1)
     bounds = ChunkLayout.wide(layout.each, warps)
     num_bounds = bounds.num_chunks(vocab)
     _finish_launches[(num_rows, shares)](
         *inputs.tensors,
         chunk_maxima,
-        details,
+        chunk_results,
         chunk_sums,
         raw_sums,
         # outputs
         tokens,
-        details if truncation is None else truncation,
-        details if sums is None else sums.masses,
+        chunk_results if truncation is None else truncation,
+        chunk_results if sums is None else sums.masses,
         # scratch
         torch.empty(num_rows, shares, lists, num_chunks, dtype=torch.int32, device=device),
         torch.empty(num_rows, segments, LIST_SIZE.value, dtype=torch.int64, device=device),
         arrived,
-        torch.empty(num_rows, PARTIALS.value, shares, **float32) if is_split else details,
-        torch.empty(num_rows, num_bounds, **float32) if truncation is None else details,
+        torch.empty(num_rows, PARTIALS.value, shares, **float32) if has_shares else chunk_results,
+        torch.empty(num_rows, num_bounds, **float32) if truncation is None else chunk_results,
         *sizes,
         *inputs.sizes,
         **constants,
-        ALL_CHUNKS=triton.next_power_of_2(num_chunks),
+        PADDED_CHUNKS=triton.next_power_of_2(num_chunks),
         BOUNDS=bounds,
-        ALL_BOUNDS=triton.next_power_of_2(num_bounds),
+        PADDED_BOUNDS=triton.next_power_of_2(num_bounds),
         WARPS=warps,
-        SHARES=shares,
+        NUM_SHARES=shares,
         num_warps=warps,
         maxnreg=ALL_REGISTERS if has_room else REGISTERS,
     )
@@ -690,18 +700,22 @@ class _Scan:
     noise_first: bool  # compute noise while the values are loaded
 
     @classmethod
-    def of(cls, logits: torch.Tensor, *, is_processed: bool) -> Self:
+    def of(cls, logits: torch.Tensor, *, has_processing: bool) -> Self:
         num_rows, layout = logits.shape[0], ChunkLayout.of(logits)
         is_few = num_rows <= row_sums.FEW_ROWS
-        if is_processed:
+        if has_processing:
             layout = ChunkLayout.small(layout.each)
         sizes = (
-            SCAN_BLOCKS_PROCESSED if is_processed else SCAN_BLOCKS_OF_FEW if is_few else SCAN_BLOCKS
+            SCAN_BLOCKS_PROCESSED
+            if has_processing
+            else SCAN_BLOCKS_OF_FEW
+            if is_few
+            else SCAN_BLOCKS
         )
         blocks_per_program = next(
             blocks_per_program for min_rows, blocks_per_program in sizes if num_rows >= min_rows
         )
-        is_wide = not is_few and not is_processed
+        is_wide = not is_few and not has_processing
         return cls(layout, blocks_per_program, registers=80 if is_wide else 64, noise_first=is_wide)
 
 

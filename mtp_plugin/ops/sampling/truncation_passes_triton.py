@@ -4,7 +4,8 @@ A pass reads the selected chunks in tiles [TILE chunks, chunk size] and does som
 
 1. List: append the ids in a range of depths to the row's list in memory, as packed values and
    columns (`list_values`, `list_between`, `list_within`; `list_groups` for few chunks).
-2. Measure: count the ids up to given depths, or sum their weights (`measure`, `list_between`).
+2. Measure: count the ids up to given depths, or sum their weights (`measure_up_to`,
+   `list_between`).
 3. Sample: keep the id with the highest noisy score; exact noise is computed only for tiles whose
    bound reaches the best score so far (`list_between`, `sample_chunks`, `sample_list`).
 
@@ -12,8 +13,8 @@ The *key* of an id is its depth as an integer with the same bits: depths are not
 have the order of depths. Passes compare differences to the row's maximum with `max_difference` of a
 key instead, which saves the division.
 
-If rows are few, several programs share a pass over one row: each reads every SHARES-th chunk and
-writes its results, and the last one to finish merges them and continues (`join_shares`).
+If rows are few, several programs share a pass over one row: each reads every NUM_SHARES-th chunk
+and writes its results, and the last one to finish merges them and continues (`join_shares`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -382,7 +383,7 @@ def list_within(
 
 
 @triton.jit(noinline=True)
-def measure(
+def measure_up_to(
     k1,
     k2,
     k3,
@@ -525,50 +526,50 @@ PARTIALS = tl.constexpr(6)
 """Number of partial results per share of a row."""
 
 
-class Split(NamedTuple):
+class RowShare(NamedTuple):
     """How programs share a row; pointers are those of the row."""
 
-    share: tl.tensor  # index of this program
+    number: tl.tensor  # index of this program
     arrived_ptr: tl.tensor  # int32: number of programs that have written their results
-    partial_ptr: tl.tensor  # [PARTIALS, SHARES] float32
+    partial_ptr: tl.tensor  # [PARTIALS, NUM_SHARES] float32
     chunks_offset: tl.tensor  # offset of the share's chunks after all selected chunks
 
 
 @triton.jit
-def select_share_chunks(selected, split, ALL_CHUNKS: tl.constexpr, SHARES: tl.constexpr):
-    """The selected chunks of a share: every SHARES-th, written after all selected chunks."""
-    offsets = tl.arange(0, ALL_CHUNKS // SHARES)
-    index = offsets * SHARES + split.share
+def select_share_chunks(selected, row_share, PADDED_CHUNKS: tl.constexpr, NUM_SHARES: tl.constexpr):
+    """The selected chunks of a share: every NUM_SHARES-th, written after all selected chunks."""
+    offsets = tl.arange(0, PADDED_CHUNKS // NUM_SHARES)
+    index = offsets * NUM_SHARES + row_share.number
     inside = index < selected.num_chunks
     chunks = tl.load(selected.ptr + index, mask=inside, other=0)
-    tl.store(selected.ptr + split.chunks_offset + offsets, chunks, mask=inside)
-    num_chunks = (selected.num_chunks + (SHARES - 1) - split.share) // SHARES
-    return SelectedChunks(selected.ptr + split.chunks_offset, num_chunks)
+    tl.store(selected.ptr + row_share.chunks_offset + offsets, chunks, mask=inside)
+    num_chunks = (selected.num_chunks + (NUM_SHARES - 1) - row_share.number) // NUM_SHARES
+    return SelectedChunks(selected.ptr + row_share.chunks_offset, num_chunks)
 
 
 @triton.jit
-def arrive_and_check_last(split, SHARES: tl.constexpr):
+def arrive_and_check_last(row_share, NUM_SHARES: tl.constexpr):
     """Signal that this share has written its results; returns whether it is the last one."""
     # one thread signals for all of them
     tl.debug_barrier()
-    return tl.atomic_add(split.arrived_ptr, 1, sem="acq_rel") == SHARES - 1
+    return tl.atomic_add(row_share.arrived_ptr, 1, sem="acq_rel") == NUM_SHARES - 1
 
 
 @triton.jit
-def join_shares(passed, split, pair_ptr, SHARES: tl.constexpr):
+def join_shares(passed, row_share, pair_ptr, NUM_SHARES: tl.constexpr):
     """Combine the results of all shares of a row, in the last program to arrive; returns them and
     whether this is that program.
 
     The list of share s starts at ``pair_ptr + LIST_SIZE * s``; the joint list follows the last one.
     """
-    partial_ptr = split.partial_ptr + split.share
+    partial_ptr = row_share.partial_ptr + row_share.number
     tl.store(partial_ptr, passed.near_measure)
-    tl.store(partial_ptr + SHARES, passed.far_measure)
-    tl.store(partial_ptr + 2 * SHARES, passed.num_listed.to(tl.float32, bitcast=True))
-    tl.store(partial_ptr + 3 * SHARES, passed.sampled.score)
-    tl.store(partial_ptr + 4 * SHARES, passed.sampled.column.to(tl.float32, bitcast=True))
-    tl.store(partial_ptr + 5 * SHARES, passed.sampled.mass)
-    is_last = arrive_and_check_last(split, SHARES)
+    tl.store(partial_ptr + NUM_SHARES, passed.far_measure)
+    tl.store(partial_ptr + 2 * NUM_SHARES, passed.num_listed.to(tl.float32, bitcast=True))
+    tl.store(partial_ptr + 3 * NUM_SHARES, passed.sampled.score)
+    tl.store(partial_ptr + 4 * NUM_SHARES, passed.sampled.column.to(tl.float32, bitcast=True))
+    tl.store(partial_ptr + 5 * NUM_SHARES, passed.sampled.mass)
+    is_last = arrive_and_check_last(row_share, NUM_SHARES)
     near_measure = passed.near_measure
     far_measure = passed.far_measure
     num_listed = tl.full([], 0, tl.int32)
@@ -576,20 +577,20 @@ def join_shares(passed, split, pair_ptr, SHARES: tl.constexpr):
     sampled = passed.sampled.column
     kept_mass = passed.sampled.mass
     if is_last:
-        shares = tl.arange(0, SHARES)
-        all_ptr = split.partial_ptr + shares
+        shares = tl.arange(0, NUM_SHARES)
+        all_ptr = row_share.partial_ptr + shares
         near_measure = tl.sum(tl.load(all_ptr), axis=0)
-        far_measure = tl.sum(tl.load(all_ptr + SHARES), axis=0)
-        share_counts = tl.load(all_ptr + 2 * SHARES).to(tl.int32, bitcast=True)
-        scores = tl.load(all_ptr + 3 * SHARES)
-        columns = tl.load(all_ptr + 4 * SHARES).to(tl.int32, bitcast=True)
-        kept_mass = tl.sum(tl.load(all_ptr + 5 * SHARES), axis=0)
+        far_measure = tl.sum(tl.load(all_ptr + NUM_SHARES), axis=0)
+        share_counts = tl.load(all_ptr + 2 * NUM_SHARES).to(tl.int32, bitcast=True)
+        scores = tl.load(all_ptr + 3 * NUM_SHARES)
+        columns = tl.load(all_ptr + 4 * NUM_SHARES).to(tl.int32, bitcast=True)
+        kept_mass = tl.sum(tl.load(all_ptr + 5 * NUM_SHARES), axis=0)
         best, sampled = merge_best(scores, columns, float("-inf"), NO_COLUMN)
         num_listed = tl.sum(share_counts, axis=0)
         if num_listed <= LIST_CAPACITY:
-            PAGE: tl.constexpr = LIST_CAPACITY // SHARES
+            PAGE: tl.constexpr = LIST_CAPACITY // NUM_SHARES
             starts = tl.cumsum(share_counts, axis=0) - share_counts
-            to_ptr = pair_ptr + SHARES * LIST_SIZE + starts[:, None]
+            to_ptr = pair_ptr + NUM_SHARES * LIST_SIZE + starts[:, None]
             from_ptr = pair_ptr + shares[:, None] * LIST_SIZE
             for first in range(0, tl.max(share_counts, axis=0), PAGE):
                 offsets = first + tl.arange(0, PAGE)[None, :]

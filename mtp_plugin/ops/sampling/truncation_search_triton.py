@@ -43,7 +43,7 @@ from mtp_plugin.ops.sampling.truncation_passes_triton import (
     join_shares,
     list_between,
     list_within,
-    measure,
+    measure_up_to,
     sample_chunks,
     sample_list,
     select_share_chunks,
@@ -81,7 +81,7 @@ def guess_bounds(
     sample,
     SAMPLE: tl.constexpr,
     LAYOUT: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
 ):
@@ -96,12 +96,12 @@ def guess_bounds(
     end = bounds.end
     total = bounds.total
     logit_row = sample.logit_row
-    SKIP: tl.constexpr = ALL_CHUNKS // SAMPLE if ALL_CHUNKS > SAMPLE else 1
-    SPARSE: tl.constexpr = LAYOUT.chunk_size * ALL_CHUNKS // SAMPLE // SKIP
+    SKIP: tl.constexpr = PADDED_CHUNKS // SAMPLE if PADDED_CHUNKS > SAMPLE else 1
+    SPARSE: tl.constexpr = LAYOUT.chunk_size * PADDED_CHUNKS // SAMPLE // SKIP
     EVERY: tl.constexpr = SPARSE if SPARSE > 1 else 1
     PER_CHUNK: tl.constexpr = LAYOUT.chunk_size // EVERY
     FACTOR: tl.constexpr = SKIP * EVERY
-    each = tl.arange(0, ALL_CHUNKS // SKIP * PER_CHUNK)
+    each = tl.arange(0, PADDED_CHUNKS // SKIP * PER_CHUNK)
     chunks = each // PER_CHUNK * SKIP
     # at other indices in every chunk, against periodic rows
     offsets = each % PER_CHUNK * EVERY + (chunks * 5 + each % PER_CHUNK * 11) % EVERY
@@ -179,15 +179,15 @@ def _narrow_bounds(
     bounds,
     sample,
     candidates,
-    split,
-    is_split,
+    row_share,
+    is_row_shared,
     TILE: tl.constexpr,
     SAMPLE: tl.constexpr,
     LAYOUT: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
-    SHARES: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
 ):
     """Narrow bounds until the ids between them fit the list.
 
@@ -210,8 +210,8 @@ def _narrow_bounds(
     is_last = tl.full([], 1, tl.int1)
     selected = candidates.selected
     share_chunks = selected
-    if SHARES > 1 and is_split:
-        share_chunks = select_share_chunks(selected, split, ALL_CHUNKS, SHARES)
+    if NUM_SHARES > 1 and is_row_shared:
+        share_chunks = select_share_chunks(selected, row_share, PADDED_CHUNKS, NUM_SHARES)
     while (num_listed > LIST_CAPACITY) & (high - low > 1) & (guesses < MAX_GUESSES):
         near, far = guess_bounds(
             required,
@@ -220,19 +220,20 @@ def _narrow_bounds(
             sample,
             SAMPLE,
             LAYOUT,
-            ALL_CHUNKS,
+            PADDED_CHUNKS,
             HAS_IDS,
             HAS_PROCESSING,
         )
         candidates_of_share = candidates
-        is_shared = is_split & (guesses == 0)
-        if SHARES > 1:
+        is_pass_shared = is_row_shared & (guesses == 0)
+        if NUM_SHARES > 1:
             candidates_of_share = Candidates(
                 SelectedChunks(
-                    selected.ptr + tl.where(is_shared, split.chunks_offset, 0),
-                    tl.where(is_shared, share_chunks.num_chunks, selected.num_chunks),
+                    selected.ptr + tl.where(is_pass_shared, row_share.chunks_offset, 0),
+                    tl.where(is_pass_shared, share_chunks.num_chunks, selected.num_chunks),
                 ),
-                candidates.pair_ptr - tl.where(is_shared, (SHARES - split.share) * LIST_SIZE, 0),
+                candidates.pair_ptr
+                - tl.where(is_pass_shared, (NUM_SHARES - row_share.number) * LIST_SIZE, 0),
                 candidates.num_listed,
             )
         passed = list_between(
@@ -244,9 +245,9 @@ def _narrow_bounds(
         best = passed.sampled.score
         column = passed.sampled.column
         kept_mass = passed.sampled.mass
-        if SHARES > 1 and is_shared:
+        if NUM_SHARES > 1 and is_pass_shared:
             joined, is_last = join_shares(
-                passed, split, candidates.pair_ptr - SHARES * LIST_SIZE, SHARES
+                passed, row_share, candidates.pair_ptr - NUM_SHARES * LIST_SIZE, NUM_SHARES
             )
             near_measure = joined.near_measure
             far_measure = joined.far_measure
@@ -339,7 +340,7 @@ def _search_key(
         k1 = low + half // 2
         k2 = low + half
         k3 = k2 + half // 2
-        m1, m2, m3 = measure(
+        m1, m2, m3 = measure_up_to(
             k1,
             k2,
             k3,
@@ -358,18 +359,18 @@ def _search_key(
 
 
 @triton.jit(noinline=True)
-def sample_many(
+def sample_by_search(
     sample,
     candidates,
-    split,
+    row_share,
     far,
     mass,
     LAYOUT: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
     WARPS: tl.constexpr,
-    SHARES: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
 ):
     """`sample_truncated` for any number of candidates.
 
@@ -382,12 +383,12 @@ def sample_many(
     top_p = sample.options.top_p
     selected = candidates.selected
     is_listed = candidates.num_listed <= LIST_CAPACITY
-    is_split = (SHARES > 1) & (not is_listed) & (selected.num_chunks > MAX_UNSHARED_CHUNKS)
-    is_split = is_split & (top_k == 0) & (top_p < 1)
-    is_last = (SHARES == 1) | is_split | (split.share == 0)
+    is_row_shared = (NUM_SHARES > 1) & (not is_listed) & (selected.num_chunks > MAX_UNSHARED_CHUNKS)
+    is_row_shared = is_row_shared & (top_k == 0) & (top_p < 1)
+    is_last = (NUM_SHARES == 1) | is_row_shared | (row_share.number == 0)
     pair_ptr = candidates.pair_ptr
-    if SHARES > 1:
-        pair_ptr += tl.where(is_split, (SHARES - split.share) * LIST_SIZE, 0)
+    if NUM_SHARES > 1:
+        pair_ptr += tl.where(is_row_shared, (NUM_SHARES - row_share.number) * LIST_SIZE, 0)
     candidates = Candidates(selected, pair_ptr, candidates.num_listed)
     # the depth as a key, and how many of the ids at it are kept
     limit = (far * LN_2).to(tl.int32, bitcast=True)
@@ -412,7 +413,7 @@ def sample_many(
             sample,
             SAMPLE,
             LAYOUT,
-            ALL_CHUNKS,
+            PADDED_CHUNKS,
             HAS_IDS,
             HAS_PROCESSING,
         )[1]
@@ -435,15 +436,15 @@ def sample_many(
                 Bounds(low, before, high, end, total),
                 sample,
                 candidates,
-                split,
-                is_split,
+                row_share,
+                is_row_shared,
                 TILE,
                 SAMPLE,
                 LAYOUT,
-                ALL_CHUNKS,
+                PADDED_CHUNKS,
                 HAS_IDS,
                 HAS_PROCESSING,
-                SHARES,
+                NUM_SHARES,
             )
             best = sampled.score
             column = sampled.column
@@ -483,7 +484,7 @@ def sample_many(
                 mass_before = tl.sum(tl.where(keys < limit, weights, 0.0), axis=0)
                 mass_within = tl.sum(tl.where(keys <= limit, weights, 0.0), axis=0)
             else:
-                mass_before, mass_within, _ = measure(
+                mass_before, mass_within, _ = measure_up_to(
                     limit - 1,
                     limit,
                     limit,
@@ -512,7 +513,7 @@ def sample_many(
             if tl.sum((columns < NO_COLUMN).to(tl.float32), axis=0) > num_at_limit:
                 last, _ = _search_list(num_at_limit, tl.zeros_like(last), last, columns, False)
         else:
-            num_equal, _, _ = measure(
+            num_equal, _, _ = measure_up_to(
                 last,
                 last,
                 last,

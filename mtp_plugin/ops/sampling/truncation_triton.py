@@ -60,7 +60,7 @@ from mtp_plugin.ops.sampling.truncation_passes_triton import (
     pack_pairs,
     unpack_pairs,
 )
-from mtp_plugin.ops.sampling.truncation_search_triton import LN_2, sample_many
+from mtp_plugin.ops.sampling.truncation_search_triton import LN_2, sample_by_search
 
 MAX_DEPTH = tl.constexpr(58.0)
 """In log2: deeper ids are never sampled, as noise spans 38, and change no sum of weights."""
@@ -314,29 +314,31 @@ def _is_kept(
 @triton.jit
 def sample_flat(
     sample,
-    split,
+    row_share,
     is_shared,
     mass,
     bound_ptr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
-    ALL_BOUNDS: tl.constexpr,
-    SHARES: tl.constexpr,
+    PADDED_BOUNDS: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
 ):
     """The column that a row samples with top-p alone, without its threshold.
 
     Returns it and whether this program has it: one of the programs that share the row does.
     """
     is_last = tl.full([], 1, tl.int1)
-    if SHARES > 1 and is_shared:
-        _bound_scores(sample, split.share, SHARES, bound_ptr, LAYOUT, HAS_IDS, HAS_PROCESSING)
-        is_last = arrive_and_check_last(split, SHARES)
+    if NUM_SHARES > 1 and is_shared:
+        _bound_scores(
+            sample, row_share.number, NUM_SHARES, bound_ptr, LAYOUT, HAS_IDS, HAS_PROCESSING
+        )
+        is_last = arrive_and_check_last(row_share, NUM_SHARES)
     else:
         _bound_scores(sample, 0, 1, bound_ptr, LAYOUT, HAS_IDS, HAS_PROCESSING)
         tl.debug_barrier()
     required = tl.maximum(sample.options.top_p * mass, MIN_REQUIRED)
-    offsets = tl.arange(0, ALL_BOUNDS)
+    offsets = tl.arange(0, PADDED_BOUNDS)
     num_bounds = tl.cdiv(sample.logit_row.vocab, LAYOUT.block) * LAYOUT.chunks
     inside = (offsets < num_bounds) & is_last
     bounds = tl.load(bound_ptr + offsets, mask=inside, other=float("-inf"))
@@ -373,17 +375,17 @@ def sample_truncated(
     num_chunks,
     selected_ptr,
     pair_ptr,
-    split,
+    row_share,
     bound_ptr,
     LAYOUT: tl.constexpr,
-    ALL_CHUNKS: tl.constexpr,
+    PADDED_CHUNKS: tl.constexpr,
     BOUNDS: tl.constexpr,
-    ALL_BOUNDS: tl.constexpr,
+    PADDED_BOUNDS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
     HAS_TRUNCATION: tl.constexpr,
     WARPS: tl.constexpr,
-    SHARES: tl.constexpr,
+    NUM_SHARES: tl.constexpr,
 ):
     """Sample from a row after top-k, top-p and min-p.
 
@@ -427,8 +429,8 @@ def sample_truncated(
     is_nucleus = (options.top_k == 0) & (options.top_p < 1)
     is_shared = is_nucleus & (selected.num_chunks > MAX_UNSHARED_CHUNKS)
     may_be_flat = is_nucleus & (options.top_p >= MIN_FLAT_TOP_P)
-    if SHARES > 1:
-        is_idle = (split.share > 0) & (selected.num_chunks <= MAX_UNSHARED_CHUNKS)
+    if NUM_SHARES > 1:
+        is_idle = (row_share.number > 0) & (selected.num_chunks <= MAX_UNSHARED_CHUNKS)
         selected = SelectedChunks(selected_ptr, tl.where(is_idle, 0, selected.num_chunks))
     # threads read what others wrote
     tl.debug_barrier()
@@ -482,7 +484,7 @@ def sample_truncated(
             x, x >= min_value, selected, first, num_listed, pair_ptr, LAYOUT, WARPS
         )
         first += TILE
-        if SHARES > 1:
+        if NUM_SHARES > 1:
             # a shared row that so far has twice too many ids is listed no further
             seen = tl.minimum(first, selected.num_chunks)
             is_flat = is_shared & (num_listed * selected.num_chunks > seen * (2 * LIST_CAPACITY))
@@ -495,8 +497,8 @@ def sample_truncated(
     limit = tl.full([], 0.0, tl.float32)
     last = tl.full([], 0, tl.int32)
     kept_mass = tl.full([], 0.0, tl.float32)
-    has_result = split.share == 0
-    if SHARES == 1 or has_result | (num_listed > LIST_CAPACITY):
+    has_result = row_share.number == 0
+    if NUM_SHARES == 1 or has_result | (num_listed > LIST_CAPACITY):
         if num_listed <= FEW:
             sampled, limit, last, kept_mass = _sample_few(
                 sample, candidates, mass, HAS_IDS, FEW, FEW
@@ -510,28 +512,28 @@ def sample_truncated(
             if not HAS_TRUNCATION and is_flat:
                 sampled, has_result = sample_flat(
                     sample,
-                    split,
+                    row_share,
                     is_shared,
                     mass,
                     bound_ptr,
                     BOUNDS,
                     HAS_IDS,
                     HAS_PROCESSING,
-                    ALL_BOUNDS,
-                    SHARES,
+                    PADDED_BOUNDS,
+                    NUM_SHARES,
                 )
             else:
-                sampled, limit, last, kept_mass, has_result = sample_many(
+                sampled, limit, last, kept_mass, has_result = sample_by_search(
                     sample,
                     candidates,
-                    split,
+                    row_share,
                     far,
                     mass,
                     LAYOUT,
-                    ALL_CHUNKS,
+                    PADDED_CHUNKS,
                     HAS_IDS,
                     HAS_PROCESSING,
                     WARPS,
-                    SHARES,
+                    NUM_SHARES,
                 )
     return sampled, limit, last, kept_mass, has_result

@@ -314,7 +314,7 @@ def test_kept_mass_excludes_tokens_below_min_p(options: Options) -> None:
 def test_flat_row_takes_one_pass(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
     """Of each share."""
     passes = []
-    for name in ("list_between", "measure", "sample_chunks"):
+    for name in ("list_between", "measure_up_to", "sample_chunks"):
         kernel = getattr(search_kernel, name)
 
         def counted(*values: object, name: str = name, kernel: Any = kernel) -> Any:
