@@ -6,6 +6,9 @@ import operator
 import reprlib
 from typing import SupportsIndex
 
+INT32_MAX = 2**31 - 1
+"""Largest number in a column of the slot table, in options and in configs."""
+
 
 class MTPPluginError(Exception):
     """Base class of the package's exceptions.

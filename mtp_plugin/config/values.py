@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag, ValidationInfo
 
 from mtp_plugin.config.messages import got, join, problem
+from mtp_plugin.errors import INT32_MAX
 from mtp_plugin.verifications import METHODS, codes, custom_codes, is_custom
 
 MAX_DRAFT_LEN = 16
@@ -20,12 +21,11 @@ MAX_THINKING_END = 16
 """Ids that end thinking at most."""
 MAX_ENGINE_SEED = 2**64 - 1
 MAX_INT = 2**63 - 1
-MAX_INT32 = 2**31 - 1
 MAX_ITEMS = 10_000
 """Items of a list or mapping at most."""
 
 PositiveInt = Annotated[int, Field(ge=1, le=MAX_INT)]
-RelaxedTopK = Annotated[int, Field(ge=1, le=MAX_INT32)]
+RelaxedTopK = Annotated[int, Field(ge=1, le=INT32_MAX)]
 TokenId = Annotated[int, Field(ge=0, le=MAX_INT)]
 Text = Annotated[str, Field(min_length=1)]
 

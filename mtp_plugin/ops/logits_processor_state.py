@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 from typing_extensions import Self
@@ -76,7 +77,7 @@ class LogitsProcessorState:
         return int(self.bias.shape[1])
 
     def check(self, device: torch.device, columns: int | None = None) -> None:
-        """Check the pools.
+        """Check the pools; the same ones are checked once, though every op of a step calls this.
 
         Args:
             columns: of the logits to process; None: not checked (reduced draft vocabulary).
@@ -85,6 +86,9 @@ class LogitsProcessorState:
             TensorContractError: a pool of another shape, dtype or device, pools that are not
                 contiguous, or logits of another vocabulary.
         """
+        key = (id(self), device, columns)
+        if _checked.get(key) is self:
+            return
         layout: dict[str, Any] = {"device": device, "contiguous": True}
         least = AtLeast(1)
         expect_tensor("pools.bias", self.bias, dtype=torch.float32, shape=(least, least), **layout)
@@ -101,6 +105,12 @@ class LogitsProcessorState:
             raise TensorContractError(
                 f"logits: expected {vocab} columns, as the pools have, got {columns}"
             )
+        _checked[key] = self
+
+
+_checked: WeakValueDictionary[tuple[int, torch.device, int | None], LogitsProcessorState] = (
+    WeakValueDictionary()
+)
 
 
 @dataclass(frozen=True)

@@ -108,18 +108,27 @@ def add_info_metric(stat_logger: Any, vllm_config: Any) -> None:
     # by name: hosts import neither each other nor what imports them
     version = import_module("mtp_plugin").__version__
     labels = {"version": version, **settings.summary}
-    _info_gauge(make, tuple(labels)).labels(*labels.values()).set(1)
+    gauge, shown = _info_gauge(make, tuple(labels))
+    values = tuple(labels.values())
+    if shown - {values} and hasattr(gauge, "clear"):  # of an engine that this process had before
+        gauge.clear()
+        shown.clear()
+    shown.add(values)
+    gauge.labels(*values).set(1)
 
 
 @cache
-def _info_gauge(make: Callable[..., Any], names: tuple[str, ...]) -> Any:
-    """Return the gauge of this process, which Prometheus lets register once."""
-    return make(
+def _info_gauge(
+    make: Callable[..., Any], names: tuple[str, ...]
+) -> tuple[Any, set[tuple[str, ...]]]:
+    """Return the gauge of this process, which Prometheus lets register once, and its labels."""
+    gauge = make(
         name=INFO_METRIC,
         documentation="1 while mtp_plugin is on; the labels say how.",
         labelnames=list(names),
         multiprocess_mode="mostrecent",  # one value of all API servers
     )
+    return gauge, set()
 
 
 def counter_of(vllm_config: Any) -> DraftCounter | None:

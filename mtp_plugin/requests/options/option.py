@@ -10,6 +10,7 @@ from enum import IntEnum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
+from mtp_plugin.errors import INT32_MAX as INT32_MAX
 from mtp_plugin.errors import format_value
 
 GREEDY_BELOW = 1e-5
@@ -21,8 +22,6 @@ MAX_BAD_WORD_LEN = 16
 """Bad words of a request, and tokens of each."""
 MAX_LOGPROBS = 20
 """Top-k log-probabilities per token."""
-INT32_MAX = 2**31 - 1
-"""Largest number in a column of the slot table."""
 MAX_RANGE = 2**20
 """Ids of a ``range``: more than any vocabulary has."""
 

@@ -176,6 +176,10 @@ def test_the_metrics_of_the_front_end_say_that_the_plugin_is_on(
         PrometheusStatLogger(make_config({"verification": "coupled"}), [0, 1])
     labels = {"version": __version__, "verification": "coupled", "drafts": "3", "drafter": "mtp"}
     assert registry.get_sample_value("mtp_plugin_info", labels) == 1
+    PrometheusStatLogger(make_config({"verification": "coupled"}, speculative_config=None))
+    assert registry.get_sample_value("mtp_plugin_info", labels) is None
+    labels |= {"drafts": "0", "drafter": "none"}
+    assert registry.get_sample_value("mtp_plugin_info", labels) == 1
     add_info_metric(SimpleNamespace(), make_config())
     assert caplog.messages[-1:] == [
         "mtp_plugin_info is left out: PrometheusStatLogger of this vLLM has no _gauge_cls"
