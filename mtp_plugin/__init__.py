@@ -106,7 +106,7 @@ if not TYPE_CHECKING:  # a checker reads the imports above
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
-            from mtp_plugin.foreign_names import OF_PACKAGE, counterpart
+            from mtp_plugin.requests.foreign_names import OF_PACKAGE, counterpart
 
             hint = counterpart(name, OF_PACKAGE)
             # Python replaces an AttributeError of ``from mtp_plugin import name`` by its own text

@@ -1,32 +1,21 @@
 """The extras: packages that the plugin inside a host engine does not need.
 
 Code that needs them calls `require` first, so that a missing package gives one line with the
-command that installs it instead of a failed import. `vllm_command` is for what the embedded
-executor does not run.
+command that installs it instead of a failed import.
 """
 
 from __future__ import annotations
 
-import json
 import re
-import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
-from pathlib import Path
-from typing import Any
 
 from mtp_plugin.errors import MissingExtraError
 
 INSTALL = "pip install '.[executor]' in a clone of the repository"
 """The package is on no index."""
-IN_VLLM = "vLLM with this package's plugin may run it"
-"""Precedes `vllm_command` in the refusal of a model."""
-
-V2_RUNNER = "VLLM_USE_V2_MODEL_RUNNER"
-V2_DEFAULT_SINCE = (0, 32)
-"""Versions of vLLM whose default is the V2 model runner."""
 
 MODEL_PACKAGES = ("transformers", "tokenizers", "safetensors")
 """Needed by models and tokenizers."""
@@ -54,7 +43,7 @@ def require(user: str, *packages: str, extra: str = "executor") -> None:
     _require_installed(user, packages, extra)
     if "transformers" in packages:
         least, below = TRANSFORMERS_RANGE
-        installed = _version_of("transformers")
+        installed = version_of("transformers")
         numbers = re.match(r"(\d+)\.(\d+)", installed)
         if numbers and not least <= tuple(map(int, numbers.groups())) < below:
             raise MissingExtraError(
@@ -86,41 +75,6 @@ def _require_installed(user: str, packages: Sequence[str], extra: str = "executo
         )
 
 
-def vllm_command(
-    model: str | Path,
-    num_drafts: int = 3,
-    *,
-    drafter: str | Path | None = None,
-    options: Mapping[str, Any] | None = None,
-) -> str:
-    """Return the shell command that serves a checkpoint in vLLM with this package's plugin.
-
-    Args:
-        num_drafts: drafts per step; 0: the checkpoint has no MTP layers.
-        drafter: another checkpoint with the MTP layers; None: ``model`` has them.
-        options: of the plugin.
-    """
-    drafting: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": num_drafts}
-    if drafter is not None:
-        drafting["model"] = str(drafter)
-    flags = [("--speculative-config", drafting)] if num_drafts else []
-    flags.append(("--additional-config", {"mtp_plugin": dict(options or {})}))
-    shown = " ".join(f"{name} {shlex.quote(json.dumps(value))}" for name, value in flags)
-    return with_v2_runner(f"vllm serve {shlex.quote(str(model))} {shown}")
-
-
-def with_v2_runner(command: str) -> str:
-    """Return a command of vLLM with the variable that selects its V2 model runner, if the installed
-    version needs it; without vLLM, with a comment."""
-    installed = _version_of("vllm")
-    if not installed:
-        return f"{command}  # vLLM 0.24 to 0.26: set {V2_RUNNER}=1"
-    numbers = re.match(r"(\d+)\.(\d+)", installed)
-    if numbers and tuple(map(int, numbers.groups())) >= V2_DEFAULT_SINCE:
-        return command
-    return f"{V2_RUNNER}=1 {command}"
-
-
 def _is_installed(package: str) -> bool:
     if package in sys.modules:
         return sys.modules[package] is not None
@@ -128,7 +82,7 @@ def _is_installed(package: str) -> bool:
 
 
 @cache
-def _version_of(package: str) -> str:
+def version_of(package: str) -> str:
     """Return the version, or an empty string for one that is not installed, as a source tree."""
     from importlib.metadata import PackageNotFoundError, version
 

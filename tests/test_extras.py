@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtp_plugin import extras
+from mtp_plugin.checkpoint.vllm_command import vllm_command, with_v2_runner
 from mtp_plugin.errors import MissingExtraError, MTPPluginError
 
 if sys.version_info >= (3, 11):
@@ -200,7 +201,7 @@ def test_what_the_command_line_shows_needs_all() -> None:
     "installed", ["4.57.1", "5.16.0", "5.9.2", "5.25.0", "5.120.1", "6.1.0.dev0", "6.0rc1"]
 )
 def test_another_transformers_is_named(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "_version_of", lambda _: installed)
+    monkeypatch.setattr(extras, "version_of", lambda _: installed)
     want = (
         f"LLM needs the package transformers from version 5.17 and below 5.25, {installed} is "
         f"installed: {INSTALL}"
@@ -213,7 +214,7 @@ def test_another_transformers_is_named(installed: str, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("installed", ["5.17.0", "5.18.0.dev0", "5.24.1", ""])
 def test_versions_that_are_used(installed: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "_version_of", lambda _: installed)
+    monkeypatch.setattr(extras, "version_of", lambda _: installed)
     extras.require("LLM", *EXTRA)
 
 
@@ -250,16 +251,16 @@ def test_server_names_its_own_extra(package: str) -> None:
 
 
 def test_command_of_vllm_is_that_of_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "_version_of", lambda _: "0.26.0")
+    monkeypatch.setattr(extras, "version_of", lambda _: "0.26.0")
     for file in (VLLM_PAGE, Path(__file__).parents[1] / "README.md"):
         page = file.read_text().replace("\\\n", " ")
         variable = re.search(r"export (VLLM_USE_V2_MODEL_RUNNER=1)", page)
         serve = re.search(r"^vllm serve MODEL .*", page, re.MULTILINE)
         assert variable is not None
         assert serve is not None
-        assert shlex.split(extras.vllm_command("MODEL")) == [variable[1], *shlex.split(serve[0])]
-    assert "--speculative-config" not in extras.vllm_command("MODEL", 0)
-    assert "'two words'" in extras.vllm_command("two words")
+        assert shlex.split(vllm_command("MODEL")) == [variable[1], *shlex.split(serve[0])]
+    assert "--speculative-config" not in vllm_command("MODEL", 0)
+    assert "'two words'" in vllm_command("two words")
 
 
 @pytest.mark.parametrize(
@@ -274,5 +275,5 @@ def test_command_of_vllm_is_that_of_its_page(monkeypatch: pytest.MonkeyPatch) ->
 def test_commands_of_vllm_set_the_runner_only_where_it_is_needed(
     monkeypatch: pytest.MonkeyPatch, installed: str, command: str
 ) -> None:
-    monkeypatch.setattr(extras, "_version_of", lambda _: installed)
-    assert extras.with_v2_runner("vllm serve M") == command
+    monkeypatch.setattr(extras, "version_of", lambda _: installed)
+    assert with_v2_runner("vllm serve M") == command

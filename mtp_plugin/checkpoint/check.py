@@ -25,9 +25,9 @@ from mtp_plugin.checkpoint.files import (
     read_index,
     read_json,
 )
+from mtp_plugin.checkpoint.vllm_command import vllm_command
 from mtp_plugin.config.messages import got, spelled
 from mtp_plugin.errors import CheckpointError
-from mtp_plugin.extras import vllm_command
 
 FLOATING = ("F32", "F16", "BF16")
 THINKING_TAGS = (

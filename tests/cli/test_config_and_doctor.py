@@ -15,8 +15,8 @@ import pytest
 import yaml
 from safetensors.torch import load_file, save_file
 
+from mtp_plugin.checkpoint.vllm_command import vllm_command
 from mtp_plugin.config import json_schema, load_config
-from mtp_plugin.extras import vllm_command
 from mtp_plugin.speculative.plugin import registry
 from tests.cli.calls import EAGLE, VANILLA, VOCAB, Run
 

@@ -53,7 +53,7 @@ class StubEngine:
 @pytest.fixture(autouse=True)
 def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tuning, "EngineProcess", StubEngine)
-    monkeypatch.setattr(extras, "_version_of", lambda _: "0.32.0")
+    monkeypatch.setattr(extras, "version_of", lambda _: "0.32.0")
     module = type(sys)("vllm")
     module.__spec__ = sys.__spec__
     monkeypatch.setitem(sys.modules, "vllm", module)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, RequestError, expect_int, format_value
-from mtp_plugin.foreign_names import OF_LLM, counterpart
 from mtp_plugin.hosts.embedded import gc_freeze
 from mtp_plugin.hosts.embedded.admission import Admission
 from mtp_plugin.hosts.embedded.build import BuiltExecutor, build_executor
@@ -37,6 +36,7 @@ from mtp_plugin.hosts.embedded.requested_config import (
 )
 from mtp_plugin.hosts.embedded.results import BatchResults
 from mtp_plugin.hosts.embedded.scheduler import ChunkPolicy, whole_budget
+from mtp_plugin.requests.foreign_names import OF_LLM, counterpart
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import Prompt, params_of
 from mtp_plugin.requests.stop_callback import StopCallback

@@ -10,8 +10,8 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TextIO
 
+from mtp_plugin.checkpoint.vllm_command import V2_DEFAULT_SINCE, V2_RUNNER, vllm_command
 from mtp_plugin.errors import HostError
-from mtp_plugin.extras import V2_DEFAULT_SINCE, V2_RUNNER, vllm_command
 from mtp_plugin.hosts.vllm.options import drafters_of
 from mtp_plugin.hosts.vllm.versions import (
     INSTALLED,

@@ -17,8 +17,8 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
+from mtp_plugin.checkpoint.vllm_command import V2_RUNNER
 from mtp_plugin.errors import ConfigError, ExecutorError, HostError
-from mtp_plugin.extras import V2_RUNNER
 from mtp_plugin.tools.texts import text_of_message
 from mtp_plugin.tools.tune.answer import Setting
 

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from mtp_plugin.extras import with_v2_runner
+from mtp_plugin.checkpoint.vllm_command import with_v2_runner
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole
 from mtp_plugin.tools.tune.answer import (
     BY_PROBABILITY,

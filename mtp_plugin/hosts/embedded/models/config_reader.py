@@ -23,9 +23,9 @@ from mtp_plugin.checkpoint.files import (
     checkpoint_directory,
     read_json,
 )
+from mtp_plugin.checkpoint.vllm_command import IN_VLLM
 from mtp_plugin.config.messages import got, join, spelled
 from mtp_plugin.errors import CheckpointError, UnsupportedModelError, describe_error
-from mtp_plugin.extras import IN_VLLM
 from mtp_plugin.hosts.embedded.models.block_layout import FULL_ATTENTION
 from mtp_plugin.hosts.embedded.models.families import ModelFacts, MTPFamily, family_of
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from time import perf_counter
 from typing import Any, cast
 
 import torch
@@ -24,9 +25,10 @@ from mtp_plugin.hosts.embedded.models.families import DraftTraits, ModelFacts, M
 from mtp_plugin.hosts.embedded.models.mtp_layer import TransformersAttention
 from mtp_plugin.hosts.embedded.models.preflight import Preflight, preflight
 from mtp_plugin.infer.language_model import transformers_arguments
-from mtp_plugin.pacing import paced
 
 Report = Callable[[str], None]
+REPORT_SECONDS = 5.0
+"""Between two reports of loaded tensors."""
 
 
 def _ignore(_: str) -> None:
@@ -255,7 +257,6 @@ def quiet_transformers(report: Report = _ignore) -> Iterator[None]:
     bar = transformers_logging.is_progress_bar_enabled()
     transformers_logging.set_verbosity_error()
     transformers_logging.disable_progress_bar()
-    report = paced(report)
 
     def make_bar(factory: Callable[..., Any], arguments: tuple[Any, ...], named: Any) -> Any:
         if arguments and isinstance(arguments[0], Collection):
@@ -273,6 +274,9 @@ def quiet_transformers(report: Report = _ignore) -> Iterator[None]:
 
 
 def _counted(items: Collection[Any], report: Report) -> Iterator[Any]:
+    due = perf_counter() + REPORT_SECONDS
     for number, item in enumerate(items, 1):
         yield item
-        report(f"loading weights: {number} of {len(items)} tensors")
+        if perf_counter() >= due:
+            due = perf_counter() + REPORT_SECONDS
+            report(f"loading weights: {number} of {len(items)} tensors")

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from mtp_plugin.checkpoint import FLOATING, Checkpoint, read_checkpoint
 from mtp_plugin.checkpoint.files import StoredTensor, listed
+from mtp_plugin.checkpoint.vllm_command import IN_VLLM
 from mtp_plugin.errors import (
     CheckpointError,
     ConfigError,
@@ -17,7 +18,6 @@ from mtp_plugin.errors import (
     UnsupportedModelError,
     describe_error,
 )
-from mtp_plugin.extras import IN_VLLM
 from mtp_plugin.hosts.embedded.models.block_layout import (
     TensorPlan,
     build_layers,

@@ -13,8 +13,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from mtp_plugin.checkpoint.vllm_command import IN_VLLM, vllm_command
 from mtp_plugin.errors import CheckpointError, MTPPluginError
-from mtp_plugin.extras import IN_VLLM, vllm_command
 from mtp_plugin.hosts.embedded.models import (
     load_model,
     preflight,

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from mtp_plugin.checkpoint.vllm_command import vllm_command
 from mtp_plugin.errors import CheckpointError, UnsupportedModelError
-from mtp_plugin.extras import vllm_command
 from mtp_plugin.hosts.embedded.models import NOT_RUNNABLE, ModelFacts, read_config
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
+from mtp_plugin.checkpoint.vllm_command import IN_VLLM, vllm_command
 from mtp_plugin.errors import CheckpointError, ConfigError, UnsupportedModelError
-from mtp_plugin.extras import IN_VLLM, vllm_command
 from mtp_plugin.hosts.embedded.models import FAMILIES, load_model, preflight
 from mtp_plugin.hosts.embedded.models.preflight import WITHOUT_MTP
 
