@@ -76,7 +76,7 @@ class Batch:
 
 
 def make_ops(
-    backend: Backend,
+    backend: Backend = Backend.TORCH,
     num_drafts: int = NUM_DRAFTS,
     rates: list[float] | None = None,
     seeds: Mapping[int, int] | None = None,

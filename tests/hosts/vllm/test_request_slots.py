@@ -98,15 +98,6 @@ def test_requests_are_numbered_in_the_order_of_staging() -> None:
     assert (read(slots, "number", 1), read(slots, "number", 3)) == ([1], [2])
 
 
-def test_padding_indices_read_a_row_of_no_request() -> None:
-    slots = make_slots()
-    for index in range(4):
-        slots.stage(index, {"temperature": 1.0}, index)
-    slots.apply()
-    padded = slots.of_padded(vector([2, -1, 0, -1]))
-    assert padded.read("temperature", slice(0, 4)).tolist() == [1.0, 0.0, 1.0, 0.0]
-
-
 def test_an_unknown_option_is_refused() -> None:
     with pytest.raises(MetadataError, match="there is no column top_q"):
         make_slots().stage(0, {"top_q": 1}, 0)

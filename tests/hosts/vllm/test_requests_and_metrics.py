@@ -62,7 +62,6 @@ WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
     (SETTINGS, {"mtp_Speculate": True}, f"mtp_Speculate: {KNOWN}"),
     (SETTINGS, {"mtp-speculate": False, "MTP_x": 1}, f"mtp-speculate: {KNOWN}; MTP_x: {KNOWN}"),
     (SETTINGS, {"mtp_verification": 1}, f"{METHOD} 1"),
-    (SETTINGS, {"mtp_verification": "greedy"}, f"{METHOD} 'greedy'"),
     (SETTINGS, {"mtp_verification": "synthetic"}, f"{METHOD} 'synthetic'"),
     (COUPLED, {"mtp_verification": "rejection"}, f"mtp_verification: rejection {NO_PROBS}"),
     (COUPLED, {"mtp_verification": "block"}, f"mtp_verification: block {NO_PROBS}"),
@@ -73,42 +72,20 @@ WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
     ),
     (SETTINGS, {"mtp_relaxed_topk": 0}, f"{TOPK} 0"),
     (SETTINGS, {"mtp_relaxed_topk": 2**31}, f"{TOPK} 2147483648"),
-    (SETTINGS, {"mtp_relaxed_topk": 2.5}, f"{TOPK} 2.5"),
-    (SETTINGS, {"mtp_relaxed_topk": True}, f"{TOPK} True"),
-    (SETTINGS, {"mtp_relaxed_topk": "3"}, f"{TOPK} '3'"),
     (COUPLED, {"mtp_relaxed_topk": 3}, f"mtp_relaxed_topk: {NO_THINKING}"),
     (SETTINGS, {"mtp_relaxed_delta": -0.1}, f"{DELTA} -0.1"),
-    (SETTINGS, {"mtp_relaxed_delta": float("inf")}, f"{DELTA} inf"),
     # neither fits a float nor can be written as a decimal number
     (SETTINGS, {"mtp_relaxed_delta": 10**5000}, f"{DELTA} an integer of 16610 bits"),
-    (SETTINGS, {"mtp_relaxed_delta": float("nan")}, f"{DELTA} nan"),
-    (SETTINGS, {"mtp_relaxed_delta": "0.5"}, f"{DELTA} '0.5'"),
-    (SETTINGS, {"mtp_relaxed_delta": True}, f"{DELTA} True"),
     (COUPLED, {"mtp_relaxed_delta": 0.5}, f"mtp_relaxed_delta: {NO_THINKING}"),
     (SETTINGS, {"mtp_speculate": 2}, f"{SPECULATE} 2"),
-    (SETTINGS, {"mtp_speculate": "false"}, f"{SPECULATE} 'false'"),
     (SETTINGS, {"mtp_speculate": 1.0}, f"{SPECULATE} 1.0"),
-    (SETTINGS, {"mtp_speculate": None}, f"{SPECULATE} None"),
     (SETTINGS, {"mtp_max_draft_len": -1}, f"{LIMIT} -1"),
-    (SETTINGS, {"mtp_max_draft_len": 1.5}, f"{LIMIT} 1.5"),
-    (SETTINGS, {"mtp_max_draft_len": [1]}, f"{LIMIT} [1]"),
     (
         SETTINGS,
         {"mtp_max_draft_len": 4},
         "mtp_max_draft_len: expected at most num_speculative_tokens = 3, got 4",
     ),
-    (
-        SETTINGS,
-        {"mtp_max_draft_len": 10**5000},
-        "mtp_max_draft_len: expected at most num_speculative_tokens = 3, got an integer of "
-        "16610 bits",
-    ),
     (SETTINGS, {"mtp_speculate": 2, "mtp_a": 1}, f"{SPECULATE} 2; mtp_a: {KNOWN}"),
-    (
-        COUPLED,
-        {"mtp_relaxed_topk": 0, "mtp_max_draft_len": 9},
-        f"{TOPK} 0; mtp_max_draft_len: expected at most num_speculative_tokens = 3, got 9",
-    ),
     (
         COUPLED,
         {"mtp_verification": "block", "mtp_relaxed_topk": 2, "mtp_max_draft_len": 9},
@@ -430,10 +407,8 @@ def test_collapsed_acceptance_of_other_drafters_does_not_name_mtp(
 @pytest.mark.parametrize(
     ("extra", "proposed", "invalid"),
     [
-        ({}, 0, 0),
         ({}, 3, 3),
         ({"speculate": False}, 3, 0),
-        ({"max_draft_len": 0}, 3, 0),
         ({"max_draft_len": 1}, 3, 3),
     ],
 )
@@ -448,22 +423,6 @@ def test_steps_that_verify_no_draft_raise_no_alarm(
     assert not caplog.records
 
 
-def test_the_alarm_counts_all_requests_of_a_step(caplog: pytest.LogCaptureFixture) -> None:
-    counter = DraftCounter(SETTINGS)
-    for _ in range(COLLAPSE_STEPS // 64 - 1):
-        counts(counter, 3, 0, count=64)
-    assert not caplog.records
-    counts(counter, 3, 0, count=64)
-    assert messages(caplog) == ["acceptance collapsed"]
-
-
-def test_accepted_drafts_raise_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
-    counter = DraftCounter(SETTINGS)
-    for step in range(2 * COLLAPSE_STEPS):
-        counts(counter, 3, int(step % 10 == 0))  # 1.1 tokens per step
-    assert not caplog.records
-
-
 def test_synthetic_acceptance_raises_no_alarm(caplog: pytest.LogCaptureFixture) -> None:
     counter = DraftCounter(SYNTHETIC)
     for _ in range(2 * COLLAPSE_STEPS):
@@ -471,10 +430,7 @@ def test_synthetic_acceptance_raises_no_alarm(caplog: pytest.LogCaptureFixture) 
     assert not caplog.records
 
 
-@pytest.mark.parametrize("changes", [{"additional_config": {}}, {"speculative_config": None}])
-def test_engines_that_count_no_drafts(changes: dict[str, Any]) -> None:
-    assert counter_of(make_config(**changes)) is None
-
-
-def test_an_engine_with_drafts_has_a_counter() -> None:
+def test_only_engines_with_drafts_have_a_counter() -> None:
     assert counter_of(make_config()) is not None
+    for changes in ({"additional_config": {}}, {"speculative_config": None}):
+        assert counter_of(make_config(**changes)) is None

@@ -61,17 +61,14 @@ def with_accepted_drafts(ops: RowOps, batch: Batch) -> Batch:
     return Batch(batch.indices, drafts, batch.positions, batch.logits)
 
 
-@BACKENDS
 @SIZES
-def test_drafts_beyond_the_limit_of_a_request_are_not_accepted(
-    backend: Backend, sizes: list[int]
-) -> None:
-    batch = with_accepted_drafts(make_ops(backend), make_batch(3, sizes))
-    every = output_of(verify(make_ops(backend), batch))
+def test_drafts_beyond_the_limit_of_a_request_are_not_accepted(sizes: list[int]) -> None:
+    batch = with_accepted_drafts(make_ops(), make_batch(3, sizes))
+    every = output_of(verify(make_ops(), batch))
     assert list(map(len, every)) == sizes
     limits = dict(zip(batch.indices, [0, 1, None, 2, None, 3], strict=True))
     columns = {i: {"draft_limit": limit} for i, limit in limits.items() if limit is not None}
-    limited = output_of(verify(make_ops(backend, columns=columns), batch))
+    limited = output_of(verify(make_ops(columns=columns), batch))
     for index, output, tokens in zip(batch.indices, limited, every, strict=True):
         limit = limits[index]
         assert output == (tokens if limit is None else tokens[: limit + 1])
@@ -124,16 +121,13 @@ def as_uniform(batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     return vector(rows), vector(drafts, torch.int32)
 
 
-@BACKENDS
 @SIZES
 @pytest.mark.thinned("seed")
 @pytest.mark.parametrize("seed", range(3))
-def test_relaxed_acceptance_equals_accept_on_uniform_rows(
-    backend: Backend, sizes: list[int], seed: int
-) -> None:
+def test_relaxed_acceptance_equals_accept_on_uniform_rows(sizes: list[int], seed: int) -> None:
     """Over several steps, so that the phase of each request changes."""
     ops, other, strict = (
-        make_ops(backend, options=options, columns=relaxed_columns(seed))
+        make_ops(options=options, columns=relaxed_columns(seed))
         for options in (THINKING, THINKING, None)
     )
     rule_slots = other.slots
@@ -171,7 +165,7 @@ def one_request(
 
 def relaxed_ops(**columns: Any) -> RowOps:
     given = {"temperature": 0.0, "thinking": 1, "relaxed_topk": VOCAB, "relaxed_limit": 1.0}
-    return make_ops(Backend.TORCH, options=THINKING, columns={0: {**given, **columns}})
+    return make_ops(options=THINKING, columns={0: {**given, **columns}})
 
 
 def rising_logits(rows: int = NUM_DRAFTS + 1) -> torch.Tensor:
@@ -188,7 +182,7 @@ def test_masked_tokens_are_never_accepted() -> None:
 
 def test_requests_with_a_temperature_are_never_relaxed() -> None:
     logits = rising_logits()
-    strict = make_ops(Backend.TORCH, columns={0: {"temperature": 0.9}})
+    strict = make_ops(columns={0: {"temperature": 0.9}})
     choices = sample(strict, Batch([0], [[0] * 3], [9], logits)).tolist()
     drafts = [token - 1 for token in choices[:3]]
     assert one_request(relaxed_ops(temperature=0.9), logits, drafts) == choices[:1]
@@ -234,7 +228,7 @@ def test_unfinished_prompts_change_neither_phase_nor_step() -> None:
         0: {"thinking": 1, "relaxed_topk": 3, "relaxed_limit": 0.5},
         1: {"thinking": 0, "relaxed_limit": 0.5, "verification": VerifiedBy.REJECTION},
     }
-    ops = make_ops(Backend.TORCH, options=THINKING, columns=columns, keeps_draft_probs=True)
+    ops = make_ops(options=THINKING, columns=columns, keeps_draft_probs=True)
     before = ops.slots.table[:NUM_SLOTS].clone(), ops.slots.delta_in_force[:NUM_SLOTS].clone()
     logits = rising_logits(2)
     logits[0, END] = logits[1, BEGIN] = 50.0
@@ -265,7 +259,7 @@ def method_columns() -> Mapping[int, Mapping[str, Any]]:
     }
 
 
-def mixed_ops(backend: Backend) -> RowOps:
+def mixed_ops(backend: Backend = Backend.TORCH) -> RowOps:
     ops = make_ops(backend, columns=method_columns(), keeps_draft_probs=True)
     generator = torch.Generator().manual_seed(5)
     probs = torch.rand(ops.draft_probs.shape, generator=generator)
@@ -273,20 +267,19 @@ def mixed_ops(backend: Backend) -> RowOps:
     return ops
 
 
-@BACKENDS
 @pytest.mark.thinned("seed")
 @pytest.mark.parametrize("seed", range(4))
 @SIZES
 def test_other_methods_do_not_change_coupled_and_greedy_requests(
-    backend: Backend, sizes: list[int], seed: int
+    sizes: list[int], seed: int
 ) -> None:
     batch = make_batch(seed, sizes)
-    batch = with_drafts(batch, sample(mixed_ops(backend), batch).tolist(), seed)
-    together = output_of(verify(mixed_ops(backend), batch))
+    batch = with_drafts(batch, sample(mixed_ops(), batch).tolist(), seed)
+    together = output_of(verify(mixed_ops(), batch))
     # slots of temperature 0 are greedy with every method
     plain = [r for r, slot in enumerate(batch.indices) if slot % 3 == 0 or slot % 5 == 0]
     assert 0 < len(plain) < len(sizes)
-    alone = output_of(verify(make_ops(backend), batch.of(plain)))
+    alone = output_of(verify(make_ops(), batch.of(plain)))
     assert [together[r] for r in plain] == alone
 
 
@@ -295,7 +288,7 @@ def test_other_methods_do_not_change_coupled_and_greedy_requests(
 @SIZES
 def test_backends_agree_on_batches_of_all_methods(sizes: list[int], seed: int) -> None:
     batch = make_batch(seed, sizes)
-    batch = with_drafts(batch, sample(mixed_ops(Backend.TORCH), batch).tolist(), seed)
+    batch = with_drafts(batch, sample(mixed_ops(), batch).tolist(), seed)
     torch_output, triton_output = (output_of(verify(mixed_ops(b), batch)) for b in Backend)
     assert torch_output == triton_output
 
@@ -303,8 +296,8 @@ def test_backends_agree_on_batches_of_all_methods(sizes: list[int], seed: int) -
 @pytest.mark.parametrize("seed", range(4))
 def test_rejection_and_block_give_the_same_on_ragged_and_uniform_rows(seed: int) -> None:
     batch = make_batch(seed, [4] * 6)
-    batch = with_drafts(batch, sample(mixed_ops(Backend.TORCH), batch).tolist(), seed)
-    uniform = output_of(verify(mixed_ops(Backend.TORCH), batch))
+    batch = with_drafts(batch, sample(mixed_ops(), batch).tolist(), seed)
+    uniform = output_of(verify(mixed_ops(), batch))
     extra = next(slot for slot in range(NUM_SLOTS) if slot not in batch.indices)
     ragged = Batch(
         [*batch.indices, extra],
@@ -312,13 +305,12 @@ def test_rejection_and_block_give_the_same_on_ragged_and_uniform_rows(seed: int)
         [*batch.positions, 3],
         torch.cat([batch.logits, batch.logits[:1]]),
     )
-    assert output_of(verify(mixed_ops(Backend.TORCH), ragged))[:-1] == uniform
+    assert output_of(verify(mixed_ops(), ragged))[:-1] == uniform
 
 
-@BACKENDS
-def test_drafts_that_rejection_verifies_have_noise_of_their_own(backend: Backend) -> None:
+def test_drafts_that_rejection_verifies_have_noise_of_their_own() -> None:
     """With equal logits, coupled drafts are the target's tokens and these are not."""
-    ops = mixed_ops(backend)
+    ops = mixed_ops()
     positions = vector(range(16))
     for slot in (6, 1, 11, 8):  # of these methods, all sampled
         method = METHODS[slot % 3]
@@ -435,11 +427,10 @@ def test_probabilities_that_are_not_those_of_the_list_are_noticed(method: Verifi
 
 
 @pytest.mark.parametrize("method", METHODS[1:])
-@pytest.mark.parametrize("options", [{"min_p": 0.2}, {"bias": 2.0}, {"min_p": 0.2, "bias": 2.0}])
 def test_min_p_and_a_bias_that_drafts_do_not_see_keep_the_distribution(
-    method: VerifiedBy, options: dict[str, float]
+    method: VerifiedBy,
 ) -> None:
-    assert min(distribution_tails(method, **options)) > 1e-3
+    assert min(distribution_tails(method, min_p=0.2, bias=2.0)) > 1e-3
 
 
 @pytest.mark.parametrize("defect", ["slot", "step"])
@@ -459,15 +450,12 @@ def test_shared_noise_of_draft_and_recovered_token_is_noticed(
 # ---- methods from outside the package
 
 
-@BACKENDS
 @SIZES
-def test_a_registered_method_decides_for_its_requests_alone(
-    backend: Backend, sizes: list[int]
-) -> None:
+def test_a_registered_method_decides_for_its_requests_alone(sizes: list[int]) -> None:
     """Every second request accepts drafts among the two most probable tokens."""
     register_verification("top2", Top2Verification())
     try:
-        plain, ops = make_ops(backend), make_ops(backend)
+        plain, ops = make_ops(), make_ops()
         batch = make_batch(3, sizes)
         rng, choices = random.Random(3), sample(plain, batch).tolist()
         top2 = batch.logits.topk(2, dim=-1).indices.tolist()
@@ -508,7 +496,7 @@ def test_method_that_fails_ends_no_engine(
 
     register_verification("failing", Failing())
     try:
-        ops = make_ops(Backend.TORCH)
+        ops = make_ops()
         batch = with_accepted_drafts(ops, make_batch(3, sizes))
         full = output_of(verify(ops, batch))
         for index in batch.indices[::2]:
@@ -566,7 +554,7 @@ def add_requests(ops: RowOps, method: str, indices: Sequence[int] = range(NUM_SL
 def test_absent_drafts_disturb_no_method_and_are_not_accepted(sizes: list[int]) -> None:
     register_verification("all", AcceptAll())
     try:
-        ops, batch = make_ops(Backend.TORCH), make_batch(3, sizes)
+        ops, batch = make_ops(), make_batch(3, sizes)
         batch.drafts[0][1] = -1
         add_requests(ops, "all")
         accepted = verify(ops, batch)
@@ -578,7 +566,7 @@ def test_absent_drafts_disturb_no_method_and_are_not_accepted(sizes: list[int]) 
 
 def test_requests_of_a_method_go_on_after_it_is_unregistered() -> None:
     """They are verified strictly once the engine creates the modes of another new method."""
-    ops, batch = make_ops(Backend.TORCH), make_batch(3, [4] * 6)
+    ops, batch = make_ops(), make_batch(3, [4] * 6)
     register_verification("first", AcceptAll())
     try:
         add_requests(ops, "first")
@@ -598,7 +586,7 @@ def test_a_method_that_is_registered_again_replaces_the_one_before() -> None:
     before, after = AcceptAll(), AcceptAll()
     register_verification("again", before)
     try:
-        ops = make_ops(Backend.TORCH)
+        ops = make_ops()
         unregister_verification("again")
         register_verification("again", after)
         add_requests(ops, "again")
@@ -613,7 +601,7 @@ def test_methods_that_no_request_names_are_not_called() -> None:
     for name, method in methods.items():
         register_verification(name, method)
     try:
-        ops = make_ops(Backend.TORCH)
+        ops = make_ops()
         add_requests(ops, "one")
         verify(ops, make_batch(3, [4] * 6))
     finally:
@@ -622,13 +610,12 @@ def test_methods_that_no_request_names_are_not_called() -> None:
     assert [method.num_calls for method in methods.values()] == [1, 0]
 
 
-@BACKENDS
-def test_synthetic_acceptance_with_draft_probs_samples_drafts(backend: Backend) -> None:
+def test_synthetic_acceptance_with_draft_probs_samples_drafts() -> None:
     """``rejection_sample_method: synthetic`` with ``draft_sample_method: probabilistic``."""
     rates, batch = [0.5] * NUM_DRAFTS, make_batch(3, [1] * 4)
     drafts = [
         draft(
-            make_ops(backend, rates=rates, keeps_draft_probs=keeps),
+            make_ops(rates=rates, keeps_draft_probs=keeps),
             batch.logits,
             vector(batch.indices),
             vector(batch.positions),

@@ -47,18 +47,6 @@ def test_the_module_of_the_found_signatures_is_returned(
         assert differences(other)
 
 
-def test_a_missing_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    signatures = dict(SIGNATURES["v32"])
-    del signatures[f"{SAMPLER}.apply_staged_writes"]
-    fake_vllm.install(monkeypatch, "0.35.2", signatures)
-    with pytest.raises(HostError) as error:
-        fitting_module()
-    assert str(error.value) == (
-        "mtp_plugin does not fit vLLM 0.35: vllm.v1.worker.gpu.sample.sampler.Sampler."
-        f"apply_staged_writes is missing. {INSTEAD}"
-    )
-
-
 def test_methods_with_other_parameters_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     signatures = dict(SIGNATURES["v32"])
     signatures[f"{SAMPLER}.add_request"] = ("req_idx", "params", "lora")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from enum import IntEnum
 from types import SimpleNamespace
 from typing import Any
@@ -346,16 +345,6 @@ def test_options_that_are_left_out() -> None:
     facts = read_request(sampling(temperature=[0.5], random_seed=[3], min_length=[5]))
     assert facts.without(["temperature", "seed"]).options == {"min_tokens": 5}
     assert facts.without(["logit_bias"]) is facts
-
-
-def test_facts_are_for_good() -> None:
-    facts = read_request(request())
-    for field in fields(facts):
-        with pytest.raises(AttributeError):
-            setattr(facts, field.name, None)
-
-
-# --- a step's ---
 
 
 class Theirs(IntEnum):
