@@ -5,27 +5,26 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
-from transformers.initialization import no_init_weights
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+from mtp_plugin.checkpoint.families import MTPFamily, family_of
 from mtp_plugin.checkpoint.files import SINGLE_FILE
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.hosts.embedded.models.block_layout import (
-    FULL_ATTENTION,
+from mtp_plugin.hosts.embedded.models.config_reader import FULL_ATTENTION, check_config
+from mtp_plugin.hosts.embedded.models.loader import (
+    LoadedModel,
     build_layers,
-    plan_layer,
+    check_attention,
+    plan_layers,
     plan_target,
-    target_class,
+    uninitialized_target,
     without_storage,
 )
-from mtp_plugin.hosts.embedded.models.config_reader import check_config
-from mtp_plugin.hosts.embedded.models.families import MTPFamily, family_of
-from mtp_plugin.hosts.embedded.models.loader import LoadedModel, check_attention
 
 _DENSE = {
     "vocab_size": 512,
@@ -54,6 +53,8 @@ _DEEPSEEK_EXPERTS = {
     "norm_topk_prob": True,
     "routed_scaling_factor": 1.0,
 }
+_COPIES = {"embed_tokens": "model.embed_tokens.weight", "shared_head.head": "lm_head.weight"}
+"""Tensors of the target that released MTP layers store once more."""
 _SHAPES: dict[str, dict[str, Any]] = {
     "glm4_moe": {
         **_DENSE,
@@ -202,7 +203,9 @@ def random_model(
     check_attention(attn_implementation)
     entry = family_of(family)
     raw, config = random_config(entry, num_mtp_layers, dtype, config_overrides)
-    target = _uninitialized_target(config, dtype, device, attn_implementation)
+    target = uninitialized_target(config, dtype, attn_implementation, device)
+    # without initialization transformers does not tie weights
+    target.tie_weights()
     weights = _RandomWeights(seed, init_std, residual_scale, _has_centred_norms(target), device)
     tied = config.tie_word_embeddings
     for key, tensor in target.state_dict().items():
@@ -241,9 +244,7 @@ def random_config(
     raw["torch_dtype"] = str(dtype).removeprefix("torch.")
     if family.count_key is not None:
         raw[family.count_key] = num_mtp_layers
-    config = CONFIG_MAPPING[family.target_model_type].from_dict(
-        {**raw, "model_type": family.target_model_type}
-    )
+    config = CONFIG_MAPPING[family.target_type].from_dict({**raw, "model_type": family.target_type})
     return raw, config
 
 
@@ -262,19 +263,16 @@ def _random_tensors(
     tensors: dict[str, torch.Tensor] = {}
     for plan in plan_target(target, stored=()):
         tensors.update(plan.take_apart(weights.sample(plan.module_key, plan.shape)))
-    for depth, layer in enumerate(layers):
-        for plan in plan_layer(
-            layer, family, num_hidden_layers=config.num_hidden_layers, depth=depth, stored=()
-        ):
+    for depth, plans in enumerate(plan_layers(layers, family, config, stored=())):
+        for plan in plans:
             value = weights.sample(plan.module_key, plan.shape)
             if echo_draft:
                 echo = _Echo(family, weights, tensors["model.norm.weight"])
                 value = echo.change(plan.module_key, value)
             tensors.update(plan.take_apart(value))
-        for name in family.ignorable:
-            source = "model.embed_tokens.weight" if "embed" in name else "lm_head.weight"
+        for name, source in _COPIES.items() if family.is_absolute else ():
             if source in tensors:
-                stored_name = name.format(layer=config.num_hidden_layers + depth, depth=depth)
+                stored_name = f"model.layers.{config.num_hidden_layers + depth}.{name}.weight"
                 tensors[stored_name] = tensors[source].clone()
     return tensors
 
@@ -341,18 +339,6 @@ def _has_centred_norms(target: nn.Module) -> bool:
     """Whether the family's norms multiply by 1 + weight: then new weights are initialized to 0."""
     norm_class = type(target.get_decoder().norm)  # type: ignore[operator]
     return not bool(norm_class(1).weight.any())
-
-
-def _uninitialized_target(
-    config: PreTrainedConfig, dtype: torch.dtype, device: torch.device | str, attention: str
-) -> PreTrainedModel:
-    """Create the target on the device without initializing its parameters."""
-    cls: Any = target_class(config)
-    with torch.device(device), no_init_weights():
-        target = cls._from_config(config, dtype=dtype, attn_implementation=attention)
-    # without initialization transformers does not tie weights
-    target.tie_weights()
-    return cast(PreTrainedModel, target)
 
 
 def _fill(

@@ -25,7 +25,7 @@ from mtp_plugin.config import (
     MTPDecodingConfig,
     MTPPluginOptions,
 )
-from mtp_plugin.hosts.embedded.models.families import FAMILIES
+from mtp_plugin.hosts.embedded.models import FAMILIES
 from mtp_plugin.hosts.vllm.options import VllmOptions
 from mtp_plugin.hosts.vllm.requests import PREFIX, RequestOptions
 from mtp_plugin.hosts.vllm.versions import TESTED, nearest

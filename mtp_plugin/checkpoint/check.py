@@ -9,7 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from mtp_plugin.checkpoint.families import FAMILIES, SEPARATE_DRAFTERS, Family, without_prefix
+from mtp_plugin.checkpoint.families import (
+    FAMILIES,
+    SEPARATE_DRAFTERS,
+    Family,
+    MTPFamily,
+    without_prefix,
+)
 from mtp_plugin.checkpoint.files import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -93,9 +99,6 @@ class Checkpoint:
     """Every tensor by name: those of the listed files, and MTP tensors of the others."""
     unlisted: tuple[Path, ...]
     """Files with MTP tensors that the index does not name."""
-    is_indexed: bool
-    """Whether transformers finds the files: there is a single one of the usual name, or an index.
-    """
 
     @property
     def model_type(self) -> str:
@@ -128,7 +131,7 @@ class Checkpoint:
     def declared(self) -> int:
         """Number of MTP layers that `config.json` declares."""
         keys = _COUNT_KEYS if self.family is None else self.family.keys
-        default = 0 if self.family is None else self.family.default
+        default = 0 if self.family is None else self.family.default_count
         return default if self.value(*keys) is None else self.number(*keys)
 
     @cached_property
@@ -143,9 +146,14 @@ class Checkpoint:
         return dict(_mtp_tensors(self.tensors, self.config))
 
     @cached_property
+    def copies(self) -> frozenset[str]:
+        """MTP tensors that are copies of the target's embedding and head."""
+        return frozenset(name for name in self.mtp if _COPY.match(name))
+
+    @cached_property
     def found(self) -> tuple[int, ...]:
         """MTP layers that have more than copies of the target's tensors."""
-        layers = {d for name, d in self.mtp.items() if d is not None and not _COPY.match(name)}
+        layers = {d for name, d in self.mtp.items() if d is not None and name not in self.copies}
         if layers and self.family is not None and self.family.reads == "sublayers":
             return (0,)
         return tuple(sorted(layers))
@@ -185,18 +193,25 @@ class Checkpoint:
         return " ".join(dict.fromkeys(name for name in given if isinstance(name, str)))
 
     @cached_property
-    def skipped(self) -> tuple[re.Pattern[str], ...]:
-        """Patterns of the layers that the quantization config leaves out."""
+    def _skipped(self) -> tuple[Mapping[str, set[str]], list[re.Pattern[str]]]:
+        """Layers that the quantization config leaves out, see `_split_skipped`."""
         lists = [self.quantization.get(key) for key in _SKIPPED]
         entries = [entry for entries in lists if isinstance(entries, list) for entry in entries]
         dynamic = self.quantization.get("dynamic")
         if isinstance(dynamic, dict):
             entries += [f"re:{key[2:]}" for key in dynamic if key.startswith("-:")]
-        return tuple(_pattern(entry) for entry in entries if isinstance(entry, str))
+        return _split_skipped(entry for entry in entries if isinstance(entry, str))
 
     def is_skipped(self, name: str) -> bool:
-        names = (name, without_prefix(name))
-        return any(pattern.search(each) for pattern in self.skipped for each in names)
+        """Whether the quantization config leaves out the layer of a tensor."""
+        parts, patterns = self._skipped
+        words = name.split(".")
+        for end, word in enumerate(words, 1):
+            if word in parts and any(".".join(words[i:end]) in parts[word] for i in range(end)):
+                return True
+        bare = without_prefix(name)
+        names = (name, bare, name.rpartition(".")[0], bare.rpartition(".")[0])
+        return any(pattern.match(each) for pattern in patterns for each in names)
 
     @cached_property
     def differences(self) -> tuple[list[str], list[str]]:
@@ -262,8 +277,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         tensors.update((name, headers[name]) for name in further)
         if further and has_index:
             unlisted.append(directory / file)
-    is_indexed = bool(indexed) or SINGLE_FILE in names
-    return Checkpoint(directory, config, tensors, tuple(unlisted), is_indexed)
+    return Checkpoint(directory, config, tensors, tuple(unlisted))
 
 
 def describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
@@ -301,7 +315,7 @@ def describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     head = (
         "lm_head" if checkpoint.parts["head"] else "tied to the embedding" if tied else "not found"
     )
-    copies = listed([name for name in mtp if _COPY.match(name)])
+    copies = listed([name for name in mtp if name in checkpoint.copies])
     shared = f"; MTP layers store {copies}" if copies else "; MTP layers share it" if mtp else ""
     stops = ", ".join(map(str, _stop_ids(checkpoint))) or "none"
     tags = ", ".join(f"{t} {i}" for t, i in thinking_tags(checkpoint.directory).items())
@@ -463,23 +477,46 @@ def _canonical(name: str) -> tuple[str, ...]:
     return tuple(f"{expert['experts']}.{name}.{leaf}" for name in names)
 
 
-def _pattern(entry: str) -> re.Pattern[str]:
-    """Return the pattern of an entry of a list of layers: parts of a name, also with `*`, or a
-    regular expression after `re:`."""
-    if entry.startswith("re:"):
-        try:
-            return re.compile(rf"\A(?:{entry[3:]})")
-        except re.error:
-            entry = entry[3:]
-    parts = without_prefix(entry.strip(".")).split("*")
-    return re.compile(rf"(?:\A|\.){'.*'.join(map(re.escape, parts))}(?:\.|\Z)")
+def _split_skipped(
+    entries: Iterable[str],
+) -> tuple[Mapping[str, set[str]], list[re.Pattern[str]]]:
+    """Return what the entries of a list of layers mean: parts of names by their last word, and
+    patterns of begins of names for those with `*` and for the regular expressions after `re:`.
+
+    A checkpoint may have hundreds of entries and 100,000 tensors, so that patterns are joined.
+    """
+    parts: dict[str, set[str]] = {}
+    joined, single = list[str](), list[re.Pattern[str]]()
+    for entry in entries:
+        if entry.startswith("re:"):
+            try:
+                pattern = re.compile(entry[3:])
+            except re.error:
+                entry = entry[3:]
+            else:
+                # joined, groups would have other numbers
+                if pattern.groups or "(?" in entry:
+                    single.append(pattern)
+                else:
+                    joined.append(entry[3:])
+                continue
+        part = without_prefix(entry.strip("."))
+        if "*" not in part:
+            parts.setdefault(part.rpartition(".")[2], set()).add(part)
+            continue
+        any_of = ".*".join(map(re.escape, part.split("*")))
+        joined.append(rf"(?:.*\.)?{any_of}(?:\.|\Z)")
+    if joined:
+        single.append(re.compile("|".join(f"(?:{pattern})" for pattern in joined)))
+    return parts, single
 
 
 def _target_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     names, number = checkpoint.parts["target"], checkpoint.number("num_hidden_layers")
     stored = {found[1]: n for n in names if (found := _TARGET_LAYER.match(without_prefix(n)))}
     absent = next((layer for layer in range(number) if str(layer) not in stored), None)
-    if stored and absent is not None:  # before building so many
+    # other families may name layers otherwise
+    if absent is not None and (stored or isinstance(checkpoint.family, MTPFamily)):
         yield Problem(
             f"config.json says num_hidden_layers = {number}, the files have no tensor of "
             f"model.layers.{absent}",

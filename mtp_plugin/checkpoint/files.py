@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin.config.bounded import read_bounded
+from mtp_plugin.config.bounded import open_regular, read_bounded
 from mtp_plugin.config.messages import got, spelled
 from mtp_plugin.errors import CheckpointError
 
@@ -86,16 +86,13 @@ def download_command(path: str | Path) -> str | None:
     return f"hf download {path} --local-dir {path}"
 
 
-def check_downloaded(file: Path) -> None:
+def _check_downloaded(file: Path, content: bytes) -> None:
     """Refuse a git-lfs pointer in the place of a file.
 
     Raises:
         CheckpointError: with the command that downloads the file.
-        OSError: the file cannot be read.
     """
-    with file.open("rb") as opened:
-        start = opened.read(len(_LFS_POINTER))
-    if start == _LFS_POINTER:
+    if content.startswith(_LFS_POINTER):
         raise CheckpointError(
             f"{file}: got a git-lfs pointer instead of the file; download it",
             f"git -C {shlex.quote(str(file.parent))} lfs pull",
@@ -110,11 +107,9 @@ def read_json(file: Path) -> dict[str, Any]:
             deeply, or holds something else than an object.
     """
     try:
-        if file.exists() and not file.is_file():
-            # a pipe or a device may never end
-            raise CheckpointError(f"{file}: expected a regular file, got another kind of file")
-        check_downloaded(file)
-        content = json.loads(read_bounded(file).decode("utf-8"))
+        read = read_bounded(file)
+        _check_downloaded(file, read)
+        content = json.loads(read.decode("utf-8"))
     except CheckpointError:  # a ValueError too
         raise
     except FileNotFoundError:
@@ -134,12 +129,9 @@ def read_json(file: Path) -> dict[str, Any]:
 
 def read_index(file: Path) -> dict[str, str]:
     index = read_json(file)
-    for table in ("weight_map", "metadata"):  # transformers reads both
-        if not isinstance(index.get(table), dict):
-            raise CheckpointError(
-                f"{file}: expected a table {table!r}, got {got(index.get(table))}"
-            )
-    weight_map: dict[str, str] = index["weight_map"]
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise CheckpointError(f"{file}: expected a table 'weight_map', got {got(weight_map)}")
     odd = [name for name in weight_map.values() if not _is_plain(name)]
     if odd:
         raise CheckpointError(
@@ -165,12 +157,12 @@ def file_headers(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         CheckpointError: it cannot be read, or is no whole safetensors file.
     """
     try:
-        if file.exists() and not file.is_file():
-            raise ValueError("another kind of file")
-        check_downloaded(file)
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             size = os.fstat(opened.fileno()).st_size
-            length = int.from_bytes(opened.read(8), "little")
+            start = opened.read(len(_LFS_POINTER))
+            _check_downloaded(file, start)
+            opened.seek(8)
+            length = int.from_bytes(start[:8], "little")
             if size < 8 or length > min(size - 8, _MAX_HEADER):
                 raise ValueError(f"a header of {length} bytes in a file of {size}")
             header = json.loads(opened.read(length))
@@ -187,7 +179,9 @@ def file_headers(file: Path) -> Iterator[tuple[str, StoredTensor]]:
         raise
     except KeyError as error:
         raise CheckpointError(f"{file}: expected a safetensors file, got no {error}") from None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read: {error.strerror}") from error
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"{file}: expected a safetensors file, got {error}") from error
 
 

@@ -8,11 +8,11 @@ from time import perf_counter
 
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.hosts.embedded import LLM, LlmRequest, SamplingParams, StepEvent
+from mtp_plugin.infer.pacing import paced
 from mtp_plugin.requests.logprobs import TokenLogprobs
 from mtp_plugin.requests.prompts import Prompt, place_of
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.tools.pacing import paced
 
 WARM_UP_TOKENS = 4
 

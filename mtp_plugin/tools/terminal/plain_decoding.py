@@ -10,6 +10,7 @@ from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.hosts.embedded.models import LoadedModel
 from mtp_plugin.infer import Continuation, SamplingRule, Thinking
 from mtp_plugin.infer.decoding import LogprobsMode
+from mtp_plugin.infer.pacing import paced
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import place_of
@@ -17,7 +18,6 @@ from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.thinking import NO_TOKEN, resolve_thinking_end
 from mtp_plugin.requests.tokenizer import encode
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats, num_decided_drafts
-from mtp_plugin.tools.pacing import paced
 from mtp_plugin.tools.parity import (
     TIE_ULPS,
     Comparison,

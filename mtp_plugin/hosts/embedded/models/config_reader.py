@@ -16,6 +16,7 @@ import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from mtp_plugin.checkpoint import vllm_command_of
+from mtp_plugin.checkpoint.families import MTPFamily, family_of
 from mtp_plugin.checkpoint.files import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -26,9 +27,8 @@ from mtp_plugin.checkpoint.files import (
 from mtp_plugin.checkpoint.vllm_command import IN_VLLM
 from mtp_plugin.config.messages import got, join, spelled
 from mtp_plugin.errors import CheckpointError, UnsupportedModelError, describe_error
-from mtp_plugin.hosts.embedded.models.block_layout import FULL_ATTENTION
-from mtp_plugin.hosts.embedded.models.families import ModelFacts, MTPFamily, family_of
 
+FULL_ATTENTION = "full_attention"
 _REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "max_position_embeddings",
@@ -83,6 +83,24 @@ LONGEST_REASON = 400
 
 Problem = tuple[str, str]
 """(key, message)."""
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Facts from a checkpoint's JSON files."""
+
+    model_type: str
+    architecture: str
+    hidden_size: int
+    vocab_size: int
+    num_hidden_layers: int
+    num_mtp_layers: int
+    """Number of MTP layers the config declares (D)."""
+    max_position_embeddings: int
+    eos_token_ids: tuple[int, ...]
+    """From generation_config.json, else from config.json; empty if neither has them."""
+    dtype: torch.dtype
+    """The config's dtype; default float32."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +217,7 @@ def check_config(
 
 def passed_keys(family: MTPFamily) -> frozenset[str]:
     """Return the keys of `config.json` that transformers gets unchanged."""
-    own = {field.name for field in fields(CONFIG_MAPPING[family.target_model_type])}
+    own = {field.name for field in fields(CONFIG_MAPPING[family.target_type])}
     own -= {field.name for field in fields(PreTrainedConfig)}
     own |= {"architectures", "full_attention_interval", "head_dim", family.count_key or ""}
     if "qk_rope_head_dim" in own:  # heads of two parts have no single width
@@ -249,7 +267,7 @@ def _transformers_config(
     )
     passed["rope_parameters"] = {k: float(v) if _is_float(k) else v for k, v in rope.items()}
     try:
-        return CONFIG_MAPPING[family.target_model_type].from_dict(passed)
+        return CONFIG_MAPPING[family.target_type].from_dict(passed)
     except Exception as error:  # transformers has no single error type for a bad config
         raise CheckpointError(
             f"{where}: expected a {family.model_type} config, transformers says: "

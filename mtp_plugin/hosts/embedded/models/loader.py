@@ -1,38 +1,54 @@
-"""Loading a checkpoint: the target through transformers, the MTP layers tensor by tensor."""
+"""Loads a checkpoint: its files are checked, then each weight is read into its module.
+
+The path of a weight: `preflight` builds the modules without storage and plans which stored tensors
+each of their tensors is made of (`TensorPlan`); `load_model` reads these and assigns them, those of
+the target and of the MTP layers alike.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+import copy
+import shlex
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from time import perf_counter
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import nn
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import logging as transformers_logging
 
 import mtp_plugin.hosts.embedded.attention.bridge  # noqa: F401 - registers the attention functions
-from mtp_plugin.checkpoint.files import listed
-from mtp_plugin.errors import CheckpointError, ConfigError
-from mtp_plugin.hosts.embedded.models.block_layout import build_layers, target_class
-from mtp_plugin.hosts.embedded.models.checkpoint_files import indexed_directory, read_tensors
+from mtp_plugin.checkpoint import FLOATING, Checkpoint, read_checkpoint
+from mtp_plugin.checkpoint.families import DraftTraits, MTPFamily
+from mtp_plugin.checkpoint.files import StoredTensor, listed
+from mtp_plugin.checkpoint.vllm_command import IN_VLLM
+from mtp_plugin.errors import (
+    CheckpointError,
+    ConfigError,
+    MTPPluginError,
+    UnsupportedModelError,
+    describe_error,
+)
+from mtp_plugin.hosts.embedded.models.config_reader import (
+    FULL_ATTENTION,
+    LONGEST_REASON,
+    CheckedConfig,
+    ModelFacts,
+    read_config,
+)
 from mtp_plugin.hosts.embedded.models.draft_head import cut_head
-from mtp_plugin.hosts.embedded.models.families import DraftTraits, ModelFacts, MTPFamily
-from mtp_plugin.hosts.embedded.models.mtp_layer import TransformersAttention
-from mtp_plugin.hosts.embedded.models.preflight import Preflight, preflight
+from mtp_plugin.hosts.embedded.models.mtp_layer import MTPLayer, TransformersAttention
 from mtp_plugin.infer.language_model import transformers_arguments
+from mtp_plugin.infer.pacing import paced
 
-Report = Callable[[str], None]
-REPORT_SECONDS = 5.0
-"""Between two reports of loaded tensors."""
-
-
-def _ignore(_: str) -> None:
-    pass
+WITHOUT_MTP = "to run without MTP, set speculative_config to null (None in Python), or type"
+_OTHER_WEIGHTS = (".bin", ".pt", ".pth")
+_STALE_BUFFER = ".rotary_emb.inv_freq"
+"""Stored by old converters, computed from the config since."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +144,7 @@ def load_model(
     device: torch.device | str = "cpu",
     attn_implementation: str = "sdpa",
     num_mtp_layers: int | None = None,
-    on_progress: Report = _ignore,
+    on_progress: Callable[[str], None] = lambda _: None,
 ) -> LoadedModel:
     """Load a target and its MTP layers from a checkpoint directory.
 
@@ -153,83 +169,33 @@ def load_model(
         raise ConfigError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
     check_attention(attn_implementation)
     checked = preflight(path, num_mtp_layers)
-    target = _load_target(checked, dtype, attn_implementation, on_progress)
+    target = uninitialized_target(checked.config, dtype, attn_implementation)
+    target.generation_config = GenerationConfig(
+        **{k: list(v) if isinstance(v, tuple) else v for k, v in checked.token_ids.items()}
+    )
+    kept_in_fp32 = tuple(target._keep_in_fp32_modules_strict or ())
+    read = _Reader(checked.checkpoint.tensors, dtype, kept_in_fp32, paced(on_progress))
+    target.load_state_dict(read(checked.target_plans), strict=False, assign=True)
+    target.tie_weights()
     if torch.device(device).type != "cpu":
         on_progress(f"moving the target to {device}")
     target.to(device)  # type: ignore[arg-type]
     if checked.num_mtp_layers:
         on_progress(f"loading the MTP layers ({checked.num_mtp_layers})")
-    layers = _load_mtp_layers(checked, target, dtype, device)
+    layers = build_layers(target, target.config, checked.family, checked.num_mtp_layers)
+    for depth, layer in enumerate(layers):
+        if depth < len(checked.plans):
+            tensors = read(checked.plans[depth])
+            state = {key: tensor.to(device) for key, tensor in tensors.items()}
+        else:
+            state = layers[0].state_dict(keep_vars=True)
+        layer.load_state_dict(state, assign=True)
     return LoadedModel(
         target=target.eval().requires_grad_(False),
         mtp_layers=layers.eval().requires_grad_(False),
         facts=checked.facts,
         family=checked.family,
     )
-
-
-def _load_target(
-    checked: Preflight, dtype: torch.dtype, attn_implementation: str, on_progress: Report
-) -> PreTrainedModel:
-    where = f"checkpoint {checked.directory}"
-    try:
-        with quiet_transformers(on_progress), indexed_directory(checked.checkpoint) as directory:
-            loaded: Any = target_class(checked.config).from_pretrained(
-                directory,
-                config=checked.config,
-                dtype=dtype,
-                attn_implementation=attn_implementation,
-                generation_config=GenerationConfig(
-                    **{
-                        key: list(value) if isinstance(value, tuple) else value
-                        for key, value in checked.token_ids.items()
-                    }
-                ),
-                use_safetensors=True,
-                output_loading_info=True,
-                local_files_only=True,
-            )
-            target, report = loaded
-    except ImportError as error:
-        raise ConfigError(
-            f"attn_implementation: {attn_implementation!r} is refused: {error}"
-        ) from error
-    except Exception as error:  # transformers has no single error type for a bad checkpoint
-        raise CheckpointError(f"{where}: transformers cannot load the target: {error}") from error
-    if report["missing_keys"]:
-        raise CheckpointError(
-            f"{where}: transformers left {len(report['missing_keys'])} target tensor(s) unfilled: "
-            f"{listed(sorted(report['missing_keys']))}"
-        )
-    return target  # type: ignore[no-any-return]
-
-
-def _load_mtp_layers(
-    checked: Preflight, target: PreTrainedModel, dtype: torch.dtype, device: torch.device | str
-) -> nn.ModuleList:
-    layers = build_layers(target, target.config, checked.family, checked.num_mtp_layers)
-    kept_in_fp32 = tuple(getattr(target, "_keep_in_fp32_modules_strict", None) or ())
-    for depth, layer in enumerate(layers):
-        if depth < len(checked.plans):
-            tensors = _read_layer(checked, depth, dtype, kept_in_fp32)
-            state = {key: tensor.to(device) for key, tensor in tensors.items()}
-        else:
-            state = layers[0].state_dict(keep_vars=True)
-        layer.load_state_dict(state, assign=True)
-    return layers
-
-
-def _read_layer(
-    checked: Preflight, depth: int, dtype: torch.dtype, kept_in_fp32: tuple[str, ...]
-) -> dict[str, torch.Tensor]:
-    plans = checked.plans[depth]
-    tensors = dict(read_tensors(checked.stored, {name for plan in plans for name in plan.sources}))
-    return {
-        plan.module_key: plan.assemble(tensors).to(
-            torch.float32 if any(part in plan.module_key for part in kept_in_fp32) else dtype
-        )
-        for plan in plans
-    }
 
 
 def check_attention(name: str) -> None:
@@ -246,37 +212,327 @@ def check_attention(name: str) -> None:
         )
 
 
-@contextmanager
-def quiet_transformers(report: Report = _ignore) -> Iterator[None]:
-    """Silence transformers' load report and progress bar: the loader checks the report itself.
+@dataclass(frozen=True)
+class TensorPlan:
+    """How one tensor of a module is made of checkpoint tensors."""
+
+    module_key: str
+    """Key in the module's state dict."""
+    shape: tuple[int, ...]
+    sources: tuple[str, ...]
+    """Checkpoint names: one, or one (two for gate and up) per expert in the order of experts."""
+    source_shape: tuple[int, ...]
+    fuse: Literal["copy", "experts", "gate_up_experts"]
+
+    def assemble(self, stored: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The module's tensor [shape] from the checkpoint's."""
+        parts = [stored[name] for name in self.sources]
+        if self.fuse == "copy":
+            return parts[0]
+        if self.fuse == "gate_up_experts":
+            parts = [torch.cat(pair, dim=0) for pair in zip(parts[::2], parts[1::2], strict=True)]
+        return torch.stack(parts)
+
+    def take_apart(self, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The checkpoint's tensors from the module's; undoes `assemble`."""
+        if self.fuse == "copy":
+            return {self.sources[0]: tensor.clone()}
+        parts = list(tensor)
+        if self.fuse == "gate_up_experts":
+            parts = [half for part in parts for half in part.chunk(2, dim=0)]
+        return {name: part.clone() for name, part in zip(self.sources, parts, strict=True)}
+
+
+@dataclass(frozen=True)
+class Preflight(CheckedConfig):
+    """A valid checkpoint, with everything that loading it needs."""
+
+    num_mtp_layers: int
+    """How many MTP layers will run: 0 without drafts, 1 for eagle, K for vanilla."""
+    checkpoint: Checkpoint
+    target_plans: tuple[TensorPlan, ...]
+    plans: tuple[tuple[TensorPlan, ...], ...]
+    """Per declared MTP layer, where its tensors come from; empty without drafts."""
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]:
+        """Every tensor of the checkpoint by name."""
+        return self.checkpoint.tensors
+
+
+def preflight(path: str | Path, num_mtp_layers: int | None = None) -> Preflight:
+    """Check a checkpoint directory from its JSON files and safetensors headers alone.
 
     Args:
-        report: called with the number of loaded tensors every few seconds.
+        path: directory in Hugging Face layout.
+        num_mtp_layers: number of MTP layers that will run; 0 checks the target alone; None: all
+            that the checkpoint declares.
+
+    Raises:
+        ConfigError: a negative number.
+        UnsupportedModelError: a family, a layer type or a dtype (quantized weights) that does not
+            run here; with the command for vLLM.
+        CheckpointError: anything else that would make loading fail or draft from invalid weights:
+            missing files, bad JSON, more layers than declared (unless exactly one is), or tensors
+            that are missing, unknown, of a wrong shape, or not fp32, fp16 or bf16.
     """
-    level = transformers_logging.get_verbosity()
-    bar = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
+    if num_mtp_layers is not None and num_mtp_layers < 0:
+        raise ConfigError(f"num_mtp_layers: expected at least 0, got {num_mtp_layers}")
+    checked = read_config(path)
+    where, declared = f"checkpoint {checked.directory}", checked.facts.num_mtp_layers
+    needed = declared if num_mtp_layers is None else num_mtp_layers
 
-    def make_bar(factory: Callable[..., Any], arguments: tuple[Any, ...], named: Any) -> Any:
-        if arguments and isinstance(arguments[0], Collection):
-            arguments = (_counted(arguments[0], report), *arguments[1:])
-        return factory(*arguments, **named)
+    def refuse_in_favour_of_vllm(message: str) -> None:
+        raise UnsupportedModelError(f"{where}: {message}; {IN_VLLM}", checked.vllm_command)
 
-    hook = transformers_logging.set_tqdm_hook(make_bar)
+    names = sorted(file.name for file in checked.directory.glob("*"))
+    others = [name for name in names if name.endswith(_OTHER_WEIGHTS)]
+    if others and not any(name.endswith(".safetensors") for name in names):
+        refuse_in_favour_of_vllm(f"expected weights in safetensors files, got {listed(others)}")
+    checkpoint = read_checkpoint(checked.directory)
+    stored = checkpoint.tensors
+    odd = sorted(f"{n} ({each.dtype})" for n, each in stored.items() if each.dtype not in FLOATING)
+    if odd:
+        refuse_in_favour_of_vllm(
+            f"expected tensors of {', '.join(FLOATING)} only, got {len(odd)} of other dtypes: "
+            f"{listed(odd)}"
+        )
+    _refuse_problems(checkpoint, with_mtp=needed > 0)
+    if needed > declared != 1:
+        raise CheckpointError(
+            f"{where}: expected at most {declared} requested MTP layers, got {needed}; only a "
+            "single layer can be repeated"
+        )
     try:
-        yield
-    finally:
-        transformers_logging.set_tqdm_hook(hook)
-        transformers_logging.set_verbosity(level)
-        if bar:
-            transformers_logging.enable_progress_bar()
+        target = without_storage(checked.config)
+        target_plans = plan_target(target, stored)
+        layers = build_layers(target, checked.config, checked.family, declared if needed else 0)
+        plans = plan_layers(layers, checked.family, checked.config, stored)
+    except MTPPluginError as error:
+        raise CheckpointError(f"{where}: {error}") from None
+    except Exception as error:  # transformers has no single error type for a bad config
+        raise CheckpointError(
+            f"{where}: transformers cannot build the model of config.json: "
+            f"{describe_error(error)[:LONGEST_REASON]}"
+        ) from error
+    every = [*target_plans, *(plan for layer in plans for plan in layer)]
+    _check_tensors(checkpoint, {n: p.source_shape for p in every for n in p.sources}, needed > 0)
+    return Preflight(
+        **vars(checked),
+        num_mtp_layers=needed,
+        checkpoint=checkpoint,
+        target_plans=target_plans,
+        plans=plans,
+    )
 
 
-def _counted(items: Collection[Any], report: Report) -> Iterator[Any]:
-    due = perf_counter() + REPORT_SECONDS
-    for number, item in enumerate(items, 1):
-        yield item
-        if perf_counter() >= due:
-            due = perf_counter() + REPORT_SECONDS
-            report(f"loading weights: {number} of {len(items)} tensors")
+def check_declared(path: str | Path) -> None:
+    """Refuse a checkpoint with MTP layers that its config does not declare.
+
+    Raises:
+        CheckpointError: these, or files that cannot be read.
+    """
+    checkpoint = read_checkpoint(path)
+    if checkpoint.found and not checkpoint.declared:
+        _refuse_problems(checkpoint, with_mtp=True)
+
+
+def _refuse_problems(checkpoint: Checkpoint, *, with_mtp: bool) -> None:
+    where = f"checkpoint {checkpoint.directory}"
+    for problem in checkpoint.problems:
+        if problem.is_of_vllm or (problem.is_of_mtp and not with_mtp):
+            continue
+        if not problem.is_of_mtp:
+            raise CheckpointError(f"{where}: {problem.text}")
+        raise CheckpointError(
+            f"{where}: {problem.text}; {WITHOUT_MTP}",
+            f"mtp-plugin generate --model {shlex.quote(str(checkpoint.directory))} --no-mtp",
+        )
+
+
+def _check_tensors(
+    checkpoint: Checkpoint, shapes: Mapping[str, tuple[int, ...]], with_mtp: bool
+) -> None:
+    """Refuse missing and unknown tensors, and those of a wrong shape.
+
+    Args:
+        shapes: those that are needed, by name.
+    """
+    stored = checkpoint.tensors
+    missing = sorted(shapes.keys() - stored.keys())
+    ignored = {"lm_head.weight"} | (checkpoint.copies if with_mtp else checkpoint.mtp.keys())
+    unknown = sorted(stored.keys() - shapes.keys() - ignored)
+    unknown = [name for name in unknown if not name.endswith(_STALE_BUFFER)]
+    wrong = [
+        f"{name}: expected {list(shape)}, got {list(stored[name].shape)}"
+        for name, shape in shapes.items()
+        if name in stored and stored[name].shape != shape
+    ]
+    for names, problem in (
+        (missing, f"of the {len(shapes)} tensors of config.json are missing"),
+        (unknown, "tensor(s) are unknown to the model of config.json"),
+        (wrong, "tensor(s) have a wrong shape"),
+    ):
+        if names:
+            raise CheckpointError(
+                f"checkpoint {checkpoint.directory}: {len(names)} {problem}: {listed(names)}"
+            )
+
+
+def without_storage(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build the target on the meta device: classes, names and shapes without weights."""
+    with torch.device("meta"):
+        return cast(PreTrainedModel, AutoModelForCausalLM.from_config(config))
+
+
+def uninitialized_target(
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    attn_implementation: str,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """Build the target without initializing its weights, whose memory is not touched.
+
+    Raises:
+        ConfigError: the attention function needs a package that is missing.
+    """
+    try:
+        with torch.device(device), no_init_weights():
+            target = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attn_implementation
+            )
+    except ImportError as error:
+        raise ConfigError(
+            f"attn_implementation: {attn_implementation!r} is refused: {error}"
+        ) from error
+    return cast(PreTrainedModel, target)
+
+
+def build_layers(
+    target: PreTrainedModel, config: PreTrainedConfig, family: MTPFamily, num_layers: int
+) -> nn.ModuleList:
+    """Build MTP layers of the target's classes, without storage.
+
+    The blocks take the indices after the target's layers, because that index addresses the KV
+    pools; so everything that is listed per layer grows by `num_layers` full-attention entries.
+
+    Args:
+        target: gives the classes of layer and norm, and the rotary embedding to share.
+        config: the target's full config.
+    """
+    decoder: Any = target.get_decoder()
+    extended = copy.deepcopy(config)
+    for key, value in family.block_config.items():
+        setattr(extended, key, copy.copy(value))
+    if getattr(config, "layer_types", None) is not None:
+        extended.layer_types = [*config.layer_types, *[FULL_ATTENTION] * num_layers]
+    extended.num_hidden_layers = config.num_hidden_layers + num_layers
+    with torch.device("meta"):
+        return nn.ModuleList(
+            MTPLayer(
+                extended,
+                block_class=type(decoder.layers[-1]),
+                norm_class=type(decoder.norm),
+                layer_idx=config.num_hidden_layers + depth,
+                traits=family.traits,
+                rotary=decoder.rotary_emb,
+            )
+            for depth in range(num_layers)
+        )
+
+
+def plan_target(target: PreTrainedModel, stored: Collection[str]) -> tuple[TensorPlan, ...]:
+    """Map each tensor of the target to its checkpoint tensors; a tied head has none."""
+    tied = target.config.tie_word_embeddings
+    plans = _plan_tensors(target, lambda key: key, stored)
+    return tuple(plan for plan in plans if not (tied and plan.module_key == "lm_head.weight"))
+
+
+def plan_layers(
+    layers: Iterable[nn.Module],
+    family: MTPFamily,
+    config: PreTrainedConfig,
+    stored: Collection[str],
+) -> tuple[tuple[TensorPlan, ...], ...]:
+    """Map each tensor of each MTP layer to its checkpoint tensors."""
+    first = config.num_hidden_layers
+    return tuple(
+        tuple(_plan_tensors(layer, lambda key: family.stored_name(key, first, depth), stored))  # noqa: B023
+        for depth, layer in enumerate(layers)
+    )
+
+
+def _plan_tensors(
+    module: nn.Module, name_of: Callable[[str], str], stored: Collection[str]
+) -> Iterator[TensorPlan]:
+    """Map each tensor of a module to its checkpoint tensors.
+
+    Experts are one tensor in the module; checkpoints store them one by one, or fused where `stored`
+    has the fused name.
+
+    Raises:
+        CheckpointError: more experts than `stored` has.
+    """
+    for key, tensor in module.state_dict().items():
+        name = name_of(key)
+        shape = tuple(tensor.shape)
+        experts, _, projection = name.rpartition(".")
+        if name in stored or not experts.endswith(".experts"):
+            yield TensorPlan(key, shape, (name,), shape, "copy")
+            continue
+        is_pair = projection == "gate_up_proj"
+        halves = ("gate_proj", "up_proj") if is_pair else (projection,)
+        last = f"{experts}.{shape[0] - 1}.{halves[0]}.weight"
+        if stored and last not in stored:
+            raise CheckpointError(f"expected {shape[0]} experts in {experts}, there is no {last}")
+        sources = tuple(
+            f"{experts}.{expert}.{half}.weight" for expert in range(shape[0]) for half in halves
+        )
+        source_shape = (shape[1] // len(halves), *shape[2:])
+        yield TensorPlan(
+            key, shape, sources, source_shape, "gate_up_experts" if is_pair else "experts"
+        )
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the tensors of modules, on the CPU; the files are mapped, not copied."""
+
+    stored: Mapping[str, StoredTensor]
+    dtype: torch.dtype
+    kept_in_fp32: tuple[str, ...]
+    """Parts of the names of tensors that have float32 in any dtype."""
+    report: Callable[[str], None]
+
+    def __call__(self, plans: Sequence[TensorPlan]) -> dict[str, torch.Tensor]:
+        """Return the tensors of the plans by module key."""
+        names = [name for plan in plans for name in plan.sources]
+        tensors = {}
+        for number, (name, tensor) in enumerate(read_tensors(self.stored, names), 1):
+            tensors[name] = tensor
+            self.report(f"loading weights: {number} of {len(names)} tensors")
+        return {plan.module_key: self._cast(plan, plan.assemble(tensors)) for plan in plans}
+
+    def _cast(self, plan: TensorPlan, tensor: torch.Tensor) -> torch.Tensor:
+        is_kept = any(part in plan.module_key for part in self.kept_in_fp32)
+        return tensor.to(torch.float32 if is_kept else self.dtype)
+
+
+def read_tensors(
+    stored: Mapping[str, StoredTensor], names: Iterable[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """The named tensors, on the CPU, file by file.
+
+    Raises:
+        CheckpointError: one cannot be read.
+    """
+    by_file: dict[Path, list[str]] = {}
+    for name in names:
+        by_file.setdefault(stored[name].file, []).append(name)
+    for file, in_file in by_file.items():
+        try:
+            with safe_open(file, framework="pt", device="cpu") as opened:
+                for name in in_file:
+                    yield name, opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: a tensor cannot be read: {error}") from error

@@ -7,8 +7,8 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from mtp_plugin.checkpoint.families import DraftTraits
 from mtp_plugin.errors import UnsupportedModelError
-from mtp_plugin.hosts.embedded.models.families import DraftTraits
 from mtp_plugin.infer.language_model import transformers_arguments
 
 
@@ -50,7 +50,7 @@ class MTPLayer(nn.Module):
 
         Args:
             config: a transformers config under which `block_class(config, layer_idx)` is an MTP
-                block (see `block_layout.block_config`).
+                block.
             block_class: the target's decoder layer class.
             norm_class: the class of the target's final norm.
             layer_idx: row of the KV pools, the number of target layers plus the depth.

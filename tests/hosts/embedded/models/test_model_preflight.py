@@ -9,18 +9,20 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from mtp_plugin.checkpoint.vllm_command import IN_VLLM, vllm_command
-from mtp_plugin.errors import CheckpointError, ConfigError, UnsupportedModelError
+from mtp_plugin.errors import CheckpointError, UnsupportedModelError
 from mtp_plugin.hosts.embedded.models import FAMILIES, load_model, preflight
-from mtp_plugin.hosts.embedded.models.preflight import WITHOUT_MTP
+from mtp_plugin.hosts.embedded.models.loader import WITHOUT_MTP
 
 Edited = Callable[..., Path]
+Sharded = Callable[[Path], Path]
 Tensors = dict[str, torch.Tensor]
 INDEX = "model.safetensors.index.json"
+SHARD = "model-00002-of-00002.safetensors"
 TO_VLLM = f"; {IN_VLLM}: {vllm_command('PATH')}"
 """The end of a refusal of what vLLM may run."""
-EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 
 
 def refusal(path: Path, num_mtp_layers: int | None = None) -> str:
@@ -29,6 +31,15 @@ def refusal(path: Path, num_mtp_layers: int | None = None) -> str:
     return str(caught.value).replace(str(path), "PATH")
 
 
+@pytest.fixture
+def _no_weight_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise AssertionError("a weight was read")
+
+    monkeypatch.setattr("mtp_plugin.hosts.embedded.models.loader.read_tensors", forbidden)
+
+
+@pytest.mark.usefixtures("_no_weight_is_read")
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_good_checkpoints_pass(checkpoint: Callable[..., Path], family: str) -> None:
     found = preflight(checkpoint(family))
@@ -37,36 +48,7 @@ def test_good_checkpoints_pass(checkpoint: Callable[..., Path], family: str) -> 
     planned = {name for plan in found.plans[0] for name in plan.sources}
     assert planned <= set(found.stored)
     assert preflight(checkpoint(family), 3).num_mtp_layers == 3  # one layer, repeated
-
-
-def test_number_of_layers(checkpoint: Callable[..., Path]) -> None:
-    path = checkpoint("glm4_moe", num_mtp_layers=3)
-    assert [preflight(path, n).num_mtp_layers for n in (None, 0, 2)] == [3, 0, 2]
-    assert refusal(path, 4) == (
-        "checkpoint PATH: expected at most 3 requested MTP layers, got 4; only a single layer can "
-        "be repeated"
-    )
-    with pytest.raises(ConfigError, match="num_mtp_layers: expected at least 0, got -1"):
-        preflight(path, -1)
-
-
-def test_a_target_alone_needs_no_mtp_tensors(edited: Edited) -> None:
-    path = edited("qwen3_next", edit_tensors=lambda tensors: tensors.pop("mtp.fc.weight"))
-    found = preflight(path, 0)
-    assert (found.num_mtp_layers, found.plans) == (0, ())
-
-
-def test_recurrent_targets(checkpoint: Callable[..., Path], edited: Edited) -> None:
-    path = checkpoint("qwen3_next", layer_types=["linear_attention", "full_attention"])
-    assert refusal(path) == (
-        "checkpoint PATH: expected only full_attention layers, got layer types linear_attention "
-        f"(1 of 2 layers){TO_VLLM}"
-    )
-    with pytest.raises(UnsupportedModelError):
-        load_model(path)
-    # a qwen3_next config without layer types means three linear layers of four
-    path = edited("qwen3_next", lambda config: config.pop("layer_types"), num_hidden_layers=4)
-    assert "got layer types linear_attention (3 of 4 layers); vLLM" in refusal(path)
+    assert preflight(checkpoint(family), 0).plans == ()
 
 
 def drop_mtp(tensors: Tensors) -> None:
@@ -74,31 +56,23 @@ def drop_mtp(tensors: Tensors) -> None:
         del tensors[name]
 
 
-def quantize_target(tensors: Tensors) -> None:
-    """As released: the target's attention in FP8, the MTP layer in bfloat16."""
-    for name in list(tensors):
-        if name.startswith("model.layers.0.self_attn"):
-            tensors[name] = tensors[name].to(torch.float8_e4m3fn)
-        if name.startswith("model.layers.2."):
-            tensors[name] = tensors[name].bfloat16()
+def drop(name: str) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.pop(name)
 
 
-def cast(name: str, dtype: torch.dtype) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.update({name: tensors[name].to(dtype)})
-
-
-def put(name: str, *shape: int) -> Callable[[Tensors], None]:
-    return lambda tensors: tensors.update({name: torch.ones(shape)})
+def put(name: str, *shape: int, dtype: torch.dtype = torch.float32) -> Callable[[Tensors], None]:
+    return lambda tensors: tensors.update({name: torch.ones(shape).to(dtype)})
 
 
 def config_with(**values: object) -> Callable[[dict[str, Any]], None]:
     return lambda config: config.update(values)
 
 
+EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 ODD = "expected tensors of F32, F16, BF16 only, got"
 UNKNOWN = "tensor(s) are unknown to the model of config.json:"
 EH_PROJ, INPUT_PROJ = "model.layers.2.eh_proj.weight", "model.mtp_layers.0.input_proj.weight"
-FLOAT8 = torch.float8_e4m3fn
+LINEAR = "expected only full_attention layers, got layer types linear_attention"
 WRONG: list[tuple[str, Any, Any, str]] = [
     (
         "qwen3_next",
@@ -111,13 +85,13 @@ WRONG: list[tuple[str, Any, Any, str]] = [
     (
         "glm4_moe",
         None,
-        lambda tensors: tensors.pop(EXPERT),
+        drop(EXPERT),
         f"1 tensor(s) of the MTP layers are missing: {EXPERT} (of 4 experts); take the",
     ),
     (
         "mimo",
         None,
-        lambda tensors: tensors.pop("model.norm.weight"),
+        drop("model.norm.weight"),
         "1 of the 43 tensors of config.json are missing: model.norm.weight",
     ),
     (
@@ -135,26 +109,6 @@ WRONG: list[tuple[str, Any, Any, str]] = [
     ),
     (
         "mimo",
-        config_with(num_nextn_predict_layers=2),
-        None,
-        "config.json declares 2 MTP layers, the files have 1: set num_nextn_predict_layers to 1",
-    ),
-    (
-        "glm4_moe",
-        None,
-        put("model.layers.2.final_layernorm.weight", 64),
-        "1 tensor(s) of the MTP layers are unknown to family glm4_moe: "
-        "model.layers.2.final_layernorm.weight",
-    ),
-    # a second layer that config.json does not declare
-    (
-        "glm4_moe",
-        None,
-        put("model.layers.3.enorm.weight", 64),
-        "config.json declares 1 MTP layer(s), the files have 2: set num_nextn_predict_layers to 2",
-    ),
-    (
-        "mimo",
         None,
         put(INPUT_PROJ, 64, 64),
         f"1 tensor(s) have a wrong shape: {INPUT_PROJ}: expected [64, 128], got [64, 64]",
@@ -166,23 +120,54 @@ WRONG: list[tuple[str, Any, Any, str]] = [
         "1 tensor(s) have a wrong shape: model.layers.2.mlp.experts.1.down_proj.weight: expected "
         "[64, 32], got [64, 33]",
     ),
+    *(
+        (
+            "glm4_moe",
+            None,
+            put(EH_PROJ, 64, 128, dtype=dtype),
+            f"{ODD} 1 of other dtypes: {EH_PROJ} ({name}){TO_VLLM}",
+        )
+        for dtype, name in ((torch.float8_e4m3fn, "F8_E4M3"), (torch.float64, "F64"))
+    ),
+    # refused before so many modules are built
     (
         "glm4_moe",
+        config_with(num_hidden_layers=10_000),
         None,
-        cast(EH_PROJ, FLOAT8),
-        f"{ODD} 1 of other dtypes: {EH_PROJ} (F8_E4M3){TO_VLLM}",
+        "config.json says num_hidden_layers = 10000, the files have no tensor of model.layers.3",
     ),
     (
         "glm4_moe",
+        config_with(n_routed_experts=60_000),
         None,
-        cast(EH_PROJ, torch.float64),
-        f"{ODD} 1 of other dtypes: {EH_PROJ} (F64){TO_VLLM}",
+        "179988 tensor(s) of the MTP layers are missing: model.layers.2.mlp.experts.10.down_proj",
     ),
     (
         "deepseek_v3",
+        config_with(n_routed_experts=60_000, num_nextn_predict_layers=0),
+        lambda tensors: [tensors.pop(n) for n in list(tensors) if n.startswith("model.layers.2.")],
+        "expected 60000 experts in model.layers.1.mlp.experts, there is no model.layers.1.mlp.",
+    ),
+    (
+        "qwen3_next",
+        config_with(layer_types=["linear_attention", "full_attention"]),
         None,
-        quantize_target,
-        f"{ODD} 7 of other dtypes: model.layers.0.self_attn.kv_a_layernorm.weight",
+        f"{LINEAR} (1 of 2 layers){TO_VLLM}",
+    ),
+    # a config without layer types means three linear layers of four
+    (
+        "qwen3_next",
+        lambda config: (config.pop("layer_types"), config.update(num_hidden_layers=4)),
+        None,
+        f"{LINEAR} (3 of 4 layers); vLLM",
+    ),
+    # names that no terminal should show
+    *(
+        ("glm4_moe", None, put(name, 1), f"1 {UNKNOWN} {shown}")
+        for name, shown in (
+            ("model.layers." + "9" * 5000 + ".x", "model.layers." + "9" * 184 + "..."),
+            ("model.\x1b[31m\n", r"'model.\x1b[31m\n'"),
+        )
     ),
 ]
 
@@ -191,76 +176,66 @@ WRONG: list[tuple[str, Any, Any, str]] = [
 def test_wrong_tensors(
     edited: Edited, family: str, config: Any, tensors: Any, message: str
 ) -> None:
-    assert refusal(edited(family, config, tensors)).startswith(f"checkpoint PATH: {message}")
+    path = edited(family, config, tensors)
+    assert refusal(path).startswith(f"checkpoint PATH: {message}")
+    if TO_VLLM in message:
+        with pytest.raises(UnsupportedModelError):
+            load_model(path)
 
 
-def test_stored_copies_and_fused_experts_pass(edited: Edited) -> None:
-    def drop_copies(tensors: Tensors) -> None:
-        del tensors["model.layers.2.embed_tokens.weight"]
-        del tensors["model.layers.2.shared_head.head.weight"]
-
-    def fuse(tensors: Tensors) -> None:
-        stem = "mtp.layers.0.mlp.experts"
-        parts = {
-            half: [tensors.pop(f"{stem}.{expert}.{half}_proj.weight") for expert in range(4)]
-            for half in ("gate", "up", "down")
-        }
-        gates_and_ups = [torch.cat(pair) for pair in zip(parts["gate"], parts["up"], strict=True)]
-        tensors[f"{stem}.gate_up_proj"] = torch.stack(gates_and_ups)
-        tensors[f"{stem}.down_proj"] = torch.stack(parts["down"])
-
-    for family, edit in (("glm4_moe", drop_copies), ("qwen3_next", fuse)):
-        assert preflight(edited(family, edit_tensors=edit)).num_mtp_layers == 1
+def test_other_kinds_of_files(edited: Edited) -> None:
+    path = edited("glm4_moe")
+    # as in transformers, the file goes before an index
+    (path / INDEX).write_text("{}")
+    assert preflight(path).num_mtp_layers == 1
+    (path / INDEX).unlink()
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    assert refusal(path) == (
+        f"checkpoint PATH: expected weights in safetensors files, got pytorch_model.bin{TO_VLLM}"
+    )
+    (path / "pytorch_model.bin").unlink()
+    assert refusal(path) == "checkpoint PATH: expected *.safetensors files, found none"
 
 
-class TestFiles:
-    def test_no_safetensors(self, edited: Edited) -> None:
-        path = edited("glm4_moe")
-        (path / "model.safetensors").rename(path / "pytorch_model.bin")
-        assert refusal(path) == (
-            "checkpoint PATH: expected weights in safetensors files, got pytorch_model.bin"
-            f"{TO_VLLM}"
-        )
-        (path / "pytorch_model.bin").unlink()
-        assert refusal(path) == ("checkpoint PATH: expected *.safetensors files, found none")
+def test_shards(edited: Edited, sharded: Sharded) -> None:
+    path = sharded(edited("glm4_moe"))
+    index = json.loads((path / INDEX).read_text())
+    index["weight_map"]["model.extra"] = SHARD
+    (path / INDEX).write_text(json.dumps(index))
+    names = "names 1 tensor(s) that its files do not hold: model.extra"
+    assert refusal(path) == f"checkpoint PATH: {INDEX} {names}"
+    (path / INDEX).write_text('{"weight_map": []}')
+    assert refusal(path) == f"PATH/{INDEX}: expected a table 'weight_map', got []"
+    (path / INDEX).write_text("[]")
+    assert refusal(path) == f"PATH/{INDEX}: expected a JSON object, got list"
+    del index["weight_map"]["model.extra"]
+    del index["metadata"]  # is not read
+    (path / INDEX).write_text(json.dumps(index))
+    assert preflight(path).num_mtp_layers == 1
+    extra = {**load_file(path / SHARD), "lm_head.weight": torch.zeros(512, 64)}
+    save_file(extra, path / SHARD, {"format": "pt"})
+    assert refusal(path) == "checkpoint PATH: a tensor is in several files: lm_head.weight"
+    (path / SHARD).unlink()
+    assert refusal(path) == f"PATH/{SHARD}: cannot be read: No such file or directory"
 
-    def test_broken_file(self, edited: Edited) -> None:
-        path = edited("glm4_moe")
-        file = path / "model.safetensors"
-        file.write_bytes(file.read_bytes()[:1000])
-        assert refusal(path).startswith("PATH/model.safetensors: expected a safetensors file, got ")
 
-    def test_shards(self, edited: Edited, sharded: Callable[[Path], Path]) -> None:
-        path = sharded(edited("glm4_moe"))
-        assert preflight(path).num_mtp_layers == 1
-        index = json.loads((path / INDEX).read_text())
-        index["weight_map"]["model.extra"] = "model-00001-of-00002.safetensors"
-        (path / INDEX).write_text(json.dumps(index))
-        assert refusal(path) == (
-            f"checkpoint PATH: {INDEX} names 1 tensor(s) that its files do not hold: model.extra"
-        )
-        (path / INDEX).write_text('{"weight_map": []}')
-        assert refusal(path) == f"PATH/{INDEX}: expected a table 'weight_map', got []"
-
-    def test_missing_shard(self, edited: Edited, sharded: Callable[[Path], Path]) -> None:
-        path = sharded(edited("glm4_moe"))
-        (path / "model-00002-of-00002.safetensors").unlink()
-        message = "PATH/model-00002-of-00002.safetensors: expected a safetensors file, got "
-        assert refusal(path).startswith(message)
-        assert "No such file or directory" in refusal(path)
-
-    def test_a_whole_file_goes_before_an_index(self, edited: Edited) -> None:
-        # as in transformers
-        path = edited("glm4_moe")
-        (path / INDEX).write_text("{}")
-        assert preflight(path).num_mtp_layers == 1
-
-    def test_no_weight_is_read(self, edited: Edited, monkeypatch: pytest.MonkeyPatch) -> None:
-        def forbidden(*_: Any, **__: Any) -> None:
-            raise AssertionError("a weight was read")
-
-        monkeypatch.setattr(
-            "mtp_plugin.hosts.embedded.models.checkpoint_files.read_tensors", forbidden
-        )
-        monkeypatch.setattr("safetensors.torch.load_file", forbidden)
-        preflight(edited("deepseek_v3"))
+@pytest.mark.parametrize(
+    ("file", "shown"),
+    [
+        ("../model.safetensors", "'../model.safetensors'"),
+        ("/etc/model.safetensors", "'/etc/model.safetensors'"),
+        ("pytorch_model.bin", "'pytorch_model.bin'"),
+        ("a\0.safetensors", r"'a\x00.safetensors'"),
+        ("..\\a.safetensors", r"'..\\a.safetensors'"),
+        (["a"], "a list"),
+        (None, "null"),
+    ],
+)
+def test_shards_by_plain_names(edited: Edited, file: object, shown: str) -> None:
+    path = edited("glm4_moe")
+    (path / "model.safetensors").rename(path / SHARD)
+    content = {"weight_map": {"lm_head.weight": file}}
+    (path / INDEX).write_text(json.dumps(content))
+    assert refusal(path) == (
+        f"PATH/{INDEX}: expected plain names of .safetensors files next to it, got {shown}"
+    )

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from integration.random_models import random_model
-from mtp_plugin.errors import ConfigError, UnsupportedModelError
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.hosts.embedded.models import FAMILIES, LoadedModel
 from tests.greedy import greedy_decode
@@ -19,25 +19,13 @@ def tensors(model: LoadedModel) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
 def test_every_tensor_has_seeded_values(family: str) -> None:
-    one, two, other = (
-        tensors(random_model(family, seed=seed, dtype=torch.float32)) for seed in (1, 1, 2)
-    )
+    one, two, other = (tensors(random_model(family, seed=seed)) for seed in (1, 1, 2))
     assert all(torch.equal(one[name], two[name]) for name in one)
     assert all(not torch.equal(one[name], other[name]) for name in one)
     assert all(value.isfinite().all() and value.std() > 0 for value in one.values())
-
-
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_dtype_and_device_are_those_of_a_loaded_model(family: str) -> None:
-    model = random_model(family)
-    kept = {n: v.dtype for n, v in tensors(model).items() if v.dtype is not torch.bfloat16}
-    assert set(kept.values()) <= {torch.float32}
-    parts = model.target._keep_in_fp32_modules_strict or ()
-    assert all(any(part in name for part in parts) for name in kept)
-    assert not any(v.is_meta for v in tensors(model).values())
-    assert not any(b.is_meta for b in model.target.buffers())
-    assert not any(p.requires_grad for p in model.target.parameters())
-    assert not model.target.training
+    parts = random_model(family).target._keep_in_fp32_modules_strict or ()
+    for name, value in one.items():
+        assert value.dtype is torch.bfloat16 or any(part in name for part in parts)
 
 
 def test_sizes_reach_modules_and_facts() -> None:
@@ -48,20 +36,16 @@ def test_sizes_reach_modules_and_facts() -> None:
         num_hidden_layers=3,
         first_k_dense_replace=2,
         vocab_size=100,
-        max_position_embeddings=64,
+        tie_word_embeddings=True,
     )
     facts = model.facts
     assert (facts.hidden_size, facts.vocab_size, facts.num_hidden_layers) == (32, 100, 3)
     assert (facts.num_mtp_layers, len(model.mtp_layers)) == (2, 2)
     assert facts.dtype is torch.bfloat16
     assert model.lm_head.weight.shape == (100, 32)
+    assert model.lm_head.weight is model.embed_tokens.weight
     experts = ["experts" in dict(layer.mlp.named_children()) for layer in model.target.model.layers]
     assert experts == [False, False, True]
-
-
-def test_a_tied_head_is_the_embedding() -> None:
-    model = random_model("mimo", tie_word_embeddings=True)
-    assert model.lm_head.weight is model.embed_tokens.weight
 
 
 def test_an_executor_runs_it_losslessly() -> None:
@@ -81,8 +65,6 @@ def test_an_executor_runs_it_losslessly() -> None:
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ConfigError, match="dtype: expected float32, float16 or bfloat16"):
         random_model("glm4_moe", dtype=torch.float64)
-    with pytest.raises(UnsupportedModelError):
-        random_model("llama")
     with pytest.raises(ConfigError, match="qwen3_next checkpoints always have 1, got 2"):
         random_model("qwen3_next", num_mtp_layers=2)
     with pytest.raises(ConfigError, match="attn_implementation"):
