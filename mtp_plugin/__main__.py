@@ -51,17 +51,14 @@ def _examine_host(host: str, arguments: list[str]) -> int:
         return 2
     words = [word for given in arguments for word in given.split("=", given.startswith("--"))]
     options = dict(zip(words[::2], words[1::2], strict=False))
-    model = options.pop("--model", options.pop("-m", None)) if host == "vllm" else None
+    model = options.pop("--model", options.pop("-m", None))
     if options != {"--host": host} or len(words) != (2 if model is None else 4):
-        further = " but --model DIR" if host == "vllm" else ""
-        sys.stderr.write(f"error: --host {host} accepts no other option{further}\n")
+        sys.stderr.write(f"error: --host {host} accepts no other option but --model DIR\n")
         return 2
-    if model is not None:
-        from mtp_plugin.hosts.vllm import model_check
-
-        return model_check.main(model)
-    checks = import_module(f"mtp_plugin.hosts.{host}.checks")
-    exit_code: int = checks.main()
+    checks = import_module(
+        f"mtp_plugin.hosts.{host}.{'checks' if model is None else 'model_check'}"
+    )
+    exit_code: int = checks.main() if model is None else checks.main(model)
     return exit_code
 
 

@@ -143,7 +143,7 @@ def test_a_checkpoint_is_checked_without_torch_and_vllm() -> None:
         (["--host"], "--host: expected tensorrt_llm or vllm, got ''"),
         (
             ["--host", "tensorrt_llm", "--config", "x.yaml"],
-            "--host tensorrt_llm accepts no other option",
+            "--host tensorrt_llm accepts no other option but --model DIR",
         ),
     ],
 )

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,13 @@ from typing import Any
 import pytest
 
 from mtp_plugin import LLM, extras
-from mtp_plugin.checkpoint import describe, read_checkpoint
+from mtp_plugin.__main__ import main as cli_main
+from mtp_plugin.checkpoint import Checkpoint, describe, read_checkpoint
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import CheckpointError
 from mtp_plugin.hosts.embedded.models import preflight
+from mtp_plugin.hosts.tensorrt_llm import checks as tensorrt_llm_checks
+from mtp_plugin.hosts.tensorrt_llm import model_check as tensorrt_llm_check
 from mtp_plugin.hosts.vllm import model_check
 from mtp_plugin.hosts.vllm.checks import Examination
 from mtp_plugin.hosts.vllm.model_check import main, verdict
@@ -260,6 +265,12 @@ CHECKPOINTS: dict[str, tuple[Edit, dict[str, Any], str, str]] = {
         "refuses",
         "29 tensor(s) such as mtp.layers.0.",
     ),
+    "no target layers": (
+        drop(*TARGET),
+        {},
+        "refuses",
+        "config.json says num_hidden_layers = 12, the files have no tensor of model.layers.0",
+    ),
     "target renamed": (
         rename("model.", "model.language_model."),
         {},
@@ -381,6 +392,106 @@ def test_names_of_families(tmp_path: Path, model_type: str, prefix: str, names: 
     write_file(tmp_path / "model.safetensors", {**stored, f"{prefix}x": ("BF16", [1])})
     if read_checkpoint(tmp_path).found:
         assert first in read_checkpoint(tmp_path).differences[0]
+
+
+@pytest.mark.parametrize("entry", ["model.layers.{}.mlp.gate", r"re:model\.layers\.{}\.mlp\.gate$"])
+def test_long_lists_of_layers_that_are_not_quantized(tmp_path: Path, entry: str) -> None:
+    """94,000 tensors by 305 entries took 25 s one by one."""
+    config = {"quantization_config": {"ignore": [entry.format(layer) for layer in range(305)]}}
+    checkpoint = Checkpoint(tmp_path, config, {}, ())
+    begin = time.process_time()
+    names = [f"model.layers.{n // 1000}.mlp.experts.{n}.up_proj.weight" for n in range(94_000)]
+    assert not any(checkpoint.is_skipped(name) for name in names)
+    assert time.process_time() - begin < 10
+    assert checkpoint.is_skipped("model.layers.304.mlp.gate.weight")
+
+
+@pytest.mark.parametrize(
+    ("entry", "name", "is_skipped"),
+    [
+        ("lm_head", "lm_head.weight", True),
+        ("gate", "model.layers.1.mlp.gate.weight", True),
+        ("gate", "model.layers.1.mlp.gate_proj.weight", False),
+        ("mlp.gate.", "model.layers.1.mlp.gate.weight", True),
+        ("model.layers.1", "model.language_model.layers.1.mlp.up_proj.weight", True),
+        ("model.layers.1", "model.layers.12.mlp.up_proj.weight", False),
+        ("*self_attn*", "model.layers.1.self_attn.q_proj.weight", True),
+        ("layers.*.mlp", "model.layers.1.mlp.up_proj.weight", True),
+        ("layers.*.mlp", "model.layers.1.mlps.up_proj.weight", False),
+        (r"re:.*\.mlp\.", "model.layers.1.mlp.up_proj.weight", True),
+        (r"re:mlp", "model.layers.1.mlp.up_proj.weight", False),
+        (r"re:.*\.gate$", "model.layers.1.mlp.gate.weight", True),
+        (r"re:layers\.1\.mlp", "model.layers.1.mlp.up_proj.weight", True),
+        (r"re:model\.(layers)\.(\d+)\.mlp\.\1", "model.layers.1.mlp.layers.weight", True),
+        ("re:(layers", "model.layers.1.mlp.up_proj.weight", False),
+    ],
+)
+def test_entries_of_layers_that_are_not_quantized(
+    tmp_path: Path, entry: str, name: str, is_skipped: bool
+) -> None:
+    others = [r"re:(x)\.(y)", r"re:z", "a*b"]
+    config = {"quantization_config": {"ignore": [*others, entry, *others]}}
+    assert Checkpoint(tmp_path, config, {}, ()).is_skipped(name) == is_skipped
+
+
+def test_a_broken_file_of_something_else(tmp_path: Path) -> None:
+    """Without the MTP tensors in the other files, theirs may be in it."""
+    write(tmp_path, declare(), shards=2, index=True)
+    (tmp_path / "vision.safetensors").write_bytes(b"cut")
+    assert not read_checkpoint(tmp_path).problems
+    for file in tmp_path.glob("model*"):
+        file.unlink()
+    write(tmp_path, drop(*LAYERS), shards=2, index=True)
+    with pytest.raises(CheckpointError, match=r"vision\.safetensors: expected a safetensors file"):
+        read_checkpoint(tmp_path)
+
+
+def test_files_that_are_no_files(tmp_path: Path) -> None:
+    """Neither JSON nor safetensors are read from pipes, which may never end."""
+    write(tmp_path, declare(), index=False)
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).unlink()
+        os.mkfifo(tmp_path / name)
+        with pytest.raises(CheckpointError) as caught:
+            read_checkpoint(tmp_path)
+        reason = "cannot be read: expected a regular file, got a pipe or a device"
+        assert str(caught.value) == f"{tmp_path / name}: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("edit", "expected"),
+    [
+        (declare(), "vanilla: 3 MTP layers draft one token each, max_draft_len at most 3"),
+        (
+            all_of(drop(*LAYERS[1:]), declare(num_nextn_predict_layers=1)),
+            "eagle: the MTP layer drafts every token, max_draft_len is free",
+        ),
+        (drop(*LAYERS), "no MTP layers to draft with"),
+    ],
+)
+def test_the_doctor_of_tensorrt_llm(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    edit: Edit,
+    expected: str,
+) -> None:
+    found = tensorrt_llm_checks.Examination("1.3b", "1.3", {"1.3b": []})
+    monkeypatch.setattr(tensorrt_llm_check, "examine", lambda: found)
+    write(tmp_path, edit, index=False)
+    monkeypatch.setattr("sys.argv", ["", "doctor", "--host=tensorrt_llm", "-m", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        cli_main()
+    lines = capsys.readouterr().out.splitlines()
+    assert f"TensorRT-LLM   {expected}" in lines
+    mode = expected.partition(":")[0]
+    if mode in ("eagle", "vanilla"):
+        assert lines[-1].endswith(f"{tmp_path} --config configs/trtllm/1.3b_{mode}.yaml")
+        assert ended.value.code == 0
+    else:
+        assert lines[-1].endswith(f"--model {tmp_path}  # with this corrected")
+        assert any(line.startswith(f"problem: {NO_MTP}") for line in lines)
+        assert ended.value.code == 1
 
 
 def test_the_doctor_of_vllm(

@@ -71,13 +71,20 @@ def show(seen: Examination, out: TextIO) -> None:
         out.write(f"problem: {problem}\n")
 
 
+def serve_command(seen: Examination, model: str = "CHECKPOINT", num_mtp_layers: int = 1) -> str:
+    """Return the command that serves a checkpoint in the TensorRT-LLM that was examined."""
+    hook = f"TRTLLM_MTP_PLUGIN=1 PYTHONPATH={shlex.quote(str(SITECUSTOMIZE))}"
+    mode = "vanilla" if num_mtp_layers > 1 else "eagle"
+    config = f"configs/trtllm/{seen.line}_{mode}.yaml"
+    return f"{hook} trtllm-serve {shlex.quote(model)} --config {config}"
+
+
 def main() -> int:
     """Print the examination and the command to type next, and return the exit code."""
     seen = examine()
     show(seen, sys.stdout)
     command = "mtp-plugin doctor --host tensorrt_llm  # with this corrected"
     if not seen.problems:
-        hook = f"TRTLLM_MTP_PLUGIN=1 PYTHONPATH={shlex.quote(str(SITECUSTOMIZE))}"
-        command = f"{hook} trtllm-serve CHECKPOINT --config configs/trtllm/{seen.line}_eagle.yaml"
+        command = serve_command(seen)
     sys.stdout.write(f"next: {command}\n")
     return seen.exit_code
