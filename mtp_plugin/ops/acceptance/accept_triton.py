@@ -38,6 +38,7 @@ from mtp_plugin.ops.acceptance.types import AcceptanceRules, RelaxedRule
 from mtp_plugin.ops.launching import CachedLaunches, expect_reachable
 from mtp_plugin.ops.logit_rows.processing_triton import (
     ALLOWED_ROW,
+    BIAS_ROW,
     Pools,
     bits_of,
     load_processing,
@@ -240,6 +241,7 @@ def accept_kernel(
     target_ptr,  # HAS_TARGETS: [rows] int32: target token of each row, -1: none
     forced_id_ptr,  # HAS_FORCED_IDS: [rows] int32: only allowed token of each row, -1: any
     draft_value_ptr,  # RELAXED and HAS_PROCESSING: [rows] float32: the draft's processed value
+    bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
     allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
     # outputs
     token_ptr,  # [R, K+1] int32, -1 after the output tokens
@@ -341,6 +343,12 @@ def accept_kernel(
             tl.float32
         )
         if HAS_PROCESSING:
+            # a dense bias of -inf masks a token, too
+            bias_row = tl.load(table_ptr + slot * table_stride + BIAS_ROW).to(tl.int64)
+            bias_entries = bias_row * pool_vocab + drafts
+            draft_values += tl.load(
+                bias_ptr + bias_entries, mask=known & (bias_row >= 0), other=0.0
+            )
             allowed_row = tl.load(table_ptr + slot * table_stride + ALLOWED_ROW).to(tl.int64)
             words_ptr = allowed_ptr + allowed_row * (num_words(pool_vocab) + 1)
             has_mask = known & (allowed_row >= 0)
@@ -515,6 +523,7 @@ def accept_triton(
         rules.choices.contiguous() if rules.choices is not None else unused,
         rules.forced_ids.contiguous() if rules.forced_ids is not None else unused,
         unused if relaxed is None or relaxed.draft_values is None else relaxed.draft_values,
+        unused if pools is None else pools.bias,
         unused if pools is None else pools.allowed,
         # outputs
         accepted.tokens,
