@@ -72,7 +72,6 @@ def test_every_phase_reports_progress(
     run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, options: tuple[str, ...]
 ) -> None:
     monkeypatch.setattr("mtp_plugin.infer.pacing.PACE_SECONDS", 0.0)
-    monkeypatch.setattr("mtp_plugin.hosts.embedded.models.loader.REPORT_SECONDS", 0.0)
     lines = run("generate", "-c", config(EAGLE), "-p", "ab", "-n", "9", *options).err.splitlines()
     phases = [
         r"loading weights",
