@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -52,6 +52,28 @@ NoMTP = Annotated[
     bool, typer.Option("--no-mtp", help="Decode without MTP; no MTP weights are needed.")
 ]
 
+Prompts = Annotated[
+    list[str] | None,
+    typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be given repeatedly."),
+]
+PromptFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--prompt-file",
+        metavar="FILE",
+        help=".txt: one prompt; .json: a list of prompts; -: standard input.",
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="NAME", help="float32, bfloat16, float16 or auto."),
+]
+Device = Annotated[str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda or auto.")]
+Graphs = Annotated[
+    bool | None, typer.Option("--graphs/--no-graphs", help="CUDA graphs. Default: the config's.")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document and nothing else.")]
+
 Temperature = Annotated[
     float | None,
     typer.Option("--temperature", metavar="T", help="Sampling temperature; 0 or unset: greedy."),
@@ -69,16 +91,19 @@ MinP = Annotated[
     typer.Option("--min-p", metavar="P", help="Minimum probability relative to the argmax."),
 ]
 
-MAX_NEW_TOKENS = "Maximum number of output tokens per prompt. Default: "
-
 
 @dataclass(frozen=True, kw_only=True)
-class ParityRequest:
-    """Options of the requests of ``parity``: the flags that become `SamplingParams`."""
+class RequestFlags:
+    """The flags of ``generate`` and ``parity`` that become `SamplingParams`."""
 
     max_new_tokens: Annotated[
         int | None,
-        typer.Option("--max-new-tokens", "-n", metavar="N", help=f"{MAX_NEW_TOKENS}64."),
+        typer.Option(
+            "--max-new-tokens",
+            "-n",
+            metavar="N",
+            help="Maximum number of output tokens per prompt. Default: 128, of parity 64.",
+        ),
     ] = None
     ignore_eos: Annotated[
         bool, typer.Option("--ignore-eos", help="Continue after the model's EOS tokens.")
@@ -92,28 +117,47 @@ class ParityRequest:
         typer.Option(
             "--seed",
             metavar="N",
-            help="Seed of random prompts and of sampling. Default: 0, and from the prompt's "
-            "number.",
+            help="Seed of sampling. Default: from the prompt's number. Random prompts of parity "
+            "depend on it, too.",
         ),
     ] = None
     repetition_penalty: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--repetition-penalty",
             metavar="R",
             help="Above 1: tokens of prompt and output get less likely.",
         ),
-    ] = 1.0
+    ] = None
     presence_penalty: Annotated[
-        float,
+        float | None,
         typer.Option(
             "--presence-penalty", metavar="X", help="Subtracted from the logits of output tokens."
         ),
-    ] = 0.0
+    ] = None
     frequency_penalty: Annotated[
-        float,
+        float | None,
         typer.Option("--frequency-penalty", metavar="X", help="Subtracted for each occurrence."),
-    ] = 0.0
+    ] = None
+    min_tokens: Annotated[
+        int | None,
+        typer.Option("--min-tokens", metavar="N", help="Minimum number of output tokens."),
+    ] = None
+    stop: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--stop", metavar="TEXT", help="Stop before this text; may be given repeatedly."
+        ),
+    ] = None
+    thinking_token_budget: Annotated[
+        int | None,
+        typer.Option(
+            "--thinking-token-budget",
+            "--thinking-budget",
+            metavar="N",
+            help="Maximum number of thinking tokens; the end-of-thinking tag is forced after that.",
+        ),
+    ] = None
     option: Annotated[
         list[str] | None,
         typer.Option(
@@ -134,80 +178,31 @@ class ParityRequest:
 
         flags = {each.name: getattr(self, each.name) for each in fields(self)}
         others = flags.pop("option") or ()
-        flags = {name: tuple(v) if isinstance(v, list) else v for name, v in flags.items()}
+        flags = {n: (tuple(v) or None) if isinstance(v, list) else v for n, v in flags.items()}
         return sampling_params(flags, others, presumed={"max_new_tokens": max_new_tokens})
 
 
-@dataclass(frozen=True, kw_only=True)
-class GenerateRequest(ParityRequest):
-    """Options of the requests of ``generate``."""
-
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option("--max-new-tokens", "-n", metavar="N", help=f"{MAX_NEW_TOKENS}128."),
-    ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            "--seed", metavar="N", help="Seed of sampling. Default: from the prompt's number."
-        ),
-    ] = None
-    min_tokens: Annotated[
-        int, typer.Option("--min-tokens", metavar="N", help="Minimum number of output tokens.")
-    ] = 0
-    stop: Annotated[
-        list[str],
-        typer.Option(
-            "--stop",
-            metavar="TEXT",
-            help="Stop before this text; may be given repeatedly.",
-            show_default=False,
-        ),
-    ] = field(default_factory=list)
-    thinking_token_budget: Annotated[
-        int | None,
-        typer.Option(
-            "--thinking-token-budget",
-            "--thinking-budget",
-            metavar="N",
-            help="Maximum number of thinking tokens; the end-of-thinking tag is forced after that.",
-        ),
-    ] = None
-
-
-def with_flags_of(kind: type[ParityRequest]) -> Callable[[Callable[..., None]], Any]:
-    """Return a decorator of a command whose parameter ``request`` is a data class of flags: the
-    flags take its place."""
-    hints = get_type_hints(kind, include_extras=True)
+def with_request_flags(command: Callable[..., None]) -> Any:
+    """Replace a command's parameter ``request`` by the flags of `RequestFlags`."""
     flags = [
-        Parameter(
-            each.name,
-            Parameter.KEYWORD_ONLY,
-            annotation=hints[each.name],
-            default=[] if each.default is MISSING else each.default,
-        )
-        for each in fields(kind)
+        each.replace(kind=Parameter.KEYWORD_ONLY)
+        for each in signature(RequestFlags, eval_str=True).parameters.values()
     ]
+    own = [
+        each.replace(kind=Parameter.KEYWORD_ONLY)
+        for each in signature(command, eval_str=True).parameters.values()
+    ]
+    place = next(n for n, each in enumerate(own) if each.name == "request")
+    parameters = [*own[:place], *flags, *own[place + 1 :]]
 
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        hints = get_type_hints(command, include_extras=True)
-        own = [
-            parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=hints[parameter.name])
-            for parameter in signature(command).parameters.values()
-        ]
-        place = next(n for n, each in enumerate(own) if each.name == "request")
-        parameters = [*own[:place], *flags, *own[place + 1 :]]
+    @wraps(command)
+    def run(**values: Any) -> None:
+        request = RequestFlags(**{each.name: values.pop(each.name) for each in flags})
+        command(request=request, **values)
 
-        @wraps(command)
-        def run(**values: Any) -> None:
-            request = kind(**{each.name: values.pop(each.name) for each in flags})
-            command(request=request, **values)
-
-        run.__dict__["__signature__"] = Signature(parameters)
-        run.__annotations__ = {each.name: each.annotation for each in parameters}
-        return run
-
-    return decorate
+    run.__dict__["__signature__"] = Signature(parameters)
+    run.__annotations__ = {each.name: each.annotation for each in parameters}
+    return run
 
 
 def draft_length(k: int | None, no_mtp: bool) -> int | None:

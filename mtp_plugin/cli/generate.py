@@ -2,47 +2,39 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from mtp_plugin.cli.flags import (
+    AsJson,
     ConfigFile,
     DraftLength,
-    GenerateRequest,
     ModelFolder,
     NoMTP,
     PluginOptions,
+    PromptFile,
+    Prompts,
+    RequestFlags,
     draft_length,
-    with_flags_of,
+    with_request_flags,
 )
-from mtp_plugin.cli.opening import errors_of, import_engine, load
-from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output
+from mtp_plugin.cli.opening import errors_of, finish, import_engine, interruptible, load
+from mtp_plugin.tools.terminal.console import messages, output
 
 
-@with_flags_of(GenerateRequest)
+@with_request_flags
 def command(
     config: ConfigFile = None,
     model: ModelFolder = None,
     plugin_options: PluginOptions = None,
     k: DraftLength = None,
     no_mtp: NoMTP = False,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be given repeatedly."),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--prompt-file",
-            metavar="FILE",
-            help=".txt: one prompt; .json: a list of prompts; -: standard input.",
-        ),
-    ] = None,
+    prompt: Prompts = None,
+    prompt_file: PromptFile = None,
     *,
-    request: GenerateRequest,
+    request: RequestFlags,
     compare: Annotated[
         bool,
         typer.Option(
@@ -66,9 +58,7 @@ def command(
             "only in a terminal.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Generate text and compare with decoding without MTP.
 
@@ -92,23 +82,12 @@ def command(
         read_ahead(settings.model)
     prompts = read_prompts(prompt or (), prompt_file, Path(settings.model), log.write_line)
     params = request.params(max_new_tokens=128)
-    out = output()
-    try:
-        with errors_of(config):
-            import_engine(log)
-            from mtp_plugin.tools.terminal.generating import GenerateOptions, run_generate
+    with interruptible(log), errors_of(config):
+        import_engine(log)
+        from mtp_plugin.tools.terminal.generating import GenerateOptions, run_generate
 
-            options = GenerateOptions(
-                prompts, params, marks=marks, compare=compare, compare_drafts=compare_drafts
-            )
-            report = run_generate(settings, options, None if as_json else out, log, choices)
-    except KeyboardInterrupt:
-        log.write_line("interrupted")
-        raise typer.Exit(INTERRUPTED) from None
-    from mtp_plugin.tools.terminal.report import as_report, show_report
-
-    if as_json:
-        out.write_line(json.dumps(as_report(report).as_dict(), indent=2))
-    else:
-        show_report(report, out)
-    raise typer.Exit(report.exit_code)
+        options = GenerateOptions(
+            prompts, params, marks=marks, compare=compare, compare_drafts=compare_drafts
+        )
+        report = run_generate(settings, options, None if as_json else output(), log, choices)
+    finish(report, as_json=as_json)

@@ -3,21 +3,62 @@
 from __future__ import annotations
 
 import gc
+import json
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import typer
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.tools.terminal.console import OutputConsole, progress
+from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole, output, progress
 
 if TYPE_CHECKING:
     from mtp_plugin.config import LLMConfig
+
+
+class ShownReport(Protocol):
+    """Results of a command."""
+
+    @property
+    def exit_code(self) -> int: ...
+    def as_dict(self) -> dict[str, Any]: ...
+    def show(self, console: OutputConsole, /) -> None: ...
+
+
+def finish(report: ShownReport, *, as_json: bool) -> NoReturn:
+    """Print the results of a command, as one JSON document or as text, and exit."""
+    out = output()
+    if as_json:
+        out.write_line(json.dumps(report.as_dict(), indent=2))
+    else:
+        report.show(out)
+    raise typer.Exit(report.exit_code)
+
+
+@contextmanager
+def interruptible(log: OutputConsole) -> Iterator[None]:
+    """Exit with one line at Ctrl-C."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        log.write_line("interrupted")
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def engine_options(dtype: str | None, device: str | None, graphs: bool | None) -> dict[str, Any]:
+    """Return the keys of `LLMConfig` that these flags set."""
+    given: dict[str, Any] = {"dtype": dtype, "device": device}
+    given = {name: value for name, value in given.items() if value is not None}
+    if graphs is not None:
+        given["cuda_graph_config"] = {"enable_padding": True} if graphs else None
+    elif device == "cpu":
+        given["cuda_graph_config"] = None
+    return given
 
 
 def import_engine(log: OutputConsole) -> None:
@@ -56,7 +97,6 @@ def load(
     model: Path | None = None,
     plugin_options: Path | None = None,
     report: Callable[[str], None] | None = None,
-    options: Mapping[str, Any] | None = None,
     *,
     draft_len: int | None = None,
     overrides: Mapping[str, Any] | None = None,
@@ -66,7 +106,6 @@ def load(
     Args:
         report: receives the lines about defaults for a checkpoint without a config file; default:
             written to ``log``.
-        options: of a checkpoint without a config file, as `config_of_checkpoint` takes them.
         draft_len: drafts per step instead of the config's; 0: decode without MTP.
         overrides: keys of `LLMConfig` with values instead of the config's.
 
@@ -82,7 +121,7 @@ def load(
         import_engine(log)
         from mtp_plugin.hosts.embedded.requested_config import config_of_checkpoint
 
-        given = {**(options or {}), **(overrides or {})}
+        given = dict(overrides or {})
         if draft_len is not None:
             given["speculative_config"] = _drafting(draft_len)
         return config_of_checkpoint(str(model), given, report or log.write_line)

@@ -2,18 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mtp_plugin.cli.flags import ParityRequest, names, numbers, with_flags_of
-from mtp_plugin.cli.opening import errors_of, import_engine, load
-from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output, progress
+from mtp_plugin.cli.flags import (
+    AsJson,
+    Device,
+    Dtype,
+    Graphs,
+    PromptFile,
+    Prompts,
+    RequestFlags,
+    names,
+    numbers,
+    with_request_flags,
+)
+from mtp_plugin.cli.opening import (
+    engine_options,
+    errors_of,
+    finish,
+    import_engine,
+    interruptible,
+    load,
+)
+from mtp_plugin.tools.terminal.console import messages, progress
 
 
-@with_flags_of(ParityRequest)
+@with_request_flags
 def command(
     config: Annotated[
         Path | None, typer.Option("--config", "-c", metavar="FILE", help="YAML file.")
@@ -22,14 +39,8 @@ def command(
         Path | None,
         typer.Option("--model", "-m", metavar="DIR", help="A checkpoint, instead of a YAML file."),
     ] = None,
-    prompt: Annotated[
-        list[str] | None,
-        typer.Option("--prompt", "-p", metavar="TEXT", help="A prompt; may be given repeatedly."),
-    ] = None,
-    prompt_file: Annotated[
-        Path | None,
-        typer.Option("--prompt-file", metavar="FILE", help=".txt: one prompt; .json: a list."),
-    ] = None,
+    prompt: Prompts = None,
+    prompt_file: PromptFile = None,
     num_prompts: Annotated[
         int | None,
         typer.Option(
@@ -41,7 +52,7 @@ def command(
         ),
     ] = None,
     *,
-    request: ParityRequest,
+    request: RequestFlags,
     worker: Annotated[
         str | None,
         typer.Option(
@@ -63,17 +74,9 @@ def command(
             "--batch-size", metavar="N,N", help="Requests per step. Default: the config's."
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option("--dtype", metavar="NAME", help="float32, bfloat16, float16 or auto."),
-    ] = None,
-    device: Annotated[
-        str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda or auto.")
-    ] = None,
-    graphs: Annotated[
-        bool | None,
-        typer.Option("--graphs/--no-graphs", help="CUDA graphs. Default: the config's."),
-    ] = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    graphs: Graphs = None,
     tie_tolerance: Annotated[
         float | None,
         typer.Option(
@@ -84,9 +87,7 @@ def command(
             "the rounding of the noise are ties; 0: no ties.",
         ),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare the executor's output with MTP to non-speculative decoding, token by token.
 
@@ -103,14 +104,14 @@ def command(
     Exit code 1: a difference that is not a tie, or the output cannot be written. 2: a named error.
     """
     from mtp_plugin.config import LLMConfig, MTPDecodingConfig
-    from mtp_plugin.tools.terminal import parity_options
+    from mtp_plugin.tools.cells import EAGLE, VANILLA, make_grid
     from mtp_plugin.tools.terminal.prompts import prompts_for_comparison
     from mtp_plugin.tools.terminal.read_ahead import read_ahead
 
     if (config is None) == (model is None):
         raise typer.BadParameter("expected either --config or --model")
     # check these before slow imports
-    workers = names(worker, (parity_options.EAGLE, parity_options.VANILLA), "--worker")
+    workers = names(worker, (EAGLE, VANILLA), "--worker")
     ks, batch_sizes = numbers(k, "--k"), numbers(batch_size, "--batch-size")
     if tie_tolerance is not None and not tie_tolerance >= 0:
         raise typer.BadParameter(
@@ -119,21 +120,22 @@ def command(
     params = request.params(max_new_tokens=64)
 
     log = messages()
+    given = engine_options(dtype, device, graphs)
     if config is not None:
-        settings = load(config, log)
+        settings = load(config, log, overrides=given)
     else:
-        settings = LLMConfig(model=str(model), speculative_config=MTPDecodingConfig())
-    settings = parity_options.on(settings, dtype=dtype, device=device, graphs=graphs)
-    parity_options.check_combinations(settings, workers=workers, ks=ks, batch_sizes=batch_sizes)
+        given |= {"model": str(model), "speculative_config": MTPDecodingConfig()}
+        settings = LLMConfig.model_validate(given)
+    make_grid(settings, None, workers, ks, batch_sizes)
     texts = prompts_for_comparison(prompt or (), prompt_file, Path(settings.model))
 
     read_ahead(settings.model)
     import_engine(log)
     from mtp_plugin.hosts.embedded.models import read_config
     from mtp_plugin.hosts.embedded.requested_config import default_drafting
+    from mtp_plugin.tools.comparison import compare_grid
     from mtp_plugin.tools.parity import TIE_ULPS
-    from mtp_plugin.tools.terminal import parity
-    from mtp_plugin.tools.terminal.parity_report import as_report, show_parity
+    from mtp_plugin.tools.terminal.report import ComparisonReport
 
     choices: list[str] = []
     with errors_of(config):
@@ -141,32 +143,18 @@ def command(
         if config is None and not ks and num_layers:
             drafting = default_drafting(settings, choices.append)
             settings = settings.model_copy(update={"speculative_config": drafting})
-        variants = parity.variants_of(
-            settings,
-            num_layers,
-            workers=workers,
-            ks=ks,
-            batch_sizes=batch_sizes,
-        )
+        cells = make_grid(settings, num_layers, workers, ks, batch_sizes)
     for choice in choices:
         log.write_line(choice)
-    try:
-        with progress(log) as show_progress:
-            report = parity.run_parity(
-                variants,
-                texts,
-                params,
-                num_prompts=num_prompts,
-                seed=request.seed or 0,
-                tie_ulps=TIE_ULPS if tie_tolerance is None else tie_tolerance,
-                on_progress=show_progress,
-            )
-    except KeyboardInterrupt:
-        log.write_line("interrupted")
-        raise typer.Exit(INTERRUPTED) from None
-    out = output()
-    if as_json:
-        out.write_line(json.dumps(as_report(report).as_dict(), indent=2))
-    else:
-        show_parity(report, out)
-    raise typer.Exit(report.exit_code)
+    tie_ulps = TIE_ULPS if tie_tolerance is None else tie_tolerance
+    with interruptible(log), progress(log) as show_progress:
+        compared = compare_grid(
+            cells,
+            texts,
+            params,
+            num_prompts=num_prompts,
+            seed=request.seed or 0,
+            tie_ulps=tie_ulps,
+            on_progress=show_progress,
+        )
+    finish(ComparisonReport("parity", *compared, params, tie_ulps), as_json=as_json)

@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 import tempfile
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from mtp_plugin.cli.flags import MinP, Temperature, TopK, TopP, names, numbers
+from mtp_plugin.cli.flags import (
+    AsJson,
+    ConfigFile,
+    Device,
+    Dtype,
+    Graphs,
+    MinP,
+    PluginOptions,
+    Prompts,
+    Temperature,
+    TopK,
+    TopP,
+    names,
+    numbers,
+)
+from mtp_plugin.cli.opening import (
+    engine_options,
+    errors_of,
+    finish,
+    import_engine,
+    interruptible,
+    load,
+)
 from mtp_plugin.errors import ConfigError, HostError, RequestError
-from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output, progress
+from mtp_plugin.tools.terminal.console import messages, progress
 
 OWN_OPTIONS = re.compile(
     r"(--model|--speculative-config|--spec-.+|-sc|--additional-config)([=.].*)?"
@@ -22,29 +44,42 @@ OWN_OPTIONS = re.compile(
 
 
 def command(
-    model: Annotated[str, typer.Option("--model", "-m", metavar="MODEL", help="As vLLM takes it.")],
+    model: Annotated[
+        str | None,
+        typer.Option(
+            "--model", "-m", metavar="MODEL", help="As vLLM takes it; embedded: a folder."
+        ),
+    ] = None,
     host: Annotated[
-        str, typer.Option("--host", metavar="ENGINE", help="vllm is the only one.")
+        str, typer.Option("--host", metavar="ENGINE", help="vllm or embedded.")
     ] = "vllm",
+    prompt: Prompts = None,
     prompts: Annotated[
         Path | None,
         typer.Option(
             "--prompts",
+            "--prompt-file",
             metavar="FILE",
-            help='.jsonl whose lines have "prompt", "text" or "messages". Default: prompts.json in '
-            "the parent folder of the checkpoint, or 8 general ones.",
+            help='.jsonl whose lines have "prompt", "text" or "messages"; .json: a list; .txt, -: '
+            "one prompt. Default: prompts.json in the parent folder of the checkpoint, or 8 "
+            "general ones.",
         ),
     ] = None,
     num_prompts: Annotated[
         int, typer.Option("--num-prompts", metavar="N", min=1, help="The first N are used.")
     ] = 64,
     batch_sizes: Annotated[
-        str, typer.Option("--batch-sizes", metavar="N,N", help="Requests that run at once.")
+        str,
+        typer.Option(
+            "--batch-sizes", "--batch-size", metavar="N,N", help="Requests that run at once."
+        ),
     ] = "1,8,64",
     k: Annotated[
         str | None,
         typer.Option(
-            "--k", metavar="K,K", help="Drafts per step; 0 is always measured. Default: 0,1,3."
+            "--k",
+            metavar="K,K",
+            help="Drafts per step; 0 is always measured. Default: 0,1,3, or that of --config.",
         ),
     ] = None,
     k_max: Annotated[
@@ -83,7 +118,7 @@ def command(
     min_p: MinP = None,
     max_new_tokens: Annotated[
         int,
-        typer.Option("--max-new-tokens", "-n", metavar="N", min=8, help="Tokens per request."),
+        typer.Option("--max-new-tokens", "-n", metavar="N", min=1, help="Tokens per request."),
     ] = 128,
     steps: Annotated[
         int, typer.Option("--steps", metavar="N", min=1, help="Timed steps per batch size.")
@@ -103,9 +138,12 @@ def command(
         Path | None,
         typer.Option("--logs", metavar="DIR", help="Keep the logs of the engines there."),
     ] = None,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="Print one JSON document and nothing else.")
-    ] = False,
+    config: ConfigFile = None,
+    plugin_options: PluginOptions = None,
+    dtype: Dtype = None,
+    device: Device = None,
+    graphs: Graphs = None,
+    as_json: AsJson = False,
     engine_arguments: Annotated[
         list[str] | None,
         typer.Argument(metavar="[-- ARGS]", help="Further options of vllm serve."),
@@ -116,10 +154,12 @@ def command(
 
     Runs your prompts in vLLM engines with the plugin, one engine per draft length and draft
     vocabulary, then in vLLM without the plugin at the best draft length. Prints a table, what the
-    plugin gains, and the options for vllm serve. Step times are medians of steps
-    in which all requests generate. Acceptance is counted up to the end of each output.
-    A setting has numbers only if its outputs are identical to those of K = 0, near ties apart;
-    rejection and block are compared with greedy requests.
+    plugin gains, and the options for vllm serve. With --host embedded, the executor of this package
+    runs them; --config, --plugin-options, --dtype, --device and --graphs are for it alone, and the
+    last lines are for its config. Step times are medians of steps in which all requests generate.
+    Acceptance is counted up to the end of each output. A setting has numbers only if its outputs
+    are identical to those of K = 0, near ties apart; rejection and block are compared with greedy
+    requests.
 
     Exit code 1: a setting has no numbers; the reason is printed. 2: a named error.
     """
@@ -127,15 +167,35 @@ def command(
     from mtp_plugin.requests.options import OPTIONS
     from mtp_plugin.tools.tune.answer import METHODS
 
-    if host != "vllm":
-        raise typer.BadParameter(f"expected vllm, got {host!r}", param_hint="--host")
+    if host not in ("vllm", "embedded"):
+        raise typer.BadParameter(f"expected vllm or embedded, got {host!r}", param_hint="--host")
+    of_embedded = {
+        "--config": config is not None,
+        "--plugin-options": plugin_options is not None,
+        "--dtype": dtype is not None,
+        "--device": device is not None,
+        "--graphs": graphs is not None,
+    }
+    of_vllm = {
+        "--drafter": drafter != "mtp",
+        "--logs": logs is not None,
+        "--at-once": at_once != 1,
+        "-- ARGS": bool(engine_arguments),
+    }
+    for name, is_given in (of_embedded if host == "vllm" else of_vllm).items():
+        if is_given:
+            raise typer.BadParameter(f"{name} is not for --host {host}")
+    if model is None and config is None:
+        raise typer.BadParameter("expected --model MODEL")
     if k is not None and k_max is not None:
         raise typer.BadParameter("--k and --k-max exclude each other")
     sizes = tuple(sorted(set(numbers(batch_sizes, "--batch-sizes"))))
     chosen = names(methods, METHODS, "--methods")
     if not sizes or not chosen:
         raise typer.BadParameter("expected at least one batch size and one method")
-    lengths = range(1, k_max + 1) if k_max else numbers(k or "0,1,3", "--k", least=0)
+    lengths: Sequence[int] = range(1, k_max + 1) if k_max else ()
+    if not lengths and (k or config is None):
+        lengths = numbers(k or "0,1,3", "--k", least=0)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling = {name: value for name, value in given.items() if value is not None}
     arguments = engine_arguments or []
@@ -153,20 +213,35 @@ def command(
     for name, value in sampling.items():
         if problem := OPTIONS[name].problem(f"--{name.replace('_', '-')}", value):
             raise RequestError(problem)
-    if find_spec("vllm") is None:
+    if host == "vllm" and find_spec("vllm") is None:
         raise HostError("tune: vllm is not installed; run it in the environment of vLLM")
     from mtp_plugin.tools.tune.prompts import tune_prompts
+
+    log = messages()
+    embedded = None
+    if host == "embedded":
+        folder = None if model is None else Path(model)
+        given = engine_options(dtype, device, graphs)
+        settings = load(config, log, folder, plugin_options, log.write_line, overrides=given)
+        model = settings.model
+    found, source = tune_prompts(prompt or (), prompts, str(model), num_prompts)
+    if host == "embedded":
+        import_engine(log)
+        from mtp_plugin.tools.tune.embedded import EmbeddedHost
+
+        with errors_of(config):
+            embedded = EmbeddedHost(settings, tuple(lengths), sizes[-1])
+        lengths = embedded.num_drafts
     from mtp_plugin.tools.tune.report import TuneReport
     from mtp_plugin.tools.tune.run import TuneOptions, Tuning
 
-    found, source = tune_prompts(prompts, model, num_prompts)
     folder = logs or Path(tempfile.mkdtemp(prefix="mtp-plugin-tune-"))
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError(f"--logs {folder}: cannot be made: {error.strerror}") from None
     options = TuneOptions(
-        ("--model", model, *arguments),
+        ("--model", str(model), *arguments),
         found,
         sizes,
         tuple(sorted(set(lengths))),
@@ -178,30 +253,25 @@ def command(
         at_once,
         folder,
         drafter,
+        embedded,
     )
-    log = messages()
     if options.is_greedy and chosen != METHODS[:1]:
         log.write_line("greedy requests: all methods are the same, coupled is measured")
     keeps_logs = logs is not None
     try:
-        with progress(log) as show_progress:
+        with interruptible(log), progress(log) as show_progress:
             tuning = Tuning(options, show_progress)
             tuning.run()
         report = TuneReport(tuning, source)
-        keeps_logs = keeps_logs or bool(report.exit_code)
-    except KeyboardInterrupt:
-        log.write_line("interrupted")
-        raise typer.Exit(INTERRUPTED) from None
+        keeps_logs = keeps_logs or (bool(report.exit_code) and embedded is None)
     finally:
         if not keeps_logs:
             shutil.rmtree(folder)
-    if as_json:
-        output().write_line(json.dumps(report.as_dict(), indent=2))
-    else:
-        report.show(output())
-    if report.exit_code:
-        log.write_line(f"logs of the engines: {folder}")
-    raise typer.Exit(report.exit_code)
+    try:
+        finish(report, as_json=as_json)
+    finally:
+        if report.exit_code and embedded is None:
+            log.write_line(f"logs of the engines: {folder}")
 
 
 def _vocab(text: str) -> int | str | None:

@@ -1,1 +1,1 @@
-"""Commands of the embedded executor: generate, parity, doctor, bench."""
+"""What the commands do: generate, parity, doctor, draft-vocab, tune."""

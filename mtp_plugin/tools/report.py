@@ -17,7 +17,7 @@ from mtp_plugin.tools.terminal.console import DIFFERENT, OK
 
 @dataclass(frozen=True)
 class Report:
-    """Results of ``generate``, ``bench``, ``parity`` or the soak test."""
+    """Results of ``generate``, ``parity`` or the soak test."""
 
     command: str
     ran: Mapping[str, Any]

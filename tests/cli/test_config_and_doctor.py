@@ -108,7 +108,7 @@ def test_doctor_ends_with_a_command_for_other_models(
     assert next_of(run, "-m", str(odd)) == corrected
     (odd / "config.json").write_text(json.dumps(content))
     (odd / "tokenizer.json").unlink()
-    assert next_of(run, "-m", str(odd)) == f"mtp-plugin bench --model {odd}"
+    assert next_of(run, "-m", str(odd)) == f"mtp-plugin tune --host embedded --model {odd}"
 
 
 def test_doctor_ends_with_a_command_where_nothing_can_be_read(

@@ -9,15 +9,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
-from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.hosts.embedded.models import load_model
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.tools.parity import Drafting
+from mtp_plugin.tools.comparison import PlainDecoding
 from mtp_plugin.tools.terminal.decoding import PromptResult
-from mtp_plugin.tools.terminal.plain_decoding import PlainDecoding
-from mtp_plugin.tools.terminal.report import same_as_target_only
 from tests.cli.calls import EAGLE, VOCAB, byte_tokenizer
 from tests.greedy import greedy_decode
 
@@ -26,7 +23,7 @@ from tests.greedy import greedy_decode
     ("dtype", "ties", "equal"), [(torch.bfloat16, 1, 10), (torch.float32, 0, 4)]
 )
 def test_half_precision_ties_are_no_difference(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, ties: int, equal: int
+    checkpoint: Path, dtype: torch.dtype, ties: int, equal: int
 ) -> None:
     """Two words with the same row in the head: either may be chosen, and decoding goes on."""
     model = load_model(checkpoint, dtype=dtype)
@@ -40,22 +37,14 @@ def test_half_precision_ties_are_no_difference(
     emitted += greedy_decode(model.target, prompt + emitted, 5)
     result = PromptResult(prompt, emitted, "", FinishReason.LENGTH, AcceptanceStats(3))
     plain = PlainDecoding(model, params, 512, None)
-    found = plain.compare([result])
-    assert (found.num_ties, found.num_equal) == (ties, equal)
-    assert [(d.position, d.token, d.expected) for d in found.differences] == (
-        [] if ties else [(5, twin, truth[4])]
-    )
-    # texts of drafts without the executor are verified alike
-    monkeypatch.setattr(PlainDecoding, "with_drafts", lambda *_, **__: [result])
-    config = LLMConfig(model="nowhere", speculative_config=MTPDecodingConfig(max_draft_len=1))
-    drafting = Drafting.of(config, model, params)
-    assert isinstance(drafting, Drafting)
-    assert plain.run_with_drafts([result], drafting).comparison == found
-    assert same_as_target_only(len(found.differences), found.num_ties) == (
-        "the text of target-only decoding, 1 rounding ties"
-        if ties
-        else "another text of 1 than target-only decoding"
-    )
+    (found,) = plain.verdicts([result])
+    assert (len(found.ties), found.num_equal) == (ties, equal)
+    if ties:
+        assert found.difference is None
+    else:
+        assert found.difference is not None
+        assert found.difference.position == 4
+        assert (found.difference.token, found.difference.expected) == (twin, truth[4])
 
 
 class Faithful(NamedTuple):
@@ -110,12 +99,9 @@ def test_oracle_ends_where_a_request_has_to(engine: LLM, case: Faithful) -> None
     def differences(token_ids: list[int]) -> list[int]:
         engine.model.set_attn_implementation("sdpa")
         try:
-            return [
-                difference.position
-                for difference in PlainDecoding(engine.model, params, 64, engine.tokenizer)
-                .compare([dataclasses.replace(result, token_ids=token_ids)])
-                .differences
-            ]
+            plain = PlainDecoding(engine.model, params, 64, engine.tokenizer)
+            (found,) = plain.verdicts([dataclasses.replace(result, token_ids=token_ids)])
+            return [] if found.difference is None else [found.difference.position + 1]
         finally:
             engine.model.set_attn_implementation("mtp_paged_sdpa")
 

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shlex
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from integration.random_models import write_random_checkpoint
 from mtp_plugin import extras
+from mtp_plugin.config import LLMConfig
+from mtp_plugin.hosts.embedded import LLM, SamplingParams
+from mtp_plugin.tools.tune import embedded
 from mtp_plugin.tools.tune import run as tuning
-from mtp_plugin.tools.tune.answer import Setting
-from mtp_plugin.tools.tune.engine import EngineFailedError, encode_prompts
-from tests.cli.calls import Run
+from mtp_plugin.tools.tune.answer import Answer, Setting
+from mtp_plugin.tools.tune.engine import EngineFailedError
+from tests.cli.calls import EAGLE, RELAXED, Run
 
 
 class StubEngine:
@@ -39,9 +47,10 @@ class StubEngine:
             raise EngineFailedError("ValueError: too large")
         return {"vllm": "0.32.0", "device": "cpu", "dtype": "float32", "has_schedule": True}
 
-    def call(self, function: Any, given: list[Any]) -> Any:
-        if function is encode_prompts:
-            return [[1, 2] for _ in given]
+    def encode(self, given: list[Any]) -> list[list[int]]:
+        return [[1, 2] for _ in given]
+
+    def run(self, given: list[Any]) -> dict[str, Any]:
         # drafts of a batch of 64 take too long
         step_ms = [self.time * (4.0 + self.k * (10 if len(given) == 64 else 1))]
         return {"tokens": [[1] for _ in given], "step_ms": step_ms, "acceptance": [0.7] * self.k}
@@ -134,13 +143,17 @@ def test_another_drafter(run: Run) -> None:
             ("--drafter", "ngram", "--draft-vocab", "8"),
             "--draft-vocab needs the drafter mtp, got ngram: leave it out",
         ),
-        (("--host", "sglang"), "expected vllm, got 'sglang'"),
+        (("--host", "sglang"), "expected vllm or embedded, got 'sglang'"),
+        (("--config", "c.yaml"), "--config is not for --host vllm"),
+        (("--no-graphs",), "--graphs is not for --host vllm"),
+        (("-p", "a", "-p", ""), "prompt 2 of 2: the prompt is empty"),
         (("--k", "1", "--k-max", "2"), "--k and --k-max exclude each other"),
         (("--k", "-1"), "expected whole numbers above -1"),
         (("--methods", "greedy"), "expected coupled or rejection or block"),
         (("--batch-sizes", ""), "expected at least one batch size"),
         (("--prompts", "none.jsonl"), "none.jsonl: no such file"),
-        (("--prompts", "none.txt"), "none.txt: expected a file .jsonl"),
+        (("--prompts", "none.csv"), "none.csv: expected a file .jsonl"),
+        (("--prompts", "none.txt"), "prompt file none.txt: no such file"),
         (("--", "--speculative_config", "{}"), "tune sets --speculative_config itself"),
         (("--", "--model=X"), "tune sets --model=X itself"),
         (("--", "-sc.method", "mtp"), "tune sets -sc.method itself"),
@@ -162,3 +175,156 @@ def test_tune_needs_vllm(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     result = run("tune", "--model", "M")
     assert result.code == 2
     assert "vllm is not installed" in result.err
+
+
+# --- the embedded executor ---
+
+SHORT = ("-p", "ab", "-p", "c", "-n", "8", "--batch-sizes", "1,3", "--steps", "1")
+BY_METHOD = ("--temperature", "0.8", "--methods", "coupled,rejection,block")
+
+
+@pytest.fixture
+def embedded_run(run: Run) -> Run:
+    """Calls ``mtp-plugin tune --host embedded``."""
+    return lambda *arguments: run("tune", "--host", "embedded", *arguments)
+
+
+def test_bench_is_the_old_name(run: Run, config: Callable[..., str]) -> None:
+    file = config(EAGLE)
+    given = ("-c", file, "--prompt", "ab", "-n", "8", "--batch-size", "1,3", "--json")
+    given = (*given, "--steps", "1")
+    result = run("bench", *given)
+    assert result.code == 0, result.err
+    command = ["mtp-plugin", "tune", "--host", "embedded", "--batch-sizes", "1,8", "-n", "64"]
+    assert result.err.startswith(f"bench is now: {shlex.join([*command, *given])}\n")
+    document = json.loads(result.out)
+    assert (document["dtype"], document["max_new_tokens"]) == ("float32", 8)
+    off, drafts = document["settings"]
+    assert [entry["setting"]["num_drafts"] for entry in (off, drafts)] == [0, 3]
+    assert (drafts["num_outputs"], drafts["num_equal"], drafts["ties"]) == (1, 1, [])
+    with LLM(file) as llm:
+        (output,) = llm.generate(["ab"], SamplingParams(max_new_tokens=8))
+    assert drafts["acceptance"] == output.acceptance.per_position
+    length = output.acceptance.acceptance_length
+    assert drafts["acceptance_length"] == pytest.approx(length)
+    assert length > 1
+    for entry in (off, drafts):
+        for size, speed in entry["tokens_per_second"].items():
+            step = entry["step_ms"][size]
+            assert speed == pytest.approx(1000 * int(size) * entry["acceptance_length"] / step)
+    chosen = document["answer"]["options"]["speculative_config"]
+    assert chosen is None or chosen["max_draft_len"] == 3
+
+
+def test_table_methods_and_config_to_paste(
+    embedded_run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "MIN_SAMPLED", 2)
+    result = embedded_run("-c", config(EAGLE), *SHORT, *BY_METHOD, "--k", "1", "--draft-vocab", "9")
+    assert result.code == 0, result.err
+    lines = result.out.splitlines()
+    assert lines[0] == "embedded executor, float32 on cpu"
+    assert lines[1].startswith("2 prompts of the command line, temperature 0.8, at most 8 tokens")
+    rows = [line for line in lines if line.strip()[:2] in ("1 ", "3 ")]
+    names = [f"K = 1, {name}, draft vocabulary 9" for name in ("coupled", "rejection", "block")]
+    assert [row.partition("  K")[2] for row in rows] == [
+        f"{name[1:]}" for name in ["K = 0", *names]
+    ] * 2
+    assert f"{names[0]}: outputs identical to K = 0: 2 of 2" in lines
+    assert f"{names[2]}: greedy outputs identical to K = 0: 2 of 2" in lines
+    at = next(n for n, line in enumerate(lines) if line.startswith("speculative_config:"))
+    LLMConfig.model_validate({"model": "M", **yaml.safe_load("\n".join(lines[at:]))})
+
+
+def test_no_numbers_without_identical_outputs(
+    embedded_run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verification accepts another token than the target's; its logits are right."""
+    honest = embedded.run_requests
+
+    def run_requests(llm: LLM, requests: Any, on_step: Any) -> Any:
+        ran = honest(llm, requests, on_step)
+        if llm.pieces.plan.max_draft_len == 3 and len(ran.results[0].token_ids) == 8:
+            tokens = list(ran.results[0].token_ids)
+            tokens[5] ^= 1
+            ran.results[0] = dataclasses.replace(ran.results[0], token_ids=tokens)
+        return ran
+
+    monkeypatch.setattr(embedded, "run_requests", run_requests)
+    result = embedded_run("-c", config(EAGLE), *SHORT, "--k", "1,3", "--dtype", "bfloat16")
+    assert result.code == 1
+    assert (
+        "no numbers for K = 3, coupled: 1 of 2 outputs differ from K = 0 and are no ties; the "
+        "first is request 1, token 6"
+    ) in result.out
+    assert "K = 1, coupled: outputs identical to K = 0: 2 of 2" in result.out
+    assert "logs of the engines" not in result.err
+
+
+def test_interrupt_of_the_embedded_executor(
+    embedded_run: Run,
+    config: Callable[..., str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    def run_requests(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    file, folder = config(EAGLE), tmp_path / "logs"
+    folder.mkdir()
+    monkeypatch.setattr(embedded, "run_requests", run_requests)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    result = embedded_run("-c", file, *SHORT)
+    assert (result.code, result.out) == (130, "")
+    assert result.err.endswith("interrupted\n")
+    assert not [*folder.iterdir()]
+
+
+def test_schedule_of_the_embedded_executor(checkpoint: Path) -> None:
+    settings = LLMConfig(model=str(checkpoint), speculative_config={**EAGLE, "mtp": {"seed": 7}})
+    host = embedded.EmbeddedHost(settings, (), 64)
+    assert host.num_drafts == (0, 3)
+    schedules = {
+        (3, 1, 0): {2: 3, 22: 1},
+        (3, 3, 1): {22: 3, 64: 1},
+        (1, 3, 3): None,
+    }
+    for lengths, schedule in schedules.items():
+        by_size = {n: Setting(k) for n, k in zip((1, 8, 64), lengths, strict=True)}
+        keys = host.options(Answer(by_size, {}))["speculative_config"]
+        assert keys.get("draft_len_schedule") == schedule
+        assert (keys["max_draft_len"], keys["mtp"]) == (3, {"seed": 7})
+        LLMConfig.model_validate({"model": "M", "max_num_tokens": 256, "speculative_config": keys})
+    assert host.options(Answer({1: Setting(0)}, {})) == {"speculative_config": None}
+
+
+@pytest.mark.parametrize(
+    ("speculative", "arguments", "message"),
+    [
+        (EAGLE, ("--batch-sizes", "1,x"), "expected whole numbers above 0"),
+        (EAGLE, ("--k", "99"), "--k: expected at most 16 drafts, got 99"),
+        (EAGLE, ("--dtype", "int8"), "dtype: should be 'auto', "),
+        (EAGLE, ("--drafter", "ngram"), "--drafter is not for --host embedded"),
+        (EAGLE, ("--at-once", "2"), "--at-once is not for --host embedded"),
+        (EAGLE, ("--", "--model-impl", "x"), "-- ARGS is not for --host embedded"),
+        (RELAXED, (), "tune: relaxed acceptance changes the text by design"),
+        (None, (), "tune: expected MTP layers to draft with, got none"),
+    ],
+)
+def test_wrong_options_of_the_embedded_executor_are_named(
+    embedded_run: Run,
+    config: Callable[..., str],
+    speculative: Any,
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    result = embedded_run("-c", config(speculative), "-p", "ab", *arguments)
+    assert result.code == 2
+    assert message in " ".join(result.err.replace("│", " ").split())
+
+
+def test_checkpoint_without_mtp_layers_is_refused(run: Run, tmp_path: Path) -> None:
+    write_random_checkpoint(tmp_path, "glm4_moe", num_mtp_layers=0)
+    result = run("bench", "-m", str(tmp_path), "--k", "1")
+    assert result.code == 2
+    assert "error: tune: expected MTP layers to draft with, got none" in result.err

@@ -10,9 +10,9 @@ from typing import Any
 from integration.bench.e2e.subject import Subject
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
+from mtp_plugin.tools.comparison import KnownTexts, PlainDecoding
 from mtp_plugin.tools.parity import TIE_ULPS, transformers_attention
 from mtp_plugin.tools.terminal.decoding import PromptResult
-from mtp_plugin.tools.terminal.plain_decoding import KnownTexts, PlainDecoding
 
 RANDOM_WEIGHTS_ULPS = 16.0
 """The highest logits of random weights are closer together than half precision resolves: executor

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from mtp_plugin.tools.parity.compare import (
+    TIE_ULPS,
     Comparison,
     Divergence,
-    compare_forced,
+    TieRule,
     compare_with_continuations,
-    first_difference,
     measure_gap,
+    ulp,
 )
 from mtp_plugin.tools.parity.logprobs import LogprobComparison, LogprobMismatch, compare_logprobs
-from mtp_plugin.tools.parity.oracle import Oracle, transformers_attention
+from mtp_plugin.tools.parity.reference import Drafting, Oracle, transformers_attention
 from mtp_plugin.tools.parity.sampled_gap import gap_of_sampled_token
-from mtp_plugin.tools.parity.speculation import Drafting, speculate
-from mtp_plugin.tools.parity.ties import TIE_ULPS, TieRule, ulp
 
 __all__ = [
     "TIE_ULPS",
@@ -25,13 +24,10 @@ __all__ = [
     "LogprobMismatch",
     "Oracle",
     "TieRule",
-    "compare_forced",
     "compare_logprobs",
     "compare_with_continuations",
-    "first_difference",
     "gap_of_sampled_token",
     "measure_gap",
-    "speculate",
     "transformers_attention",
     "ulp",
 ]

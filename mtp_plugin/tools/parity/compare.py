@@ -2,15 +2,80 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
+from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.infer import SamplingRule
-from mtp_plugin.tools.parity.oracle import Oracle
+from mtp_plugin.tools.parity.reference import Oracle
 from mtp_plugin.tools.parity.sampled_gap import gap_of_sampled_token
-from mtp_plugin.tools.parity.ties import TieRule
+
+TIE_ULPS = 4.0
+"""Another order of additions may change each of two logits by two units in the last place: half a
+unit by its own rounding, the rest by the rounding of the hidden states."""
+
+SAMPLED_GAP = 1e-5
+"""Gap of noisy scores that is a tie in float32 too: logarithms of the noise differ by device."""
+
+LOGPROB_GAP = 1e-4
+"""Gap of log-probabilities that is a tie in float32 too: the order of additions differs."""
+
+
+def ulp(value: float, dtype: torch.dtype) -> float:
+    """Return the distance between adjacent numbers of a dtype at a magnitude; 0.0 at infinity."""
+    if not math.isfinite(value):
+        return 0.0
+    facts = torch.finfo(dtype)
+    magnitude = max(abs(value), facts.tiny)
+    return 2.0 ** (math.frexp(magnitude)[1] - 1) * facts.eps
+
+
+@dataclass(frozen=True)
+class TieRule:
+    """How far apart the logits of two tokens may be to count as a tie.
+
+    Args:
+        dtype: dtype of the model; in float32 greedy decoding has no ties.
+        ulps: units in the last place of the dtype, at the magnitude of the higher logit.
+
+    Raises:
+        ConfigError: the number of ulps is negative.
+    """
+
+    dtype: torch.dtype
+    ulps: float = TIE_ULPS
+
+    def __post_init__(self) -> None:
+        expect(
+            self.ulps >= 0,
+            ConfigError,
+            f"tie tolerance: expected at least 0 ulps, got {self.ulps}",
+        )
+
+    def sampled_tolerance(self, logit: float, temperature: float) -> float:
+        """Return the largest gap of noisy scores (logits divided by the temperature) that is a tie.
+
+        A low temperature also enlarges the rounding of float32 logits."""
+        if self.ulps == 0:
+            return 0.0
+        return max(self.ulps * ulp(logit, self.dtype) / temperature, SAMPLED_GAP)
+
+    def logprob_tolerance(self, logit: float, temperature: float) -> float:
+        """Return the largest gap of log-probabilities that is a tie.
+
+        Args:
+            logit: the logit with the largest magnitude in the row.
+        """
+        return max(self.ulps * ulp(logit, self.dtype) / temperature, LOGPROB_GAP)
+
+    def tolerance(self, logit: float) -> float:
+        """Return the largest gap below a logit that is a tie."""
+        if self.dtype is torch.float32:
+            return 0.0
+        return self.ulps * ulp(logit, self.dtype)
 
 
 @dataclass(frozen=True)
@@ -63,7 +128,7 @@ def compare_with_continuations(
     start = 0
     while True:
         expected = continue_from(tokens[:start])
-        position = first_difference(tokens, expected, start)
+        position = _first_difference(tokens, expected, start)
         if position is None:
             return Comparison(len(tokens), ties)
         ours = tokens[position] if position < len(tokens) else None
@@ -102,45 +167,7 @@ def measure_gap(
     return measure
 
 
-def compare_forced(
-    oracle: Oracle,
-    rule: TieRule,
-    prompt_ids: Sequence[int],
-    emitted: Sequence[int],
-    *,
-    start: int = 0,
-) -> Comparison:
-    """Compare every token from ``start`` on with the argmax after the output prefix.
-
-    One forward pass, no decoding: meant for half precision, where the order of additions decides
-    between near-equal tokens anyway.
-    """
-    tokens = list(emitted)
-    count = len(tokens) - start
-    if count < 1:
-        return Comparison(len(tokens))
-    logits = oracle.logits([*prompt_ids, *tokens[:-1]], count)
-    logits = logits.masked_fill(logits.isnan(), -torch.inf)  # NaN is never chosen
-    chosen = torch.tensor(tokens[start:], device=logits.device)
-    best, expected = logits.max(dim=-1)
-    gaps = best - logits.gather(1, chosen.unsqueeze(1)).squeeze(1)
-    other = (expected != chosen).nonzero().squeeze(1).tolist()
-    ties: list[Divergence] = []
-    for row in other:
-        found = Divergence(
-            position=start + row,
-            token=tokens[start + row],
-            expected=int(expected[row]),
-            gap=float(gaps[row]),
-            tolerance=rule.tolerance(float(best[row])),
-        )
-        if not found.is_tie:
-            return Comparison(start + row, ties, found)
-        ties.append(found)
-    return Comparison(len(tokens), ties)
-
-
-def first_difference(ours: list[int], theirs: list[int], start: int = 0) -> int | None:
+def _first_difference(ours: list[int], theirs: list[int], start: int) -> int | None:
     """Return the first position at which two outputs differ or one has ended; None: equal."""
     for position in range(start, max(len(ours), len(theirs))):
         if ours[position : position + 1] != theirs[position : position + 1]:

@@ -12,8 +12,8 @@ from mtp_plugin.infer import SamplingRule
 from mtp_plugin.infer.decoding import LogprobsMode
 from mtp_plugin.infer.logprobs import raw_logprobs, usable
 from mtp_plugin.requests.logprobs import Logprob, TokenLogprobs
-from mtp_plugin.tools.parity.oracle import Oracle
-from mtp_plugin.tools.parity.ties import TieRule
+from mtp_plugin.tools.parity.compare import TieRule
+from mtp_plugin.tools.parity.reference import Oracle
 
 ReportedLogprobs = Sequence[TokenLogprobs | None]
 

@@ -106,6 +106,17 @@ def run_batch(
     few = SamplingParams(max_new_tokens=WARM_UP_TOKENS, ignore_eos=True)
     llm.generate(requests[0].get_tokens()[:WARM_UP_TOKENS], few)
 
+    return run_requests(llm, requests, on_step)
+
+
+def run_requests(
+    llm: LLM, requests: Sequence[LlmRequest], on_step: OnStep | None = None
+) -> BatchRun:
+    """Decode requests as one batch.
+
+    Raises:
+        ExecutorError: a request failed.
+    """
     steps_before, preemptions_before = llm.executor.num_steps, llm.executor.num_preemptions
     numbers = {request.request_id: number for number, request in enumerate(requests)}
     for request in requests:

@@ -99,7 +99,7 @@ class Diagnosis:
             return self.next_command or f"mtp-plugin doctor {arguments}  # with this corrected"
         if self.has_tokenizer:
             return f"mtp-plugin generate {arguments} --prompt 'Once upon a time'"
-        return f"mtp-plugin bench {arguments}"  # its prompts are token ids
+        return f"mtp-plugin tune --host embedded {arguments}"  # its prompts are token ids
 
     def holds(self, check: Callable[[], object]) -> bool:
         """Run a check, add its problems, and return whether there were none."""

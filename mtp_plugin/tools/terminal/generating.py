@@ -1,28 +1,18 @@
-"""The runs of ``generate``: the configured batch, and for comparison one without drafts,
-non-speculative decoding, and decoding with drafts but without the executor."""
+"""The runs of ``generate``: one cell of the comparison, and the same executor without drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
-
-from torch import OutOfMemoryError
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.hosts.embedded.progress import batch_progress
-from mtp_plugin.tools.parity import Drafting, transformers_attention
+from mtp_plugin.tools.cells import Cell
+from mtp_plugin.tools.comparison import Comparer, Decoded, thinking_of
 from mtp_plugin.tools.terminal.console import OutputConsole, progress
 from mtp_plugin.tools.terminal.decoding import BatchRun, TokenLines, run_batch
-from mtp_plugin.tools.terminal.plain_decoding import (
-    BatchComparison,
-    PlainDecoding,
-    PlainRun,
-    resampling_method,
-    thinking_of,
-)
-from mtp_plugin.tools.terminal.report import Generated
+from mtp_plugin.tools.terminal.report import ComparisonReport
 from mtp_plugin.tools.terminal.stream_view import StreamView
 
 
@@ -46,7 +36,7 @@ def run_generate(
     stream: OutputConsole | None,
     log: OutputConsole,
     choices: Sequence[str] = (),
-) -> Generated:
+) -> ComparisonReport:
     """Run all requested decodings.
 
     Args:
@@ -58,43 +48,27 @@ def run_generate(
         llm = LLM(settings, on_progress=show_progress)
     for choice in choices:
         log.write_line(choice)
-    model, tokenizer = llm.model, llm.tokenizer
-    max_seq_len, draft_len = llm.max_seq_len, llm.pieces.plan.max_draft_len
+    has_drafts = llm.pieces.plan.max_draft_len > 0
     with llm:
         run = _run_shown(llm, options, stream, log)
+    cell = Cell(settings.resolve(llm.model.facts.num_mtp_layers))
+    decoded = Decoded(cell, run, llm.model, llm.tokenizer, llm.max_seq_len)
     # free its KV cache before the next one is allocated
     del llm
-    plain = PlainDecoding(
-        model,
-        run.params,
-        max_seq_len,
-        tokenizer,
-        engine_seed=settings.engine_seed,
-        thinking=thinking_of(settings, tokenizer),
-    )
-    run_without_mtp = None
-    if options.compare and draft_len:
-        run_without_mtp = _run_without_mtp(settings, options, plain, log)
-    resolved = settings.resolve(model.facts.num_mtp_layers)
-    drafting = _drafting(resolved, options, plain, run) if options.compare_drafts else None
-    comparison = None
-    if options.compare:
-        is_alike = isinstance(drafting, Drafting)
-        comparison = _compare(
-            plain, run, resampling_method(settings, options.params), log, is_alike=is_alike
-        )
-    weight: Any = model.embed_tokens.weight
-    return Generated(
-        config=resolved,
-        max_draft_len=draft_len,
-        device=str(weight.device),
-        dtype=str(weight.dtype).removeprefix("torch."),
-        prompts=list(options.prompts),
-        run=run,
-        run_without_mtp=run_without_mtp,
-        comparison=comparison,
-        run_without_executor=_run_without_executor(plain, run, drafting, log),
-        tokenizer=tokenizer,
+    runs = [run]
+    if options.compare and has_drafts:
+        runs += _run_without_mtp(settings, options, decoded, log)
+    with progress(log) as show_progress:
+        comparer = Comparer(options.params, report=show_progress, note=log.write_line)
+        outcome = comparer.compare(decoded, outputs=options.compare, drafts=options.compare_drafts)
+    return ComparisonReport(
+        "generate",
+        [outcome],
+        decoded.model,
+        decoded.tokenizer,
+        options.params,
+        runs=runs,
+        prompts=options.prompts,
     )
 
 
@@ -128,67 +102,19 @@ def _run_with_progress(
 
 
 def _run_without_mtp(
-    settings: LLMConfig, options: GenerateOptions, plain: PlainDecoding, log: OutputConsole
-) -> BatchRun | None:
+    settings: LLMConfig, options: GenerateOptions, decoded: Decoded, log: OutputConsole
+) -> list[BatchRun]:
+    """Return the run, or nothing if it has not all options."""
     without_mtp = settings.model_copy(update={"speculative_config": None})
+    tokenizer = decoded.tokenizer
     has_budget = options.params.thinking_token_budget is not None
-    if has_budget and thinking_of(without_mtp, plain.tokenizer) != plain.thinking:
+    if has_budget and thinking_of(without_mtp, tokenizer) != thinking_of(settings, tokenizer):
         log.write_line("not timed without MTP: only speculative_config names the ids of thinking")
-        return None
+        return []
     # no spinner: its thread would disturb the measurement
     log.write_line("decoding without MTP, for the speed")
-    with LLM(without_mtp, model=plain.model, tokenizer=plain.tokenizer) as llm:
+    with LLM(without_mtp, model=decoded.model, tokenizer=tokenizer) as llm:
         # log-probabilities of this run are not used
         params = replace(options.params.without_drafts(), logprobs_mode=None)
-        return _run_with_progress(llm, replace(options, params=params), log, "decoding without MTP")
-
-
-def _drafting(
-    resolved: LLMConfig, options: GenerateOptions, plain: PlainDecoding, run: BatchRun
-) -> Drafting | str:
-    """Return the executor's draft settings, or why they cannot be reproduced."""
-    drafting = Drafting.of(resolved, plain.model, options.params, plain.thinking)
-    if isinstance(drafting, Drafting) and drafting.changes_output and run.num_preemptions:
-        method = resampling_method(resolved, options.params)
-        return f"preempted {run.num_preemptions} times, after which {method} samples anew"
-    return drafting
-
-
-def _compare(
-    plain: PlainDecoding,
-    run: BatchRun,
-    resampling: str | None,
-    log: OutputConsole,
-    *,
-    is_alike: bool,
-) -> BatchComparison | None:
-    """Compare with non-speculative decoding.
-
-    Args:
-        resampling: verification method whose sampled output differs by design, else None.
-        is_alike: whether the output is compared with that of the same drafts.
-    """
-    if resampling is not None:
-        what = "compared with the same drafts alone" if is_alike else "not compared"
-        log.write_line(f"{what}: {resampling} verification samples other outputs")
-        return None
-    with progress(log) as show_progress, transformers_attention(plain.model):
-        show_progress("decoding without the executor, for the text")
-        return plain.compare(run.results, show_progress)
-
-
-def _run_without_executor(
-    plain: PlainDecoding, run: BatchRun, drafting: Drafting | str | None, log: OutputConsole
-) -> PlainRun | None:
-    if drafting is None:
-        return None
-    if isinstance(drafting, str):
-        log.write_line(f"not decoded again: {drafting}")
-        return None
-    try:
-        with progress(log) as show_progress, transformers_attention(plain.model):
-            show_progress("decoding with the same drafts, without the executor")
-            return plain.run_with_drafts(run.results, drafting)
-    except OutOfMemoryError:
-        log.write_line("not decoded again: out of memory")
-        return None
+        options = replace(options, params=params)
+        return [_run_with_progress(llm, options, log, "decoding without MTP")]

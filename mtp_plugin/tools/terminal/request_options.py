@@ -19,14 +19,14 @@ def sampling_params(
     """Build the options of a request.
 
     Args:
-        flags: options that have a flag, by name.
-        others: any other options as ``NAME=VALUE``, with the value in YAML syntax.
-        presumed: defaults of flags that are None, unless another name of the option is given.
+        flags: options that have a flag, by name; None: not given.
+        others: any options as ``NAME=VALUE``, with the value in YAML syntax.
+        presumed: defaults of options that are not given under any of their names.
 
     Raises:
-        RequestError: an option has the wrong form, is given twice or has a flag; or as for
-            `SamplingParams`.
+        RequestError: an option has the wrong form or is given twice; or as for `SamplingParams`.
     """
+    flags = {name: value for name, value in flags.items() if value is not None}
     values: dict[str, Any] = {}
     for text in others:
         name, equals, value = text.partition("=")
@@ -35,7 +35,7 @@ def sampling_params(
             RequestError,
             f"--option: expected NAME=VALUE, got {format_value(text)}",
         )
-        expect(name not in flags, RequestError, f"--option: {name} has a flag of its own")
+        expect(name not in flags, RequestError, f"--option: {name} is given by its flag, too")
         expect(name not in values, RequestError, f"--option: {format_value(name)} is given twice")
         try:
             values[name] = parse_yaml(value, f"--option: {format_value(name)}")
@@ -44,6 +44,6 @@ def sampling_params(
     unsaid = {
         name: value
         for name, value in (presumed or {}).items()
-        if flags[name] is None and values.keys().isdisjoint(OPTIONS[name].elsewhere)
+        if name not in flags and values.keys().isdisjoint((name, *OPTIONS[name].elsewhere))
     }
     return SamplingParams(**{**flags, **unsaid}, **values)

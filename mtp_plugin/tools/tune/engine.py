@@ -82,7 +82,17 @@ class EngineProcess:
             return value
         raise error(value if error is not EngineFailedError else self._reason(value))
 
-    def call(self, function: Callable[..., Any], *arguments: Any) -> Any:
+    def encode(self, prompts: list[Any]) -> list[list[int]]:
+        """Return the token ids of texts and conversations."""
+        encoded: list[list[int]] = self._call(_encode_prompts, prompts)
+        return encoded
+
+    def run(self, requests: list[Request]) -> dict[str, Any]:
+        """Run requests as one batch; see `run_requests`."""
+        found: dict[str, Any] = self._call(run_requests, requests)
+        return found
+
+    def _call(self, function: Callable[..., Any], *arguments: Any) -> Any:
         """Run a function in the process and return its result."""
         with suppress(ConnectionError):  # the process ended: `result` raises
             self._connection.send((function, arguments))
@@ -215,9 +225,12 @@ def _described(engine: Any) -> dict[str, Any]:
     }
 
 
-def encode_prompts(engine: Any, prompts: list[Any]) -> list[list[int]]:
+def _encode_prompts(engine: Any, prompts: list[Any]) -> list[list[int]]:
+    return encode_prompts(engine.get_tokenizer(), prompts)
+
+
+def encode_prompts(tokenizer: Any, prompts: list[Any]) -> list[list[int]]:
     """Return the token ids of texts and conversations."""
-    tokenizer = engine.get_tokenizer()
     encoded = []
     for prompt in prompts:
         if isinstance(prompt, list) and getattr(tokenizer, "chat_template", None):
@@ -247,26 +260,41 @@ def run_requests(engine: Any, requests: list[Request]) -> dict[str, Any]:
         params = SamplingParams(detokenize=False, output_kind=RequestOutputKind.DELTA, **options)
         engine.add_request(str(number), {"prompt_token_ids": prompt}, params)
     tokens: list[list[int]] = [[] for _ in requests]
-    step_ms: list[float] = []
-    last, was_full, num_finished = 0.0, False, 0
+    clock = StepClock(len(requests))
     while engine.has_unfinished_requests():
-        num_emitted = 0
+        num_emitted = num_finished = 0
         for output in engine.step():
             new = list(output.outputs[0].token_ids)
             tokens[int(output.request_id.split("-")[0])] += new
             num_emitted += bool(new)
             num_finished += output.finished
-        now = time.perf_counter()
-        if num_emitted:
-            is_full = num_emitted == len(requests) and not num_finished
-            if is_full and was_full:
-                step_ms.append(1000 * (now - last))
-            last, was_full = now, is_full
+        clock.add(num_emitted, num_finished)
     drafts, *accepted = (
         now - then for now, then in zip_longest(_counters(engine), before, fillvalue=0)
     )
     acceptance = [number / drafts for number in accepted] if drafts else []
-    return {"tokens": tokens, "step_ms": step_ms, "acceptance": acceptance}
+    return {"tokens": tokens, "step_ms": clock.step_ms, "acceptance": acceptance}
+
+
+class StepClock:
+    """Times the steps of a batch in which all its requests generate."""
+
+    def __init__(self, num_requests: int) -> None:
+        self.step_ms: list[float] = []
+        self._num_requests = num_requests
+        self._last, self._was_full, self._num_finished = 0.0, False, 0
+
+    def add(self, num_emitted: int, num_finished: int) -> None:
+        """Add a step that has just ended, with the numbers of requests that got tokens, and
+        that ended."""
+        self._num_finished += num_finished
+        if not num_emitted:
+            return
+        now = time.perf_counter()
+        is_full = num_emitted == self._num_requests and not self._num_finished
+        if is_full and self._was_full:
+            self.step_ms.append(1000 * (now - self._last))
+        self._last, self._was_full = now, is_full
 
 
 def _counters(engine: Any) -> list[int]:

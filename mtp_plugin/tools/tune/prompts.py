@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin.tools.terminal.prompts import BUNDLED, prompts_of_file
+from mtp_plugin.errors import RequestError
+from mtp_plugin.requests.prompts import place_of
+from mtp_plugin.tools.terminal.prompts import BUNDLED, STANDARD_INPUT, prompts_of_file
 from mtp_plugin.tools.texts import read_conversations
 
 GENERAL = (
@@ -20,17 +23,28 @@ GENERAL = (
 )
 
 
-def tune_prompts(file: Path | None, model: str, count: int) -> tuple[list[Any], str]:
+def tune_prompts(
+    given: Sequence[str], file: Path | None, model: str, count: int
+) -> tuple[list[Any], str]:
     """Return prompts (texts and conversations), and where they come from.
 
     Args:
-        file: .jsonl; None: those next to the checkpoint, or general ones.
+        given: prompts of the command line.
+        file: .jsonl, .json, .txt or -; without it and other prompts: those next to the checkpoint,
+            or general ones.
 
     Raises:
-        RequestError: the file cannot be read, or has no prompt.
+        RequestError: the file cannot be read, has no prompt, or a prompt is empty.
     """
-    if file is not None:
-        return list(read_conversations(file, count)), str(file)
+    texts, source = list(given), "the command line"
+    if file is not None and (file.suffix in (".json", ".txt") or file == STANDARD_INPUT):
+        texts, source = [*texts, *prompts_of_file(file)], str(file)
+    elif file is not None:
+        return [*texts, *read_conversations(file, count)][:count], str(file)
+    if texts:
+        if not all(texts):
+            raise RequestError(f"{place_of(texts.index('') + 1, len(texts))}: the prompt is empty")
+        return texts[:count], source
     bundled = Path(model).parent / BUNDLED
     if bundled.is_file():
         return list(prompts_of_file(bundled)[:count]), str(bundled)

@@ -1,14 +1,17 @@
-"""The table of measured settings, and the options to paste into ``vllm serve``."""
+"""The table of measured settings, and the options to paste into ``vllm serve`` or a config."""
 
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
+
+import yaml
 
 from mtp_plugin.checkpoint.vllm_command import with_v2_runner
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole
@@ -60,18 +63,17 @@ class TuneReport:
             "max_new_tokens": options.max_new_tokens,
             "settings": settings,
             "plugin_gain": None if answer is None else self._plugin_gain(answer),
-            "answer": None if answer is None else {**asdict(answer), "options": answer.options()},
+            "answer": answer and {**asdict(answer), "options": self._options(answer)},
         }
 
     def show(self, out: OutputConsole) -> None:
         """Print the table, the comparison of outputs, and the answer."""
         options = self.tuning.options
         traffic = ", ".join(f"{name} {value:g}" for name, value in options.sampling.items())
-        out.write_line(
-            "vLLM {vllm}, {dtype} on {device}".format(**self.tuning.facts)
-            if self.tuning.facts
-            else "vLLM did not start"
-        )
+        facts = self.tuning.facts
+        engine = "embedded executor" if options.embedded else f"vLLM {facts.get('vllm')}"
+        where = "{dtype} on {device}".format(**facts) if facts else ""
+        out.write_line(f"{engine}, {where}" if facts else "vLLM did not start")
         out.write_line(
             f"{len(options.prompts)} prompts of {self.source}, {traffic or 'greedy'}, at most "
             f"{options.max_new_tokens} tokens each"
@@ -90,6 +92,11 @@ class TuneReport:
                 counts = f"{found.num_equal} of {found.num_outputs}"
                 out.write_line(f"{found.setting}: {kind} identical to K = 0: {counts}{ties}")
         self._show_answer(out)
+
+    def _options(self, answer: Answer) -> dict[str, Any]:
+        """Return the options of ``vllm serve``, or the keys of the embedded executor's config."""
+        embedded = self.tuning.options.embedded
+        return answer.options() if embedded is None else embedded.options(answer)
 
     def _plugin_gain(self, answer: Answer) -> dict[int, float]:
         return plugin_gain(answer, self.tuning.measurements)
@@ -136,6 +143,10 @@ class TuneReport:
                 f"the plugin {verdict} (tokens per second over {answer.setting.without_plugin()}; "
                 f"{shown})"
             )
+        if self.tuning.options.embedded is not None:
+            options = yaml.safe_dump(self._options(answer), width=math.inf, sort_keys=False)
+            out.write_line(options.rstrip())
+            return
         _, model, *others = self.tuning.options.engine_arguments
         words = ["vllm", "serve", model, *others]
         for name, value in answer.options().items():

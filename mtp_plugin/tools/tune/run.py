@@ -1,4 +1,4 @@
-"""Measure settings in vLLM engines, each in a process of its own."""
+"""Measure settings in engines: of vLLM, each in a process of its own, or embedded executors."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 from mtp_plugin.tools.terminal.console import progress_bar
 from mtp_plugin.tools.tune.answer import (
@@ -18,13 +18,10 @@ from mtp_plugin.tools.tune.answer import (
     Setting,
     find_answer,
 )
-from mtp_plugin.tools.tune.engine import (
-    EngineFailedError,
-    EngineProcess,
-    Request,
-    encode_prompts,
-    run_requests,
-)
+from mtp_plugin.tools.tune.engine import EngineFailedError, EngineProcess, Request
+
+if TYPE_CHECKING:
+    from mtp_plugin.tools.tune.embedded import EmbeddedEngine, EmbeddedHost
 
 WARM_UP_TOKENS = 16
 MAX_WAVES = 16
@@ -40,6 +37,7 @@ _START_UNITS = 4
 """Start of an engine in the progress bar; the other units are batches."""
 
 Outputs = list[list[int]]
+Engine = Union[EngineProcess, "EmbeddedEngine"]
 
 
 @dataclass(frozen=True)
@@ -53,6 +51,7 @@ class TuneOptions:
         sampling: options of vLLM's ``SamplingParams``; empty: greedy.
         num_steps: timed steps per batch size at least.
         at_once: engines that share the GPU.
+        embedded: starts embedded executors; None: vLLM.
     """
 
     engine_arguments: tuple[str, ...]
@@ -67,6 +66,7 @@ class TuneOptions:
     at_once: int
     logs: Path
     drafter: str = "mtp"
+    embedded: EmbeddedHost | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -118,7 +118,7 @@ class Tuning:
                 self.measurements += [Measurement(setting, NO_REFERENCE) for setting in left]
                 break
         answer = find_answer(self.measurements, self.facts.get("has_schedule", False))
-        if answer is not None and answer.setting.num_drafts:
+        if not self.options.embedded and answer is not None and answer.setting.num_drafts:
             alone = answer.setting.without_plugin()
             self._run_group([(alone, [alone])], len(engines))
 
@@ -131,10 +131,7 @@ class Tuning:
         processes = []
         with ExitStack() as closing:  # closes all of them, whatever happens
             for number, (setting, _) in enumerate(group, first + 1):
-                log = self.options.logs / f"engine-{number}.log"
-                arguments = list(self.options.engine_arguments)
-                cache = None if len(group) == 1 else f"mtp_plugin-tune-{number}"
-                process = EngineProcess(setting, arguments, log, cache)
+                process = self._start(setting, number, is_alone=len(group) == 1)
                 closing.callback(process.close)
                 processes.append(process)
             # all of them first: an engine that starts slows down the steps of another one
@@ -146,9 +143,15 @@ class Tuning:
                 why = problem if problem or self._has_reference() else NO_REFERENCE
                 self._run_engine(process, settings, why)
 
-    def _run_engine(
-        self, process: EngineProcess, settings: list[Setting], problem: str | None
-    ) -> None:
+    def _start(self, setting: Setting, number: int, *, is_alone: bool) -> Engine:
+        if self.options.embedded is not None:
+            return self.options.embedded.start(setting, self.report)
+        arguments = list(self.options.engine_arguments)
+        log = self.options.logs / f"engine-{number}.log"
+        cache = None if is_alone else f"mtp_plugin-tune-{number}"
+        return EngineProcess(setting, arguments, log, cache)
+
+    def _run_engine(self, process: Engine, settings: list[Setting], problem: str | None) -> None:
         measured: list[Measurement] = []
         end = self._num_done + self._num_batches(settings)
         try:
@@ -166,7 +169,7 @@ class Tuning:
             self._num_done = end
         self.measurements += measured
 
-    def _wait(self, process: EngineProcess, setting: Setting) -> str | None:
+    def _wait(self, process: Engine, setting: Setting) -> str | None:
         """Wait until an engine is ready; returns why it is not."""
         started = time.monotonic()
 
@@ -177,25 +180,25 @@ class Tuning:
         try:
             self.facts = process.result(show)
             if not self._prompts:
-                self._prompts = process.call(encode_prompts, list(self.options.prompts))
+                self._prompts = process.encode(list(self.options.prompts))
         except EngineFailedError as error:
             return str(error)
         finally:
             self._num_done += _START_UNITS
         return None
 
-    def _measure(self, process: EngineProcess, setting: Setting) -> Measurement:
+    def _measure(self, process: Engine, setting: Setting) -> Measurement:
         options, count = self.options, len(self._prompts)
         if not options.is_greedy:
             count = max(count, MIN_SAMPLED)
         self._progress(f"{setting}: acceptance, {count} prompts", 1)
-        process.call(run_requests, self._requests(setting, count, WARM_UP_TOKENS))
-        found = process.call(run_requests, self._requests(setting, count))
+        process.run(self._requests(setting, count, WARM_UP_TOKENS))
+        found = process.run(self._requests(setting, count))
         self._outputs[setting, options.is_greedy] = found["tokens"]
         is_compared_greedy = not setting.num_drafts or setting.method in BY_PROBABILITY
         if setting.has_plugin and is_compared_greedy and not options.is_greedy:
             greedy = self._requests(setting, len(self._prompts), temperature=0.0)
-            self._outputs[setting, True] = process.call(run_requests, greedy)["tokens"]
+            self._outputs[setting, True] = process.run(greedy)["tokens"]
         step_ms = {}
         for size in options.batch_sizes:
             self._progress(f"{setting}: step time, batch {size}", 1)
@@ -209,12 +212,13 @@ class Tuning:
             step_ms[size] = statistics.median(times)
         return Measurement(setting, None, step_ms, tuple(found["acceptance"]))
 
-    def _time_steps(self, process: EngineProcess, setting: Setting, size: int) -> list[float]:
-        process.call(run_requests, self._requests(setting, size, WARM_UP_TOKENS, ignore_eos=True))
-        requests = self._requests(setting, size, ignore_eos=True)
+    def _time_steps(self, process: Engine, setting: Setting, size: int) -> list[float]:
+        process.run(self._requests(setting, size, WARM_UP_TOKENS, ignore_eos=True))
+        num_tokens = max(self.options.max_new_tokens, WARM_UP_TOKENS)
+        requests = self._requests(setting, size, num_tokens, ignore_eos=True)
         times: list[float] = []
         for _ in range(MAX_WAVES):
-            times += process.call(run_requests, requests)["step_ms"]
+            times += process.run(requests)["step_ms"]
             if len(times) >= self.options.num_steps:
                 break
         return times
@@ -230,7 +234,7 @@ class Tuning:
         prompts = self._prompts
         return [(prompts[i % len(prompts)], {**options, "seed": i}) for i in range(count)]
 
-    def _compared(self, process: EngineProcess, found: Measurement) -> Measurement:
+    def _compared(self, process: Engine, found: Measurement) -> Measurement:
         """Compare the outputs with those of K = 0; ``process`` has the engine of the setting.
 
         Two tokens are a tie if either is generated after the output so far, which has no drafts,
@@ -254,7 +258,7 @@ class Tuning:
                 for raised, lowered in (pair, pair[::-1]):
                     bias = {raised: margin, lowered: -margin}
                     again.append((prompt, {**options, "logit_bias": bias}))
-        samples = iter(process.call(run_requests, again)["tokens"])
+        samples = iter(process.run(again)["tokens"])
         ties = {
             number: f"request {number + 1}, token {differing[number] + 1}"
             for number, pair in pairs.items()
@@ -280,7 +284,7 @@ class Tuning:
 
     def _progress(self, text: str, units: int) -> None:
         engines = list(self.options.engines().values())
-        if len(engines) > 1:
+        if len(engines) > 1 and self.options.embedded is None:
             engines.append([Setting(0)])  # for vLLM without the plugin
         total = len(engines) * _START_UNITS + sum(map(self._num_batches, engines))
         self.report(f"{progress_bar(self._num_done / total)} {text}")

@@ -23,6 +23,7 @@ FLAGS = {"max_new_tokens": 9, "temperature": None}
         ("bad=[[3]]", {"bad_words": ((3,),)}),
         ("stop='a=b'", {"stop": ("a=b",)}),
         ("speculate=false", {"speculate": False}),
+        ("temperature=0.5", {"temperature": 0.5}),
         ("relaxed_delta=1e-1", {"relaxed_delta": 0.1}),
         ("logprobs=", {}),
     ],
@@ -42,6 +43,7 @@ def test_several() -> None:
     [
         (None, [], 128),
         (None, ["max_tokens=5"], 5),
+        (None, ["max_new_tokens=5"], 5),
         (None, ["max_tokens="], None),
         (7, [], 7),
         (7, ["max_tokens=7"], 7),
@@ -65,7 +67,7 @@ def test_what_nests_without_end_is_named() -> None:
     [
         (["min_tokens"], "--option: expected NAME=VALUE, got 'min_tokens'"),
         (["=3"], "--option: expected NAME=VALUE, got '=3'"),
-        (["temperature=1"], "--option: temperature has a flag of its own"),
+        (["max_new_tokens=1"], "--option: max_new_tokens is given by its flag, too"),
         (["min_tokens=1", "min_tokens=1"], "--option: 'min_tokens' is given twice"),
         (
             ["stop=[a"],

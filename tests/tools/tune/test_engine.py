@@ -190,7 +190,7 @@ def test_killed_process_is_a_failed_engine_and_leaves_no_child(
     os.kill(engine._process.pid or 0, signal.SIGKILL)
     for _ in range(2):
         with pytest.raises(EngineFailedError, match="the process ended"):
-            engine.call(len, [])
+            engine.encode([])
     assert is_running(child)
     engine.close()
     assert ends(child)
@@ -249,5 +249,4 @@ def test_prompts_without_a_chat_template_are_their_texts() -> None:
         {"role": "assistant", "content": None},
         {"role": "user", "content": "b"},
     ]
-    engine = SimpleNamespace(get_tokenizer=lambda: tokenizer)
-    assert engines.encode_prompts(engine, [messages, "c"]) == [["a\nb"], ["c"]]
+    assert engines.encode_prompts(tokenizer, [messages, "c"]) == [["a\nb"], ["c"]]

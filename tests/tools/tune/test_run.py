@@ -12,7 +12,7 @@ import pytest
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.tools.tune import run
 from mtp_plugin.tools.tune.answer import Setting
-from mtp_plugin.tools.tune.engine import EngineFailedError, Request, encode_prompts
+from mtp_plugin.tools.tune.engine import EngineFailedError, Request
 from mtp_plugin.tools.tune.run import TuneOptions, Tuning, differences
 
 OPTIONS = TuneOptions(
@@ -60,9 +60,10 @@ class StubEngine:
             raise self.failing[self.setting.num_drafts]
         return {"dtype": "bfloat16", "max_num_seqs": 4, "has_schedule": True}
 
-    def call(self, function: Callable[..., Any], given: list[Any]) -> Any:
-        if function is encode_prompts:
-            return [[ord(text)] for text in given]
+    def encode(self, given: list[str]) -> list[list[int]]:
+        return [[ord(text)] for text in given]
+
+    def run(self, given: list[Request]) -> dict[str, Any]:
         k = self.setting.num_drafts
         tokens = [self.output(prompt, options) for prompt, options in given]
         step_ms = [9.0, 2.0 + k, 2.0 + k] if given else []

@@ -1,9 +1,13 @@
-"""Minimal speculative decoding of a loaded model, without the executor."""
+"""The reference: a loaded model with the attention of transformers, without the executor."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
+
+import torch
 
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.config.draft_vocab import add_draft_ids, resolve_draft_vocab
@@ -24,6 +28,45 @@ from mtp_plugin.infer.speculation import Verify
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.host import DecodingOptions
 from mtp_plugin.speculative.verification import label_of
+
+TRANSFORMERS_ATTENTION = "sdpa"
+"""The attention implementation of transformers that the reference uses."""
+
+
+@contextmanager
+def transformers_attention(model: LoadedModel) -> Iterator[None]:
+    """Run the model with `TRANSFORMERS_ATTENTION`, and restore its own attention on exit."""
+    former: Any = model.target.config._attn_implementation
+    model.set_attn_implementation(TRANSFORMERS_ATTENTION)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(former)
+
+
+class Oracle:
+    """The target model as the reference; it must run under :func:`transformers_attention`."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self._model = model
+        self.device: torch.device = next(model.lm_head.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights and logits."""
+        return next(self._model.lm_head.parameters()).dtype
+
+    @torch.inference_mode()
+    def logits(self, token_ids: Sequence[int], num_rows: int) -> torch.Tensor:
+        """Return the logits [num_rows, V] float32 of the last ``num_rows`` tokens."""
+        ids = torch.tensor([list(token_ids)], device=self.device)
+        decoder: Any = self._model.target.get_decoder()
+        states = decoder(input_ids=ids, use_cache=False).last_hidden_state[0, -num_rows:]
+        # the unfused head, as in decoding
+        head: Any = self._model.target.get_output_embeddings()
+        logits: torch.Tensor = head(states)
+        return logits.float()
+
 
 _VERIFY: dict[str, Verify] = {"coupled": coupled, "rejection": rejection}
 _ROLES = {"coupled": Role.TARGET, "plain": Role.DRAFT, "greedy": None}
@@ -99,21 +142,17 @@ class Drafting:
             vocab_ids=ids,
         )
 
-
-def speculate(model: LoadedModel, text: Continuation, drafting: Drafting) -> Speculated:
-    """Decode a request with drafts of the model's MTP layers.
-
-    The model must run under :func:`transformers_attention`.
-    """
-    target = MTPTarget(model)
-    drafter = MTPDrafter(
-        model,
-        target,
-        is_vanilla=drafting.is_vanilla,
-        chain=drafting.chain,
-        role=drafting.role,
-        vocab_ids=drafting.vocab_ids,
-    )
-    return speculative_decode(
-        target, drafter, text, num_drafts=drafting.num_drafts, verify=drafting.verify
-    )
+    def decode(self, model: LoadedModel, text: Continuation) -> Speculated:
+        """Decode a request; the model must run under :func:`transformers_attention`."""
+        target = MTPTarget(model)
+        drafter = MTPDrafter(
+            model,
+            target,
+            is_vanilla=self.is_vanilla,
+            chain=self.chain,
+            role=self.role,
+            vocab_ids=self.vocab_ids,
+        )
+        return speculative_decode(
+            target, drafter, text, num_drafts=self.num_drafts, verify=self.verify
+        )
