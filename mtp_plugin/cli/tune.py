@@ -230,7 +230,8 @@ def command(
         from mtp_plugin.tools.tune.embedded import EmbeddedHost
 
         with errors_of(config):
-            embedded = EmbeddedHost(settings, tuple(lengths), sizes[-1])
+            is_greedy = not temperature
+            embedded = EmbeddedHost(settings, tuple(lengths), sizes[-1], is_greedy=is_greedy)
         lengths = embedded.num_drafts
     from mtp_plugin.tools.tune.report import TuneReport
     from mtp_plugin.tools.tune.run import TuneOptions, Tuning

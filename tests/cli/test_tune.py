@@ -16,11 +16,11 @@ import yaml
 
 from integration.random_models import write_random_checkpoint
 from mtp_plugin import extras
-from mtp_plugin.config import LLMConfig
+from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.tools.tune import embedded
 from mtp_plugin.tools.tune import run as tuning
-from mtp_plugin.tools.tune.answer import Answer, Setting
+from mtp_plugin.tools.tune.answer import METHODS, Answer, Setting
 from mtp_plugin.tools.tune.engine import EngineFailedError
 from tests.cli.calls import EAGLE, RELAXED, Run
 
@@ -179,7 +179,7 @@ def test_tune_needs_vllm(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 
 # --- the embedded executor ---
 
-SHORT = ("-p", "ab", "-p", "c", "-n", "8", "--batch-sizes", "1,3", "--steps", "1")
+SHORT = ("-p", "ab", "-p", "c", "-n", "8", "--batch-sizes", "2", "--steps", "1")
 BY_METHOD = ("--temperature", "0.8", "--methods", "coupled,rejection,block")
 
 
@@ -220,16 +220,15 @@ def test_table_methods_and_config_to_paste(
     embedded_run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(tuning, "MIN_SAMPLED", 2)
-    result = embedded_run("-c", config(EAGLE), *SHORT, *BY_METHOD, "--k", "1", "--draft-vocab", "9")
+    file = config({**EAGLE, "mtp": {"verification": "rejection"}})
+    result = embedded_run("-c", file, *SHORT, *BY_METHOD, "--k", "1", "--draft-vocab", "9")
     assert result.code == 0, result.err
     lines = result.out.splitlines()
     assert lines[0] == "embedded executor, float32 on cpu"
     assert lines[1].startswith("2 prompts of the command line, temperature 0.8, at most 8 tokens")
-    rows = [line for line in lines if line.strip()[:2] in ("1 ", "3 ")]
+    rows = lines[3:7]
     names = [f"K = 1, {name}, draft vocabulary 9" for name in ("coupled", "rejection", "block")]
-    assert [row.partition("  K")[2] for row in rows] == [
-        f"{name[1:]}" for name in ["K = 0", *names]
-    ] * 2
+    assert ["K" + row.partition("  K")[2] for row in rows] == ["K = 0", *names]
     assert f"{names[0]}: outputs identical to K = 0: 2 of 2" in lines
     assert f"{names[2]}: greedy outputs identical to K = 0: 2 of 2" in lines
     at = next(n for n, line in enumerate(lines) if line.startswith("speculative_config:"))
@@ -280,9 +279,10 @@ def test_interrupt_of_the_embedded_executor(
     assert not [*folder.iterdir()]
 
 
-def test_schedule_of_the_embedded_executor(checkpoint: Path) -> None:
-    settings = LLMConfig(model=str(checkpoint), speculative_config={**EAGLE, "mtp": {"seed": 7}})
-    host = embedded.EmbeddedHost(settings, (), 64)
+def test_config_to_paste_of_the_embedded_executor(checkpoint: Path) -> None:
+    mtp = {"seed": 7, "verification": "rejection", "draft_sampling": "plain"}
+    settings = LLMConfig(model=str(checkpoint), speculative_config={**EAGLE, "mtp": mtp})
+    host = embedded.EmbeddedHost(settings, (), 64, is_greedy=True)
     assert host.num_drafts == (0, 3)
     schedules = {
         (3, 1, 0): {2: 3, 22: 1},
@@ -293,9 +293,13 @@ def test_schedule_of_the_embedded_executor(checkpoint: Path) -> None:
         by_size = {n: Setting(k) for n, k in zip((1, 8, 64), lengths, strict=True)}
         keys = host.options(Answer(by_size, {}))["speculative_config"]
         assert keys.get("draft_len_schedule") == schedule
-        assert (keys["max_draft_len"], keys["mtp"]) == (3, {"seed": 7})
+        assert (keys["max_draft_len"], keys["mtp"]) == (3, mtp)
         LLMConfig.model_validate({"model": "M", "max_num_tokens": 256, "speculative_config": keys})
     assert host.options(Answer({1: Setting(0)}, {})) == {"speculative_config": None}
+    host = embedded.EmbeddedHost(settings, (0, 2), 64, is_greedy=False)
+    for method in METHODS:
+        keys = host.options(Answer({1: Setting(2, method)}, {}))["speculative_config"]
+        assert MTPDecodingConfig.model_validate(keys).mtp.verifications == (method,)
 
 
 @pytest.mark.parametrize(

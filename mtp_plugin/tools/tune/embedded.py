@@ -26,13 +26,16 @@ class EmbeddedHost:
         config: what all settings share, the other options of drafts included.
         num_drafts: the draft lengths; empty: that of the config.
         batch_size: the largest one.
+        is_greedy: requests are greedy, and the config's verification method stays.
 
     Raises:
         ConfigError: there are no MTP layers to draft with, a draft length is not possible, or the
             config's outputs differ from those of K = 0 by design.
     """
 
-    def __init__(self, config: LLMConfig, num_drafts: tuple[int, ...], batch_size: int) -> None:
+    def __init__(
+        self, config: LLMConfig, num_drafts: tuple[int, ...], batch_size: int, *, is_greedy: bool
+    ) -> None:
         layers = read_config(config.model).facts.num_mtp_layers
         lengths = tuple(k for k in num_drafts if k)
         if not layers or (config.speculative_config is None and not lengths):
@@ -48,6 +51,7 @@ class EmbeddedHost:
             raise ConfigError(f"tune: expected drafts of MTP layers, got {largest.worker}")
         self.num_drafts = num_drafts or (0, largest.k)
         self._config, self._speculative = largest.config, largest.config.speculative_config
+        self._is_greedy = is_greedy
         self._model: Any = None
         self._tokenizer: Any = None
 
@@ -89,10 +93,12 @@ class EmbeddedHost:
             return {"speculative_config": None}
         speculative = self._speculative.model_dump(exclude_defaults=is_short)
         mtp = speculative.pop("mtp", {})
-        if not is_short and setting.method in BY_PROBABILITY:
-            mtp["verification"] = list(BY_PROBABILITY)
-        elif self._speculative.mtp.verifications[0] != setting.method:
-            mtp["verification"] = setting.method
+        is_shared = setting.method in BY_PROBABILITY and not is_short
+        methods = BY_PROBABILITY if is_shared else (setting.method,)
+        if not self._is_greedy and self._speculative.mtp.verifications != methods:
+            mtp["verification"] = list(methods)
+            if mtp.get("draft_sampling") != "greedy":  # which all methods verify
+                mtp.pop("draft_sampling", None)
         if setting.draft_vocab is not None:
             mtp["draft_vocab"] = setting.draft_vocab
         chosen = {"decoding_type": "MTP", **speculative, "max_draft_len": setting.num_drafts}
