@@ -1,0 +1,353 @@
+"""Ways in which a call ends before its last token: what its readers get, and that nothing is left.
+
+``main`` of each case runs in an event loop, ``run`` in none.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from mtp_plugin.hosts.embedded import LLM
+from tests.hosts.embedded.conftest import assert_drained, assert_idle, wait_until
+from tests.hosts.embedded.test_llm_api import Pieces, greedy
+
+PROMPT, TEXT = [1, 2, 3], "&'"
+LONG = greedy(110)
+CASES: list[tuple[Callable[[LLM], Any], Any]] = []
+
+
+def ends(expected: Any) -> Callable[[Callable[[LLM], Any]], None]:
+    """Add a case and what it returns, or the name of the error that it raises."""
+    return lambda case: CASES.append((case, expected))
+
+
+async def started(llm: LLM) -> None:
+    """Wait until a request runs."""
+    while not llm.executor.num_steps:
+        await asyncio.sleep(1e-3)
+
+
+def in_a_thread(call: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=call)
+    thread.start()
+    return thread
+
+
+def number_of(stream: Any) -> int:
+    return sum(len(event.token_ids) for events in stream for event in events)
+
+
+# --- left ---
+
+
+@ends(True)
+def stream_closed_by_another_thread(llm: LLM) -> bool:
+    stream = llm.stream([PROMPT], LONG)
+    next(stream)
+    in_a_thread(stream.close).join(20)
+    return number_of(stream) < 100 and list(stream) == []
+
+
+@ends(110)
+def stream_read_by_another_thread(llm: LLM) -> int:
+    stream, found = llm.stream([PROMPT], LONG), []
+    in_a_thread(lambda: found.append(number_of(stream))).join(20)
+    return found[0]
+
+
+@ends(None)
+def stream_dropped(llm: LLM) -> None:
+    next(llm.stream([PROMPT] * 3, LONG))
+
+
+@ends(None)
+async def stream_async_left(llm: LLM) -> None:
+    async for _ in llm.stream_async(PROMPT, LONG):
+        break
+
+
+@ends("StopAsyncIteration")
+async def stream_async_closed(llm: LLM) -> None:
+    stream = llm.stream_async(TEXT, LONG)
+    await anext(stream)
+    await stream.aclose()
+    assert_drained(llm)
+    await anext(stream)
+
+
+@ends(None)
+async def streaming_output_left(llm: LLM) -> None:
+    async for _ in llm.generate_async(PROMPT, LONG, streaming=True):
+        break
+
+
+@ends(None)
+async def handle_left(llm: LLM) -> None:
+    async for _ in llm.submit(TEXT, LONG):
+        break
+
+
+@ends(None)
+def generate_async_never_awaited(llm: LLM) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        llm.generate_async(PROMPT, LONG)
+
+
+@ends(None)
+def streaming_output_never_awaited(llm: LLM) -> None:
+    llm.generate_async(PROMPT, LONG, streaming=True)
+
+
+# --- cancelled ---
+
+
+@ends(True)
+async def task_cancelled(llm: LLM) -> bool:
+    task = asyncio.create_task(llm.generate_async(TEXT, LONG))
+    await started(llm)
+    task.cancel()
+    await asyncio.wait([task])
+    await asyncio.to_thread(assert_idle, llm)  # though the task is kept
+    return task.cancelled()
+
+
+@ends("TimeoutError")
+async def awaiting_timed_out(llm: LLM) -> None:
+    await asyncio.wait_for(llm.generate_async(PROMPT, LONG), 0.02)
+
+
+@ends(True)
+async def await_in_a_cancelled_task(llm: LLM) -> bool:
+    async def main() -> None:
+        await llm.generate_async(PROMPT, LONG)
+
+    task = asyncio.create_task(main())
+    await started(llm)
+    task.cancel()
+    await asyncio.wait([task])
+    await asyncio.to_thread(assert_idle, llm)
+    return task.cancelled()
+
+
+@ends([True, 110, 110])
+async def one_of_three_readers_cancelled(llm: LLM) -> list[object]:
+    handle = llm.submit(PROMPT, LONG)
+
+    async def read() -> int:
+        return len((await handle).token_ids)
+
+    async def iterate() -> int:
+        return sum([len(event.token_ids) async for event in handle])
+
+    tasks = [asyncio.create_task(call()) for call in (read, read, iterate)]
+    await started(llm)
+    tasks[0].cancel()
+    await asyncio.wait(tasks)
+    return [tasks[0].cancelled(), tasks[1].result(), tasks[2].result()]
+
+
+@ends("abort")
+async def aborted_by_another_thread(llm: LLM) -> str | None:
+    handle = llm.submit(PROMPT, LONG)
+    await started(llm)
+    in_a_thread(handle.abort)
+    return (await handle).finish_reason
+
+
+@ends(["abort", "abort"])
+async def streaming_output_aborted(llm: LLM) -> list[str | None]:
+    stream = llm.generate_async(PROMPT, LONG, streaming=True)
+    await anext(stream)
+    stream.abort()
+    reasons = [output.finish_reason async for output in stream]
+    return [reasons[-1], (await stream).finish_reason]
+
+
+# --- event loops ---
+
+
+@ends([110] * 3)
+def handle_of_one_loop_read_in_another(llm: LLM) -> list[int]:
+    async def main() -> Any:
+        return llm.submit(TEXT, LONG)
+
+    async def wait() -> Any:
+        return await handle
+
+    handle = asyncio.run(main())
+    outputs = [asyncio.run(wait()), asyncio.run(wait()), handle.result()]
+    return [len(output.token_ids) for output in outputs]
+
+
+@ends([8, 8])
+def generate_async_called_outside_of_its_loop(llm: LLM) -> list[int]:
+    async def gather() -> Any:
+        return await asyncio.gather(first, second)
+
+    assert len(asyncio.run(llm.generate_async(TEXT, greedy(8))).token_ids) == 8
+    first, second = (llm.generate_async(prompt, greedy(8)) for prompt in (TEXT, PROMPT))
+    return [len(output.token_ids) for output in asyncio.run(gather())]
+
+
+@ends(None)
+def loop_ended_with_a_running_task(llm: LLM) -> None:
+    tasks = []
+
+    async def main() -> None:
+        tasks.append(asyncio.create_task(llm.generate_async(TEXT, LONG)))
+        await started(llm)
+
+    asyncio.run(main())
+    assert_idle(llm)
+
+
+@ends(None)
+def loop_closed_with_a_running_stream(llm: LLM) -> None:
+    async def begin() -> Any:
+        stream = llm.stream_async(PROMPT, LONG)
+        await anext(stream)
+        return stream
+
+    loop = asyncio.new_event_loop()
+    stream = loop.run_until_complete(begin())
+    loop.close()
+    llm.generate(PROMPT, greedy(8))  # the next step ends it, though it is kept
+    assert_idle(llm)
+    del stream
+
+
+# --- shut down ---
+
+
+@ends(["the executor was shut down"] * 5)
+def calls_after_shutdown(llm: LLM) -> list[str]:
+    llm.shutdown()
+    calls = [
+        lambda: llm.generate(PROMPT, LONG),
+        lambda: next(llm.stream(PROMPT, LONG)),
+        lambda: llm.submit(PROMPT, LONG),
+        lambda: asyncio.run(llm.generate_async(PROMPT, LONG)),
+        lambda: llm.generate_async(PROMPT, LONG, streaming=True),
+    ]
+    return [error_of(call) for call in calls]
+
+
+@ends(["the executor was shut down"] * 4)
+def calls_during_shutdown(llm: LLM) -> list[str]:
+    handle, stream = llm.submit(PROMPT, LONG), llm.stream(PROMPT, LONG)
+    next(stream)
+
+    async def main() -> list[Any]:
+        partial = llm.generate_async(PROMPT, LONG, streaming=True)
+        calls = [handle, partial, llm.generate_async(PROMPT, LONG)]
+        tasks = asyncio.gather(*calls, return_exceptions=True)
+        await anext(partial)
+        in_a_thread(llm.shutdown)
+        return await tasks
+
+    found = [str(error) for error in asyncio.run(main())]
+    return [*found, error_of(lambda: number_of(stream))]
+
+
+# --- signals and processes ---
+
+
+def interrupted(llm: LLM, call: Callable[[], object]) -> str:
+    """How a call ends whose thread is interrupted in a step."""
+    main_thread, done = threading.get_ident(), []
+    forward = llm.executor.engine.forward
+
+    def interrupt(*args: Any) -> Any:
+        if llm.executor.num_steps > 4 and not done:
+            done.append(True)
+            signal.pthread_kill(main_thread, signal.SIGINT)
+        return forward(*args)
+
+    llm.executor.engine.forward = interrupt  # type: ignore[method-assign]
+    # a process in the background ignores interrupts
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return error_of(call)
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@ends(["KeyboardInterrupt"] * 4)
+def interrupts(llm: LLM) -> list[str]:
+    calls = [
+        lambda: llm.generate([PROMPT] * 3, LONG),
+        lambda: number_of(llm.stream([PROMPT], LONG)),
+        lambda: llm.submit(PROMPT, LONG).result(),
+        lambda: asyncio.run(llm.generate_async(PROMPT, LONG)),
+    ]
+    found = []
+    for call in calls:
+        found.append(interrupted(llm, call))
+        assert_idle(llm)
+    return found
+
+
+@ends(["this process was forked"] * 5)
+def fork(llm: LLM) -> list[str]:
+    handle = llm.submit(PROMPT, LONG)
+
+    async def wait() -> None:
+        await handle
+
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        calls = [
+            handle.result,
+            lambda: asyncio.run(wait()),
+            lambda: asyncio.run(llm.generate_async(PROMPT, LONG)),
+            lambda: llm.submit(PROMPT, LONG),
+            lambda: next(llm.stream(PROMPT, LONG)),
+        ]
+        os.write(writing, "\n".join(map(error_of, calls)).encode())
+        os._exit(0)
+    os.close(writing)
+    assert wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
+    assert handle.result().finish_reason == "length"
+    with os.fdopen(reading) as stream:
+        return [line.partition(",")[0] for line in stream.read().split("\n")]
+
+
+def error_of(call: Callable[[], object]) -> str:
+    """The message of the error that a call raises, or else its name."""
+    try:
+        call()
+    except BaseException as error:
+        return str(error) or type(error).__name__
+    return "none"
+
+
+@pytest.mark.parametrize(("case", "expected"), CASES, ids=[case.__name__ for case, _ in CASES])
+def test_call_that_ends_early_leaves_nothing(harness, case: Any, expected: Any) -> None:
+    llm = harness.llm(tokenizer=Pieces())
+    gc.collect()
+    gc.disable()
+    try:
+        if inspect.iscoroutinefunction(case):
+            found = asyncio.run(asyncio.wait_for(case(llm), 30))
+        else:
+            found = case(llm)
+    except Exception as error:
+        found = type(error).__name__
+    finally:
+        gc.enable()
+    assert found == expected
+    assert_drained(llm)
+    assert_idle(llm)
+    assert wait_until(lambda: not llm._engine._results)
