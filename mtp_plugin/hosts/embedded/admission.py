@@ -72,7 +72,7 @@ class Admission:
             if tokenizer is None
             else lru_cache(maxsize=2**16)(partial(_token_text, self._detokenizer))
         )
-        self._tokenizer_lock = TokenizerLock(is_stepping_here)
+        self.tokenizer_lock = TokenizerLock(is_stepping_here)
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -90,7 +90,7 @@ class Admission:
         requests = []
         for index, params in enumerate(params_of(sampling_params, len(plain))):
             place = place_of(index + 1, len(plain)) if len(plain) > 1 else None
-            samples = self._make(self._reserve_ids(params), plain[index], params, place)
+            samples = self.make(self._reserve_ids(params), plain[index], params, place)
             for request in samples:
                 request.prompt_index = index
             requests += samples
@@ -107,8 +107,7 @@ class Admission:
         (plain,) = prompts_of([prompt])
         (params,) = params_of(sampling_params, 1)
         ids = self._reserve_ids(params)
-        make = partial(self._make, ids, plain, params)
-        pending = PendingRequest(ids, make, self._tokenizer_lock)
+        pending = PendingRequest(ids, plain, params, self)
         if self._tokenizer is None or not _has_texts(plain, params):
             pending.make()
             pending.result()
@@ -119,25 +118,29 @@ class Admission:
             else:
                 self._check_ids(plain)
             self._validated(params, () if isinstance(plain, str) else plain, tokenise=False)
-            self._tokenizer_lock.check_not_held(ids[0])
+            self.tokenizer_lock.check_not_held(ids[0])
         return pending
 
     def _reserve_ids(self, params: SamplingParams) -> list[int]:
         """Return an id for each of the ``n`` sequences of a prompt; one if there are too many."""
         return [next(self._ids) for _ in range(params.n if params.n <= MAX_SAMPLES else 1)]
 
-    def _make(
+    def make(
         self,
         ids: Sequence[int],
         prompt: PlainPrompt,
         params: SamplingParams,
         place: str | None = None,
     ) -> list[LlmRequest]:
-        """Make the ``n`` requests of a prompt; errors call it by ``place``, else by its id."""
+        """Make the ``n`` requests of a prompt, with these ids.
+
+        Raises:
+            RequestError: calls the prompt by ``place``, else by its first id.
+        """
         with _named_errors(ids[0], place):
             make = partial(self._tokenise, ids, prompt, params)
             needs_lock = _has_texts(prompt, params)
-            requests = self._tokenizer_lock.run(ids[0], make) if needs_lock else make()
+            requests = self.tokenizer_lock.run(ids[0], make) if needs_lock else make()
             for request in requests:
                 self._executor.check_fits(request)
             return requests

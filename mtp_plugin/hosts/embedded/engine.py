@@ -15,10 +15,10 @@ from queue import Empty, SimpleQueue
 import torch
 
 from mtp_plugin.errors import ExecutorError
+from mtp_plugin.hosts.embedded.handle import Results
 from mtp_plugin.hosts.embedded.py_executor import PyExecutor, StepEvent
 from mtp_plugin.hosts.embedded.request import LlmRequest
-from mtp_plugin.hosts.embedded.results import Results
-from mtp_plugin.hosts.embedded.tokenising import PendingRequest
+from mtp_plugin.hosts.embedded.tokenising import Submission
 
 _logger = logging.getLogger(__name__)
 
@@ -75,22 +75,20 @@ class Engine:
 
     # ---- submission -------------------------------------------------------------------------
 
-    def submit(self, requests: Sequence[LlmRequest], results: Results) -> None:
-        """Submit requests, which enter the same step.
+    def submit(self, submission: Submission, results: Results) -> None:
+        """Submit requests, which enter the same step, once they are made.
 
         Raises:
             ExecutorError: the executor was shut down, or this process was forked.
         """
-        self._register([request.request_id for request in requests], results)
-        self._commands.put(list(requests))
-
-    def submit_pending(self, pending: PendingRequest, results: Results) -> None:
-        """Submit requests that another thread may still have to make.
-
-        Raises:
-            ExecutorError: see :meth:`submit`.
-        """
-        request_ids = pending.request_ids
+        request_ids = submission.request_ids
+        if self._is_forked:
+            raise ExecutorError(FORKED)
+        if self._is_closing or self._executor.is_closed:
+            raise ExecutorError(SHUT_DOWN)
+        self._results.update(dict.fromkeys(request_ids, results))
+        if self._is_closed:  # since the check above
+            self._fail(request_ids, ExecutorError(SHUT_DOWN))
 
         def start(made: Future[list[LlmRequest]]) -> None:
             error = made.exception()
@@ -99,17 +97,10 @@ class Engine:
             else:
                 self._commands.put(made.result())
 
-        self._register(request_ids, results)
-        pending.made.add_done_callback(start)
-
-    def _register(self, request_ids: Sequence[int], results: Results) -> None:
-        if self._is_forked:
-            raise ExecutorError(FORKED)
-        if self._is_closing or self._executor.is_closed:
-            raise ExecutorError(SHUT_DOWN)
-        self._results.update(dict.fromkeys(request_ids, results))
-        if self._is_closed:  # since the check above
-            self._fail(request_ids, ExecutorError(SHUT_DOWN))
+        if submission.made.done():
+            start(submission.made)  # a callback would lose the error of a signal handler
+        else:
+            submission.made.add_done_callback(start)
 
     # ---- ending -----------------------------------------------------------------------------
 
@@ -120,15 +111,17 @@ class Engine:
         self._commands.put(request_id)
         return True
 
-    def drop(self, request_ids: Sequence[int]) -> Future[None]:
-        """Abort requests without readers.
+    def drop(self, submission: Submission) -> Future[None]:
+        """Abort requests without readers; those that are not made yet never will be.
 
         Returns:
             A future that is done once their resources are freed; within a step, at once.
         """
+        submission.claim()
+        request_ids = submission.request_ids
         done: Future[None] = Future()
         if any(request_id in self._results for request_id in request_ids):
-            self._commands.put((tuple(request_ids), done))
+            self._commands.put((request_ids, done))
             if not (self._is_closed or self._is_forked or self.is_current_thread):
                 return done
         _set_done(done)
@@ -272,7 +265,7 @@ class Engine:
         for results, share in shares.items():
             results.put(share)
             if results.is_abandoned is not None and results.is_abandoned():
-                self.drop([event.request_id for event in share])
+                self._commands.put((tuple(event.request_id for event in share), Future()))
 
     def _fail(self, request_ids: Sequence[int], error: Exception) -> None:
         """End requests that are not in the executor with an error."""

@@ -1,8 +1,9 @@
-"""Readers of submitted requests: handles and iterators."""
+"""Events of submitted requests: the queue that the engine thread writes, and its readers."""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
@@ -13,29 +14,208 @@ from collections.abc import (
     Sequence,
 )
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import partial
-from typing import Any, TypeVar
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from mtp_plugin.hosts.embedded.engine import Engine
-from mtp_plugin.hosts.embedded.outputs import RequestOutput
+from mtp_plugin.hosts.embedded.outputs import RequestOutput, extended_output
 from mtp_plugin.hosts.embedded.py_executor import StepEvent
 from mtp_plugin.hosts.embedded.request import LlmRequest
-from mtp_plugin.hosts.embedded.results import (
-    UNREAD_STEPS,
-    UNREAD_STEPS_ASYNC,
-    Results,
-    TimedEvent,
-)
-from mtp_plugin.hosts.embedded.tokenising import PendingRequest
+from mtp_plugin.hosts.embedded.tokenising import PendingRequest, Submission
+from mtp_plugin.requests.logprobs import Logprobs
+
+if TYPE_CHECKING:
+    from mtp_plugin.hosts.embedded.engine import Engine
 
 T = TypeVar("T")
 
+UNREAD_STEPS = 2
+"""Steps that `LLM.stream` runs ahead of its reader; no further one runs while no other caller needs
+it, so that a reader that computes does not compete with the steps for Python's lock."""
+UNREAD_STEPS_ASYNC = 32
+"""The same for `LLM.stream_async`."""
+TimedStep = tuple[float, list[StepEvent]]
+"""Arrival time of a step, from `time.monotonic`, and its events."""
+TimedEvent = tuple[float, StepEvent]
+"""An event and its arrival time."""
 
-class RequestHandle:
-    """Returned by `LLM.submit`: iterate with ``async for``, ``await`` it, or call ``result()``.
 
-    Each of any number of readers gets all events. Garbage collection of the handle aborts the
-    request.
+class Results:
+    """Queue of the events of one call's requests, and how they ended.
+
+    Args:
+        num_requests: number of requests.
+        max_unread: number of unread steps from which the reader lags; those that follow are merged
+            into one. None: all events are kept, for any number of readers.
+        report: gets the events of each step, in the engine thread; none is kept.
+    """
+
+    def __init__(
+        self,
+        num_requests: int,
+        max_unread: int | None = None,
+        report: Callable[[list[StepEvent]], None] | None = None,
+    ) -> None:
+        self.num_unfinished = num_requests
+        """Requests without a last event; the engine counts them."""
+        self.aborted: set[int] = set()
+        """Ids of requests that were aborted before they started."""
+        self.steps: list[TimedStep] = []
+        """Steps that arrived; a reader with `max_unread` removes them."""
+        self.error: Exception | None = None
+        """The error that ended the requests."""
+        self.done: Future[None] = Future()
+        """Done after the last event or the error."""
+        self.is_abandoned: Callable[[], bool] | None = None
+        """Returns whether there is no reader any more; then the engine aborts the requests."""
+        self._max_unread = max_unread
+        self._report = report
+        self._late: list[StepEvent] = []
+        self._wakes: list[Callable[[], object]] = []
+        self._end_wakes: list[Callable[[], object]] = []
+
+    # ---- the engine thread ------------------------------------------------------------------
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the reader lags; no step runs while this holds for all requests."""
+        return self._max_unread is not None and len(self.steps) >= self._max_unread
+
+    def put(self, events: list[StepEvent]) -> None:
+        """Add the events of a step."""
+        if self._report is not None:
+            try:
+                self._report(events)
+            except Exception as error:
+                self.fail(error)
+            events = []
+        if self._late:
+            events, self._late = _merged(self._late, events), []
+        if self.num_unfinished == 0:
+            self._end(events)
+        elif self.is_full:
+            self._late = events
+        elif events:
+            self.steps.append((time.monotonic(), events))
+            for wake in self._wakes.copy():
+                wake()
+
+    def fail(self, error: Exception) -> None:
+        """End all requests with an error."""
+        self.error = self.error or error
+        self._end(self._late)
+
+    def _end(self, events: list[StepEvent]) -> None:
+        if events:
+            self.steps.append((time.monotonic(), events))
+        if not self.done.done():
+            self.done.set_result(None)
+        for wake in (*self._wakes, *self._end_wakes):
+            wake()
+
+    # ---- readers ----------------------------------------------------------------------------
+
+    def result(self) -> None:
+        """Wait for the end, and raise the error that ended the requests, if any."""
+        self.done.result()
+        if self.error is not None:
+            raise self.error
+
+    def read(self, number: int, most: int | None = None) -> list[TimedStep] | None:
+        """Return steps from ``number`` on, ``most`` at most.
+
+        Returns:
+            No steps after the last; None: there are none yet.
+
+        Raises:
+            Exception: the error that ended the requests.
+        """
+        is_done = self.done.done()  # before the look at the steps, which arrive first
+        steps = self.steps[number:][:most]
+        if not steps:
+            if not is_done:
+                return None
+            self.result()
+        return steps
+
+    def wait(self) -> list[StepEvent]:
+        """Wait for a step, remove it and return its events; none after the last."""
+        arrived: SimpleQueue[None] = SimpleQueue()
+
+        def wake() -> None:
+            arrived.put(None)
+
+        self._wakes.append(wake)
+        try:
+            while (steps := self.read(0, 1)) is None:
+                arrived.get()
+        finally:
+            self._wakes.remove(wake)
+        del self.steps[: len(steps)]
+        return [event for _, events in steps for event in events]
+
+    async def wait_async(self, number: int) -> list[TimedStep]:
+        """Wait for steps from ``number`` on, without blocking the event loop."""
+        steps = self.read(number)
+        return await _wait(partial(self.read, number), self._wakes) if steps is None else steps
+
+    async def wait_for_end(self) -> None:
+        """Wait until all requests have ended; the event loop is not woken before."""
+        await _wait(lambda: self.done.done() or None, self._end_wakes)
+
+
+async def _wait(look: Callable[[], T | None], wakes: list[Callable[[], object]]) -> T:
+    """Return what ``look`` finds, now or after a call of the function that ``wakes`` gets."""
+    loop, arrived = asyncio.get_running_loop(), asyncio.Event()
+
+    def wake() -> None:
+        with suppress(RuntimeError):  # the loop was closed
+            loop.call_soon_threadsafe(arrived.set)
+
+    wakes.append(wake)
+    try:
+        while (found := look()) is None:
+            await arrived.wait()
+            arrived.clear()
+        return found
+    finally:
+        wakes.remove(wake)
+
+
+def _merged(first: list[StepEvent], second: list[StepEvent]) -> list[StepEvent]:
+    """Return the events of two steps with one event per request."""
+    events = {event.request_id: event for event in first}
+    for event in second:
+        before = events.get(event.request_id)
+        if before is not None:
+            event = event._replace(
+                token_ids=before.token_ids + event.token_ids,
+                segments=before.segments + event.segments,
+                logprobs=Logprobs.joined((before.logprobs, event.logprobs)),
+                prompt_logprobs=before.prompt_logprobs,
+            )
+        events[event.request_id] = event
+    return list(events.values())
+
+
+class _Reader:
+    """Reads events of requests. Garbage collection aborts those that are unfinished."""
+
+    _submission: Submission | None = None  # __del__ also runs if __init__ was interrupted
+    _is_closed = False
+
+    def __init__(self, submission: Submission, engine: Engine) -> None:
+        self._engine = engine
+        self._submission = submission
+
+    def __del__(self) -> None:
+        if self._submission is not None and not self._is_closed:
+            self._engine.drop(self._submission)
+
+
+class Handle(_Reader):
+    """A submitted prompt: ``await`` it, or call ``result()``.
 
     Raises:
         ExecutorError: the executor was shut down.
@@ -45,18 +225,13 @@ class RequestHandle:
     # keeps their frames
 
     def __init__(
-        self,
-        pending: PendingRequest,
-        engine: Engine,
-        owner: object,
-        *,
-        max_unread: int | None = None,
+        self, pending: PendingRequest, engine: Engine, owner: object, max_unread: int | None = None
     ) -> None:
+        super().__init__(pending, engine)
         self._pending = pending
-        self._engine = engine
         self._owner = owner  # kept alive
         self._results = Results(len(pending.request_ids), max_unread)
-        engine.submit_pending(pending, self._results)
+        engine.submit(pending, self._results)
         if not pending.made.done():
             # in a signal handler, submitting to the pool here could deadlock on the pool's own lock
             asyncio.get_running_loop().call_soon_threadsafe(pending.make_in_pool)
@@ -89,37 +264,44 @@ class RequestHandle:
         """
         self._engine.check_can_wait()
         requests = self._pending.result()
-        self._results.done.result()
-        self._results.check()
+        self._results.result()
         return RequestOutput.of_success(*requests)
+
+    async def aresult(self) -> RequestOutput:
+        """Wait for the output, as :meth:`result` does, in a coroutine."""
+        try:
+            self._ensure_made()
+            await self._results.wait_for_end()
+            self._results.result()
+            return RequestOutput.of_success(*self._pending.result())
+        finally:
+            del self
 
     def __await__(self) -> Generator[Any, None, RequestOutput]:
         """Wait for the output, as :meth:`result` does, in a coroutine."""
-        return self._wait_for_output().__await__()
+        return self.aresult().__await__()
 
-    def __aiter__(self) -> AsyncIterator[StepEvent]:
-        """Iterate over all events from the first; leaving early does not abort the request."""
-        return self._read()
+    async def read_from(self, number: int) -> list[TimedStep]:
+        """Wait for steps from ``number`` on and return all that have arrived, none after the end.
+
+        Raises:
+            Exception: see :meth:`result`.
+        """
+        try:
+            self._ensure_made()
+            return await self._results.wait_async(number)
+        finally:
+            del self
 
     async def read_arrived(self) -> AsyncIterator[list[TimedEvent]]:
         """Iterate over all events from the first, with all that have arrived in one list."""
         number = 0
         try:
-            while True:
-                events, number = await self.read_from(number)
-                if not events:
-                    return
-                yield events
+            while steps := await self.read_from(number):
+                number += len(steps)
+                yield [(when, event) for when, events in steps for event in events]
         finally:
             del self
-
-    def read_from(self, number: int) -> Coroutine[Any, Any, tuple[list[TimedEvent], int]]:
-        """Wait for events from step ``number`` on.
-
-        Returns:
-            All that have arrived, none after the end, and the number of the step after them.
-        """
-        return self._wait(partial(self._results.read, number))
 
     def arrived(self) -> list[TimedEvent]:
         """Return the events that have arrived so far."""
@@ -133,33 +315,6 @@ class RequestHandle:
         """Abort the request; see `LLM.abort`."""
         return True in [self._engine.abort(i) for i in self._pending.request_ids]
 
-    def __del__(self) -> None:
-        _drop(self._pending, self._engine)
-
-    async def _read(self) -> AsyncIterator[StepEvent]:
-        try:
-            async for events in self.read_arrived():
-                for _, event in events:
-                    yield event
-        finally:
-            del self
-
-    async def _wait(self, look: Callable[[], T | None]) -> T:
-        try:
-            self._ensure_made()
-            return await self._results.wait_async(look)
-        finally:
-            del self
-
-    async def _wait_for_output(self) -> RequestOutput:
-        try:
-            self._ensure_made()
-            await self._results.wait_for_end()
-            self._results.check()
-            return RequestOutput.of_success(*self._pending.result())
-        finally:
-            del self
-
     def _ensure_made(self) -> None:
         """Have the requests made: the event loop that was to do so may have ended.
 
@@ -172,24 +327,116 @@ class RequestHandle:
             self._pending.make_in_pool()
 
 
-def _drop(pending: PendingRequest, engine: Engine) -> Future[None]:
-    pending.claim()  # if no thread has begun to make the requests, none will
-    return engine.drop(pending.request_ids)
+class RequestHandle(Handle):
+    """Returned by `LLM.submit`: iterate with ``async for``, ``await`` it, or call ``result()``.
+
+    Each of any number of readers gets all events. Garbage collection of the handle aborts the
+    request.
+    """
+
+    def __aiter__(self) -> AsyncIterator[StepEvent]:
+        """Iterate over all events from the first; leaving early does not abort the request."""
+        return self._read()
+
+    async def _read(self) -> AsyncIterator[StepEvent]:
+        try:
+            async for events in self.read_arrived():
+                for _, event in events:
+                    yield event
+        finally:
+            del self
 
 
-class EventStream(Iterator[list[StepEvent]]):
+class GenerationHandle(Handle, Coroutine[Any, Any, RequestOutput], AsyncIterator[RequestOutput]):
+    """Returned by `LLM.generate_async`: ``await`` it, run it as a coroutine, or iterate.
+
+    ``async for`` yields a `RequestOutput` with the whole output so far whenever there are new
+    tokens; a reader that lags gets the tokens of several steps at once. ``finished`` of the last
+    one is True. Without ``streaming``, this last one is the only one, and an ``await`` that is
+    cancelled aborts the request.
+    """
+
+    def __init__(
+        self, pending: PendingRequest, engine: Engine, owner: object, *, streaming: bool
+    ) -> None:
+        super().__init__(pending, engine, owner)
+        self._streaming = streaming
+        self._num_read = 0
+        self._last: RequestOutput | None = None
+        self._running: Coroutine[Any, Any, RequestOutput] | None = None
+
+    async def aresult(self) -> RequestOutput:
+        """Wait for the final output; see `result`."""
+        try:
+            return await super().aresult()
+        except BaseException:
+            if not self._streaming:
+                self._engine.drop(self._pending)
+            raise
+        finally:
+            del self
+
+    def send(self, value: Any) -> Any:
+        """Run as a coroutine that returns the final output."""
+        self._running = self._running or self.aresult()
+        return self._running.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        """Raise an error in the coroutine; a cancelled task aborts the request."""
+        self._running = self._running or self.aresult()
+        try:
+            return self._running.throw(*error)
+        except BaseException:
+            self._engine.drop(self._pending)
+            raise
+
+    def close(self) -> None:
+        """End the coroutine and abort the request, unless it has finished."""
+        if self._running is not None:
+            self._running.close()
+        self._engine.drop(self._pending)
+
+    def __aiter__(self) -> AsyncIterator[RequestOutput]:
+        """Iterate over the output so far; several iterations share its parts."""
+        return self
+
+    async def __anext__(self) -> RequestOutput:
+        """Return the output so far, once it has new tokens.
+
+        A call that is cancelled, by ``asyncio.wait_for`` for example, loses no tokens: the next one
+        returns them.
+        """
+        try:
+            if not self._streaming:
+                await self.aresult()
+            while True:
+                start = self._num_read
+                steps = await self.read_from(start)
+                if start == self._num_read:  # else another reader got these steps
+                    break
+            if not steps:
+                raise StopAsyncIteration
+            self._num_read += len(steps)
+            events = [event for _, events in steps for event in events]
+            self._last = extended_output(self._last, self.requests, events)
+            return self._last
+        finally:
+            del self
+
+
+class EventStream(_Reader, Iterator[list[StepEvent]]):
     """Returned by `LLM.stream`: iterates over the events of requests, step by step.
 
     The requests start with the first ``next()``.
     """
 
-    _is_started = _is_closed = False  # of the class: __del__ also runs if __init__ was interrupted
+    _submission: Submission
 
     def __init__(self, requests: Sequence[LlmRequest], engine: Engine, owner: object) -> None:
-        self._requests = requests
-        self._engine = engine
+        super().__init__(Submission.of(requests), engine)
         self._owner = owner  # kept alive by the iteration
         self._results = Results(len(requests), UNREAD_STEPS)
+        self._is_started = False
 
     def __next__(self) -> list[StepEvent]:
         if self._is_closed:
@@ -198,8 +445,8 @@ class EventStream(Iterator[list[StepEvent]]):
         try:
             if not self._is_started:
                 self._is_started = True
-                self._engine.submit(self._requests, self._results)
-            events = self._results.wait(self._results.take)
+                self._engine.submit(self._submission, self._results)
+            events = self._results.wait()
             if not events:
                 raise StopIteration
             self._engine.wake()
@@ -211,18 +458,10 @@ class EventStream(Iterator[list[StepEvent]]):
     def close(self) -> None:
         """Abort unfinished requests, free their resources and end the iteration."""
         self._is_closed = True
-        if self._is_started:
-            self._drop().result()
-
-    def __del__(self) -> None:
-        if self._is_started and not self._is_closed:
-            self._drop()
-
-    def _drop(self) -> Future[None]:
-        return self._engine.drop([request.request_id for request in self._requests])
+        self._engine.drop(self._submission).result()
 
 
-class AsyncEventStream(AsyncIterator[StepEvent]):
+class AsyncEventStream(_Reader, AsyncIterator[StepEvent]):
     """Returned by `LLM.stream_async`: iterates over the events of one prompt.
 
     The request is aborted when the iteration is left early, its task is cancelled, the event loop
@@ -230,8 +469,8 @@ class AsyncEventStream(AsyncIterator[StepEvent]):
     """
 
     def __init__(self, pending: PendingRequest, engine: Engine, owner: object) -> None:
+        super().__init__(pending, engine)
         self._pending = pending
-        self._engine = engine
         self._events = _read_events(pending, engine, owner)
 
     @property
@@ -245,10 +484,7 @@ class AsyncEventStream(AsyncIterator[StepEvent]):
     async def aclose(self) -> None:
         """Abort the request and wait until its resources are freed."""
         await self._events.aclose()
-        await asyncio.wrap_future(_drop(self._pending, self._engine))
-
-    def __del__(self) -> None:
-        _drop(self._pending, self._engine)
+        await asyncio.wrap_future(self._engine.drop(self._pending))
 
 
 async def _read_events(
@@ -259,13 +495,15 @@ async def _read_events(
     A generator: an event loop that ends closes it.
     """
     engine.check_can_wait()
-    handle = RequestHandle(pending, engine, owner, max_unread=UNREAD_STEPS_ASYNC)
+    handle = Handle(pending, engine, owner, UNREAD_STEPS_ASYNC)
     handle._results.is_abandoned = asyncio.get_running_loop().is_closed
     try:
-        while events := await handle._wait(handle._results.take):
+        while steps := await handle.read_from(0):
+            del handle._results.steps[: len(steps)]
             engine.wake()
-            for event in events:
-                yield event
+            for _, events in steps:
+                for event in events:
+                    yield event
     finally:
         # without waiting, for which a closing loop leaves no time
-        _drop(pending, engine)
+        engine.drop(pending)

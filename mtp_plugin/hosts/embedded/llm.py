@@ -3,30 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, RequestError, expect_int, format_value
 from mtp_plugin.hosts.embedded import gc_freeze
 from mtp_plugin.hosts.embedded.admission import Admission
 from mtp_plugin.hosts.embedded.build import BuiltExecutor, build_executor
-from mtp_plugin.hosts.embedded.chat import (
-    Message,
-    conversations_of,
-    render_chat,
-    template_variables_of,
-    tools_of,
-)
+from mtp_plugin.hosts.embedded.chat import Message, conversations_of, render_chat
 from mtp_plugin.hosts.embedded.engine import Engine
-from mtp_plugin.hosts.embedded.handle import AsyncEventStream, EventStream, RequestHandle
+from mtp_plugin.hosts.embedded.handle import (
+    AsyncEventStream,
+    EventStream,
+    GenerationHandle,
+    RequestHandle,
+    Results,
+)
 from mtp_plugin.hosts.embedded.metrics import PREFIX, Metric, read_metrics
 from mtp_plugin.hosts.embedded.models import LoadedModel
-from mtp_plugin.hosts.embedded.output_stream import OutputStream
 from mtp_plugin.hosts.embedded.outputs import RequestOutput
 from mtp_plugin.hosts.embedded.progress import Progress, batch_progress, loading_progress
 from mtp_plugin.hosts.embedded.request import LlmRequest
@@ -34,8 +33,8 @@ from mtp_plugin.hosts.embedded.requested_config import (
     load_requested_tokenizer,
     read_requested_config,
 )
-from mtp_plugin.hosts.embedded.results import BatchResults
 from mtp_plugin.hosts.embedded.scheduler import ChunkPolicy, whole_budget
+from mtp_plugin.hosts.embedded.tokenising import PendingRequest, Submission
 from mtp_plugin.requests.foreign_names import OF_LLM, counterpart
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import Prompt, params_of
@@ -168,14 +167,13 @@ class LLM:
         self._engine.check_can_wait()
         requests = self._admission.make_requests(prompts, sampling_params)
         with batch_progress(len(requests), use_tqdm) as report:
-            results = BatchResults(len(requests), report)
+            results, submission = Results(len(requests), report=report), Submission.of(requests)
             try:
                 if requests:
-                    self._engine.submit(requests, results)
-                    results.done.result()
-                    results.check()
+                    self._engine.submit(submission, results)
+                    results.result()
             except BaseException:
-                self._engine.drop([request.request_id for request in requests])
+                self._engine.drop(submission)
                 raise
         samples = groupby(requests, key=lambda request: request.prompt_index)
         return [RequestOutput.of(*of_prompt) for _, of_prompt in samples]
@@ -224,19 +222,16 @@ class LLM:
             chat_template_kwargs: further variables of the template.
 
         Raises:
-            RequestError: the checkpoint has no chat template, or it raises an error; ``tools`` or
-                ``chat_template_kwargs`` is of another type.
+            RequestError: the checkpoint has no chat template, or it raises an error.
         """
         return render_chat(
             self.tokenizer,
             messages,
-            **{
-                **template_variables_of(chat_template_kwargs),
-                "chat_template": chat_template,
-                "add_generation_prompt": add_generation_prompt,
-                "continue_final_message": continue_final_message,
-                "tools": tools_of(tools),
-            },
+            chat_template_kwargs,
+            chat_template=chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
         )
 
     def get_tokenizer(self) -> Any:
@@ -281,50 +276,26 @@ class LLM:
         pending = self._admission.make_pending(prompt, sampling_params)
         return AsyncEventStream(pending, self._engine, self)
 
-    @overload
-    def generate_async(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        streaming: Literal[False] = False,
-    ) -> Coroutine[Any, Any, RequestOutput]: ...
-
-    @overload
-    def generate_async(
-        self,
-        prompt: Prompt,
-        sampling_params: SamplingParams | None = None,
-        *,
-        streaming: Literal[True],
-    ) -> OutputStream: ...
-
     def generate_async(
         self,
         prompt: Prompt,
         sampling_params: SamplingParams | None = None,
         *,
         streaming: bool = False,
-    ) -> Coroutine[Any, Any, RequestOutput] | OutputStream:
-        """Run one prompt; concurrent calls share the batch. A cancelled task cancels its request.
+    ) -> GenerationHandle:
+        """Submit one prompt and return a handle to ``await``; concurrent calls share the batch.
+
+        The handle is also a coroutine, for ``asyncio.run`` and ``create_task``; a cancelled task
+        cancels its request.
 
         Args:
-            streaming: submit the prompt now and return an object to iterate over partial outputs
-                with ``async for``, or to ``await``; otherwise only to ``await``.
+            streaming: ``async for`` over the handle yields partial outputs, not the final one only.
 
         Raises:
-            RequestError: a prompt or option cannot be served; nothing was started.
-            ExecutorError: the request ended with an error, or this is the engine thread.
+            RequestError, ExecutorError: see :meth:`submit`.
         """
-        if streaming:
-            return OutputStream(self.submit(prompt, sampling_params))
-        return self._generate_async(prompt, sampling_params)
-
-    async def _generate_async(
-        self, prompt: Prompt, sampling_params: SamplingParams | None
-    ) -> RequestOutput:
-        self._engine.check_can_wait()
-        return await self.submit(prompt, sampling_params)
+        pending = self._pending(prompt, sampling_params)
+        return GenerationHandle(pending, self._engine, self, streaming=streaming)
 
     if not TYPE_CHECKING:  # a checker reports unknown names itself
 
@@ -346,10 +317,14 @@ class LLM:
             RequestError: a prompt or option cannot be served; nothing was started.
             ExecutorError: the executor was shut down.
         """
-        pending = self._admission.make_pending(prompt, sampling_params)
+        return RequestHandle(self._pending(prompt, sampling_params), self._engine, self)
+
+    def _pending(self, prompt: Prompt, params: SamplingParams | None) -> PendingRequest:
+        """Return a request to submit, which is made already if no event loop runs here."""
+        pending = self._admission.make_pending(prompt, params)
         if not _is_in_event_loop():
             pending.result()
-        return RequestHandle(pending, self._engine, self)
+        return pending
 
     def abort(self, request_id: int) -> bool:
         """Cancel a request of any call, from any thread, without waiting.

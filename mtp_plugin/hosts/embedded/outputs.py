@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from typing_extensions import Self
 
 from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.hosts.embedded.py_executor import StepEvent
 from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.requests.logprobs import Logprobs, PromptLogprobs
 from mtp_plugin.requests.states import FinishReason
@@ -170,3 +172,63 @@ class RequestOutput:
     def label(self) -> Label | None:
         """Marks output of verification that is not lossless; None: the target's own output."""
         return self.acceptance.label
+
+
+@dataclass(frozen=True)
+class PartialCompletion(CompletionOutput):
+    """One sequence so far; ``acceptance`` is empty until its prompt has finished."""
+
+    text_diff: str = ""
+    """Text since the last partial output."""
+    token_ids_diff: list[int] = field(default_factory=list)
+    """Token ids since the last partial output."""
+
+    def extended(self, events: Sequence[StepEvent]) -> PartialCompletion:
+        """Return the sequence with further events."""
+        text = "".join(event.text for event in events)
+        tokens = [token for event in events for token in event.token_ids]
+        extended = replace(
+            self,
+            text=self.text + text,
+            token_ids=self.token_ids + tokens,
+            logprobs=Logprobs.joined((self.logprobs, *(event.logprobs for event in events))),
+            text_diff=text,
+            token_ids_diff=tokens,
+        )
+        if not events or (reason := events[-1].finish_reason) is None:
+            return extended
+        return replace(
+            extended,
+            finish_reason=FINISH_REASONS[reason],
+            stop_reason=events[-1].stop_reason,
+            error=events[-1].error,
+        )
+
+
+def extended_output(
+    last: RequestOutput | None, requests: Sequence[LlmRequest], events: Sequence[StepEvent]
+) -> RequestOutput:
+    """Return the partial output of a prompt's requests that follows ``last``, with new events.
+
+    Raises:
+        ExecutorError: all requests have finished, one of them with an error.
+    """
+    outputs: list[CompletionOutput] = []
+    for index in range(len(requests)):
+        before = None if last is None else last.outputs[index]
+        if not isinstance(before, PartialCompletion):
+            before = PartialCompletion(index, "", [], None)
+        outputs.append(before.extended([e for e in events if e.sample_index == index]))
+    if all(each.finish_reason is not None for each in outputs):
+        ended = zip(outputs, requests, strict=True)
+        outputs = [replace(own, acceptance=request.py_acceptance) for own, request in ended]
+        return replace(RequestOutput.of_success(*requests), outputs=outputs)
+    known = [event.prompt_logprobs for event in events if event.prompt_logprobs is not None]
+    return RequestOutput(
+        request_id=requests[0].request_id,
+        prompt=requests[0].prompt,
+        prompt_token_ids=requests[0].tokens[: requests[0].py_orig_prompt_len],
+        outputs=outputs,
+        prompt_logprobs=known[-1] if known else last and last.prompt_logprobs,
+        finished=False,
+    )

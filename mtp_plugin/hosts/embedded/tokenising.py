@@ -5,10 +5,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
+
+from typing_extensions import Self
 
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.hosts.embedded.request import LlmRequest
+from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.prompts import PlainPrompt
+
+if TYPE_CHECKING:
+    from mtp_plugin.hosts.embedded.admission import Admission
 
 T = TypeVar("T")
 
@@ -68,38 +75,53 @@ class TokenizerLock:
             )
 
 
-class PendingRequest:
-    """The requests of a prompt, made by the first thread that needs them.
+class Submission:
+    """Requests that enter the executor together, once they are made."""
 
-    Args:
-        request_ids: their ids.
-        make: returns the requests or raises `RequestError`.
-        lock: that of the tokenizer, which ``make`` may take.
-    """
-
-    def __init__(
-        self,
-        request_ids: Sequence[int],
-        make: Callable[[], list[LlmRequest]],
-        lock: TokenizerLock,
-    ) -> None:
+    def __init__(self, request_ids: Sequence[int]) -> None:
         self.request_ids = tuple(request_ids)
         self.made: Future[list[LlmRequest]] = Future()
-        self._make = make
-        self._lock = lock
         self._makers: dict[None, tuple[int, object]] = {}
+
+    @classmethod
+    def of(cls, requests: Sequence[LlmRequest]) -> Self:
+        """Return the submission of requests that are made."""
+        submission = cls([request.request_id for request in requests])
+        submission.made.set_result(list(requests))
+        return submission
 
     def claim(self) -> bool:
         """Keep other threads from making the requests; False: one has begun to."""
         claim = (threading.get_ident(), object())
         return self._makers.setdefault(None, claim) is claim  # atomic, also for signal handlers
 
+
+class PendingRequest(Submission):
+    """The requests of a prompt, made by the first thread that needs them.
+
+    Args:
+        request_ids, prompt, params: arguments of `Admission.make`.
+        admission: makes the requests.
+    """
+
+    def __init__(
+        self,
+        request_ids: Sequence[int],
+        prompt: PlainPrompt,
+        params: SamplingParams,
+        admission: Admission,
+    ) -> None:
+        super().__init__(request_ids)
+        self._prompt = prompt
+        self._params = params
+        self._admission = admission
+
     def make(self) -> None:
         """Make the requests in this thread, unless a thread has begun to."""
         if not self.claim():
             return
         try:
-            requests = self._make()
+            requests = self._admission.make(self.request_ids, self._prompt, self._params)
         except Exception as error:
             self.made.set_exception(error)
             del self  # the error refers to this frame
@@ -112,7 +134,7 @@ class PendingRequest:
 
     def make_in_pool(self) -> None:
         """Have the requests made by another thread, unless a thread has begun to."""
-        self._lock.pool.submit(self.make)
+        self._admission.tokenizer_lock.pool.submit(self.make)
 
     def check_can_wait(self) -> None:
         """Refuse to wait for requests that this thread is making, or that need its tokenizer.
@@ -122,7 +144,7 @@ class PendingRequest:
         """
         if self.made.done():
             return
-        self._lock.check_not_held(self.request_ids[0])
+        self._admission.tokenizer_lock.check_not_held(self.request_ids[0])
         maker = self._makers.get(None)
         if maker is not None and maker[0] == threading.get_ident() and not self.made.done():
             raise ExecutorError(

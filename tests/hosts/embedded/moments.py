@@ -1,7 +1,8 @@
-"""Calls of an executor at moments when something of it already runs, each in a process of its own.
+"""Calls of an executor at moments when something of it already runs.
 
 ``python -m tests.hosts.embedded.moments CHECKPOINT`` prints a line of JSON for each case: what
-became of the inner call, what of the call around it, and whether everything was given back.
+became of the inner call, what of the call around it, and whether everything was given back. One
+child process runs all cases; after a case that hangs or ends it, another runs the rest.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -32,9 +35,7 @@ LONG = SamplingParams(max_new_tokens=110, ignore_eos=True)
 class Room:
     """An executor, its requests, and one call to make at the moment that a case names."""
 
-    def __init__(self, model: Any, path: str, call: Callable[[Room], Any]) -> None:
-        self.call: Callable[[Room], Any] | None = call
-        self.inner = "never called"
+    def __init__(self, model: Any, path: str) -> None:
         self.at: str | None = None
         self.llm = LLM(
             {
@@ -48,9 +49,6 @@ class Room:
             tokenizer=Letters(self),
             stop_callback=self.on_stop,
         )
-        self.other = self.llm.submit([7, 8], LONG)
-        self.stream = self.llm.stream([[1, 2, 3]], GREEDY)
-        self.on_step: Callable[[], object] = lambda: self.reach("step")
         engine = self.llm.executor.engine
         forward = engine.forward
 
@@ -59,6 +57,14 @@ class Room:
             return forward(*args)
 
         engine.forward = watched  # type: ignore[method-assign]
+
+    def begin(self, call: Callable[[Room], Any]) -> None:
+        """Submit the requests of a case that makes this call."""
+        self.call: Callable[[Room], Any] | None = call
+        self.inner = "never called"
+        self.on_step: Callable[[], object] = lambda: self.reach("step")
+        self.other = self.llm.submit([7, 8], LONG)
+        self.stream = self.llm.stream([[1, 2, 3]], GREEDY)
 
     def reach(self, moment: str) -> None:
         """Make the call where this is its moment."""
@@ -89,6 +95,8 @@ class Room:
     def end(self) -> str:
         """The final state."""
         llm, self.at = self.llm, None
+        self.on_step = lambda: None
+        gc.enable()
         self.other.abort()
         self.stream.close()
         del self.other
@@ -307,8 +315,8 @@ def cases() -> list[tuple[str, str]]:
     ]
 
 
-def _run(moment: str, call: str, model: Any, path: str) -> dict[str, str]:
-    room = Room(model, path, CALLS[call])
+def _run(room: Room, moment: str, call: str) -> dict[str, str]:
+    room.begin(CALLS[call])
     outer = "worked"
     try:
         MOMENTS[moment](room)
@@ -317,23 +325,36 @@ def _run(moment: str, call: str, model: Any, path: str) -> dict[str, str]:
     return {"inner": room.inner, "outer": outer, "end": room.end()}
 
 
-def _in_a_process(moment: str, call: str, model: Any, path: str) -> dict[str, str]:
-    reading, writing = os.pipe()
+def _run_all(rest: list[tuple[str, str]], model: Any, path: str, results: Connection) -> None:
+    """Send the result of each case, in a child process."""
+    room = Room(model, path)
+    for moment, call in rest:
+        faulthandler.dump_traceback_later(TIME_LIMIT_S / 2)
+        found = _run(room, moment, call)
+        results.send({"moment": moment, "call": call, **found})
+        if found["end"] != "goes on":
+            room = Room(model, path)
+
+
+def _in_a_process(rest: list[tuple[str, str]], model: Any, path: str) -> Iterator[dict[str, str]]:
+    """Results of the first cases, up to one that hangs or dies."""
+    receiving, sending = Pipe(duplex=False)
     child = os.fork()
     if child == 0:
-        faulthandler.dump_traceback_later(TIME_LIMIT_S / 2)
-        os.write(writing, json.dumps(_run(moment, call, model, path)).encode())
+        _run_all(rest, model, path, sending)
         os._exit(0)
-    os.close(writing)
-    deadline = time.monotonic() + TIME_LIMIT_S
-    while os.waitpid(child, os.WNOHANG)[0] == 0:
-        if time.monotonic() > deadline:
-            os.kill(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return {"inner": "hangs"}
-        time.sleep(0.005)
-    with os.fdopen(reading) as stream:
-        return dict(json.loads(stream.read() or '{"inner": "died"}'))
+    sending.close()
+    try:
+        for moment, call in rest:
+            if not receiving.poll(TIME_LIMIT_S):
+                yield {"moment": moment, "call": call, "inner": "hangs"}
+                return
+            yield receiving.recv()
+    except EOFError:
+        yield {"moment": moment, "call": call, "inner": "died"}
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def main() -> None:
@@ -343,10 +364,12 @@ def main() -> None:
     model = load_model(path, num_mtp_layers=2)
     gc.collect()
     gc.freeze()
-    for moment, call in cases():
-        found = _in_a_process(moment, call, model, path)
-        sys.stdout.write(json.dumps({"moment": moment, "call": call, **found}) + "\n")
-        sys.stdout.flush()
+    rest = cases()
+    while rest:
+        for found in _in_a_process(rest, model, path):
+            sys.stdout.write(json.dumps(found) + "\n")
+            sys.stdout.flush()
+            rest = rest[1:]
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Ways in which a call ends before its last token: what its readers get, and that nothing is left.
 
-``main`` of each case runs in an event loop, ``run`` in none.
+Coroutines among the cases run in an event loop.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import inspect
 import os
 import signal
 import threading
+import time
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -18,23 +19,35 @@ from typing import Any
 import pytest
 
 from mtp_plugin.hosts.embedded import LLM
+from mtp_plugin.requests.states import FinishReason
 from tests.hosts.embedded.conftest import assert_drained, assert_idle, wait_until
 from tests.hosts.embedded.test_llm_api import Pieces, greedy
 
 PROMPT, TEXT = [1, 2, 3], "&'"
 LONG = greedy(110)
-CASES: list[tuple[Callable[[LLM], Any], Any]] = []
+CASES: list[tuple[Callable[[LLM], Any], Any, int]] = []
 
 
-def ends(expected: Any) -> Callable[[Callable[[LLM], Any]], None]:
-    """Add a case and what it returns, or the name of the error that it raises."""
-    return lambda case: CASES.append((case, expected))
+def ends(expected: Any, *, complete: int = 0) -> Callable[[Callable[[LLM], Any]], None]:
+    """Add a case: what it returns, or the name of its error, and how many requests complete."""
+    return lambda case: CASES.append((case, expected, complete))
 
 
 async def started(llm: LLM) -> None:
     """Wait until a request runs."""
     while not llm.executor.num_steps:
         await asyncio.sleep(1e-3)
+
+
+def slow_down(llm: LLM) -> None:
+    """Have requests end by being left, rather than by their lengths."""
+    forward = llm.executor.engine.forward
+
+    def slowly(*args: Any) -> Any:
+        time.sleep(0.01)
+        return forward(*args)
+
+    llm.executor.engine.forward = slowly  # type: ignore[method-assign]
 
 
 def in_a_thread(call: Callable[[], object]) -> threading.Thread:
@@ -58,7 +71,7 @@ def stream_closed_by_another_thread(llm: LLM) -> bool:
     return number_of(stream) < 100 and list(stream) == []
 
 
-@ends(110)
+@ends(110, complete=1)
 def stream_read_by_another_thread(llm: LLM) -> int:
     stream, found = llm.stream([PROMPT], LONG), []
     in_a_thread(lambda: found.append(number_of(stream))).join(20)
@@ -93,6 +106,7 @@ async def streaming_output_left(llm: LLM) -> None:
 
 @ends(None)
 async def handle_left(llm: LLM) -> None:
+    llm.submit(PROMPT, LONG)
     async for _ in llm.submit(TEXT, LONG):
         break
 
@@ -127,30 +141,45 @@ async def awaiting_timed_out(llm: LLM) -> None:
     await asyncio.wait_for(llm.generate_async(PROMPT, LONG), 0.02)
 
 
-@ends(True)
-async def await_in_a_cancelled_task(llm: LLM) -> bool:
-    async def main() -> None:
-        await llm.generate_async(PROMPT, LONG)
+async def read(call: Callable[[], Any]) -> None:
+    await call()
 
-    task = asyncio.create_task(main())
+
+async def iterate(call: Callable[[], Any]) -> None:
+    async for _ in call():
+        pass
+
+
+@ends([True] * 5)
+async def readers_cancelled_in_tasks_that_are_kept(llm: LLM) -> list[bool]:
+    """A task keeps the error that ended it; its traceback must not keep the reader."""
+    readers = [
+        read(lambda: llm.generate_async(PROMPT, LONG)),
+        read(lambda: llm.submit(PROMPT, LONG)),
+        iterate(lambda: llm.submit(TEXT, LONG)),
+        iterate(lambda: llm.stream_async(PROMPT, LONG)),
+        iterate(lambda: llm.generate_async(PROMPT, LONG, streaming=True)),
+    ]
+    tasks = [asyncio.create_task(reader) for reader in readers]
     await started(llm)
-    task.cancel()
-    await asyncio.wait([task])
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
     await asyncio.to_thread(assert_idle, llm)
-    return task.cancelled()
+    return [task.cancelled() for task in tasks]
 
 
-@ends([True, 110, 110])
+@ends([True, 110, 110], complete=1)
 async def one_of_three_readers_cancelled(llm: LLM) -> list[object]:
     handle = llm.submit(PROMPT, LONG)
 
-    async def read() -> int:
+    async def wait() -> int:
         return len((await handle).token_ids)
 
-    async def iterate() -> int:
+    async def count() -> int:
         return sum([len(event.token_ids) async for event in handle])
 
-    tasks = [asyncio.create_task(call()) for call in (read, read, iterate)]
+    tasks = [asyncio.create_task(call()) for call in (wait, wait, count)]
     await started(llm)
     tasks[0].cancel()
     await asyncio.wait(tasks)
@@ -177,7 +206,7 @@ async def streaming_output_aborted(llm: LLM) -> list[str | None]:
 # --- event loops ---
 
 
-@ends([110] * 3)
+@ends([110] * 3, complete=1)
 def handle_of_one_loop_read_in_another(llm: LLM) -> list[int]:
     async def main() -> Any:
         return llm.submit(TEXT, LONG)
@@ -190,7 +219,7 @@ def handle_of_one_loop_read_in_another(llm: LLM) -> list[int]:
     return [len(output.token_ids) for output in outputs]
 
 
-@ends([8, 8])
+@ends([8, 8], complete=3)
 def generate_async_called_outside_of_its_loop(llm: LLM) -> list[int]:
     async def gather() -> Any:
         return await asyncio.gather(first, second)
@@ -212,7 +241,7 @@ def loop_ended_with_a_running_task(llm: LLM) -> None:
     assert_idle(llm)
 
 
-@ends(None)
+@ends(None, complete=1)
 def loop_closed_with_a_running_stream(llm: LLM) -> None:
     async def begin() -> Any:
         stream = llm.stream_async(PROMPT, LONG)
@@ -243,7 +272,7 @@ def calls_after_shutdown(llm: LLM) -> list[str]:
     return [error_of(call) for call in calls]
 
 
-@ends(["the executor was shut down"] * 4)
+@ends(["the executor was shut down"] * 5)
 def calls_during_shutdown(llm: LLM) -> list[str]:
     handle, stream = llm.submit(PROMPT, LONG), llm.stream(PROMPT, LONG)
     next(stream)
@@ -251,6 +280,7 @@ def calls_during_shutdown(llm: LLM) -> list[str]:
     async def main() -> list[Any]:
         partial = llm.generate_async(PROMPT, LONG, streaming=True)
         calls = [handle, partial, llm.generate_async(PROMPT, LONG)]
+        calls += [iterate(lambda: llm.stream_async(PROMPT, LONG))]
         tasks = asyncio.gather(*calls, return_exceptions=True)
         await anext(partial)
         in_a_thread(llm.shutdown)
@@ -298,7 +328,7 @@ def interrupts(llm: LLM) -> list[str]:
     return found
 
 
-@ends(["this process was forked"] * 5)
+@ends(["this process was forked"] * 5, complete=1)
 def fork(llm: LLM) -> list[str]:
     handle = llm.submit(PROMPT, LONG)
 
@@ -333,9 +363,14 @@ def error_of(call: Callable[[], object]) -> str:
     return "none"
 
 
-@pytest.mark.parametrize(("case", "expected"), CASES, ids=[case.__name__ for case, _ in CASES])
-def test_call_that_ends_early_leaves_nothing(harness, case: Any, expected: Any) -> None:
-    llm = harness.llm(tokenizer=Pieces())
+@pytest.mark.parametrize(
+    ("case", "expected", "complete"), CASES, ids=[case.__name__ for case, *_ in CASES]
+)
+def test_call_that_ends_early_leaves_nothing(
+    harness, case: Any, expected: Any, complete: int
+) -> None:
+    llm = harness.llm(k=0, tokenizer=Pieces())
+    slow_down(llm)
     gc.collect()
     gc.disable()
     try:
@@ -351,3 +386,4 @@ def test_call_that_ends_early_leaves_nothing(harness, case: Any, expected: Any) 
     assert_drained(llm)
     assert_idle(llm)
     assert wait_until(lambda: not llm._engine._results)
+    assert llm.executor.num_finished[FinishReason.LENGTH] == complete

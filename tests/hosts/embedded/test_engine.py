@@ -5,8 +5,6 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
-import os
-import signal
 import subprocess
 import sys
 import threading
@@ -19,8 +17,8 @@ import pytest
 import torch
 
 from mtp_plugin.errors import ExecutorError
-from mtp_plugin.hosts.embedded import results
-from mtp_plugin.hosts.embedded.engine import FORKED, WITHIN_A_STEP
+from mtp_plugin.hosts.embedded import handle as handles
+from mtp_plugin.hosts.embedded.engine import WITHIN_A_STEP
 from tests.hosts.embedded.conftest import TRAINED, assert_drained, wait_until
 from tests.hosts.embedded.test_llm_api import Pieces, by_request, greedy
 
@@ -111,12 +109,13 @@ EXITS = {
 
 EXIT_EACH = f"""
 import json, os, sys
-import mtp_plugin.hosts.embedded.llm, mtp_plugin.hosts.embedded.models
 from mtp_plugin import LLM, SamplingParams
+from mtp_plugin.hosts.embedded.models import load_model
+model = load_model({TRAINED!r}, num_mtp_layers=1)
 for name, code in json.loads(sys.argv[1]).items():
     child = os.fork()
     if child == 0:
-        llm = LLM({TRAINED!r}, device="cpu", on_progress=lambda _: None)
+        llm = LLM({{"model": {TRAINED!r}, "device": "cpu"}}, model=model)
         params = SamplingParams(max_tokens=100, ignore_eos=True)
         exec(code)
         break  # to the exit of the interpreter
@@ -177,7 +176,7 @@ def test_slow_reader_holds_few_events_and_gets_every_token(
     steps = [next(slow)]
     (other,) = llm.generate([prompts[2]], greedy(60))
     unread = len(slow._results.steps)
-    assert unread <= results.UNREAD_STEPS + 2
+    assert unread <= handles.UNREAD_STEPS + 2
     steps += slow
     assert by_request(steps) == {i: target.greedy(prompts[i], 60) for i in (0, 1)}
     for i in (0, 1):
@@ -215,7 +214,7 @@ def test_reader_that_lags_gets_the_events_before_a_failing_step(harness, prompts
         llm.generate([prompts[1]], greedy(100))  # the steps go on
     with pytest.raises(RuntimeError, match="broken kernel"):
         steps.extend(stream)
-    assert by_request(steps) == {0: stream._requests[0].output_token_ids}
+    assert by_request(steps) == {0: stream._submission.made.result()[0].output_token_ids}
     assert_drained(llm)
 
 
@@ -267,66 +266,6 @@ def test_slow_async_reader_holds_few_events(harness, target) -> None:
 
 
 # --- (f) callers that leave ---
-
-
-@pytest.mark.parametrize("wait", ["generate", "stream", "result"])
-def test_interrupt_of_a_waiting_caller_aborts_its_requests(harness, request, wait: str) -> None:
-    # a process in the background ignores interrupts
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
-    llm = harness.llm(max_batch_size=2)
-    main_thread = threading.get_ident()
-    in_step = threading.Event()
-
-    def interrupt(_: Any) -> None:
-        if llm.executor.num_steps > 4 and not in_step.is_set():
-            in_step.set()
-            signal.pthread_kill(main_thread, signal.SIGINT)
-            time.sleep(0.05)
-
-    watch_steps(llm, interrupt)
-    calls = {
-        "generate": lambda: llm.generate([[1, 2, 3]] * 8, greedy(100)),
-        "stream": lambda: list(llm.stream([[1, 2, 3]], greedy(100))),
-        "result": lambda: llm.submit([1, 2, 3], greedy(100)).result(),
-    }
-    with pytest.raises(KeyboardInterrupt):
-        calls[wait]()
-    gc.collect()
-    assert wait_until(lambda: not llm._engine._results)
-    assert_drained(llm)
-    assert llm.executor.num_steps < 40
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_forked_child_gets_a_named_error(harness) -> None:
-    llm = harness.llm()
-    llm.generate([[1, 2]], greedy(2))
-    handle = llm.submit([1, 2], greedy(100))
-    reading, writing = os.pipe()
-    child = os.fork()
-    if child == 0:
-        found = []
-        calls = (
-            lambda: llm.generate([[1]], greedy(2)),
-            lambda: next(llm.stream([[1]], greedy(2))),
-            lambda: llm.submit([1], greedy(2)),
-            handle.result,
-        )
-        for call in calls:
-            try:
-                call()
-            except ExecutorError as error:
-                found.append(str(error))
-        llm.shutdown()
-        os.write(writing, "\n".join(found).encode())
-        os._exit(0)
-    os.close(writing)
-    assert wait_until(lambda: os.waitpid(child, os.WNOHANG)[0] == child)
-    with os.fdopen(reading) as stream:
-        assert stream.read().split("\n") == [FORKED] * 4
-    assert handle.result().finish_reason == "length"
-    assert_drained(llm)
 
 
 def test_failure_of_the_thread_reaches_every_caller(harness, monkeypatch, caplog) -> None:

@@ -85,38 +85,6 @@ def test_a_reader_that_is_cancelled_loses_nothing_for_the_others(harness, target
     assert_drained(llm)
 
 
-def test_a_handle_goes_on_where_an_event_loop_runs(harness, target) -> None:
-    llm = harness.llm()
-
-    async def main() -> RequestOutput:
-        handle = llm.submit([1, 2, 3], greedy(20))
-        for _ in range(3000):
-            await asyncio.sleep(0.01)
-            if handle.is_finished:
-                break
-        assert handle.is_finished
-        return handle.result()
-
-    assert asyncio.run(main()).token_ids == target.greedy([1, 2, 3], 20)
-    assert_drained(llm)
-
-
-def test_a_handle_from_before_the_event_loop_and_one_from_another_thread(harness, target) -> None:
-    llm = harness.llm()
-    early = llm.submit([1, 2, 3], greedy(20))
-    found: list[RequestOutput] = []
-    thread = threading.Thread(target=lambda: found.append(early.result()))
-
-    async def main() -> RequestOutput:
-        thread.start()
-        return await early
-
-    outputs = [asyncio.run(asyncio.wait_for(main(), 30))]
-    thread.join(30)
-    assert [o.token_ids for o in outputs + found] == [target.greedy([1, 2, 3], 20)] * 2
-    assert_drained(llm)
-
-
 def test_other_calls_take_a_handle_along(harness, target, prompts) -> None:
     llm = harness.llm()
     handle = llm.submit(prompts[0], greedy(6))
@@ -131,8 +99,7 @@ def test_other_calls_take_a_handle_along(harness, target, prompts) -> None:
 # --- ending ---
 
 
-@pytest.mark.parametrize("by_id", [True, False])
-@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize(("no_overlap", "by_id"), [(True, True), (False, False)])
 def test_aborting_a_handle(harness, target, prompts, no_overlap, by_id) -> None:
     llm = harness.llm(disable_overlap_scheduler=no_overlap)
 
@@ -191,7 +158,7 @@ def test_aborting_from_another_thread_while_generate_waits(harness, prompts) -> 
 
 @pytest.mark.parametrize(
     ("request_id", "quoted"),
-    [("0", "'0'"), (None, "None"), (True, "True"), ([], "[]"), (1.0, "1.0")],
+    [("0", "'0'"), (True, "True"), ([], "[]")],
 )
 def test_request_id_of_another_type_is_refused(harness, request_id: Any, quoted: str) -> None:
     llm = harness.llm()
@@ -208,50 +175,6 @@ def test_aborting_what_there_is_not(harness, request_id: int) -> None:
     handle = llm.submit([1], greedy(2))
     handle.result()
     assert not handle.abort()
-
-
-def test_a_dropped_handle_ends_its_request(harness, target) -> None:
-    llm = harness.llm()
-    llm.submit([1, 2, 3], greedy(110))
-    (output,) = llm.generate([4, 5], greedy(8))
-    assert output.token_ids == target.greedy([4, 5], 8)
-    assert_drained(llm)
-
-    async def main() -> None:
-        async for _ in llm.submit([1, 2, 3], greedy(110)):
-            break
-
-    asyncio.run(main())
-    llm.generate([4, 5], greedy(8))
-    assert_drained(llm)
-
-
-@pytest.mark.parametrize("awaited", [True, False])
-def test_handle_of_a_cancelled_reader_ends_its_request(harness, awaited: bool) -> None:
-    """The task keeps the error that ended it; its traceback must not keep the handle."""
-    llm = harness.llm()
-
-    async def wait_for_result() -> None:
-        await llm.submit([1, 2, 3], greedy(110))
-
-    async def iterate() -> None:
-        async for _ in llm.submit([1, 2, 3], greedy(110)):
-            pass
-
-    async def main() -> None:
-        tasks.append(asyncio.create_task(wait_for_result() if awaited else iterate()))
-        await asyncio.sleep(0.01)
-
-    tasks: list[asyncio.Task[None]] = []
-    gc.collect()
-    gc.disable()
-    try:
-        asyncio.run(main())
-        assert tasks[0].cancelled()
-        llm.generate([4, 5], greedy(8))
-        assert_drained(llm)
-    finally:
-        gc.enable()
 
 
 def test_a_handle_keeps_its_executor_and_nothing_keeps_both(harness) -> None:

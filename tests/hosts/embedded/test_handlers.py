@@ -29,7 +29,6 @@ from tests.hosts.embedded.test_llm_api import Pieces
 BOOKS = (
     "hosts/embedded/engine.py",
     "hosts/embedded/handle.py",
-    "hosts/embedded/results.py",
     "hosts/embedded/tokenising.py",
 )
 HANDLED_AFTER = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
@@ -180,7 +179,7 @@ def test_nothing_is_lost_wherever_a_handler_raises(
     harness: Harness, target, other_thread: ThreadPoolExecutor, error: type[BaseException]
 ) -> None:
     llm, handler = harness.llm(k=1, tokenizer=Pieces()), Handler()
-    locks = (llm._admission._tokenizer_lock._lock,)
+    locks = (llm._admission.tokenizer_lock._lock,)
     generate(llm, handler, None, error)  # what is made once is there
     assert generate(llm, handler, None, error)[0]
     first = {place: number for number, place in reversed(list(enumerate(handler.places)))}

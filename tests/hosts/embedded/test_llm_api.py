@@ -8,6 +8,7 @@ import gc
 import itertools
 import random
 import threading
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing
 from typing import Any
@@ -15,7 +16,7 @@ from typing import Any
 import pytest
 
 from mtp_plugin.errors import ExecutorError
-from mtp_plugin.hosts.embedded import LLM, RequestOutput, SamplingParams, StepEvent, results
+from mtp_plugin.hosts.embedded import LLM, SamplingParams, StepEvent
 from mtp_plugin.hosts.embedded.gc_freeze import GCFreeze
 from mtp_plugin.requests.states import FinishReason
 from tests.hosts.embedded.conftest import (
@@ -123,14 +124,6 @@ def test_ids_count_on_over_calls(harness) -> None:
     llm = harness.llm()
     assert [o.request_id for o in llm.generate([[1], [2]], greedy(2))] == [0, 1]
     assert [o.request_id for o in llm.generate([[1]], greedy(2))] == [2]
-
-
-def test_output_of_a_request(harness) -> None:
-    (output,) = harness.llm(tokenizer=Pieces()).generate([[1, 2]], greedy(9))
-    assert isinstance(output, RequestOutput)
-    # the first token is the prompt step's
-    assert output.acceptance.emitted == len(output.token_ids) - 1
-    assert output.text == Pieces().decode(output.token_ids, skip_special_tokens=True)
 
 
 class Owner:
@@ -247,7 +240,7 @@ def test_r24_stop_beyond_the_cap_ends_by_length_and_before_it_by_stop(harness) -
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("after", [1, 2, 3, 6])
+@pytest.mark.parametrize("after", [1, 6])
 def test_closing_a_stream_cancels_and_frees(harness, target, prompts, no_overlap, after) -> None:
     """R14: nothing is held once the iterator is closed, and the executor goes on."""
     llm = harness.llm(disable_overlap_scheduler=no_overlap)
@@ -281,14 +274,6 @@ def test_generate_inside_a_running_stream(harness, target, prompts, no_overlap) 
     assert_drained(llm)
 
 
-def test_two_streams_side_by_side(harness, target, prompts) -> None:
-    llm = harness.llm()
-    one, two = (llm.stream(prompts[i : i + 2], greedy(15)) for i in (0, 2))
-    steps = [next(one), next(two), next(two), next(one), *one, *two]
-    assert by_request(steps) == {i: target.greedy(prompts[i], 15) for i in range(4)}
-    assert_drained(llm)
-
-
 def test_closing_one_stream_leaves_the_other(harness, target, prompts) -> None:
     llm = harness.llm()
     one, two = llm.stream([prompts[0]], greedy(30)), llm.stream([prompts[1]], greedy(15))
@@ -315,23 +300,6 @@ def test_an_async_output_is_that_of_generate(harness) -> None:
         outputs=[dataclasses.replace(completion, acceptance=again.acceptance)],
     )
     assert again.acceptance.emitted == output.acceptance.emitted == 19
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_leaving_an_async_stream_cancels_and_frees(harness, target, prompts, no_overlap) -> None:
-    llm = harness.llm(disable_overlap_scheduler=no_overlap)
-
-    async def leave() -> None:
-        async with aclosing(llm.stream_async(prompts[3], greedy(60))) as stream:
-            async for _ in stream:
-                break
-
-    async def main() -> list[int]:
-        _, output = await asyncio.gather(leave(), llm.generate_async(prompts[4], greedy()))
-        return output.token_ids
-
-    assert asyncio.run(main()) == target.greedy(prompts[4], 12)
-    assert_drained(llm)
 
 
 def test_generate_while_async_streams_run(harness, target, prompts) -> None:
@@ -382,7 +350,7 @@ def test_the_event_loop_goes_on_while_steps_run(harness, prompts) -> None:
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("step", [1, 2, 5])
+@pytest.mark.parametrize("step", [1, 5])
 def test_a_failing_step_ends_everything_and_frees(
     harness, target, prompts, no_overlap, step
 ) -> None:
@@ -398,7 +366,7 @@ def test_a_failing_step_ends_everything_and_frees(
     assert [o.token_ids for o in outputs] == [target.greedy(p, 12) for p in prompts]
 
 
-@pytest.mark.parametrize("step", [2, 5])
+@pytest.mark.parametrize("step", [5])
 def test_a_failing_step_reaches_every_caller(harness, target, prompts, step) -> None:
     llm = harness.llm()
     worker, steps = llm.executor.engine.pieces.worker, itertools.count(1)
@@ -470,29 +438,6 @@ def test_a_tokenizer_that_fails_ends_one_request_alone(
     assert all(record.exc_info[1] is tokenizer.error for record in logged)
 
 
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_a_tokenizer_that_fails_reaches_one_async_call(
-    harness, target, prompts, no_overlap
-) -> None:
-    texts = [target.greedy(p, 24) for p in prompts]
-    number, _, token = token_of_one_text(texts)
-    tokenizer = Breaking(token, ValueError("no such piece"))
-    llm = harness.llm(tokenizer=tokenizer, disable_overlap_scheduler=no_overlap)
-
-    async def main() -> list[Any]:
-        calls = (llm.generate_async(p, greedy(24)) for p in prompts)
-        return await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), timeout=30)
-
-    results = asyncio.run(main())
-    failed = results.pop(number)
-    assert isinstance(failed, ExecutorError)
-    assert str(failed) == (
-        f"request {number}: the tokenizer cannot decode token {token}: ValueError: no such piece"
-    )
-    assert [o.token_ids for o in results] == texts[:number] + texts[number + 1 :]
-    assert_drained(llm)
-
-
 def test_an_interrupt_in_a_tokenizer_ends_everything(harness, target, prompts) -> None:
     texts = [target.greedy(p, 24) for p in prompts]
     _, _, token = token_of_one_text(texts)
@@ -542,28 +487,15 @@ def test_who_comes_while_a_step_fails_is_served(harness, target) -> None:
 
 def test_event_loops_are_not_kept(harness) -> None:
     llm = harness.llm()
-    gc.collect()
-    before = set(results._wakers)
+    loops = []
+
+    async def main() -> None:
+        loops.append(weakref.ref(asyncio.get_running_loop()))
+        await llm.generate_async([1, 2], greedy(3))
+
     for _ in range(3):
-        asyncio.run(llm.generate_async([1, 2], greedy(3)))
-    assert wait_until(lambda: gc.collect() >= 0 and set(results._wakers) <= before)
-
-
-def test_a_loop_that_was_closed_loses_its_requests(harness) -> None:
-    """They have no reader any more: the next step cancels them."""
-    llm = harness.llm()
-
-    async def begin() -> Any:
-        stream = llm.stream_async([1, 2, 3], greedy(100))
-        await anext(stream)
-        return stream
-
-    loop = asyncio.new_event_loop()
-    stream = loop.run_until_complete(begin())
-    loop.close()
-    llm.generate([[4, 5]], greedy(8))
-    assert_drained(llm)
-    del stream
+        asyncio.run(main())
+    assert wait_until(lambda: gc.collect() >= 0 and not any(loop() for loop in loops))
 
 
 def test_a_stream_that_is_collected_within_a_step(harness, target) -> None:
@@ -613,36 +545,6 @@ def test_limits_beyond_any_integer_of_the_device(harness, target) -> None:
 
 
 # --- shutdown ---
-
-
-def test_leaving_the_context_reaches_every_caller(harness, prompts) -> None:
-    with harness.llm() as llm:
-        stream = llm.stream(prompts[:4], greedy(90))
-        next(stream)
-        handle = llm.submit(prompts[4], greedy(90))
-    assert wait_until(lambda: handle.is_finished)
-    assert_drained(llm)
-
-    async def main() -> list[StepEvent]:
-        return await collect(handle)
-
-    for call in (lambda: list(stream), handle.result, lambda: asyncio.run(main())):
-        with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
-            call()
-
-
-def test_shutdown_reaches_async_streams(harness, prompts) -> None:
-    llm = harness.llm()
-
-    async def main() -> None:
-        stream = llm.stream_async(prompts[3], greedy(90))
-        await anext(stream)
-        llm.shutdown()
-        await collect(stream)
-
-    with pytest.raises(ExecutorError, match=r"^the executor was shut down$"):
-        asyncio.run(asyncio.wait_for(main(), timeout=30))
-    assert_drained(llm)
 
 
 def test_shutdown_of_a_paused_stream_by_the_executor(harness, prompts) -> None:

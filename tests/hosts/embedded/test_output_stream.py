@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections.abc import Coroutine
 
 import pytest
 
 from mtp_plugin.errors import ExecutorError, RequestError
 from mtp_plugin.hosts.embedded import LLM, RequestOutput
-from mtp_plugin.hosts.embedded.output_stream import OutputStream
+from mtp_plugin.hosts.embedded.handle import GenerationHandle
 from mtp_plugin.hosts.embedded.outputs import CompletionOutput
-from tests.hosts.embedded.conftest import assert_drained, wait_until
+from tests.hosts.embedded.conftest import assert_drained
 from tests.hosts.embedded.test_llm_api import Pieces, greedy
 
 
@@ -59,25 +60,26 @@ def test_a_stream_is_awaited_or_waited_for(harness, target, prompts) -> None:
 
     assert asyncio.run(main()) == target.greedy(prompts[3], 12)
     stream = llm.generate_async(prompts[4], greedy(), streaming=True)
-    assert isinstance(stream, OutputStream)
+    assert isinstance(stream, GenerationHandle)
     assert stream.result().token_ids == target.greedy(prompts[4], 12)
     assert_drained(llm)
 
 
-def test_leaving_or_aborting_a_stream_ends_its_request(harness, prompts) -> None:
+def test_generate_async_is_a_coroutine_and_a_handle(harness, target, prompts) -> None:
     llm = harness.llm()
+    handle = llm.generate_async(prompts[3], greedy())
+    assert isinstance(handle, Coroutine)
+    assert handle.result().finished
 
-    async def main() -> str | None:
-        async for _ in llm.generate_async(prompts[3], greedy(90), streaming=True):
-            break
-        assert await asyncio.to_thread(wait_until, lambda: not llm.executor.has_work)
-        stream = llm.generate_async(prompts[4], greedy(90), streaming=True)
-        await anext(stream)
-        assert llm.find_request(stream.request_id) is not None
-        assert stream.abort()
-        return (await stream).finish_reason
+    async def main() -> list[RequestOutput]:
+        outputs = [output async for output in llm.generate_async(prompts[3], greedy())]
+        assert len(outputs) == 1
+        outputs.append(await asyncio.create_task(llm.generate_async(prompts[3], greedy())))
+        outputs.append(await llm.generate_async(prompts[3], greedy()).aresult())
+        return [*outputs, await llm.submit(prompts[3], greedy()).aresult(), await handle]
 
-    assert asyncio.run(main()) == "abort"
+    outputs = asyncio.run(main())
+    assert [output.token_ids for output in outputs] == [target.greedy(prompts[3], 12)] * 5
     assert_drained(llm)
 
 
@@ -114,25 +116,6 @@ def test_two_readers_share_the_partial_outputs(harness, target, prompts) -> None
     outputs.sort(key=lambda output: len(output.token_ids))
     tokens = [token for output in outputs for token in output.outputs[0].token_ids_diff]
     assert tokens == outputs[-1].token_ids == target.greedy(prompts[3], 12)
-    assert_drained(llm)
-
-
-def test_a_cancelled_task_ends_the_request_of_its_stream(harness, prompts) -> None:
-    llm = harness.llm()
-
-    async def read() -> None:
-        async for _ in llm.generate_async(prompts[3], greedy(90), streaming=True):
-            pass
-
-    async def main() -> asyncio.Task[None]:
-        task = asyncio.ensure_future(read())
-        assert await asyncio.to_thread(wait_until, lambda: llm.executor.has_work)
-        task.cancel()
-        await asyncio.wait([task])
-        assert await asyncio.to_thread(wait_until, lambda: not llm.executor.has_work)
-        return task
-
-    assert asyncio.run(main()).cancelled()
     assert_drained(llm)
 
 

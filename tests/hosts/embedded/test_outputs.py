@@ -171,7 +171,7 @@ def test_chat_renders_the_template(trained: LLM) -> None:
     assert trained.get_tokenizer() is trained.tokenizer
 
 
-@pytest.mark.parametrize("messages", [[], "hello", [3], [{"content": "a"}], [[]]])
+@pytest.mark.parametrize("messages", [[], "hello", [3], [{"content": "a"}]])
 def test_chat_of_something_else_is_refused(trained: LLM, messages: Any) -> None:
     with pytest.raises(RequestError, match=r"^messages: expected "):
         trained.chat(messages, chat_template=TEMPLATE)
@@ -180,17 +180,18 @@ def test_chat_of_something_else_is_refused(trained: LLM, messages: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"tools": 5}, r"^tools: expected a list of mappings, .* or None, got 5"),
-        ({"tools": [{"type": "function"}, "search"]}, r"^tools: expected .*, got 'search'"),
-        ({"chat_template_kwargs": 5}, r"^chat_template_kwargs: expected a mapping .*, got 5"),
-        ({"chat_template_kwargs": {1: 2}}, r"^chat_template_kwargs: .*, got {1: 2}"),
-        ({"chat_template_kwargs": {"messages": []}}, r"^chat_template_kwargs: 'messages' is no"),
+        ({"tools": 5}, "not iterable"),
+        ({"tools": [{"type": "function"}, "search"]}, "JSON schema"),
+        ({"chat_template_kwargs": 5}, "must be a mapping, not int"),
+        ({"chat_template_kwargs": {1: 2}}, "keywords must be strings"),
+        ({"chat_template_kwargs": {"tools": []}}, "multiple values for keyword argument 'tools'"),
+        ({"chat_template_kwargs": {"messages": []}}, "multiple values .* 'messages'"),
     ],
 )
 def test_chat_options_of_another_type_are_refused(
     trained: LLM, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(RequestError, match=message):
+    with pytest.raises(RequestError, match=f"^chat: .* cannot render the messages: .*{message}"):
         trained.chat([{"role": "user", "content": "a"}], chat_template=TEMPLATE, **options)
 
 

@@ -154,15 +154,16 @@ def own_stop(kind: str, tokens: list[int], at: int) -> dict[str, Any]:
     }[kind]
 
 
-@pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("own", ["length", "stop id", "stop string"])
+@pytest.mark.parametrize(
+    ("own", "no_overlap"), [("length", False), ("stop id", True), ("stop string", False)]
+)
 def test_a_rule_that_drops_its_own_mark(harness, target, prompts, own, no_overlap) -> None:
     """Also one that ends the text by itself, be it alone in its run or the last of several."""
     free = target.greedy(prompts[0], COUNT)
-    places = [i for i in range(1, 14) if free[i] not in free[:i]]
+    places = [i for i in range(1, 8) if free[i] not in free[:i]]
 
     runs = set()
-    for k in (0, 1, 3):
+    for k in (0, 3):
         for at in places:
             end = free[at]
             rule = Keep(lambda text, end=end: text.index(end) if end in text else None)
@@ -176,8 +177,10 @@ def test_a_rule_that_drops_its_own_mark(harness, target, prompts, own, no_overla
     assert {(0, 0), (3, 0), (3, 1)} <= runs
 
 
-@pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("own", ["length", "stop id", "stop string", "stop id with logprobs"])
+@pytest.mark.parametrize(
+    ("own", "no_overlap"),
+    [("length", True), ("stop id", False), ("stop string", True), ("stop id with logprobs", False)],
+)
 def test_a_rule_in_front_of_a_stop_of_the_request(
     harness, target, prompts, own, no_overlap
 ) -> None:

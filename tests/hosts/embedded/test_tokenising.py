@@ -389,7 +389,7 @@ def test_shutdown_reaches_who_is_being_tokenised(harness) -> None:
 
     async def main() -> list[Any]:
         handle = llm.submit("&'", greedy(4))
-        calls = (handle._wait_for_output(), _stream(llm, "&'", None), _generate(llm, "&'", None))
+        calls = (handle.aresult(), _stream(llm, "&'", None), _generate(llm, "&'", None))
         tasks = [asyncio.create_task(call) for call in calls]
         assert await asyncio.to_thread(tokenizer.reached.wait, 20)
         llm.shutdown()
