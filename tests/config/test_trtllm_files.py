@@ -19,7 +19,7 @@ from mtp_plugin.config import (
 )
 from mtp_plugin.config.host_keys import HostKey
 from mtp_plugin.config.schema import ConfigModel
-from tests.contract_host.signatures import load_line
+from tests.contract_host.recorded import load_line
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "configs" / "trtllm"

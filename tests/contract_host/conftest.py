@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,12 +22,45 @@ from mtp_plugin.hosts.embedded.models.tokenizer_files import read_tokenizer_of
 from mtp_plugin.infer import decode
 from mtp_plugin.infer.decoding import Decoded
 from mtp_plugin.requests.tokenizer import encode
+from tests.contract_host.host import Host, make_host
 from tests.contract_host.installed import installed
 from tests.contract_host.line_rules import LINES
+from tests.contract_host.requests import LlmRequest
 
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "integration" / "tiny_model" / "checkpoint"
 END_ID = 0
+LENGTHS = [16, 1, 10, 14, 2, 12]
+
+
+def ask(prompts: list[list[int]], lengths: list[int] = LENGTHS, **options: Any) -> list[LlmRequest]:
+    """A request per length, ids from 1 on."""
+    return [
+        LlmRequest(number, prompts[number - 1], count, end_id=END_ID, **options)
+        for number, count in enumerate(lengths, start=1)
+    ]
+
+
+def texts(
+    decoded: Any, prompts: list[list[int]], lengths: list[int] = LENGTHS, **options: Any
+) -> list[list[int]]:
+    """What plain decoding makes of the prompts."""
+    return [
+        decoded(prompt, max_new_tokens=count, **options).token_ids
+        for prompt, count in zip(prompts, lengths, strict=False)
+    ]
+
+
+def options_of(line: str, **options: Any) -> SimpleNamespace:
+    """A sampling config in the line's form."""
+    if not LINES[line].is_newest:
+        options = {name: [value] for name, value in options.items()}
+    return SimpleNamespace(beam_width=1, **options)
+
+
+def free_strangers(host: Host) -> None:
+    """Free unknown ids."""
+    host.executor.managers.free_resources(LlmRequest(77_777, [1], 1))
 
 
 @pytest.fixture(autouse=True)
@@ -79,5 +114,22 @@ def embedded_steps(tiny_model: LoadedModel) -> Callable[..., Counter[int]]:
             llm.generate(prompts, params)
             histogram = llm.executor.acceptance.histogram
         return Counter({n: count for n, count in enumerate(histogram) if count})
+
+    return run
+
+
+@pytest.fixture
+def make(line: str, tiny_model: LoadedModel) -> Callable[..., Host]:
+    """Build the host of a test's line."""
+    return partial(make_host, line, tiny_model)
+
+
+@pytest.fixture
+def check(prompts: list[list[int]], decoded: Callable[..., Decoded]) -> Callable[..., None]:
+    """Generate requests in a host: they have the text of plain decoding, and nothing is left."""
+
+    def run(host: Host, lengths: list[int] = LENGTHS) -> None:
+        assert host.generate(ask(prompts, lengths)) == texts(decoded, prompts, lengths)
+        host.assert_drained()
 
     return run

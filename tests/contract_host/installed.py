@@ -1,28 +1,34 @@
-"""The plugin installed in the generated package of a line: where an engine's pieces come from."""
+"""The plugin installed in the generated package of a line: the source of an engine's components."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from mtp_plugin.hosts import tensorrt_llm as plugin
 from mtp_plugin.hosts.tensorrt_llm import installation
-from tests.contract_host.behaviours import bodies, package_classes
-from tests.contract_host.fake_tree import fake_tree
+from mtp_plugin.hosts.tensorrt_llm.seams import DISPATCHERS, UTILS
+from tests.contract_host.behaviours import SamplerArgs, bodies, host_classes
+from tests.contract_host.generated import fake_tree
 from tests.contract_host.line_rules import Line
-from tests.contract_host.pieces import Factories, installed_factories
 
-UTILS = "tensorrt_llm._torch.speculative.utils"
+
+def installed_factories(line: Line) -> SimpleNamespace:
+    """The ``get_spec_*`` of a loaded package ``tensorrt_llm``, and the host's classes."""
+    utils = importlib.import_module(UTILS)
+    return SimpleNamespace(
+        **{name: getattr(utils, name) for name in DISPATCHERS}, classes=host_classes(line)
+    )
 
 
 @contextmanager
-def installed(line: Line) -> Iterator[Factories]:
+def installed(line: Line) -> Iterator[SimpleNamespace]:
     """The package of a line with the plugin in it; both are gone afterwards."""
-    behaviours = {**bodies(line), f"{UTILS}:get_spec_metadata": _metadata_of(line)}
-    if line.is_newer:
-        behaviours[f"{UTILS}:get_mtp_hidden_size"] = lambda config: config.hidden_size
-    with fake_tree(line.name, behaviours=behaviours):
+    with fake_tree(line.name, behaviours=bodies(line)):
         plugin.install()
         try:
             yield installed_factories(line)
@@ -32,36 +38,50 @@ def installed(line: Line) -> Iterator[Factories]:
             plugin.uninstall()
 
 
-def _metadata_of(line: Line) -> Callable[..., Any]:
-    """What the line's own ``get_spec_metadata`` does for MTP, as far as engines read it."""
+@dataclass(frozen=True)
+class Sizes:
+    """How much the host holds."""
 
-    def get_spec_metadata(
-        spec_config: Any,
-        model_config: Any,
-        max_num_requests: int,
-        max_num_tokens: int,
-        spec_resource_manager: Any = None,
-        *_: Any,
-    ) -> Any:
-        classes = package_classes(line)
-        shared = {
-            "max_draft_len": spec_config.max_draft_len,
-            "max_total_draft_tokens": spec_config.tokens_per_gen_step - 1,
-            "spec_dec_mode": spec_config.spec_dec_mode,
-            "max_num_requests": max_num_requests,
-        }
-        if spec_config.spec_dec_mode.is_mtp_vanilla() or not line.is_newer:
-            return classes.vanilla_metadata(
-                **shared,
-                mtp_num_modules=spec_config.num_nextn_predict_layers,
-                mtp_hidden_states_manager=spec_resource_manager,
-            )
-        return classes.eagle_metadata(
-            **shared,
-            num_layers=model_config.num_hidden_layers,
-            hidden_size=model_config.hidden_size,
-            max_num_tokens=max_num_tokens,
-            spec_resource_manager=spec_resource_manager,
-        )
+    max_num_requests: int
+    max_num_tokens: int
+    max_seq_len: int
+    num_seq_slots: int
 
-    return get_spec_metadata
+
+def build_components(line: Line, config: Any, model_config: Any, sizes: Sizes) -> Any:
+    """Called in the host's order: worker with the model, then manager, sampler and metadata."""
+    host = installed_factories(line)
+    mapping = SimpleNamespace(world_size=1, tp_size=1, pp_size=1, cp_size=1, rank=0)
+    whole = SimpleNamespace(pretrained_config=model_config, mapping=mapping, spec_config=config)
+    worker = host.get_spec_worker(config, whole, mapping, *[False] * line.is_newer)
+    engine = SimpleNamespace(
+        spec_config=config,
+        model=SimpleNamespace(config=model_config),
+        batch_size=sizes.max_num_requests,
+        max_seq_len=sizes.max_seq_len,
+        max_num_tokens=sizes.max_num_tokens,
+    )
+    manager = host.get_spec_resource_manager(engine, None)
+    args = SamplerArgs(
+        max_seq_len=sizes.max_seq_len,
+        max_draft_len=config.max_draft_len,
+        max_num_sequences=sizes.num_seq_slots,
+        max_beam_width=1,
+        max_total_draft_tokens=config.max_total_draft_tokens,
+    )
+    sampler = host.get_spec_decoder(args, config)
+    # hosts without headroom pass no number of slots
+    slots = sizes.num_seq_slots if sizes.num_seq_slots > sizes.max_num_requests else None
+    newer = {"max_seq_len": sizes.max_seq_len, "num_seq_slots": slots} if line.is_newer else {}
+    metadata = host.get_spec_metadata(
+        config,
+        model_config,
+        sizes.max_num_requests,
+        max_num_tokens=sizes.max_num_tokens,
+        spec_resource_manager=manager,
+        is_draft_model=False,
+        **newer,
+    )
+    return SimpleNamespace(
+        worker=worker, manager=manager, sampler=sampler, metadata=metadata, classes=host.classes
+    )

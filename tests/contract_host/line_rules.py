@@ -1,4 +1,4 @@
-"""What the lines of TensorRT-LLM do differently, as data; sources: the contracts, sections 1-5."""
+"""What the API versions of TensorRT-LLM do differently, as data."""
 
 from __future__ import annotations
 
@@ -7,51 +7,28 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Line:
-    """One line of the host."""
+    """One API version of the host."""
 
     name: str
-    implements: str
-    """The method of a worker that a subclass writes: ``forward``, or ``_forward_impl`` where the
-    base keeps ``forward`` to itself."""
     is_newer: bool
     """1.3: scheduled contexts are two lists, those of unfinished prompts first; a sample state has
     ``requests`` instead of ``scheduled_requests``; metadata and state have the draft length of a
-    step, and padding dummies come one per draft length; eagle has the metadata of Eagle3, whose
-    manager is ``spec_resource_manager``; the worker is called with ``resource_manager=``; every
-    metadata receives the requests of the step. Before that only the metadata of Eagle3 is."""
+    step, and padding dummies come one per draft length; eagle has the metadata of Eagle3; the
+    worker is called with ``resource_manager=``; metadata receives the requests of the step."""
     is_newest: bool
     """1.3b: metadata of eagle gets the token after each prompt chunk; no mode has two models;
     sampling options of a request are numbers, not lists of one."""
     writes_layers_to: str
     """The field of the config that takes the checkpoint's number of MTP layers."""
-    updates_before_sampling: bool = True
-    """Overlap: ``update_requests`` of the last step comes before ``sample_async`` of this one."""
 
 
+_LAYERS = "num_nextn_predict_layers"
 LINES = {
     line.name: line
     for line in (
-        Line(
-            "1.2",
-            implements="forward",
-            is_newer=False,
-            is_newest=False,
-            writes_layers_to="num_nextn_predict_layers_from_model_config",
-        ),
-        Line(
-            "1.3a",
-            implements="_forward_impl",
-            is_newer=True,
-            is_newest=False,
-            writes_layers_to="num_nextn_predict_layers",
-        ),
-        Line(
-            "1.3b",
-            implements="_forward_impl",
-            is_newer=True,
-            is_newest=True,
-            writes_layers_to="num_nextn_predict_layers",
-        ),
+        Line("1.2", False, False, f"{_LAYERS}_from_model_config"),
+        Line("1.3a", True, False, _LAYERS),
+        Line("1.3b", True, True, _LAYERS),
     )
 }
 FULL = ("1.2", "1.3b")

@@ -14,8 +14,7 @@ from mtp_plugin.hosts.embedded.attention.types import Group, Layout
 from mtp_plugin.hosts.embedded.kv_cache import PagedKVPools
 from tests.contract_host.kv_cache import KVCacheManager
 
-MOST_BLOCKS = 40
-"""Of a sequence."""
+BUFFERS = ("kv_lens_cuda", "kv_lens", "prompt_lens_cuda", "host_request_types")
 
 
 class AttentionMetadata:
@@ -24,38 +23,24 @@ class AttentionMetadata:
     Rows without a block are written to an extra block, and counted in `spilled_rows`.
     """
 
-    def __init__(
-        self,
-        max_num_requests: int,
-        manager: KVCacheManager,
-        pools: PagedKVPools,
-        *,
-        enable_flash_mla: bool = False,
-    ) -> None:
+    def __init__(self, max_num_requests: int, manager: KVCacheManager, pools: PagedKVPools) -> None:
         self.max_num_requests = max_num_requests
         self.kv_cache_manager = manager
         self.pools = pools
         self.backend = find_backend("sdpa")
         self.is_cuda_graph = False
         self.use_spec_decoding = True
-        self.enable_flash_mla = enable_flash_mla
-        # FlashMLA: blocks of the batch, and those of its generations, whose rows read by them
-        self.kv_block_ids_per_seq = torch.zeros(max_num_requests, MOST_BLOCKS, dtype=torch.int32)
-        self.block_ids_per_seq = torch.zeros(max_num_requests, MOST_BLOCKS, dtype=torch.int32)
         self.all_rank_num_tokens: list[int] | None = None
         self.request_ids: list[int] = []
         self.prompt_lens: list[int] = []
         self.kv_cache_params = SimpleNamespace(
             use_cache=True, num_cached_tokens_per_seq=[], num_extra_kv_tokens=0
         )
-        self.kv_lens_cuda = torch.full((max_num_requests,), -(2**30), dtype=torch.int32)
-        self.kv_lens = self.kv_lens_cuda.clone()
-        self.prompt_lens_cuda = self.kv_lens_cuda.clone()
-        self.host_request_types = torch.full((max_num_requests,), 7, dtype=torch.int32)
+        for name in BUFFERS:
+            setattr(self, name, torch.full((max_num_requests,), -(2**30), dtype=torch.int32))
         self._seq_lens = torch.zeros(0, dtype=torch.int32)
         self._seq_lens_cuda = torch.zeros(0, dtype=torch.int32)
         self._num_contexts = 0
-        self._saved: dict[str, torch.Tensor] = {}
         self.spilled_rows = 0
         self._derived: tuple[Any, Layout] | None = None
         self.on_update()
@@ -76,29 +61,12 @@ class AttentionMetadata:
         self.on_update()
 
     @property
-    def num_generations(self) -> int:
-        return self._num_generations
-
-    @property
-    def num_ctx_tokens(self) -> int:
-        return self._num_ctx_tokens
-
-    @property
-    def num_tokens(self) -> int:
-        return self._num_tokens
-
-    @property
     def seq_lens(self) -> torch.Tensor:
         return self._seq_lens
 
     @seq_lens.setter
     def seq_lens(self, value: torch.Tensor) -> None:
-        """A graph's tensor keeps its address."""
-        self._seq_lens = value
-        if self.is_cuda_graph and self._seq_lens_cuda.shape == value.shape:
-            self._seq_lens_cuda.copy_(value)
-        else:
-            self._seq_lens_cuda = value.clone()
+        self._seq_lens, self._seq_lens_cuda = value, value.clone()
         self.on_update()
 
     @property
@@ -106,9 +74,10 @@ class AttentionMetadata:
         return self._seq_lens_cuda
 
     def on_update(self) -> None:
-        self._num_ctx_tokens = int(self._seq_lens[: self._num_contexts].sum())
-        self._num_tokens = int(self._seq_lens.sum())
-        self._num_generations = self.num_seqs - self._num_contexts
+        """These three are stale until it is called."""
+        self.num_ctx_tokens = int(self._seq_lens[: self._num_contexts].sum())
+        self.num_tokens = int(self._seq_lens.sum())
+        self.num_generations = self.num_seqs - self._num_contexts
 
     def on_update_kv_lens(self) -> None:
         """Nothing is derived before it is read."""
@@ -120,7 +89,6 @@ class AttentionMetadata:
 
     def prepare(self) -> None:
         """Lengths after the step, and the views of its rows."""
-        assert not self._saved, "the last step has left saved state"
         rows = self.num_seqs
         assert rows <= self.max_num_requests
         cached = torch.tensor(self.kv_cache_params.num_cached_tokens_per_seq, dtype=torch.int32)
@@ -130,53 +98,21 @@ class AttentionMetadata:
         self.prompt_lens_cuda[:rows] = torch.tensor(self.prompt_lens, dtype=torch.int32)
         self.host_request_types[: self._num_contexts] = 0
         self.host_request_types[self._num_contexts : rows] = 1
-        for name in ("kv_lens_cuda", "kv_lens", "prompt_lens_cuda", "host_request_types"):
+        for name in BUFFERS:
             setattr(self, f"{name}_runtime", getattr(self, name)[:rows])
-        tables = [self.kv_cache_manager.table(request_id) for request_id in self.request_ids]
+        tables = [self.kv_cache_manager.tables[request_id] for request_id in self.request_ids]
         # room for what a draft loop writes after the reserved rows
-        width = max(map(len, tables)) + 2
-        spare = self.kv_cache_manager.num_blocks
+        width, spare = max(map(len, tables)) + 2, self.kv_cache_manager.num_blocks
         padded = [table + [spare] * (width - len(table)) for table in tables]
         self._blocks = torch.tensor(padded, dtype=torch.int64)
         self._derived = None
-        if self.enable_flash_mla:
-            self.kv_block_ids_per_seq.zero_()
-            self.kv_block_ids_per_seq[:rows, :width] = self._blocks
-            self.block_ids_per_seq.zero_()
-            of_generations = self._blocks[self._num_contexts :]
-            self.block_ids_per_seq[: len(of_generations), :width] = of_generations
 
-    def create_cuda_graph_metadata(self, max_batch_size: int, max_draft_tokens: int = 0) -> Any:
+    def create_cuda_graph_metadata(self, max_batch_size: int, max_draft_tokens: int) -> Any:
         """Of a shrunken size, generations alone."""
-        view = AttentionMetadata(
-            max_batch_size,
-            self.kv_cache_manager,
-            self.pools,
-            enable_flash_mla=self.enable_flash_mla,
-        )
+        view = AttentionMetadata(max_batch_size, self.kv_cache_manager, self.pools)
         view.is_cuda_graph = True
-        lens = torch.full((max_batch_size,), 1 + max_draft_tokens, dtype=torch.int32)
-        view._seq_lens, view._seq_lens_cuda = lens, lens.clone()
-        view.num_contexts = 0
+        view.seq_lens = torch.full((max_batch_size,), 1 + max_draft_tokens, dtype=torch.int32)
         return view
-
-    # ---- the host's own way to change lengths and put them back ----
-
-    @property
-    def has_spec_dec_saved_state(self) -> bool:
-        return bool(self._saved)
-
-    def prepare_for_spec_dec(self, *fields: str) -> None:
-        assert not self._saved, "lengths are changed already"
-        for name in fields:
-            tensor = getattr(self, name)
-            self._saved[name] = tensor
-            setattr(self, name, tensor.clone())
-
-    def restore_from_spec_dec(self) -> None:
-        for name, tensor in self._saved.items():
-            setattr(self, name, tensor)
-        self._saved.clear()
 
     # ---- attention ----
 
@@ -193,8 +129,6 @@ class AttentionMetadata:
         """Which rows are written and read, from the views and lengths as they are now."""
         lengths = self.kv_lens_cuda_runtime.tolist(), self._seq_lens_cuda.tolist()
         key = (*lengths, self._seq_lens.tolist(), self._num_contexts)
-        if self.enable_flash_mla:
-            key = (*key, self.block_ids_per_seq.tolist())
         if self._derived is None or self._derived[0] != key:
             self._derived = (key, self._derive())
         return self._derived[1]
@@ -214,28 +148,18 @@ class AttentionMetadata:
         assert int(places.max()) < self._blocks.shape[1], "a row far outside its sequence's blocks"
         blocks = self._blocks[rows, places]
         self.spilled_rows += int((blocks == self.kv_cache_manager.num_blocks).sum())
-        read = self._blocks
-        if self.enable_flash_mla:
-            generation_blocks = self.block_ids_per_seq[
-                : self._num_generations, : read.shape[1]
-            ].long()
-            read = torch.cat([read[: self._num_contexts], generation_blocks])
-        keys = (read.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
+        keys = (self._blocks.unsqueeze(-1) * size + torch.arange(size)).flatten(1)
+        groups: list[Group] = []
+        first_seq = first_row = 0
+        for query_rows, members in groupby(self._seq_lens.tolist()):
+            count = len(list(members))
+            groups.append(Group(first_seq, count, first_row, query_rows))
+            first_seq, first_row = first_seq + count, first_row + count * query_rows
         return Layout(
             positions=positions,
             alive=torch.ones_like(rows, dtype=torch.bool),
             write_rows=blocks * size + positions % size,
             read_rows=keys,
             readable=torch.arange(keys.shape[1]) < kv_lens.unsqueeze(1),
-            groups=self._groups(),
+            groups=groups,
         )
-
-    def _groups(self) -> list[Group]:
-        groups: list[Group] = []
-        first_seq = first_row = 0
-        for query_rows, members in groupby(self._seq_lens.tolist()):
-            count = len(list(members))
-            groups.append(Group(first_seq, count, first_row, query_rows))
-            first_seq += count
-            first_row += count * query_rows
-        return groups

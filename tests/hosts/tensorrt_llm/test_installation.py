@@ -20,10 +20,10 @@ from mtp_plugin.hosts.tensorrt_llm import lines as api_versions
 from mtp_plugin.hosts.tensorrt_llm.seams import DISPATCHERS, UTILS, holders
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from tests.contract_host.behaviours import SamplerArgs, user_config
-from tests.contract_host.fake_tree import fake_tree
+from tests.contract_host.generated import fake_tree
 from tests.contract_host.installed import installed
 from tests.contract_host.line_rules import LINES
-from tests.contract_host.signatures import Function, load_line
+from tests.contract_host.recorded import Function, load_line
 
 lines = pytest.mark.parametrize("line", LINES)
 

@@ -12,7 +12,7 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from tests.contract_host.line_rules import LINES
-from tests.contract_host.signatures import load_line
+from tests.contract_host.recorded import load_line
 
 LATE = "9999"
 
