@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import importlib.util
+import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts import tensorrt_llm
 from tests.hosts.tensorrt_llm.tiny_host import run_python, write_host
 
 FOLDER = Path(tensorrt_llm.__file__).parent / "sitecustomize"
 
 _COUNTED = """
-import sys
+import sitecustomize, sys
+print("kept:", sitecustomize.kept)
 loaded = [name for name in sys.modules if name.split(".")[0] in ("mtp_plugin", "torch")]
 print("before:", loaded)
 from mtp_plugin.hosts import tensorrt_llm as plugin
@@ -34,16 +39,36 @@ def host_folder(tmp_path: Path) -> Path:
     return write_host(tmp_path / "host")
 
 
-def test_installs_once_the_host_is_imported(host_folder: Path) -> None:
-    done = run_python(_COUNTED + _IMPORT, FOLDER, host_folder, TRTLLM_MTP_PLUGIN="1")
+@pytest.fixture
+def other_folder(tmp_path: Path) -> Path:
+    """A folder with another sitecustomize, further on in the path."""
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "sitecustomize.py").write_text("print('other', __name__)\nkept = 5\n")
+    return other
+
+
+def test_installs_once_the_host_is_imported(host_folder: Path, other_folder: Path) -> None:
+    code = _COUNTED + _IMPORT
+    done = run_python(code, FOLDER, other_folder, host_folder, TRTLLM_MTP_PLUGIN="1")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == [
+        "other sitecustomize",
+        "kept: 5",
         "before: []",
         "installed",
         "host: True",
         "way: sitecustomize",
         "finders: []",
     ]
+
+
+def test_another_sitecustomize_runs_too_where_nothing_is_installed(
+    host_folder: Path, other_folder: Path
+) -> None:
+    code = "import sitecustomize, tensorrt_llm; print(sitecustomize.kept)"
+    done = run_python(code, FOLDER, other_folder, host_folder, TRTLLM_MTP_PLUGIN="0")
+    assert (done.stdout.splitlines(), done.stderr) == (["other sitecustomize", "5"], "")
 
 
 @pytest.mark.parametrize("variables", [{}, {"TRTLLM_MTP_PLUGIN": "0"}, {"TRTLLM_MTP_PLUGIN": ""}])
@@ -53,17 +78,22 @@ def test_does_nothing_unless_requested(host_folder: Path, variables: dict[str, s
     assert (done.stdout, done.stderr) == ("[]\n", "")
 
 
-def test_another_value_fails_by_name(host_folder: Path) -> None:
-    code = """
-for attempt in range(2):
-    try:
-        import tensorrt_llm
-    except ValueError as error:
-        print(type(error).__name__, error)
-"""
-    done = run_python(code, FOLDER, host_folder, TRTLLM_MTP_PLUGIN="yes")
-    message = "ConfigError TRTLLM_MTP_PLUGIN: expected 1 (install the plugin) or 0, got 'yes'"
-    assert done.stdout.splitlines() == [message, message], done.stderr
+def test_another_value_fails_by_name(
+    host: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host("1.3b")
+    monkeypatch.setenv("TRTLLM_MTP_PLUGIN", "yes")
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    # the next one on the path takes its place
+    monkeypatch.setitem(sys.modules, "sitecustomize", sys)
+    spec = importlib.util.spec_from_file_location("sitecustomize", FOLDER / "sitecustomize.py")
+    assert spec is not None
+    assert spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    message = r"^TRTLLM_MTP_PLUGIN: expected 1 \(install the plugin\) or 0, got 'yes'$"
+    for _ in range(2):
+        with pytest.raises(ConfigError, match=message):
+            importlib.import_module("tensorrt_llm")
 
 
 def test_a_missing_host_stays_missing() -> None:
@@ -79,18 +109,3 @@ except ModuleNotFoundError as error:
     if done.returncode == 0 and not done.stdout:
         pytest.skip("a real tensorrt_llm is installed")
     assert done.stdout == "tensorrt_llm\n", done.stderr
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("value", ["0", "1"])
-def test_another_sitecustomize_further_on_runs_too(
-    host_folder: Path, tmp_path: Path, value: str
-) -> None:
-    other = tmp_path / "other"
-    other.mkdir()
-    (other / "sitecustomize.py").write_text("print('other', __name__)\nkept = 5\n")
-    code = "import sitecustomize; print(sitecustomize.kept)\n" + _COUNTED + "import tensorrt_llm"
-    done = run_python(code, FOLDER, other, host_folder, TRTLLM_MTP_PLUGIN=value)
-    assert done.returncode == 0, done.stderr
-    lines = ["other sitecustomize", "5", "before: []"] + ["installed"] * (value == "1")
-    assert done.stdout.splitlines() == lines
