@@ -11,6 +11,7 @@ from importlib.metadata import version
 import pytest
 
 import mtp_plugin
+from tests.fresh import run_code
 
 PIECES = {
     "MTPHiddenStatesManager",
@@ -71,18 +72,14 @@ def test_names_of_other_engines_name_what_to_type() -> None:
         from mtp_plugin import MTPWalker  # noqa: F401
 
 
-def alone(code: str) -> str:
-    """What a fresh interpreter prints."""
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
-
-
 def test_the_package_alone_loads_nothing() -> None:
     loaded = (
         "import mtp_plugin, sys; print(*sorted(m for m in sys.modules if m.split('.')[0] in {}))"
     )
     names = {"mtp_plugin", "torch", "transformers", "triton", "pydantic", "yaml"}
-    assert alone(loaded.format(names)) == "mtp_plugin"
+    command = [sys.executable, "-c", loaded.format(names)]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stdout == "mtp_plugin\n"
 
 
 def test_pieces_need_neither_triton_nor_transformers() -> None:
@@ -90,4 +87,5 @@ def test_pieces_need_neither_triton_nor_transformers() -> None:
         "import sys; sys.modules.update(triton=None, transformers=None)\n"
         f"import mtp_plugin; print(*[getattr(mtp_plugin, n).__name__ for n in {sorted(PIECES)}])"
     )
-    assert alone(code).split() == sorted(PIECES)
+    ended = run_code(code)
+    assert ended.stdout.split() == sorted(PIECES), ended.stderr

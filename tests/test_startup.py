@@ -9,35 +9,23 @@ from pathlib import Path
 
 import pytest
 
+from tests.fresh import run_command
+
 CONFIG = str(Path(__file__).parents[1] / "configs" / "tiny_eagle.yaml")
 HEAVY = ("torch", "transformers", "tokenizers", "safetensors", "triton", "pydantic", "numpy")
 HELP_SECONDS = 0.2
 """CPU seconds that a command's help may take on a machine with nothing else to do."""
 
-RUN = """
+HELP = """
 import sys, time
-sys.argv[1:] = {arguments!r}
+sys.argv[1:] = ["--help"]
 from mtp_plugin.__main__ import main
-code = None
 try:
     main()
-except SystemExit as end:
-    code = end.code
-loaded = {{name.split(".")[0] for name in sys.modules}}
-sys.stderr.write(f"{{code}} {{time.process_time()}} {{' '.join(sorted(loaded))}}")
+finally:
+    loaded = {name.split(".")[0] for name in sys.modules}
+    sys.stderr.write(f"{time.process_time()} {' '.join(loaded)}")
 """
-
-
-def run(*arguments: str) -> tuple[int, float, set[str], str]:
-    """Exit code, CPU seconds, top-level modules and standard output of a fresh interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-c", RUN.format(arguments=list(arguments))],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
-    )
-    code, seconds, *loaded = done.stderr.splitlines()[-1].split()
-    return int(code), float(seconds), set(loaded), done.stdout
 
 
 @pytest.mark.parametrize(
@@ -50,27 +38,38 @@ def run(*arguments: str) -> tuple[int, float, set[str], str]:
     ids=" ".join,
 )
 def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
-    code, _, loaded, out = run(*arguments)
-    assert code == 0
-    assert out
-    assert not loaded & set(HEAVY)
+    ended = run_command(*arguments, unloaded=HEAVY)
+    assert ended.returncode == 0, ended.stderr
+    assert ended.stdout
+    assert not ended.loaded & set(HEAVY)
 
 
 def test_help_is_there_at_once() -> None:
     """Five times what it may take, so that a busy machine passes; torch alone takes longer."""
-    assert min(run("--help")[1] for _ in range(3)) < 5 * HELP_SECONDS
+    spent = []
+    for _ in range(3):
+        done = subprocess.run(
+            [sys.executable, "-c", HELP],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONDONTWRITEBYTECODE": ""},
+        )
+        seconds, *loaded = done.stderr.split()
+        assert "Usage" in done.stdout
+        assert not set(loaded) & set(HEAVY)
+        spent.append(float(seconds))
+    assert min(spent) < 5 * HELP_SECONDS
 
 
 def test_a_config_is_read_without_torch() -> None:
-    code, _, loaded, out = run("config", "--schema")
-    assert (code, out[0]) == (0, "{")
-    assert not loaded & {"torch", "transformers", "triton"}
+    ended = run_command("config", "--schema", unloaded=HEAVY)
+    assert (ended.returncode, ended.stdout[0]) == (0, "{")
+    assert not ended.loaded & {"torch", "transformers", "triton"}
 
 
 def test_what_is_waited_for_is_said() -> None:
     arguments = ["generate", "--config", CONFIG, "-p", "x", "-n", "4", "--no-compare", "--json"]
-    command = [sys.executable, "-m", "mtp_plugin", *arguments]
-    lines = subprocess.run(command, capture_output=True, text=True).stderr.splitlines()
+    lines = run_command(*arguments).stderr.splitlines()
     assert lines[:2] == ["importing torch and transformers", "reading the checkpoint's config"]
 
 
@@ -98,18 +97,10 @@ print(len(runs), gc.isenabled(), gc.get_freeze_count() > 100_000)
     ],
 )
 def test_mistakes_are_reported_before_torch_is_imported(arguments: list[str], message: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "mtp_plugin", *arguments],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    lines = done.stderr.splitlines()
-    imports = {line.split("|")[-1].strip() for line in lines if line.startswith("import time:")}
-    reported = [line for line in lines if not line.startswith("import time:")]
-    assert message in "\n".join(reported)
-    assert "mtp_plugin.cli" in imports
-    assert not imports & {"torch", "transformers", "triton"}
+    ended = run_command(*arguments, unloaded=HEAVY)
+    assert ended.returncode == 2
+    assert message in ended.stderr
+    assert not ended.loaded & {"torch", "transformers", "triton"}
 
 
 def test_an_interrupt_during_imports_is_one_line() -> None:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from textwrap import indent
 
 import pytest
 
+from tests.fresh import run_code
 from tests.test_contributing import (
     OPTION,
     OPTION_IN_KERNELS,
@@ -53,18 +52,23 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(package: Path, *arguments: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", *arguments], cwd=package, capture_output=True, text=True, check=False
+def run(package: Path, module: str, *arguments: str) -> None:
+    """Run a module as a program, with the package of the folder."""
+    ended = run_code(
+        f"import runpy, sys; sys.path.insert(0, {str(package)!r})\n"
+        f"sys.argv[1:] = {list(arguments)!r}; import mtp_plugin\n"
+        f"assert mtp_plugin.__file__.startswith({str(package)!r})\n"
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)",
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-2000:]
 
 
 def test_torch_and_kernels_choose_the_tokens_of_the_recipe(package: Path) -> None:
     run(package, "tests.ops.logits_processing.recipe_program")
 
 
-def test_executor_agrees_with_the_reference(package: Path) -> None:
+def test_executor_agrees_with_the_reference(package: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(package)
     config = package / "config.yaml"
     config.write_text(
         "model: integration/tiny_model/checkpoint\ndtype: float32\nspeculative_config: "

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 from mtp_plugin.ops.sampling import DraftedBy, VerifiedBy
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.speculative.verification import BUILT
 from mtp_plugin.verifications import METHODS, codes
-
-ROOT = Path(__file__).parents[3]
+from tests.fresh import run_code
 
 
 def test_every_name_has_a_mode() -> None:
@@ -33,11 +29,13 @@ def test_kinds_of_drafts_of_the_table_exist() -> None:
 
 
 def test_entry_and_mode_are_enough_for_config_admission_and_slots() -> None:
-    """In a process of its own, whose table has the entry before other modules read it."""
-    program = [sys.executable, "-m", "tests.speculative.verification.toy_mode"]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    output = json.loads(done.stdout)
+    """The table has the entry before other modules read it."""
+    module = "tests.speculative.verification.toy_mode"
+    ended = run_code(
+        f"import runpy; runpy.run_module({module!r}, run_name='__main__')", unloaded=["tests"]
+    )
+    assert ended.returncode == 0, ended.stderr
+    output = json.loads(ended.stdout)
     slot = {"verification": 3, "draft_sampling": DraftedBy.GREEDY}
     of_drafts = (
         "draft_sampling='coupled' cannot be verified by 'toy', expected one of greedy, plain"

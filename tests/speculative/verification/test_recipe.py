@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 from typing import Any
 
-from tests.test_contributing import ROOT
+from tests.fresh import run_code
 
 
 @functools.cache
 def run_program(code: str) -> dict[str, Any]:
     module = "tests.speculative.verification.recipe_program"
-    program = [sys.executable, "-m", module, code]
-    done = subprocess.run(program, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
+    ended = run_code(
+        f"import runpy, sys; sys.argv[1:] = [{code!r}]\n"
+        f"runpy.run_module({module!r}, run_name='__main__')",
+        unloaded=["tests"],
+    )
+    assert ended.returncode == 0, ended.stderr
+    found: dict[str, Any] = json.loads(ended.stdout)
     return found
 
 
