@@ -26,7 +26,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence, Set
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -34,9 +34,8 @@ from tempfile import TemporaryFile
 from types import SimpleNamespace
 from typing import Any
 
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from mtp_plugin.errors import describe_error
+from mtp_plugin.requests.columns import REQUEST_COLUMNS
 
 _logger = logging.getLogger(__name__)
 
@@ -79,25 +78,32 @@ def request_launches(
     """
     import triton
 
-    package = hashlib.sha256()
-    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
-        package.update(path.read_bytes())
+    # the files of the kernels and their launches, and the indices that kernels have as constants
+    ops = hashlib.sha256(repr(REQUEST_COLUMNS).encode())
+    for path in sorted(Path(__file__).parent.rglob("*.py")):
+        ops.update(path.read_bytes())
     launches = f"{function.__module__}.{function.__qualname__}{arguments} {capability}"
-    name = f"{launches} {package.hexdigest()} {triton.__version__}"
+    name = f"{launches} {ops.hexdigest()} {triton.__version__}"
     return CompileRequest(name, 0, pickle.dumps((function, arguments, capability)), is_dry_run=True)
 
 
 # ---- dry runs ------------------------------------------------------------------------------
 
 
-class _ZeroFilled(TorchDispatchMode):
+def _zero_filled() -> AbstractContextManager[Any]:
     """Fill new tensors with zeros, as no kernel writes them and some are read as indices."""
+    from torch.utils._python_dispatch import TorchDispatchMode
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        created = func(*args, **(kwargs or {}))
-        if func.overloadpacket.__name__ in _UNINITIALISED:
-            created.zero_()
-        return created
+    class ZeroFilled(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            created = func(*args, **(kwargs or {}))
+            if func.overloadpacket.__name__ in _UNINITIALISED:
+                created.zero_()
+            return created
+
+    return ZeroFilled()  # type: ignore[no-untyped-call]
 
 
 _UNINITIALISED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"}
@@ -157,7 +163,7 @@ def record_launches() -> Iterator[dict[str, CompileRequest]]:
         for owner, name, replacement, original in changes:
             undo.callback(setattr, owner, name, original)
             setattr(owner, name, replacement)
-        undo.enter_context(_ZeroFilled())  # type: ignore[no-untyped-call]
+        undo.enter_context(_zero_filled())
         yield requests
     if failures:
         warn_of_compilation(f"{len(failures)} of them: {failures[0]}")

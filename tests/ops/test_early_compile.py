@@ -24,6 +24,7 @@ from mtp_plugin.ops.early_compile import (
     num_processes,
     request_launches,
 )
+from mtp_plugin.requests.columns import REQUEST_COLUMNS
 
 pytest.importorskip("triton")
 
@@ -141,16 +142,27 @@ def test_only_what_is_missing_is_compiled(cache: Path) -> None:
     assert popen_of(job).wait(60) == 3
 
 
-def test_marks_depend_on_package_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_marks_depend_on_ops_columns_and_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     def mark(*arguments: Any, capability: int = 90) -> str:
         return request_launches(job_of, *arguments, capability=capability).mark
+
+    read: set[Path] = set()
+
+    def read_bytes(path: Path) -> bytes:
+        read.add(path)
+        return b"another version"
 
     marks = {mark("bfloat16", 4), mark("bfloat16", 8), mark("bfloat16", 4, capability=100)}
     monkeypatch.setattr("triton.__version__", "3.0.0")
     marks.add(mark("bfloat16", 4))
-    monkeypatch.setattr(Path, "read_bytes", lambda _: b"another version")
+    monkeypatch.setattr(early_compile, "REQUEST_COLUMNS", REQUEST_COLUMNS[1:])
     marks.add(mark("bfloat16", 4))
-    assert len(marks) == 5
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    marks.add(mark("bfloat16", 4))
+    assert len(marks) == 6
+    ops = ROOT / "mtp_plugin" / "ops"
+    assert ops / "sampling" / "sample_triton.py" in read
+    assert all(path.is_relative_to(ops) for path in read)
 
 
 @pytest.mark.parametrize(("cores", "expected"), [(1, 1), (3, 3), (200, 8)])
