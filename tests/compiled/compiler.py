@@ -7,10 +7,12 @@ replaced, and launches do nothing.
 from __future__ import annotations
 
 import importlib
+import multiprocessing
+import pickle
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +25,8 @@ from triton.runtime.driver import driver
 
 import mtp_plugin
 from mtp_plugin.hosts.embedded.attention import triton as attention
-from mtp_plugin.ops import launching, programmatic_launch
+from mtp_plugin.ops import early_compile, launching, programmatic_launch
+from mtp_plugin.ops.early_compile import CompileRequest
 
 HALF_FMA = re.compile(r"\bfma\.rn(\.\w+)*\.(bf16|f16)")
 SHARED_BYTES = {90: 227 * 1024, 89: 99 * 1024}
@@ -51,6 +54,21 @@ class AbsentDriver:
 
     def get_current_stream(self, device: int) -> int:
         return device
+
+
+@contextmanager
+def absent_gpu(capability: int) -> Iterator[None]:
+    """Within, tensors count as tensors of a GPU, which is not there."""
+    driver.set_active(AbsentDriver(capability))
+    with ExitStack() as patches:
+        for target, name, replacement in (
+            (launching, "expect", lambda *_: None),
+            (programmatic_launch, "_supports_pdl", lambda _: capability >= OVERLAPPING),
+            (attention, "_widens", lambda _: False),
+            (attention, "_is_hopper", lambda _: capability == HOPPER),
+        ):
+            patches.enter_context(patch.object(target, name, replacement))
+        yield
 
 
 class AbsentBinary:
@@ -101,18 +119,12 @@ class Compilations:
         def hook(*, fn: Any, **_: Any) -> None:
             self.hooked.add(full_name(fn.jit_function))
 
-        driver.set_active(AbsentDriver(self.capability))
-        with ExitStack() as patches:
+        with absent_gpu(self.capability), ExitStack() as patches:
             for target, name, replacement in (
                 (triton.JITFunction, "run", run),
                 # as a profiler or vLLM's JIT monitor sets it: constants are then written as JSON
                 (triton.knobs.runtime, "jit_cache_hook", hook),
                 (CompiledKernel, "__getitem__", AbsentBinary.__getitem__),
-                # tensors count as tensors of the GPU
-                (launching, "expect", lambda *_: None),
-                (programmatic_launch, "_supports_pdl", lambda _: self.capability >= OVERLAPPING),
-                (attention, "_widens", lambda _: False),
-                (attention, "_is_hopper", lambda _: self.capability == HOPPER),
             ):
                 patches.enter_context(patch.object(target, name, replacement))
             yield
@@ -132,6 +144,37 @@ class Compilations:
         self.errors[name].append("\n".join([*lines, f"given {', '.join(values)}"]))
 
 
+def missed_requests(requests: Sequence[CompileRequest]) -> list[str]:
+    """Kernels that a job would compile to other entries of the cache than their launches did.
+
+    In a forked process, in which no kernel has been hashed before.
+    """
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_compile_requests, args=(requests, sender))
+    process.start()
+    sender.close()
+    missed: list[str] = receiver.recv()
+    process.join()
+    return missed
+
+
+def _compile_requests(requests: Sequence[CompileRequest], sender: Any) -> None:
+    missed = []
+
+    def listen(*, src: Any, cache_hit: bool, **_: Any) -> None:
+        if not cache_hit:
+            missed.append(src.name)
+
+    for function in jit_functions():
+        function.hash = None
+        function.used_global_vals.clear()
+    triton.knobs.compilation.listener = listen
+    for request in reversed(requests):
+        early_compile._compile_kernel(*pickle.loads(request.content))
+    sender.send(missed)
+
+
 def full_name(kernel: Any) -> str:
     """Module below the package, and function."""
     return f"{kernel.__module__.removeprefix('mtp_plugin.')}.{kernel.__name__}"
@@ -139,20 +182,26 @@ def full_name(kernel: Any) -> str:
 
 def launched_kernels() -> set[str]:
     """Jit functions of the package that no other one calls, so that somebody launches them."""
+    functions = jit_functions()
+    called: set[int] = set()
+    for function in functions:
+        names = function.fn.__code__.co_names
+        used = (function.fn.__globals__.get(name) for name in names)
+        called |= {id(value) for value in used if _is_jit(value)}
+    return {full_name(function) for function in functions if id(function) not in called}
+
+
+def jit_functions() -> list[Any]:
+    """Jit functions of the package."""
     root = Path(mtp_plugin.__file__).parent
     functions: dict[int, Any] = {}
-    called: set[int] = set()
     for path in sorted(root.rglob("*.py")):
         if "@triton.jit" not in path.read_text():
             continue
         parts = path.relative_to(root.parent).with_suffix("").parts
         module = importlib.import_module(".".join(parts).removesuffix(".__init__"))
         functions |= {id(value): value for value in vars(module).values() if _is_jit(value)}
-    for function in functions.values():
-        names = function.fn.__code__.co_names
-        used = (function.fn.__globals__.get(name) for name in names)
-        called |= {id(value) for value in used if _is_jit(value)}
-    return {full_name(function) for key, function in functions.items() if key not in called}
+    return list(functions.values())
 
 
 def _is_jit(value: Any) -> bool:

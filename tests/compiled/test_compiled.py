@@ -42,6 +42,8 @@ class Report:
     hooked: list[str]
     contracted: list[str]
     kernels: list[str]
+    requested: int
+    missed: list[str]
     seconds: dict[str, float]
 
     def describe_errors(self, names: list[str]) -> str:
@@ -88,12 +90,16 @@ def compiled(capability: int, cache: Path, *, every: bool) -> Ended:
 
 @pytest.fixture(scope="module")
 def compile_for(request: pytest.FixtureRequest, once_per_run) -> Callable[[int], Ended]:
-    """Compile for a capability, once per run; every variant if tests marked ``full`` run."""
+    """Compile for a capability, once per run; every variant if tests marked ``full`` run.
+
+    Triton's cache is kept between runs: only kernels that have changed are compiled again.
+    """
     every = any(item.get_closest_marker("full") for item in request.session.items)
+    kept = getattr(request.config, "cache", None)
 
     def ended(capability: int) -> Ended:
         def compile_all(folder: Path) -> str:
-            cache = folder / f"compiled-{capability}"
+            cache = (kept.mkdir("triton") if kept else folder) / f"compiled-{capability}"
             return json.dumps(compiled(capability, cache, every=every))
 
         return Ended(*json.loads(once_per_run(f"compiled-{capability}", compile_all)))
@@ -151,6 +157,13 @@ def test_no_rounding_of_half_precision_is_left_out(report: Report) -> None:
     """A product that is rounded before it is added stays so: as one instruction it is not, and the
     interpreter cannot show it."""
     assert report.contracted == []
+
+
+def test_launches_find_what_a_job_compiles(report: Report) -> None:
+    """A job of `early_compile` writes the cache entries of all launches."""
+    binaries = {name: n for name, n in report.binaries.items() if not name.startswith(BAD)}
+    assert report.requested == sum(binaries.values())
+    assert report.missed == []
 
 
 def test_every_kernel_is_launched(report: Report) -> None:

@@ -13,17 +13,10 @@ from unittest.mock import patch
 import torch
 import triton
 import triton.language as tl
-from triton.runtime.driver import driver
 
-from mtp_plugin.hosts.embedded.attention import triton as attention
-from mtp_plugin.ops import launching, programmatic_launch
 from mtp_plugin.ops.early_compile import CompileJob, record_launches
-from tests.compiled.compiler import AbsentDriver, Compilations
-from tests.compiled.launches import (
-    compile_attention_of_long_prompts,
-    compile_norms,
-    compile_step_inputs,
-)
+from tests.compiled.compiler import Compilations, absent_gpu
+from tests.compiled.launches import compile_norms, compile_step_inputs
 
 
 @triton.jit
@@ -40,27 +33,16 @@ def main() -> None:
             at_launch.append(src.name)
 
     def launch() -> None:
-        for call in (
-            compile_step_inputs,
-            compile_norms,
-            compile_attention_of_long_prompts,
-        ):
-            call()
+        compile_step_inputs()
+        compile_norms()
 
     def compile_one() -> None:
         one_kernel.warmup(torch.float32, grid=(1,))
         of_other_thread.extend(at_launch)
 
     compilations = Compilations(90)
-    driver.set_active(AbsentDriver(90))
     with patch.object(triton.knobs.compilation, "listener", listen):
-        with (
-            patch.object(launching, "expect", lambda *_: None),
-            patch.object(programmatic_launch, "_supports_pdl", lambda _: True),
-            patch.object(attention, "_widens", lambda _: False),
-            patch.object(attention, "_is_hopper", lambda _: True),
-            record_launches() as requests,
-        ):
+        with absent_gpu(90), record_launches() as requests:
             launch()
             thread = threading.Thread(target=compile_one)
             thread.start()
