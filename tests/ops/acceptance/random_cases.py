@@ -105,7 +105,8 @@ def make_case(
             return int(best[g, i])
         if luck < 0.9:
             return int(ranked[g, i, r.randrange(min(4, vocab))])
-        return r.choice([-1, vocab, vocab + 3, 2**31 - 1, begin, end, r.randrange(vocab)])
+        wide = [] if id_dtype == torch.int32 else [2**32 + int(best[g, i])]
+        return r.choice([-1, vocab, vocab + 3, 2**31 - 1, begin, end, r.randrange(vocab), *wide])
 
     drafts = [[guess(g, i) for i in range(k)] for g in range(num_generations)]
     runs = [[]] * num_contexts + drafts

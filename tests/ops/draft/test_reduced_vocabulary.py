@@ -69,29 +69,6 @@ def test_a_draft_is_the_id_of_its_column(
 
 
 @both
-def test_ties_and_rows_without_a_value_go_to_the_lowest_id(backend: Backend) -> None:
-    """Columns of `d f k`: the highest, a tie of the last two, NaN alone, and nothing at all."""
-    ids = int32([3, 5, 10])
-    nan, low = torch.nan, -torch.inf
-    rows = [[0.0, 1.0, 2.0], [0.0, 1.0, 1.0], [nan, low, nan], [low, low, low]]
-    loop = Loop.of(0, 4, 1)
-    output = replace(loop.column(0), vocab_ids=ids)
-    propose(torch.tensor(rows, device=DEVICE), output, backend=backend)
-    assert output.drafts[:, 0].tolist() == [10, 5, 3, 3]
-
-
-@both
-def test_whole_vocabulary_as_a_list(backend: Backend) -> None:
-    logits = odd_rows(torch.Generator().manual_seed(7), 5, 2049, torch.float32).to(DEVICE)
-    plain, listed = Loop.of(1, 5, 2), Loop.of(1, 5, 2)
-    options = (1, True, True, True)
-    propose(logits, plain.column(*options), backend=backend)
-    output = replace(listed.column(*options), vocab_ids=int32(list(range(2049))))
-    propose(logits, output, backend=backend)
-    listed.assert_same(plain)
-
-
-@both
 @pytest.mark.parametrize("rows", [0, 2])
 @pytest.mark.parametrize("columns", [9, 2], ids=["whole head", "narrow head"])
 def test_heads_of_other_sizes_are_refused(backend: Backend, columns: int, rows: int) -> None:

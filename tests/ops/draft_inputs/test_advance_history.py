@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -17,34 +16,11 @@ from mtp_plugin.ops.draft_inputs import History, TargetRows, advance_history
 from mtp_plugin.ops.step import StepLayout
 from tests.op_arguments import poisoned_memory
 from tests.ops.bits import same_bits
-from tests.ops.draft_inputs.batches import FLOATS, Batch, Request, batches, int32
-from tests.ops.letters import ids
+from tests.ops.draft_inputs.batches import Batch, batches, int32
 from tests.ops.on_device import DEVICE, poisoned
 from tests.ops.top_k.launches import captured
 
 both = pytest.mark.parametrize("backend", Backend)
-
-
-@both
-@pytest.mark.parametrize(
-    ("step", "emitted", "kept"),
-    [
-        ("tuvw", "", "qrs"),  # a row without finite logits
-        ("tuvw", "x", "rst"),
-        ("tuvw", "ux", "stu"),
-        ("tuvw", "uvwx", "uvw"),
-        ("tu", "ux", "stu"),  # fewer drafts than K
-        ("t", "x", "rst"),
-    ],
-)
-def test_letters(backend: Backend, step: str, emitted: str, kept: str) -> None:
-    """K = 3: a request with `p q r s` in its history, and a prompt with the chunk `d e`."""
-    generation = Request(ids("pqrs" + step), 4, ids(emitted), 0, 0)
-    prompt = Request(ids("abcde"), 3, [], ids("f")[0], 0)
-    batch = Batch(3, [prompt], [generation], hidden=3, draft_len=len(step) - 1)
-    tokens, states = batch.advanced(backend)
-    assert tokens[batch.slots].tolist() == [ids("cde"), ids(kept)]
-    batch.assert_history((tokens, states))
 
 
 @both
@@ -126,30 +102,6 @@ class Step:
         return pools
 
 
-@settings(max_examples=60)
-@given(
-    seed=st.integers(0, 2**31),
-    k=st.integers(1, 7),
-    chunks=st.lists(st.integers(1, 9), max_size=3),
-    num_generations=st.integers(0, 4),
-    sharing=st.integers(0, 2),
-    hidden=st.sampled_from([1, 3, 16, 130]),
-    dtype=st.sampled_from(FLOATS),
-    pool_dtype=st.sampled_from(FLOATS),
-    spare=st.integers(0, 3),
-    id_dtype=st.sampled_from([torch.int32, torch.int64]),
-)
-def test_any_batch(seed: int, num_generations: int, sharing: int, **options: Any) -> None:
-    step = Step(seed, num_generations=num_generations + sharing, sharing=sharing, **options)
-    before = step.input_ids.clone(), step.states.clone()
-    tokens, states = step.assert_same()
-    for slot in set(range(step.sentinel)) - set(step.slots.tolist()):
-        assert same_bits(tokens[slot], step.tokens_pool[slot])
-        assert same_bits(states[slot], step.states_pool[slot])
-    assert same_bits(step.input_ids, before[0])
-    assert same_bits(step.states, before[1])
-
-
 @pytest.mark.gpu
 def test_states_are_rounded_into_a_narrow_pool() -> None:
     """To the nearest; Triton's interpreter truncates, so this needs a device."""
@@ -175,14 +127,6 @@ REAL = [
     pytest.param([3] * 8, 1024, 1, 4096, id="8+1024x4096-k1"),
 ]
 BRAINS = {"dtype": torch.bfloat16, "pool_dtype": torch.bfloat16}
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize(("chunks", "generations", "k", "hidden"), REAL)
-def test_real_shapes(chunks: list[int], generations: int, k: int, hidden: int) -> None:
-    step = Step(1, k, chunks, generations, hidden, sharing=3, spare=64, **BRAINS)
-    for _ in range(3):
-        step.assert_same()
 
 
 @pytest.mark.gpu

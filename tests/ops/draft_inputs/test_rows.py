@@ -1,4 +1,4 @@
-"""Pieces of draft inputs in letters; `test_first_pass.py` has random batches of them."""
+"""Rows of draft inputs: their order, and refused shapes; `test_first_pass.py` has the others."""
 
 from __future__ import annotations
 
@@ -17,84 +17,12 @@ from mtp_plugin.ops.draft_inputs import (
     generation_window,
 )
 from mtp_plugin.ops.step import DraftInputs
-from tests.ops.draft_inputs import example
-from tests.ops.draft_inputs.example import Row
-from tests.ops.letters import ids
 
 H = 2
 
 
-def states(positions: list[int], request: int = 0) -> torch.Tensor:
-    """The state of position p of a request: recognisable, different in each."""
-    names = torch.tensor([1000.0 * request + p for p in positions]).reshape(-1, 1)
-    return names + 0.5 * torch.arange(H)
-
-
-def assert_rows(inputs: DraftInputs, rows: list[Row], request: int = 0, first: int = 0) -> None:
-    """Rows [first, first + len(rows)) of the inputs are the story's."""
-    part = slice(first, first + len(rows))
-    assert inputs.input_ids.dtype == torch.int32
-    assert inputs.input_ids[part].tolist() == [row.token for row in rows]
-    assert inputs.position_ids[part].tolist() == [row.position for row in rows]
-    for row, state in zip(rows, inputs.hidden_states[part], strict=True):
-        if row.state is not None:
-            assert torch.equal(state, states([row.state], request)[0])
-
-
 def int32(values: list[int]) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-# --- windows of generations ---
-
-
-def test_window_letters() -> None:
-    """K = 3: pool `q r s`, the step read `t u v w` and emitted `u x`."""
-    inputs = generation_window(
-        int32(ids("qrstuvw")).unsqueeze(0),
-        states([*range(7)]).unsqueeze(0),
-        torch.tensor([1]),
-        int32(ids("x")),
-        torch.tensor([1]),
-        4,
-    )
-    assert inputs.input_ids.tolist() == ids("stux")
-    assert_rows(inputs, example.window(ids("qrstu") + ids("x"), 4))
-
-
-# --- prompts ---
-
-
-def test_context_letters() -> None:
-    """Prompt `p q r s`, emitted `t`."""
-    inputs = context_rows(
-        int32(ids("pqrs")), torch.arange(4), states([0, 1, 2, 3]), int32([4]), int32(ids("t"))
-    )
-    assert inputs.input_ids.tolist() == ids("qrst")
-    assert_rows(inputs, example.chunk(ids("pqrst"), 0, 4, history=0))
-
-
-def test_history_letters() -> None:
-    """Prompt `p q r | s`, K = 2, emitted `t`: states of `q r s` with tokens `r s t`."""
-    chunk = int32(ids("s"))
-    rows = context_rows(chunk, torch.tensor([3]), states([3]), int32([1]), int32(ids("t")))
-    inputs = context_rows_with_history(
-        rows, chunk, int32(ids("qr")).unsqueeze(0), states([1, 2]).unsqueeze(0), [1], [2]
-    )
-    assert inputs.input_ids.tolist() == ids("rst")
-    assert_rows(inputs, example.chunk(ids("pqrst"), 3, 4, history=2))
-
-
-# --- accepted columns ---
-
-
-def test_accepted_letters() -> None:
-    """The step read `t u v w` and emitted `u v x`: its rows are `u v x x`."""
-    inputs = accepted_rows(
-        int32(ids("uvx.")).unsqueeze(0), torch.arange(4, 8), states([4, 5, 6, 7])
-    )
-    assert inputs.input_ids.tolist() == ids("uvxx")
-    assert_rows(inputs, example.accepted(ids("uvx"), 4, start=4))
 
 
 def test_contexts_precede_generations() -> None:

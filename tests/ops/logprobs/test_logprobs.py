@@ -76,20 +76,6 @@ def entries_of(backend: Backend, rows: list[list[float]], tokens: list[int], num
 
 
 @pytest.mark.parametrize("backend", Backend)
-def test_ties_zeros_and_what_is_no_number(backend: Backend) -> None:
-    inf, nan = math.inf, math.nan
-    rows = [[-0.0, 0.0, nan, 0.0], [1.0, inf, nan, inf], [nan, -inf, nan, -inf]]
-    got = entries_of(backend, rows, [3, 3, 1], 3)
-    assert got.top_ids[:, 0, :3].tolist() == [[0, 1, 3], [1, 0, 2], [0, 1, 2]]
-    assert got.ranks.flatten().tolist() == [3, 4, 2]
-    third = -math.log(3)
-    assert got.values[0].tolist() == pytest.approx([third])
-    assert got.values[1:].flatten().tolist() == [-inf, -inf]
-    assert got.top_values[0, 0, :3].tolist() == pytest.approx([third] * 3)
-    assert got.top_values[1:, 0, :3].tolist() == [[0.0, -inf, -inf], [-inf] * 3]
-
-
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("with_sums", [False, True])
 def test_tokens_outside_the_vocabulary(backend: Backend, with_sums: bool) -> None:
     case = Case.of(3, 7, contexts=1, generations=3, k=2)
@@ -156,16 +142,6 @@ def test_ties_at_the_last_listed_token(vocab: int, dtype: torch.dtype, with_sums
         check_same(case.run(Backend.TORCH), case.run(Backend.TRITON))
 
 
-@pytest.mark.thinned("with_sums")
-@pytest.mark.parametrize("with_sums", [False, True])
-@pytest.mark.parametrize("number", [0, 1, 2, 7, 16, 19, MAX_LOGPROBS])
-def test_every_number_of_ids(number: int, with_sums: bool) -> None:
-    case = Case.of(number, 4200, contexts=1, generations=1, k=1)
-    numbers = [number] * 2
-    case = case.replaced(slots=slot_rows([{"logprobs": n} for n in numbers]), requested=numbers)
-    check_example(case, case.run(Backend.TRITON, case.sums() if with_sums else None))
-
-
 @pytest.mark.parametrize("backend", Backend)
 def test_sums_of_sampling_are_enough(backend: Backend) -> None:
     """Tokens that were sampled from the same rows, with options of every kind."""
@@ -208,24 +184,6 @@ def test_one_number_for_all(backend: Backend) -> None:
     assert alone.values.flatten().tolist() == pytest.approx(
         torch.tensor(rows).log_softmax(1)[[0, 1], [1, 2]].tolist(), abs=1e-6
     )
-
-
-@pytest.mark.parametrize("backend", Backend)
-def test_entries_do_not_depend_on_other_requests(backend: Backend) -> None:
-    case = Case.of(5, 700, contexts=2, generations=3, k=2)
-    together = case.run(backend)
-    for request in range(2, 5):
-        first = case.row_of(request, 0)
-        alone = case.replaced(
-            layout=layout_of(0, 1, 2),
-            logits=case.logits[first : first + 3],
-            tokens=case.tokens[request : request + 1],
-            counts=case.counts[request : request + 1],
-            slots=case.slots.__class__(
-                case.slots.table, case.slots.slot_ids[request:], case.slots.columns
-            ),
-        ).run(backend)
-        assert torch.equal(alone.entries[0], together.entries[request])
 
 
 @pytest.mark.gpu

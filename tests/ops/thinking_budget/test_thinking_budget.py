@@ -18,7 +18,7 @@ from mtp_plugin.requests.thinking import ThinkingEnd
 from tests.op_arguments import check_arguments, poisoned_memory, storage
 from tests.ops.bits import same_bits
 from tests.ops.on_device import DEVICE, vector
-from tests.ops.slots import column, held, on_copy, slot_rows
+from tests.ops.slots import column, on_copy, slot_rows
 from tests.ops.thinking_budget.example import Tags, Thinker
 
 VOCAB = 6
@@ -163,23 +163,6 @@ def test_host_counts_like_the_device(seed: int, prompt: int, output: int) -> Non
         expected.take(token, tags)
     thought, place = end.progress_after(tokens, prompt, budget)
     assert (None if thought < 0 else thought, place) == (expected.thought, expected.written)
-
-
-@BACKENDS
-def test_end_sequence_that_has_begun_is_continued(backend: Backend) -> None:
-    """End 1 2, budget 3: the third token is the end's first."""
-    slots = slots_of([Thinker(3, 2)])
-    rule = rule_of(Tags(0, (1, 2), -1))
-    layout = StepLayout((), 1, 3, vector([], torch.int32))
-    target_tokens = vector([5, 5, 5, 5], torch.int32)
-    drafts = vector([1, 2, 4])
-    forced = force_thinking_end(layout, drafts, slots, rule, target_tokens, backend=backend)
-    assert forced.tolist() == [-1, 2, -1, -1]
-    accepted = Accepted(
-        vector([[1, 2, 5, -1]], torch.int32), vector([3], torch.int32), target_tokens[:1]
-    )
-    update_thinking_state(accepted, slots, rule, backend=backend)
-    assert held(slots, 0, "num_thinking") == -1
 
 
 def arguments() -> dict[str, Any]:

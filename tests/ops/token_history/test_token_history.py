@@ -44,10 +44,9 @@ class Batch:
     def of(cls, seed: int, requests: int, k: int, vocab: int, **slots: Any) -> Batch:
         rng = random.Random(seed)
         few = [rng.randrange(vocab) for _ in range(3)]
-        runs = [
-            [rng.choice((*few, rng.randrange(vocab))) for _ in range(rng.randint(0, k + 1))]
-            for _ in range(requests)
-        ]
+        # ids outside the vocabulary are of the text, and not counted
+        ids = (*few, *few, rng.randrange(vocab), vocab, 2**31 - 1)
+        runs = [[rng.choice(ids) for _ in range(rng.randint(0, k + 1))] for _ in range(requests)]
         kept, logits_options = [], []
         for _ in range(requests):
             recent = [rng.choice((-1, *few)) for _ in range(MAX_BAD_WORD_LEN)]
@@ -57,7 +56,7 @@ class Batch:
                 continue
             counts = {t: rng.choice(HIGH) for t in (*few, rng.randrange(vocab))}
             seen = {rng.randrange(vocab), *(t for t, n in counts.items() if n)}
-            kept.append(Kept(recent, counts, seen))
+            kept.append(Kept(recent, counts, seen, vocab))
             logits_options.append(LogitsOptions(counts=counts, seen=seen))
         pools, columns = pools_of(logits_options, vocab, rng)
         values = [{"recent": one.recent, **rows} for one, rows in zip(kept, columns, strict=True)]
@@ -134,70 +133,6 @@ def test_reference_torch_and_triton_agree(seed, requests, k, vocab, **slots) -> 
             table = noted.slots.table
             whole.as_strided(table.shape, table.stride(), table.storage_offset()).zero_()
         assert torch.equal(own, before)
-
-
-def one(run: list[int], counts: dict[int, int], vocab: int = 70) -> Batch:
-    """A request that emits a run of at most 8 tokens."""
-    logits_options = LogitsOptions(counts=counts)
-    pools, columns = pools_of([logits_options], vocab, random.Random(0))
-    slots = slot_rows([{"recent": [-1] * MAX_BAD_WORD_LEN, **columns[0]}])
-    tokens = torch.tensor([run + [-1] * (8 - len(run))], dtype=torch.int32, device=DEVICE)
-    accepted = Accepted(tokens, vector([len(run)], torch.int32), vector([0], torch.int32))
-    return Batch(accepted, replace(slots, pools=pools), [run], [])
-
-
-def counted(batch: Batch) -> dict[int, int]:
-    """Ids that are counted, and how often."""
-    pools = batch.slots.pools
-    assert pools is not None
-    first = batch.slots.columns.offset("count_row")
-    row = int(batch.slots.table[int(batch.slots.slot_ids[0]), first])
-    numbers = (pools.counts[row].int() & 0xFFFF).tolist()
-    bits = pools.seen[row].tolist()
-    seen = {token for token in range(len(numbers)) if bits[token // 32] >> token % 32 & 1}
-    expected = {token: number for token, number in enumerate(numbers) if number}
-    assert set(expected) == seen
-    return expected
-
-
-COUNTS = {
-    "an id that occurs three times": ([5, 5, 3, 5], {}, {5: 3, 3: 1}),
-    "ids of one word of bits": ([32, 63, 40, 31], {33: 2}, {31: 1, 32: 1, 33: 2, 40: 1, 63: 1}),
-    "the last id": ([69], {}, {69: 1}),
-    "nothing": ([], {4: 2}, {4: 2}),
-    "no further than 16 bits hold": ([7, 7, 7, 8], {7: 65534, 8: 65535}, {7: 65535, 8: 65535}),
-    "across 15 bits": ([7, 7], {7: 32767}, {7: 32769}),
-    "a whole run": ([1] * 8, {}, {1: 8}),
-}
-
-
-@pytest.mark.parametrize("name", COUNTS)
-@pytest.mark.parametrize("backend", Backend)
-def test_counts(backend: Backend, name: str) -> None:
-    run, before, expected = COUNTS[name]
-    assert counted(one(run, before).noted(backend)) == expected
-
-
-@pytest.mark.parametrize("backend", Backend)
-def test_ids_of_no_vocabulary_are_not_counted(backend: Backend) -> None:
-    """They are of the text all the same."""
-    batch = one([70, 5, 2**31 - 1], {})
-    noted = batch.noted(backend)
-    assert counted(noted) == {5: 1}
-    recent = noted.slots.read("recent", slice(0, 1))[0].tolist()
-    assert recent[-4:] == [-1, 70, 5, 2**31 - 1]
-
-
-@pytest.mark.parametrize("backend", Backend)
-def test_step_by_step_or_at_once(backend: Backend) -> None:
-    """Runs of any lengths leave what their tokens leave."""
-    steps = [[4], [], [4, 9, 9], [1, 2, 3, 4, 5, 6, 7, 8], [39, 39, 0]]
-    noted = one([], {}, 40)
-    for run in steps:
-        noted = replace(noted, accepted=one(run, {}, 40).accepted).noted(backend)
-    text = [token for run in steps for token in run]
-    assert counted(noted) == {token: text.count(token) for token in set(text)}
-    assert noted.slots.read("recent", slice(0, 1))[0].tolist() == ([-1] * 16 + text)[-16:]
 
 
 @pytest.mark.parametrize("backend", Backend)
