@@ -69,7 +69,7 @@ def case() -> Iterator[Case]:
     torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("rows", [1, 8, 32, 64, 256])
+@pytest.mark.parametrize("rows", [1, 64, 256])
 @torch.inference_mode()
 def test_fused_layers_are_as_close_to_fp32_as_transformers(
     case: Case, rows: int, record_property: Callable[[str, object], None]

@@ -13,7 +13,6 @@ from torch import nn
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded.models import (
-    FusedModel,
     FusedMTPLayer,
     LoadedModel,
     fuse,
@@ -62,7 +61,7 @@ def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("family", "options", "kernels"),
-    [(*model, "triton") for model in MODELS] + [(*model, "reference") for model in MODELS[2:5]],
+    [(*model, "triton") for model in MODELS] + [(*MODELS[3], "reference")],
 )
 def test_target_and_mtp_layer(
     twins: Callable[..., Any],
@@ -88,21 +87,6 @@ def test_target_and_mtp_layer(
         wanted = plain.mtp_layers[0].shared_head(expected_state, plain.lm_head, theirs, all_rows)
         assert_close(drafts, wanted)
         assert torch.equal(drafts.argmax(-1), wanted.argmax(-1))
-
-
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "mimo"])
-def test_further_rows_over_a_cache(
-    twins: Callable[..., Any], plain_attention: type, family: str
-) -> None:
-    """Rows that come later see those that came before, as one by one so all at once."""
-    _, fused = twins(family)
-    whole = fused.forward_target(IDS, torch.arange(10)[None], plain_attention(10))
-    first = plain_attention(6)
-    fused.forward_target(IDS[:6], torch.arange(6)[None], first)
-    rest = fused.forward_target(
-        IDS[6:], torch.arange(6, 10)[None], plain_attention(4, past=6, cache=first.cache)
-    )
-    assert_close(rest, whole[6:])
 
 
 def test_report_of_each_family(twins: Callable[..., Any]) -> None:
@@ -139,7 +123,7 @@ def bytes_of(*modules: nn.Module) -> int:
     return sum(storages.values())
 
 
-@pytest.mark.parametrize(("family", "options"), MODELS[1::2])
+@pytest.mark.parametrize(("family", "options"), MODELS[1:2] + MODELS[4:6])
 def test_nothing_is_stored_twice_and_the_modules_still_work(
     checkpoint: Callable[..., Path], plain_attention: type, family: str, options: dict[str, Any]
 ) -> None:
@@ -154,32 +138,6 @@ def test_nothing_is_stored_twice_and_the_modules_still_work(
     states = LoadedModel.forward_target(fused, IDS, POSITIONS, plain_attention(*LENGTHS))
     assert torch.equal(states, plain.forward_target(IDS, POSITIONS, plain_attention(*LENGTHS)))
     assert fused.target is model.target
-
-
-def test_weights_are_read_where_the_modules_have_them(
-    checkpoint: Callable[..., Path], plain_attention: type
-) -> None:
-    """A change of a module's weight shows in the fused layers: there is no second copy."""
-    fused = fuse(load_model(checkpoint("glm4_moe", **SPARSE)), kernels="triton")
-    decoder: Any = fused.target.model
-    spots = {
-        "q": decoder.layers[0].self_attn.q_proj.weight,
-        "bias": decoder.layers[0].self_attn.v_proj.bias,
-        "gate": decoder.layers[0].mlp.gate_proj.weight,
-        "experts": decoder.layers[1].mlp.experts.down_proj,
-        "shared": decoder.layers[1].mlp.shared_experts.up_proj.weight,
-        "norm": decoder.layers[1].post_attention_layernorm.weight,
-        "last norm": decoder.norm.weight,
-    }
-    before = fused.forward_target(IDS, POSITIONS, plain_attention(*LENGTHS))
-    for name, weight in spots.items():
-        old = weight.clone()
-        weight.mul_(1.5).add_(0.01)
-        changed = fused.forward_target(IDS, POSITIONS, plain_attention(*LENGTHS))
-        theirs = LoadedModel.forward_target(fused, IDS, POSITIONS, plain_attention(*LENGTHS))
-        assert (changed - before).abs().max() > 1e-3, name
-        assert_close(changed, theirs)
-        weight.copy_(old)
 
 
 class _Attending:
@@ -229,8 +187,8 @@ def test_attention_of_the_metadata(
     assert attending.calls == [(i, (10, 4, 16), (10, 2, 16), 16**-0.5) for i in range(3)]
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3", "mimo", "qwen3_next"])
-@pytest.mark.parametrize("rows", [[3, 4, 9], [0, 0, 5], []])
+@pytest.mark.parametrize("family", ["glm4_moe", "qwen3_next"])
+@pytest.mark.parametrize("rows", [[3, 4, 9], []])
 def test_an_mtp_layer_may_return_some_rows(
     twins: Callable[..., Any], plain_attention: type, family: str, rows: list[int]
 ) -> None:
@@ -354,20 +312,6 @@ def test_choice_of_kernels(
     monkeypatch.setattr("mtp_plugin.ops.backend._is_triton_installed", lambda: False)
     with pytest.raises(ConfigError, match="package triton is not installed"):
         fuse(model, kernels="triton")
-
-
-def test_fusing_twice_changes_nothing(
-    checkpoint: Callable[..., Path], plain_attention: type
-) -> None:
-    once = fuse(load_model(checkpoint("glm4_moe", **SPARSE)), kernels="triton")
-    states = once.forward_target(IDS, POSITIONS, plain_attention(*LENGTHS))
-    size = bytes_of(once.target)
-    twice = fuse(once, kernels="triton")
-    assert isinstance(twice, FusedModel)
-    assert bytes_of(twice.target) == size
-    again = twice.forward_target(IDS, POSITIONS, plain_attention(*LENGTHS))
-    assert torch.equal(again, states)
-    assert all(isinstance(layer, FusedMTPLayer) for layer in twice.mtp_layers)
 
 
 def test_repeated_mtp_layers_go_on_sharing(checkpoint: Callable[..., Path]) -> None:

@@ -1,4 +1,4 @@
-"""Kernels at the shapes of a real model in bf16, and whole models in CUDA graphs."""
+"""Experts at the shapes of a real model in bf16, and whole models in CUDA graphs."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from integration.random_models import random_model
 from mtp_plugin.hosts.embedded.layers.experts import RouterRule, assign, block_rows_for
 from mtp_plugin.hosts.embedded.layers.fused_layers import FusedMixture
 from mtp_plugin.hosts.embedded.layers.mlp import silu_mul
-from mtp_plugin.hosts.embedded.layers.norm import Norm, add_rms_norm, join_norms
 from mtp_plugin.hosts.embedded.layers.packing import Packer
 from mtp_plugin.hosts.embedded.layers.recognise import mixture_of
-from mtp_plugin.hosts.embedded.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
 from mtp_plugin.hosts.embedded.models import FusedModel, LoadedModel, fuse
 from mtp_plugin.ops.backend import Backend
 from tests.hosts.embedded.layers.causal import Causal
@@ -24,8 +22,7 @@ from tests.ops.top_k.launches import captured
 pytestmark = pytest.mark.gpu
 
 BF16 = torch.bfloat16
-HIDDEN, WIDTH, EXPERT_WIDTH = 4096, 11008, 1408
-ROWS = [1, 4, 8, 64, 256]
+HIDDEN, EXPERT_WIDTH = 4096, 1408
 
 
 def random_tensor(
@@ -35,56 +32,10 @@ def random_tensor(
     return (scale * torch.randn(shape, generator=rng, device="cuda")).to(dtype)
 
 
-def assert_near(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """Equal but for single roundings, and for most elements equal."""
-    torch.testing.assert_close(actual, expected, rtol=1.6e-2, atol=1e-2)
-    assert (actual == expected).float().mean() > 0.95
-
-
 def assert_as_good_as(actual: torch.Tensor, theirs: torch.Tensor, truth: torch.Tensor) -> None:
     """No farther from the fp32 result than another bf16 result is, with a little room."""
     far = (theirs.float() - truth).abs().max()
     assert (actual.float() - truth).abs().max() <= 1.5 * far + 1e-3
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_norms(rows: int) -> None:
-    x, residual = random_tensor(rows, HIDDEN), random_tensor(rows, HIDDEN, seed=1)
-    weight = random_tensor(HIDDEN, seed=2)
-    normed, total = add_rms_norm(x, residual, weight, 1e-5, backend=Backend.TRITON)
-    expected, expected_total = add_rms_norm(x, residual, weight, 1e-5, backend=Backend.TORCH)
-    assert torch.equal(total, expected_total)
-    assert_near(normed, expected)
-    table, ids = random_tensor(1000, HIDDEN, seed=3), torch.arange(rows, device="cuda") * 3
-    norm = Norm(weight, 1e-5)
-    assert_near(
-        join_norms(table, ids, x, norm, norm, embedding_first=True, backend=Backend.TRITON),
-        join_norms(table, ids, x, norm, norm, embedding_first=True, backend=Backend.TORCH),
-    )
-
-
-@pytest.mark.parametrize("normed", [False, True])
-@pytest.mark.parametrize("rows", ROWS)
-def test_rotation(rows: int, normed: bool) -> None:
-    layout = HeadLayout(32, 8, 128)
-    turn = random_tensor(4096, 32, dtype=torch.float32)
-    index = torch.arange(rows, device="cuda") * 7
-    angles = Angles(turn.cos().to(BF16), turn.sin().to(BF16), 32, index)
-    head_norms = (
-        HeadNorms(random_tensor(128, seed=1), random_tensor(128, seed=2), 1e-5, 1e-5)
-        if normed
-        else None
-    )
-    qkv, expected = random_tensor(rows, layout.width), random_tensor(rows, layout.width)
-    rotate(qkv, layout, angles, head_norms, backend=Backend.TRITON)
-    rotate(expected, layout, angles, head_norms, backend=Backend.TORCH)
-    assert_near(qkv, expected)
-
-
-@pytest.mark.parametrize("rows", ROWS)
-def test_gate(rows: int) -> None:
-    both = random_tensor(rows, 2 * WIDTH)
-    assert_near(*(silu_mul(both, backend=backend) for backend in (Backend.TRITON, Backend.TORCH)))
 
 
 @pytest.fixture(scope="module")
@@ -108,7 +59,7 @@ def mixture() -> glm.Glm4MoeMoE:
     return module.eval()
 
 
-@pytest.mark.parametrize("rows", [1, 2, 8, 16, 33, 64, 256, 1000])
+@pytest.mark.parametrize("rows", [1, 33, 1000])
 def test_mixture(mixture: glm.Glm4MoeMoE, rows: int) -> None:
     found = mixture_of(mixture, BF16)
     assert found is not None
@@ -184,7 +135,7 @@ def step(model: LoadedModel, ids: torch.Tensor, attention: Causal) -> tuple[torc
     return model.lm_head(states), model.mtp_layers[0].shared_head(drafted, model.lm_head, attention)
 
 
-@pytest.mark.parametrize("rows", [1, 7, 40, 200])
+@pytest.mark.parametrize("rows", [1, 200])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-4), (BF16, 6e-2)])
 @torch.inference_mode()
 def test_whole_model_in_a_graph(dtype: torch.dtype, tolerance: float, rows: int) -> None:

@@ -1,4 +1,4 @@
-"""The rotation of heads: example, transformers' functions, torch and kernel agree."""
+"""The rotation of heads: transformers' functions, torch and kernel agree."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from mtp_plugin.hosts.embedded.layers import rotary_triton
 from mtp_plugin.hosts.embedded.layers.norm import rms_norm
 from mtp_plugin.hosts.embedded.layers.rotary import Angles, HeadLayout, HeadNorms, rotate
 from mtp_plugin.ops.backend import Backend
-from tests.hosts.embedded.layers import example
 from tests.hosts.embedded.layers.closeness import FLOAT, KINDS, Kind, rolled, strided
 from tests.op_arguments import check_strided_arguments
 from tests.ops.on_device import DEVICE, forbid_launches
@@ -41,25 +40,6 @@ def rows_of(kind: Kind, layout: HeadLayout, seed: int = 0) -> torch.Tensor:
 
 def heads_normed(heads: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return rms_norm(heads.flatten(0, 1), weight, eps, backend=Backend.TORCH).view_as(heads)
-
-
-@pytest.mark.parametrize("backend", Backend)
-def test_rotate_matches_the_example(backend: Backend) -> None:
-    layout, n = HeadLayout(num_q_heads=2, num_kv_heads=1, head_dim=8), 3
-    angles, norms, rows = angles_of(FLOAT, n), norms_of(FLOAT, 8), rows_of(FLOAT, layout)
-    expected = []
-    for row, place in zip(rows.tolist(), POSITIONS, strict=True):
-        heads = [row[i : i + 8] for i in range(0, len(row), 8)]
-        weights = [norms.q_weight.tolist()] * 2 + [norms.k_weight.tolist()]
-        normed = [
-            example.rms_norm(head, weight, eps)
-            for head, weight, eps in zip(heads, weights, (1e-6, 1e-6, 1e-2), strict=False)
-        ]
-        cos, sin = angles.cos[place].tolist(), angles.sin[place].tolist()
-        turned = [example.rotate(head, cos, sin) for head in normed]
-        expected.append([value for head in [*turned, heads[3]] for value in head])
-    rotate(rows, layout, angles, norms, backend=backend)
-    FLOAT.assert_close(rows, torch.tensor(expected, device=DEVICE))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -123,40 +103,18 @@ def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     rotate(torch.empty(0, layout.width, device=DEVICE), layout, angles, None, backend=backend)
 
 
-@pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"num_angles": 4}, "num_angles: expected an integer in 1..3, got 4"),
-        (
-            {"index": torch.zeros(2, dtype=torch.int64)},
-            r"index: expected integer tensor \[5\] .* \[2\]",
-        ),
-        ({"index": torch.zeros(5)}, r"index: expected integer tensor \[5\] .* got torch.float32"),
-        ({"cos": torch.zeros(9, 2)}, r"cos: expected .*torch.float32 tensor \[rows, >= 3\]"),
-        ({"sin": torch.zeros(9, 3, dtype=torch.float64)}, "sin: expected .*torch.float32 tensor"),
         ({"sin": torch.zeros(8, 3)}, "sin: expected 9 rows .* as cos has, got 8"),
     ],
 )
-def test_angles_that_do_not_fit_are_refused(change: dict, message: str, backend: Backend) -> None:
+def test_angles_that_do_not_fit_are_refused(change: dict, message: str) -> None:
     layout = HeadLayout(1, 1, 6)
     angles = replace(angles_of(FLOAT, 3), **change)
     with pytest.raises(TensorContractError, match=message):
-        rotate(rows_of(FLOAT, layout), layout, angles, None, backend=backend)
-
-
-@pytest.mark.parametrize("backend", Backend)
-@pytest.mark.parametrize("name", ["q_weight", "k_weight"])
-@pytest.mark.parametrize("weight", [torch.ones(1), torch.ones(6).double(), torch.ones(6, 1)])
-def test_norms_that_do_not_fit_are_refused(
-    weight: torch.Tensor, name: str, backend: Backend
-) -> None:
-    layout = HeadLayout(1, 1, 6)
-    norms = replace(norms_of(FLOAT, 6), **{name: weight.to(DEVICE)})
-    with pytest.raises(
-        TensorContractError, match=rf"{name}: expected torch.float32 tensor \[6\], got"
-    ):
-        rotate(rows_of(FLOAT, layout), layout, angles_of(FLOAT, 3), norms, backend=backend)
+        rotate(rows_of(FLOAT, layout), layout, angles, None, backend=Backend.TORCH)
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -177,10 +135,3 @@ def test_strided_arguments(indexed: bool, backend: Backend) -> None:
         layout=layout,
         backend=backend,
     )
-
-
-@pytest.mark.parametrize("backend", Backend)
-def test_rows_of_another_width_are_refused(backend: Backend) -> None:
-    rows, layout = torch.zeros(5, 17, device=DEVICE), HeadLayout(1, 1, 6)
-    with pytest.raises(TensorContractError, match=r"qkv: expected .* \[T, 18\]"):
-        rotate(rows, layout, angles_of(FLOAT, 3), None, backend=backend)
