@@ -54,7 +54,7 @@ def assert_matches_example(case: Case, name: str, scaling: float | None = None) 
 
 @pytest.mark.parametrize("name", BACKENDS)
 @given(st.integers(0, 2**32 - 1))
-@settings(max_examples=25)
+@settings(max_examples=20)
 def test_random_steps(name: str, seed: int) -> None:
     assert_matches_example(random_case(seed), name)
 
@@ -66,16 +66,7 @@ def test_random_steps_in_half_precision(dtype: torch.dtype, seed: int) -> None:
     assert_matches_example(random_case(seed, dtype=dtype), "triton")
 
 
-GQA = [Heads(7, 1, 16), Heads(16, 1, 16), Heads(12, 4, 8)]
-
-
-@pytest.mark.parametrize("heads", GQA, ids=str)
-def test_groups_of_query_heads(heads: Heads) -> None:
-    mixed = Case([5, 3, 2, 2], [9, 3, 7, 21], [9, 3, 7, 21], num_contexts=2, heads=heads)
-    assert_matches_example(mixed, "triton")
-
-
-@pytest.mark.parametrize("width", [1, 33, 80, 128, 256])
+@pytest.mark.parametrize("width", [1, 80, 256])
 def test_widths(width: int) -> None:
     mixed = Case([6, 2], [6, 19], [6, 19], num_contexts=1, heads=Heads(2, 1, width))
     # scores of unit variance grow with the width where nothing scales them
@@ -194,9 +185,9 @@ def after(case: Case, seq_lens: list[int], kv_lens: list[int], limits: list[int]
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("seed", range(2))
-def test_lengths_that_a_draft_loop_changes(name: str, seed: int) -> None:
+def test_lengths_that_a_draft_loop_changes(name: str) -> None:
     """One metadata object through a whole eagle loop: first pass, then single rows."""
+    seed = 0
     rng = random.Random(seed)
     k, contexts = 3, [5, 2]
     generations = [k + 1] * 3
@@ -303,17 +294,6 @@ def test_lengths_that_no_kernel_wrote_give_indices_in_range() -> None:
     assert 0 <= int(rows.min()) <= int(rows.max()) < metadata._pools.num_rows
 
 
-def test_check_mode_finds_stale_row_counts() -> None:
-    case, metadata = small()
-    metadata.attend(LAYER, case.query, case.key, case.value)
-    metadata._seq_lens = torch.tensor([4, 2], dtype=torch.int32)
-    metadata._seq_lens_cuda = metadata._seq_lens.to(DEVICE)
-    with pytest.raises(MetadataError, match="query rows are stale"):
-        metadata.attend(LAYER, case.query, case.key, case.value)
-    metadata.on_update()
-    metadata.attend(LAYER, case.query, case.key, case.value)
-
-
 @pytest.mark.parametrize("name", BACKENDS)
 def test_attending_before_any_write(name: str) -> None:
     case = Case([3, 3], [8, 5], [8, 5])
@@ -339,16 +319,6 @@ def test_rows_that_do_not_fit() -> None:
         metadata.attend(LAYER, query, key, value[..., :8])
 
 
-@pytest.mark.parametrize("name", ["kv_lens_cuda", "kv_write_limit", "block_table"])
-def test_lengths_that_do_not_lie_side_by_side(name: str) -> None:
-    case, metadata = small()
-    tensor = getattr(metadata, name)
-    spread = torch.stack([tensor, tensor], dim=-1)
-    setattr(metadata, name, spread[..., 0])
-    with pytest.raises(TensorContractError, match=f"{name}: expected contiguous rows for 2"):
-        metadata.attend(LAYER, case.query, case.key, case.value)
-
-
 def test_tables_and_lengths_may_be_slices_of_wider_ones() -> None:
     case = Case([3, 3], [8, 5], [8, 5])
     metadata = case.metadata(find_backend("triton"))
@@ -360,15 +330,3 @@ def test_tables_and_lengths_may_be_slices_of_wider_ones() -> None:
     output = metadata.attend(LAYER, case.query, case.key, case.value)
     expected = example_of.attend(case)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=TOLERANCE[torch.float32])
-
-
-def test_a_cpu_tensor_for_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    import triton
-
-    compiled = object.__new__(triton.JITFunction)
-    monkeypatch.setattr(launch, "paged_write_kernel", compiled)
-    case, metadata = small()
-    if DEVICE.type == "cuda":
-        pytest.skip("kernels are compiled here")
-    with pytest.raises(TensorContractError, match="paged attention: key: expected a CUDA tensor"):
-        metadata.attend(LAYER, case.query, case.key, case.value)

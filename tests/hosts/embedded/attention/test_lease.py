@@ -71,8 +71,15 @@ def test_one_that_could_not_be_built_keeps_nothing(harness: Harness, model: Load
     assert attention_of(model) == "sdpa"
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-@pytest.mark.parametrize("part", ["Engine", "Admission", "_set_stop_callback", "on_progress"])
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [
+        ("Engine", RuntimeError),
+        ("Admission", KeyboardInterrupt),
+        ("_set_stop_callback", RuntimeError),
+        ("on_progress", RuntimeError),
+    ],
+)
 def test_error_after_the_build_releases_the_attention(
     harness: Harness, model: LoadedModel, monkeypatch, part: str, error: type[BaseException]
 ) -> None:

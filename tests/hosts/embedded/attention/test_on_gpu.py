@@ -48,8 +48,7 @@ def generations(batch: int, rows: int, longest: int, seed: int = 0, **options) -
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("rows", [1, 4, 17])
-@pytest.mark.parametrize(("batch", "longest"), [(1, 100), (1, 4000), (8, 1000), (48, 700)])
+@pytest.mark.parametrize(("batch", "longest", "rows"), [(1, 4000, 1), (8, 1000, 17), (48, 700, 4)])
 def test_generations(batch: int, longest: int, rows: int, dtype: torch.dtype) -> None:
     case = generations(batch, rows, longest, dtype=dtype)
     assert_close(case, case.attend(find_backend("triton"))[0])
@@ -57,8 +56,7 @@ def test_generations(batch: int, longest: int, rows: int, dtype: torch.dtype) ->
 
 @pytest.mark.thinned("dtype")  # each case compiles two kernels of its own
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [64, 80, 96, 112, 128, 192, 256])
-@pytest.mark.parametrize("group", [1, 5, 16])
+@pytest.mark.parametrize(("width", "group"), [(64, 16), (80, 1), (128, 5), (192, 1), (256, 5)])
 def test_widths_and_groups(width: int, group: int, dtype: torch.dtype) -> None:
     chunk, history = 150, 70
     heads = Heads(2 * group, 2, width)
@@ -77,14 +75,8 @@ def test_long_prompts_with_generations(dtype: torch.dtype) -> None:
     assert_close(case, case.attend(find_backend("triton"))[0])
 
 
-@pytest.mark.parametrize("block_size", [1, 7, 64, 128])
-def test_block_sizes(block_size: int) -> None:
-    case = generations(4, 3, 500, block_size=block_size, dtype=torch.bfloat16)
-    assert_close(case, case.attend(find_backend("triton"))[0])
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (5, 4), (64, 2)])
+@pytest.mark.parametrize(("batch", "rows"), [(1, 1), (64, 4)])
 def test_in_a_cuda_graph(batch: int, rows: int, dtype: torch.dtype) -> None:
     """Captured once, replayed with other lengths, limits, tables, rows and pages."""
     blocks, width = batch * 32, 40
