@@ -62,7 +62,6 @@ PROTECTED = {
         f"{EMBEDDED}/test_logprobs.py",
         f"{EMBEDDED}/test_losslessness.py",
         f"{EMBEDDED}/test_prompt_graphs.py",
-        f"{EMBEDDED}/test_properties.py",
         f"{EMBEDDED}/test_random_requests.py",
         f"{EMBEDDED}/test_sampling_scenarios.py",
         f"{EMBEDDED}/test_scenarios.py",

@@ -1,1 +1,0 @@
-from tests.hosts.embedded.test_properties import *  # noqa: F403
