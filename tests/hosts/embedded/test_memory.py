@@ -88,7 +88,7 @@ def test_a_refusal_takes_no_time(path: Path, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(build, "load_model", lambda *_, **__: pytest.fail("loaded"))
     monkeypatch.setattr(SlotStateManager, "__init__", lambda *_, **__: pytest.fail("allocated"))
     config = {"model": str(path), "device": "cpu", "speculative_config": MTP}
-    for batch_size in (5 * 10**5, 10**6, 10**15):
+    for batch_size in (5 * 10**5, 10**15):
         large = {"max_batch_size": batch_size, "max_num_tokens": 4 * batch_size}
         with pytest.raises(ConfigError, match=f"^max_batch_size: {batch_size} requests of up to"):
             LLM({**config, **large})
@@ -96,7 +96,6 @@ def test_a_refusal_takes_no_time(path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 PLANS = [
     None,
-    {**MTP, "max_draft_len": 3},
     {**MTP, "use_mtp_vanilla": True},
     {**MTP, "mtp": {"verification": "rejection"}},
 ]
@@ -143,9 +142,7 @@ def test_the_doctor_leaves_the_weights_out(path: Path) -> None:
     assert found["KV cache"] == "100 blocks, 1.6 MiB of 4.0 GiB available"
 
 
-@pytest.mark.thinned("vanilla")
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-@pytest.mark.parametrize("vanilla", [False, True])
+@pytest.mark.parametrize(("family", "vanilla"), [("glm4_moe", True), ("deepseek_v3", False)])
 def test_rows_take_what_they_are_said_to(tmp_path: Path, family: str, vanilla: bool) -> None:
     """Pools are there once the executor is, before any step."""
     declared = 3 if FAMILIES[family].count_key else FAMILIES[family].default_count

@@ -119,9 +119,7 @@ def test_prompt_limit_of_mixed_steps_gives_way(harness, options):
     assert harness.llm(**options).executor.scheduler.mixed_limit is None
 
 
-@pytest.mark.parametrize(
-    ("model_type", "num_layers"), [("glm4_moe", 2), ("deepseek_v3", 2), ("mimo", 2)]
-)
+@pytest.mark.parametrize(("model_type", "num_layers"), [("glm4_moe", 2), ("deepseek_v3", 2)])
 def test_equal_prefix_counts_active_parameters(model_type, num_layers):
     model = random_model(model_type)
     config, decoder = model.target.config, model.target.get_decoder()

@@ -94,7 +94,7 @@ def example(row: Row, store: Store | None, draft_len: int) -> dict[str, list[int
     }
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     batch=st.lists(rows, min_size=1, max_size=6),
     seed=st.integers(0, 2**31),
@@ -118,23 +118,6 @@ def test_example_torch_and_kernel_agree(
         assert getattr(got, name).is_contiguous(), name
 
 
-@pytest.mark.parametrize("backend", Backend)
-def test_pending_request_continues_from_the_store(backend: Backend) -> None:
-    """K = 3: the previous step generated two tokens of a request of which the host knows 10."""
-    row = Row([7, 0, 0, 0], length=10, draft_limit=3, capacity=15, is_pending=True, seq_slot=2)
-    store = make_store(0)
-    store.new_tokens_lens[2] = 2
-    store.new_tokens[:, 2, 0] = torch.tensor([70, 71, 72, 73], dtype=torch.int32)
-    inputs = generation_inputs(
-        make_table().upload([row]), store, draft_len=K, max_seq_len=MAX_SEQ_LEN, backend=backend
-    )
-    # after 12 tokens the 15 rows hold the newest one and two drafts
-    assert inputs.input_ids.tolist() == [70, 71, 72, 0]
-    assert inputs.draft_lens.tolist() == [2]
-    assert inputs.positions.tolist() == [12, 13, 14, 15]
-    assert inputs.write_limit.tolist() == [15]
-
-
 def test_too_many_rows_or_blocks_are_refused() -> None:
     table = make_table(max_rows=2)
     row = Row([0] * (K + 1), length=1)
@@ -153,10 +136,9 @@ def test_no_generations(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> No
     assert inputs.input_ids.shape == inputs.draft_tokens.shape == (0,)
 
 
-@pytest.mark.parametrize("backend", Backend)
-def test_rows_of_different_tables_are_refused(backend: Backend) -> None:
+def test_rows_of_different_tables_are_refused() -> None:
     step = make_table().upload([Row([0] * (K + 1), length=1)] * 2)
-    sizes = {"draft_len": K, "max_seq_len": MAX_SEQ_LEN, "backend": backend}
+    sizes = {"draft_len": K, "max_seq_len": MAX_SEQ_LEN, "backend": Backend.TORCH}
     loose = replace(step, length=step.length.clone())
     with pytest.raises(TensorContractError, match="columns of one table"):
         generation_inputs(loose, None, **sizes)
@@ -166,24 +148,6 @@ def test_rows_of_different_tables_are_refused(backend: Backend) -> None:
         generation_inputs(replace(step, tokens=apart), None, **sizes)
     with pytest.raises(TensorContractError, match=r"tokens: expected .* \[G, >= 5\]"):
         generation_inputs(step, None, **(sizes | {"draft_len": K + 1}))
-
-
-@pytest.mark.parametrize("backend", Backend)
-def test_wrong_store_is_refused(backend: Backend) -> None:
-    step = make_table().upload([Row([0] * (K + 1), length=1)])
-    store, sizes = make_store(0), {"draft_len": K, "max_seq_len": MAX_SEQ_LEN}
-    for tokens in (store.new_tokens[:K], store.new_tokens[..., 0]):
-        with pytest.raises(TensorContractError, match=r"new_tokens: expected .* \[>= 4, S, 1\]"):
-            generation_inputs(step, replace(store, new_tokens=tokens), **sizes, backend=backend)
-    short = replace(store, new_tokens_lens=store.new_tokens_lens[1:])
-    with pytest.raises(TensorContractError, match=r"new_tokens_lens: expected .* \[6\] .* \[5\]"):
-        generation_inputs(step, short, **sizes, backend=backend)
-    for name in ("new_tokens", "new_tokens_lens"):
-        wide = replace(store, **{name: getattr(store, name).long()})
-        with pytest.raises(
-            TensorContractError, match=rf"{name}: expected torch.int32 .* got torch.int64"
-        ):
-            generation_inputs(step, wide, **sizes, backend=backend)
 
 
 @pytest.mark.parametrize("backend", Backend)

@@ -65,13 +65,12 @@ def test_r45_forced_acceptance_gives_tokens_and_says_so(harness, prompts, vanill
     assert all(o.label is None for o in true)
 
 
-@pytest.mark.parametrize("vanilla", WORKERS)
-def test_the_same_run_whatever_batch_and_loop(harness, prompts, vanilla):
+def test_the_same_run_whatever_batch_and_loop(harness, prompts):
     """Same seed, same tokens and counts: alone, together, in either loop; not with another."""
     requested, prompts = forced(max_new_tokens=16), prompts[:6]
-    together = synthetic(harness, vanilla=vanilla).generate(prompts, requested)
-    again = synthetic(harness, vanilla=vanilla, disable_overlap_scheduler=True, max_batch_size=3)
-    alone = synthetic(harness, vanilla=vanilla)
+    together = synthetic(harness).generate(prompts, requested)
+    again = synthetic(harness, disable_overlap_scheduler=True, max_batch_size=3)
+    alone = synthetic(harness)
     for output, other in zip(together, again.generate(prompts, requested), strict=True):
         assert output.token_ids == other.token_ids
         assert output.acceptance == other.acceptance
@@ -79,7 +78,7 @@ def test_the_same_run_whatever_batch_and_loop(harness, prompts, vanilla):
         (one,) = alone.generate([prompt], requested)
         assert one.token_ids == output.token_ids
         assert one.acceptance == output.acceptance
-    another = synthetic(harness, seed=4, vanilla=vanilla).generate(prompts, requested)
+    another = synthetic(harness, seed=4).generate(prompts, requested)
     assert [o.acceptance for o in another] != [o.acceptance for o in together]
 
 
