@@ -19,7 +19,6 @@ import torch
 from mtp_plugin.errors import ConfigError, ExecutorError, MetadataError, RequestError
 from mtp_plugin.hosts.embedded import (
     SamplingParams,
-    early_kernels,
     engine,
     row_table,
 )
@@ -27,11 +26,9 @@ from mtp_plugin.hosts.embedded.cuda_graphs import CAPTURE_AT_STEP
 from mtp_plugin.hosts.embedded.row_table import Row, RowTable, StepShape
 from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
-from mtp_plugin.speculative.drafting import MTPEagleWorker
 from mtp_plugin.speculative.drafting.attention_loop import DraftLoop
 from mtp_plugin.speculative.drafting.trace_check import DeferredCheck
 from tests.hosts.embedded.conftest import (
-    LOOPS,
     VOCAB,
     WORKERS,
     assert_drained,
@@ -73,16 +70,6 @@ def graphed(harness, monkeypatch):
 
 
 # --- text ---
-
-
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_replayed_steps_give_the_oracles_text(graphed, target, prompts, vanilla, no_overlap):
-    watched = graphed(vanilla=vanilla, disable_overlap_scheduler=no_overlap, kv_fill=float("nan"))
-    assert watched.generate(prompts, greedy()) == [target.greedy(p, 16) for p in prompts]
-    assert watched.captured.num_replays == len(watched.replayed) > 0
-    assert not watched.eager_generations
-    assert_drained(watched.llm)
 
 
 SAMPLED = {"temperature": 0.6, "top_k": 20, "top_p": 0.95}
@@ -191,10 +178,9 @@ def test_batches_without_a_graph_run_eagerly(
     assert {shape.num_generations for shape in watched.replayed} == replayed
 
 
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_more_stop_ids_than_a_slot_holds_run_in_graphs(graphed, target, prompts, no_overlap):
+def test_more_stop_ids_than_a_slot_holds_run_in_graphs(graphed, target, prompts):
     """Nothing on the device reads them: the sampler stops the request."""
-    watched = graphed(disable_overlap_scheduler=no_overlap)
+    watched = graphed()
     few = prompts[:3]
     free = [target.greedy(p, 16) for p in few]
     stop = free[0][6]
@@ -211,20 +197,15 @@ def test_more_stop_ids_than_a_slot_holds_run_in_graphs(graphed, target, prompts,
         watched.generate(few, greedy(stop_token_ids=stops, min_tokens=4))
 
 
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("keep_warm", [True, False], ids=["warm", "cold"])
-def test_every_draft_length_has_its_graphs(graphed, target, vanilla, keep_warm):
+def test_every_draft_length_has_its_graphs(graphed, target):
     watched = graphed(
         sizes=(1, 2, 4, 8),
-        vanilla=vanilla,
         speculative={"draft_len_schedule": {2: K, 4: 1}},
-        mtp={"keep_warm": keep_warm},
+        mtp={"keep_warm": False},
         kv_fill=float("nan"),
     )
-    lengths = {1: {K}, 2: {K}, 4: {1}, 8: {0}}
-    if not keep_warm:
-        # a batch that can use less than was chosen runs with that less
-        lengths = {1: {0, 1, K}, 2: {0, 1, K}, 4: {0, 1}, 8: {0}}
+    # a batch that can use less than was chosen runs with that less
+    lengths = {1: {0, 1, K}, 2: {0, 1, K}, 4: {0, 1}, 8: {0}}
     captured = {
         (s.num_generations, s.draft_len, bool(s.sampling_kind)) for s in watched.captured.shapes
     }
@@ -269,14 +250,12 @@ def test_graphs_of_logits_processing_are_captured_when_idle(graphed, harness, pr
     assert not watched.eager_generations
 
 
-@pytest.mark.parametrize("no_overlap", LOOPS)
 def test_busy_executor_captures_at_the_fourth_step_of_a_shape(
-    graphed, harness, prompts, monkeypatch, no_overlap
+    graphed, harness, prompts, monkeypatch
 ):
     monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
-    options = {"disable_overlap_scheduler": no_overlap}
-    want = harness.llm(cuda_graph_config=None, **options).generate(prompts[:2], greedy(**PENALTY))
-    watched = graphed(sizes=(2,), capture="lazy", **options)
+    want = harness.llm(cuda_graph_config=None).generate(prompts[:2], greedy(**PENALTY))
+    watched = graphed(sizes=(2,), capture="lazy")
     assert watched.generate(prompts[:2], greedy(**PENALTY)) == [o.token_ids for o in want]
     replayed = {shape for shape in watched.replayed if shape.sampling_kind.value == 2}
     assert replayed == {StepShape((), 2, K, SamplingKind.PROCESSED)}
@@ -395,23 +374,6 @@ def test_requests_wait_for_their_kernels_and_others_go_on(graphed, target, promp
     assert_drained(watched.llm)
 
 
-def test_kernels_of_another_triton_are_compiled_at_their_launch(
-    graphed, target, prompts, monkeypatch, caplog
-):
-    def fail():
-        raise AttributeError("no jit_cache_hook")
-
-    monkeypatch.setattr(early_kernels, "launches_kernels", lambda _: True)
-    monkeypatch.setattr(early_kernels, "record_launches", fail)
-    early_kernels._warn_once.cache_clear()
-    watched = graphed(capture="lazy")
-    assert watched.generate(prompts[:1], greedy(6)) == [target.greedy(prompts[0], 6)]
-    (record,) = [r for r in caplog.records if r.name == "mtp_plugin.ops.early_compile"]
-    assert record.getMessage() == (
-        "kernels are compiled at their first launch: AttributeError: no jit_cache_hook"
-    )
-
-
 def test_shutdown_ends_the_compilation(graphed):
     watched = graphed(capture="lazy")
     compilation = Compilation()
@@ -448,16 +410,13 @@ def test_dropped_executor_is_freed_without_the_collector(graphed, prompts):
         gc.enable()
 
 
-@pytest.mark.parametrize("end", ["drop", "shutdown"])
-def test_pending_graphs_keep_nothing_alive(graphed, prompts, monkeypatch, end: str):
+def test_pending_graphs_keep_nothing_alive(graphed, prompts, monkeypatch):
     monkeypatch.setattr(engine, "IDLE_SECONDS", 60.0)
     watched = graphed(capture="lazy")
     watched.generate(prompts[:1], greedy(4))
     llm, thread = watched.llm, watched.llm._engine._thread
     del watched.captured.replay  # the watch
     watched.llm = watched.captured = None
-    if end == "shutdown":
-        llm.shutdown()
     parts = [weakref.ref(part) for part in (llm, llm.executor, llm.pools)]
     del llm
 
@@ -472,25 +431,6 @@ def test_pending_graphs_keep_nothing_alive(graphed, prompts, monkeypatch, end: s
 
 
 # --- set-up, failures and the end ---
-
-
-def test_debug_mode_finds_what_a_captured_draft_loop_leaves(graphed, prompts, monkeypatch):
-    """The loop of the capture leaves a length changed; the warm-up's does not."""
-    draft, edits = MTPEagleWorker._draft, SimpleNamespace(now=False)
-
-    def draft_and_edit(self, step, *args):
-        draft(self, step, *args)
-        lens = step.attn_metadata.kv_lens_cuda
-        if edits.now or (lens.is_cuda and torch.cuda.is_current_stream_capturing()):
-            lens.add_(1)
-
-    monkeypatch.setattr(MTPEagleWorker, "_draft", draft_and_edit)
-    watched = graphed(mtp={"check_metadata": True})
-    edits.now = watched.llm.device.type == "cpu"
-    with pytest.raises(MetadataError, match=r"the draft loop left changes in: kv_lens_cuda"):
-        watched.generate([prompts[3]], greedy())
-    assert len(watched.captured.shapes) > 0
-    assert_drained(watched.llm)
 
 
 def test_every_replay_verifies_its_deferred_checks(graphed, target, prompts):
@@ -513,7 +453,6 @@ def test_every_replay_verifies_its_deferred_checks(graphed, target, prompts):
     ("name", "capture"),
     [
         ("mtp_past_tokens_pool", "lazy"),
-        ("mtp_past_hidden_states_pool", "all"),
         ("a KV pool", "all"),
     ],
 )

@@ -62,23 +62,6 @@ def test_first_token_precedes_the_end_of_its_step(slow_llm, target, prompts, pro
 
 
 @pytest.mark.parametrize("prompt_tokens", GRAPHS)
-def test_tokens_of_a_step_that_only_generates_follow_its_drafts(slow_llm, prompts, prompt_tokens):
-    llm = slow_llm(prompt_tokens)
-    executor = llm.executor
-    (request,) = llm.make_requests([prompts[3]], [params(20)])
-    executor.enqueue(request)
-    executor.step()
-    executor.step()
-    end = torch.cuda.Event()
-    end.record()  # after the first step that only generates
-    assert executor.step()
-    assert end.query()
-    executor.cancel(request.request_id)
-    executor.end_cancelled()
-    torch.cuda.synchronize()
-
-
-@pytest.mark.parametrize("prompt_tokens", GRAPHS)
 def test_slow_drafts_change_no_output(slow_llm, target, prompts, prompt_tokens):
     """Prompts arrive among running requests, so that steps of one shape follow each other."""
     llm = slow_llm(prompt_tokens)
@@ -87,16 +70,3 @@ def test_slow_drafts_change_no_output(slow_llm, target, prompts, prompt_tokens):
     outputs = llm.generate(prompts, [params(length) for length in lengths])
     assert [output.token_ids for output in outputs] == want
     assert_drained(llm)
-
-
-@pytest.mark.parametrize("prompt_tokens", GRAPHS)
-def test_slow_drafts_change_no_logprobs(slow_llm, harness, prompts, prompt_tokens):
-    sampled = params(6, temperature=0.8, seed=3, logprobs=2)
-    late = harness.llm(disable_overlap_scheduler=True).generate(prompts, sampled)
-    early = slow_llm(prompt_tokens).generate(prompts, sampled)
-    for one, other in zip(early, late, strict=True):
-        assert one.token_ids == other.token_ids
-        for ranked, expected in zip(one.logprobs, other.logprobs, strict=True):
-            assert ranked.keys() == expected.keys()
-            for token, entry in ranked.items():
-                assert entry.logprob == pytest.approx(expected[token].logprob, abs=1e-3)
