@@ -104,6 +104,24 @@ def test_its_facts() -> None:
     assert not other.py_disable_speculative_decoding
 
 
+def test_pause_starts_over_with_the_output_as_prompt() -> None:
+    request = make(3)
+    request.context_chunk_size = 3
+    request.move_to_next_context_chunk()
+    emit(request, [5, 6])
+    request.py_draft_tokens = [1, 2, 3]
+    request.py_batch_idx = 4
+    request.pause()
+    assert request.py_epoch == request.num_preemptions == 1
+    assert request.py_draft_tokens == []
+    assert request.py_batch_idx is None
+    assert request.context_remaining_length == 5
+    assert request.is_first_context_chunk
+    assert not request.is_generating
+    assert request.output_token_ids == [5, 6]
+    assert request.py_orig_prompt_len == 3
+
+
 def test_a_finished_request_takes_no_token_and_no_pause() -> None:
     request = make()
     request.finish_by(FinishReason.END_ID)
