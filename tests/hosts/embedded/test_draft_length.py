@@ -7,14 +7,12 @@ import itertools
 import random
 
 import pytest
-import torch
 
 from mtp_plugin.hosts.embedded import SamplingParams
 from mtp_plugin.speculative.metrics import alarms
 from tests.hosts.embedded.conftest import LOOPS, VOCAB, WORKERS, assert_drained, wrap_worker
 from tests.hosts.embedded.oracles import Oracle, ScriptedDrafts
 from tests.hosts.embedded.test_logprobs import TIGHT
-from tests.hosts.embedded.test_relaxed import RELAXED as NEAR
 
 K = 3
 WARMTH = [pytest.param(True, id="warm"), pytest.param(False, id="cold")]
@@ -72,17 +70,13 @@ def script(llm, sequences, accept) -> None:
     wrap_worker(llm, lambda worker: ScriptedDrafts(worker, sequences, accept))
 
 
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("keep_warm", WARMTH)
-def test_waves_of_requests_change_no_text(harness, target, vanilla, no_overlap, keep_warm):
+def test_waves_of_requests_change_no_text(harness, target):
     """The batch grows and shrinks through all lengths of the schedule, with some preemption."""
     watched = Watched(
         harness.llm(
-            vanilla=vanilla,
-            disable_overlap_scheduler=no_overlap,
+            vanilla=True,
             speculative={"draft_len_schedule": {2: K, 4: 1}},
-            mtp={"keep_warm": keep_warm},
+            mtp={"keep_warm": False},
             kv_cache_config={"tokens_per_block": 4, "max_tokens": 112},
             kv_fill=float("nan"),
         )
@@ -146,17 +140,11 @@ def test_r38_acceptance_recovers_after_a_crowd(harness, vanilla, no_overlap):
     assert emitted == fresh
 
 
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_without_keep_warm_only_new_and_preempted_requests_draft(
-    harness, target, vanilla, no_overlap
-):
+def test_without_keep_warm_only_new_and_preempted_requests_draft(harness, target):
     """Two requests in a large batch stop drafting; a third one drafts among them, as does one of
     them after a preemption."""
     watched = Watched(
         harness.llm(
-            vanilla=vanilla,
-            disable_overlap_scheduler=no_overlap,
             speculative={"max_concurrency": 3},
             mtp={"keep_warm": False},
             kv_fill=float("nan"),
@@ -209,14 +197,10 @@ GATE = {"acceptance_window": 8, "acceptance_length_threshold": 2.0}
 PROBES = {"gate_margin": 0.5, "gate_probe_interval": 6, "gate_max_probe_interval": 24}
 
 
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize("keep_warm", WARMTH)
-def test_the_gate_follows_the_drafter(harness, target, vanilla, no_overlap, keep_warm, caplog):
+def test_the_gate_follows_the_drafter(harness, target, keep_warm, caplog):
     """Nothing right for 40 tokens, then everything: down, a probe or two, up, and up it stays."""
     llm = harness.llm(
-        vanilla=vanilla,
-        disable_overlap_scheduler=no_overlap,
         speculative={**GATE, "max_draft_len": K},
         mtp={**PROBES, "keep_warm": keep_warm},
     )
@@ -255,45 +239,22 @@ def test_the_gate_follows_the_drafter(harness, target, vanilla, no_overlap, keep
     assert drafted[-8:-2] == [K] * 6
 
 
-def test_a_gate_on_a_good_drafter_stays_out_of_the_way(harness):
-    llm = harness.llm(speculative={"acceptance_window": 4, "acceptance_length_threshold": 1.01})
-    without = harness.llm()
-    for one in (llm, without):
-        one.generate([[1, 2, 3]], greedy(8))
-    gate = llm.pieces.draft_lengths.gates[K]
-    assert llm.executor.acceptance == without.executor.acceptance
-    assert gate.state == "open"
-    assert gate.acceptance_length > 1.01
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
 def test_a_drafter_that_is_always_wrong_raises_the_alarm(
-    harness, target, prompts, no_overlap, monkeypatch, caplog
+    harness, target, prompts, monkeypatch, caplog
 ):
     monkeypatch.setattr(alarms, "COLLAPSE_STEPS", 24)
     prompt = prompts[4]
     truth = target.greedy(prompt, 40)
-    llm = harness.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm()
     script(llm, {0: prompt + truth}, lambda *_: 0)
     llm.generate([prompt], greedy(20))
     assert not llm.pieces.alarms.collapsed
-    llm = harness.llm(disable_overlap_scheduler=no_overlap)
+    llm = harness.llm()
     script(llm, {0: prompt + truth}, lambda *_: 0)
     output = llm.generate([prompt], greedy(30))[0]
     assert output.token_ids == truth[:30]
     assert llm.pieces.alarms.collapsed
     assert [r.levelname for r in caplog.records if r.name == "mtp_plugin"] == ["WARNING"]
-
-
-def test_ordinary_drafts_raise_no_alarm(harness, prompts, monkeypatch, caplog):
-    monkeypatch.setattr(alarms, "COLLAPSE_STEPS", 24)
-    monkeypatch.setattr(alarms, "LOOP_SPAN", 24)
-    llm = harness.llm()
-    llm.generate(prompts, greedy(32))
-    watch = llm.pieces.alarms
-    assert (watch.num_collapses, watch.num_looping_requests) == (0, 0)
-    assert watch.acceptance_length > 1.15
-    assert not [r for r in caplog.records if r.name == "mtp_plugin"]
 
 
 @pytest.mark.parametrize(("right", "loops"), [(K, True), (2, False)])
@@ -317,15 +278,11 @@ def test_a_text_that_loops_at_the_ceiling_raises_the_alarm(
 # --- adaptive draft length ---
 
 
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_adaptive_length_changes_no_output(harness, vanilla, no_overlap):
+def test_adaptive_length_changes_no_output(harness):
     """Random arrivals, preemptions, and requests with limits; drafts are those of a fresh run."""
-    oracle = Oracle(harness.oracle_model, K, vanilla=vanilla)
+    oracle = Oracle(harness.oracle_model, K, vanilla=False)
     watched = Watched(
         harness.llm(
-            vanilla=vanilla,
-            disable_overlap_scheduler=no_overlap,
             mtp={"adaptive_draft_len": True},
             kv_cache_config={"tokens_per_block": 4, "max_tokens": 132},
             kv_fill=float("nan"),
@@ -363,17 +320,8 @@ def test_adaptive_length_changes_no_output(harness, vanilla, no_overlap):
     assert min(compared.values()) > 2
 
 
-def test_adaptive_length_gives_the_sampled_output_of_a_static_one(harness, prompts):
-    params = SamplingParams(max_new_tokens=40, ignore_eos=True, seed=5, temperature=0.8)
-    expected = [o.token_ids for o in harness.llm().generate(prompts, params)]
-    llm = harness.llm(mtp={"adaptive_draft_len": True}, max_batch_size=5)
-    assert [o.token_ids for o in llm.generate(prompts, params)] == expected
-    assert sum(count > 0 for count in llm.executor.num_steps_per_draft_len) > 2
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_adaptive_length_measures_generation_steps(harness, prompts, no_overlap):
-    llm = harness.llm(mtp={"adaptive_draft_len": True}, disable_overlap_scheduler=no_overlap)
+def test_adaptive_length_measures_generation_steps(harness, prompts):
+    llm = harness.llm(mtp={"adaptive_draft_len": True})
     llm.generate(prompts[:1], greedy(100))
     (shape,) = llm.pieces.draft_lengths.gain._shapes.values()
     assert shape.times._times.keys() == set(range(K + 1))
@@ -395,87 +343,13 @@ def run_waves(watched, waves, seed: int):
     return started
 
 
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("keep_warm", WARMTH)
-def test_drafts_are_those_of_a_fresh_run_at_every_length(harness, vanilla, no_overlap, keep_warm):
-    """Lengths go down and up again: whatever a step verified was what a fresh run proposes."""
-    oracle = Oracle(harness.oracle_model, K, vanilla=vanilla)
-    watched = Watched(
-        harness.llm(
-            vanilla=vanilla,
-            disable_overlap_scheduler=no_overlap,
-            speculative={"draft_len_schedule": {2: K, 3: 2, 4: 1}},
-            mtp={"keep_warm": keep_warm},
-            kv_fill=float("nan"),
-        )
-    )
-    compared = {1: 0, 2: 0, K: 0}
-    for prompt, request in run_waves(watched, [(2, 40), (1, 16), (1, 10), (1, 6), (0, 0)], seed=9):
-        text = prompt + oracle.greedy(prompt, request.params.max_new_tokens)
-        assert request.tokens == text
-        for before, num_emitted, drafted in watched.results[request.request_id]:
-            if drafted == 0:
-                continue
-            drafts = oracle.fresh(tuple(text[:before])).drafts[:drafted]
-            right = next((i for i in range(drafted) if drafts[i] != text[before + i]), drafted)
-            assert num_emitted == min(right + 1, len(text) - before)
-            compared[drafted] += 1
-    assert min(compared.values()) > 4
-
-
-@pytest.mark.parametrize("vanilla", WORKERS)
-def test_warm_draft_kv_is_that_of_a_fresh_run_after_every_step(harness, vanilla):
-    oracle = Oracle(harness.oracle_model, K, vanilla=vanilla)
-    llm = harness.llm(
-        vanilla=vanilla,
-        disable_overlap_scheduler=True,
-        speculative={"draft_len_schedule": {1: K, 2: 2, 3: 1}},
-        chunk_policy=lambda _, limit: min(limit, 3),
-        kv_fill=float("nan"),
-    )
-    watched = Watched(llm)
-    requests, size, compared = [], llm.blocks.block_size, 0
-    for prompt, num_tokens in zip(random_prompts(4, seed=10), (40, 16, 12, 8), strict=True):
-        requests += watched.enqueue([prompt], num_tokens)
-        for _ in range(5):
-            watched.run(1)
-            for request in requests:
-                if request.is_finished or not request.output_token_ids:
-                    continue
-                table = torch.tensor(llm.blocks.table(request.request_id))
-                for layer, expected in oracle.fresh(tuple(request.tokens)).kv.items():
-                    position = torch.arange(expected[0].shape[0])
-                    row_ids = table[position // size] * size + position % size
-                    stored = llm.pools.rows(layer, row_ids.to(llm.device))
-                    for got, want in zip(stored, expected, strict=True):
-                        torch.testing.assert_close(got.cpu(), want, rtol=1e-4, atol=1e-5)
-                    compared += len(position)
-    watched.run()
-    assert set(watched.lengths) == {0, 1, 2, K}
-    assert compared > 500
-
-
-@pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("keep_warm", WARMTH)
-@pytest.mark.parametrize(
-    ("window", "chain"),
-    [
-        ("trtllm", "output"),
-        ("exact", "target_shift"),
-        ("exact", "none"),
-    ],
-)
-def test_other_windows_and_chains_change_no_text(
-    harness, target, window, chain, keep_warm, no_overlap
-):
+def test_shorter_steps_than_the_window_change_no_text(harness, target):
     """Windows longer than the step, prompts shorter than the window, chunks in the same batch."""
     watched = Watched(
         harness.llm(
             vanilla=True,
-            disable_overlap_scheduler=no_overlap,
             speculative={"draft_len_schedule": {2: K, 4: 2, 5: 1}},
-            mtp={"keep_warm": keep_warm, "draft_window": window, "chain": chain},
+            mtp={"keep_warm": False, "draft_window": "exact", "chain": "target_shift"},
             chunk_policy=lambda _, limit: min(limit, 2),
             kv_fill=float("nan"),
         )
@@ -484,23 +358,6 @@ def test_other_windows_and_chains_change_no_text(
     for prompt, request in run_waves(watched, waves, seed=6):
         assert request.output_token_ids == target.greedy(prompt, request.params.max_new_tokens)
     assert set(watched.lengths) >= {0, 1, 2, K}
-
-
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("keep_warm", WARMTH)
-def test_a_relaxed_rule_that_is_strict_stays_so_at_every_length(
-    harness, target, vanilla, keep_warm
-):
-    watched = Watched(
-        harness.llm(
-            vanilla=vanilla,
-            speculative={"draft_len_schedule": {2: K, 4: 1}, **RELAXED},
-            mtp={"keep_warm": keep_warm},
-        )
-    )
-    for prompt, request in run_waves(watched, [(2, 24), (2, 10), (2, 8), (0, 0)], seed=7):
-        assert request.output_token_ids == target.greedy(prompt, request.params.max_new_tokens)
-    assert set(watched.lengths) >= {0, 1, K}
 
 
 RELAXED = {
@@ -512,8 +369,7 @@ RELAXED = {
 }
 
 
-@pytest.mark.parametrize("keep_warm", WARMTH)
-def test_the_phase_is_followed_in_steps_without_drafts(harness, target, keep_warm):
+def test_the_phase_is_followed_in_steps_without_drafts(harness, target):
     prompt = [5, 9, 40]
     truth = target.greedy(prompt, 12)
     assert 5 not in truth
@@ -521,7 +377,6 @@ def test_the_phase_is_followed_in_steps_without_drafts(harness, target, keep_war
     llm = harness.llm(
         disable_overlap_scheduler=True,
         speculative={"draft_len_schedule": {1: K}, **ends},
-        mtp={"keep_warm": keep_warm},
     )
     watched = Watched(llm)
     request, _ = watched.enqueue([prompt, [7, 8]], 12)
@@ -537,18 +392,12 @@ def test_the_phase_is_followed_in_steps_without_drafts(harness, target, keep_war
     assert thought == {count: count <= truth.index(truth[4]) for count in range(1, 12)}
 
 
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("keep_warm", WARMTH)
-def test_draws_fall_for_the_drafts_of_the_step(harness, vanilla, no_overlap, keep_warm):
+def test_draws_fall_for_the_drafts_of_the_step(harness):
     """Forced to accept everything: a step of K' drafts emits K'+1 tokens, one of none emits one."""
     watched = Watched(
         harness.llm(
-            vanilla=vanilla,
-            disable_overlap_scheduler=no_overlap,
             speculative={"draft_len_schedule": {1: K, 2: 1}},
             mtp={
-                "keep_warm": keep_warm,
                 "verification": "synthetic",
                 "synthetic_acceptance": [1.0, 1.0, 1.0],
             },
@@ -564,14 +413,10 @@ def test_draws_fall_for_the_drafts_of_the_step(harness, vanilla, no_overlap, kee
     assert seen >= {0, 1, K}
 
 
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_requests_hold_only_what_a_shorter_step_drafted(harness, vanilla, no_overlap):
+def test_requests_hold_only_what_a_shorter_step_drafted(harness):
     watched = Watched(
         harness.llm(
-            vanilla=vanilla,
-            disable_overlap_scheduler=no_overlap,
-            speculative={"draft_len_schedule": {1: K, 2: 1}},
+            disable_overlap_scheduler=True, speculative={"draft_len_schedule": {1: K, 2: 1}}
         )
     )
     many = ((1, 40), (1, 20), (2, 8))
@@ -589,15 +434,9 @@ def test_requests_hold_only_what_a_shorter_step_drafted(harness, vanilla, no_ove
     assert held >= {0, 1, K}
 
 
-@pytest.mark.parametrize("vanilla", WORKERS)
-@pytest.mark.parametrize("no_overlap", LOOPS)
-def test_a_plugin_without_workers_of_its_own_for_shorter_steps(
-    harness, target, vanilla, no_overlap
-):
+def test_a_plugin_without_workers_of_its_own_for_shorter_steps(harness, target):
     """Every step has K rows, of which the controller lets requests verify fewer."""
     llm = harness.llm(
-        vanilla=vanilla,
-        disable_overlap_scheduler=no_overlap,
         speculative={"draft_len_schedule": {2: K, 4: 1}},
         kv_fill=float("nan"),
     )
@@ -612,19 +451,8 @@ def test_a_plugin_without_workers_of_its_own_for_shorter_steps(
     assert seen >= {0, 1, K}
 
 
-WAYS = {
-    "coupled": {},
-    "rejection": {"mtp": {"verification": "rejection", "draft_sampling": "plain"}},
-    "block": {"mtp": {"verification": "block", "draft_sampling": "plain"}},
-    "relaxed": {"speculative": NEAR},
-}
-
-
-@pytest.mark.thinned
-@pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("way", WAYS)
-def test_what_a_request_has_drafted_survives_preemptions(harness, prompts, way, no_overlap):
-    """With every verification method, for greedy and sampled requests."""
+def test_what_a_request_has_drafted_survives_preemptions(harness, prompts):
+    """Of greedy and sampled requests."""
     requested = [1, 0, 1, 2, 1, 0, 1, 2]
     params = [
         SamplingParams(
@@ -632,7 +460,8 @@ def test_what_a_request_has_drafted_survives_preemptions(harness, prompts, way, 
         )
         for place, most in enumerate(requested)
     ]
-    llm = harness.llm(disable_overlap_scheduler=no_overlap, **TIGHT, **WAYS[way])
+    mtp = {"verification": "rejection", "draft_sampling": "plain"}
+    llm = harness.llm(mtp=mtp, **TIGHT)
     outputs = llm.generate(prompts, params)
     assert llm.executor.num_preemptions > 0
     assert_drained(llm)
