@@ -84,9 +84,8 @@ def plain(options: dict[str, Any]) -> Any:
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
-@pytest.mark.parametrize("k", [1, 4])
-def test_drafts_change_no_text(options: dict[str, Any], k: int) -> None:
-    expected = plain(options)
+def test_drafts_change_no_text(options: dict[str, Any]) -> None:
+    expected, k = plain(options), 4
     drafters = {
         "model": LanguageModelDrafter(CHEAP),
         "itself": LanguageModelDrafter(TARGET),
@@ -116,7 +115,7 @@ def test_every_option_shows_in_the_text() -> None:
         assert name in ("greedy", "temperature seed") or has_logprobs or text != bare, name
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=NAMES)
+@pytest.mark.parametrize("options", OPTIONS[::3], ids=NAMES[::3])
 def test_processed_log_probabilities_are_those_without_drafts(options: dict[str, Any]) -> None:
     """Each after the accepted tokens of its own run."""
     options = {**options, "logprobs": 3, "presence_penalty": 0.5}
@@ -182,9 +181,8 @@ def test_without_drafts_every_step_emits_one_token() -> None:
     assert ran.num_steps == len(ran.decoded.token_ids)
 
 
-@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
-def test_with_a_transformer(target: Callable[[str], PreTrainedModel], family: str) -> None:
-    model = target(family)
+def test_with_a_transformer(target: Callable[[str], PreTrainedModel]) -> None:
+    model = target("deepseek_v3")
     wrapped = TransformersLanguageModel(model)
     for options in ({}, {**SAMPLED, "top_k": 20, "repetition_penalty": 1.2}):
         params = SamplingParams(max_new_tokens=16, **options)
@@ -285,16 +283,13 @@ def test_a_row_without_values_fails_after_the_accepted_drafts() -> None:
         ({"max_draft_len": 9}, 3),
     ],
 )
-@pytest.mark.parametrize("verify", [None, rejection], ids=["coupled", "rejection"])
-def test_as_many_drafts_as_the_request_allows(
-    options: dict[str, Any], most: int, verify: Any
-) -> None:
+def test_as_many_drafts_as_the_request_allows(options: dict[str, Any], most: int) -> None:
     """As if no more could be drafted."""
     drafter, request = LanguageModelDrafter(CHEAP, Role.DRAFT), {**SAMPLED, **options}
-    ran = speculative_decode(TARGET, drafter, continuation(request), num_drafts=3, verify=verify)
+    ran = speculative_decode(TARGET, drafter, continuation(request), num_drafts=3)
     assert max(ran.drafted) == most
     bare = continuation(SAMPLED)
-    assert ran == speculative_decode(TARGET, drafter, bare, num_drafts=most, verify=verify)
+    assert ran == speculative_decode(TARGET, drafter, bare, num_drafts=most)
 
 
 def test_bad_numbers_are_named() -> None:

@@ -1,8 +1,7 @@
-"""The same options in transformers: its `generate`, its processors and its warpers."""
+"""The same options in transformers: its processors and its warpers."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from transformers import (
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
     NoBadWordsLogitsProcessor,
-    PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     SuppressTokensLogitsProcessor,
@@ -21,69 +19,10 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from mtp_plugin.infer import SamplingRule, decode
+from mtp_plugin.infer import SamplingRule
 from mtp_plugin.requests.options import SamplingParams
 
 PROMPT = [3, 9, 27, 81, 9]
-NUM_TOKENS = 16
-
-
-def generated(model: PreTrainedModel, **options: Any) -> list[int]:
-    """Greedy."""
-    prompt = torch.tensor([PROMPT])
-    options = {"max_new_tokens": NUM_TOKENS, "eos_token_id": None, "pad_token_id": 0, **options}
-    text = model.generate(
-        prompt, attention_mask=torch.ones_like(prompt), do_sample=False, **options
-    )
-    return text[0, len(PROMPT) :].tolist()
-
-
-def ours(model: PreTrainedModel, end_ids: list[int] | None = None, **options: Any) -> list[int]:
-    params = SamplingParams(max_new_tokens=NUM_TOKENS, **options)
-    return decode(model, PROMPT, params, end_ids=end_ids or ()).token_ids
-
-
-@pytest.fixture(params=["glm4_moe", "deepseek_v3"])
-def model(request: pytest.FixtureRequest, target: Callable[[str], PreTrainedModel]) -> Any:
-    return target(request.param)
-
-
-@pytest.mark.parametrize("penalty", [1.3, 3.0, 0.3])
-def test_repetition_penalty(model: PreTrainedModel, penalty: float) -> None:
-    bias = {"sequence_bias": [[[7], 2.0], [[8], 1.9]]}  # ids that would repeat
-    text = ours(model, repetition_penalty=penalty, logit_bias={7: 2.0, 8: 1.9})
-    assert text == generated(model, repetition_penalty=penalty, **bias)
-    assert text != generated(model, **bias)
-
-
-def test_bad_words(model: PreTrainedModel) -> None:
-    free = generated(model)
-    # one id, a word inside the text, a word that the prompt begins, and one that never comes
-    words = [[free[9]], free[3:6], [*PROMPT[-2:], free[0]], [free[2], 5, 6]]
-    text = ours(model, bad_words=words[1:], bad_token_ids=words[0])
-    assert text == generated(model, bad_words_ids=words)
-    assert text[0] != free[0]
-
-
-@pytest.mark.parametrize("count", [1, 4, 12])
-def test_least_lengths(model: PreTrainedModel, count: int) -> None:
-    ends = sorted(set(generated(model)[:3]))
-    text = ours(model, ends, min_tokens=count)
-    assert text == generated(model, eos_token_id=ends, min_new_tokens=count)
-    assert len(text) >= count
-
-
-def test_bias_and_banned_ids(model: PreTrainedModel) -> None:
-    free = generated(model)
-    bias = {free[0]: -0.5, free[1]: -9.0, 7: 0.25}
-    text = ours(model, logit_bias=bias, bad_token_ids=[free[4]], repetition_penalty=1.2)
-    assert text == generated(
-        model,
-        sequence_bias=[[[token], value] for token, value in bias.items()],
-        suppress_tokens=[free[4]],
-        repetition_penalty=1.2,
-    )
-    assert text != free
 
 
 END_ID = 11
