@@ -55,13 +55,18 @@ def test_dry_run_finds_the_kernels_of_steps_and_prompts() -> None:
     assert not is_written
 
 
-def test_function_runs_without_a_dry_run_where_triton_has_other_hooks(
+NOTHING = (lambda *_: None, lambda: None, [], [], lambda _: None)
+
+
+def test_kernels_are_compiled_at_their_launch_where_triton_has_other_hooks(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(triton, "knobs", SimpleNamespace())
     early_kernels._warn_once.cache_clear()
-    for _ in range(2):
-        assert early_kernels.run_dry(lambda: "result", torch.device("cuda")) == "result"
+    device = torch.device("cuda")
+    assert early_kernels.run_dry(lambda: "result", device) == "result"
+    with early_kernels.EarlyKernels(device, *NOTHING) as kernels:
+        assert kernels.compile_later().is_done
     (record,) = caplog.records
     assert record.getMessage().startswith(
         "kernels are compiled at their first launch: AttributeError: "
@@ -75,10 +80,9 @@ def test_kernels_of_steps_that_cannot_be_captured_are_not_compiled_any_more(
     job = SimpleNamespace(is_done=False, close=lambda: ended.append(True))
     monkeypatch.setattr(early_kernels, "CompileJob", lambda *_, **__: job)
     monkeypatch.setattr(early_kernels, "record_launches", lambda: nullcontext({}))
-    nothing = (lambda *_: None, lambda: None, [], [], lambda _: None)
     with (
         pytest.raises(ConfigError),
-        early_kernels.EarlyKernels(torch.device("cuda"), *nothing),
+        early_kernels.EarlyKernels(torch.device("cuda"), *NOTHING),
     ):
         raise ConfigError("a step cannot be captured")
     assert ended == [True]

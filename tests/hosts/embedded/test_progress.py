@@ -160,14 +160,3 @@ def test_a_terminal_that_goes_away_ends_nothing(terminal, monkeypatch) -> None:
         monkeypatch.setattr(screen.stream, "write", gone, raising=False)
         report([gain])
         report([gain])
-
-
-def test_steps_between_two_pictures_draw_nothing(terminal, monkeypatch) -> None:
-    terminal()
-    monkeypatch.setattr(progress, "REFRESH_SECONDS", 1000.0)
-    gain = SimpleNamespace(token_ids=[1], finish_reason=None)
-    with batch_progress(3, use_tqdm=True) as report:
-        monkeypatch.setattr("rich.progress.Progress.refresh", lambda _: pytest.fail("refreshed"))
-        for _ in range(100):
-            report([gain])
-        monkeypatch.undo()
