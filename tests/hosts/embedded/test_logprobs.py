@@ -11,9 +11,7 @@ import math
 import pytest
 import torch
 
-from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded import SamplingParams, prompt_logprobs
-from mtp_plugin.requests.logprobs import ENTRY_WIDTH
 from mtp_plugin.speculative.drafting import worker as worker_module
 from tests.hosts.embedded.conftest import VOCAB, assert_drained, assert_idle
 from tests.hosts.embedded.requests_by_kind import LOGPROBS, PROMPT_LOGPROBS, SAMPLED
@@ -30,9 +28,6 @@ def params_of(place: int, **more) -> SamplingParams:
     options = {"max_new_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": LOGPROBS[place % 5]}
     sampled = {**SAMPLED[place], "seed": place} if place % 2 else {}
     return SamplingParams(**{**options, **sampled, **more})
-
-
-"""Prompts come in chunks, and requests give way to each other."""
 
 
 @torch.inference_mode()
@@ -89,7 +84,6 @@ def check_all(llm, target, prompts, params) -> list:
 MODES: dict[str, dict] = {
     "coupled": {"tokenizer": Pieces(), "max_batch_size": 9},
     "tight": TIGHT,
-    "rejection": {"mtp": {"verification": "rejection", "draft_sampling": "plain"}},
     "block": {"mtp": {"verification": "block", "draft_sampling": "plain"}, "vanilla": True},
     "synthetic": {"mtp": {"verification": "synthetic", "synthetic_acceptance": 0.7}},
     "relaxed": {
@@ -165,16 +159,23 @@ def test_logits_of_256_rows_exist_at_a_time(harness):
     assert 143 in rows
 
 
-def test_a_prompt_keeps_nothing_of_its_batch_mates(harness, prompts):
-    llm = harness.llm()
-    params = SamplingParams(max_new_tokens=1, prompt_logprobs=1)
-    outputs = llm.generate(prompts[4:7], params)
-    for prompt, output in zip(prompts[4:7], outputs, strict=True):
-        (part,) = output.prompt_logprobs._scored._parts
-        assert part._entries.untyped_storage().nbytes() == (len(prompt) - 1) * ENTRY_WIDTH * 4
+def are_close(reported, expected) -> bool:
+    """Whether two requests report the same: chunks, which round differently, depend on arrivals."""
+    if reported is None or expected is None:
+        return reported is expected
+    pairs = [(one or {}, other or {}) for one, other in zip(reported, expected, strict=True)]
+    return all(
+        list(one) == list(other)
+        and all(
+            entry._replace(logprob=0) == other[token]._replace(logprob=0)
+            and abs(entry.logprob - other[token].logprob) < TOLERANCE
+            for token, entry in one.items()
+        )
+        for one, other in pairs
+    )
 
 
-@pytest.mark.parametrize("way", ["stream", "stream_async", "submit"])
+@pytest.mark.parametrize("way", ["stream", "submit"])
 def test_streams_report_what_generate_returns(harness, prompts, way):
     """The first event of a request reports the whole prompt, and no other does."""
     params = [params_of(i, prompt_logprobs=PROMPT_LOGPROBS[i % 4]) for i in range(len(prompts))]
@@ -185,8 +186,7 @@ def test_streams_report_what_generate_returns(harness, prompts, way):
         return [(event, len(event.prompt_logprobs or ())) async for event in events]
 
     async def together() -> list[list]:
-        start = llm.stream_async if way == "stream_async" else llm.submit
-        return await asyncio.gather(*(read(start(*one)) for one in zip(prompts, params)))  # noqa: B905
+        return await asyncio.gather(*(read(llm.submit(*one)) for one in zip(prompts, params)))  # noqa: B905
 
     if way == "stream":
         reported: list[list] = [[] for _ in prompts]
@@ -197,12 +197,13 @@ def test_streams_report_what_generate_returns(harness, prompts, way):
         reported = asyncio.run(together())
     for mine, output, requested in zip(reported, outputs, params, strict=True):
         events = [event for event, _ in mine]
-        assert events[0].prompt_logprobs == output.prompt_logprobs
+        assert are_close(events[0].prompt_logprobs, output.prompt_logprobs)
         # when it came, not only when it was looked at
         assert mine[0][1] == len(output.prompt_logprobs or ())
         assert all(event.prompt_logprobs is None for event in events[1:])
         if requested.seed is None and requested.logprobs is not None:
-            assert [one for event in events for one in event.logprobs] == output.logprobs
+            reported_later = [one for event in events for one in event.logprobs]
+            assert are_close(reported_later, output.logprobs)
             for event in events:
                 assert [next(iter(one)) for one in event.logprobs] == event.token_ids
 
@@ -250,10 +251,9 @@ def test_a_cancelled_request_keeps_what_was_reported(harness, prompts):
 # --- processed log-probabilities ---
 
 
-@pytest.mark.parametrize("way", ["rejection", "block"])
-def test_processed_logprobs_with_rejection_sampling(harness, prompts, way):
+def test_processed_logprobs_with_rejection_sampling(harness, prompts):
     """Every token that is emitted is one that could be sampled there."""
-    llm = harness.llm(mtp={"verification": way, "logprobs_mode": "processed"})
+    llm = harness.llm(mtp={"verification": "rejection", "logprobs_mode": "processed"})
     requested = SamplingParams(
         max_new_tokens=12, ignore_eos=True, temperature=0.7, top_k=4, logprobs=4
     )
@@ -277,8 +277,3 @@ def test_greedy_requests_report_the_untruncated_distribution(harness, prompts):
             assert {t: each.logprob for t, each in reported.items()} == pytest.approx(
                 {t: each.logprob for t, each in same.items()}, abs=5e-5
             )
-
-
-def test_a_mode_that_there_is_not(harness):
-    with pytest.raises(ConfigError, match=r"logprobs_mode.*raw.*processed.*'cooked'"):
-        harness.llm(mtp={"logprobs_mode": "cooked"})
