@@ -18,6 +18,8 @@ import httpx
 import openai
 import pytest
 
+from tests.cli.calls import Run
+from tests.cli.conftest import run  # noqa: F401
 from tests.serving.conftest import TRAINED
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "MTP_PLUGIN_API_KEY"}
@@ -103,20 +105,19 @@ def test_closed_log_does_not_end_the_server() -> None:
         assert process.wait(60) in (0, -signal.SIGTERM)
 
 
-def test_port_in_use_is_one_line() -> None:
+def test_port_in_use_is_one_line(run: Run) -> None:  # noqa: F811
     with socket.socket() as used:
         used.bind(("127.0.0.1", 0))
         used.listen()
         port = str(used.getsockname()[1])
-        command = [sys.executable, "-m", "mtp_plugin", "serve", TRAINED, "--port", port]
-        found = subprocess.run(command, capture_output=True, text=True, env=ENVIRONMENT)
-    assert found.returncode == 2
-    *_, last = found.stderr.splitlines()
+        found = run("serve", TRAINED, "--port", port)
+    assert found.code == 2
+    *_, last = found.err.splitlines()
     assert last == (
         f"error: cannot listen on 127.0.0.1:{port}: Address already in use; give another --host "
         "or --port"
     )
-    assert "serving" not in found.stderr
+    assert "serving" not in found.err
 
 
 @pytest.mark.parametrize(
@@ -132,11 +133,15 @@ def test_port_in_use_is_one_line() -> None:
         ),
     ],
 )
-def test_bad_arguments_are_one_line(arguments: list[str], message: str, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "mtp_plugin", "serve", *arguments]
-    found = subprocess.run(
-        command, capture_output=True, text=True, env=ENVIRONMENT, cwd=tmp_path, timeout=60
-    )
-    assert found.returncode == 2
-    assert message in found.stderr
-    assert "Traceback" not in found.stderr
+def test_bad_arguments_are_one_line(
+    run: Run,  # noqa: F811
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    found = run("serve", *arguments)
+    assert found.code == 2
+    assert message in found.err
+    assert "Traceback" not in found.err
