@@ -28,6 +28,7 @@ from integration.thinking_model.measure import (
 from integration.thinking_model.problems import BEGIN, END, END_OF_TEXT, TASKS, Problem, problems
 from integration.thinking_model.tokenizer import SPECIAL_TOKENS
 from integration.thinking_model.train import Recipe, train
+from tests.conftest import once_per_run  # noqa: F401
 
 BATCH, MAX_TOKENS = 2, 20
 torch.set_num_threads(1)
@@ -39,16 +40,20 @@ def items() -> list[Problem]:
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory) -> Path:
+def checkpoint(once_per_run) -> Path:  # noqa: F811
     """A model of a few training steps: its texts are noise, its files are those of a long run."""
-    out = tmp_path_factory.mktemp("thinking_model")
-    small = {"layers": 2, "hidden_size": 64, "intermediate_size": 96, "batch_size": 4}
-    report = train(Recipe(steps=8, problems=80, **small), out)
-    history = report["history"]
-    assert report["steps"] == 8
-    assert history[-1]["main_loss"] < history[0]["main_loss"] - 0.2
-    assert history[-1]["draft_losses"][2] < history[0]["draft_losses"][2] - 0.2
-    return out / "checkpoint"
+
+    def make(folder: Path) -> str:
+        out = folder / "thinking_model"
+        small = {"layers": 2, "hidden_size": 64, "intermediate_size": 96, "batch_size": 4}
+        report = train(Recipe(steps=8, problems=80, **small), out)
+        history = report["history"]
+        assert report["steps"] == 8
+        assert history[-1]["main_loss"] < history[0]["main_loss"] - 0.2
+        assert history[-1]["draft_losses"][2] < history[0]["draft_losses"][2] - 0.2
+        return str(out / "checkpoint")
+
+    return Path(once_per_run("thinking_model", make))
 
 
 def numbers_of(text: str) -> list[int]:

@@ -115,8 +115,11 @@ def test_files_of_tensorrt_llm_run_losslessly(path, model, prompts, plain_texts)
     assert llm.executor.acceptance.acceptance_length >= 1.5
 
 
-@pytest.mark.parametrize("name", ["tiny_eagle", "tiny_vanilla"])
-@pytest.mark.parametrize("no_overlap", [False, True], ids=["overlap", "no_overlap"])
+@pytest.mark.parametrize(
+    ("name", "no_overlap"),
+    [("tiny_eagle", False), ("tiny_vanilla", True)],
+    ids=["eagle-overlap", "vanilla-no_overlap"],
+)
 def test_chunks_and_preemption_leave_text_and_acceptance_alone(
     name, no_overlap, model, prompts, plain_texts
 ):
