@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from mtp_plugin.hosts.embedded import SamplingParams, prompt_logprobs
+from mtp_plugin.requests.logprobs import ENTRY_WIDTH
 from mtp_plugin.speculative.drafting import worker as worker_module
 from tests.hosts.embedded.conftest import VOCAB, assert_drained, assert_idle
 from tests.hosts.embedded.requests_by_kind import LOGPROBS, PROMPT_LOGPROBS, SAMPLED
@@ -157,6 +158,15 @@ def test_logits_of_256_rows_exist_at_a_time(harness):
     assert len(output.prompt_logprobs) == 400
     assert max(rows) == 256
     assert 143 in rows
+
+
+def test_a_prompt_keeps_nothing_of_its_batch_mates(harness, prompts):
+    llm = harness.llm()
+    params = SamplingParams(max_new_tokens=1, prompt_logprobs=1)
+    outputs = llm.generate(prompts[4:7], params)
+    for prompt, output in zip(prompts[4:7], outputs, strict=True):
+        (part,) = output.prompt_logprobs._scored._parts
+        assert part._entries.untyped_storage().nbytes() == (len(prompt) - 1) * ENTRY_WIDTH * 4
 
 
 def are_close(reported, expected) -> bool:

@@ -70,3 +70,16 @@ def test_slow_drafts_change_no_output(slow_llm, target, prompts, prompt_tokens):
     outputs = llm.generate(prompts, [params(length) for length in lengths])
     assert [output.token_ids for output in outputs] == want
     assert_drained(llm)
+
+
+@pytest.mark.parametrize("prompt_tokens", GRAPHS)
+def test_slow_drafts_change_no_logprobs(slow_llm, harness, prompts, prompt_tokens):
+    sampled = params(6, temperature=0.8, seed=3, logprobs=2)
+    late = harness.llm(disable_overlap_scheduler=True).generate(prompts, sampled)
+    early = slow_llm(prompt_tokens).generate(prompts, sampled)
+    for one, other in zip(early, late, strict=True):
+        assert one.token_ids == other.token_ids
+        for ranked, expected in zip(one.logprobs, other.logprobs, strict=True):
+            assert ranked.keys() == expected.keys()
+            for token, entry in ranked.items():
+                assert entry.logprob == pytest.approx(expected[token].logprob, abs=1e-3)

@@ -110,6 +110,13 @@ def test_memory_does_not_grow(graphed, prompts, vanilla):
     assert_drained(watched.llm)
 
 
+def test_graphs_keep_no_logits(graphed):
+    watched = graphed()
+    for step in watched.captured._steps.values():
+        assert "logits" not in step.outputs
+    assert watched.captured.num_bytes > 0
+
+
 def test_nothing_is_collected_while_a_capture_holds_the_lock(graphed):
     """Garbage may shut an engine down, which waits for the lock."""
     held = []
@@ -155,3 +162,14 @@ def test_the_collector_leaves_the_model_alone_until_the_end(graphed, monkeypatch
     assert gc.get_freeze_count() > freeze.HOST_FROZE
     watched.llm.shutdown()
     assert gc.get_freeze_count() < freeze.HOST_FROZE
+
+
+def test_two_executors_of_different_sizes_share_a_model(graphed, target, prompts):
+    """The larger one comes later; what the graphs of the smaller one read must stay."""
+    small = graphed(sizes=(1, 2), max_batch_size=2, attn_backend="sdpa")
+    large = graphed(max_batch_size=8, attn_backend="sdpa")
+    want = [target.greedy(p, 16) for p in prompts]
+    for _ in range(2):
+        assert large.generate(prompts, greedy()) == want
+        assert small.generate(prompts[:4], greedy()) == want[:4]
+    assert len(small.replayed) > 0
