@@ -86,9 +86,13 @@ class Launches(TorchDispatchMode):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
 @pytest.mark.parametrize(
-    ("k", "kind"), [*((k, kind) for k in (1, 3) for kind in KINDS), *((3, kind) for kind in OTHERS)]
+    ("k", "worker", "kind"),
+    [
+        *((1, worker, "") for worker in WORKERS),
+        *((3, worker, kind) for worker in WORKERS for kind in KINDS),
+        *((3, "eagle", kind) for kind in OTHERS),
+    ],
 )
-@pytest.mark.parametrize("worker", WORKERS)
 def test_step_launches(k: int, worker: str, kind: str, monkeypatch) -> None:
     shape = dataclasses.replace(TINY, batch=2, k=k)
     trial = case_of(worker, kind, shape, CPU).prepare(0)
@@ -98,10 +102,8 @@ def test_step_launches(k: int, worker: str, kind: str, monkeypatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="kernels are not interpreted")
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind])
-@pytest.mark.parametrize("worker", WORKERS)
-def test_greedy_drafts_need_one_launch_each(worker: str, kind: str, monkeypatch) -> None:
-    k = 3
+def test_greedy_drafts_need_one_launch_each(monkeypatch) -> None:
+    k, worker, kind = 3, "eagle", "draws"
     monkeypatch.setattr(VerificationMode, "draft_rule", GREEDY_DRAFTS)
     trial = case_of(worker, kind, dataclasses.replace(TINY, batch=2, k=k), CPU).prepare(0)
     with Launches(monkeypatch) as launches:
@@ -112,8 +114,8 @@ def test_greedy_drafts_need_one_launch_each(worker: str, kind: str, monkeypatch)
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("worker", WORKERS)
-@pytest.mark.parametrize(("k", "batch"), [(1, 8), (3, 64)])
-def test_captured_step_launches(k: int, batch: int, worker: str, kind: str) -> None:
+def test_captured_step_launches(worker: str, kind: str) -> None:
+    k, batch = 3, 64
     shape = dataclasses.replace(REFERENCE, k=k, batch=batch)
     run = case_of(worker, kind, shape, torch.device("cuda")).prepare(0).run
     graph, _ = capture(lambda: [run(Backend.TRITON)])
