@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 import mtp_plugin.speculative.plugin.registry as registry
-from mtp_plugin.config import MTPDecodingConfig, OtherDecodingConfig, SpeculativeDecodingMode
+from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import ConfigError, MetadataError, PluginError
 from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.ops.backend import Backend
@@ -105,22 +104,6 @@ def test_a_name_belongs_to_one(taken: str) -> None:
     assert find_plugin("LOOKUP") is LOOKUP
 
 
-@pytest.mark.parametrize("name", ["MTP", "none", "unheard"])
-def test_what_cannot_be_forgotten(name: str) -> None:
-    with pytest.raises(PluginError, match=f"'{name}' has no plugin that could be removed"):
-        unregister_plugin(name)
-    assert isinstance(find_plugin("MTP"), MTPPlugin)
-
-
-def test_an_unknown_name_lists_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    offer(monkeypatch, SUFFIX="tests.speculative.test_plugin:LOOKUP")
-    register_plugin(LOOKUP)
-    with pytest.raises(
-        PluginError, match=r"'EAGLE9' has no plugin; known: lookup, mtp, none, suffix$"
-    ):
-        find_plugin("EAGLE9")
-
-
 @pytest.mark.parametrize("target", ["LOOKUP", "Lookup"], ids=["object", "class"])
 def test_packages_offer_plugins(monkeypatch: pytest.MonkeyPatch, target: str) -> None:
     """Under the entry-point group, in any case, loaded once."""
@@ -186,22 +169,6 @@ def test_entry_point_that_cannot_be_loaded_is_a_named_error(
         find_plugin("lookup")
 
 
-def test_import_that_ends_the_process_is_a_named_error(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    (tmp_path / "exiting_plugin.py").write_text("raise SystemExit('no licence')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    offer(monkeypatch, Lookup="exiting_plugin:Plugin")
-    with pytest.raises(PluginError, match="cannot be loaded: SystemExit: no licence"):
-        find_plugin("lookup")
-
-
-@pytest.mark.parametrize("given", [None, Lookup, "LOOKUP", Nameless(), NOT_A_PLUGIN])
-def test_register_refuses_what_is_no_plugin(given: Any) -> None:
-    with pytest.raises(PluginError, match=r"^register_plugin: expected a SpeculativePlugin object"):
-        register_plugin(given)
-
-
 @pytest.mark.parametrize("returned", [None, {}, 3, DraftPlan])
 def test_what_plan_and_build_return_is_checked(returned: Any) -> None:
     plugin = Lookup()
@@ -210,61 +177,6 @@ def test_what_plan_and_build_return_is_checked(returned: Any) -> None:
         make_plan(plugin, None, 0)
     with pytest.raises(PluginError, match=r"^Lookup\.build\(\): expected SpeculativePieces, got"):
         build_pieces(plugin, None, DraftPlan(1), host())
-
-
-class Serving:
-    """A sampler that serves these options."""
-
-    def __init__(self, options: Any) -> None:
-        self.served_options = options
-        self.sample_async = self.update_requests = print
-
-
-@pytest.mark.parametrize(
-    ("field", "value", "expected"),
-    [
-        (
-            "manager",
-            None,
-            "an object with slot_of, prepare_resources, update_resources, free_resources",
-        ),
-        ("sampler", object(), "an object with sample_async, update_requests"),
-        ("worker", None, "a function"),
-        ("make_metadata", SimpleNamespace(), "a function"),
-        ("plan", None, "a DraftPlan"),
-        ("sampler", Serving("temperature"), r"\.served_options: expected a set of names"),
-        ("sampler", Serving({1}), r"\.served_options: expected a set of names"),
-        ("replay_checks", (), "a function"),
-        ("backend", "torch", "a Backend"),
-        ("draft_vocab_ids", [1], "a tensor or None"),
-        ("make_graph_metadata", 5, "a function or None"),
-        ("memory_report", "4 MiB", "a function or None"),
-    ],
-)
-def test_pieces_of_another_kind_are_refused_by_name(field: str, value: Any, expected: str) -> None:
-    expected = expected if expected.startswith("\\") else f": expected {expected}"
-    with pytest.raises(PluginError, match=f"^SpeculativePieces: {field}{expected}"):
-        dataclasses.replace(target_only(), **{field: value})
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("hidden_size", -1),
-        ("vocab_size", 0),
-        ("dtype", "float32"),
-        ("dtype", torch.int32),
-        ("device", 7),
-        ("max_batch_size", 1.5),
-        ("max_num_sequences", None),
-        ("max_seq_len", 0),
-        ("chain", "sideways"),
-        ("encode", {}),
-    ],
-)
-def test_host_facts_refuse_values_out_of_range(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"^HostFacts: {field}: expected "):
-        host(**{field: value})
 
 
 # --- what MTP costs ---
@@ -306,31 +218,10 @@ def test_rows_of_a_plan() -> None:
     assert [vanilla.chunk_tokens(start, 5) for start in (0, 2, 3, 8)] == [5, 7, 8, 8]
 
 
-@pytest.mark.parametrize("field", [field.name for field in dataclasses.fields(DraftPlan)])
-@pytest.mark.parametrize("value", [-1, 1.5, None, True])
-def test_plan_refuses_what_is_no_count(field: str, value: Any) -> None:
-    with pytest.raises(ConfigError, match=f"DraftPlan: {field}: expected an integer >= 0, got"):
-        DraftPlan(**{"max_draft_len": 2, field: value})
-
-
 def test_target_only_decoding_costs_one_row() -> None:
     plan = NoSpeculationPlugin().plan(None, 0)
     assert plan == DraftPlan(0)
     assert plan.rows_to_reserve(10, in_flight=True) == 12
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (MTPDecodingConfig(max_draft_len=3, use_mtp_vanilla=True), "3 is more than the checkpoint"),
-        (OtherDecodingConfig("NGRAM"), "expected an MTPDecodingConfig, got OtherDecodingConfig"),
-        (None, "expected an MTPDecodingConfig, got NoneType"),
-    ],
-    ids=["layers", "foreign", "nothing"],
-)
-def test_configs_that_cannot_serve(config: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        MTPPlugin().plan(config, 1)
 
 
 # --- the pieces ---

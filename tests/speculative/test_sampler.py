@@ -113,13 +113,6 @@ def test_attributes_that_executors_read() -> None:
     assert type(sampler.store) is sampler.Store is MTPSampler.Store
 
 
-def test_another_draft_length_in_the_arguments_is_refused() -> None:
-    expected = r"^MTPSampler: expected nextn like args\.max_draft_len, got nextn=3 and .*_len=2;"
-    with pytest.raises(ConfigError, match=expected):
-        make(max_draft_len=K - 1)
-    make(max_draft_len=None)
-
-
 def test_methods_that_executors_call() -> None:
     sampler = make()
     typed: Sampler = sampler
@@ -135,23 +128,6 @@ def test_the_device_is_found() -> None:
     sampler = MTPSampler(SimpleNamespace(max_seq_len=8, max_num_sequences=2), nextn=1)
     expected = "cuda" if torch.cuda.is_available() else "cpu"
     assert sampler.store.new_tokens.device.type == expected
-
-
-@pytest.mark.parametrize("nextn", [-1, None, 1.5])
-def test_a_draft_length_that_cannot_be(nextn: Any) -> None:
-    with pytest.raises(ConfigError, match="nextn: expected an integer >= 0"):
-        make(nextn=nextn)
-
-
-def test_hooks_given_as_keywords_are_refused() -> None:
-    message = r"always_greedy=True \(set it in hooks=SamplerHooks\(always_greedy=\.\.\.\)\)"
-    with pytest.raises(ConfigError, match=message):
-        make(always_greedy=True)
-
-
-def test_beams_are_refused() -> None:
-    with pytest.raises(ConfigError, match="max_beam_width must be 1 with speculation, got 4"):
-        make(max_beam_width=4)
 
 
 class NoError(Enum):
@@ -466,15 +442,6 @@ def test_a_refused_request_has_a_result_without_tokens() -> None:
         StepResult(100, [], 0, 1, FinishReason.ERROR),
         StepResult(101, [6], 0, 1, None),
     ]
-
-
-def test_worker_with_more_drafts_than_nextn_is_refused() -> None:
-    """Its tokens would be cut silently; fewer are a step of a shorter draft length."""
-    sampler, request = make(nextn=2), Request(0)
-    message = "the worker's step has 3 drafts per request, MTPSampler was built with nextn=2"
-    with pytest.raises(ExecutorError, match=message):
-        sampler.sample_async(batch([], [request]), outputs([7, 8], k=3))
-    sampler.sample_async(batch([], [request]), outputs([7, 8], k=1))
 
 
 def test_results_of_a_step_are_applied_once() -> None:
@@ -849,11 +816,6 @@ def test_who_is_there_must_have_a_slot() -> None:
     assert request.output == []
 
 
-def test_a_state_without_tokens_is_refused() -> None:
-    with pytest.raises(ExecutorError, match="holds no host tensors"):
-        make().update_requests(SampleStateMTP(scheduled_requests=batch([], [])))
-
-
 # --- states that are not ours ---
 
 
@@ -902,16 +864,6 @@ def test_what_no_host_validated_ends_in_a_state_without_a_batch() -> None:
     assert (warm.output, warm.finish_reason) == ([], FinishReason.ERROR)
 
 
-@pytest.mark.parametrize("missing", ["new_tokens_lens", "next_draft_tokens"])
-def test_a_state_without_a_tensor_is_named(missing: str) -> None:
-    sampler, request = make(), Request(2)
-    state = sampler.sample_async(batch([], [request]), outputs([10, 11]))
-    setattr(state.host, missing, None)
-    with pytest.raises(ExecutorError, match="holds no lengths or no drafts"):
-        sampler.update_requests(state)
-    assert request.output == []
-
-
 def test_facts_of_a_host_are_validated_as_they_are() -> None:
     """They are complete, and options that verification applies are served."""
     params = SamplingParams(min_tokens=2, repetition_penalty=1.5)
@@ -936,16 +888,6 @@ def test_served_options_are_those_of_every_request() -> None:
     params = SamplingParams(min_tokens=8, temperature=0.7)
     plain.facts = RequestFacts.of(7, params, prompt_len=1, max_seq_len=64)
     sampler.validate_request(plain)
-
-
-def test_draws_that_facts_ask_for() -> None:
-    params = SamplingParams(temperature=0.7, top_p=0.5, seed=3, n=2)
-    request = Request(0, facts=RequestFacts.of(7, params, prompt_len=1, max_seq_len=64))
-    with pytest.raises(ConfigError, match=r"MTP: temperature=0\.7, top_p=0\.5, seed=3, n=2$"):
-        make().validate_request(request)
-    sampler = make(hooks=SamplerHooks(always_greedy=True))
-    with pytest.raises(ConfigError, match=r"MTP: n=2$"):
-        sampler.validate_request(request)
 
 
 # --- a rule of stopping of the host's own ---

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import ConfigError, ExecutorError
 from mtp_plugin.speculative.draft_length.controller import (
     DraftLengthController,
     DraftState,
@@ -85,20 +84,6 @@ def test_cold_batches_need_the_shorter_lengths_too() -> None:
     assert of.draft_lens([1]) == (0, 1, 3)
     assert of.draft_lens([3]) == (0, 1)
     assert controller(mtp={"keep_warm": False}).draft_lens() == (3,)
-
-
-@pytest.mark.parametrize("size", [0, -1, 17])
-def test_batches_that_cannot_be(size: int) -> None:
-    message = f"expected a batch of 1 to 16 requests, got {size}"
-    with pytest.raises(ExecutorError, match=message):
-        controller().choose(size)
-    with pytest.raises(ExecutorError, match=message):
-        controller().draft_lens([1, size])
-
-
-def test_an_unknown_k_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_draft_len: not known yet"):
-        DraftLengthController(MTPDecodingConfig(), max_batch_size=1)
 
 
 # --- the gate ---

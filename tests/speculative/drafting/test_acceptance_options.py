@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +9,7 @@ import pytest
 import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
-from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.errors import MetadataError
 from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, SamplingKind
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.drafting import MTPEagleWorker
@@ -284,25 +282,6 @@ def test_a_host_that_writes_the_delta_is_obeyed(kernels: str, relaxed_delta: flo
         assert manager.mtp_relaxed_delta_pool[:2].tolist() == pytest.approx([1.5, 0.01])
     manager.mtp_relaxed_delta_pool[:3] = 0.0
     assert emitted() == [strict, strict, strict]
-
-
-@pytest.mark.parametrize("absent", [("begin",), ("end",), ("begin", "end")])
-@pytest.mark.parametrize(
-    "piece",
-    [
-        partial(MTPEagleWorker, device="cpu"),
-        lambda config: MTPHiddenStatesManager(config, torch.float32, H, 2, device="cpu"),
-    ],
-    ids=["worker", "manager"],
-)
-def test_relaxed_acceptance_that_would_relax_nothing(
-    piece: Callable[[Any], object], absent: tuple[str, ...]
-) -> None:
-    names = [f"{edge}_thinking_phase_token" for edge in absent]
-    given = {name: value for name, value in vars(CONFIG).items() if name not in names}
-    config = SimpleNamespace(**given)
-    with pytest.raises(ConfigError, match=f"there is no {' and no '.join(names)}, so nothing"):
-        piece(config)
 
 
 def test_given_thinking_ids_win_in_both_pieces() -> None:

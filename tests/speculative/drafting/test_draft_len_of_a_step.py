@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.errors import MetadataError
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.host import HostStep
 from mtp_plugin.speculative.state import MTPHiddenStatesManager
@@ -95,18 +95,6 @@ def test_passes_without_drafts_read_token_zero(k: int) -> None:
     for one in seen:
         last_ids = [one.ids[end - 1] for end in itertools.accumulate(one.seq_lens)]
         assert (last_ids == [0, 0, 0]) == (one.depth > k)
-
-
-@pytest.mark.parametrize("kind", WORKERS)
-@pytest.mark.parametrize("k", [-1, K + 1])
-def test_draft_lengths_that_cannot_be(kind: type, k: int) -> None:
-    step = Step(K, [], [turn(K)])
-    step.spec.runtime_draft_len = k
-    worker = kind(MTPDecodingConfig(max_draft_len=K), device="cpu")
-    message = rf"runtime_draft_len: expected 0 to max_draft_len \({K}\), got {k}"
-    for call in (worker, worker.skip_forward):
-        with pytest.raises(MetadataError, match=message):
-            call(**step.inputs())
 
 
 @pytest.mark.parametrize("kind", WORKERS)
@@ -296,14 +284,6 @@ def test_skip_drafting_is_a_step_of_no_drafts(
     assert pools[0] == pools[1]
 
 
-@pytest.mark.parametrize("kind", WORKERS)
-def test_skip_drafting_of_rows_with_drafts(kind: type) -> None:
-    step = Step(K, [], [turn(K)])
-    worker = kind(MTPDecodingConfig(max_draft_len=K), device="cpu")
-    with pytest.raises(MetadataError, match="expected T = 1 rows"):
-        worker.skip_drafting(**step.inputs())
-
-
 # --- what hosts hand to a worker when they start ---
 
 
@@ -311,13 +291,3 @@ def test_skip_drafting_of_rows_with_drafts(kind: type) -> None:
 def test_grammars_are_not_served(kind: type) -> None:
     """A host engine that reads this refuses requests with a grammar."""
     assert kind(MTPDecodingConfig(max_draft_len=K)).set_guided_decoder(object()) is False
-
-
-@pytest.mark.parametrize("kind", WORKERS)
-def test_a_draft_model_has_the_targets_vocabulary(kind: type) -> None:
-    worker = kind(MTPDecodingConfig(max_draft_len=K))
-    for model in (None, SimpleNamespace(), SimpleNamespace(model=SimpleNamespace(d2t=None))):
-        assert worker.set_draft_model(model) is None
-    own = SimpleNamespace(model=SimpleNamespace(d2t=torch.arange(3)))
-    with pytest.raises(ConfigError, match=r"expected a draft model with the target's vocabulary"):
-        worker.set_draft_model(own)

@@ -5,11 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig, SpeculativeDecodingMode
-from mtp_plugin.errors import ConfigError
 from mtp_plugin.speculative.drafting import MTPEagleWorker
 from tests.speculative.drafting import example
 from tests.speculative.drafting.contract import DraftingContract, ExpectedPasses, assert_seen
@@ -98,14 +96,6 @@ def test_a_run_of_three() -> None:
     assert layer.seen[0].states[:3] == [
         example.target_state(*row) for row in ((t, 2), (u, 3), (v, 4))
     ]
-
-
-def test_no_layer() -> None:
-    step = Step(1, [Prompt([1, 2])], mode=MODE)
-    worker = MTPEagleWorker(MTPDecodingConfig(max_draft_len=1), device="cpu")
-    for layers in (None, []):
-        with pytest.raises(ConfigError, match="eagle MTP drafts with one layer, got none"):
-            worker(**step.inputs(), mtp_layers=layers)
 
 
 def test_no_manager_is_needed() -> None:

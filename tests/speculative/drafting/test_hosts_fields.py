@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mtp_plugin.config import SpeculativeDecodingMode
-from mtp_plugin.errors import ConfigError
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 from mtp_plugin.speculative.drafting.attention_loop import draft_loop
 from mtp_plugin.speculative.drafting.draft_layers import LAYER_ARGUMENTS
@@ -348,13 +347,6 @@ class Wrapper(Plain):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self.wrapped(*args, **kwargs)
-
-
-@pytest.mark.parametrize("given", ["spec_metadata", ["lora_params"]])
-def test_layer_kwargs_are_names_of_arguments(given: Any) -> None:
-    config = SimpleNamespace(max_draft_len=2, mtp=None)
-    with pytest.raises(ConfigError, match=r"^layer_kwargs: expected a list with names of all_rank"):
-        MTPWorker(config, device="cpu", layer_kwargs=given)
 
 
 @pytest.mark.parametrize("kind", [MTPEagleWorker, MTPWorker])

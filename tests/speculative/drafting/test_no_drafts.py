@@ -5,10 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
-
 from mtp_plugin.config import SpeculativeDecodingMode
-from mtp_plugin.errors import ConfigError
 from mtp_plugin.speculative.drafting import NoDraftsWorker
 from tests.speculative.drafting.contract import ExpectedPasses, WorkerContract
 from tests.speculative.drafting.host import Prompt, Step, Turn
@@ -31,8 +28,3 @@ class TestPlain(WorkerContract):
 
     def expected_passes(self, step: Step, request: Prompt | Turn) -> ExpectedPasses:  # noqa: ARG002 - no pass
         return []
-
-
-def test_a_config_with_drafts_is_refused() -> None:
-    with pytest.raises(ConfigError, match="max_draft_len: expected 0 without drafts, got 3"):
-        NoDraftsWorker(SimpleNamespace(max_draft_len=3), device="cpu")

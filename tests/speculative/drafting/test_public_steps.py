@@ -6,7 +6,6 @@ letter of its token in every column.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -222,14 +221,6 @@ def test_history_of_a_host_that_replaced_the_states_only() -> None:
     assert torch.equal(pool[0], states("tu"))
 
 
-def test_history_needs_slots() -> None:
-    spec = spec_of(2)
-    with pytest.raises(MetadataError, match="mtp_hidden_states_manager, got None"):
-        make_worker(MTPWorker, 2).update_mtp_hidden_states(
-            int32([1]), states("b"), int32([1]), spec, Attention([1], 1)
-        )
-
-
 # --- inputs of the first draft pass ---
 
 
@@ -414,26 +405,6 @@ def test_the_draft_sampler(worker_class: Any) -> None:
 
 
 RANKS = {count: SimpleNamespace(world_size=count, tp_size=count) for count in (1, 2)}
-
-
-@pytest.mark.parametrize("worker_class", WORKERS)
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        ({"use_separate_draft_kv_cache": True}, "use_separate_draft_kv_cache=True"),
-        ({"mapping": RANKS[2]}, "mapping=namespace(world_size=2"),
-        ({"mapping": SimpleNamespace(tp_size=1, pp_size=2)}, "mapping=namespace(tp_size=1"),
-        ({"model_config": SimpleNamespace(mapping=RANKS[2])}, "mapping=namespace(world_size=2"),
-        ({"mapping": {"tp_size": 2}}, "mapping={'tp_size': 2}"),
-        ({"sa_manager": "suffixes", "is_new": 1}, "sa_manager='suffixes', is_new=1"),
-    ],
-)
-def test_arguments_that_are_not_served(
-    worker_class: Any, arguments: dict[str, Any], named: str
-) -> None:
-    message = f"{worker_class.__name__}: not served in this version: {named}"
-    with pytest.raises(ConfigError, match=re.escape(message)):
-        worker_class(make_config(2), **arguments)
 
 
 @pytest.mark.parametrize("worker_class", WORKERS)

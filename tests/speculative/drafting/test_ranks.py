@@ -48,36 +48,6 @@ def make(kind: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("kind", WORKERS)
 @pytest.mark.parametrize(
-    ("ranks", "options", "reason"),
-    [
-        (mapping(tp_size=2), {}, "(tensor parallelism, tp_size=2, without gather_logits)"),
-        (mapping(cp_size=2), {"gather_logits": twice}, "(context parallelism, cp_size=2)"),
-        (
-            mapping(tp_size=2, pp_size=2),
-            {"gather_logits": twice},
-            "(the last of several pipeline stages, pp_size=2)",
-        ),
-        (
-            mapping(tp_size=2, enable_attention_dp=True, enable_lm_head_tp_in_adp=True),
-            {"gather_logits": twice},
-            "(a draft head split under attention data parallelism, enable_lm_head_tp_in_adp=True)",
-        ),
-        (
-            mapping(world_size=4, tp_size=2),
-            {"gather_logits": twice},
-            "(4 ranks, but tp_size=2)",
-        ),
-    ],
-)
-def test_ranks_that_are_not_served(kind: Any, ranks: Any, options: dict, reason: str) -> None:
-    message = f"{kind.__name__}: not served in this version: mapping={ranks!r} {reason}"
-    for where in ({"mapping": ranks}, {"model_config": SimpleNamespace(mapping=ranks)}):
-        with pytest.raises(ConfigError, match=f"^{re.escape(message)}$"):
-            make(kind, **options, **where)
-
-
-@pytest.mark.parametrize("kind", WORKERS)
-@pytest.mark.parametrize(
     "options",
     [
         {"mapping": mapping(tp_size=2), "gather_logits": twice},

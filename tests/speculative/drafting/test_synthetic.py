@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import ConfigError, MetadataError, TensorContractError
+from mtp_plugin.errors import MetadataError, TensorContractError
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, SamplingKind
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
@@ -142,21 +141,6 @@ def test_positions_must_be_there() -> None:
     worker = MTPEagleWorker(config(0.5), device="cpu")
     with pytest.raises(TensorContractError, match="needs the step's positions"):
         worker.sample_and_accept_draft_tokens(step.input_ids, step.logits, step.spec, step.attn)
-
-
-def test_a_host_cannot_relax_it() -> None:
-    options = config(0.5).mtp
-    relaxed = SimpleNamespace(
-        max_draft_len=K, use_relaxed_acceptance_for_thinking=True, mtp=options
-    )
-    with pytest.raises(ConfigError, match="synthetic acceptance cannot be relaxed"):
-        MTPEagleWorker(relaxed, device="cpu")
-
-
-def test_rates_of_another_k() -> None:
-    options = SimpleNamespace(max_draft_len=2, mtp=config([0.5, 0.4, 0.3]).mtp)
-    with pytest.raises(ConfigError, match="expected 2 rates, one per draft"):
-        MTPEagleWorker(options, device="cpu")
 
 
 def test_labels_say_whether_draws_decide() -> None:

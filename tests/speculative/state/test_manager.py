@@ -20,13 +20,6 @@ from tests.speculative.state.cases import RELAXED, Request, batch, make, soil
 # --- construction ---
 
 
-def test_arguments_that_are_not_served() -> None:
-    config = MTPDecodingConfig(num_nextn_predict_layers=3)
-    message = "MTPHiddenStatesManager: not served in this version: sa_manager='suffixes'"
-    with pytest.raises(ConfigError, match=message):
-        MTPHiddenStatesManager(config, torch.float32, 8, 4, device="cpu", sa_manager="suffixes")
-
-
 def test_pools_and_names() -> None:
     manager = MTPHiddenStatesManager(
         config=MTPDecodingConfig(num_nextn_predict_layers=3),
@@ -96,27 +89,6 @@ def test_live_and_in_flight_hold_slots_together() -> None:
     manager.prepare_resources(batch(*(Request(100 + i) for i in range(spare))))
     with pytest.raises(NoFreeSlotsError, match="No free slots"):
         manager.prepare_resources(batch(Request(999)))
-
-
-@pytest.mark.parametrize(
-    ("config", "hidden_size", "max_num_requests", "message"),
-    [
-        (SimpleNamespace(), 4, 2, "gives no max_draft_len and no num_nextn_predict_layers"),
-        (SimpleNamespace(max_draft_len=0), 4, 2, "max_draft_len: expected an integer >= 1, got 0"),
-        (SimpleNamespace(max_draft_len=1), 0, 2, "hidden_size: expected an integer >= 1, got 0"),
-        (
-            SimpleNamespace(max_draft_len=1),
-            4,
-            0,
-            "max_num_requests: expected an integer >= 1, got 0",
-        ),
-    ],
-)
-def test_sizes_that_cannot_be(
-    config: Any, hidden_size: int, max_num_requests: int, message: str
-) -> None:
-    with pytest.raises(ConfigError, match=message):
-        MTPHiddenStatesManager(config, torch.float32, hidden_size, max_num_requests)
 
 
 def test_a_manager_of_slots_alone() -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import ConfigError
 from mtp_plugin.ops.acceptance import AcceptanceRules
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.sampling import DraftedBy, RejectionResult, VerifiedBy
@@ -133,9 +132,3 @@ def test_manager_keeps_draft_probs_of_plain_drafts(
     assert not manager.draft_probs.any()
     line = f"draft probabilities {manager.draft_probs.nbytes / 2**20:.1f} MiB"
     assert line in manager.memory_report()
-
-
-def test_a_manager_has_to_know_the_vocabulary() -> None:
-    config = MTPDecodingConfig(max_draft_len=3, mtp={"verification": "rejection"})
-    with pytest.raises(ConfigError, match="vocab_size must be given with mtp"):
-        MTPHiddenStatesManager(config, torch.float32, 4, 2, device="cpu")

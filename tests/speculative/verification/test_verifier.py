@@ -162,11 +162,6 @@ def test_modes_with_different_draft_rules_are_refused() -> None:
         Verifier([StrictVerification(*OPTIONS), mode])
 
 
-def test_verifier_without_modes_is_refused() -> None:
-    with pytest.raises(ConfigError, match="expected at least one mode, got none"):
-        Verifier([])
-
-
 class AllOfRejection(VerificationMode):
     """Accepts all drafts of requests with ``rejection``, and gives them token 5."""
 
