@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from enum import Enum
 from fractions import Fraction
 from types import SimpleNamespace
@@ -178,90 +177,6 @@ def test_what_is_served_is_not_refused() -> None:
     assert unsupported_options(request, served={"min_tokens", "relaxed_acceptance"}) == expected[2:]
     # a draw is refused by its own name alone
     assert unsupported_options(request, served={"temperature"}) == expected[:2]
-
-
-@pytest.mark.parametrize(
-    ("fields", "sampling", "expected"),
-    [
-        ({}, {"repetition_penalty": [0.0]}, "repetition_penalty: expected a finite number > 0"),
-        ({}, {"presence_penalty": [math.inf]}, "presence_penalty: expected a finite number"),
-        ({}, {"frequency_penalty": math.nan}, "frequency_penalty: expected a finite number"),
-        ({}, {"prompt_ignore_length": [-2]}, "prompt_ignore_length: expected an integer >= 0"),
-        ({}, {"min_length": [8.5]}, "min_length: expected an integer >= 0"),
-        ({}, {"temperature": [-1.0]}, "temperature: expected a number >= 0"),
-        ({}, {"top_k": [2.5]}, "top_k: expected an integer >= -1"),
-        ({}, {"top_p": [1.5]}, "top_p: expected a number from 0 to 1"),
-        ({}, {"temperature": 1.0, "random_seed": 2**64}, "random_seed: expected an integer from"),
-        ({}, {"temperature": ["hot"]}, "temperature: expected a number >= 0, got 'hot'"),
-        ({}, {"temperature": "hot"}, "temperature: expected a number >= 0, got 'hot'"),
-        ({}, {"temperature": [True]}, "temperature: expected a number >= 0, got True"),
-        ({}, {"temperature": torch.ones(2)}, "temperature: expected a number >= 0, got tensor("),
-        ({}, {"top_k": [True]}, "top_k: expected an integer >= -1, got True"),
-        ({}, {"top_p": "0.5"}, "top_p: expected a number from 0 to 1, got '0.5'"),
-        ({}, {"min_p": ["0"]}, "min_p: expected a number from 0 to 1, got '0'"),
-        ({}, {"temperature": 1.0, "random_seed": ["7"]}, "random_seed: expected an integer from"),
-        ({}, {"temperature": 1.0, "random_seed": [True]}, "random_seed: expected an integer from"),
-        ({}, {"repetition_penalty": ["x"]}, "repetition_penalty: expected a finite number > 0, "),
-        ({}, {"repetition_penalty": Fraction(10**400)}, "repetition_penalty: expected a finite n"),
-        ({}, {"presence_penalty": [[1.0]]}, "presence_penalty: expected a finite number, got [1"),
-        ({}, {"prompt_ignore_length": "3"}, "prompt_ignore_length: expected an integer >= 0, got "),
-        ({}, {"min_length": ["5"]}, "min_length: expected an integer >= 0, got '5'"),
-        ({"py_relaxed_acceptance": "no"}, {}, "py_relaxed_acceptance: expected True or False, got"),
-        ({"embedding_bias": np.ones(3)}, {}, "embedding_bias: expected a tensor [V], got ndarray"),
-        ({"bad_words_list": [[5, -1]]}, {}, "bad_words_list: expected lists of token ids >= 0"),
-        ({"bad_words_list": [[5], []]}, {}, "bad_words_list: expected lists of token ids >= 0"),
-        ({"bad_words_list": 7}, {}, "bad_words_list: expected lists of token ids >= 0"),
-        ({"py_bad_words": [[5], []]}, {}, "py_bad_words: expected lists of token ids >= 0"),
-        (
-            {"py_return_log_probs": True, "py_num_logprobs": 21},
-            {},
-            "py_return_log_probs: expected py_num_logprobs to be an integer from 0 to 20, got 21",
-        ),
-        (
-            {"py_bad_words_list": [[n] for n in range(65)]},
-            {},
-            "py_bad_words_list: expected at most 64 words, got 65",
-        ),
-        (
-            {"py_bad_words_list": [[1] * 17]},
-            {},
-            "py_bad_words_list: expected at most 16 tokens of a word, got 17",
-        ),
-        (
-            {"embedding_bias": torch.zeros(2, 3)},
-            {},
-            "embedding_bias: expected a tensor [V], got [2, 3]",
-        ),
-        (
-            {"embedding_bias": torch.tensor(1.0)},
-            {},
-            "embedding_bias: expected a tensor [V], got []",
-        ),
-        ({"py_embedding_bias": "x"}, {}, "py_embedding_bias: expected a tensor [V], got str"),
-        (
-            {"embedding_bias": {3: math.inf}},
-            {},
-            "embedding_bias: expected a mapping of token ids >= 0 to finite numbers",
-        ),
-        (
-            {"embedding_bias": dict.fromkeys(range(1025), 1.0)},
-            {},
-            "embedding_bias: expected at most 1024 ids, got 1025",
-        ),
-    ],
-    ids=lambda value: str(value)[:40],
-)
-def test_values_of_a_host_that_cannot_be(
-    fields: dict[str, Any], sampling: dict[str, Any], expected: str
-) -> None:
-    """Each is reported together with other refusals, and never read."""
-    config = SimpleNamespace(**sampling, no_repeat_ngram_size=[3])
-    request = SimpleNamespace(**fields, sampling_config=config)
-    (problem, other) = unsupported_options(request, served=SERVED)
-    assert problem.startswith(expected)
-    assert other == "no_repeat_ngram_size=3"
-    sound = {"temperature"} if "random_seed" in sampling else set()
-    assert host_values(request).keys() == {"no_repeat_ngram_size", *sound}
 
 
 @pytest.mark.thinned("others")

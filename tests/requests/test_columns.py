@@ -12,7 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.errors import MetadataError
 from mtp_plugin.requests.columns import (
     FLOAT32_MAX,
     INT32_MAX,
@@ -123,18 +123,6 @@ def test_a_row_of_floats_is_filled_up() -> None:
     assert as_float(column.bits([1.25])).tolist() == [1.25, 0.5, 0.5]
 
 
-@pytest.mark.parametrize("kind", [int, float])
-@pytest.mark.parametrize(("width", "value"), [(1, [1, 2]), (3, range(4))])
-def test_more_numbers_than_there_is_room_for(kind: type, width: int, value: object) -> None:
-    """They would shift the columns after them."""
-    column = SlotColumn("many", kind, 0, width)
-    expected_value = f"slot column many: expected at most {width} numbers, got {width + 1}"
-    with pytest.raises(MetadataError, match=expected_value):
-        column.bits(value)
-    with pytest.raises(MetadataError, match=expected_value):
-        TableColumns((*REQUEST_COLUMNS, column)).row({"many": value})
-
-
 # --- places ---
 
 more_columns = st.lists(
@@ -219,42 +207,6 @@ def test_logit_change_follows_from_the_other_columns(values: Any, change: int) -
     assert columns.row(values)[request_column(LOGIT_CHANGE)] == change
     with pytest.raises(MetadataError, match="logit_change follows from the other columns; leave"):
         columns.row({**values, LOGIT_CHANGE: change})
-
-
-def test_names_that_there_are_not() -> None:
-    columns = TableColumns(REQUEST_COLUMNS)
-    assert "thinking" not in columns
-    for ask in (columns.offset, columns.__getitem__, request_column):
-        with pytest.raises(KeyError, match="thinking"):
-            ask("thinking")
-    with pytest.raises(MetadataError, match="slot table: there is no column thinking, topk"):
-        columns.row({"thinking": 1, "number": 3, "topk": 2})
-
-
-@pytest.mark.parametrize("name", ["number", "mine"])
-def test_columns_of_one_name(name: str) -> None:
-    """A mode that takes the name of another's column, or of a request's."""
-    following = [SlotColumn("mine", int), SlotColumn(name, float)]
-    with pytest.raises(ConfigError, match=f"columns of different names, got {name} twice"):
-        TableColumns((*REQUEST_COLUMNS, *following))
-
-
-@pytest.mark.parametrize(
-    ("columns", "expected_value"),
-    [
-        ((), "no columns"),
-        (REQUEST_COLUMNS[1:], ", ".join(NAMES[1:])),
-        ((SlotColumn("mine", int), *REQUEST_COLUMNS), ", ".join(["mine", *NAMES[:-1]])),
-        ((SlotColumn("number", float), *REQUEST_COLUMNS[1:]), ", ".join(NAMES)),
-    ],
-)
-def test_a_table_without_the_columns_of_requests_in_front(
-    columns: tuple[SlotColumn, ...], expected_value: str
-) -> None:
-    """Kernels know where those are."""
-    expected = f"expected {', '.join(NAMES)} first"
-    with pytest.raises(ConfigError, match=f"slot table: {expected}, got {expected_value}"):
-        TableColumns(columns)
 
 
 def test_columns_can_be_copied_with_the_table_that_has_them() -> None:
