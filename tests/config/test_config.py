@@ -350,6 +350,20 @@ class TestOtherPlugins:
         assert spec.model_dump() == {"decoding_type": "Toy", "sizes": [1, 2]}
 
 
+@pytest.mark.parametrize("name", ["mtp", "Mtp", "MTP"])
+def test_decoding_type_is_read_in_any_case(name: str) -> None:
+    config = parse_config({"model": "m", "speculative_config": {"decoding_type": name}})
+    assert config.speculative_config == MTPDecodingConfig()
+    assert MTPDecodingConfig(decoding_type=name).decoding_type == "MTP"
+
+
+@pytest.mark.parametrize("name", ["max_draft_len", "num_nextn_predict_layers"])
+@pytest.mark.filterwarnings("ignore:num_nextn_predict_layers:DeprecationWarning")
+def test_total_draft_tokens_equal_to_k_are_accepted(name: str) -> None:
+    config = MTPDecodingConfig(**{name: 3, "max_total_draft_tokens": 3})
+    assert config == MTPDecodingConfig(max_draft_len=3)
+
+
 def test_keys_of_vllm_are_those_here() -> None:
     theirs = {
         "model": "m",

@@ -18,7 +18,6 @@ from mtp_plugin.config import (
     host_keys,
     json_schema,
     load_config,
-    load_plugin_options,
     parse_config,
 )
 from mtp_plugin.config.host_keys import HostKey
@@ -89,93 +88,6 @@ def test_values_with_an_effect_are_refused_by_name() -> None:
                 assert len(message.splitlines()) == 1
 
 
-REFUSED = [
-    (
-        {"tensor_parallel_size": 2},
-        "tensor_parallel_size: this executor runs on one GPU; expected 1, got 2",
-    ),
-    (
-        {"tensor_parallel_size": True},
-        "tensor_parallel_size: this executor runs on one GPU; expected 1, got true",
-    ),
-    (
-        {"moe_expert_parallel_size": 4},
-        "moe_expert_parallel_size: this executor runs on one GPU; expected 1 or -1 or null, got 4",
-    ),
-    (
-        {"enable_attention_dp": True},
-        "enable_attention_dp: this executor runs on one GPU; expected false, got true",
-    ),
-    (
-        {"attn_backend": "FLASHINFER"},
-        "attn_backend: should be 'auto', 'sdpa' or 'triton', got 'FLASHINFER'",
-    ),
-    (
-        {"backend": "_autodeploy"},
-        "backend: there is only one backend; expected 'pytorch' or null, got '_autodeploy'",
-    ),
-    (
-        {"skip_tokenizer_init": True},
-        "skip_tokenizer_init: tokenizer and model are loaded from the checkpoint without remote "
-        "code; expected false, got true",
-    ),
-    (
-        {"print_iter_log": "yes"},
-        "print_iter_log: streaming reports every step, and there is no iteration log; expected "
-        "any boolean, got 'yes'",
-    ),
-    (
-        {"moe_config": {"backend": "CUTLASS", "use_low_precision_moe_combine": True}},
-        "moe_config.use_low_precision_moe_combine: experts are combined in the model's dtype; "
-        "expected false, got true",
-    ),
-    (
-        {"moe_config": {"bakend": "CUTLASS"}},
-        "moe_config.bakend: unknown key",
-    ),
-    (
-        {"moe_config": "CUTLASS"},
-        "moe_config: fused_layers and attn_backend select the kernels; expected a mapping of "
-        "backend, max_num_tokens, disable_finalize_fusion, load_balancer, "
-        "use_low_precision_moe_combine, got 'CUTLASS'",
-    ),
-    (
-        {"kv_cache_config": {"dtype": "fp8"}},
-        "kv_cache_config.dtype: the KV cache has the model's dtype; expected 'auto', got 'fp8'",
-    ),
-    (
-        {"cuda_graph_config": {"batch_sizes": [1, 2], "max_batch_size": 4}},
-        "cuda_graph_config.batch_sizes: expected either batch_sizes or max_batch_size, got both",
-    ),
-    (
-        {"speculative_config": {"decoding_type": "MTP", "mtp_eagle_one_model": False}},
-        "speculative_config.mtp_eagle_one_model: unknown key; MTP always runs in one engine; "
-        "leave it out",
-    ),
-    (
-        {"speculative_config": {"decoding_type": "MTP", "sa_config": {}}},
-        "speculative_config.sa_config: suffix-automaton drafting is not supported; expected null, "
-        "got {}",
-    ),
-    (
-        {"scheduler_config": {"capacity_scheduler_policy": "MAX_UTILIZATION"}},
-        "scheduler_config: the scheduler has one policy; expected null or {}, got a mapping",
-    ),
-    (
-        {"tensor_paralel_size": 1},
-        "tensor_paralel_size: unknown key; expected one of model, dtype, device, max_batch_size, "
-        "max_num_tokens, max_seq_len, kv_cache_config, gpu_memory_utilization, attn_backend, "
-        "fused_layers, cuda_graph_config, disable_overlap_scheduler, enable_chunked_prefill, "
-        "max_prompt_tokens_while_generating, seed, speculative_config",
-    ),
-]
-
-
-@pytest.mark.parametrize(("keys", "message"), REFUSED, ids=lambda item: str(item)[:40])
-def test_message(keys: dict[str, Any], message: str) -> None:
-    assert refusal({"model": "m", **keys}) == f"f.yaml: {message}"
-
-
 def test_one_line_of_the_log_names_all(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO):
         config = parse_config(
@@ -230,11 +142,6 @@ def test_parts_made_in_python_are_taken_as_they_are() -> None:
     assert parse_config({"model": "m", **parts}) == LLMConfig(model="m", **parts)
 
 
-def test_parts_made_in_python_have_no_such_keys() -> None:
-    with pytest.raises(ConfigError, match=r"^KVCacheConfig: dtype: unknown key; "):
-        KVCacheConfig(dtype="auto")  # type: ignore[call-arg]
-
-
 def test_schema_has_the_keys_and_their_values() -> None:
     schema = json_schema()
     assert schema["properties"]["tensor_parallel_size"]["enum"] == [1]
@@ -281,54 +188,3 @@ class TestFilesNextToIt:
         assert spec.max_draft_len == 3
         assert spec.mtp.verification == "block"
         assert spec.mtp.draft_vocab == str(options.parent / "ids.json")
-
-    def test_options_are_checked_with_the_files(self, file: Path, options: Path) -> None:
-        options.write_text("gate_margin: 0.2\n")
-        with pytest.raises(ConfigError) as caught:
-            load_config(file, model="m", plugin_options=options)
-        assert str(caught.value) == (
-            f"{file}: speculative_config.mtp.gate_margin: 0.2 would be ignored; expected "
-            "acceptance_window and acceptance_length_threshold with it"
-        )
-
-    def test_options_twice(self, file: Path, options: Path) -> None:
-        file.write_text("speculative_config: {decoding_type: MTP, mtp: {seed: 1}}\n")
-        with pytest.raises(ConfigError) as caught:
-            load_config(file, model="m", plugin_options=options)
-        expected = f"{file}: speculative_config.mtp: expected either it or {options}"
-        assert str(caught.value) == expected
-
-    @pytest.mark.parametrize(
-        ("text", "got"),
-        [("dtype: auto\n", "null"), ("speculative_config: {decoding_type: Toy}\n", "a mapping")],
-    )
-    def test_options_without_mtp(self, file: Path, options: Path, text: str, got: str) -> None:
-        file.write_text(text)
-        with pytest.raises(ConfigError) as caught:
-            load_config(file, model="m", plugin_options=options)
-        assert str(caught.value) == (
-            f"{file}: speculative_config: expected one of decoding_type 'MTP' with {options}, "
-            f"got {got}"
-        )
-
-    @pytest.mark.parametrize(
-        ("text", "message"),
-        [
-            ("verifcation: block\n", "verifcation: unknown key; did you mean verification?"),
-            ("", "the file is empty; expected a mapping of the plugin's options"),
-            ("- seed\n", "expected a mapping of keys to values, got a list"),
-            (
-                "mtp: {}\n",
-                "mtp: unknown key; write the options themselves, without mtp around them",
-            ),
-            (
-                "max_draft_len: 3\n",
-                "max_draft_len: unknown key; it belongs under speculative_config",
-            ),
-        ],
-    )
-    def test_mistakes_in_the_options(self, options: Path, text: str, message: str) -> None:
-        options.write_text(text)
-        with pytest.raises(ConfigError) as caught:
-            load_plugin_options(options, "options")
-        assert str(caught.value) == f"options: {message}"

@@ -427,28 +427,3 @@ def test_rates_of_many_steps_are_as_if_read_after_each() -> None:
             single.rate(0, 0.5, 1.0)
         for i in range(3):
             assert together.rate(i, 0.5, 1.0) == pytest.approx(single.rate(i, 0.5, 1.0), abs=0.02)
-
-
-# --- configs ---
-
-
-@pytest.mark.parametrize(
-    ("config", "message"),
-    [
-        (
-            {"mtp": {"adaptive_draft_len": True, "keep_warm": False}},
-            "expected keep_warm: true with it",
-        ),
-        (
-            {
-                "mtp": {"adaptive_draft_len": True},
-                "acceptance_window": 8,
-                "acceptance_length_threshold": 2.0,
-            },
-            "expected either this or the gate",
-        ),
-    ],
-)
-def test_contradicting_options_are_refused(config: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MTPDecodingConfig(max_draft_len=3, **config)
