@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_plugin.errors import RequestError
-from mtp_plugin.infer import Continuation, Decoded, ReferenceLogprobs, Thinking, decode
+from mtp_plugin.infer import Decoded, ReferenceLogprobs, Thinking, decode
 from mtp_plugin.infer.logprobs import logprobs_of
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason
@@ -162,21 +161,3 @@ def test_a_row_without_values_is_an_error() -> None:
     model.rows[:] = -math.inf
     text = decode(model, PROMPT, SamplingParams(logprobs=1))
     assert text == Decoded([], FinishReason.ERROR, logprobs=[])
-
-
-def test_bad_requests_are_named() -> None:
-    with pytest.raises(RequestError, match="prompt_ids: expected at least one token, got none"):
-        decode(MODEL, [], SamplingParams())
-    with pytest.raises(RequestError, match=r"stop=\('x',\): expected a tokenizer, got none"):
-        decode(MODEL, [1], SamplingParams(stop="x"))
-    with pytest.raises(RequestError, match="the request has not finished after 0 tokens"):
-        Continuation([1], SamplingParams()).decoded()
-
-
-def test_logprobs_mode_as_requested() -> None:
-    """A request may name the mode of who decodes, and no other."""
-    for mode, given in (("raw", "processed"), ("processed", "raw")):
-        params = SamplingParams(logprobs=0, logprobs_mode=mode)
-        Continuation([1], params, logprobs_mode=mode)
-        with pytest.raises(RequestError, match=f"^logprobs_mode='{mode}': expected '{given}', the"):
-            Continuation([1], params, logprobs_mode=given)

@@ -225,41 +225,6 @@ def test_draws_follow_the_distribution() -> None:
     torch.testing.assert_close(counts.double() / draws, expected, rtol=0, atol=0.05)
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"n": 2}, "n=2"),
-        ({"top_p_decay": 0.9}, "top_p_decay=0.9"),
-        ({"guided_decoding": "x" * 999}, f"guided_decoding='{'x' * 200}'..."),
-        ({"logits_processor": len}, "logits_processor=<built-in function len>"),
-        ({"bad_words": ["no"]}, "bad_words='no' (expected its token ids)"),
-        (
-            {"thinking_token_budget": 3},
-            "thinking_token_budget=3 (expected the ids of the thinking tags)",
-        ),
-    ],
-)
-def test_options_that_are_not_given_are_named(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        SamplingRule(SamplingParams(**options), [0])
-    assert str(caught.value) == f"non-speculative decoding: not supported: {message}"
-
-
-@pytest.mark.parametrize(
-    ("options", "name"),
-    [
-        ({"logit_bias": {4: 1.0}}, "logit_bias"),
-        ({"allowed_token_ids": [4]}, "allowed_token_ids"),
-        ({"bad_token_ids": [4]}, "bad_words and bad_token_ids"),
-        ({"bad_words": [(4, 1)]}, "bad_words and bad_token_ids"),
-    ],
-)
-def test_ids_outside_the_vocabulary_are_named(options: dict[str, Any], name: str) -> None:
-    with pytest.raises(RequestError) as caught:
-        SamplingRule(SamplingParams(**options), [0]).choose(torch.zeros(4), [])
-    assert str(caught.value) == f"{name}: 4 is outside the vocabulary of 4"
-
-
 def test_a_strategy_remembers_what_it_chose() -> None:
     rule = SamplingRule(SamplingParams(bad_words=[(0, 1, 1)]), [0])
     strategy = RequestSampleStrategy(rule, [])
