@@ -16,7 +16,6 @@ from typing import Any
 
 import httpx
 import openai
-import pytest
 
 from tests.cli.calls import Run
 from tests.cli.conftest import run  # noqa: F401
@@ -118,30 +117,3 @@ def test_port_in_use_is_one_line(run: Run) -> None:  # noqa: F811
         "or --port"
     )
     assert "serving" not in found.err
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "expected MODEL, --model DIR or --config FILE"),
-        (["x", "--api-key-file", "missing"], "--api-key-file missing: cannot be read"),
-        (["x", "--chat-template", "missing"], "--chat-template missing: cannot be read"),
-        (["x", "--metrics-prefix", "a b"], "--metrics-prefix: expected a name such as vllm"),
-        (
-            [TRAINED, "--drain-seconds", "inf"],
-            "drain_seconds: expected a number of seconds >= 0, got inf",
-        ),
-    ],
-)
-def test_bad_arguments_are_one_line(
-    run: Run,  # noqa: F811
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    found = run("serve", *arguments)
-    assert found.code == 2
-    assert message in found.err
-    assert "Traceback" not in found.err
