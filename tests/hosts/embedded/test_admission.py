@@ -48,8 +48,6 @@ class Odd(Characters):
     def encode(self, text: str, add_special_tokens: bool = True) -> Any:
         if "boom" in text:
             raise KeyError("two\nlines")
-        if "none" in text:
-            return None
         return ["a"] if "text" in text else super().encode(text, add_special_tokens)
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -91,14 +89,11 @@ REQUESTS = [
     Case([True, False], IDS + "[True, False]"),
     Case([[10**5000]], IDS + "[an integer of 16610 bits]"),
     Case(None, LISTS + "NoneType"),
-    Case(7, LISTS + "int"),
     Case(b"ab", LISTS + "bytes"),
     Case(torch.tensor([1, 2]), LISTS + "Tensor"),
     Case([b"ab"], f"prompt 1 of 1: {LIST}bytes"),
     Case([[1], None], f"prompt 2 of 2: {LIST}NoneType"),
-    Case([[1], 2], f"prompt 2 of 2: {LIST}int"),
     Case([[1] * 16], "request 0: " + LONG.format(16), options=SHORT),
-    Case([[1] * 40], "request 0: " + LONG.format(40), options=SHORT),
     Case(
         [[1] * 10],
         "request 0: 30 tokens (prompt and max_new_tokens) need 8 KV blocks, the cache has 7",
@@ -149,21 +144,9 @@ REQUESTS = [
         Characters(),
     ),
     Case(
-        "ab",
-        UNSUPPORTED + "stop: at most 64 strings are served, got 65",
-        SamplingParams(stop=("x",) * 65),
-        Characters(),
-    ),
-    Case(
         "boom" * 20,
         "request 0: the tokenizer Odd cannot encode 'boomboomboomboomboomboomboomboomboomboom...': "
         "KeyError: 'two\\nlines'",
-        tokenizer=Odd(),
-    ),
-    Case(
-        "none",
-        "request 0: the tokenizer Odd cannot encode 'none': TypeError: 'NoneType' object is not "
-        "iterable",
         tokenizer=Odd(),
     ),
     Case(
@@ -196,7 +179,6 @@ REQUESTS = [
     ),
     Case("a" * 2**16, "request 0: " + LONG.format(2**16), tokenizer=Odd(), options=SHORT),
     Case([[1], [500], [2]], "prompt 2 of 3: " + IDS.removeprefix("request 0: ") + "[500]"),
-    Case([[1], [2], []], "prompt 3 of 3: the prompt is empty"),
     Case([[1], [1] * 16, [500]], "prompt 2 of 3: " + LONG.format(16), options=SHORT),
     Case(
         [[1], [2]],
@@ -244,6 +226,7 @@ REQUESTS = [
 ]
 
 
+@pytest.mark.thinned("call")
 @pytest.mark.parametrize("case", REQUESTS, ids=lambda case: case.message[:50])
 @pytest.mark.parametrize("call", ["generate", "stream"])
 def test_requests_refused_before_anything_starts(harness, case: Case, call: str) -> None:
@@ -401,12 +384,6 @@ EXECUTORS: list[tuple[dict[str, Any], type[MTPPluginError], str]] = [
         {"k": 0, "speculative_config": {"decoding_type": "Medusa", "heads": 3}},
         PluginError,
         "decoding_type 'Medusa' has no plugin; known:",
-    ),
-    (
-        {"k": 4, "vanilla": True},
-        ConfigError,
-        "max_draft_len: 4 is more than the checkpoint's 3 MTP layers, and vanilla needs one per "
-        "draft; expected at most 3, or use_mtp_vanilla: false",
     ),
     (
         {"speculative": RELAXED},
