@@ -84,10 +84,9 @@ CLOSED = "standard output is closed; redirect it to /dev/null to discard it"
 @pytest.mark.parametrize(
     ("way", "message"),
     [
-        ("--help >/dev/full", "the output cannot be written: No space left on device"),
         ("bench --help >/dev/full", "the output cannot be written: No space left on device"),
         ("--version >&-", CLOSED),
-        *((f"{command} >&-", CLOSED) for command in ("generate", "doctor", "parity", "bench")),
+        ("generate >&-", CLOSED),
     ],
 )
 def test_output_that_goes_nowhere_is_one_line(way: str, message: str) -> None:

@@ -46,37 +46,6 @@ def test_prompt_files(
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("no.txt", None, "no such file"),
-        ("a.md", b"x", "expected .txt (one prompt), .json (a list) or - (standard input)"),
-        ("a.txt", b"\xff", "expected UTF-8 text"),
-        ("a.json", b"[", "expected JSON"),
-        ("a.json", b"[]", "expected a list of prompts that is not empty"),
-        ("a.json", b'{"prompt": "x"}', "expected a list of prompts that is not empty"),
-        ("a.json", b'["x", 3]', "item 2: expected text or an object with the text under 'prompt'"),
-        ("a.json", b'[{"text": "x"}]', "item 1: expected text or an object with the text under"),
-    ],
-)
-def test_prompt_files_refused(
-    run: Run,
-    config: Callable[..., str],
-    tmp_path: Path,
-    name: str,
-    content: bytes | None,
-    message: str,
-) -> None:
-    file = tmp_path / name
-    if content is not None:
-        file.write_bytes(content)
-    result = run("generate", "-c", config(EAGLE), "--prompt-file", str(file))
-    assert result.code == 2
-    assert result.err.startswith(f"error: prompt file {file}: ")
-    assert message in result.err
-    assert result.err.count("\n") == 1
-
-
-@pytest.mark.parametrize(
     "read",
     [prompts.prompts_of_file, lambda file: list(read_texts(file, print)), partial(_read, "--key")],
 )
