@@ -5,11 +5,8 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pytest
 import torch
 
-from mtp_plugin.errors import MetadataError
-from mtp_plugin.ops.logits_processor_state import LogitsProcessorState
 from mtp_plugin.ops.slot_table import build_slot_rows
 from mtp_plugin.requests.seeds import seed_words
 from tests.ops.on_device import DEVICE
@@ -35,29 +32,6 @@ def test_slot_rows_of_no_request() -> None:
     slots = build_slot_rows([], device=DEVICE)
     assert slots.table.shape == (0, slots.columns.width)
     assert slots.slot_ids.dtype == torch.int64
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"top_kk": 3},
-            "there is no column top_kk; expected number, prompt_len, .*, relaxed_limit$",
-        ),
-        ({"seed": [1, 2]}, r"slot table, seed: expected an integer, got \[1, 2\]"),
-        ({"temperature": "0.8"}, "slot table, temperature: expected a number, got '0.8'"),
-        ({"temperature": math.nan}, "slot table, temperature: expected a number, got nan"),
-        ({"top_k": 2.5}, "slot table, top_k: expected an integer, got 2.5"),
-        ({"stop_ids": ["a"]}, "slot table, stop_ids: expected a number or a sequence of numbers"),
-        ({"bias_row": 1}, r"slot table, bias_row: expected an integer in -1\.\.0, got 1"),
-        ([3], "expected a mapping of columns to numbers per request, got \\[3\\]"),
-        ({"temperature": [1.0, 2.0]}, "temperature: expected at most 1 numbers, got 2"),
-    ],
-)
-def test_slot_rows_refuse_other_options(options: dict[str, object], message: str) -> None:
-    pools = LogitsProcessorState.empty(1, vocab_size=4, device=DEVICE)
-    with pytest.raises(MetadataError, match=message):
-        build_slot_rows([options], pools=pools, device=DEVICE)
 
 
 def test_slot_rows_take_numbers_of_any_type() -> None:

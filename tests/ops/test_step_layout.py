@@ -34,24 +34,6 @@ def test_generations_alone() -> None:
     assert (step.num_contexts, step.num_ctx_tokens, step.num_tokens) == (0, 0, 2)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"num_generations": -1}, "got G = -1"),
-        ({"draft_len": -1}, "K = -1"),
-        ({"context_lens": torch.tensor([3])}, r"step, context_lens: expected integer tensor \[2\]"),
-        ({"context_lens": torch.tensor([3.0, 1.0])}, "got torch.float32"),
-        (
-            {"positions": torch.arange(9)},
-            r"step, positions: expected integer tensor \[10\], .* \[9\]",
-        ),
-    ],
-)
-def test_what_does_not_fit(changed: dict[str, object], message: str) -> None:
-    with pytest.raises(TensorContractError, match=message):
-        layout(**changed)
-
-
 def test_missing_positions_are_refused_by_name() -> None:
     with pytest.raises(TensorContractError, match="draws: needs the step's positions, got None"):
         layout().expect_positions("draws")

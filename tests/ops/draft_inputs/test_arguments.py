@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.draft_inputs import (
     DraftKVLengths,
@@ -118,34 +117,6 @@ def test_arguments_of_a_reused_layer(backend: Backend) -> None:
     check_arguments(
         written(build_reused_inputs), reused_arguments(a_batch()), free=FREE, backend=backend
     )
-
-
-WINDOWS = [
-    ({"window": 5}, r"window: expected an integer in 1\.\.4, got 5"),
-    ({"window": 0}, "window: .*got 0"),
-    ({"history_lens": [1]}, r"history_lens: expected one per context \(2\), got \[1\]"),
-    ({"history_lens": [4, 0]}, r"history_lens: expected an integer in 0\.\.3, got 4"),
-    ({"history_lens": [-1, 0]}, "history_lens: .* got -1"),
-    ({"spare_rows": -1}, "spare_rows: expected an integer >= 0, got -1"),
-]
-
-
-@pytest.mark.parametrize(("change", "message"), WINDOWS)
-def test_wrong_windows_are_refused(change: dict[str, Any], message: str) -> None:
-    given = vanilla_arguments(a_small_step())
-    given["windows"] = replace(given["windows"], **change)
-    with pytest.raises(TensorContractError, match=message):
-        advance_and_build_inputs(**given, backend=Backend.TORCH)
-
-
-@pytest.mark.parametrize("make", [reused_arguments, vanilla_arguments])
-@pytest.mark.parametrize("name", ["layout.positions", "rows.successors"])
-def test_missing_tensors_are_named(make: Callable[[Batch], Arguments], name: str) -> None:
-    op = build_reused_inputs if make is reused_arguments else advance_and_build_inputs
-    given, (first, _, field) = make(a_small_step()), name.partition(".")
-    given[first] = replace(given[first], **{field: None})
-    with pytest.raises(TensorContractError, match=f"{field}.*, got None"):
-        op(**given, backend=Backend.TORCH)
 
 
 def a_small_step() -> Batch:

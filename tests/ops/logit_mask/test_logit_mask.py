@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops import logit_mask_triton
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logit_mask import mask_disallowed_tokens
@@ -288,31 +287,6 @@ def test_edited_options() -> None:
     ids = {"logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids"}
     expected = {"min_tokens", "prompt_ignore_length", *penalties, *ids}
     assert expected == LOGITS_PROCESSING_OPTIONS
-
-
-@pytest.mark.parametrize("drafts", [torch.zeros(3).int(), torch.zeros(2, 3).int()])
-def test_another_number_of_drafts(drafts: torch.Tensor) -> None:
-    layout = StepLayout((), 2, 2, vector([], torch.int32), vector(range(6)))
-    with pytest.raises(TensorContractError, match=r"draft_tokens: expected G\*K = 4 integer ids"):
-        LogitRows.of_target(layout, drafts)
-
-
-@pytest.mark.parametrize("backend", Backend)
-def test_rows_of_drafts_are_refused(backend: Backend) -> None:
-    batch = small()
-    for change in ({"column": 1}, {"ahead": batch.rows.positions}):
-        batch.rows = replace(small().rows, drafts=None, **change)
-        with pytest.raises(TensorContractError, match="expected those of the target"):
-            batch.masked(backend)
-
-
-@pytest.mark.parametrize("vocab", [6, 8])
-@pytest.mark.parametrize("backend", Backend)
-def test_logits_of_another_vocabulary(backend: Backend, vocab: int) -> None:
-    batch = small()
-    batch.logits = torch.zeros(8, vocab, device=DEVICE)
-    with pytest.raises(TensorContractError, match=f"logits: expected 7 columns.* got {vocab}"):
-        batch.masked(backend)
 
 
 @pytest.mark.parametrize("backend", Backend)

@@ -275,13 +275,6 @@ def test_rows_of_other_drafts_are_refused(backend: Backend) -> None:
             write_drafts(drafts, place, rows, slots, backend=backend)
 
 
-@pytest.mark.parametrize("name", ["positions", "ahead", "drafts"])
-def test_lists_in_rows_are_refused(name: str) -> None:
-    rows = replace(LogitRows(0, 1, vector([3, 4])), **{name: [1, 2]})
-    with pytest.raises(TensorContractError, match=rf"logit rows, {name}: expected .* got \[1, 2\]"):
-        rows.check(torch.device(DEVICE))
-
-
 def test_bits_of_all_ids() -> None:
     """The sign's bit too, which int32 shifts to."""
     assert ids_in(bits_of(range(64), 2)) == set(range(64))

@@ -12,7 +12,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.sampling import TRUNCATION_SIZE, processed_scores, sample_tokens
@@ -250,16 +249,3 @@ def test_requests_without_logprobs_are_skipped(monkeypatch: pytest.MonkeyPatch) 
         0,
         70,
     )
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"rows": LogitRows(1, 2, vector([1] * 5), vector([1] * 5))}, "got rows of drafts"),
-        ({"rows": LogitRows(1, 2, vector([1] * 5), column=1)}, "got rows of drafts"),
-        ({"truncation": torch.zeros(9, 3, device=DEVICE)}, r"truncation: expected .*\[9, 4\]"),
-    ],
-)
-def test_arguments_that_do_not_fit_are_refused(change: dict[str, Any], message: str) -> None:
-    with pytest.raises(TensorContractError, match=message):
-        processed_scores(**{**arguments(), **change}, backend=Backend.TORCH)

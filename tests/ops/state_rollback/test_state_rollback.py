@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-from typing import Any
 
 import pytest
 import torch
@@ -202,14 +201,6 @@ def test_nothing_to_copy_launches_nothing(
     roll_back(backend, poisoned(1, 2, 3, 0), poisoned(1, 2, 0), row, 1)
     roll_back(backend, poisoned(1, 0, 3, 4), poisoned(1, 0, 4), row, 1)
     assert torch.equal(current, poisoned(1, 2, 4))
-
-
-@pytest.mark.parametrize("num_layers", [3, -1, 1.5])
-def test_wrong_numbers_of_layers_are_refused(num_layers: Any) -> None:
-    states = poisoned(2, 3, 4, 5), poisoned(2, 3, 5), *(vector([0, 0]) for _ in range(3))
-    message = f"num_layers: expected an integer in 0..2, got {num_layers}"
-    with pytest.raises(TensorContractError, match=message):
-        mamba_state_selective_copy(*states, num_layers, backend=Backend.TORCH)
 
 
 def test_only_the_kernel_needs_dense_states() -> None:
