@@ -118,6 +118,8 @@ OTHERS: list[tuple[dict[str, Any], str]] = [
      "draft_sampling='plain' cannot be verified by 'coupled', expected one of coupled, greedy"),
     ({"relaxed_topk": 3, "temperature": 0.5},
      "relaxed_topk=3 needs greedy decoding, and this request samples"),
+    ({"relaxed_delta": 0.1, "top_p": 0.5},
+     "relaxed_delta=0.1 needs greedy decoding, and this request samples"),
     ({"relaxed_delta": 0.0, "relaxed_topk": 3, "relaxed_acceptance": False},
      "relaxed_topk=3 contradicts relaxed_acceptance=False; relaxed_delta=0.0 contradicts "
      "relaxed_acceptance=False"),

@@ -119,6 +119,15 @@ def test_a_built_in_name_is_not_looked_up(monkeypatch: pytest.MonkeyPatch) -> No
     assert isinstance(find_plugin("MTP"), MTPPlugin)
 
 
+def test_an_unknown_name_lists_the_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, SUFFIX="tests.speculative.test_plugin:LOOKUP")
+    register_plugin(LOOKUP)
+    with pytest.raises(
+        PluginError, match=r"'EAGLE9' has no plugin; known: lookup, mtp, none, suffix$"
+    ):
+        find_plugin("EAGLE9")
+
+
 def test_an_entry_point_under_a_wrong_name(monkeypatch: pytest.MonkeyPatch) -> None:
     offer(monkeypatch, Lookup="tests.speculative.test_plugin:Misnamed")
     with pytest.raises(
