@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -129,3 +130,16 @@ def test_command_is_refused(
     assert "Traceback" not in result.err
     assert arguments[0] == "serve" or "drafting" not in result.err
     assert not Path("ids.json").exists()
+
+
+def test_port_in_use_is_the_last_line(run: Run, checkpoint: Path) -> None:
+    with socket.socket() as used:
+        used.bind(("127.0.0.1", 0))
+        used.listen()
+        port = str(used.getsockname()[1])
+        result = run("serve", str(checkpoint), "--port", port)
+    assert (result.code, "serving" in result.err) == (2, False)
+    assert result.err.splitlines()[-1] == (
+        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; give another --host "
+        "or --port"
+    )
