@@ -17,8 +17,6 @@ from typing import Any
 import httpx
 import openai
 
-from tests.cli.calls import Run
-from tests.cli.conftest import run  # noqa: F401
 from tests.serving.conftest import TRAINED
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "MTP_PLUGIN_API_KEY"}
@@ -102,18 +100,3 @@ def test_closed_log_does_not_end_the_server() -> None:
         process.stderr = None
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) in (0, -signal.SIGTERM)
-
-
-def test_port_in_use_is_one_line(run: Run) -> None:  # noqa: F811
-    with socket.socket() as used:
-        used.bind(("127.0.0.1", 0))
-        used.listen()
-        port = str(used.getsockname()[1])
-        found = run("serve", TRAINED, "--port", port)
-    assert found.code == 2
-    *_, last = found.err.splitlines()
-    assert last == (
-        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; give another --host "
-        "or --port"
-    )
-    assert "serving" not in found.err

@@ -13,6 +13,7 @@ import torch
 
 from mtp_plugin.config import MTPDecodingConfig, OtherDecodingConfig, SpeculativeDecodingMode
 from mtp_plugin.errors import MTPPluginError
+from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.plugin import (
     DraftPlan,
     HostFacts,
@@ -153,6 +154,7 @@ def controller(config: MTPDecodingConfig) -> DraftLengthController:
     return DraftLengthController(config, max_batch_size=16)
 
 
+PROCESSED = SamplingKind.PROCESSED
 EAGLE = MTPDecodingConfig(max_draft_len=3)
 NINE = MTPDecodingConfig(max_draft_len=2, mtp={"draft_vocab": 9})
 REJECTION = MTPDecodingConfig(max_draft_len=3, mtp={"verification": "rejection"})
@@ -249,6 +251,16 @@ WORKER: Rows = [
     (lambda: call_worker("skip_forward", kind="vanilla", spec={"runtime_draft_len": -1}),
      "expected 0 to max_draft_len (3), got -1"),
     (lambda: call_worker("skip_drafting"), "expected T = 4 rows"),
+    (lambda: call_worker("forward", spec={"runtime_draft_len": 1}),
+     "MetadataError: step: expected T = 5 rows, 3 of prompts and K+1 = 2 for each of 1 "
+     "generations (runtime_draft_len: 1), got 7"),
+    (lambda: call_worker("forward", spec={"sampling_kind": PROCESSED,
+        "mtp_hidden_states_manager": None}),
+     NO_MANAGER),
+    (lambda: call_worker("forward", spec={"sampling_kind": PROCESSED, "slot_ids": None}), NO_SLOTS),
+    (lambda: call_worker("forward", spec={"sampling_kind": PROCESSED,
+        "mtp_hidden_states_manager": 7}),
+     "needs a manager with a slot table, got int without slot_rows"),
     (lambda: call_worker("forward", spec={"draft_lens": torch.tensor([True])}),
      "draft_lens: expected integer tensor, got torch.bool [1]"),
     (lambda: call_worker("forward", spec={"next_prompt_tokens": [3]}),

@@ -97,18 +97,6 @@ def test_passes_without_drafts_read_token_zero(k: int) -> None:
         assert (last_ids == [0, 0, 0]) == (one.depth > k)
 
 
-@pytest.mark.parametrize("kind", WORKERS)
-def test_rows_of_another_draft_length(kind: type) -> None:
-    step = Step(K, [], [turn(K)])
-    step.spec.runtime_draft_len = 1
-    message = (
-        r"step: expected T = 2 rows, 0 of prompts and K\+1 = 2 for each of 1 generations "
-        r"\(runtime_draft_len: 1\), got 4"
-    )
-    with pytest.raises(MetadataError, match=message):
-        kind(MTPDecodingConfig(max_draft_len=K), device="cpu")(**step.inputs())
-
-
 def test_a_rank_without_logits_gives_as_many() -> None:
     step = Step(K, [], [turn(K)])
     step.spec.runtime_draft_len = 1

@@ -376,15 +376,10 @@ def test_a_step_of_fewer_drafts_is_changed_by_its_own_rows() -> None:
     worker.change_attn_metadata(int32([1]), attn)
     assert (attn.kv_lens_cuda.tolist(), attn._seq_lens.tolist()) == ([19], [1])
     worker.restore_attn_metadata(attn)
-    for rows in (1, 5):
-        with pytest.raises(MetadataError, match=rf"generations of 2 to K\+1 = 4 rows, got {rows}"):
-            worker.change_attn_metadata(int32([1]), KVAttention([rows], 0, [20]))
 
 
 def test_changes_come_in_pairs() -> None:
     worker, attn = make_worker(MTPWorker, 1), Attention([2], 0)
-    with pytest.raises(MetadataError, match="restore_attn_metadata: nothing was changed"):
-        worker.restore_attn_metadata(attn)
     worker.change_attn_metadata(int32([1]), attn)
     with pytest.raises(MetadataError, match="the previous change was not restored"):
         worker.change_attn_metadata(int32([1]), attn)

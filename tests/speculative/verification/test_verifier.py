@@ -9,7 +9,7 @@ import pytest
 import torch
 from typing_extensions import override
 
-from mtp_plugin.errors import ConfigError, MetadataError
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.ops.acceptance import AcceptanceRules
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.logit_rows import LOGITS_PROCESSING_OPTIONS
@@ -135,24 +135,6 @@ def test_step_that_only_samples_returns_sums(
     if accepted.sums is not None:
         is_needed = torch.tensor([False, True, True, False]).repeat_interleave(K + 1).to(DEVICE)
         check_sums(accepted.sums, reference_sums(inputs.logits), is_needed)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({}, "needs spec_metadata.mtp_hidden_states_manager, got None"),
-        ({"manager": 7}, "needs spec_metadata.slot_ids: call prepare"),
-        (
-            {"manager": 7, "slot_ids": torch.zeros(4)},
-            r"needs a manager with a slot table, got int without slot_rows",
-        ),
-    ],
-)
-def test_edits_need_slots(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(MetadataError, match=message):
-        Verifier([EveryOther()]).verify(
-            step(sampling_kind=SamplingKind.PROCESSED, **options), backend=Backend.TORCH
-        )
 
 
 def test_modes_with_different_draft_rules_are_refused() -> None:
