@@ -14,20 +14,35 @@ from hypothesis import strategies as st
 from mtp_plugin.ops.acceptance import AcceptanceRules, accept
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import Accepted
+from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from tests.ops.acceptance.cases import (
     POOLS,
     Thinker,
     assert_nothing_else_written,
     copied,
+    layout_of,
     relaxed_rule,
     slot_of,
 )
 from tests.ops.acceptance.random_cases import make_case
 from tests.ops.bits import same_bits
-from tests.ops.on_device import INDEX_DTYPES
-from tests.ops.slots import column
+from tests.ops.on_device import DEVICE, INDEX_DTYPES, vector
+from tests.ops.slots import POISON, column
 
 BACKENDS = pytest.mark.parametrize("backend", Backend)
+
+
+@BACKENDS
+@pytest.mark.parametrize("place", [0, MAX_STOP_IDS - 1])
+def test_stop_ids_are_those_of_the_row_and_no_others(backend: Backend, place: int) -> None:
+    """Columns on both sides of them, other slots and gaps hold a token that may be accepted."""
+    rule = relaxed_rule([Thinker(topk=3, stop_ids=[-1] * place + [4]), Thinker(topk=3)], gap=2)
+    rows = torch.full((4, 100), -9.0, device=DEVICE)
+    rows[:, 3], rows[:, [4, POISON]] = 0.0, -0.1
+    for draft, expected in ((4, [1, 2]), (POISON, [2, 2])):
+        rules, drafts = AcceptanceRules(relaxed=rule), vector([[draft]] * 2)
+        accepted = accept(layout_of(0, 2, 1), rows, drafts, rules, backend=backend)
+        assert accepted.num_accepted.tolist() == expected
 
 
 @BACKENDS

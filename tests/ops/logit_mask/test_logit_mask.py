@@ -282,6 +282,31 @@ def test_padding_rows_are_not_masked(backend: Backend) -> None:
         assert masked.argmax(dim=1).tolist() == [1, 1] + [2] * 6
 
 
+FORCE = {
+    "something else is allowed": ({2, 5}, [(4,)], [2, 3], [2, 3, 4]),
+    "nothing else is allowed": ({2, 3}, [(4,)], [2, 3], [4]),
+    "an id that is both counts once": ({2, 3, 5}, [(2,)], [2, 3], [2, 3]),
+    "ids that are listed twice": ({2, 4, 5}, [(4,), (4,)], [2, 2, 2], [2, 4]),
+}
+
+
+@pytest.mark.parametrize("name", FORCE)
+@pytest.mark.parametrize("backend", Backend)
+def test_order_of_force(backend: Backend, name: str) -> None:
+    """Stop ids that come too early yield where else no allowed id is left; bad words never do."""
+    allowed, words, stops, expected = FORCE[name]
+    logits_options = example.LogitsOptions(allowed=allowed, words=words)
+    pools, columns = pools_of([logits_options], 9, random.Random(0))
+    recent = [-1] * (MAX_BAD_WORD_LEN - 1) + [1]
+    values = {"prompt_len": 3, "min_tokens": 99, "stop_ids": stops, "recent": recent}
+    slots = replace(slot_rows([{**values, **columns[0]}]), pools=pools)
+    layout = StepLayout((), 1, 0, vector([], torch.int32), vector([8]))
+    logits = torch.arange(9.0, device=DEVICE).unsqueeze(0)
+    batch = Batch(logits, slots, LogitRows.of_target(layout), [])
+    with batch.masked(backend) as masked:
+        assert masked[0].isinf().nonzero().flatten().tolist() == expected
+
+
 def test_edited_options() -> None:
     penalties = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
     ids = {"logit_bias", "allowed_token_ids", "bad_words", "bad_token_ids"}
