@@ -104,10 +104,11 @@ def test_every_mode_r28(draft_len: int) -> None:
 def check_many(
     pairs: Sequence[tuple[str, str]], *, draft_len: int, number: int, **options: Any
 ) -> None:
-    """Of each 200 thousand draws, of so many requests at a time."""
+    """Of each 80 thousand draws, in which all defects of `test_defects` are seen, of so many
+    requests at a time."""
     ways, language = [Ways(*pair) for pair in pairs], Language.of(12, VOCAB, likeness=0.5)
     run = {"number": number, "draft_len": draft_len, "length": LENGTH, **options}
-    batches = range(200_000 // (number * LENGTH))
+    batches = range(80_000 // (number * LENGTH))
     parts = [texts(language, ways, seed=seed, **run)[0].split(number) for seed in batches]
     for way, mine in zip(ways, zip(*parts, strict=True), strict=True):
         assert least_tail(torch.cat(mine), language, way.options) > LEAST_TAIL, way
@@ -201,7 +202,7 @@ EDITED = {("coupled", "coupled"): 0.76, ("rejection", "plain"): 0.77, ("block", 
 @pytest.mark.parametrize("pair", EDITED, ids="-".join)
 def test_bias_and_what_was_emitted_count_r28(pair: tuple[str, str]) -> None:
     """Of so many texts, as only those whose first draft fell read what was counted before."""
-    least, share = edited_tail(pair, number=40_000)
+    least, share = edited_tail(pair, number=40_000 if pair in RESIDUAL else 10_000)
     assert least > LEAST_TAIL
     assert share > EDITED[pair]
 
