@@ -89,44 +89,6 @@ def test_cold_batches_need_the_shorter_lengths_too() -> None:
 # --- the gate ---
 
 
-def test_the_probe_comes_later_and_later() -> None:
-    """Window 4, interval 8: four steps of proof, then 8, 16, 20, 20 ... steps between probes."""
-    of = gated()
-    chosen = run(of, 200, {3: 1})
-    pauses, steps, length = [], 0, 3
-    for k in chosen:
-        if k == length:
-            steps += 1
-        else:
-            pauses.append((length, steps))
-            length, steps = k, 1
-    # the last probe step closes the gate: the next one is due `interval` steps after it
-    assert pauses[:8] == [(3, 4), (0, 7), (3, 4), (0, 15), (3, 4), (0, 19), (3, 4), (0, 19)]
-
-
-def test_a_probe_that_pays_opens_for_good_and_resets_the_pause() -> None:
-    of = gated()
-    run(of, 4 + 7 + 4, {3: 1})
-    assert of.gates[3].state == "closed"
-    assert run(of, 15 + 50, {3: 3})[15:] == [3] * 50
-    assert (of.gates[3].state, of.gates[3].acceptance_length) == ("open", 3.0)
-    chosen = run(of, 20, {3: 1})
-    # 3 is left after two of four steps; then the first pause again
-    assert chosen[: chosen.index(0)] == [3] * 3
-    assert chosen[chosen.index(0) :].index(3) == 7
-
-
-def test_results_of_steps_launched_before_it_closed_change_nothing() -> None:
-    """Under overlap a step with drafts is running when the gate closes."""
-    of = gated()
-    run(of, 4, {3: 1})
-    assert of.choose(1) == 0
-    for _ in range(4):
-        of.record(4, 3)
-    assert of.gates[3].acceptance_length == 0.0
-    assert of.choose(1) == 0
-
-
 def test_steps_without_drafts_or_with_another_length_do_not_count() -> None:
     of = gated()
     for num_drafted in (0, 1, 2) * 10:
@@ -296,29 +258,6 @@ def batch_of(
         generation_requests=generations,
         all_requests=lambda: contexts + generations,
     )
-
-
-def test_warm_requests_miss_one_step_after_a_pause() -> None:
-    """Up to two requests draft three tokens: alone, in a crowd, and alone again."""
-    of = controller(max_concurrency=2)
-    request, crowd = new_request(), [new_request() for _ in range(2)]
-    limits = [of.plan(batch_of([request]))]
-    for others in ([], [], crowd, crowd, [], [], []):
-        of.plan(batch_of([], [request, *others]))
-        limits.append(request.py_draft_state.limit)
-    assert limits == [3, 3, 3, 0, 0, 0, 3, 3]
-    assert request.py_draft_state.warm == 3
-
-
-def test_a_shorter_step_proposes_less() -> None:
-    of = controller(draft_len_schedule={1: 3, 2: 1})
-    request, other = new_request(), new_request()
-    of.plan(batch_of([request]))
-    limits = []
-    for others in ([], [other], [], []):
-        of.plan(batch_of([], [request, *others]))
-        limits.append(request.py_draft_state.limit)
-    assert limits == [3, 1, 1, 3]
 
 
 @pytest.mark.parametrize("vanilla", [False, True])
