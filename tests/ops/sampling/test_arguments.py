@@ -66,33 +66,6 @@ def test_arguments(with_sums: bool, backend: Backend) -> None:
     check_arguments(sample, given, refused=refused, free=free, backend=backend)
 
 
-@pytest.mark.parametrize("backend", Backend)
-def test_table_rows_may_be_strided(backend: Backend) -> None:
-    given = arguments()
-    expected = sample_tokens(**given, backend=backend)
-    wide = slots_of(OPTIONS, random.Random(4), gap=5)
-    assert wide.table.stride(0) == COLUMNS.width + 5
-    assert torch.equal(sample_tokens(**{**given, "slots": wide}, backend=backend), expected)
-
-
-@pytest.mark.parametrize("backend", Backend)
-@pytest.mark.parametrize("left_out", ["ahead", "column", "vocab_ids", "positions", "role", "slots"])
-def test_every_argument_changes_the_tokens(backend: Backend, left_out: str) -> None:
-    """Otherwise a wrong stride could pass unnoticed."""
-    given = arguments()
-    before = sample_tokens(**given, backend=backend)
-    rows, slots = given["rows"], given["slots"]
-    change: dict[str, Any] = {
-        "ahead": {"rows": replace(rows, ahead=None)},
-        "column": {"rows": replace(rows, column=0)},
-        "positions": {"rows": replace(rows, positions=rows.positions.flip(0))},
-        "vocab_ids": {"vocab_ids": None},
-        "role": {"role": Role.PLAIN_DRAFT},
-        "slots": {"slots": replace(slots, slot_ids=slots.slot_ids[:-1].flip(0))},
-    }[left_out]
-    assert not torch.equal(sample_tokens(**(given | change), backend=backend), before)
-
-
 SLOTS = arguments()["slots"]
 SUMS = RowSums.unwritten(arguments()["logits"])
 RAW = {"vocab_ids": None, "sums": SUMS}

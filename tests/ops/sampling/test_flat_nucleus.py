@@ -117,18 +117,6 @@ def test_row_is_read_until_the_result_is_certain(monkeypatch: pytest.MonkeyPatch
     assert len(seen) < 12
 
 
-@pytest.mark.parametrize(("kept", "is_tried"), [(6000, True), (150, False)])
-def test_ties_keep_the_lowest_columns(kept: int, is_tried: bool, tried: list[int]) -> None:
-    """Equal ids are ordered by column; if few are kept, none is tried."""
-    row = torch.full((1, VOCAB), -2.5)
-    requests = [Options(1.0, top_p=(kept - 0.5) / VOCAB, seed=seed) for seed in range(4)]
-    batch = batch_of_rows(row.expand(4, -1), requests)
-    tokens = batch.tokens(Backend.TRITON)
-    assert torch.equal(tokens, batch.tokens(Backend.TORCH))
-    assert int(tokens.max()) < kept
-    assert (len(tried) > 4) == is_tried
-
-
 @pytest.mark.thinned(cases=6)
 @pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize("kind", ["tails", "strided", "ids", "edited", "far", "depths of nothing"])

@@ -18,8 +18,7 @@ from mtp_plugin.ops.sampling import TRUNCATION_SIZE, processed_scores, sample_to
 from mtp_plugin.ops.sampling import processed_triton as launch
 from mtp_plugin.ops.step import SlotRows
 from tests.op_arguments import check_arguments, poisoned_memory
-from tests.ops.logits_processing.example import LogitsOptions, Place
-from tests.ops.logits_processing.pools import pools_of
+from tests.ops.logits_processing.example import Place
 from tests.ops.on_device import DEVICE, forbid_launches, vector
 from tests.ops.sampling import example
 from tests.ops.sampling.cases import COLUMNS, ROUNDED, slots_of
@@ -123,25 +122,6 @@ def without_column(case: EditedBatch) -> list[Place]:
             before = rows.drafts[request - rows.num_contexts].tolist()[:number]
         expected.append(replace(case.places[row], index=index, before=before))
     return expected
-
-
-@BOTH
-def test_drafts_before_a_row_are_counted(backend: Backend) -> None:
-    """Greedy rows after no draft, ``3``, and ``3 3``; the first costs 2, a further one 1."""
-    pools, columns = pools_of([LogitsOptions(counts={})], 7, random.Random(0))
-    slots = slots_of([Options(temperature=0.0)], random.Random(0))
-    logits_options = {"presence_penalty": 1.0, "frequency_penalty": 1.0, "repetition_penalty": 1.0}
-    write(slots, [{**logits_options, **columns[0], "logprobs": 0}])
-    slots = replace(slots, pools=pools)
-    rows = LogitRows(0, 3, vector([5]), drafts=vector([3, 3], torch.int32).unsqueeze(0))
-    logits, truncation = (
-        torch.zeros(3, 7, device=DEVICE),
-        torch.empty(3, TRUNCATION_SIZE, device=DEVICE),
-    )
-    sample_tokens(logits, rows, slots, truncation=truncation, backend=backend)
-    scores = processed_scores(logits, rows, slots, truncation, backend=backend)
-    assert scores[:, 3].tolist() == [0.0, -2.0, -3.0]
-    assert not bool(scores[:, :3].any())
 
 
 OPTIONS = [

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,16 +13,12 @@ from mtp_plugin.ops.sampling import TRUNCATION_SIZE, sample_tokens
 from mtp_plugin.ops.sampling import sample_triton as launch
 from mtp_plugin.ops.sampling import truncation_search_triton as search_kernel
 from tests.op_arguments import poisoned_memory
-from tests.ops.logits_processing.example import LogitsOptions
-from tests.ops.logits_processing.pools import pools_of
 from tests.ops.on_device import DEVICE
 from tests.ops.sampling.cases import Batch, batch_of_rows
 from tests.ops.sampling.example import Options
-from tests.ops.sampling.processed_rows import columns_of, write
-from tests.ops.top_k.rows import DTYPES, strided
 
-VOCAB = 16_501
-"""The last piece is not whole; for four shares at most."""
+VOCABS = {2: 8_309, 4: 16_501}
+"""By number of shares, of which each needs 32 chunks; the last chunk is not whole."""
 INF, NAN = float("inf"), float("nan")
 
 KINDS = [
@@ -44,12 +38,12 @@ KINDS = [
 
 def row_of(kind: str, shares: int) -> torch.Tensor:
     """A row with more candidates than are listed."""
-    noise = torch.Generator().manual_seed(11)
-    values = torch.randn(VOCAB, generator=noise)
-    columns = torch.arange(VOCAB)
+    noise, vocab = torch.Generator().manual_seed(11), VOCABS.get(shares, VOCABS[4])
+    values = torch.randn(vocab, generator=noise)
+    columns = torch.arange(vocab)
     chunks = ChunkLayout.of(values[None]).chunks_of(columns)
     if kind == "one value":
-        return torch.full((VOCAB,), -2.5)
+        return torch.full((vocab,), -2.5)
     if kind == "few values":
         return (values * 0.05 + 4).to(torch.bfloat16).float()
     if kind == "sorted":
@@ -59,7 +53,7 @@ def row_of(kind: str, shares: int) -> torch.Tensor:
     if kind == "period of shares":
         return values * 0.2 + chunks % shares * 0.5
     if kind == "ends":
-        return values * 0.1 + 3.0 * ((columns < 2500) | (columns >= VOCAB - 2500))
+        return values * 0.1 + 3.0 * ((columns < 2500) | (columns >= vocab - 2500))
     if kind == "tails":
         values[:1000] = NAN
         values[-2000:] = -INF
@@ -105,9 +99,10 @@ def check(batch: Batch, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(truncation[:, 3], cuts_alone[:, 3], rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.thinned("shares")
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shares", [2, 4])
+@pytest.mark.parametrize(
+    ("kind", "shares"),
+    [*((kind, 2) for kind in KINDS), ("normal", 4), ("period of shares", 4), ("one share's", 4)],
+)
 def test_shared_rows_sample_the_same_tokens(
     kind: str, shares: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,41 +127,10 @@ def test_all_kinds_of_rows_together_with_shared_ones(monkeypatch: pytest.MonkeyP
         Options(1.0, top_k=40, top_p=0.9),
     ]
     rows = torch.stack([row_of("normal", 4)] * len(requests))
-    infinite = torch.stack([rows[0], torch.full((VOCAB,), -INF), rows[0], rows[0]])
+    infinite = torch.stack([rows[0], torch.full(rows[0].shape, -INF), rows[0], rows[0]])
     infinite[0, 77] = INF
     wanted = [Options(1.0, top_p=0.95), Options(1.0, top_p=0.95), *requests[2:4]]
     check(batch_of_rows(torch.cat([rows, infinite]), [*requests, *wanted]), monkeypatch)
-
-
-@pytest.mark.thinned("dtype")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", ["ids", "strided", "edited"])
-def test_shared_rows_of_every_form(
-    dtype: torch.dtype, shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    requests = [Options(1.0, top_p=0.95, seed=5), Options(1.5, top_p=0.7, min_p=0.01, seed=6)]
-    rows = torch.stack([row_of("normal", 4), row_of("tails", 4)]).to(dtype)
-    if shape == "strided":
-        rows = strided(rows, 5)
-    batch = batch_of_rows(rows, requests)
-    if shape == "ids":
-        ids = torch.arange(VOCAB, dtype=torch.int32, device=DEVICE) * 3 + 1
-        batch = batch.replaced(vocab_ids=ids)
-    if shape == "edited":
-        logits_options = [LogitsOptions(bias={7: 4.0, 9000: -2.0}), LogitsOptions()]
-        pools, columns = pools_of(logits_options, VOCAB, random.Random(3))
-        write(
-            batch.slots,
-            [{**columns_of(one), **row} for one, row in zip(logits_options, columns, strict=True)],
-        )
-        batch = batch.replaced(slots=replace(batch.slots, pools=pools))
-        expected = batch.tokens(Backend.TORCH)
-        for shares in (launch.SHARES, 1):
-            monkeypatch.setattr(launch, "SHARES", shares)
-            assert torch.equal(sample(batch)[0], expected)
-            assert torch.equal(batch.tokens(Backend.TRITON), expected)
-        return
-    check(batch, monkeypatch)
 
 
 def test_default_number_of_shares() -> None:

@@ -125,21 +125,6 @@ def batch_of(row: torch.Tensor, options: list[Options]) -> Batch:
     return Batch(rows, requests, slots_of(options, random.Random(1)), options)
 
 
-@pytest.mark.thinned("with_truncation", "dtype")
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("backend", Backend)
-@pytest.mark.parametrize("with_truncation", [False, True])
-def test_sums_with_every_kind_of_request(
-    with_truncation: bool, backend: Backend, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Every kind of request, every other one with logprobs."""
-    monkeypatch.setattr(launch, "SHARES", 4)
-    noise = torch.Generator().manual_seed(7)
-    row = (torch.randn(16_501, generator=noise) * 1.5).to(dtype)
-    batch = batch_of(row, [option for option in EVERY for _ in range(2)])
-    check(batch, ask(batch, [0, -1] * len(EVERY)), backend, with_truncation=with_truncation)
-
-
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("vocab", [1, 5, 4097])
 def test_rows_without_values_and_with_infinities(backend: Backend, vocab: int) -> None:

@@ -118,7 +118,7 @@ def test_complete_list_takes_no_pass(
     assert torch.equal(tokens, batch.tokens(Backend.TORCH))
 
 
-@pytest.mark.thinned("kept", cases=2)
+@pytest.mark.thinned("kept")
 @pytest.mark.parametrize("backend", Backend)
 @pytest.mark.parametrize("kept", [1, 150, 1000, 6000])
 def test_ties_keep_the_lowest_ids(kept: int, backend: Backend) -> None:
@@ -154,61 +154,6 @@ def test_tokens_that_reach_top_p_exactly_are_the_last(backend: Backend) -> None:
     truncation = torch.zeros(1, TRUNCATION_SIZE, device=DEVICE)
     assert int(batch.tokens(backend, truncation=truncation)) < 2**12
     assert truncation[0].tolist() == [0.0, 0.0, 2**12 - 1, 2**12]
-
-
-EVERY = [
-    Options(0.0),
-    Options(1.0, seed=3),
-    Options(1.0, top_k=3, seed=3),
-    Options(1.0, top_k=3, top_p=0.5, seed=3),
-    Options(1.0, top_p=0.5, seed=3),
-    Options(1.0, min_p=0.5, seed=3),
-    Options(1e-4, top_p=1e-30, min_p=1.0, seed=3),
-    Options(100.0, top_k=10_000, top_p=0.99, seed=3),
-]
-
-
-@pytest.mark.thinned("dtype")
-@pytest.mark.parametrize("backend", Backend)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [1, 5, 4097])
-def test_rows_without_values_and_with_infinities(
-    backend: Backend, dtype: torch.dtype, vocab: int
-) -> None:
-    last = vocab - 1
-    nothing, nans = torch.full((vocab,), -INF), torch.full((vocab,), NAN)
-    one, high, highs, all_high = (nothing.clone() for _ in range(4))
-    one[last] = -3.0
-    one[0] = NAN if vocab > 1 else -3.0
-    high[:] = 1.0
-    high[last] = INF
-    highs[last // 2] = highs[last] = INF
-    all_high[:] = INF
-    expected = [
-        (nothing, -1),
-        (nans, -1),
-        (one, last),
-        (high, last),
-        (highs, last // 2),
-        (all_high, 0),
-    ]
-    for row, token in expected:
-        batch = batch_of_rows(row.to(dtype).expand(len(EVERY), -1), EVERY)
-        assert batch.tokens(backend).tolist() == [token] * len(EVERY)
-
-
-@pytest.mark.parametrize("backend", Backend)
-def test_most_likely_token_is_always_kept(backend: Backend) -> None:
-    row = torch.zeros(300)
-    row[[40, 200]] = 2.0
-    requests = [
-        Options(1.0, top_p=0.0),
-        Options(1.0, top_p=1e-38),
-        Options(1.0, top_k=1),
-        Options(1e-4, top_k=2, top_p=0.5),
-    ]
-    batch = batch_of_rows(row.expand(len(requests), -1), requests)
-    assert batch.tokens(backend).tolist() == [40] * len(requests)
 
 
 @pytest.mark.parametrize("backend", Backend)
@@ -266,28 +211,6 @@ def test_more_candidates_than_the_list_holds(kind: str, options: Options) -> Non
     expected = batch.tokens(Backend.TORCH)
     for tokens in sample(batch):
         assert not bool(((tokens != expected) & ~batch.undecided()).any())
-
-
-@pytest.mark.usefixtures("shares")
-@pytest.mark.parametrize(
-    ("options", "step"),
-    [
-        (Options(3.4e38, top_k=300, seed=1), 1e-7),
-        (Options(1e30, top_p=0.9, seed=2), 1e-20),
-        (Options(1e20, top_k=5000, seed=3), 1e-30),
-    ],
-    ids=str,
-)
-def test_depths_that_round_to_zero_are_equal(options: Options, step: float) -> None:
-    """Many differences round to one depth, or to 0: the lowest ids are kept."""
-    batch = batch_of_rows(-step * (torch.arange(VOCAB) % 2)[None].float(), [options])
-    truncation = [torch.zeros(1, TRUNCATION_SIZE, device=DEVICE) for _ in Backend]
-    tokens = [
-        batch.tokens(backend, truncation=of)
-        for backend, of in zip(Backend, truncation, strict=True)
-    ]
-    assert torch.equal(*tokens)
-    torch.testing.assert_close(truncation[0][:, 3], truncation[1][:, 3])
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,6 @@ from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.sampling import (
     STEP_COLUMN,
     TRUNCATION_SIZE,
-    DraftedBy,
     ProposedDrafts,
     TargetSamples,
     VerifiedBy,
@@ -35,7 +34,7 @@ from tests.op_arguments import check_arguments
 from tests.ops.on_device import DEVICE, forbid_launches, vector
 from tests.ops.sampling.margins import CLOSE, RARE
 from tests.ops.sampling.rejection import example
-from tests.ops.sampling.rejection.cases import COLUMNS, NONE, Batch
+from tests.ops.sampling.rejection.cases import Batch
 from tests.ops.slots import column, on_copy, slot_rows
 
 VOCAB, K = 3, 2
@@ -91,72 +90,6 @@ def test_example_has_the_target_distribution(
     for text in itertools.product(range(VOCAB), repeat=K + 1):
         expected = math.prod(result[text[:i]][text[i]] for i in range(K + 1))
         assert emitted[text] == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    "forced", [None, [-1, 0, -1], [2, -1, 3], [-1, 1, -1], [3, -1, -1]], ids=str
-)
-@pytest.mark.parametrize("by_block", [False, True])
-def test_torch_frequencies_follow_the_example(by_block: bool, forced: list[int] | None) -> None:
-    """Verify one set of drafts with thousands of seeds: each number of matches, and each token
-    after it, is as often as expected."""
-    rng = random.Random(8)
-    number, vocab, drafts = 30_000, 4, [2, 0]
-    p = [random_shares(rng, vocab) for _ in range(3)]
-    q = [[0.4, 0.1, 0.3, 0.2], [0.5, 0.1, 0.1, 0.3]]
-    noise = torch.Generator().manual_seed(2)
-    slots = slot_rows(
-        [
-            {
-                **NONE,
-                "temperature": 1.0,
-                "top_k": 0,
-                "top_p": 1.0,
-                "min_p": 0.0,
-                "verification": VerifiedBy.BLOCK if by_block else VerifiedBy.REJECTION,
-                "draft_sampling": DraftedBy.PLAIN,
-                "draft_step": 4,
-                "seed": [0, 0],
-            }
-        ],
-        COLUMNS,
-        slots=[0],
-        num_slots=1,
-    )
-    table = slots.table.repeat(number, 1)
-    seeds = torch.randint(-(2**31), 2**31, (number, 2), generator=noise)
-    first = slots.columns.offset("seed")
-    table[:, first : first + 2] = seeds.to(DEVICE, torch.int32)
-    slots = SlotRows(table, torch.arange(number, device=DEVICE), slots.columns)
-    rows = LogitRows(0, 3, torch.full((number,), 6, device=DEVICE))
-    logits = torch.tensor(p, device=DEVICE).log().repeat(number, 1)
-    truncation = torch.empty(len(logits), TRUNCATION_SIZE, device=DEVICE)
-    choices = sample_tokens(logits, rows, slots, truncation=truncation, backend=Backend.TORCH)
-    verdict = rejection_sample(
-        logits,
-        rows,
-        slots,
-        ProposedDrafts(
-            vector(drafts, torch.int32).repeat(number),
-            torch.tensor(q, device=DEVICE).expand(number, -1, -1).contiguous(),
-        ),
-        TargetSamples(
-            choices,
-            truncation,
-            None if forced is None else vector(forced, torch.int32).repeat(number),
-        ),
-        backend=Backend.TORCH,
-    )
-    if forced is not None:
-        p, q = example.forced_shares(p, q, drafts, forced)
-    tokens = verdict.tokens.view(number, 3).gather(1, verdict.num_accepted.long().unsqueeze(1))
-    for matches, chance in enumerate(example.chances(p, q, drafts, by_block=by_block)):
-        mine = verdict.num_accepted == matches
-        assert float(mine.double().mean()) == pytest.approx(chance, abs=0.012)
-        following = example.shares_after(p, q, drafts, matches, by_block=by_block)
-        for token, share in enumerate(following):
-            seen = float((tokens[mine] == token).double().mean()) if mine.any() else share
-            assert seen == pytest.approx(share, abs=4 * (share / max(int(mine.sum()), 1)) ** 0.5)
 
 
 class Followed:
