@@ -185,6 +185,7 @@ from mtp_plugin.errors import TensorContractError
 from mtp_plugin.hosts.megatron import mtp_utils_pytorch
 
 assert "triton" not in sys.modules
+assert not [m for m in sys.modules if m.startswith(("mtp_plugin.hosts.embedded", "transformers"))]
 
 from mtp_plugin.hosts.megatron import mtp_utils_triton as utils
 
@@ -207,7 +208,7 @@ for name, arguments in calls.items():
 
 
 def test_tensors_on_the_cpu_are_refused() -> None:
-    """In a process without the interpreter."""
+    """In a process without the interpreter, into which the package loads no executor."""
     environment = {key: os.environ[key] for key in os.environ if key != "TRITON_INTERPRET"}
     ran = subprocess.run(
         [sys.executable, "-c", REFUSALS],

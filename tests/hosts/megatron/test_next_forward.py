@@ -144,7 +144,6 @@ def test_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.Monk
     call.assert_inputs([])
 
 
-@both
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -157,10 +156,10 @@ def test_empty_batch_launches_nothing(backend: Backend, monkeypatch: pytest.Monk
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
-def test_wrong_arguments_are_refused(backend: Backend, change: dict, message: str) -> None:
+def test_wrong_arguments_are_refused(change: dict, message: str) -> None:
     call = Call([Decode(ids("abcd"), ids("bcxy"))], ids("p"), rows=[0] * 5, num_drafts=3)
     with pytest.raises(TensorContractError, match=message):
-        prepare_next_forward_pass(**(call.arguments() | change), backend=backend)
+        prepare_next_forward_pass(**(call.arguments() | change), backend=Backend.TORCH)
 
 
 @both
@@ -182,9 +181,8 @@ def test_arguments(backend: Backend) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("num_drafts", [1, 3, 7])
-@pytest.mark.parametrize("num_decodes", [1, 256, 2048])
-def test_graph_replays_with_changed_tokens(num_drafts: int, num_decodes: int) -> None:
+def test_graph_replays_with_changed_tokens() -> None:
+    num_decodes, num_drafts = 256, 3
     rng = random.Random(num_decodes)
 
     def new_call() -> Call:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import subprocess
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -154,8 +152,10 @@ def test_ours_passes_the_checks_of_megatrons_class(shared: Make, num_drafts: int
         assert dynamic[number][: len(tokens)] == tokens
 
 
-@pytest.mark.parametrize("setting", [{"top_k": 1}, {}, {"top_p": 0.8, "temperature": 0.7}])
-@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize(
+    ("num_drafts", "setting"),
+    [(3, {"top_k": 1}), (0, {}), (3, {"top_p": 0.8, "temperature": 0.7})],
+)
 def test_batches_give_the_output_of_llm_generate(
     shared: Make, checkpoint: Path, num_drafts: int, setting: dict[str, Any]
 ) -> None:
@@ -226,13 +226,9 @@ def test_termination_id_and_stop_words_end_a_static_request(shared: Make) -> Non
         assert results[3].generated_tokens.tolist() == tokens[:count], changed
 
 
-@pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("setting", [{"top_k": 1}, {"temperature": 0.9}])
-def test_skipped_bookkeeping_changes_nothing(
-    shared: Make, num_drafts: int, setting: dict[str, Any]
-) -> None:
-    controller = shared(num_drafts)
-    params = SamplingParams(num_tokens_to_generate=12, termination_id=-1, **setting)
+def test_skipped_bookkeeping_changes_nothing(shared: Make) -> None:
+    controller = shared(3)
+    params = SamplingParams(num_tokens_to_generate=12, termination_id=-1, temperature=0.9)
     outputs = []
     for peeks in ((), (0, 1, 3)):
         for each in batch(params).values():
@@ -244,10 +240,10 @@ def test_skipped_bookkeeping_changes_nothing(
 @pytest.mark.parametrize(
     ("name", "num_targets"), [("dummy_forward", 1), ("_dummy_serial_mtp_forward", 0)]
 )
-@pytest.mark.parametrize("num_drafts", [0, 3])
 def test_dummy_forward_changes_nothing(
-    shared: Make, num_drafts: int, monkeypatch: pytest.MonkeyPatch, name: str, num_targets: int
+    shared: Make, monkeypatch: pytest.MonkeyPatch, name: str, num_targets: int
 ) -> None:
+    num_drafts = 3
     controller = shared(num_drafts)
     built = controller._context.built
     params = SamplingParams(num_tokens_to_generate=8, top_k=1, termination_id=-1)
@@ -385,15 +381,8 @@ def test_worked_examples_of_functions_of_tensors(shared: Make) -> None:
     assert recorded == {0: [{"7": -0.5, "9": -2.5}], 1: []}
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "_dynamic_step_forward_logits",
-        "_rewind_kv_cache",
-        "_compute_serial_mtp_and_sample",
-    ],
-)
-def test_phases_of_a_step_name_the_public_method(shared: Make, name: str) -> None:
+def test_phases_of_a_step_name_the_public_method(shared: Make) -> None:
+    name = "_dynamic_step_forward_logits"
     with pytest.raises(AttributeError, match=f"{name}.*use generate_output_tokens"):
         getattr(shared(3), name)
 
@@ -423,6 +412,9 @@ def test_the_draft_length_cannot_be_changed(shared: Make, name: str) -> None:
     setattr(controller, name, 3)
     with pytest.raises(ConfigError, match=f"{name}: expected 3, .* got 2; .*'max_draft_len': 2}}"):
         setattr(controller, name, 2)
+    for value in ("a", torch.tensor([1, 2])):
+        with pytest.raises(ConfigError, match=f"{name}: expected an integer >= 0, got [^;]*$"):
+            setattr(controller, name, value)
     assert getattr(controller, name) == 3
 
 
@@ -497,12 +489,6 @@ def test_bookkeeping_without_requests_names_add_request(shared: Make) -> None:
     asyncio.run(controller.async_generate_output_tokens_dynamic_batch(skip_bookkeeping=True))
     with pytest.raises(ExecutorError, match=r"there are no requests: call add_request\(\), then"):
         controller._dynamic_step_context_bookkeeping()
-
-
-@pytest.mark.parametrize("value", ["a", torch.tensor([1, 2])])
-def test_a_draft_length_of_another_type_is_refused(shared: Make, value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"num_mtp_depths: expected an integer >= 0, got [^;]*$"):
-        shared(3).num_mtp_depths = value
 
 
 def test_a_stream_whose_loop_was_closed_is_finished() -> None:
@@ -765,11 +751,6 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         RequestError,
         "expected num_tokens_to_generate or num_tokens_total, got both",
     ),
-    "negative length": (
-        add(greedy(num_tokens_to_generate=-1)),
-        RequestError,
-        "request 3: num_tokens_to_generate: expected an integer >= 1, got -1",
-    ),
     "length of no output token": (
         add(greedy(num_tokens_to_generate=0)),
         RequestError,
@@ -786,16 +767,6 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         "request 3: num_tokens_to_generate: .*; top_k: expected an integer >= -1, got -2; "
         "top_p: expected a number from 0 to 1, got 1.5; temperature: expected a number >= 0, got",
     ),
-    "negative temperature": (
-        add(greedy(temperature=-1.0, top_k=0)),
-        RequestError,
-        "request 3: temperature: expected a number >= 0, got -1.0",
-    ),
-    "top-p out of range": (
-        add(greedy(top_k=0, top_p=1.5)),
-        RequestError,
-        "request 3: top_p: expected a number from 0 to 1, got 1.5",
-    ),
     "top-n without log-probabilities": (
         add(greedy(top_n_logprobs=2)),
         RequestError,
@@ -806,6 +777,18 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         RequestError,
         "request 3: top_n_logprobs: expected an integer from 0 to 20, got 500",
     ),
+    "sampling with top-n of another type": (
+        lambda controller: controller.sample_from_logits(ONE, greedy(top_n_logprobs=1.5)),
+        RequestError,
+        "top_n_logprobs: expected an integer >= 0, got 1.5",
+    ),
+    "sampling with a flag of two elements": (
+        lambda controller: controller.sample_from_logits(
+            ONE, SimpleNamespace(**{**vars(greedy(top_n_logprobs=1)), "skip_prompt_log_probs": TWO})
+        ),
+        RequestError,
+        "skip_prompt_log_probs: expected True or False, got tensor",
+    ),
     "stop words in a dynamic batch": (
         add(greedy(stop_words=["5"])),
         RequestError,
@@ -815,11 +798,6 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         add(prefill_chunk_length=4),
         RequestError,
         "prefill_chunk_length: expected 1 to 3, the length of the prompt, got 4",
-    ),
-    "prompt longer than a sequence": (
-        add(prompt=tuple([1] * 200)),
-        RequestError,
-        "request 3: ",
     ),
     "prompt longer than a sequence, without a length": (
         add(greedy(num_tokens_to_generate=None), prompt=tuple([1] * 200)),
@@ -899,27 +877,10 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         RequestError,
         r"last_token_logits: expected a tensor \[B, V\], got None",
     ),
-    "sampling without logits, with top-k and top-p": (
-        lambda controller: controller.sample_from_logits(None, greedy(top_k=5, top_p=0.5)),
-        RequestError,
-        "expected top_k or top_p, got top_k=5 and top_p=0.5",
-    ),
-    "sampling with top-n of another type": (
-        lambda controller: controller.sample_from_logits(ONE, greedy(top_n_logprobs=1.5)),
-        RequestError,
-        "top_n_logprobs: expected an integer >= 0, got 1.5",
-    ),
     "sampling at temperature NaN": (
         lambda controller: controller.sample_from_logits(ONE, greedy(top_k=0, temperature=NAN)),
         RequestError,
         "temperature: expected a number >= 0, got nan",
-    ),
-    "sampling with a flag of two elements": (
-        lambda controller: controller.sample_from_logits(
-            ONE, SimpleNamespace(**{**vars(greedy(top_n_logprobs=1)), "skip_prompt_log_probs": TWO})
-        ),
-        RequestError,
-        "skip_prompt_log_probs: expected True or False, got tensor",
     ),
     "a flag of two elements": (
         lambda _: greedy(top_n_logprobs=1, skip_prompt_log_probs=TWO),
@@ -1053,13 +1014,3 @@ def test_example_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(example.replace("integration/tiny_model", str(root / "integration" / "tiny_model")), {})
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith("[0] [") for line in lines[-3:])
-
-
-def test_the_package_loads_no_executor() -> None:
-    code = (
-        "import sys, mtp_plugin.hosts.megatron\n"
-        "names = ('mtp_plugin.hosts.embedded', 'transformers')\n"
-        "print([m for m in sys.modules if m.startswith(names)])"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.strip() == "[]"
