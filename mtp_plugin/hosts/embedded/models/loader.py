@@ -173,9 +173,17 @@ def load_model(
     target.generation_config = GenerationConfig(
         **{k: list(v) if isinstance(v, tuple) else v for k, v in checked.token_ids.items()}
     )
-    kept_in_fp32 = tuple(target._keep_in_fp32_modules_strict or ())
-    read = _Reader(checked.checkpoint.tensors, dtype, kept_in_fp32, paced(on_progress))
-    target.load_state_dict(read(checked.target_plans), strict=False, assign=True)
+    report = paced(on_progress)
+
+    def dtype_of(key: str) -> torch.dtype:
+        is_kept = any(part in key for part in target._keep_in_fp32_modules_strict or ())
+        return torch.float32 if is_kept else dtype
+
+    target.load_state_dict(
+        _read_module(checked.stored, checked.target_plans, dtype_of, report),
+        strict=False,  # a tied head is left out
+        assign=True,
+    )
     target.tie_weights()
     if torch.device(device).type != "cpu":
         on_progress(f"moving the target to {device}")
@@ -185,8 +193,8 @@ def load_model(
     layers = build_layers(target, target.config, checked.family, checked.num_mtp_layers)
     for depth, layer in enumerate(layers):
         if depth < len(checked.plans):
-            tensors = read(checked.plans[depth])
-            state = {key: tensor.to(device) for key, tensor in tensors.items()}
+            read = _read_module(checked.stored, checked.plans[depth], dtype_of, report)
+            state = {key: tensor.to(device) for key, tensor in read.items()}
         else:
             state = layers[0].state_dict(keep_vars=True)
         layer.load_state_dict(state, assign=True)
@@ -494,28 +502,19 @@ def _plan_tensors(
         )
 
 
-@dataclass(frozen=True)
-class _Reader:
-    """Reads the tensors of modules, on the CPU; the files are mapped, not copied."""
-
-    stored: Mapping[str, StoredTensor]
-    dtype: torch.dtype
-    kept_in_fp32: tuple[str, ...]
-    """Parts of the names of tensors that have float32 in any dtype."""
-    report: Callable[[str], None]
-
-    def __call__(self, plans: Sequence[TensorPlan]) -> dict[str, torch.Tensor]:
-        """Return the tensors of the plans by module key."""
-        names = [name for plan in plans for name in plan.sources]
-        tensors = {}
-        for number, (name, tensor) in enumerate(read_tensors(self.stored, names), 1):
-            tensors[name] = tensor
-            self.report(f"loading weights: {number} of {len(names)} tensors")
-        return {plan.module_key: self._cast(plan, plan.assemble(tensors)) for plan in plans}
-
-    def _cast(self, plan: TensorPlan, tensor: torch.Tensor) -> torch.Tensor:
-        is_kept = any(part in plan.module_key for part in self.kept_in_fp32)
-        return tensor.to(torch.float32 if is_kept else self.dtype)
+def _read_module(
+    stored: Mapping[str, StoredTensor],
+    plans: Sequence[TensorPlan],
+    dtype_of: Callable[[str], torch.dtype],
+    report: Callable[[str], None],
+) -> dict[str, torch.Tensor]:
+    """Return the tensors of a module by key, on the CPU; files are mapped, not copied."""
+    names = [name for plan in plans for name in plan.sources]
+    tensors = {}
+    for number, (name, tensor) in enumerate(read_tensors(stored, names), 1):
+        tensors[name] = tensor
+        report(f"loading weights: {number} of {len(names)} tensors")
+    return {p.module_key: p.assemble(tensors).to(dtype_of(p.module_key)) for p in plans}
 
 
 def read_tensors(

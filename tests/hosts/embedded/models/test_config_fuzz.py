@@ -38,12 +38,10 @@ def most_memory() -> int:
 
 
 FOREIGN = [
-    "_attn_implementation", "_experts_implementation", "_name_or_path", "attn_implementation",
-    "attribute_map", "auto_map", "base_model_tp_plan", "custom_generate", "fusion_config",
-    "get_text_config", "id2label", "is_encoder_decoder", "mlp_layer_types", "num_labels",
-    "num_local_experts", "num_mtp_layers", "output_attentions", "output_hidden_states",
-    "per_layer_config", "problem_type", "quantization_config", "return_dict", "sub_configs",
-    "text_config", "tie_encoder_decoder", "transformers_weights", "validate", "__class__",
+    "_attn_implementation", "attn_implementation", "attribute_map", "auto_map", "custom_generate",
+    "id2label", "is_encoder_decoder", "mlp_layer_types", "num_local_experts", "num_mtp_layers",
+    "quantization_config", "return_dict", "sub_configs", "text_config", "transformers_weights",
+    "__class__",
 ]  # fmt: skip
 NUMBERS = (
     st.sampled_from([-1, 0, 1, 2, 3, 4, 5, 7, 8, 16, 31, 64, 96, 512, 513, 10**4, 10**6, 10**7])
@@ -54,27 +52,16 @@ WORDS = st.sampled_from(
     ["", "silu", "gelu", "xielu", "full_attention", "sliding_attention", "bfloat16", "float16",
      "org/kernel", "flash_attention_2", "\ud800", "\0", "x" * 10**4, "yarn", "dynamic"]
 )  # fmt: skip
-ROPES = st.fixed_dictionaries(
-    {},
-    optional={
-        "rope_type": st.sampled_from(
-            ["default", "linear", "yarn", "llama3", "dynamic", "longrope", "axial", "proportional"]
-        )
-        | NUMBERS,
-        "type": st.sampled_from(["default", "linear", "yarn", "llama3"]),
-        "rope_theta": NUMBERS,
-        "factor": NUMBERS,
-        "low_freq_factor": NUMBERS,
-        "high_freq_factor": NUMBERS,
-        "original_max_position_embeddings": NUMBERS,
-        "partial_rotary_factor": NUMBERS,
-        "beta_fast": NUMBERS,
-        "beta_slow": NUMBERS,
-        "mscale": NUMBERS,
-        "mscale_all_dim": NUMBERS,
-        "attention_factor": NUMBERS,
-        "full_attention": st.just({"rope_type": "default"}),
-    },
+TYPES = ["default", "linear", "yarn", "llama3", "dynamic", "longrope", "axial", "proportional"]
+ROPE_KEYS = [
+    "rope_theta", "factor", "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+    "original_max_position_embeddings", "partial_rotary_factor", "mscale", "mscale_all_dim",
+    "attention_factor", "full_attention",
+]  # fmt: skip
+ROPES = st.builds(
+    lambda kinds, numbers: {**kinds, **numbers},
+    st.dictionaries(st.sampled_from(["rope_type", "type"]), st.sampled_from(TYPES) | NUMBERS),
+    st.dictionaries(st.sampled_from(ROPE_KEYS), NUMBERS),
 )
 PLAIN = st.none() | st.booleans() | NUMBERS | WORDS
 VALUES = st.one_of(

@@ -19,39 +19,21 @@ Edited = Callable[..., Path]
 Checkpoint = Callable[..., Path]
 Tensors = dict[str, torch.Tensor]
 
-LAYERS: dict[str, tuple[str, dict[str, str]]] = {
-    # family: begin of the block's names, stored name of each other module
-    "mimo": (
-        "model.mtp_layers.0.",
-        {
-            "enorm": "model.mtp_layers.0.token_layernorm",
-            "hnorm": "model.mtp_layers.0.hidden_layernorm",
-            "eh_proj": "model.mtp_layers.0.input_proj",
-            "norm": "model.mtp_layers.0.final_layernorm",
-        },
-    ),
-    "qwen3_next": (
-        "mtp.layers.0.",
-        {
-            "enorm": "mtp.pre_fc_norm_embedding",
-            "hnorm": "mtp.pre_fc_norm_hidden",
-            "eh_proj": "mtp.fc",
-            "norm": "mtp.norm",
-        },
-    ),
-    **dict.fromkeys(
-        ("glm4_moe", "deepseek_v3"),
-        (
-            "model.layers.2.",
-            {
-                "enorm": "model.layers.2.enorm",
-                "hnorm": "model.layers.2.hnorm",
-                "eh_proj": "model.layers.2.eh_proj",
-                "norm": "model.layers.2.shared_head.norm",
-            },
-        ),
-    ),
+MODULES = ("enorm", "hnorm", "eh_proj", "norm")
+LAYERS = {
+    # family: begin of the names of the block, then of the other modules
+    "mimo": ("model.mtp_layers.0.", "token_layernorm hidden_layernorm input_proj final_layernorm"),
+    "qwen3_next": ("mtp.layers.0.", "pre_fc_norm_embedding pre_fc_norm_hidden fc norm"),
+    "glm4_moe": ("model.layers.2.", "enorm hnorm eh_proj shared_head.norm"),
+    "deepseek_v3": ("model.layers.2.", "enorm hnorm eh_proj shared_head.norm"),
 }
+
+
+def names_of(family: str) -> tuple[str, dict[str, str]]:
+    """Begin of the stored names of an MTP block, and the stored name of each other module."""
+    block, names = LAYERS[family]
+    stem = "mtp." if family == "qwen3_next" else block
+    return block, dict(zip(MODULES, [stem + name for name in names.split()], strict=True))
 
 
 def assert_equal(one: nn.Module, other: nn.Module) -> None:
@@ -67,7 +49,7 @@ def test_every_tensor_is_in_its_place(
     path = checkpoint(family)
     model = load_model(path)
     stored = load_file(path / "model.safetensors")
-    block, modules = LAYERS[family]
+    block, modules = names_of(family)
     for key, tensor in model.mtp_layers[0].state_dict().items():
         module, _, rest = key.partition(".")
         if ".experts." not in key:
@@ -135,7 +117,7 @@ def test_concat_order_reaches_the_draft(
 ) -> None:
     """With the embedding's half of the projection zeroed, drafts cannot depend on the token."""
     embedding_half = slice(64, 128) if family == "mimo" else slice(0, 64)
-    name = f"{LAYERS[family][1]['eh_proj']}.weight"
+    name = f"{names_of(family)[1]['eh_proj']}.weight"
 
     def zero(tensors: Tensors) -> None:
         tensors[name][:, embedding_half] = 0
