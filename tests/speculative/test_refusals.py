@@ -60,12 +60,12 @@ def build_sampler(nextn: Any = 3, **changed: Any) -> MTPSampler:
     return MTPSampler(args, nextn=nextn, device="cpu", **own)
 
 
-def sample(name: str = "", value: Any = None, nextn: int = 3, **request: Any) -> SampleStateMTP:
-    outputs = test_sampler.outputs([5, 6]) | ({name: value} if name else {})
+def sample(name: str, value: Any = None, **request: Any) -> SampleStateMTP:
+    outputs = test_sampler.outputs([5, 6]) | {name: value}
     if value is MISSING:
         del outputs[name]
     batch = test_sampler.batch([], [test_sampler.Request(0, **request)])
-    return build_sampler(nextn).sample_async(batch, outputs)
+    return build_sampler().sample_async(batch, outputs)
 
 
 def update(name: str, value: Any) -> None:
@@ -215,13 +215,11 @@ SAMPLER: Rows = [
      "logprob_entries: expected torch.int32 tensor [>= 1, k+1, "),
     (lambda: sample("status", py_seq_slot="0"),
      "sample_async: expected a sequence slot of 0..5 for each request, got ['0']"),
-    (lambda: sample(nextn=2),
-     "ExecutorError: sample_async: the worker's step has 3 drafts per request, MTPSampler was "
-     "built with nextn=2"),
     (lambda: update("new_tokens", [[5], [6]]),
      "sample state, new_tokens: expected integer tensor [k+1, S, 1], got [[5], [6]]"),
     (lambda: update("new_tokens_lens", torch.ones(6)),
      "sample state, new_tokens_lens: expected integer tensor [S], got torch.float32 [6]"),
+    (lambda: update("new_tokens_lens", None), "holds no lengths or no drafts"),
     (lambda: update("next_draft_tokens", None), "holds no lengths or no drafts"),
     (lambda: build_sampler().update_requests(SampleStateMTP(cases.batch())),
      "holds no host tensors"),

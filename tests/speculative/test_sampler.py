@@ -444,6 +444,15 @@ def test_a_refused_request_has_a_result_without_tokens() -> None:
     ]
 
 
+def test_worker_with_more_drafts_than_nextn_is_refused() -> None:
+    """Its tokens would be cut silently; fewer are a step of a shorter draft length."""
+    sampler, request = make(nextn=2), Request(0)
+    message = "the worker's step has 3 drafts per request, MTPSampler was built with nextn=2"
+    with pytest.raises(ExecutorError, match=message):
+        sampler.sample_async(batch([], [request]), outputs([7, 8], k=3))
+    sampler.sample_async(batch([], [request]), outputs([7, 8], k=1))
+
+
 def test_results_of_a_step_are_applied_once() -> None:
     """A second call would append the tokens twice."""
     sampler, request = make(), Request(0)
