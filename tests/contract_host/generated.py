@@ -156,6 +156,7 @@ class _Generator:
         # those of pydantic get a constructor with all keys, each of which may be left out
         is_model = module.endswith(".llm_args") and not facts.members
         body: dict[str, Any] = {"__module__": module, "__qualname__": qualified}
+        body["__doc__"] = "Generated."  # dataclasses would compute one
         body["__annotations__"] = {each.name: each.annotation for each in facts.fields}
         for name, text in facts.members.items():
             body[name] = enum.auto() if text == "auto()" else ast.literal_eval(text)
@@ -167,7 +168,6 @@ class _Generator:
             if is_given or not (is_called_by_python or is_model):
                 body[name] = self._method(module, f"{qualified}.{name}", function)
         for each in facts.fields:
-            default = None if each.default is None else self._value(module, each.default)
             if is_model:
                 body[each.name] = None
             elif each.call == "field":
@@ -176,10 +176,10 @@ class _Generator:
                     made = self._value(module, each.default_factory)
                     options["default_factory"] = made if callable(made) else lambda: None
                 elif each.default is not None:
-                    options["default"] = default
+                    options["default"] = self._value(module, each.default)
                 body[each.name] = dataclasses.field(**options)
             elif each.default is not None:
-                body[each.name] = default
+                body[each.name] = self._value(module, each.default)
         bases = [self._value(module, text.partition("[")[0]) for text in facts.bases]
         # Generic, Protocol, NamedTuple and BaseModel are not needed
         kinds = tuple(base for base in bases if isinstance(base, type))
@@ -190,7 +190,9 @@ class _Generator:
 
         made = types.new_class(qualified.rpartition(".")[2], kinds, {}, fill)
         decorated = {"kw_only": True} if is_model else facts.dataclass
-        return made if decorated is None else dataclasses.dataclass(**decorated)(made)
+        if decorated is None:
+            return made
+        return dataclasses.dataclass(**decorated, eq=False, repr=False)(made)
 
     def _method(self, module: str, qualified: str, facts: Function) -> Any:
         function = self._function(module, qualified, facts)

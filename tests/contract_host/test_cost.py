@@ -8,6 +8,7 @@ from pathlib import Path
 from types import FrameType, SimpleNamespace
 from typing import Any
 
+import pytest
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_plugin.hosts import tensorrt_llm
@@ -35,6 +36,7 @@ def is_adapters(frame: FrameType | None) -> bool:
 
 
 @lines
+@pytest.mark.thinned("vanilla")
 @ways
 def test_a_step_costs_few_calls_more(vanilla, make, prompts):
     """Python functions that the adapter has and calls, in a step of four generations."""
@@ -87,6 +89,7 @@ class Launches(TorchDispatchMode):
 
 
 @lines
+@pytest.mark.thinned("vanilla")
 @ways
 def test_nothing_else_is_launched(vanilla, make, prompts):
     """Over whole generations: chunks of prompts, greedy and sampled tokens."""
