@@ -14,6 +14,7 @@ from integration.tiny_model.hf_patch import load_with_mtp
 from mtp_plugin.config import load_config
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.hosts.embedded.models import LoadedModel, load_model, preflight
+from tests.conftest import once_per_run  # noqa: F401
 from tests.greedy import greedy_decode
 
 ROOT = Path(__file__).parent.parent
@@ -40,14 +41,17 @@ def model() -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def plain_texts(prompts) -> list[list[int]]:
+def plain_texts(prompts, once_per_run) -> list[list[int]]:  # noqa: F811
     """The target alone, by the no_overlap decoder over transformers' own attention."""
-    target = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
-    end = (target.generation_config.eos_token_id,)
-    return [
-        greedy_decode(target, tokenizer.encode(p), NUM_TOKENS, eos_token_ids=end) for p in prompts
-    ]
+
+    def decode(_: Path) -> str:
+        target = AutoModelForCausalLM.from_pretrained(CHECKPOINT, dtype=torch.float32)
+        tokenizer = AutoTokenizer.from_pretrained(CHECKPOINT)
+        end = (target.generation_config.eos_token_id,)
+        texts = (greedy_decode(target, tokenizer.encode(p), NUM_TOKENS, end) for p in prompts)
+        return json.dumps(list(texts))
+
+    return json.loads(once_per_run("tiny_model_texts", decode))
 
 
 def test_the_checkpoint_is_small_and_whole():
