@@ -153,21 +153,6 @@ def test_relaxed_acceptance_accepts_more_while_thinking(model, prompts):
     assert lengths[1] > lengths[0]
 
 
-def test_stop_strings_on_real_text(model, prompts):
-    """The text ends before the stop string, and the stream shows nothing of it."""
-    config = load_config(ROOT / "configs" / "tiny_eagle.yaml")
-    with LLM(config, model=model) as llm:
-        free = llm.generate(prompts[:4], SamplingParams(max_new_tokens=NUM_TOKENS))
-        stops = [o.text[12:15] for o in free]
-        params = [SamplingParams(max_new_tokens=NUM_TOKENS, stop=(s,)) for s in stops]
-        requests: dict[int, str] = {}
-        for events in llm.stream(prompts[:4], params):
-            for event in events:
-                requests[event.request_id] = requests.get(event.request_id, "") + event.text
-    for output, stop, text in zip(free, stops, requests.values(), strict=True):
-        assert text == output.text[: output.text.index(stop)]
-
-
 def test_transformers_runs_the_same_files(prompts, plain_texts):
     """Its own ``use_mtp`` gives the same text, with the patch that names the layer numbers."""
     target = load_with_mtp(CHECKPOINT)
