@@ -223,12 +223,14 @@ def extended_output(
         ended = zip(outputs, requests, strict=True)
         outputs = [replace(own, acceptance=request.py_acceptance) for own, request in ended]
         return replace(RequestOutput.of_success(*requests), outputs=outputs)
-    known = [event.prompt_logprobs for event in events if event.prompt_logprobs is not None]
+    prompt_logprobs = None if last is None else last.prompt_logprobs
+    for event in events:
+        prompt_logprobs = event.prompt_logprobs or prompt_logprobs
     return RequestOutput(
         request_id=requests[0].request_id,
         prompt=requests[0].prompt,
         prompt_token_ids=requests[0].tokens[: requests[0].py_orig_prompt_len],
         outputs=outputs,
-        prompt_logprobs=known[-1] if known else last and last.prompt_logprobs,
+        prompt_logprobs=prompt_logprobs,
         finished=False,
     )

@@ -126,14 +126,18 @@ def streaming_output_never_awaited(llm: LLM) -> None:
 # --- cancelled ---
 
 
-@ends(True)
-async def task_cancelled(llm: LLM) -> bool:
-    task = asyncio.create_task(llm.generate_async(TEXT, LONG))
+@ends([True, True, True])
+async def tasks_cancelled(llm: LLM) -> list[bool]:
+    calls = [llm.generate_async(prompt, LONG) for prompt in (TEXT, PROMPT, PROMPT)]
+    tasks = [asyncio.create_task(call) for call in calls]
+    del calls
+    tasks[1].cancel()  # before it runs
     await started(llm)
-    task.cancel()
-    await asyncio.wait([task])
-    await asyncio.to_thread(assert_idle, llm)  # though the task is kept
-    return task.cancelled()
+    tasks[0].cancel()
+    tasks[2].cancel()
+    await asyncio.wait(tasks)
+    await asyncio.to_thread(assert_idle, llm)  # though the tasks are kept
+    return [task.cancelled() for task in tasks]
 
 
 @ends("TimeoutError")

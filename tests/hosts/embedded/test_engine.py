@@ -97,18 +97,17 @@ def test_thread_ends_when_the_executor_is_dropped(harness) -> None:
 
 
 EXITS = {
-    "idle": "llm.generate([[1, 2]], params)",
-    "running": "handle = llm.submit([1, 2], params)",
+    "running": "handle = llm.submit([1, 2], params); raise SystemExit(0)",
     "unread stream": "stream = llm.stream([[1, 2]], params); next(stream)",
     "in a cycle": "llm.me = llm; handle = llm.submit([1, 2], params); del llm, handle",
-    "async": "import asyncio; asyncio.run(llm.generate_async([1, 2], params)); "
-    "handle = llm.submit([1, 2], params)",
-    "error": "handle = llm.submit([1, 2], params); raise SystemExit(0)",
+    "async": "import asyncio; asyncio.run(llm.generate_async([1, 2], params))",
 }
 
 
 EXIT_EACH = f"""
 import json, os, sys
+import torch
+torch.set_num_threads(1)  # a child has no threads of its parent
 from mtp_plugin import LLM, SamplingParams
 from mtp_plugin.hosts.embedded.models import load_model
 model = load_model({TRAINED!r}, num_mtp_layers=1)
