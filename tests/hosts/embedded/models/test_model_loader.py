@@ -104,6 +104,18 @@ def test_classes_and_shared_modules(checkpoint: Checkpoint) -> None:
     assert qwen.mtp_layers[0].rotary is qwen.target.model.rotary_emb
 
 
+@pytest.mark.parametrize(
+    ("family", "change"),
+    [("glm4_moe", {"first_k_dense_replace": 9}), ("qwen3_next", {"mlp_only_layers": [0, 1, 2]})],
+)
+def test_mtp_blocks_are_mixtures_after_dense_targets(
+    checkpoint: Checkpoint, family: str, change: dict[str, object]
+) -> None:
+    model = load_model(checkpoint(family, **change))
+    assert not hasattr(model.target.model.layers[1].mlp, "experts")
+    assert hasattr(model.mtp_layers[0].block.mlp, "experts")
+
+
 def test_tied_head(checkpoint: Checkpoint) -> None:
     path = checkpoint("mimo", tie_word_embeddings=True)
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
