@@ -50,7 +50,7 @@ def load_config(
         data["model"] = str(path_of(str(model), f"{source}: model"))
     if plugin_options is not None:
         data["speculative_config"] = _with_options(data, source, plugin_options)
-    return _validated(data, source, Path(path).parent)
+    return _validated(data, source, _folder_of(path))
 
 
 def path_of(text: str, source: str) -> Path:
@@ -72,6 +72,12 @@ def _source_of(path: str | Path) -> str:
     return str(path) if len(str(path)) <= LONGEST_PATH else f"{str(path)[:LONGEST_PATH]}..."
 
 
+def _folder_of(path: str | Path) -> Path:
+    """The folder that relative paths in a file are seen from; of a pipe, the working directory."""
+    is_pipe = Path(path).parts[:2] in (("/", "dev"), ("/", "proc"))
+    return Path() if is_pipe else Path(path).parent
+
+
 def load_plugin_options(path: str | Path, source: str) -> MTPPluginOptions:
     """Read a YAML file of the plugin's own options; relative paths are from the file's folder.
 
@@ -83,7 +89,7 @@ def load_plugin_options(path: str | Path, source: str) -> MTPPluginOptions:
     """
     _source_of(path)
     data = _read_yaml(Path(path), source, "a mapping of the plugin's options")
-    context = {"source": source, "folder": Path(path).parent}
+    context = {"source": source, "folder": _folder_of(path)}
     return MTPPluginOptions.model_validate(data, context=context)
 
 
