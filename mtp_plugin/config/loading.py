@@ -74,8 +74,8 @@ def _source_of(path: str | Path) -> str:
 
 def _folder_of(path: str | Path) -> Path:
     """The folder that relative paths in a file are seen from; of a pipe, the working directory."""
-    is_pipe = Path(path).parts[:2] in (("/", "dev"), ("/", "proc"))
-    return Path() if is_pipe else Path(path).parent
+    is_open = str(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/"))
+    return Path() if is_open else Path(path).parent
 
 
 def load_plugin_options(path: str | Path, source: str) -> MTPPluginOptions:
