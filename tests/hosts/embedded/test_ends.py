@@ -245,6 +245,19 @@ def loop_ended_with_a_running_task(llm: LLM) -> None:
     assert_idle(llm)
 
 
+@ends(None)
+def loop_ended_with_a_stream_that_is_kept(llm: LLM) -> None:
+    kept = []
+
+    async def main() -> None:
+        kept.append(llm.stream_async(PROMPT, LONG))
+        await anext(kept[0])
+        await asyncio.sleep(1)  # its queue is full, and no step runs that would notice
+
+    asyncio.run(main())
+    assert_idle(llm)
+
+
 @ends(None, complete=1)
 def loop_closed_with_a_running_stream(llm: LLM) -> None:
     async def begin() -> Any:
