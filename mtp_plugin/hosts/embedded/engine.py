@@ -15,9 +15,9 @@ from queue import Empty, SimpleQueue
 import torch
 
 from mtp_plugin.errors import ExecutorError
-from mtp_plugin.hosts.embedded.handle import Results
 from mtp_plugin.hosts.embedded.py_executor import PyExecutor, StepEvent
 from mtp_plugin.hosts.embedded.request import LlmRequest
+from mtp_plugin.hosts.embedded.results import Results
 from mtp_plugin.hosts.embedded.tokenising import Submission
 
 _logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, RequestError, expect_int, format_value
 from mtp_plugin.hosts.embedded import gc_freeze
-from mtp_plugin.hosts.embedded.admission import Admission
+from mtp_plugin.hosts.embedded.admission import Admission, PendingRequest
 from mtp_plugin.hosts.embedded.build import BuiltExecutor, build_executor
 from mtp_plugin.hosts.embedded.chat import Message, conversations_of, render_chat
 from mtp_plugin.hosts.embedded.engine import Engine
@@ -22,7 +22,6 @@ from mtp_plugin.hosts.embedded.handle import (
     EventStream,
     GenerationHandle,
     RequestHandle,
-    Results,
 )
 from mtp_plugin.hosts.embedded.metrics import PREFIX, Metric, read_metrics
 from mtp_plugin.hosts.embedded.models import LoadedModel
@@ -33,8 +32,9 @@ from mtp_plugin.hosts.embedded.requested_config import (
     load_requested_tokenizer,
     read_requested_config,
 )
+from mtp_plugin.hosts.embedded.results import Results
 from mtp_plugin.hosts.embedded.scheduler import ChunkPolicy, whole_budget
-from mtp_plugin.hosts.embedded.tokenising import PendingRequest, Submission
+from mtp_plugin.hosts.embedded.tokenising import Submission
 from mtp_plugin.requests.foreign_names import OF_LLM, counterpart
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import Prompt, params_of

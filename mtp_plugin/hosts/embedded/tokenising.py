@@ -5,17 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 from typing_extensions import Self
 
-from mtp_plugin.errors import ExecutorError, RequestError
+from mtp_plugin.errors import RequestError
 from mtp_plugin.hosts.embedded.request import LlmRequest
-from mtp_plugin.requests.options import SamplingParams
-from mtp_plugin.requests.prompts import PlainPrompt
-
-if TYPE_CHECKING:
-    from mtp_plugin.hosts.embedded.admission import Admission
 
 T = TypeVar("T")
 
@@ -94,70 +89,3 @@ class Submission:
         """Keep other threads from making the requests; False: one has begun to."""
         claim = (threading.get_ident(), object())
         return self._makers.setdefault(None, claim) is claim  # atomic, also for signal handlers
-
-
-class PendingRequest(Submission):
-    """The requests of a prompt, made by the first thread that needs them.
-
-    Args:
-        request_ids, prompt, params: arguments of `Admission.make`.
-        admission: makes the requests.
-    """
-
-    def __init__(
-        self,
-        request_ids: Sequence[int],
-        prompt: PlainPrompt,
-        params: SamplingParams,
-        admission: Admission,
-    ) -> None:
-        super().__init__(request_ids)
-        self._prompt = prompt
-        self._params = params
-        self._admission = admission
-
-    def make(self) -> None:
-        """Make the requests in this thread, unless a thread has begun to."""
-        if not self.claim():
-            return
-        try:
-            requests = self._admission.make(self.request_ids, self._prompt, self._params)
-        except Exception as error:
-            self.made.set_exception(error)
-            del self  # the error refers to this frame
-        except BaseException:
-            message = f"request {self.request_ids[0]}: its tokenising was interrupted"
-            self.made.set_exception(ExecutorError(message))
-            raise
-        else:
-            self.made.set_result(requests)
-
-    def make_in_pool(self) -> None:
-        """Have the requests made by another thread, unless a thread has begun to."""
-        self._admission.tokenizer_lock.pool.submit(self.make)
-
-    def check_can_wait(self) -> None:
-        """Refuse to wait for requests that this thread is making, or that need its tokenizer.
-
-        Raises:
-            ExecutorError, RequestError: see above.
-        """
-        if self.made.done():
-            return
-        self._admission.tokenizer_lock.check_not_held(self.request_ids[0])
-        maker = self._makers.get(None)
-        if maker is not None and maker[0] == threading.get_ident() and not self.made.done():
-            raise ExecutorError(
-                f"request {self.request_ids[0]}: this thread is making it, nothing can wait for it "
-                f"within that"
-            )
-
-    def result(self) -> list[LlmRequest]:
-        """Return the requests: make them in this thread, or wait for the thread that makes them.
-
-        Raises:
-            RequestError: they cannot be served, or see :meth:`check_can_wait`.
-        """
-        self.check_can_wait()
-        self.make()
-        return self.made.result()

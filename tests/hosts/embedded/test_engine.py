@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from mtp_plugin.errors import ExecutorError
-from mtp_plugin.hosts.embedded import handle as handles
+from mtp_plugin.hosts.embedded import results
 from mtp_plugin.hosts.embedded.engine import WITHIN_A_STEP
 from tests.hosts.embedded.conftest import TRAINED, assert_drained, wait_until
 from tests.hosts.embedded.test_llm_api import Pieces, by_request, greedy
@@ -175,7 +175,7 @@ def test_slow_reader_holds_few_events_and_gets_every_token(
     steps = [next(slow)]
     (other,) = llm.generate([prompts[2]], greedy(60))
     unread = len(slow._results.steps)
-    assert unread <= handles.UNREAD_STEPS + 2
+    assert unread <= results.UNREAD_STEPS + 2
     steps += slow
     assert by_request(steps) == {i: target.greedy(prompts[i], 60) for i in (0, 1)}
     for i in (0, 1):

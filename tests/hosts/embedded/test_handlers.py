@@ -29,6 +29,7 @@ from tests.hosts.embedded.test_llm_api import Pieces
 BOOKS = (
     "hosts/embedded/engine.py",
     "hosts/embedded/handle.py",
+    "hosts/embedded/results.py",
     "hosts/embedded/tokenising.py",
 )
 HANDLED_AFTER = ("CALL", "RESUME", "JUMP_BACKWARD", "JUMP_ABSOLUTE")
