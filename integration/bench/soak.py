@@ -28,7 +28,7 @@ from integration.bench.e2e.subject import Subject
 from integration.bench.machine import describe_machine
 from mtp_plugin.errors import expect
 from mtp_plugin.hosts.embedded import LLM, LlmRequest, SamplingParams
-from mtp_plugin.infer.pacing import paced
+from mtp_plugin.requests.pacing import paced
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
 from mtp_plugin.tools.report import Report

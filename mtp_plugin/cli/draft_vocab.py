@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.infer.pacing import paced
+from mtp_plugin.requests.pacing import paced
 from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output, progress
 
 

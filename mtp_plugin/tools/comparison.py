@@ -20,9 +20,9 @@ from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.hosts.embedded.models import LoadedModel
 from mtp_plugin.infer import Continuation, SamplingRule, Thinking, decode
 from mtp_plugin.infer.decoding import LogprobsMode
-from mtp_plugin.infer.pacing import paced
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.options import SamplingParams
+from mtp_plugin.requests.pacing import paced
 from mtp_plugin.requests.prompts import place_of
 from mtp_plugin.requests.seeds import ENGINE_SEED
 from mtp_plugin.requests.thinking import NO_TOKEN, resolve_thinking_end

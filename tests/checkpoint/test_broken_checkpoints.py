@@ -499,7 +499,7 @@ def test_the_doctor_of_vllm(
 ) -> None:
     """Large vocabularies get a hint, and the last line serves the checkpoint."""
     monkeypatch.setattr(model_check, "examine", lambda: Examination("0.33.0", tested_on="CPU"))
-    monkeypatch.setattr(extras, "_version_of", lambda _: "0.33.0")
+    monkeypatch.setattr(extras, "version_of", lambda _: "0.33.0")
     monkeypatch.setattr(model_check, "LARGE_VOCABULARY", 2048)
     assert main(str(TINY)) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -70,7 +70,7 @@ def test_generate_shows_text_table_and_verdict(
 def test_every_phase_reports_progress(
     run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("mtp_plugin.infer.pacing.PACE_SECONDS", 0.0)
+    monkeypatch.setattr("mtp_plugin.requests.pacing.PACE_SECONDS", 0.0)
     lines = run("generate", "-c", config(EAGLE), "-p", "ab", "-n", "9", "--json").err.splitlines()
     phases = [
         r"loading weights",

@@ -8,8 +8,8 @@ from time import perf_counter
 
 from mtp_plugin.errors import ExecutorError
 from mtp_plugin.hosts.embedded import LLM, LlmRequest, SamplingParams, StepEvent
-from mtp_plugin.infer.pacing import paced
 from mtp_plugin.requests.logprobs import TokenLogprobs
+from mtp_plugin.requests.pacing import paced
 from mtp_plugin.requests.prompts import Prompt, place_of
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats

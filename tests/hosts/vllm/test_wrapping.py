@@ -37,7 +37,7 @@ from tests.hosts.vllm import fake_vllm
 from tests.hosts.vllm.fake_vllm import make_config
 
 WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
-README = Path(vllm_host.__file__).parent / "README.md"
+PAGE = Path(vllm_host.__file__).parent / "DEVELOPERS.md"
 DRAFT_HEAD = "mtp_plugin.hosts.vllm.draft_head"
 OFF = ({}, None, "text", {"mtp_plugin": False}, {"mtp_plugin": None}, {"other": {}})
 
@@ -93,7 +93,7 @@ def test_the_wrapped_methods_are_the_documented_ones() -> None:
     assert list(WORKER) == [LOAD_MODEL, *WRAPPED_IN_WORKERS]
     for signatures in SIGNATURES.values():
         assert {*START, *WORKER} <= signatures.keys()
-    readme = README.read_text(encoding="utf-8")
+    readme = PAGE.read_text(encoding="utf-8")
     for target in (*START, *WORKER, *DRAFT_LOOP, *NEW_WEIGHTS, *FRONT_END):
         assert f"`{target.partition(':')[2]}`" in readme
 

@@ -43,7 +43,7 @@ from mtp_plugin.hosts.embedded.models.config_reader import (
 from mtp_plugin.hosts.embedded.models.draft_head import cut_head
 from mtp_plugin.hosts.embedded.models.mtp_layer import MTPLayer, TransformersAttention
 from mtp_plugin.infer.language_model import transformers_arguments
-from mtp_plugin.infer.pacing import paced
+from mtp_plugin.requests.pacing import paced
 
 WITHOUT_MTP = "to run without MTP, set speculative_config to null (None in Python), or type"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth")
