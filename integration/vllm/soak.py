@@ -31,7 +31,7 @@ from integration.vllm.reference import run_reference
 from integration.vllm.traffic import THINKING_TOKENS, run_traffic
 from mtp_plugin.hosts.vllm.options import DRAFTERS, drafter_config
 
-REPORTED = ("k", "drafter", "seed", "max_num_seqs", "plain", "prefix_caching", "plugin")
+REPORTED = ("k", "drafter", "seed", "max_num_seqs", "plain", "prefix_caching", "plugin", "engine")
 """Options in the result."""
 BLOCK_SIZE = 32
 MAX_MODEL_LEN = 384
@@ -73,6 +73,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--prefix-caching", action="store_true", help="of the engine with drafts")
     parser.add_argument(
         "--plugin", type=json.loads, default={}, help="options of the plugin, as JSON"
+    )
+    parser.add_argument(
+        "--engine",
+        type=json.loads,
+        default={},
+        help='arguments of the engine with drafts, as JSON, such as {"tensor_parallel_size": 2}',
     )
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs")
     parser.add_argument(
@@ -116,7 +122,8 @@ def soak(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 else {}
             ),
             **common,
-        ),
+        )
+        | options.engine,
         folder,
         in_process=True,
     )

@@ -272,17 +272,22 @@ def leaks(llm: Any) -> list[str]:
     for _ in range(4):  # the worker frees slots in the step after the last
         llm.llm_engine.step()
     pool = core.scheduler.kv_cache_manager.block_pool
-    states = model_runner(llm).req_states
     free = {
         # one block is never used
-        "KV blocks": (pool.get_num_free_blocks(), pool.num_gpu_blocks - 1),
-        "slots": (len(set(states.free_indices)), states.max_num_reqs),
+        "KV blocks": (pool.get_num_free_blocks(), pool.num_gpu_blocks - 1)
     }
+    for rank, slots in enumerate(core.model_executor.collective_rpc(_free_slots)):
+        free[f"slots of rank {rank}"] = slots
     return [
         f"{name}: {count} of {whole} free without requests"
         for name, (count, whole) in free.items()
         if count != whole
     ]
+
+
+def _free_slots(worker: Any) -> tuple[int, int]:
+    states = worker.model_runner.req_states
+    return len(set(states.free_indices)), states.max_num_reqs
 
 
 def model_runner(llm: Any) -> Any:
