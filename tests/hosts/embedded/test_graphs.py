@@ -243,7 +243,7 @@ def test_graphs_of_logits_processing_are_captured_when_idle(graphed, harness, pr
     kinds = [SamplingKind.GREEDY] * 2 + [SamplingKind.SAMPLED] * 2
     assert [shape.sampling_kind for shape in first] == kinds
     watched.llm.capture_when_idle()
-    assert wait_until(lambda: not captured.pending)
+    assert wait_until(lambda: not captured.pending, seconds=120.0)  # compiles on a GPU
     assert wait_until(lambda: captured.shapes == [*first, *deferred])
     assert watched.generate(prompts[:3], greedy(**PENALTY)) == [o.token_ids for o in want]
     assert {shape.sampling_kind for shape in watched.replayed} == {SamplingKind.PROCESSED}
@@ -350,7 +350,7 @@ def test_graphs_of_logits_processing_wait_for_their_kernels(graphed, monkeypatch
     assert wait_until(lambda: answers.count(False) > 3)
     assert captured.pending == processed
     compilation.is_done = True
-    assert wait_until(lambda: not captured.pending)
+    assert wait_until(lambda: not captured.pending, seconds=120.0)  # compiles on a GPU
 
 
 def test_requests_wait_for_their_kernels_and_others_go_on(graphed, target, prompts, monkeypatch):
