@@ -68,12 +68,14 @@ def load_weights(llm: Any, checkpoint: str, how: str) -> None:
     """Load weights into the models of a running engine with one draft pass.
 
     With negative weights of the LM head and of the norms around it both models compute what they
-    did. ``reloaded``: the target's weights again; ``draft``: negative norms of the draft model, and
-    the head, which trainers send to both; ``target``: negative weights of the target.
+    did. ``reloaded``: those of both again, after all were lost; ``draft``: negative norms of the
+    draft model, and the head, which trainers send to both; ``target``: negative weights of the
+    target.
     """
     from safetensors.torch import load_file
 
     if how == "reloaded":
+        llm.collective_rpc(_lose_weights)
         llm.collective_rpc("reload_weights")
         return
     weights = load_file(f"{checkpoint}/model.safetensors")
@@ -87,6 +89,13 @@ def load_weights(llm: Any, checkpoint: str, how: str) -> None:
     for name in ("lm_head.weight", "model.norm.weight"):
         weights[name].neg_()
     llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights.items())})
+
+
+def _lose_weights(worker: Any) -> None:
+    """What sleep of level 2 does."""
+    for model in (worker.model_runner.model, worker.model_runner.speculator.model):
+        for parameter in model.parameters():
+            parameter.data.zero_()
 
 
 def widen_dummy_weights() -> None:

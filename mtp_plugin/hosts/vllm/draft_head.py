@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -181,6 +182,29 @@ def follow_weights(speculator: Any, target: Any, heads: Sequence[DraftHead]) -> 
     if copies:
         _surround(target, "load_weights", _nothing, mark_stale)
         _surround(speculator, "propose", refresh, _nothing)
+
+
+def reload_drafts(vllm_config: Any, draft: Any, path: str | None) -> None:
+    """Read the weights of a draft model from its checkpoint, in place.
+
+    Args:
+        draft: vLLM's draft model. path: of the checkpoint that the target was read from; None: the
+            one that both were read from before. A draft model of its own keeps its own.
+    """
+    from vllm.model_executor.model_loader import get_model_loader
+    from vllm.model_executor.model_loader.reload import (
+        finalize_layerwise_reload,
+        initialize_layerwise_reload,
+    )
+
+    speculative = vllm_config.speculative_config
+    config = copy.copy(speculative.draft_model_config)
+    if path is not None and speculative.method == "mtp":
+        config.model, config.revision = path, None
+    loader = get_model_loader(vllm_config.load_config)
+    initialize_layerwise_reload(draft)
+    draft.load_weights(loader.get_all_weights(config, draft))
+    finalize_layerwise_reload(draft, config)
 
 
 def _surround(owner: Any, name: str, before: Any, after: Any) -> None:

@@ -342,6 +342,21 @@ def _multi_step_decode(
 
 
 @_wraps(NEW_WEIGHTS, f"{_GPU}.model_runner:GPUModelRunner.reload_weights")
+def _reload_weights(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Read the draft model's weights again too: vLLM leaves them lost after sleep of level 2."""
+    try:
+        result = original(self, *args, **kwargs)
+        given = dict(zip(("weights_iterator", "weights_path"), args, strict=False)) | kwargs
+        draft = getattr(getattr(self, "speculator", None), "model", None)
+        if given.get("weights_iterator") is None and draft is not None:
+            from mtp_plugin.hosts.vllm.draft_head import reload_drafts
+
+            reload_drafts(self.vllm_config, draft, given.get("weights_path"))
+        return result
+    finally:
+        _mark_stale()
+
+
 @_wraps(NEW_WEIGHTS, "vllm.v1.worker.gpu_worker:Worker.update_weights")
 @_wraps(NEW_WEIGHTS, "vllm.v1.worker.gpu_worker:Worker.finish_weight_update")
 def _new_weights(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
