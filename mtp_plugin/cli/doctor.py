@@ -32,8 +32,8 @@ def command(
         typer.Option(
             "--host",
             metavar="ENGINE",
-            help="tensorrt_llm or vllm: check whether the installed engine is supported; with "
-            "--model, also what it will do with the checkpoint. No other option is accepted.",
+            help="sglang, tensorrt_llm or vllm: check whether the installed engine is supported; "
+            "with --model, also what it will do with the checkpoint. No other option is accepted.",
         ),
     ] = None,
 ) -> None:

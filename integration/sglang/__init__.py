@@ -1,0 +1,1 @@
+"""SGLang with the plugin on a GPU: engines in processes of their own, and their comparison."""

@@ -1,0 +1,92 @@
+"""Which SGLang versions the plugin fits, read from wheels that are not installed.
+
+python -m integration.sglang.signatures 0.5.17                 # downloads the wheel with pip
+python -m integration.sglang.signatures DIR/sglang-0.5.17-*.whl # or a folder with its files
+python -m integration.sglang.signatures --store 0.5.18         # and adds it to signatures.json
+python -m integration.sglang.signatures                        # the stored versions
+
+Prints every difference; the exit status is 1 if one of the versions is not served or does not fit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from integration.vllm.signatures import Stored, Wheel
+from mtp_plugin.hosts.sglang.versions import NAMES, SIGNATURES, problems_of
+
+STORED = Path(__file__).with_name("signatures.json")
+
+
+def to_store(reader: Wheel) -> dict[str, Any]:
+    """Return what `Stored` needs of a version."""
+    parameters = {target: reader.parameters(target) for target in SIGNATURES}
+    present = {target: reader.names(target) for target in NAMES}
+    return {
+        "parameters": {t: None if p is None else ", ".join(p) for t, p in parameters.items()},
+        "names": {
+            t: None if n is None else ", ".join(sorted(n.intersection(NAMES[t])))
+            for t, n in present.items()
+        },
+    }
+
+
+def stored() -> dict[str, Stored]:
+    """Return the stored versions."""
+    versions = json.loads(STORED.read_text(encoding="utf-8"))
+    return {name: Stored(version) for name, version in versions.items()}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print a report of each version; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("versions", nargs="*", metavar="VERSION|WHEEL|FOLDER")
+    parser.add_argument("--store", action="store_true", help=f"add the versions to {STORED.name}")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        wheels = {_version(path): Wheel(path) for path in _paths(options.versions, folder)}
+        readers: Mapping[str, Any] = wheels if options.versions else stored()
+        reports = {version: problems_of(version, reader) for version, reader in readers.items()}
+        if options.store:
+            _store(wheels)
+    for version, problems in reports.items():
+        lines = [f"sglang {version}: {'differs' if problems else 'fits'}", *problems]
+        sys.stdout.write("".join(f"{line}\n" for line in lines))
+    return int(any(reports.values()))
+
+
+def _paths(versions: list[str], folder: str) -> list[Path]:
+    paths = []
+    for given in versions:
+        path = Path(given)
+        if not path.exists():
+            command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps"]
+            command += ["--only-binary=:all:", "-d", folder, f"sglang=={given}"]
+            subprocess.run(command, check=True)
+            path = next(Path(folder).glob(f"sglang-{given}-*.whl"))
+        paths.append(path)
+    return paths
+
+
+def _version(path: Path) -> str:
+    found = re.search(r"\d+\.\d+\.\d+[.\w]*", path.name)
+    return path.name if found is None else found[0]
+
+
+def _store(wheels: Mapping[str, Wheel]) -> None:
+    versions = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
+    versions.update((version, to_store(wheel)) for version, wheel in wheels.items())
+    text = json.dumps(dict(sorted(versions.items())), indent=1)
+    STORED.write_text(f"{text}\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Check whether the plugin supports the installed SGLang; starts no engine."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import TextIO
+
+from mtp_plugin.errors import ConfigError, HostError
+from mtp_plugin.hosts.sglang import VARIABLE
+from mtp_plugin.hosts.sglang.options import read_options
+from mtp_plugin.hosts.sglang.versions import (
+    NAMES,
+    SERVED,
+    SIGNATURES,
+    problems_of,
+    refusal,
+    release,
+)
+
+PLUGIN_GROUP, PLUGIN_NAME, PLUGINS = "sglang.srt.plugins", "mtp_plugin", "SGLANG_PLUGINS"
+COMMAND = (
+    f"{VARIABLE}='{{}}' python -m sglang.launch_server --model-path MODEL --speculative-algorithm "
+    "EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+)
+
+
+@dataclass
+class Examination:
+    """What was found of SGLang."""
+
+    version: str | None = None
+    notes: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+
+def examine(environment: Mapping[str, str] = os.environ) -> Examination:
+    """Compare the installed SGLang with what the plugin needs of it.
+
+    Args:
+        environment: variables that SGLang and the plugin read.
+    """
+    try:
+        import_module("sglang.srt.plugins")
+        seen = Examination(release())
+    except (ImportError, HostError) as error:
+        return Examination(problems=[f"sglang cannot be imported: {error}"])
+    found = str(seen.version)
+    differences = problems_of(found)
+    if differences:
+        seen.problems.append(refusal(found, differences))
+    else:
+        seen.notes.append(
+            f"sglang {found}, tested on: {SERVED[found]}; functions: {len(SIGNATURES)}, classes "
+            f"and modules: {len(NAMES)}, all as expected"
+        )
+    if not entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME):
+        seen.problems.append(
+            f"the entry point {PLUGIN_NAME} of the group {PLUGIN_GROUP} is missing: in the "
+            "environment of SGLang and a clone of the repository, type pip install --no-deps ."
+        )
+    plugins = environment.get(PLUGINS)
+    if plugins and PLUGIN_NAME not in [name.strip() for name in plugins.split(",")]:
+        seen.problems.append(f"{PLUGINS}={plugins} leaves out {PLUGIN_NAME}: add it, or unset it")
+    if environment.get(VARIABLE, "").strip():
+        try:
+            read_options(environment)
+            seen.notes.append(f"{VARIABLE}={environment[VARIABLE]}: the plugin is on")
+        except ConfigError as error:
+            seen.problems.append(str(error))
+    else:
+        seen.notes.append(f"{VARIABLE} is not set: the plugin is off; '{{}}' turns it on")
+    return seen
+
+
+def show(seen: Examination, out: TextIO) -> None:
+    """Write what was found, and the problems."""
+    for note in seen.notes:
+        out.write(f"{note}\n")
+    for problem in seen.problems:
+        out.write(f"problem: {problem}\n")
+
+
+def main() -> int:
+    """Print the examination and the command to type next, and return the exit code."""
+    seen = examine()
+    show(seen, sys.stdout)
+    again = "mtp-plugin doctor --host sglang  # with this corrected"
+    sys.stdout.write(f"next: {again if seen.problems else COMMAND}\n")
+    return 1 if seen.problems else 0

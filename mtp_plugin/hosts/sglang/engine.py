@@ -1,0 +1,327 @@
+"""Sampling, verification and draft sampling of one scheduler process of SGLang."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from mtp_plugin.errors import HostError
+from mtp_plugin.hosts.sglang.requests import Admission, admitted, facts_of, slot_tokens
+from mtp_plugin.hosts.sglang.rows import DraftRows, EngineSettings, RequestSlots, RowOps, StepRows
+from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.step import Accepted, to_device
+
+_logger = logging.getLogger("sglang.srt.mtp_plugin")
+_MARK = 1e30
+"""Logit of a sampled draft: SGLang's own argmax takes it. Finite, since a softmax may follow."""
+
+
+_TILINGS = (1, 24, 34, 192, 265, 512)
+"""The least numbers of rows from which the sampling kernels are tiled differently."""
+
+
+class Engine:
+    """What samples in place of SGLang in one scheduler process.
+
+    Args:
+        seed: SGLang's ``random_seed``, from which requests without a seed get theirs.
+    """
+
+    def __init__(self, settings: EngineSettings, seed: int) -> None:
+        self.settings = settings
+        self._admission = Admission(settings, seed)
+        self._slots: RequestSlots | None = None
+        self._step: Any = None  # ForwardBatch of the rows that are being sampled
+        self._sampled: torch.Tensor | None = None
+        self._drafting: tuple[Any, Any] | None = None  # draft runner and its ForwardBatch
+        self._extending: tuple[Any, list[Any]] | None = None
+        self._unwritten: dict[int, int] = {}
+
+    def attach(self, runner: Any) -> None:
+        """Make the slot table of a target's ``ModelRunner``, whose pools are allocated."""
+        pool = runner.req_to_token_pool
+        num_slots, device = pool.req_to_token.shape[0], torch.device(pool.req_to_token.device)
+        self._slots = slots = RequestSlots(num_slots, device, self.settings)
+        backend = Backend.of(self.settings.options.kernels, device)
+        self._vocab = runner.model_config.vocab_size
+        self._ops = RowOps(slots, self.settings, backend, self._vocab)
+        width = self.settings.num_drafts + 1
+        self._offsets = torch.arange(width, device=device)
+        self._starts = torch.arange(num_slots + 1, device=device) * width
+        self._columns = self._offsets.to(torch.int32)
+        self._draft_step = torch.zeros((), dtype=torch.int64, device=device)
+        self._prefill_lens = torch.zeros(num_slots, dtype=torch.int64, device=device)
+
+    @property
+    def summary(self) -> str:
+        """The line of the log that says how the plugin is on."""
+        return (
+            "verification {verification}, {drafts} drafts per step, {kernels} kernels, drafter "
+            "{drafter}".format(**self.settings.summary, kernels=self._ops.backend.value)
+        )
+
+    def expect_attached(self) -> None:
+        """Check that the target's pools were seen.
+
+        Raises:
+            HostError: they were not.
+        """
+        if self._slots is None:
+            raise HostError(
+                "mtp_plugin found no pools of a target model in this scheduler: unset "
+                "MTP_PLUGIN_SGLANG, this engine is not served"
+            )
+
+    def warm_up(self) -> None:
+        """Launch the kernels of all batch sizes on rows of zeros, so that no request waits until
+        they are compiled."""
+        device = self._offsets.device
+        if device.type != "cuda":
+            return
+        width, most = len(self._offsets), len(self._prefill_lens)
+        row = torch.zeros(1, self._vocab, device=device)
+        for requests in [count for count in _TILINGS if count <= most]:
+            slots = torch.zeros(requests, dtype=torch.int64, device=device)
+            self._ops.sample(row.expand(requests, -1), slots, slots)
+            if width > 1:
+                drafts = torch.zeros(requests * width, dtype=torch.int64, device=device)
+                logits = row.expand(requests * width, -1)
+                self._verify(logits, drafts, slots, slots.cpu().numpy(), slots)
+        torch.cuda.synchronize()
+
+    # ---- requests
+
+    def admit(self, req: Any) -> str | None:
+        """Read the options of a ``Req`` once, and give it a seed; returns why it is refused."""
+        return self._admission.admit(req)
+
+    def stage(self, req: Any) -> None:
+        """Write the whole row of a request that got a slot, before the next rows are sampled."""
+        self._admission.admit(req)  # one that did not pass the queue
+        slot, tokens, kept = int(req.req_pool_idx), slot_tokens(req), admitted(req)
+        facts = facts_of(req)
+        values = self._slots.values(facts, kept.options, facts.prompt_len, tokens)
+        self._slots.stage(slot, values, kept.seed)
+        self._unwritten[slot] = len(tokens)
+
+    def _apply(self) -> None:
+        """Write staged rows on the current stream, on which earlier steps read the old ones."""
+        self._slots.apply()
+        if self._unwritten:
+            device = self._prefill_lens.device
+            written = to_device(list(self._unwritten.items()), torch.int64, device)
+            self._prefill_lens.index_copy_(0, written[:, 0], written[:, 1])
+            self._unwritten = {}
+
+    # ---- rows without drafts
+
+    @contextmanager
+    def sampling(self, forward_batch: Any) -> Iterator[None]:
+        """Sample for a ``ForwardBatch`` in SGLang's ``Sampler``."""
+        self._apply()
+        self._step, self._sampled = forward_batch, None
+        try:
+            yield
+        finally:
+            self._step = self._sampled = None
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether the sampler is called for rows of requests."""
+        return self._step is not None
+
+    def sample(self, logits: torch.Tensor) -> None:
+        """Sample the tokens [R] after rows of logits [R, V], and keep them."""
+        step = self._step
+        is_decode = step.forward_mode.is_decode()
+        positions = step.positions if is_decode else step.seq_lens - 1
+        self._sampled = self._ops.sample(logits, step.req_pool_indices, positions)
+
+    def take_sampled(self) -> torch.Tensor | None:
+        """Return the tokens [R] int32 that `sample` kept, once."""
+        tokens, self._sampled = self._sampled, None
+        return tokens
+
+    def follow_phase(self, tokens: torch.Tensor, step: Any) -> None:
+        """Update thinking phases after a step without drafts; the token of an unfinished prompt is
+        no output."""
+        if self.settings.options.is_relaxed:
+            slots = step.req_pool_indices
+            is_output = step.seq_lens >= self._prefill_lens[slots]
+            self._ops.follow_phase(tokens.to(torch.int32), slots, is_output)
+
+    # ---- verification
+
+    def verify(
+        self, verify_input: Any, batch: Any, logits_output: Any, grammar_mask: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Verify the drafts of a ``ScheduleBatch``, in place of ``eagle_sample``.
+
+        Returns:
+            predict: [R * (K+1)] int32, the token after each row, 0 where there is none.
+            accept_lens: [R] int32, output tokens. accept_index: [R, K+1] int32, their rows, then
+            -1.
+        """
+        self._apply()
+        logits, width = logits_output.next_token_logits, verify_input.draft_token_num
+        if width != self.settings.num_drafts + 1:
+            raise HostError(
+                f"mtp_plugin: expected {self.settings.num_drafts} drafts per request, got "
+                f"{width - 1}: unset --speculative-adaptive"
+            )
+        _edit(logits, batch.sampling_info, width, grammar_mask)
+        slots, host_slots = batch.req_pool_indices, batch.req_pool_indices_cpu.numpy()
+        accepted = self._verify(logits, verify_input.draft_token, slots, host_slots, batch.seq_lens)
+        requests = len(slots)
+        predict = accepted.tokens.flatten().clamp_min(0)  # every entry is embedded
+        counts = accepted.num_accepted
+        predict, counts = _of_first_rank(predict, counts)
+        rows = self._starts[:requests].to(torch.int32).unsqueeze(1) + self._columns
+        index = torch.where(self._columns < counts.unsqueeze(1), rows, -1)
+        return _simulated(verify_input, logits, predict, counts, index)
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        drafts: torch.Tensor,
+        slots: torch.Tensor,
+        host_slots: Any,
+        lens: torch.Tensor,
+    ) -> Accepted:
+        """Verify rows [R * (K+1)] of requests with ``lens`` [R] tokens before the step."""
+        requests, width = len(slots), len(self._offsets)
+        return self._ops.verify(
+            StepRows(
+                logits,
+                drafts,
+                (lens.unsqueeze(1) + self._offsets).view(-1),
+                slots.repeat_interleave(width),
+                self._offsets.repeat(requests),
+                self._starts[: requests + 1],
+                slots,
+                host_slots,
+                lens + width,
+                self._prefill_lens,
+            )
+        )
+
+    # ---- drafts
+
+    def drafts_from(self, worker: Any) -> None:
+        """Read the token map of a draft worker, whose pools are allocated."""
+        if worker.hot_token_id is not None:
+            self._ops.set_draft_ids(worker.hot_token_id)
+
+    @contextmanager
+    def drafting(self, runner: Any, forward_batch: Any) -> Iterator[None]:
+        """Choose drafts 2 to K: mark one in the logits of every forward of a draft runner."""
+        self._drafting = runner, forward_batch
+        try:
+            yield
+        finally:
+            self._drafting = None
+
+    @contextmanager
+    def extending(self, runner: Any) -> Iterator[list[Any]]:
+        """Keep the outputs of a draft runner's forward, from which draft 1 is chosen."""
+        kept: list[Any] = []
+        self._extending = runner, kept
+        try:
+            yield kept
+        finally:
+            self._extending = None
+
+    def after_forward(self, runner: Any, output: Any) -> None:
+        """See the ``LogitsProcessorOutput`` of a forward of any runner."""
+        if self._drafting is not None and runner is self._drafting[0]:
+            step = self._drafting[1]
+            logits = output.next_token_logits
+            drafts = self._drafts(logits, step.req_pool_indices, step.positions, 1)
+            logits.scatter_(1, drafts.unsqueeze(1), _MARK)
+        elif self._extending is not None and runner is self._extending[0]:
+            self._extending[1].append(output)
+
+    def first_drafts(
+        self, kept: list[Any], draft_input: Any, batch: Any, positions: torch.Tensor
+    ) -> None:
+        """Replace draft 1 of an ``EagleDraftInput``.
+
+        Args:
+            kept: by `extending`; SGLang leaves the logits [R, V] of the drafts in the last one.
+            positions: [R] of the last token of each request.
+        """
+        if batch.forward_mode.is_idle() or not len(batch.req_pool_indices):
+            return
+        logits = kept[-1].next_token_logits
+        drafts = self._drafts(logits, batch.req_pool_indices, positions, 0)
+        draft_input.topk_index = drafts.unsqueeze(1)
+
+    def _drafts(
+        self, logits: torch.Tensor, slots: torch.Tensor, positions: torch.Tensor, column: int
+    ) -> torch.Tensor:
+        """Sample a draft per row; returns columns of the logits [R] int64."""
+        return self._ops.sample_drafts(
+            DraftRows(logits, slots, positions, column, self._draft_step)
+        )
+
+
+def _edit(logits: torch.Tensor, info: Any, width: int, grammar_mask: Any) -> None:
+    """Apply SGLang's penalties, bias and grammar to the logits [R * width, V] in its order."""
+    import_module("sglang.srt.utils.async_probe").sanitize_nan_logits(
+        logits, "verify: target model logits"
+    )
+    if info.acc_additive_penalties is not None:
+        logits.add_(info.acc_additive_penalties.repeat_interleave(width, 0))
+    if info.acc_scaling_penalties is not None:
+        penalties = import_module("sglang.srt.sampling.penaltylib.repetition_penalty")
+        penalties.apply_scaling_penalties(
+            logits, info.acc_scaling_penalties.repeat_interleave(width, 0)
+        )
+    if info.logit_bias is not None:
+        logits.add_(info.logit_bias.repeat_interleave(width, 0))
+    if grammar_mask is not None:
+        grammar_mask.apply(logits)
+
+
+def _of_first_rank(
+    predict: torch.Tensor, counts: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the results of rank 0: the noise is equal on all ranks, logits may differ."""
+    group = import_module("sglang.srt.distributed").get_tp_group()
+    if group.world_size == 1:
+        return predict, counts
+    packed = torch.cat([predict, counts])
+    group.broadcast(packed, src=0)
+    return packed[: len(predict)], packed[len(predict) :]
+
+
+def _simulated(
+    verify_input: Any,
+    logits: torch.Tensor,
+    predict: torch.Tensor,
+    counts: torch.Tensor,
+    index: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Let SGLang simulate acceptance, if ``SGLANG_SIMULATE_ACC_LEN`` is set."""
+    spec = import_module("sglang.srt.speculative.spec_utils")
+    if spec.SIMULATE_ACC_LEN <= 0:
+        return predict, counts, index
+    requests, width = index.shape
+    correct = counts - 1
+    index = spec.generate_simulated_accept_index(
+        accept_index=index,
+        predict=predict,
+        num_correct_drafts=correct,
+        candidates=verify_input.draft_token.view(requests, width),
+        target_predict=logits.argmax(-1).view(requests, width),
+        simulate_acc_len=spec.SIMULATE_ACC_LEN,
+        simulate_acc_token_mode=spec.SIMULATE_ACC_TOKEN_MODE,
+        bs=requests,
+        spec_steps=width - 1,
+    )
+    return predict, correct + 1, index

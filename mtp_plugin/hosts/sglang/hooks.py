@@ -1,0 +1,314 @@
+"""The functions of SGLang that the plugin hooks, each named above what is called in its place.
+
+Every hook gets the original first (``HookType.AROUND``). Those of `START` are registered when
+SGLang loads its plugins, and cannot fail; the others by these, since SGLang only logs a hook that
+fails while plugins are loaded, and only in a process that needs them.
+
+Imports the standard library alone, and SGLang and the package where they are needed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+Hook = Callable[..., Any]
+_SRT = "sglang.srt"
+_SCHEDULER = f"{_SRT}.managers.scheduler"
+_WORKER = f"{_SRT}.speculative.eagle_worker_v2:EagleDraftWorker"
+_SAMPLER = f"{_SRT}.layers.sampler:Sampler"
+_RUNNER = f"{_SRT}.model_executor.model_runner:ModelRunner"
+
+START: dict[str, Hook] = {}
+"""``module:Class.method`` or ``module:function`` -> what is called in its place."""
+FRONT_END: dict[str, Hook] = {}
+SCHEDULER: dict[str, Hook] = {}
+DRAFTS: dict[str, Hook] = {}
+"""For engines with drafts."""
+
+_SETTINGS = "_mtp_plugin_settings"
+"""Attribute of SGLang's ``TokenizerManager``."""
+_logger = logging.getLogger("sglang.srt.mtp_plugin")
+_engine: Any = None
+"""`Engine` of this scheduler process."""
+
+
+def _hooks(table: dict[str, Hook], target: str) -> Callable[[Hook], Hook]:
+    """Decorate what is called in place of a function of SGLang, and add it to ``table``."""
+
+    def decorate(hook: Hook) -> Hook:
+        table[target] = hook
+        return hook
+
+    return decorate
+
+
+def dotted(target: str) -> str:
+    """Return the name that SGLang's registry has for a target."""
+    return target.replace(":", ".")
+
+
+def register_start() -> None:
+    """Register the hooks of `START`; SGLang applies them when all plugins are loaded."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, hook in START.items():
+        given = [found[1] for found in HookRegistry._hooks.get(dotted(target), ())]
+        # importing the scheduler in the main process would read the environment too early; a
+        # scheduler process has imported it
+        if hook not in given and (not target.startswith(_SCHEDULER) or _SCHEDULER in sys.modules):
+            HookRegistry.register(dotted(target), hook, HookType.AROUND)
+
+
+def install(table: Mapping[str, Hook]) -> None:
+    """Apply hooks now; a repeated call changes nothing.
+
+    Raises:
+        HostError: a target is missing, or another plugin hooks it; names all of them.
+    """
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from mtp_plugin.errors import HostError
+
+    problems = []
+    new = {}
+    for target, hook in table.items():
+        name = dotted(target)
+        given = [found[1] for found in HookRegistry._hooks.get(name, ())]
+        if hook in given and name in HookRegistry._patched:
+            continue
+        others = [found for found in given if found is not hook]
+        if others or name in HookRegistry._patched or _is_foreign(target):
+            owner = getattr(others[0], "__module__", "?") if others else "unknown"
+            problems.append(f"{name} is hooked by another plugin ({owner})")
+        new[name] = hook
+    if not problems:
+        for name, hook in new.items():
+            HookRegistry.register(name, hook, HookType.AROUND)
+        HookRegistry.apply_hooks()  # only logs a target that is missing
+        missing = [name for name in new if name not in HookRegistry._patched]
+        problems = [f"{name} is missing" for name in missing]
+    if problems:
+        raise HostError(
+            f"mtp_plugin cannot hook SGLang: {'; '.join(problems)}. Leave out the other plugin "
+            "(SGLANG_PLUGINS names those to load), install a version of SGLang that fits "
+            "(mtp-plugin doctor --host sglang), or unset MTP_PLUGIN_SGLANG"
+        )
+
+
+def _is_foreign(target: str) -> bool:
+    """Whether the function that verifies drafts was replaced without SGLang's registry."""
+    if target != VERIFY:
+        return False
+    from importlib import import_module
+
+    module, _, name = target.partition(":")
+    found = getattr(import_module(module), name, None)
+    return found is not None and getattr(found, "__module__", module) != module
+
+
+# ---- the main process, and the start of a scheduler
+
+
+@_hooks(START, f"{_SRT}.server_args:ServerArgs.check_server_args")
+def _check_server_args(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse a wrong configuration before a process starts: an error here ends the start."""
+    from mtp_plugin.hosts.sglang.engine_checks import checked_settings
+    from mtp_plugin.hosts.sglang.versions import expect_fitting
+
+    settings = checked_settings(self)
+    result = original(self, *args, **kwargs)
+    expect_fitting(is_scheduler=False)
+    install(FRONT_END)
+    _logger.info(
+        "mtp_plugin on: front end, verification %(verification)s, %(drafts)s drafts per step, "
+        "drafter %(drafter)s",
+        settings.summary,
+    )
+    return result
+
+
+@_hooks(FRONT_END, f"{_SRT}.managers.tokenizer_manager:TokenizerManager._create_tokenized_object")
+def _create_tokenized_object(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from mtp_plugin.hosts.sglang.engine_checks import checked_settings
+    from mtp_plugin.hosts.sglang.requests import request_problem
+
+    settings = vars(self).get(_SETTINGS)
+    if settings is None:
+        settings = vars(self)[_SETTINGS] = checked_settings(self.server_args)
+    made = original(self, *args, **kwargs)
+    problem = request_problem(made, settings)
+    if problem is not None:
+        raise ValueError(problem)  # HTTP 400
+    return made
+
+
+@_hooks(START, f"{_SCHEDULER}:Scheduler.__init__")
+def _scheduler_init(original: Hook, self: Any, server_args: Any, *args: Any, **kwargs: Any) -> Any:
+    global _engine
+    from mtp_plugin.hosts.sglang.engine import Engine
+    from mtp_plugin.hosts.sglang.engine_checks import checked_settings, expect_equal_ranks
+    from mtp_plugin.hosts.sglang.versions import expect_fitting
+
+    settings = checked_settings(server_args)
+    expect_fitting(is_scheduler=True)
+    _engine = Engine(settings, server_args.random_seed)
+    install(SCHEDULER)
+    if settings.num_drafts:
+        install(DRAFTS)
+    original(self, server_args, *args, **kwargs)
+    _engine.expect_attached()
+    _engine.warm_up()
+    expect_equal_ranks(self.tp_group, settings)
+    _logger.info("mtp_plugin on: %s", _engine.summary)
+
+
+# ---- requests
+
+
+@_hooks(SCHEDULER, f"{_SCHEDULER}:Scheduler._add_request_to_queue")
+def _add_request(original: Hook, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    problem = _engine.admit(req)
+    if problem is not None:
+        req.set_finish_with_abort(problem)  # HTTP 400, where the front end does not check
+    return original(self, req, *args, **kwargs)
+
+
+@_hooks(SCHEDULER, f"{_SRT}.mem_cache.memory_pool:ReqToTokenPool.alloc")
+def _alloc_slots(original: Hook, self: Any, reqs: Any, *args: Any, **kwargs: Any) -> Any:
+    new = [req for req in reqs if req.req_pool_idx is None]
+    result = original(self, reqs, *args, **kwargs)
+    if result is not None:
+        for req in new:
+            _engine.stage(req)
+    return result
+
+
+@_hooks(SCHEDULER, f"{_SRT}.managers.tp_worker:TpModelWorker.alloc_memory_pool")
+def _alloc_memory_pool(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Make the slot table when the number of slots is known, before graphs are captured."""
+    result = original(self, *args, **kwargs)
+    if not self.is_draft_worker:
+        _engine.attach(self.model_runner)
+    return result
+
+
+# ---- sampling
+
+
+@_hooks(SCHEDULER, f"{_RUNNER}.sample")
+def _sample(
+    original: Hook, self: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    with _engine.sampling(forward_batch):
+        tokens = original(self, logits_output, forward_batch, *args, **kwargs)
+    _engine.follow_phase(tokens, forward_batch)
+    return tokens
+
+
+@_hooks(SCHEDULER, f"{_SAMPLER}.forward")
+def _sampler_forward(
+    original: Hook,
+    self: Any,
+    logits_output: Any,
+    sampling_info: Any,
+    return_logprob: bool,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    wants_probs = return_logprob or any(sampling_info.return_sampling_masks or ())
+    if not _engine.is_sampling or wants_probs or sampling_info.is_all_greedy:
+        return original(self, logits_output, sampling_info, return_logprob, *args, **kwargs)
+    # without SGLang's softmax, which nothing reads
+    self._preprocess_logits(logits_output.next_token_logits, sampling_info)
+    tokens = _engine.take_sampled()
+    self._sync_token_ids_across_tp(tokens, sampling_info)
+    return tokens
+
+
+@_hooks(SCHEDULER, f"{_SAMPLER}._preprocess_logits")
+def _preprocess_logits(
+    original: Hook, self: Any, logits: Any, sampling_info: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Sample before SGLang turns the logits into probabilities, whose rounding depends on K."""
+    result = original(self, logits, sampling_info, *args, **kwargs)
+    if _engine.is_sampling and not sampling_info.is_all_greedy:
+        _engine.sample(result)
+    return result
+
+
+@_hooks(SCHEDULER, f"{_SAMPLER}._sample_from_probs")
+def _sample_from_probs(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
+    tokens = _engine.take_sampled()
+    return original(self, *args, **kwargs) if tokens is None else tokens
+
+
+# ---- drafts
+
+VERIFY = f"{_SRT}.speculative.eagle_utils:eagle_sample"
+
+
+@_hooks(DRAFTS, VERIFY)
+def _eagle_sample(
+    original: Hook,
+    verify_input: Any,
+    batch: Any,
+    logits_output: Any,
+    grammar_mask: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    if batch.forward_mode.is_idle():
+        return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+    return _engine.verify(verify_input, batch, logits_output, grammar_mask)
+
+
+@_hooks(DRAFTS, f"{_WORKER}.alloc_memory_pool")
+def _alloc_draft_pool(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    _engine.drafts_from(self)
+    return result
+
+
+@_hooks(DRAFTS, f"{_WORKER}.draft_forward")
+def _draft_forward(original: Hook, self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+    with _engine.drafting(self.draft_runner, forward_batch):
+        return original(self, forward_batch, *args, **kwargs)
+
+
+@_hooks(DRAFTS, f"{_RUNNER}.forward")
+def _forward(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    _engine.after_forward(self, result.logits_output)
+    return result
+
+
+@_hooks(
+    DRAFTS,
+    f"{_SRT}.speculative.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner"
+    ".execute",
+)
+def _extend_graph(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    _engine.after_forward(self.model_runner, result)
+    return result
+
+
+@_hooks(DRAFTS, f"{_WORKER}._draft_extend_for_prefill")
+def _extend_for_prefill(original: Hook, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    with _engine.extending(self.draft_runner) as kept:
+        draft_input = original(self, batch, *args, **kwargs)
+    _engine.first_drafts(kept, draft_input, batch, batch.seq_lens)
+    return draft_input
+
+
+@_hooks(DRAFTS, f"{_WORKER}._draft_extend_for_decode")
+def _extend_for_decode(
+    original: Hook, self: Any, batch: Any, batch_result: Any, *args: Any, **kwargs: Any
+) -> Any:
+    with _engine.extending(self.draft_runner) as kept:
+        result = original(self, batch, batch_result, *args, **kwargs)
+    _engine.first_drafts(kept, batch_result.next_draft_input, batch, batch_result.new_seq_lens)
+    return result

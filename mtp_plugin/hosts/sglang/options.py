@@ -1,0 +1,69 @@
+"""Options of the plugin in SGLang: the environment variable ``MTP_PLUGIN_SGLANG``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from mtp_plugin.config.bounded import read_text
+from mtp_plugin.config.loading import parse_yaml
+from mtp_plugin.config.messages import got, key_path, message_of
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.hosts.sglang import VARIABLE
+from mtp_plugin.hosts.sglang.rows import EngineSettings, RowOptions
+
+DRAFTERS = ("EAGLE", "EAGLE3", "NEXTN")
+"""Values of ``--speculative-algorithm`` that are served; SGLang reads NEXTN as EAGLE, with which
+MTP layers draft."""
+
+
+def read_settings(server_args: Any, environment: Mapping[str, str] = os.environ) -> EngineSettings:
+    """Return the settings of an engine.
+
+    Args:
+        server_args: SGLang's ``ServerArgs``, resolved.
+
+    Raises:
+        ConfigError: lists every wrong option.
+    """
+    options = read_options(environment)
+    algorithm = server_args.speculative_algorithm
+    if algorithm is None:
+        return EngineSettings(options, 0, drafter="none")
+    drafts = server_args.speculative_num_steps or 0
+    return EngineSettings(options, drafts, drafter=algorithm.lower())
+
+
+def read_options(environment: Mapping[str, str] = os.environ) -> RowOptions:
+    """Return the options that the variable gives.
+
+    Raises:
+        ConfigError: no mapping, or lists every wrong option.
+    """
+    text, source = environment.get(VARIABLE, "").strip(), VARIABLE
+    if not text.startswith("{"):
+        source = f"{VARIABLE}: {text}"
+        text = read_text(Path(text), source, "JSON, or a YAML or JSON file of options")
+    given = parse_yaml(text, source)
+    if not isinstance(given, dict):
+        raise ConfigError(
+            f"{source}: expected a mapping of options ({{}} for the defaults), got {got(given)}; "
+            "unset the variable to turn the plugin off"
+        )
+    try:
+        return RowOptions.model_validate(given)
+    except ValidationError as error:
+        raise ConfigError("; ".join(map(_problem, error.errors()))) from None
+
+
+def _problem(details: ErrorDetails) -> str:
+    name = key_path(details["loc"])
+    if details["type"] == "extra_forbidden":
+        known = ", ".join(RowOptions.model_fields)
+        return f"{VARIABLE}: {name}: unknown option; known ones are {known}"
+    return f"{VARIABLE}: {name}: {message_of(details)}"

@@ -1,0 +1,127 @@
+"""Requests of SGLang: their options, keys ``mtp_...`` of ``custom_params``, and their seeds."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from mtp_plugin.errors import RequestError
+from mtp_plugin.hosts.sglang.rows import EngineSettings, RequestOptions, SamplingFacts, read_request
+from mtp_plugin.requests.seeds import sample_seed, seed_words
+
+_ADMITTED = "_mtp_plugin"
+"""Attribute of a ``Req``."""
+_CHILD = re.compile(r"(.*)_[0-9a-f]{32}", re.DOTALL)
+"""``rid`` of one of the n outputs of a request, which SGLang sends one by one."""
+_ALL = 1 << 30
+"""SGLang's top_k of the whole vocabulary."""
+_MASK = 2**32 - 1
+_MOST_PARENTS = 4096
+
+
+@dataclass(frozen=True)
+class Admitted:
+    """What a request has as long as it lives, through retractions."""
+
+    options: RequestOptions
+    seed: int
+
+
+class Admission:
+    """Checks requests of a scheduler process and gives them seeds, alike on all ranks.
+
+    Args:
+        seed: from which requests without a seed get theirs, in the order of admission.
+    """
+
+    def __init__(self, settings: EngineSettings, seed: int) -> None:
+        self._settings = settings
+        self._seed = seed
+        self._num_requests = 0
+        self._children: dict[str, int] = {}
+
+    def admit(self, req: Any) -> str | None:
+        """Keep options and seed in a ``Req``, once; returns why it is refused, or None."""
+        if hasattr(req, _ADMITTED):  # it was retracted
+            return None
+        problem, options = None, RequestOptions()
+        if req.to_finish is None:  # SGLang has not refused it
+            problem = request_problem(req, self._settings)
+            if problem is None:
+                options = read_request(req.sampling_params.custom_params, self._settings)
+        setattr(req, _ADMITTED, Admitted(options, self._seed_of(req)))
+        return problem
+
+    def _seed_of(self, req: Any) -> int:
+        number = self._num_requests
+        self._num_requests += 1
+        seed = req.sampling_params.sampling_seed
+        if seed is None:
+            low, high = seed_words(None, number & 0x7FFFFFFF, self._seed)
+            return (low & _MASK) | (high & _MASK) << 32
+        found = sample_seed(seed % 2**64, self._index_of(req))
+        return seed if found is None else found
+
+    def _index_of(self, req: Any) -> int:
+        """Return which of the n outputs of a request this is."""
+        outputs, child = req.sampling_params.n, _CHILD.fullmatch(req.rid)
+        # one without tokens comes first, which fills the prefix cache
+        if outputs <= 1 or child is None or req.sampling_params.max_new_tokens == 0:
+            return 0
+        index = self._children.pop(child[1], 0)
+        if index + 1 < outputs:
+            self._children[child[1]] = index + 1
+            if len(self._children) > _MOST_PARENTS:  # their other outputs were aborted
+                del self._children[next(iter(self._children))]
+        return index
+
+
+def request_problem(request: Any, settings: EngineSettings) -> str | None:
+    """Return why a request is refused; lists every reason. None: it is served.
+
+    Args:
+        request: SGLang's ``TokenizedGenerateReqInput`` or ``Req``; other requests have no options.
+    """
+    if not hasattr(request, "custom_logit_processor"):
+        return None
+    problems = []
+    try:
+        read_request(request.sampling_params.custom_params, settings)
+    except RequestError as error:
+        problems.append(f"custom_params: {error}")
+    if request.custom_logit_processor and settings.num_drafts:
+        problems.append(
+            "custom_logit_processor: not supported with drafts, with which SGLang ignores it: "
+            "leave it out, or start the engine without --speculative-algorithm"
+        )
+    if request.return_sampling_mask:
+        problems.append("return_sampling_mask: not supported: leave it out")
+    if (getattr(request.sampling_params, "beam_width", 1) or 1) > 1:
+        problems.append("beam_width: expected 1: beam search does not sample token by token")
+    return "; ".join(problems) or None
+
+
+def admitted(req: Any) -> Admitted:
+    """Return what `Admission.admit` kept in a ``Req``."""
+    found: Admitted = getattr(req, _ADMITTED)
+    return found
+
+
+def facts_of(req: Any) -> SamplingFacts:
+    """Return what the slot table holds of a ``Req``; SGLang stops and masks requests by itself."""
+    params = req.sampling_params
+    is_greedy = params.top_k <= 1
+    return SamplingFacts(
+        temperature=0.0 if is_greedy else params.temperature,
+        top_k=0 if is_greedy or params.top_k >= _ALL else params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        prompt_len=len(req.origin_input_ids),
+    )
+
+
+def slot_tokens(req: Any) -> Sequence[int]:
+    """Return the ids of a request's next prefill, with its output if it was retracted."""
+    return [*req.origin_input_ids, *req.output_ids]

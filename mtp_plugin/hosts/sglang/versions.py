@@ -1,0 +1,152 @@
+"""Which SGLang is installed, and whether the plugin fits it.
+
+`SIGNATURES` and `NAMES` list all that the plugin uses of SGLang. They are compared with what is
+imported here, and with wheels by ``python -m integration.sglang.signatures``.
+
+Parameters may follow the listed ones: any of a function that is only wrapped, since its call is
+handed on, else optional ones.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from importlib.metadata import PackageNotFoundError, version
+
+from mtp_plugin.errors import HostError
+from mtp_plugin.hosts.sglang.rows import (
+    INSTALLED,
+    Reader,
+    differences,
+)
+
+SERVED = {"0.5.17": "CPU", "0.5.18": "signatures alone"}
+"""Versions that are served, and where they were tested."""
+
+_PACKAGES = {
+    "SRT": "sglang.srt",
+    "SPEC": "sglang.srt.speculative",
+    "MANAGERS": "sglang.srt.managers",
+}
+_FRONT_END = ("sglang.srt.server_args", "sglang.srt.managers.tokenizer_manager")
+# a function that ends with ``...`` is only wrapped
+_FUNCTIONS = """
+SRT.server_args:ServerArgs.check_server_args(...)
+MANAGERS.tokenizer_manager:TokenizerManager._create_tokenized_object(
+    obj, input_text, input_ids, ...)
+MANAGERS.scheduler:Scheduler.__init__(server_args, ...)
+MANAGERS.scheduler:Scheduler._add_request_to_queue(req, ...)
+MANAGERS.schedule_batch:Req.set_finish_with_abort(error_msg)
+MANAGERS.tp_worker:TpModelWorker.alloc_memory_pool(...)
+SRT.mem_cache.memory_pool:ReqToTokenPool.alloc(reqs, ...)
+SRT.model_executor.model_runner:ModelRunner.sample(logits_output, forward_batch, ...)
+SRT.layers.sampler:Sampler.forward(logits_output, sampling_info, return_logprob, ...)
+SRT.layers.sampler:Sampler._preprocess_logits(logits, sampling_info, ...)
+SRT.layers.sampler:Sampler._sample_from_probs(
+    probs, sampling_info, positions, simple_sampling_case)
+SRT.layers.sampler:Sampler._sync_token_ids_across_tp(batch_next_token_ids, sampling_info)
+SPEC.eagle_utils:eagle_sample(verify_input, batch, logits_output, grammar_mask)
+SPEC.eagle_worker_v2:EagleDraftWorker.alloc_memory_pool(...)
+SPEC.eagle_worker_v2:EagleDraftWorker.draft_forward(forward_batch, ...)
+SPEC.eagle_worker_v2:EagleDraftWorker._draft_extend_for_prefill(batch, ...)
+SPEC.eagle_worker_v2:EagleDraftWorker._draft_extend_for_decode(batch, batch_result, ...)
+SRT.model_executor.model_runner:ModelRunner.forward(forward_batch, ...)
+SPEC.eagle_draft_extend_cuda_graph_runner:EAGLEDraftExtendCudaGraphRunner.execute(
+    forward_batch, ...)
+SPEC.spec_utils:generate_simulated_accept_index(
+    accept_index, predict, num_correct_drafts, candidates, target_predict, bs, spec_steps,
+    simulate_acc_len, simulate_acc_method, simulate_acc_token_mode)
+SRT.utils.async_probe:sanitize_nan_logits(logits, msg)
+SRT.sampling.penaltylib.repetition_penalty:apply_scaling_penalties(logits, scaling_penalties)
+"""
+_ATTRIBUTES = """
+SRT.plugins.hook_registry:HookRegistry(_hooks, _patched, apply_hooks, register)
+SRT.sampling.sampling_params:SamplingParams(
+    temperature, top_k, top_p, min_p, n, max_new_tokens, sampling_seed, custom_params)
+MANAGERS.schedule_batch:Req(
+    rid, req_pool_idx, sampling_params, origin_input_ids, output_ids, to_finish,
+    custom_logit_processor, return_sampling_mask)
+MANAGERS.schedule_batch:ScheduleBatch(
+    forward_mode, req_pool_indices, req_pool_indices_cpu, sampling_info, seq_lens)
+SRT.sampling.sampling_batch_info:SamplingBatchInfo(
+    acc_additive_penalties, acc_scaling_penalties, is_all_greedy, logit_bias,
+    return_sampling_masks)
+SRT.model_executor.forward_batch_info:ForwardBatch(
+    forward_mode, positions, req_pool_indices, seq_lens)
+SRT.mem_cache.memory_pool:ReqToTokenPool(req_to_token)
+MANAGERS.tp_worker:TpModelWorker(is_draft_worker, model_runner)
+SPEC.eagle_info:EagleVerifyInput(draft_token, draft_token_num)
+SPEC.eagle_info:EagleDraftInput(topk_index)
+SPEC.eagle_worker_v2:EagleDraftWorker(draft_runner, hot_token_id)
+SPEC.spec_utils(SIMULATE_ACC_LEN, SIMULATE_ACC_TOKEN_MODE)
+"""
+
+
+def _table(text: str) -> dict[str, tuple[str, ...]]:
+    """Read entries ``target(name, ...)`` with the short names of packages."""
+    entries = re.findall(r"(\S+)\((.*?)\)", text, re.DOTALL)
+    found = {}
+    for target, names in entries:
+        short, _, rest = target.partition(".")
+        found[f"{_PACKAGES[short]}.{rest}"] = tuple(re.findall(r"\w+|\.{3}", names))
+    return found
+
+
+SIGNATURES: Mapping[str, tuple[str, ...]] = {
+    target: tuple(name for name in names if name != "...")
+    for target, names in _table(_FUNCTIONS).items()
+}
+"""``module:Class.method`` or ``module:function`` -> the first parameter names after ``self``."""
+WRAPPED = frozenset(target for target, names in _table(_FUNCTIONS).items() if "..." in names)
+"""Functions whose calls are handed on to the original."""
+NAMES: Mapping[str, tuple[str, ...]] = _table(_ATTRIBUTES)
+"""``module:Class`` -> attributes of its instances; ``module`` -> names in it."""
+
+
+def release() -> str:
+    """Return the version of the installed SGLang.
+
+    Raises:
+        HostError: there is none.
+    """
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        raise HostError("SGLang is not installed here") from None
+
+
+def problems_of(
+    found: str, reader: Reader = INSTALLED, is_wanted: Callable[[str], bool] = lambda _: True
+) -> list[str]:
+    """Return one line for everything of an SGLang version that does not fit.
+
+    Args:
+        is_wanted: whether to compare a target.
+    """
+    if found not in SERVED:
+        return [f"version {found} is not served"]
+    signatures = {target: names for target, names in SIGNATURES.items() if is_wanted(target)}
+    names = {target: names for target, names in NAMES.items() if is_wanted(target)}
+    return differences(signatures, names, WRAPPED, reader)
+
+
+def refusal(found: str, problems: list[str]) -> str:
+    """Return the message for a version that does not fit."""
+    return (
+        f"mtp_plugin does not fit SGLang {found}: {'; '.join(problems)}. Install SGLang "
+        f"{' or '.join(SERVED)}, or unset MTP_PLUGIN_SGLANG"
+    )
+
+
+def expect_fitting(*, is_scheduler: bool) -> None:
+    """Compare the installed SGLang with what a process of it needs, which has it imported.
+
+    Raises:
+        HostError: names all that differs.
+    """
+    found = release()
+    problems = problems_of(
+        found, is_wanted=lambda target: (target.partition(":")[0] in _FRONT_END) != is_scheduler
+    )
+    if problems:
+        raise HostError(refusal(found, problems))
