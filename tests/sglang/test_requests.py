@@ -1,0 +1,113 @@
+"""Options of requests in SGLang's tokenizer manager and scheduler."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from mtp_plugin.hosts.sglang import hooks
+from mtp_plugin.hosts.sglang.requests import admitted
+from mtp_plugin.requests.seeds import sample_seed
+from tests.sglang.test_start import arguments
+from tests.sglang.toy_engine import VOCAB, K, ToyEngine, make_request
+
+WRONG = {
+    "mtp_verificaton": "coupled",
+    "mtp_max_draft_len": K + 1,
+    "mtp_verification": "rejection",
+    "mtp_relaxed_topk": 5,
+}
+
+
+@pytest.fixture
+def manager(monkeypatch):
+    monkeypatch.setenv("MTP_PLUGIN_SGLANG", "{}")
+    hooks.install(hooks.FRONT_END)
+    made = MagicMock()
+    made.preferred_sampling_params = None
+    made.sampling_params_class = SamplingParams
+    made.tokenizer = SimpleNamespace(eos_token_id=7, additional_stop_token_ids=None)
+    made.model_config.vocab_size = VOCAB
+    made.server_args = arguments()
+    return made
+
+
+def tokenized(manager, **fields):
+    given = GenerateReqInput(text="x", **fields)
+    given.normalize_batch_and_arguments()
+    return TokenizerManager._create_tokenized_object(manager, given, "x", [1, 2])
+
+
+def test_right_options_pass(manager):
+    params = {"mtp_verification": "coupled", "mtp_speculate": False, "other": 3}
+    made = tokenized(manager, sampling_params={"custom_params": params})
+    assert made.sampling_params.custom_params == params
+
+
+def test_all_wrong_options_are_in_one_error(manager):
+    with pytest.raises(ValueError, match="custom_params: ") as error:
+        tokenized(
+            manager,
+            sampling_params={"custom_params": WRONG},
+            custom_logit_processor="x",
+            return_sampling_mask=True,
+        )
+    for part in (*WRONG, "custom_logit_processor: not supported with drafts", "return_sampling_"):
+        assert part in str(error.value)
+
+
+def test_the_scheduler_refuses_with_the_same_text(manager):
+    engine = ToyEngine(K)
+    req = make_request("r", [1, 2], custom_params=dict(WRONG))
+    engine.admit(req)
+    assert isinstance(req.to_finish, FINISH_ABORT)
+    assert req.to_finish.status_code == 400
+    with pytest.raises(ValueError, match="custom_params: ") as error:
+        tokenized(manager, sampling_params={"custom_params": WRONG})
+    assert req.to_finish.message == str(error.value)
+
+
+def test_options_and_seed_stay_when_a_request_comes_again():
+    engine = ToyEngine(K)
+    req = make_request("r", [1, 2], custom_params={"mtp_max_draft_len": 1})
+    engine.admit(req)
+    first = admitted(req)
+    assert first.options.draft_limit == 1
+    engine.admit(req)
+    assert admitted(req) is first
+
+
+def test_each_of_n_outputs_has_its_seed():
+    engine = ToyEngine(0)
+    rids = [f"parent_{i:032x}" for i in range(4)]
+    reqs = [make_request(rids[0], [1], sampling_seed=9, n=3, max_new_tokens=0)]
+    reqs += [make_request(rid, [1], sampling_seed=9, n=3) for rid in rids[1:]]
+    for req in reqs:
+        engine.admit(req)
+    assert [admitted(req).seed for req in reqs[1:]] == [sample_seed(9, i) for i in range(3)]
+
+
+def test_seeds_that_are_not_given_depend_on_the_order_alone():
+    found = []
+    for _ in range(2):  # two ranks
+        engine, reqs = ToyEngine(0, seed=5), [make_request(f"r{i}", [1]) for i in range(3)]
+        for req in reqs:
+            engine.admit(req)
+        found.append([admitted(req).seed for req in reqs])
+    assert found[0] == found[1]
+    assert len(set(found[0])) == 3
+
+
+def test_withheld_drafts_are_not_accepted():
+    engine = ToyEngine(K)
+    options = {"temperature": 0.8, "sampling_seed": 3, "custom_params": {"mtp_speculate": False}}
+    (found,) = engine.serve([make_request("r", [1, 2], **options)], tokens=50)
+    assert engine.counts.acceptance_length == 1
+    del options["custom_params"]
+    assert ToyEngine(K).serve([make_request("r", [1, 2], **options)], tokens=50) == [found]

@@ -1,0 +1,217 @@
+"""Loading by SGLang's plugin framework, wrong configurations and other plugins."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.server_args import ServerArgs
+
+from mtp_plugin.errors import ConfigError, HostError
+from mtp_plugin.hosts.sglang import hooks
+from mtp_plugin.hosts.sglang.engine_checks import checked_settings
+from tests.sglang.toy_engine import prepare
+
+ROOT = Path(__file__).parents[2]
+ENTRY_POINT = "[sglang.srt.plugins]\nmtp_plugin = mtp_plugin.hosts.sglang:register\n"
+OTHER = "[sglang.srt.plugins]\nother = other_plugin:register\n"
+PREAMBLE = "from tests.sglang.stubs import install; install()\n"
+LOAD = f"""{PREAMBLE}
+from sglang.srt.plugins import load_plugins
+from sglang.srt.server_args import ServerArgs
+kept = [ServerArgs.check_server_args]  # SGLang's registry replaces names of modules
+import sglang.srt.managers.scheduler as scheduler
+kept.append(scheduler.Scheduler.__init__)
+load_plugins()
+"""
+
+
+def arguments(**fields):
+    return ServerArgs(
+        **{
+            "model_path": "dummy",
+            "served_model_name": "dummy",
+            "chunked_prefill_size": 2048,
+            "page_size": 1,
+            "device": "cuda",
+            "sampling_backend": "pytorch",
+            "attention_backend": "triton",
+            "speculative_algorithm": "EAGLE",
+            "speculative_num_steps": 3,
+            "speculative_eagle_topk": 1,
+            "speculative_num_draft_tokens": 4,
+            **fields,
+        }
+    )
+
+
+def run(code: str, tmp_path: Path, variable: str | None, other: str = "") -> str:
+    """Return what a new process prints, in which the entry points are installed."""
+    for name, text in (("mtp_plugin", ENTRY_POINT), ("other", OTHER if other else "")):
+        if text:
+            info = tmp_path / f"{name}-0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}-x\nVersion: 0\n")
+            (info / "entry_points.txt").write_text(text)
+    (tmp_path / "other_plugin.py").write_text(other)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    environment.pop("MTP_PLUGIN_SGLANG", None)
+    if variable is not None:
+        environment["MTP_PLUGIN_SGLANG"] = variable
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    return result.stdout + result.stderr[-3000:]
+
+
+def test_unset_changes_no_object(tmp_path):
+    code = f"""{LOAD}
+from sglang.srt.plugins.hook_registry import HookRegistry
+import sys
+print("same", ServerArgs.check_server_args is kept[0], dict(HookRegistry._hooks))
+print("imported", sorted(name for name in sys.modules if name.startswith("mtp_plugin")))
+"""
+    lines = run(code, tmp_path, None).splitlines()
+    assert "same True {}" in lines
+    (imported,) = [line for line in lines if line.startswith("imported")]
+    assert "hooks" not in imported
+    assert "torch" not in imported
+
+
+def test_set_hooks_the_start_and_the_front_end(tmp_path):
+    code = f"""{LOAD}
+from tests.sglang.test_start import arguments
+from sglang.srt.managers.tokenizer_manager import TokenizerManager
+kept.append(TokenizerManager._create_tokenized_object)
+arguments().check_server_args()
+print("hooked", ServerArgs.check_server_args is not kept[0],
+      TokenizerManager._create_tokenized_object is not kept[2],
+      scheduler.Scheduler.__init__ is not kept[1])
+"""
+    assert "hooked True True True" in run(code, tmp_path, "{}").splitlines()
+
+
+def test_a_wrong_option_ends_the_start(tmp_path):
+    code = f"""{LOAD}
+from tests.sglang.test_start import arguments
+arguments().check_server_args()
+"""
+    output = run(code, tmp_path, '{"verificatoin": "coupled"}')
+    assert "ConfigError" in output
+    assert "MTP_PLUGIN_SGLANG: verificatoin: unknown option" in output.splitlines()[-1]
+
+
+OTHERS = {
+    "through the registry": """
+def register():
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    target = "sglang.srt.speculative.eagle_utils.eagle_sample"
+    HookRegistry.register(target, lambda f, *a: f(*a), HookType.AROUND)
+""",
+    "by hand": """
+def register():
+    import sglang.srt.speculative.eagle_utils as module
+    module.eagle_sample = lambda *args: None
+""",
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_plugin_on_our_targets_ends_the_start(tmp_path, kind):
+    code = f"""{LOAD}
+from mtp_plugin.hosts.sglang import hooks
+hooks.install(hooks.DRAFTS)
+"""
+    output = run(code, tmp_path, "{}", OTHERS[kind]).splitlines()[-1]
+    assert "HostError" in output
+    assert "sglang.srt.speculative.eagle_utils.eagle_sample is hooked by another plugin" in output
+
+
+def test_a_missing_target_ends_the_start(tmp_path):
+    code = f"""{LOAD}
+from mtp_plugin.hosts.sglang import hooks
+del scheduler.Scheduler._add_request_to_queue
+hooks.install(hooks.SCHEDULER)
+"""
+    output = run(code, tmp_path, "{}").splitlines()[-1]
+    assert "sglang.srt.managers.scheduler.Scheduler._add_request_to_queue is missing" in output
+
+
+WRONG = {
+    "speculative_eagle_topk": (2, "--speculative-eagle-topk is 2"),
+    "speculative_algorithm": ("NGRAM", "--speculative-algorithm is 'NGRAM'"),
+    "speculative_adaptive": (True, "--speculative-adaptive is True"),
+    "speculative_use_rejection_sampling": (True, "--speculative-use-rejection-sampling is True"),
+    "speculative_accept_threshold_single": (0.9, "--speculative-accept-threshold-single is 0.9"),
+    "speculative_accept_threshold_acc": (0.9, "--speculative-accept-threshold-acc is 0.9"),
+    "enable_dp_attention": (True, "--enable-dp-attention is True"),
+    "dp_size": (2, "--dp-size is 2"),
+    "pp_size": (2, "--pp-size is 2"),
+    "attn_cp_size": (2, "--attn-cp-size is 2"),
+    "disaggregation_mode": ("prefill", "--disaggregation-mode is 'prefill'"),
+    "enable_two_batch_overlap": (True, "--enable-two-batch-overlap is True"),
+    "enable_pdmux": (True, "--enable-pdmux is True"),
+    "dllm_algorithm": ("x", "--dllm-algorithm is 'x'"),
+    "rl_on_policy_target": ("fsdp", "--rl-on-policy-target is 'fsdp'"),
+    "sampling_backend": ("ascend", "--sampling-backend is 'ascend'"),
+    "device": ("cpu", "--device is 'cpu'"),
+    "is_embedding": (True, "--is-embedding is True"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_configuration_is_refused_by_name(name):
+    value, message = WRONG[name]
+    given = arguments()
+    assert hasattr(given, name)
+    object.__setattr__(given, name, value)
+    with pytest.raises(ConfigError) as error:
+        checked_settings(given, {"MTP_PLUGIN_SGLANG": "{}"})
+    assert str(error.value).startswith(
+        f"mtp_plugin is on (MTP_PLUGIN_SGLANG is set), but {message}"
+    )
+
+
+def test_all_problems_are_in_one_message():
+    environment = {"MTP_PLUGIN_SGLANG": json.dumps({"verification": "block"})}
+    given = arguments()
+    for name in ("dp_size", "pp_size"):
+        object.__setattr__(given, name, 2)
+    with pytest.raises(ConfigError) as error:
+        checked_settings(given, {**environment, "SGLANG_SIMULATE_ACC_LEN": "2.5"})
+    for part in ("dp-size", "pp-size", "verification: block", "SGLANG_SIMULATE_ACC_TOKEN_MODE"):
+        assert part in str(error.value)
+
+
+def test_a_scheduler_with_the_plugin_says_so(monkeypatch, caplog):
+    prepare()
+    monkeypatch.setenv("MTP_PLUGIN_SGLANG", "{}")
+    pool = ReqToTokenPool(4, 16, "cpu", False)
+    runner = SimpleNamespace(req_to_token_pool=pool, model_config=SimpleNamespace(vocab_size=50))
+    runner.alloc_memory_pool = lambda _: None
+
+    def original(*given):
+        assert given[2] == "ports"
+        hooks._engine.attach(runner)
+
+    scheduler = SimpleNamespace(tp_group=SimpleNamespace(world_size=1))
+    with caplog.at_level("INFO"):
+        hooks._scheduler_init(original, scheduler, arguments(), "ports")
+    (line,) = [r.getMessage() for r in caplog.records if "mtp_plugin on" in r.getMessage()]
+    assert line == (
+        "mtp_plugin on: verification coupled, 3 drafts per step, torch kernels, drafter eagle"
+    )
+    with pytest.raises(HostError, match="found no pools"):
+        hooks._scheduler_init(lambda *_: None, scheduler, arguments(), "ports")

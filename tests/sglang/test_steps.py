@@ -1,0 +1,96 @@
+"""Single steps: log-probabilities, grammars, thinking phases, no work for idle batches."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import sglang.srt.speculative.eagle_worker_common as worker_common
+import torch
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from mtp_plugin.hosts.sglang.rows import RowOptions
+from tests.sglang.toy_engine import VOCAB, Batch, K, ToyEngine, make_request
+
+BEGIN, END = 30, 31
+
+
+def admitted_batch(engine, options):
+    reqs = [make_request(f"r{i}", [1, 2], sampling_seed=i, **one) for i, one in enumerate(options)]
+    for req in reqs:
+        engine.admit(req)
+    engine.pool.alloc(reqs)
+    return Batch(reqs)
+
+
+@pytest.mark.parametrize("kind", [{"temperature": 0.8}, {"temperature": 0.7, "top_k": 9}])
+def test_log_probabilities_are_those_of_sglang(kind):
+    engine = ToyEngine(0)
+    batch = admitted_batch(engine, [kind] * 3)
+    logits, lens = torch.randn(3, VOCAB), torch.tensor([2, 2, 2])
+    plain, _ = engine.sample(batch, logits, lens, ForwardMode.DECODE)
+    more = {"return_logprob": True, "top_logprobs_nums": [2] * 3, "token_ids_logprobs": [None] * 3}
+    tokens, output = engine.sample(batch, logits, lens, ForwardMode.DECODE, **more)
+    assert torch.equal(plain, tokens)
+    expected = (logits / kind["temperature"]).log_softmax(-1)
+    found = torch.as_tensor(output.next_token_logprobs)
+    chosen = expected.gather(1, tokens.to(torch.int64).unsqueeze(1))[:, 0]
+    torch.testing.assert_close(found, chosen)
+
+
+def test_a_grammar_masks_every_row():
+    engine = ToyEngine(K)
+
+    def apply(logits):
+        logits[:, 10:] = float("-inf")
+
+    engine.grammar_mask = SimpleNamespace(apply=apply)
+    req = make_request("r", [1, 2], temperature=1.0, sampling_seed=3, min_p=0.01)
+    (found,) = engine.serve([req], tokens=60)
+    assert max(found[1:]) < 10
+    assert len(set(found)) > 4
+
+
+def test_relaxed_acceptance_takes_all_drafts_of_a_thinking_request():
+    options = RowOptions(
+        thinking_begin_token=BEGIN, thinking_end_token=END, relaxed_topk=VOCAB, relaxed_delta=1.0
+    )
+    engine = ToyEngine(K, options)
+    engine.table[:, [BEGIN, END]] = -100.0
+    engine.worker.draft_runner.table[:, [BEGIN, END]] = -100.0
+    reqs = [make_request("thinks", [1, BEGIN], temperature=0.0)]
+    engine.serve(reqs, tokens=61, retract=0.2)
+    assert engine.counts.acceptance_length == K + 1
+    assert engine.counts.retractions > 0
+    strict = ToyEngine(K)
+    strict.table, strict.worker.draft_runner = engine.table, engine.worker.draft_runner
+    strict.serve([make_request("answers", [1, BEGIN], temperature=0.0)], tokens=61)
+    assert strict.counts.acceptance_length < K + 1
+
+
+def test_the_token_of_an_unfinished_prompt_ends_no_thinking_phase():
+    options = RowOptions(
+        thinking_begin_token=BEGIN, thinking_end_token=END, relaxed_topk=VOCAB, relaxed_delta=1.0
+    )
+    lengths = []
+    for chunk in (1, 2):  # tokens of the prompt in the first chunk; 2: the whole prompt
+        engine = ToyEngine(K, options)
+        engine.table[:, [BEGIN, END]] = -100.0
+        engine.worker.draft_runner.table[:, [BEGIN, END]] = -100.0
+        req = make_request("r", [1, BEGIN], temperature=0.0)
+        engine.admit(req)
+        engine.pool.alloc([req])
+        ends = torch.zeros(1, VOCAB)
+        ends[0, END] = 9.0
+        engine.sample(Batch([req]), ends, torch.tensor([chunk]), ForwardMode.EXTEND)
+        req.inflight_middle_chunks = 1
+        engine.serve([req], tokens=41)
+        lengths.append(engine.counts.acceptance_length)
+    assert lengths[0] == K + 1
+    assert lengths[1] < K + 1
+
+
+def test_an_idle_batch_has_no_output():
+    batch = SimpleNamespace(forward_mode=ForwardMode.IDLE, device="cpu")
+    found = worker_common.eagle_sample(SimpleNamespace(), batch, SimpleNamespace())
+    assert [len(tensor) for tensor in found] == [0, 0, 0]

@@ -1,0 +1,364 @@
+"""A small scheduler over SGLang's own requests, slots, sampler, verification and draft methods.
+
+The target's logits depend on the last token alone, and so do those of the draft model.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import socket
+from array import array
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import sglang.srt.distributed.parallel_state as parallel
+import sglang.srt.speculative.eagle_worker_common as worker_common
+import sglang.srt.speculative.eagle_worker_v2 as worker_v2
+import torch
+from sglang.srt import runtime_context
+from sglang.srt.layers.sampler import create_sampler
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+from sglang.srt.model_executor.model_runner import ModelRunner
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
+
+from mtp_plugin.hosts.sglang import hooks
+from mtp_plugin.hosts.sglang.engine import Engine
+from mtp_plugin.hosts.sglang.rows import EngineSettings, RowOptions
+
+VOCAB = 40
+EOS = 7
+K = 3
+
+
+class Tokenizer:
+    """What SGLang reads of a tokenizer."""
+
+    eos_token_id = EOS
+    additional_stop_token_ids = None
+
+
+def prepare() -> None:
+    """Publish SGLang's configuration and start its process groups, once a process."""
+    if parallel._TP is not None:
+        return
+    arguments = ServerArgs(
+        model_path="dummy",
+        device="cpu",
+        sampling_backend="pytorch",
+        speculative_algorithm="EAGLE",
+        speculative_num_steps=K,
+        speculative_eagle_topk=1,
+        speculative_num_draft_tokens=K + 1,
+    )
+    runtime_context.publish(arguments, role="scheduler")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    parallel.init_distributed_environment(
+        world_size=1,
+        rank=0,
+        local_rank=0,
+        distributed_init_method=f"tcp://127.0.0.1:{port}",
+        backend="gloo",
+    )
+    parallel.initialize_model_parallel(tensor_model_parallel_size=1, backend="gloo")
+    hooks.install(hooks.SCHEDULER)
+    hooks.install(hooks.DRAFTS)
+
+
+def make_request(rid: str, prompt: list[int], **options: Any) -> Req:
+    """Return a ``Req`` as SGLang's scheduler makes it."""
+    params = SamplingParams(**options)
+    params.normalize(Tokenizer())
+    params.verify(VOCAB)
+    req = Req(rid, "", array("q", prompt), params, vocab_size=VOCAB, eos_token_ids={EOS})
+    req.tokenizer = Tokenizer()
+    return req
+
+
+class Batch:
+    """What SGLang reads of a ``ScheduleBatch``."""
+
+    device = "cpu"
+    forward_mode: ForwardMode
+    spec_info: Any = None
+    seq_lens_cpu = None
+
+    def __init__(self, reqs: list[Req]) -> None:
+        self.reqs = reqs
+        self.req_pool_indices_cpu = torch.tensor([req.req_pool_idx for req in reqs])
+        self.req_pool_indices = self.req_pool_indices_cpu.clone()
+        self.sampling_info = SamplingBatchInfo.from_schedule_batch(self, VOCAB)
+
+
+class DraftRunner(ModelRunner):
+    """A draft model whose logits depend on the input tokens alone."""
+
+    def __init__(self, table: torch.Tensor, columns: torch.Tensor | None) -> None:
+        self.table = table if columns is None else table[:, columns]
+        self.canary_manager = self.spec_algorithm = None
+        self.msprobe_debugger = self.eplb_manager = None
+        self.is_draft_worker, self.enable_elastic_ep, self.forward_pass_id = True, False, 0
+        hf_config = SimpleNamespace(architectures=["X"])
+        self.model_config = SimpleNamespace(hf_config=hf_config)
+
+    def _forward_raw(self, forward_batch: Any, *_: Any) -> Any:
+        logits = self.table[forward_batch.input_ids].clone()
+        output = SimpleNamespace(
+            next_token_logits=logits, hidden_states=torch.zeros(len(logits), 2)
+        )
+        return SimpleNamespace(logits_output=output)
+
+
+def draft_step(tokens: torch.Tensor, **fields: Any) -> Any:
+    """Return what SGLang reads of a ``ForwardBatch``, for a forward of the draft model."""
+    return SimpleNamespace(
+        input_ids=tokens,
+        batch_size=len(tokens),
+        forward_mode=ForwardMode.DECODE,
+        apply_deprecated_skip_attn_backend_init=lambda _: None,
+        **{"spec_info": None, **fields},
+    )
+
+
+@dataclass
+class Counts:
+    """Steps that verified drafts, and tokens that they gave."""
+
+    steps: int = 0
+    tokens: int = 0
+    retractions: int = 0
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens per request and step."""
+        return self.tokens / max(self.steps, 1)
+
+
+@dataclass
+class ToyEngine:
+    """Serves requests, with or without drafts."""
+
+    num_drafts: int
+    options: RowOptions = field(default_factory=RowOptions)
+    slots: int = 6
+    seed: int = 0
+    token_map: torch.Tensor | None = None
+    grammar_mask: Any = None
+    counts: Counts = field(default_factory=Counts)
+
+    def __post_init__(self) -> None:
+        prepare()
+        generator = torch.Generator().manual_seed(3)
+        self.table = torch.randn(VOCAB, VOCAB, generator=generator) * 2
+        drafts = self.table + torch.randn(VOCAB, VOCAB, generator=generator) * 0.7
+        settings = EngineSettings(self.options, self.num_drafts, drafter="eagle")
+        self.engine = Engine(settings, self.seed)
+        self.pool = ReqToTokenPool(self.slots, 64, "cpu", False)
+        model_config = SimpleNamespace(vocab_size=VOCAB)
+        self.runner = SimpleNamespace(
+            req_to_token_pool=self.pool,
+            model_config=model_config,
+            sampler=create_sampler(),
+            ngram_embedding_manager=SimpleNamespace(update_after_decode=lambda **_: None),
+        )
+        self.runner._preprocess_logits = lambda *args: ModelRunner._preprocess_logits(
+            self.runner, *args
+        )
+        self.engine.attach(self.runner)
+        self.scheduler = SimpleNamespace(
+            _set_or_validate_priority=lambda _: False  # the queue is this class's
+        )
+        self.worker = SimpleNamespace(
+            topk=1,
+            speculative_num_steps=K,
+            speculative_num_draft_tokens=K + 1,
+            speculative_algorithm=SimpleNamespace(is_standalone=lambda: False),
+            hot_token_id=self.token_map,
+            index_share_for_mtp_iteration=False,
+            seed_dsa_topk_from_draft_extend=False,
+            cuda_graph_runner_for_draft_extend=None,
+            plan_stream=None,
+            plan_stream_ctx=contextlib.nullcontext(),
+            device="cpu",
+            _topk1_parents_prealloc=torch.zeros(64, 0, dtype=torch.long),
+            _topk1_score_indices_prealloc=torch.zeros(64, K, dtype=torch.long),
+            draft_runner=DraftRunner(drafts, self.token_map),
+            draft_attn_backend=SimpleNamespace(attn_backends=[None] * K),
+        )
+        if self.num_drafts:
+            self.engine.drafts_from(self.worker)
+
+    def admit(self, req: Req) -> None:
+        """Pass SGLang's queue."""
+        hooks._engine = self.engine
+        Scheduler._add_request_to_queue(self.scheduler, req)
+
+    def serve(self, reqs: list[Req], *, tokens: int, retract: float = 0.0) -> list[list[int]]:
+        """Return the output of every request, without the tokens after ``max_new_tokens``."""
+        hooks._engine = self.engine
+        chosen = random.Random(5)
+        for req in reqs:
+            self.admit(req)
+        waiting, running = list(reqs), []
+        drafts: dict[str, EagleDraftInput] = {}
+        while waiting or running:
+            free = self.slots - len(running)
+            new, waiting = waiting[:free], waiting[free:]
+            if new:
+                self._prefill(new, drafts)
+                running += new
+            step = chosen.sample(running, chosen.randint(1, len(running)))  # any batch, any order
+            self._drafted_step(step, drafts) if self.num_drafts else self._step(step)
+            for req in list(running):
+                if len(req.output_ids) >= tokens:
+                    running.remove(req)
+                    self.pool.free(req)
+                elif chosen.random() < retract:
+                    running.remove(req)
+                    self.pool.free(req)
+                    req.kv_committed_len = 0
+                    waiting.append(req)
+                    self.counts.retractions += 1
+        return [list(req.output_ids[:tokens]) for req in reqs]
+
+    def sample(
+        self, batch: Batch, logits: torch.Tensor, lens: torch.Tensor, mode: ForwardMode, **more: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """Return the tokens after rows of logits, and SGLang's output with log-probabilities."""
+        step = SimpleNamespace(
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=lens,
+            positions=lens - 1,
+            forward_mode=mode,
+            sampling_info=batch.sampling_info,
+            **{
+                "return_logprob": False,
+                "top_logprobs_nums": None,
+                "token_ids_logprobs": None,
+                **more,
+            },
+        )
+        output = SimpleNamespace(next_token_logits=logits.clone())
+        hooks._engine = self.engine
+        return ModelRunner.sample(self.runner, output, step), output
+
+    def _sample(self, batch: Batch, last: torch.Tensor, mode: ForwardMode) -> torch.Tensor:
+        lens = torch.tensor([len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs])
+        tokens, _ = self.sample(batch, self.table[last], lens, mode)
+        for req, token in zip(batch.reqs, tokens.tolist(), strict=True):
+            req.output_ids.append(token)
+        return tokens.to(torch.int64)
+
+    def _prefill(self, reqs: list[Req], drafts: dict[str, EagleDraftInput]) -> None:
+        self.pool.alloc(reqs)
+        batch = Batch(reqs)
+        batch.forward_mode = ForwardMode.EXTEND
+        ids = [list(req.origin_input_ids) + list(req.output_ids) for req in reqs]
+        batch.seq_lens = torch.tensor([len(one) for one in ids])
+        tokens = self._sample(batch, torch.tensor([one[-1] for one in ids]), ForwardMode.EXTEND)
+        if not self.num_drafts:
+            return
+        batch.input_ids = torch.tensor([token for one in ids for token in one])
+        batch.extend_lens = [len(one) for one in ids]
+        with _patched(
+            worker_v2,
+            ForwardBatch=SimpleNamespace(init_new=lambda *_, **__: draft_step(tokens)),
+            _eagle_prefill_tail_tokens=lambda _, tokens: tokens,
+        ):
+            made = worker_v2.EagleDraftWorker._draft_extend_for_prefill(
+                self.worker, batch, torch.zeros(len(batch.input_ids), 2), tokens
+            )
+        _store(drafts, batch, made)
+
+    def _step(self, reqs: list[Req]) -> None:
+        batch = Batch(reqs)
+        self._sample(batch, torch.tensor([req.output_ids[-1] for req in reqs]), ForwardMode.DECODE)
+
+    def _drafted_step(self, reqs: list[Req], drafts: dict[str, EagleDraftInput]) -> None:
+        batch, count = Batch(reqs), len(reqs)
+        batch.forward_mode = ForwardMode.TARGET_VERIFY
+        lens = [len(req.origin_input_ids) + len(req.output_ids) - 1 for req in reqs]
+        batch.seq_lens = torch.tensor(lens)
+        bonus = torch.tensor([req.output_ids[-1] for req in reqs])
+        spec_info = EagleDraftInput(
+            topk_p=torch.ones(count, 1),
+            topk_index=torch.tensor([drafts[req.rid] for req in reqs]).unsqueeze(1),
+            hidden_states=torch.zeros(count, 2),
+            bonus_tokens=bonus,
+        )
+        step = draft_step(
+            bonus,
+            spec_info=spec_info,
+            out_cache_loc=torch.zeros(count * K, dtype=torch.long),
+            positions=batch.seq_lens.clone(),
+            req_pool_indices=batch.req_pool_indices,
+            sampling_info=batch.sampling_info,
+        )
+        drafted = worker_v2.EagleDraftWorker.draft_forward(self.worker, step)[2]
+        rows = torch.cat([bonus.unsqueeze(1), drafted], 1)
+        width = K + 1
+        verify_input = EagleVerifyInput(
+            draft_token=rows.flatten(),
+            custom_mask=None,
+            positions=None,
+            retrieve_index=torch.arange(count * width).view(count, width),
+            retrieve_next_token=None,
+            retrieve_next_sibling=None,
+            retrieve_cum_len=None,
+            spec_steps=K,
+            topk=1,
+            draft_token_num=width,
+            capture_hidden_mode=CaptureHiddenMode.FULL,
+            seq_lens_sum=0,
+            seq_lens_cpu=None,
+        )
+        output = SimpleNamespace(
+            next_token_logits=self.table[rows.flatten()].clone(),
+            hidden_states=torch.zeros(count * width, 2),
+        )
+        predict, lens, index = worker_common.eagle_sample(
+            verify_input, batch, output, self.grammar_mask
+        )
+        assert predict.dtype == lens.dtype == index.dtype == torch.int32
+        assert int(predict.min()) >= 0
+        for i, req in enumerate(reqs):
+            expected = [i * width + j if j < lens[i] else -1 for j in range(width)]
+            assert index[i].tolist() == expected
+            req.output_ids.extend(predict[i * width : i * width + int(lens[i])].tolist())
+        self.counts.steps += count
+        self.counts.tokens += int(lens.sum())
+        result = SimpleNamespace(
+            logits_output=output,
+            accept_lens=lens,
+            next_token_ids=predict,
+            new_seq_lens=batch.seq_lens + lens,
+            next_draft_input=EagleDraftInput(bonus_tokens=bonus),
+        )
+        extend = draft_step(predict.to(torch.int64))
+        with _patched(worker_v2, prepare_for_draft_extend=lambda *_, **__: extend):
+            worker_v2.EagleDraftWorker._draft_extend_for_decode(self.worker, batch, result)
+        _store(drafts, batch, result.next_draft_input)
+
+
+def _store(drafts: dict[str, Any], batch: Batch, draft_input: EagleDraftInput) -> None:
+    for req, column in zip(batch.reqs, draft_input.topk_index[:, 0].tolist(), strict=True):
+        drafts[req.rid] = column
+
+
+@contextlib.contextmanager
+def _patched(module: Any, **values: Any) -> Any:
+    given = {name: getattr(module, name) for name in values}
+    vars(module).update(values)
+    try:
+        yield
+    finally:
+        vars(module).update(given)
