@@ -1,0 +1,240 @@
+"""An SGLang engine in a process of its own, that answers over a pipe."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import sys
+import time
+import traceback
+from importlib.metadata import entry_points
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CHECKPOINT = ROOT / "integration" / "tiny_model" / "checkpoint"
+START_SECONDS = 420.0
+_ENTRY_POINT = "[sglang.srt.plugins]\nmtp_plugin = mtp_plugin.hosts.sglang:register\n"
+_VARIABLE = "MTP_PLUGIN_SGLANG"
+
+
+class EngineError(RuntimeError):
+    """An engine failed, hung or ended; the message holds the end of its log."""
+
+
+def prepare(folder: Path) -> Path:
+    """Set up what all engines share, and return the folder of the checkpoint.
+
+    Args:
+        folder: of logs. SGLang serves one MTP layer of this family, so the checkpoint is copied
+            with another configuration; if the package is not installed but on the Python path, its
+            entry point is written there.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    paths = [str(ROOT)]
+    if not entry_points(group="sglang.srt.plugins", name="mtp_plugin"):
+        info = folder / "entry_point" / "mtp_plugin-0.dist-info"
+        info.mkdir(parents=True, exist_ok=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mtp-plugin\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(_ENTRY_POINT)
+        paths.append(str(info.parent))
+    sys.path[:0] = paths
+    paths = [*filter(None, [os.environ.get("PYTHONPATH")]), *paths]
+    os.environ.update(
+        PYTHONPATH=os.pathsep.join(paths), HF_HUB_OFFLINE="1", TRANSFORMERS_OFFLINE="1"
+    )
+    model = folder / "one_layer"
+    shutil.copytree(CHECKPOINT, model, dirs_exist_ok=True)
+    config = json.loads((CHECKPOINT / "config.json").read_text())
+    config["num_nextn_predict_layers"] = 1
+    (model / "config.json").write_text(json.dumps(config))
+    return model
+
+
+class EngineProcess:
+    """One engine.
+
+    Args:
+        name: of its log. options: of SGLang's ``Engine``. num_drafts: K; 0: no drafts. plugin:
+            value of the plugin's variable; None: off. environment: further variables.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        options: dict[str, Any],
+        num_drafts: int,
+        plugin: str | None,
+        environment: dict[str, str] | None = None,
+    ) -> None:
+        self.name, self.log = name, folder / f"{name}.log"
+        if num_drafts:
+            options = {
+                **options,
+                "speculative_algorithm": "EAGLE",
+                "speculative_num_steps": num_drafts,
+                "speculative_eagle_topk": 1,
+                "speculative_num_draft_tokens": num_drafts + 1,
+            }
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        arguments = (theirs, str(self.log), options, plugin, environment or {})
+        self._process = context.Process(target=_serve, args=arguments)  # it starts processes
+        self._process.start()
+
+    def call(self, command: str, seconds: float, **arguments: Any) -> Any:
+        """Run a command and return its result.
+
+        Raises:
+            EngineError: the engine reports an error, ended, or does not answer in time.
+        """
+        self.send(command, **arguments)
+        return self.result(seconds)
+
+    def send(self, command: str, **arguments: Any) -> None:
+        """Begin a command."""
+        self._pipe.send((command, arguments))
+
+    def result(self, seconds: float) -> Any:
+        """Return the result of the command that `send` began; see `call`."""
+        end = time.monotonic() + seconds
+        while not self._pipe.poll(1.0):
+            if time.monotonic() > end or not self._process.is_alive():
+                what = "does not answer" if self._process.is_alive() else "ended"
+                raise EngineError(f"{self.name} {what}:\n{self.tail()}")
+        try:
+            is_ok, value = self._pipe.recv()
+        except EOFError:
+            raise EngineError(f"{self.name} ended:\n{self.tail()}") from None
+        if not is_ok:
+            raise EngineError(f"{self.name}: {value}\n{self.tail()}")
+        return value
+
+    def tail(self, lines: int = 40) -> str:
+        """Return the end of the log."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return "\n".join(text.splitlines()[-lines:])
+
+    def log_lines(self, part: str) -> list[str]:
+        """Return the lines of the log that have ``part``."""
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        return [line for line in text.splitlines() if part in line]
+
+    def stop(self) -> None:
+        """End the engine and the processes that it started."""
+        if self._process.is_alive():
+            try:
+                self._pipe.send(("stop", {}))
+                self._process.join(30)
+            except OSError:
+                pass
+        if self._process.is_alive():
+            _kill_tree(self._process.pid)
+        self._process.join(10)
+
+
+def _kill_tree(pid: int | None) -> None:
+    import psutil
+
+    try:
+        process = psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return
+    for started in [*process.children(recursive=True), process]:
+        try:
+            started.kill()
+        except psutil.NoSuchProcess:
+            continue
+
+
+def _serve(
+    pipe: Connection,
+    log: str,
+    options: dict[str, Any],
+    plugin: str | None,
+    environment: dict[str, str],
+) -> None:
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(environment)
+    os.environ.pop(_VARIABLE, None)
+    if plugin is not None:
+        os.environ[_VARIABLE] = plugin
+    try:
+        import sglang
+
+        started = time.monotonic()
+        engine = sglang.Engine(**options)
+        pipe.send((True, round(time.monotonic() - started, 1)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+        return
+    commands = {"run": _run, "storm": _storm}
+    while (message := pipe.recv())[0] != "stop":
+        command, arguments = message
+        try:
+            pipe.send((True, commands[command](engine, **arguments)))
+        except Exception:
+            pipe.send((False, traceback.format_exc()))
+    engine.shutdown()
+
+
+def _run(engine: Any, requests: list[dict[str, Any]]) -> list[Any]:
+    """Serve all requests as one batch."""
+    made: list[Any] = engine.loop.run_until_complete(_all(engine, requests, {}))
+    return made
+
+
+def _storm(engine: Any, requests: list[dict[str, Any]], aborted: float, seed: int) -> list[Any]:
+    """Serve requests that arrive over time, and abort a share of them."""
+    chosen = random.Random(seed)
+    aborts = {i: chosen.uniform(0, 1.5) for i in range(len(requests)) if chosen.random() < aborted}
+    made: list[Any] = engine.loop.run_until_complete(_all(engine, requests, aborts, chosen))
+    return made
+
+
+async def _all(
+    engine: Any,
+    requests: list[dict[str, Any]],
+    aborts: dict[int, float],
+    arrivals: random.Random | None = None,
+) -> list[Any]:
+    delays = [arrivals.uniform(0, 4) if arrivals else 0.0 for _ in requests]
+
+    async def one(index: int, request: dict[str, Any]) -> Any:
+        await asyncio.sleep(delays[index])
+        task = asyncio.ensure_future(
+            engine.async_generate(
+                prompt=request.get("prompt"),
+                input_ids=request.get("input_ids"),
+                sampling_params=dict(request["sampling_params"]),
+                rid=(rid := f"request-{index}-{time.monotonic_ns()}"),
+            )
+        )
+        if index in aborts:
+            await asyncio.sleep(aborts[index])
+            engine.tokenizer_manager.abort_request(rid=rid)
+        try:
+            outputs = await task
+        except ValueError as error:  # HTTP 400, or aborted before the first token
+            return {"error": str(error), "aborted": index in aborts}
+        outputs = outputs if isinstance(outputs, list) else [outputs]
+        meta = [output["meta_info"] for output in outputs]
+        return {
+            "tokens": [list(output["output_ids"]) for output in outputs],
+            "texts": [output.get("text") for output in outputs],
+            "finish": [info.get("finish_reason") for info in meta],
+            "prompt_tokens": meta[0].get("prompt_tokens"),
+            "retractions": sum(info.get("num_retractions") or 0 for info in meta),
+            "steps": sum(info.get("spec_verify_ct") or 0 for info in meta),
+            "aborted": index in aborts,
+        }
+
+    return list(await asyncio.gather(*(one(i, request) for i, request in enumerate(requests))))

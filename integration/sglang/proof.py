@@ -1,0 +1,391 @@
+"""Proof on a GPU: SGLang with the plugin gives one output per seed, whatever the number of drafts.
+
+python -m integration.sglang.proof --json result.json               # storm, then all cases
+python -m integration.sglang.proof --only storm                      # aborts and retractions alone
+python -m integration.sglang.proof --only cases --dtype float32 --grammar xgrammar
+python -m integration.sglang.proof --options '{"disable_overlap_schedule": true}'
+
+Engines run at the same time on one GPU, each in a process of its own. A token that differs is a
+near tie, and no failure, if the engine without drafts samples the other token once its logit is
+raised and that of the first lowered by half of ``--margin``. The exit status is 1 if an output
+differs, hangs or is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import platform
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from integration.sglang.engine_process import (
+    ROOT,
+    START_SECONDS,
+    EngineError,
+    EngineProcess,
+    prepare,
+)
+from mtp_plugin.requests.seeds import sample_seed
+
+NUM_PROMPTS = 64
+NEW_TOKENS = 128
+CASES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "temperature": {"temperature": 0.8},
+    "top_p": {"temperature": 0.8, "top_p": 0.9},
+    "top_k": {"temperature": 0.9, "top_k": 20},
+    "min_p": {"temperature": 1.0, "min_p": 0.1},
+    "bias": {"temperature": 0.8, "logit_bias": {"5": 3.0, "100": -100.0, "300": 2.0}},
+    "n": {"temperature": 0.8, "n": 2},
+    "stop_strings": {"temperature": 0.8, "stop": ["return", "\n\n"]},
+    "all_options": {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.02},
+}
+GRAMMAR_CASE = {"temperature": 0.8, "regex": "[a-z ]{8,40}"}
+STORM_REQUESTS = 150
+STORM_TOKENS = 3000
+"""KV tokens of the engine of the storm: fewer than its running requests need."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the proof; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="file of the result")
+    parser.add_argument("--folder", type=Path, default=Path("sglang_proof"), help="of logs")
+    parser.add_argument("--only", choices=("storm", "cases"))
+    parser.add_argument(
+        "--drafts",
+        default="3,1",
+        help="K of engines with drafts, the first one's is that of the storm",
+    )
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument(
+        "--margin",
+        type=float,
+        default=None,
+        help="of near ties, in logits (default: 0.25, float32: 0.01)",
+    )
+    parser.add_argument("--grammar", default="none", help="grammar backend; none: without grammars")
+    parser.add_argument("--attention", default="triton", help="attention backend")
+    parser.add_argument("--alone", action="store_true", help="also SGLang without the plugin")
+    parser.add_argument("--in-turn", action="store_true", help="start engines one after the other")
+    parser.add_argument("--plugin", default="{}", help="options of the plugin")
+    parser.add_argument("--options", type=json.loads, default={}, help="more options of engines")
+    given = parser.parse_args(arguments)
+    given.margin = given.margin or (0.01 if given.dtype == "float32" else 0.25)
+    proof = Proof(given)
+    try:
+        proof.run()
+    except EngineError as error:
+        proof.result["error"] = str(error)
+        sys.stderr.write(f"{error}\n")
+    finally:
+        proof.stop()
+    result = proof.finished()
+    text = json.dumps(result, indent=1)
+    if given.json is not None:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(f"{text}\n")
+    sys.stdout.write(f"{json.dumps({k: v for k, v in result.items() if k != 'differences'})}\n")
+    return 0 if result["matched"] else 1
+
+
+class Proof:
+    """Engines, and what was found of them."""
+
+    def __init__(self, given: argparse.Namespace) -> None:
+        self.given = given
+        self.engines: dict[str, EngineProcess] = {}
+        self.drafts = [int(k) for k in given.drafts.split(",")]
+        self.result: dict[str, Any] = {"what": describe(given), "differences": []}
+
+    def run(self) -> None:
+        """Start all engines, then serve and compare."""
+        given, model = self.given, prepare(self.given.folder)
+        options = {
+            "model_path": str(model),
+            "dtype": given.dtype,
+            "attention_backend": given.attention,
+            "sampling_backend": "pytorch",
+            "grammar_backend": given.grammar,
+            "mem_fraction_static": 0.12,
+            "max_running_requests": 64,
+            "max_total_tokens": 40000,
+            "disable_radix_cache": True,
+            "random_seed": 0,
+            "log_level": "info",
+            "cuda_graph_max_bs_decode": 64,
+            **given.options,
+        }
+        first = self.drafts[0]
+        wanted: list[tuple[str, int, bool, dict[str, Any], dict[str, str]]] = []
+        wanted.append(("k0", 0, True, {}, {}))
+        if given.only != "cases":
+            small = {
+                "max_total_tokens": STORM_TOKENS,
+                "max_running_requests": 16,
+                "schedule_conservativeness": 0.1,
+            }
+            wanted.append(("storm", first, True, small, {}))
+        if given.only != "storm":
+            wanted += [(f"k{k}", k, True, {}, {}) for k in self.drafts]
+            if given.alone:
+                wanted += [
+                    ("alone-k0", 0, False, {}, {}),
+                    (f"alone-k{first}", first, False, {}, {}),
+                ]
+        for index, (name, drafts, is_on, more, environment) in enumerate(wanted):
+            port = {"port": 30000 + 1000 * index}
+            self.engines[name] = EngineProcess(
+                name,
+                given.folder,
+                {**options, **more, **port},
+                drafts,
+                given.plugin if is_on else None,
+                environment,
+            )
+            if given.in_turn:
+                self._started(name)
+        if not given.in_turn:
+            for name in self.engines:
+                self._started(name)
+        for name, _, is_on, *_ in wanted:
+            lines = self.engines[name].log_lines("mtp_plugin on: verification")
+            if bool(lines) != is_on:
+                raise EngineError(f"{name}: expected the line 'mtp_plugin on' {is_on}: {lines}")
+        if given.only != "cases":
+            self._storm()
+        if given.only != "storm":
+            self._cases()
+
+    def _started(self, name: str) -> None:
+        seconds = self.engines[name].result(START_SECONDS)
+        self.result.setdefault("seconds_to_start", {})[name] = seconds
+        sys.stderr.write(f"{name} is ready after {seconds} s\n")
+
+    def _storm(self) -> None:
+        requests, engine = storm_requests(), self.engines["storm"]
+        arguments = {"requests": requests, "aborted": 0.3, "seed": 1}
+        started = time.monotonic()
+        outputs = engine.call("storm", 300.0, **arguments)
+        seconds = round(time.monotonic() - started, 1)
+        expected = self.engines["k0"].call("run", 300.0, requests=requests)
+        kept = [i for i, output in enumerate(outputs) if not output["aborted"]]
+        report = self._compare(
+            "storm",
+            [requests[i] for i in kept],
+            [expected[i] for i in kept],
+            [outputs[i] for i in kept],
+        )
+        report["seconds"] = seconds
+        report["aborted"] = len(outputs) - len(kept)
+        report["retractions"] = sum(output.get("retractions", 0) for output in outputs)
+        # rows of slots that were used again
+        again = cases_requests({"greedy": CASES["greedy"], "min_p": CASES["min_p"]})
+        found = engine.call("run", 300.0, requests=again)
+        report["after"] = self._compare(
+            "after the storm", again, self.engines["k0"].call("run", 300.0, requests=again), found
+        )
+        self.result["storm"] = report
+
+    def _cases(self) -> None:
+        cases = dict(CASES)
+        if self.given.grammar != "none":
+            cases["grammar"] = GRAMMAR_CASE
+        self.result["not_run"] = [] if self.given.grammar != "none" else ["grammar"]
+        names = [name for name in self.engines if name != "storm"]
+        for case, options in cases.items():
+            requests = cases_requests({case: options})
+            for name in names:
+                self.engines[name].send("run", requests=requests)
+            outputs = {name: self.engines[name].result(300.0) for name in names}
+            reports = self.result.setdefault("cases", {}).setdefault(case, {})
+            for name in names:
+                if name == "k0":
+                    continue
+                base = "alone-k0" if name.startswith("alone") else "k0"
+                if name == base:
+                    continue
+                report = self._compare(
+                    f"{case}, {name}", requests, outputs[base], outputs[name], counts=base == "k0"
+                )
+                tokens = sum(len(t) for o in outputs[name] for t in o.get("tokens", ()))
+                steps = sum(o.get("steps", 0) for o in outputs[name])
+                report["acceptance_length"] = round(tokens / steps, 3) if steps else None
+                reports[name] = report
+            sys.stderr.write(f"{case}: {json.dumps(reports)}\n")
+
+    def _compare(
+        self,
+        what: str,
+        requests: list[dict[str, Any]],
+        expected: list[Any],
+        found: list[Any],
+        counts: bool = True,
+    ) -> dict[str, Any]:
+        """Count equal outputs; a difference is a near tie or a failure."""
+        report = {"compared": 0, "equal": 0, "ties": 0, "different": 0}
+        for request, left, right in zip(requests, expected, found, strict=True):
+            outputs = max(len(left.get("tokens", ())), len(right.get("tokens", ())), 1)
+            for index in range(outputs):
+                report["compared"] += 1
+                one, two = _at(left, index), _at(right, index)
+                if one is not None and one == two:
+                    report["equal"] += 1
+                    continue
+                details = {"case": what, "request": request, "output": index}
+                details |= {
+                    "expected": one,
+                    "found": two,
+                    "errors": [left.get("error"), right.get("error")],
+                }
+                if counts and one is not None and two is not None:
+                    is_tie = self._is_tie(request, index, one[0], two[0], details)
+                    report["ties" if is_tie else "different"] += 1
+                    details["is_tie"] = is_tie
+                else:
+                    report["different"] += 1
+                if counts:
+                    self.result["differences"].append(details)
+        return report
+
+    def _is_tie(
+        self,
+        request: dict[str, Any],
+        index: int,
+        one: list[int],
+        two: list[int],
+        details: dict[str, Any],
+    ) -> bool:
+        """Whether the engine without drafts samples the other token with its logit raised."""
+        at = next(
+            (i for i, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), None
+        )
+        details["at"] = at
+        if at is None:
+            return False
+        options = {**request["sampling_params"], "max_new_tokens": 1, "n": 1}
+        options.pop("stop", None)
+        seed = options.get("sampling_seed")
+        options["sampling_seed"] = sample_seed(seed, index)
+        bias = {int(k): v for k, v in (options.get("logit_bias") or {}).items()}
+        half = self.given.margin / 2
+        bias[two[at]] = bias.get(two[at], 0.0) + half
+        bias[one[at]] = bias.get(one[at], 0.0) - half
+        options["logit_bias"] = {str(k): v for k, v in bias.items()}
+        prompt = [*request["input_ids"], *one[:at]]
+        again = {"input_ids": prompt, "sampling_params": options}
+        output = self.engines["k0"].call("run", 120.0, requests=[again])[0]
+        return output.get("tokens") == [[two[at]]]
+
+    def stop(self) -> None:
+        """End all engines."""
+        for engine in self.engines.values():
+            engine.stop()
+
+    def finished(self) -> dict[str, Any]:
+        """Return the result with ``matched``."""
+        reports: list[dict[str, Any]] = []
+        storm = self.result.get("storm")
+        if storm:
+            reports += [storm, storm["after"]]
+        for name_of_engine in self.result.get("cases", {}).values():
+            reports += [r for name, r in name_of_engine.items() if not name.startswith("alone")]
+        self.result["matched"] = (
+            "error" not in self.result
+            and bool(reports)
+            and all(r["compared"] and not r["different"] for r in reports)
+            and (not storm or storm["retractions"] > 0)
+        )
+        return self.result
+
+
+def _at(output: dict[str, Any], index: int) -> tuple[list[int], Any] | None:
+    """Return tokens and finish reason of one output; None: there is none."""
+    tokens = output.get("tokens", ())
+    return None if index >= len(tokens) else (tokens[index], output["finish"][index])
+
+
+def cases_requests(cases: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return `NUM_PROMPTS` requests of every case, each with a seed."""
+    prompts = _prompts()
+    return [
+        {
+            "input_ids": prompts[i % len(prompts)],
+            "sampling_params": {
+                "max_new_tokens": NEW_TOKENS,
+                "ignore_eos": True,
+                "sampling_seed": 1000 + i,
+                **options,
+            },
+        }
+        for options in cases.values()
+        for i in range(NUM_PROMPTS)
+    ]
+
+
+def storm_requests() -> list[dict[str, Any]]:
+    """Return random requests of many lengths and options."""
+    chosen, prompts = random.Random(7), _prompts()
+    kinds: list[Callable[[], dict[str, Any]]] = [
+        lambda: {"temperature": 0.0},
+        lambda: {"temperature": 0.8},
+        lambda: {"temperature": 1.0, "min_p": chosen.choice((0.02, 0.1))},
+        lambda: {"temperature": 0.9, "top_p": 0.9, "top_k": chosen.choice((5, 40))},
+        lambda: {"temperature": 0.8, "logit_bias": {str(chosen.randrange(2, 2000)): 3.0}},
+        lambda: {"temperature": 0.8, "custom_params": {"mtp_speculate": False}},
+        lambda: {"temperature": 0.8, "custom_params": {"mtp_max_draft_len": 1}},
+    ]
+    requests = []
+    for index in range(STORM_REQUESTS):
+        prompt = [token for _ in range(chosen.randint(1, 6)) for token in chosen.choice(prompts)]
+        options = {**chosen.choice(kinds)(), "sampling_seed": 5000 + index, "ignore_eos": True}
+        options["max_new_tokens"] = chosen.randint(16, 320)
+        requests.append({"input_ids": prompt, "sampling_params": options})
+    return requests
+
+
+def _prompts() -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    folder = ROOT / "integration" / "tiny_model"
+    tokenizer = AutoTokenizer.from_pretrained(folder / "checkpoint")
+    texts = [line["prompt"] for line in json.loads((folder / "prompts.json").read_text())]
+    given = [tokenizer(text)["input_ids"] for text in texts]
+    # a different end for every use of a text
+    return [given[i % len(given)][: -(i // len(given)) or None] for i in range(NUM_PROMPTS)]
+
+
+def describe(given: argparse.Namespace) -> dict[str, Any]:
+    """Return versions, commit and machine."""
+    import torch
+
+    def version(name: str) -> str | None:
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            return None
+
+    commit = subprocess.run(
+        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
+    ).stdout.strip()
+    names = ("sglang", "sglang-kernel", "torch", "triton", "flashinfer-python", "transformers")
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "command": [*sys.argv[1:]],
+        "dtype": given.dtype,
+        "margin": given.margin,
+        "versions": {name: version(name) for name in names},
+        "commit": commit or None,
+        "machine": {"gpu": gpu, "python": platform.python_version()},
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())
