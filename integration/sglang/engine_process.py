@@ -35,12 +35,15 @@ def prepare(folder: Path) -> Path:
             with another configuration; if the package is not installed but on the Python path, its
             entry point is written there.
     """
+    folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT)]
     if not entry_points(group="sglang.srt.plugins", name="mtp_plugin"):
-        info = folder / "entry_point" / "mtp_plugin-0.dist-info"
+        info = folder / "entry_point" / "mtp_plugin_of_proof-0.dist-info"
         info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mtp-plugin\nVersion: 0\n")
+        (info / "METADATA").write_text(
+            "Metadata-Version: 2.1\nName: mtp-plugin-of-proof\nVersion: 0\n"
+        )
         (info / "entry_points.txt").write_text(_ENTRY_POINT)
         paths.append(str(info.parent))
     sys.path[:0] = paths
@@ -223,7 +226,7 @@ async def _all(
             engine.tokenizer_manager.abort_request(rid=rid)
         try:
             outputs = await task
-        except ValueError as error:  # HTTP 400, or aborted before the first token
+        except Exception as error:  # HTTP 400, or aborted before the first token
             return {"error": str(error), "aborted": index in aborts}
         outputs = outputs if isinstance(outputs, list) else [outputs]
         meta = [output["meta_info"] for output in outputs]

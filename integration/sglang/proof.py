@@ -75,6 +75,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention", default="triton", help="attention backend")
     parser.add_argument("--alone", action="store_true", help="also SGLang without the plugin")
     parser.add_argument("--in-turn", action="store_true", help="start engines one after the other")
+    parser.add_argument("--commit", help="of the result, where git does not know it")
     parser.add_argument("--plugin", default="{}", help="options of the plugin")
     parser.add_argument("--options", type=json.loads, default={}, help="more options of engines")
     given = parser.parse_args(arguments)
@@ -114,7 +115,7 @@ class Proof:
             "attention_backend": given.attention,
             "sampling_backend": "pytorch",
             "grammar_backend": given.grammar,
-            "mem_fraction_static": 0.12,
+            "mem_fraction_static": 0.5,  # of what is free; engines that start together share it
             "max_running_requests": 64,
             "max_total_tokens": 40000,
             "disable_radix_cache": True,
@@ -175,7 +176,10 @@ class Proof:
         started = time.monotonic()
         outputs = engine.call("storm", 300.0, **arguments)
         seconds = round(time.monotonic() - started, 1)
-        expected = self.engines["k0"].call("run", 300.0, requests=requests)
+        plain = [{**one, "sampling_params": dict(one["sampling_params"])} for one in requests]
+        for one in plain:  # limits of drafts, which an engine without drafts refuses
+            one["sampling_params"].pop("custom_params", None)
+        expected = self.engines["k0"].call("run", 300.0, requests=plain)
         kept = [i for i, output in enumerate(outputs) if not output["aborted"]]
         report = self._compare(
             "storm",
@@ -220,6 +224,10 @@ class Proof:
                 report["acceptance_length"] = round(tokens / steps, 3) if steps else None
                 reports[name] = report
             sys.stderr.write(f"{case}: {json.dumps(reports)}\n")
+        wrong = cases_requests({"": {"custom_params": {"mtp_verificaton": "coupled"}}})[:1]
+        name = f"k{self.drafts[0]}"
+        (output,) = self.engines[name].call("run", 60.0, requests=wrong)
+        self.result["refused"] = output.get("error")
 
     def _compare(
         self,
@@ -302,6 +310,10 @@ class Proof:
             and bool(reports)
             and all(r["compared"] and not r["different"] for r in reports)
             and (not storm or storm["retractions"] > 0)
+            and (
+                "cases" not in self.result
+                or "mtp_verificaton: unknown option" in (self.result.get("refused") or "")
+            )
         )
         return self.result
 
@@ -382,7 +394,7 @@ def describe(given: argparse.Namespace) -> dict[str, Any]:
         "dtype": given.dtype,
         "margin": given.margin,
         "versions": {name: version(name) for name in names},
-        "commit": commit or None,
+        "commit": given.commit or commit or None,
         "machine": {"gpu": gpu, "python": platform.python_version()},
     }
 
