@@ -43,10 +43,34 @@ def without_drafts():
     return ToyEngine(0).serve(requests(), tokens=TOKENS)
 
 
-def test_drafts_do_not_change_the_output(without_drafts):
-    engine = ToyEngine(K)
+@pytest.mark.parametrize(("drafts", "least"), [(K, 2.2), (1, 1.5)])
+def test_drafts_do_not_change_the_output(without_drafts, drafts, least):
+    engine = ToyEngine(drafts)
     assert engine.serve(requests(), tokens=TOKENS) == without_drafts
-    assert 2.2 < engine.counts.acceptance_length < 4
+    assert least < engine.counts.acceptance_length < drafts + 1
+
+
+def _wrong_position(engine, monkeypatch):
+    verify = engine.engine._verify
+    monkeypatch.setattr(engine.engine, "_verify", lambda *rows: verify(*rows[:-1], rows[-1] + 1))
+
+
+def _stale_row(engine, monkeypatch):
+    stage, written = engine.engine.stage, set()
+
+    def once(req):
+        if req.req_pool_idx not in written:
+            stage(req)
+        written.add(req.req_pool_idx)
+
+    monkeypatch.setattr(engine.engine, "stage", once)
+
+
+@pytest.mark.parametrize("defect", [_wrong_position, _stale_row])
+def test_planted_defects_change_the_output(without_drafts, defect, monkeypatch):
+    engine = ToyEngine(K)
+    defect(engine, monkeypatch)
+    assert engine.serve(requests(), tokens=TOKENS) != without_drafts
 
 
 @pytest.mark.parametrize("drafts", [0, K])

@@ -179,8 +179,8 @@ class ToyEngine:
         )
         self.worker = SimpleNamespace(
             topk=1,
-            speculative_num_steps=K,
-            speculative_num_draft_tokens=K + 1,
+            speculative_num_steps=self.num_drafts,
+            speculative_num_draft_tokens=self.num_drafts + 1,
             speculative_algorithm=SimpleNamespace(is_standalone=lambda: False),
             hot_token_id=self.token_map,
             index_share_for_mtp_iteration=False,
@@ -190,9 +190,9 @@ class ToyEngine:
             plan_stream_ctx=contextlib.nullcontext(),
             device="cpu",
             _topk1_parents_prealloc=torch.zeros(64, 0, dtype=torch.long),
-            _topk1_score_indices_prealloc=torch.zeros(64, K, dtype=torch.long),
+            _topk1_score_indices_prealloc=torch.zeros(64, self.num_drafts, dtype=torch.long),
             draft_runner=DraftRunner(drafts, self.token_map),
-            draft_attn_backend=SimpleNamespace(attn_backends=[None] * K),
+            draft_attn_backend=SimpleNamespace(attn_backends=[None] * self.num_drafts),
         )
         if self.num_drafts:
             self.engine.drafts_from(self.worker)
@@ -298,14 +298,14 @@ class ToyEngine:
         step = draft_step(
             bonus,
             spec_info=spec_info,
-            out_cache_loc=torch.zeros(count * K, dtype=torch.long),
+            out_cache_loc=torch.zeros(count * self.num_drafts, dtype=torch.long),
             positions=batch.seq_lens.clone(),
             req_pool_indices=batch.req_pool_indices,
             sampling_info=batch.sampling_info,
         )
         drafted = worker_v2.EagleDraftWorker.draft_forward(self.worker, step)[2]
         rows = torch.cat([bonus.unsqueeze(1), drafted], 1)
-        width = K + 1
+        width = self.num_drafts + 1
         verify_input = EagleVerifyInput(
             draft_token=rows.flatten(),
             custom_mask=None,
@@ -314,7 +314,7 @@ class ToyEngine:
             retrieve_next_token=None,
             retrieve_next_sibling=None,
             retrieve_cum_len=None,
-            spec_steps=K,
+            spec_steps=self.num_drafts,
             topk=1,
             draft_token_num=width,
             capture_hidden_mode=CaptureHiddenMode.FULL,
