@@ -1,4 +1,4 @@
-"""Stands in for the packages without which SGLang's Python files cannot be imported on a CPU."""
+"""Replaces the packages without which SGLang's Python files cannot be imported on a CPU."""
 
 from __future__ import annotations
 

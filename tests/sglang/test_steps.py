@@ -5,7 +5,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import sglang.srt.distributed as distributed
 import sglang.srt.speculative.eagle_worker_common as worker_common
+import sglang.srt.speculative.spec_utils as spec_utils
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
@@ -88,6 +90,31 @@ def test_the_token_of_an_unfinished_prompt_ends_no_thinking_phase():
         lengths.append(engine.counts.acceptance_length)
     assert lengths[0] == K + 1
     assert lengths[1] < K + 1
+
+
+def test_ranks_take_the_tokens_of_the_first_one(monkeypatch):
+    def make():
+        return make_request("r", [1, 2], temperature=0.8, sampling_seed=3)
+
+    expected = ToyEngine(K).serve([make()], tokens=40)
+    sent = []
+    group = SimpleNamespace(world_size=2, broadcast=lambda t, **_: sent.append(t.clone()))
+    monkeypatch.setattr(distributed, "get_tp_group", lambda: group)
+    assert ToyEngine(K).serve([make()], tokens=40) == expected
+    monkeypatch.setattr(group, "broadcast", lambda tensor, **_: tensor.copy_(sent.pop(0)))
+    other = ToyEngine(K)  # a rank whose logits differ
+    own = other.engine._verify
+    monkeypatch.setattr(other.engine, "_verify", lambda rows, *more: own(rows.neg(), *more))
+    assert other.serve([make()], tokens=40) == expected
+    assert sent == []
+
+
+def test_acceptance_is_simulated_by_sglang(monkeypatch):
+    monkeypatch.setattr(spec_utils, "SIMULATE_ACC_LEN", 3.0)
+    monkeypatch.setattr(spec_utils, "SIMULATE_ACC_TOKEN_MODE", "real-draft-token")
+    engine = ToyEngine(K)
+    engine.serve([make_request("r", [1, 2], temperature=0.0)], tokens=400)
+    assert 2.8 < engine.counts.acceptance_length < 3.2
 
 
 def test_an_idle_batch_has_no_output():

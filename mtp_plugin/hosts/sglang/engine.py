@@ -35,7 +35,6 @@ class Engine:
     def __init__(self, settings: EngineSettings, seed: int) -> None:
         self.settings = settings
         self._admission = Admission(settings, seed)
-        self._slots: RequestSlots | None = None
         self._step: Any = None  # ForwardBatch of the rows that are being sampled
         self._sampled: torch.Tensor | None = None
         self._drafting: tuple[Any, Any] | None = None  # draft runner and its ForwardBatch
@@ -71,7 +70,7 @@ class Engine:
         Raises:
             HostError: they were not.
         """
-        if self._slots is None:
+        if not hasattr(self, "_slots"):
             raise HostError(
                 "mtp_plugin found no pools of a target model in this scheduler: unset "
                 "MTP_PLUGIN_SGLANG, this engine is not served"

@@ -1,4 +1,4 @@
-"""What engines with rows share, taken from the vLLM adapter until it stands below the hosts."""
+"""What engines with rows share, which is still part of the vLLM adapter."""
 
 from __future__ import annotations
 

@@ -40,9 +40,9 @@ class Engine:
             tokens = [[token if self.ties else -1]]
         else:
             known = input_ids, sampling_params["sampling_seed"], sampling_params["temperature"]
-            drawn = random.Random(str(known))
+            made = random.Random(str(known))
             count = range(sampling_params.get("n", 1))
-            tokens = [[drawn.randrange(2000) for _ in range(8)] for _ in count]
+            tokens = [[made.randrange(2000) for _ in range(8)] for _ in count]
             if self.name == self.wrong and index == 1:
                 tokens[-1][3] += 1
         return {
