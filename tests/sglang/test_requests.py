@@ -13,6 +13,7 @@ from sglang.srt.sampling.sampling_params import SamplingParams
 
 from mtp_plugin.hosts.sglang import hooks
 from mtp_plugin.hosts.sglang.requests import admitted
+from mtp_plugin.plugin import CustomVerification, register_verification, unregister_verification
 from mtp_plugin.requests.seeds import sample_seed
 from tests.sglang.test_start import arguments
 from tests.sglang.toy_engine import VOCAB, K, ToyEngine, make_request
@@ -111,3 +112,29 @@ def test_withheld_drafts_are_not_accepted():
     assert engine.counts.acceptance_length == 1
     del options["custom_params"]
     assert ToyEngine(K).serve([make_request("r", [1, 2], **options)], tokens=50) == [found]
+
+
+class Top2(CustomVerification):
+    description = "accept a draft among the two most probable tokens of the target"
+
+    def num_accepted(self, logits, draft_tokens, target_tokens):  # noqa: ARG002
+        top2 = logits[:, :-1].topk(2, dim=-1).indices
+        return (top2 == draft_tokens.unsqueeze(-1)).any(dim=-1).int().cumprod(dim=1).sum(dim=1)
+
+
+def test_a_request_chooses_a_registered_method():
+    options = {"temperature": 0.0}
+    register_verification("top2", Top2())
+    try:
+        lengths = {}
+        for method in ("coupled", "top2"):
+            engine = ToyEngine(K)
+            reqs = [
+                make_request(f"r{i}", [i], **options, custom_params={"mtp_verification": method})
+                for i in range(4)
+            ]
+            engine.serve(reqs, tokens=80)
+            lengths[method] = engine.counts.acceptance_length
+    finally:
+        unregister_verification("top2")
+    assert lengths["top2"] > lengths["coupled"]

@@ -39,7 +39,7 @@ class Engine:
         self._sampled: torch.Tensor | None = None
         self._drafting: tuple[Any, Any] | None = None  # draft runner and its ForwardBatch
         self._extending: tuple[Any, list[Any]] | None = None
-        self._unwritten: dict[int, int] = {}
+        self._unwritten: dict[int, int] = {}  # slot -> ids of its prefill
 
     def attach(self, runner: Any) -> None:
         """Make the slot table of a target's ``ModelRunner``, whose pools are allocated."""
@@ -54,6 +54,7 @@ class Engine:
         self._starts = torch.arange(num_slots + 1, device=device) * width
         self._columns = self._offsets.to(torch.int32)
         self._draft_step = torch.zeros((), dtype=torch.int64, device=device)
+        # of relaxed acceptance; else nothing reads them
         self._prefill_lens = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     @property
@@ -106,7 +107,8 @@ class Engine:
         facts = facts_of(req)
         values = self._slots.values(facts, kept.options, facts.prompt_len, tokens)
         self._slots.stage(slot, values, kept.seed)
-        self._unwritten[slot] = len(tokens)
+        if self.settings.options.is_relaxed:
+            self._unwritten[slot] = len(tokens)
 
     def _apply(self) -> None:
         """Write staged rows on the current stream, on which earlier steps read the old ones."""
