@@ -213,5 +213,9 @@ def test_a_scheduler_with_the_plugin_says_so(monkeypatch, caplog):
     assert line == (
         "mtp_plugin on: verification coupled, 3 drafts per step, torch kernels, drafter eagle"
     )
+    tags = '{"thinking_begin_token": 4, "thinking_end_token": 50}'
+    monkeypatch.setenv("MTP_PLUGIN_SGLANG", tags)
+    with pytest.raises(ConfigError, match="thinking_end_token: expected a token id of the model"):
+        hooks._scheduler_init(original, scheduler, arguments(), "ports")
     with pytest.raises(HostError, match="found no pools"):
         hooks._scheduler_init(lambda *_: None, scheduler, arguments(), "ports")

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.errors import HostError
+from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts.sglang.requests import Admission, admitted, facts_of, slot_tokens
 from mtp_plugin.hosts.sglang.rows import DraftRows, EngineSettings, RequestSlots, RowOps, StepRows
 from mtp_plugin.ops.backend import Backend
@@ -42,12 +42,23 @@ class Engine:
         self._unwritten: dict[int, int] = {}  # slot -> ids of its prefill
 
     def attach(self, runner: Any) -> None:
-        """Make the slot table of a target's ``ModelRunner``, whose pools are allocated."""
+        """Make the slot table of a target's ``ModelRunner``, whose pools are allocated.
+
+        Raises:
+            ConfigError: a thinking token outside of the model's vocabulary.
+        """
+        self._vocab = runner.model_config.vocab_size
+        for name in ("thinking_begin_token", "thinking_end_token"):
+            token = getattr(self.settings.options, name)
+            if token is not None and token >= self._vocab:
+                raise ConfigError(
+                    f"MTP_PLUGIN_SGLANG: {name}: expected a token id of the model, at most "
+                    f"{self._vocab - 1}, got {token}"
+                )
         pool = runner.req_to_token_pool
         num_slots, device = pool.req_to_token.shape[0], torch.device(pool.req_to_token.device)
         self._slots = slots = RequestSlots(num_slots, device, self.settings)
         backend = Backend.of(self.settings.options.kernels, device)
-        self._vocab = runner.model_config.vocab_size
         self._ops = RowOps(slots, self.settings, backend, self._vocab)
         width = self.settings.num_drafts + 1
         self._offsets = torch.arange(width, device=device)

@@ -92,9 +92,16 @@ def problems_of(
             wrong.update(_WRONG_WITH_DRAFTS)
             if not settings.num_drafts:
                 problems.append("--speculative-num-steps is 0: set it to 1 or more")
+            given, width = server_args.speculative_num_draft_tokens, settings.num_drafts + 1
+            if given is not None and given != width:
+                problems.append(
+                    f"--speculative-num-draft-tokens is {given}: set it to {width}, one more than "
+                    "--speculative-num-steps"
+                )
         else:
             problems.append(f"--speculative-algorithm is {format_value(algorithm)}: {_SERVED}")
-        if environment.get(SIMULATION) and environment.get(SIMULATION_MODE, "fixed") == "fixed":
+        mode = environment.get(SIMULATION_MODE, "fixed")
+        if _is_positive(environment.get(SIMULATION, "")) and mode == "fixed":
             problems.append(
                 f"{SIMULATION} replaces every token by one id: also set "
                 f"{SIMULATION_MODE}=real-draft-token, or unset it"
@@ -122,6 +129,13 @@ def _option_problems(settings: EngineSettings) -> list[str]:
             f"thinking_begin_token and thinking_end_token must differ, both are {begin}"
         )
     return problems
+
+
+def _is_positive(text: str) -> bool:
+    try:
+        return float(text) > 0
+    except ValueError:
+        return False
 
 
 def fingerprint(settings: EngineSettings) -> str:

@@ -21,6 +21,15 @@ DRAFTERS = ("EAGLE", "EAGLE3", "NEXTN")
 """Values of ``--speculative-algorithm`` that are served; SGLang reads NEXTN as EAGLE, with which
 MTP layers draft."""
 
+OPTIONS = (
+    "verification",
+    "thinking_begin_token",
+    "thinking_end_token",
+    "relaxed_topk",
+    "relaxed_delta",
+    "kernels",
+)
+
 
 def read_settings(server_args: Any, environment: Mapping[str, str] = os.environ) -> EngineSettings:
     """Return the settings of an engine.
@@ -55,6 +64,11 @@ def read_options(environment: Mapping[str, str] = os.environ) -> RowOptions:
             f"{source}: expected a mapping of options ({{}} for the defaults), got {got(given)}; "
             "unset the variable to turn the plugin off"
         )
+    unknown = [str(key) for key in given if key not in OPTIONS]
+    if unknown:
+        raise ConfigError(
+            f"{VARIABLE}: {', '.join(unknown)}: unknown option; known ones are {', '.join(OPTIONS)}"
+        )
     try:
         return RowOptions.model_validate(given)
     except ValidationError as error:
@@ -62,8 +76,4 @@ def read_options(environment: Mapping[str, str] = os.environ) -> RowOptions:
 
 
 def _problem(details: ErrorDetails) -> str:
-    name = key_path(details["loc"])
-    if details["type"] == "extra_forbidden":
-        known = ", ".join(RowOptions.model_fields)
-        return f"{VARIABLE}: {name}: unknown option; known ones are {known}"
-    return f"{VARIABLE}: {name}: {message_of(details)}"
+    return f"{VARIABLE}: {key_path(details['loc'])}: {message_of(details)}"

@@ -38,9 +38,6 @@ __all__ = [
 class RowOptions(options.VllmOptions):
     """Options of one engine."""
 
-    draft_vocab: None = None
-    allow_untested: bool = False
-
 
 @dataclass(frozen=True)
 class SamplingFacts:

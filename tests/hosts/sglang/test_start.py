@@ -23,7 +23,8 @@ def arguments(**fields):
     given = dict.fromkeys((*engine_checks._WRONG, *engine_checks._WRONG_WITH_DRAFTS))
     given |= {"device": "cuda", "sampling_backend": "flashinfer", "disaggregation_mode": "null"}
     given |= {"speculative_algorithm": "EAGLE", "speculative_num_steps": 3}
-    given |= {"speculative_eagle_topk": 1, "speculative_accept_threshold_single": 1.0}
+    given |= {"speculative_num_draft_tokens": None, "speculative_eagle_topk": 1}
+    given |= {"speculative_accept_threshold_single": 1.0}
     return SimpleNamespace(**{**given, **fields})
 
 
@@ -78,7 +79,10 @@ def test_drafts_are_read_from_the_configuration() -> None:
     assert settings(speculative_algorithm=None, speculative_eagle_topk=None).num_drafts == 0
 
 
-@pytest.mark.parametrize(("name", "value"), [("speculative_eagle_topk", 2), ("dp_size", 4)])
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("speculative_eagle_topk", 2), ("dp_size", 4), ("speculative_num_draft_tokens", 5)],
+)
 def test_wrong_configurations_are_named(name: str, value: int) -> None:
     with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is {value}: "):
         settings(**{name: value})
