@@ -109,8 +109,8 @@ $(SGLANG_VENV)/.installed: pyproject.toml tests/sglang/requirements.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed')"
 	$(PYTHON) -m venv --clear $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet torch==2.13.0 triton==3.7.1
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.17
 	$(SGLANG_VENV)/bin/python -m pip install --quiet -r tests/sglang/requirements.txt
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.17
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 

@@ -63,7 +63,11 @@ class Engine:
         width = self.settings.num_drafts + 1
         self._offsets = torch.arange(width, device=device)
         self._starts = torch.arange(num_slots + 1, device=device) * width
+        # of the rows of a step, made once
+        self._row_offsets = self._offsets.repeat(num_slots)
         self._columns = self._offsets.to(torch.int32)
+        rows = torch.arange(num_slots * width, dtype=torch.int32, device=device)
+        self._rows = rows.view(num_slots, width)
         self._draft_step = torch.zeros((), dtype=torch.int64, device=device)
         # of relaxed acceptance; else nothing reads them
         self._prefill_lens = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -193,8 +197,8 @@ class Engine:
         predict = accepted.tokens.flatten().clamp_min(0)  # every entry is embedded
         counts = accepted.num_accepted
         predict, counts = _of_first_rank(predict, counts)
-        rows = self._starts[:requests].to(torch.int32).unsqueeze(1) + self._columns
-        index = torch.where(self._columns < counts.unsqueeze(1), rows, -1)
+        is_beyond = self._columns >= counts.unsqueeze(1)
+        index = self._rows[:requests].masked_fill(is_beyond, -1)
         return _simulated(verify_input, logits, predict, counts, index)
 
     def _verify(
@@ -213,7 +217,7 @@ class Engine:
                 drafts,
                 (lens.unsqueeze(1) + self._offsets).view(-1),
                 slots.repeat_interleave(width),
-                self._offsets.repeat(requests),
+                self._row_offsets[: requests * width],
                 self._starts[: requests + 1],
                 slots,
                 host_slots,
