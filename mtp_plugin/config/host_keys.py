@@ -1,4 +1,4 @@
-"""TensorRT-LLM config keys that this executor does not use, and the values it accepts for them.
+"""Config keys of other engines that this executor does not use, and the values it accepts for them.
 
 The table is ``host_keys.json``: why a key has no effect, the accepted values, the types whose
 values are all accepted, or the keys inside a mapping. An accepted value has no effect: the key is
@@ -27,7 +27,7 @@ _TYPES: Mapping[str, type] = {
 
 @dataclass(frozen=True)
 class HostKey:
-    """A key of TensorRT-LLM without effect here, and its accepted values."""
+    """A key of another engine without effect here, and its accepted values."""
 
     why: str
     """Why the key has no effect; the first part of the error message."""
@@ -62,7 +62,7 @@ class HostKey:
 
     def schema(self) -> dict[str, Any]:
         """Return the JSON schema of the value."""
-        schema: dict[str, Any] = {"description": f"TensorRT-LLM's: {self.why}"}
+        schema: dict[str, Any] = {"description": f"no effect: {self.why}"}
         if not self.types and self.inside is None:
             schema["enum"] = list(self.values)
         return schema
@@ -85,9 +85,12 @@ _TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-
 
 TOP_LEVEL = _keys_of(_TABLE["top_level"])
 """TensorRT-LLM's, at the top level of the file."""
-TOP_LEVEL_OF_BOTH = {**TOP_LEVEL, **_keys_of(_TABLE["vllm"])}
-"""Those of TensorRT-LLM and of vLLM."""
+TOP_LEVEL_OF_ALL = {**TOP_LEVEL, **_keys_of(_TABLE["vllm"]), **_keys_of(_TABLE["sglang"])}
+"""Those of TensorRT-LLM, vLLM and SGLang."""
 KV_CACHE = _keys_of(_TABLE["kv_cache_config"])
 CUDA_GRAPHS = _keys_of(_TABLE["cuda_graph_config"])
-SPECULATIVE = _keys_of(_TABLE["speculative_config"])
+SPECULATIVE = {
+    **_keys_of(_TABLE["speculative_config"]),
+    **_keys_of(_TABLE["speculative_config_of_vllm"]),
+}
 """Under a ``speculative_config`` of MTP."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
@@ -102,7 +104,7 @@ class CudaGraphConfig(ConfigModel):
 class LLMConfig(ConfigModel):
     """The YAML file of the embedded executor, or one of TensorRT-LLM's for one GPU."""
 
-    host_keys = host_keys.TOP_LEVEL_OF_BOTH
+    host_keys = host_keys.TOP_LEVEL_OF_ALL
 
     renamed: ClassVar[Mapping[str, str]] = {
         "enable_overlap_scheduler": "write disable_overlap_scheduler with the opposite value",
@@ -119,6 +121,15 @@ class LLMConfig(ConfigModel):
         "num_gpu_blocks_override": "write kv_cache_config: {max_tokens: _}, a number of tokens",
         "long_prefill_token_threshold": "write max_prompt_tokens_while_generating",
         "async_scheduling": "write disable_overlap_scheduler with the opposite value",
+        "speculative_algorithm": "write speculative_config: {decoding_type: MTP, max_draft_len: _}",
+        "speculative_num_steps": "write speculative_config: {decoding_type: MTP, max_draft_len: _}",
+        "speculative_num_draft_tokens": "write speculative_config: {decoding_type: MTP, "
+        "max_draft_len: _}, one less than this number",
+        "mem_fraction_static": "write gpu_memory_utilization",
+        "chunked_prefill_size": "write max_num_tokens (tokens per step)",
+        "disable_cuda_graph": "write cuda_graph_config: {} (graphs) or null (none)",
+        "cuda_graph_max_bs": "write cuda_graph_config: {max_batch_size: _}",
+        "attention_backend": "write attn_backend",
     }
 
     aliases: ClassVar[Mapping[str, str]] = {
@@ -126,6 +137,10 @@ class LLMConfig(ConfigModel):
         "max_num_seqs": "max_batch_size",
         "max_num_batched_tokens": "max_num_tokens",
         "torch_dtype": "dtype",
+        "context_length": "max_seq_len",
+        "max_running_requests": "max_batch_size",
+        "disable_overlap_schedule": "disable_overlap_scheduler",
+        "random_seed": "seed",
     }
 
     model: FilePath = Field(
@@ -203,9 +218,7 @@ class LLMConfig(ConfigModel):
                 names += [f"{section}.{name}" for name in drop_host_keys(model, data[section])]
         if names:
             source = (info.context or {}).get("source", cls.__name__)
-            _logger.warning(
-                "%s: set aside, as they change nothing on one GPU: %s", source, ", ".join(names)
-            )
+            _logger.warning("%s: set aside, as they change no output: %s", source, ", ".join(names))
         yield from super()._prepare(data, info)
 
     @property
@@ -273,13 +286,23 @@ def _read_vllm(data: dict[Any, Any]) -> Iterator[Problem]:
         if data.setdefault("cuda_graph_config", None) is not None:
             yield "enforce_eager", "true contradicts cuda_graph_config; leave one of them out"
     speculative = data.get("speculative_config")
-    if not isinstance(speculative, Mapping) or "method" not in speculative:
+    if isinstance(speculative, str):
+        with suppress(ValueError, RecursionError):
+            data["speculative_config"] = speculative = json.loads(speculative)
+    if not isinstance(speculative, Mapping):
         return
-    method, inner = speculative["method"], {k: v for k, v in speculative.items() if k != "method"}
-    data["speculative_config"] = {"decoding_type": "MTP", **inner}
+    if "method" not in speculative and not (
+        "num_speculative_tokens" in speculative and "decoding_type" not in speculative
+    ):
+        return
+    inner = {"decoding_type": "MTP", **speculative}
+    if inner.get("model", data) == data.get("model"):
+        del inner["model"]
+    method = inner.pop("method", "mtp")
+    data["speculative_config"] = inner
     if not (isinstance(method, str) and method.casefold().endswith("mtp")):
         yield "speculative_config.method", f"expected 'mtp', got {got(method)}"
-    elif "decoding_type" in inner and not is_mtp(inner):
+    elif not is_mtp(inner):
         yield (
             "speculative_config.method",
             f"{method!r} contradicts decoding_type: {got(inner['decoding_type'])}; leave one out",

@@ -69,6 +69,7 @@ class MTPDecodingConfig(ConfigModel):
 
     renamed: ClassVar[Mapping[str, str]] = {
         "num_draft_tokens": "write max_draft_len",
+        "num_speculative_tokens_per_batch_size": "write draft_len_schedule: {batch size limit: K}",
         "max_total_draft_tokens": "write max_draft_len (drafts are linear)",
         "num_nextn_predict_layers_from_model_config": "read from the checkpoint; leave it out",
         "mtp_eagle_one_model": "MTP always runs in one engine; leave it out",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import subprocess
 import sys
@@ -372,7 +373,18 @@ def test_keys_of_vllm_are_those_here() -> None:
         "max_num_batched_tokens": 128,
         "torch_dtype": "float32",
         "enforce_eager": True,
-        "enable_prefix_caching": False,
+        "enable_prefix_caching": True,
+        "additional_config": {"mtp_plugin": {}},
+        "generation_config": "vllm",
+        "hf_overrides": {},
+        "override_generation_config": {},
+        "served_model_name": "name",
+        "max_logprobs": 20,
+        "compilation_config": {"mode": 3},
+        "kv_cache_memory_bytes": None,
+        "download_dir": "cache",
+        "limit_mm_per_prompt": {"image": 0},
+        "model_impl": "auto",
         "quantization": None,
         "tensor_parallel_size": 1,
         "seed": 0,
@@ -391,6 +403,30 @@ def test_keys_of_vllm_are_those_here() -> None:
         "speculative_config": {"decoding_type": "MTP", "max_draft_len": 3},
     }
     assert parse_config(theirs) == parse_config(ours)
+    drafting = {
+        "model": "m",
+        "num_speculative_tokens": 3,
+        "enforce_eager": True,
+        "draft_tensor_parallel_size": 1,
+        "draft_sample_method": "greedy",
+        "rejection_sample_method": "standard",
+    }
+    for form in (drafting, json.dumps(drafting)):
+        assert parse_config({**theirs, "speculative_config": form}) == parse_config(ours)
+
+
+def test_keys_of_sglang_are_those_here() -> None:
+    theirs = {
+        "context_length": 64,
+        "max_running_requests": 4,
+        "disable_overlap_schedule": True,
+        "random_seed": 3,
+        "tp_size": 1,
+        "speculative_eagle_topk": 1,
+        "disable_radix_cache": True,
+    }
+    ours = {"max_seq_len": 64, "max_batch_size": 4, "disable_overlap_scheduler": True, "seed": 3}
+    assert parse_config({"model": "m", **theirs}) == parse_config({"model": "m", **ours})
 
 
 class TestFile:

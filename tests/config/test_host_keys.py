@@ -24,7 +24,7 @@ from mtp_plugin.config.host_keys import HostKey
 from mtp_plugin.errors import ConfigError
 
 SECTIONS: dict[str, Mapping[str, HostKey]] = {
-    "": host_keys.TOP_LEVEL_OF_BOTH,
+    "": host_keys.TOP_LEVEL_OF_ALL,
     "kv_cache_config": host_keys.KV_CACHE,
     "cuda_graph_config": host_keys.CUDA_GRAPHS,
     "speculative_config": host_keys.SPECULATIVE,
@@ -74,9 +74,7 @@ def test_values_without_effect_are_dropped(caplog: pytest.LogCaptureFixture) -> 
         for value in values:
             caplog.clear()
             assert parse_config(file_with(section, name, value)) == without
-            assert caplog.messages == [
-                f"<mapping>: set aside, as they change nothing on one GPU: {path}"
-            ]
+            assert caplog.messages == [f"<mapping>: set aside, as they change no output: {path}"]
 
 
 def test_values_with_an_effect_are_refused_by_name() -> None:
@@ -103,7 +101,7 @@ def test_one_line_of_the_log_names_all(caplog: pytest.LogCaptureFixture) -> None
     assert config.attn_backend == "auto"
     assert config.kv_cache_config.tokens_per_block == 16
     assert caplog.messages == [
-        "f.yaml: set aside, as they change nothing on one GPU: backend, attn_backend, "
+        "f.yaml: set aside, as they change no output: backend, attn_backend, "
         "kv_cache_config.dtype, speculative_config.mtp_eagle_one_model"
     ]
 
