@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from mtp_plugin.config import CudaGraphConfig as CudaGraphConfig
+    from mtp_plugin.config import KvCacheConfig as KvCacheConfig
     from mtp_plugin.config import MTPDecodingConfig as MTPDecodingConfig
     from mtp_plugin.config import SpeculativeDecodingMode as SpeculativeDecodingMode
     from mtp_plugin.errors import MTPPluginError as MTPPluginError
@@ -43,10 +45,12 @@ if TYPE_CHECKING:
 _MODULES = {
     "Accepted": "ops.step",
     "CompletionOutput": "hosts.embedded",
+    "CudaGraphConfig": "config",
     "CustomVerification": "plugin",
     "DraftPlan": "plugin",
     "FinishReason": "requests.states",
     "HostFacts": "plugin",
+    "KvCacheConfig": "config",
     "LLM": "hosts.embedded",
     "MTPDecodingConfig": "config",
     "MTPEagleWorker": "speculative.drafting",
@@ -75,10 +79,12 @@ __all__ = [
     "LLM",
     "Accepted",
     "CompletionOutput",
+    "CudaGraphConfig",
     "CustomVerification",
     "DraftPlan",
     "FinishReason",
     "HostFacts",
+    "KvCacheConfig",
     "MTPDecodingConfig",
     "MTPEagleWorker",
     "MTPHiddenStatesManager",

@@ -6,7 +6,7 @@ Keys are TensorRT-LLM's LLM arguments (names of its 1.3 line); options of our ow
 
 from __future__ import annotations
 
-from mtp_plugin.config.llm import CudaGraphConfig, KVCacheConfig, LLMConfig
+from mtp_plugin.config.llm import CudaGraphConfig, KVCacheConfig, KvCacheConfig, LLMConfig
 from mtp_plugin.config.loading import (
     json_schema,
     load_config,
@@ -23,6 +23,7 @@ __all__ = [
     "MAX_DRAFT_LEN",
     "CudaGraphConfig",
     "KVCacheConfig",
+    "KvCacheConfig",
     "LLMConfig",
     "MTPDecodingConfig",
     "MTPPluginOptions",

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import BaseModel, Field, ValidationInfo, field_validator
 from typing_extensions import Self, override
 
 from mtp_plugin.config import host_keys
 from mtp_plugin.config.messages import got, join
-from mtp_plugin.config.schema import ConfigModel, Problem, drop_host_keys
+from mtp_plugin.config.schema import ConfigModel, Problem, drop_host_keys, report_set_aside
 from mtp_plugin.config.speculative import MTPDecodingConfig, SpeculativeConfig, is_mtp
 from mtp_plugin.config.values import MAX_ENGINE_SEED, BatchSizes, FilePath, PositiveInt, Switch
-
-_logger = logging.getLogger("mtp_plugin")
 
 
 class KVCacheConfig(ConfigModel):
@@ -36,15 +33,10 @@ class KVCacheConfig(ConfigModel):
         le=1,
         description="share of the free device memory that the cache may take",
     )
-    enable_block_reuse: bool = Field(
-        default=False,
-        description="reuse blocks of equal prefixes; not implemented, true is refused",
-    )
 
-    @override
-    def _problems(self) -> Iterator[Problem]:
-        if self.enable_block_reuse:
-            yield "enable_block_reuse", "KV block reuse is not built yet; expected false, got true"
+
+KvCacheConfig = KVCacheConfig
+"""TensorRT-LLM's spelling."""
 
 
 class CudaGraphConfig(ConfigModel):
@@ -213,12 +205,12 @@ class LLMConfig(ConfigModel):
         names = drop_host_keys(cls, data)
         for section, model in _SECTIONS.items():
             inner = data.get(section)
+            if isinstance(inner, BaseModel) and not isinstance(inner, ConfigModel):
+                inner = data[section] = _as_mapping(inner)
             if isinstance(inner, Mapping) and (model is not MTPDecodingConfig or is_mtp(inner)):
                 data[section] = dict(inner)
                 names += [f"{section}.{name}" for name in drop_host_keys(model, data[section])]
-        if names:
-            source = (info.context or {}).get("source", cls.__name__)
-            _logger.warning("%s: set aside, as they change no output: %s", source, ", ".join(names))
+        report_set_aside(cls, names, info)
         yield from super()._prepare(data, info)
 
     @property
@@ -307,6 +299,14 @@ def _read_vllm(data: dict[Any, Any]) -> Iterator[Problem]:
             "speculative_config.method",
             f"{method!r} contradicts decoding_type: {got(inner['decoding_type'])}; leave one out",
         )
+
+
+def _as_mapping(section: BaseModel) -> dict[str, Any]:
+    """Return what was given to a config object of TensorRT-LLM, or of its adapter."""
+    given = section.model_dump(exclude_unset=True)
+    if type(section).__name__ == "MTPDecodingConfig":
+        given["decoding_type"] = "MTP"
+    return given
 
 
 _SECTIONS: Mapping[str, type[ConfigModel]] = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import logging
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, get_args
@@ -21,6 +22,8 @@ from typing_extensions import Self, override
 from mtp_plugin.config.host_keys import HostKey
 from mtp_plugin.config.messages import got, key_path, message_of, problem
 from mtp_plugin.errors import ConfigError
+
+_logger = logging.getLogger("mtp_plugin")
 
 # (dotted key path, message)
 Problem = tuple[str, str]
@@ -109,8 +112,9 @@ class ConfigModel(BaseModel):
             raise ValidationError.from_exception_data(cls.__name__, errors)
 
     @classmethod
-    def _prepare(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:  # noqa: ARG003
+    def _prepare(cls, data: dict[Any, Any], info: ValidationInfo) -> Iterator[Problem]:
         """Rewrite a mapping in place before its fields are validated, and yield its problems."""
+        report_set_aside(cls, drop_host_keys(cls, data), info)
         for alias in [key for key in data if key in cls.aliases]:
             name, value = cls.aliases[alias], data.pop(alias)
             if value is not None and data.get(name) is None:
@@ -135,12 +139,19 @@ class ConfigModel(BaseModel):
 
 
 def drop_host_keys(model: type[ConfigModel], data: dict[Any, Any]) -> list[str]:
-    """Remove TensorRT-LLM keys without effect from a mapping, and return their names."""
+    """Remove other engines' keys without effect from a mapping, and return their names."""
     keys = model.host_keys
     names = [name for name, value in data.items() if name in keys and keys[name].accepts(value)]
     for name in names:
         del data[name]
     return names
+
+
+def report_set_aside(model: type[ConfigModel], names: Sequence[str], info: ValidationInfo) -> None:
+    """Log one line that names dropped keys, if any."""
+    if names:
+        source = (info.context or {}).get("source", model.__name__)
+        _logger.warning("%s: set aside, as they change no output: %s", source, ", ".join(names))
 
 
 def _config_error(model: type[ConfigModel], error: ValidationError, source: str) -> ConfigError:

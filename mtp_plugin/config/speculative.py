@@ -189,8 +189,9 @@ class MTPDecodingConfig(ConfigModel):
         problems = [f"{key}: {message}" for key, message in self.mode_problems()]
         if problems:
             raise ConfigError("\n".join(problems))
-        if self.use_relaxed_acceptance_for_thinking:
-            _warn_if_nothing_is_relaxed(self.relaxed_topk, self.relaxed_delta)
+        _warn_if_nothing_is_relaxed(
+            self.use_relaxed_acceptance_for_thinking, self.relaxed_topk, self.relaxed_delta
+        )
         if self.draft_len_schedule is not None:
             _warn_of_older_schedule(tuple(self.draft_len_schedule.items()))
         return self.model_validate({**self.model_dump(), "max_draft_len": draft_len})
@@ -253,9 +254,6 @@ class MTPDecodingConfig(ConfigModel):
     def _problems(self) -> Iterator[Problem]:
         yield from self._schedule_problems()
         yield from self._thinking_problems()
-        if not self.use_relaxed_acceptance_for_thinking:
-            needs = "use_relaxed_acceptance_for_thinking: true"
-            yield from self.ignored("relaxed_topk", "relaxed_delta", needs=needs)
         yield from self._verification_problems()
         yield from self._gate_problems()
 
@@ -341,9 +339,13 @@ class MTPDecodingConfig(ConfigModel):
 
 
 @functools.cache  # a config is resolved more than once
-def _warn_if_nothing_is_relaxed(topk: int, delta: float) -> None:
-    """Warn instead of raising, because these values are TensorRT-LLM's defaults."""
-    if topk == 1:
+def _warn_if_nothing_is_relaxed(relaxes: bool, topk: int, delta: float) -> None:
+    """Warn instead of raising, because TensorRT-LLM takes these values."""
+    if not relaxes:
+        if (topk, delta) == (1, 0):
+            return
+        message = "false, so that relaxed_topk and relaxed_delta change nothing"
+    elif topk == 1:
         raised = "relaxed_topk" if delta else "relaxed_topk and relaxed_delta"
         message = f"a relaxed_topk of 1 is strict acceptance; raise {raised}"
     elif delta == 0:

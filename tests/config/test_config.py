@@ -182,6 +182,13 @@ class TestStrictRelaxation:
             ("WARNING", f"use_relaxed_acceptance_for_thinking: {expected_value}")
         ]
 
+    def test_without_the_flag_is_a_line(self, caplog: pytest.LogCaptureFixture) -> None:
+        MTPDecodingConfig(relaxed_topk=10, relaxed_delta=0.6).resolve(1).resolve(1)
+        assert caplog.messages == [
+            "use_relaxed_acceptance_for_thinking: false, so that relaxed_topk and relaxed_delta "
+            "change nothing"
+        ]
+
     @pytest.mark.parametrize(
         "options",
         [
@@ -443,7 +450,6 @@ class TestFile:
                 "tokens_per_block": 32,
                 "max_tokens": None,
                 "free_gpu_memory_fraction": 0.9,
-                "enable_block_reuse": False,
             },
             "gpu_memory_utilization": None,
             "attn_backend": "auto",

@@ -12,6 +12,7 @@ import pytest
 from mtp_plugin.config import (
     CudaGraphConfig,
     KVCacheConfig,
+    KvCacheConfig,
     LLMConfig,
     MTPDecodingConfig,
     OtherDecodingConfig,
@@ -22,6 +23,7 @@ from mtp_plugin.config import (
 )
 from mtp_plugin.config.host_keys import HostKey
 from mtp_plugin.errors import ConfigError
+from mtp_plugin.hosts.tensorrt_llm.config import decoding_config_class
 
 SECTIONS: dict[str, Mapping[str, HostKey]] = {
     "": host_keys.TOP_LEVEL_OF_ALL,
@@ -138,6 +140,23 @@ def test_another_plugins_options_are_left_alone() -> None:
 def test_parts_made_in_python_are_taken_as_they_are() -> None:
     parts = {"kv_cache_config": KVCacheConfig(), "speculative_config": MTPDecodingConfig()}
     assert parse_config({"model": "m", **parts}) == LLMConfig(model="m", **parts)
+
+
+def test_parts_made_in_python_set_theirs_aside(caplog: pytest.LogCaptureFixture) -> None:
+    part = KvCacheConfig(enable_block_reuse=True, max_tokens=64)  # type: ignore[call-arg]
+    assert part == KVCacheConfig(max_tokens=64)
+    assert caplog.messages == [
+        "KVCacheConfig: set aside, as they change no output: enable_block_reuse"
+    ]
+
+
+@pytest.mark.parametrize("name", ["max_draft_len", "num_nextn_predict_layers"])
+@pytest.mark.filterwarnings("ignore:.*num_nextn_predict_layers")
+def test_config_of_the_adapter_is_taken(name: str) -> None:
+    theirs = decoding_config_class()(**{name: 3}, mtp={"verification": "block"})
+    ours = MTPDecodingConfig(max_draft_len=3, mtp={"verification": "block"})
+    assert parse_config({"model": "m", "speculative_config": theirs}).speculative_config == ours
+    assert LLMConfig(model="m", speculative_config=theirs).speculative_config == ours
 
 
 def test_schema_has_the_keys_and_their_values() -> None:

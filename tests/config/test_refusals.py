@@ -123,8 +123,8 @@ CALLS: list[tuple[Callable[[], object], str]] = [
      "OtherDecodingConfig: should be a mapping, got 'Toy'"),
     (lambda: CudaGraphConfig(batch_sizes=(0,)),
      "CudaGraphConfig: batch_sizes.0: should be greater than or equal to 1, got 0"),
-    (lambda: KVCacheConfig(dtype="auto"),  # type: ignore[call-arg]
-     "KVCacheConfig: dtype: unknown key; ..."),
+    (lambda: KVCacheConfig(dtype="fp8"),  # type: ignore[call-arg]
+     "KVCacheConfig: dtype: the KV cache has the model's dtype; expected 'auto', got 'fp8'"),
     (lambda: mtp(verification="block"),
      "MTPDecodingConfig: verification: unknown key; it belongs under speculative_config.mtp"),
     # R44: vanilla on a checkpoint with one layer
@@ -262,13 +262,16 @@ def test_one_line_per_mistake() -> None:
 
 
 def test_one_line_per_impossible_combination() -> None:
-    spec = {"decoding_type": "MTP", "relaxed_topk": 4, "relaxed_delta": 0.5}
-    with pytest.raises(ConfigError) as error:
-        parse_config({"model": "m", "speculative_config": spec}, source="job")
-    ending = "would be ignored; expected use_relaxed_acceptance_for_thinking: true with it"
-    assert str(error.value).splitlines() == [
-        f"job: speculative_config.relaxed_topk: 4 {ending}",
-        f"job: speculative_config.relaxed_delta: 0.5 {ending}",
+    spec = {"decoding_type": "MTP", "acceptance_window": 4, "mtp": {"gate_margin": 0.5}}
+    found = message_of(
+        lambda: parse_config(
+            {"model": "m", "speculative_config": {**spec, "draft_len_schedule": {4: 3}}},
+            source="job",
+        )
+    )
+    assert [line.split(": ")[:2] for line in found.splitlines()] == [
+        ["job", "speculative_config.draft_len_schedule"],
+        ["job", "speculative_config.acceptance_window"],
     ]
 
 

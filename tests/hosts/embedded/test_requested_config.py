@@ -17,11 +17,13 @@ from integration.random_models import write_random_checkpoint
 from mtp_plugin.config import (
     CudaGraphConfig,
     KVCacheConfig,
+    KvCacheConfig,
     LLMConfig,
     MTPDecodingConfig,
     load_config,
 )
 from mtp_plugin.errors import CheckpointError, ConfigError, format_value
+from mtp_plugin.hosts import tensorrt_llm
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.hosts.embedded.requested_config import config_of_checkpoint, read_requested_config
 
@@ -52,6 +54,24 @@ def file(harness, tmp_path: Path) -> str:
 def draft_len(config: LLMConfig) -> int | None:
     spec = config.speculative_config
     return spec.max_draft_len if isinstance(spec, MTPDecodingConfig) else None
+
+
+def test_a_script_of_tensorrt_llm(harness) -> None:
+    requested = read_requested_config(
+        None,
+        harness.path,
+        {
+            "backend": "pytorch",
+            "kv_cache_config": KvCacheConfig(enable_block_reuse=True, max_tokens=256),
+            "cuda_graph_config": CudaGraphConfig(max_batch_size=4),
+            "speculative_config": tensorrt_llm.MTPDecodingConfig(max_draft_len=2),
+            "max_beam_width": 1,
+        },
+        None,
+    )
+    assert requested.config.kv_cache_config == KVCacheConfig(max_tokens=256)
+    assert requested.config.cuda_graph_config == CudaGraphConfig(max_batch_size=4)
+    assert draft_len(requested.config) == 2
 
 
 @pytest.mark.parametrize("kind", [str, Path])
