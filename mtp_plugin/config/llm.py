@@ -44,6 +44,8 @@ class CudaGraphConfig(ConfigModel):
 
     host_keys = host_keys.CUDA_GRAPHS
 
+    aliases: ClassVar[Mapping[str, str]] = {"cuda_graph_batch_sizes": "batch_sizes"}
+
     batch_sizes: BatchSizes | None = Field(
         default=None,
         description="batch sizes to capture, kept ascending; null: chosen up to the largest",

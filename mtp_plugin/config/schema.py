@@ -157,13 +157,25 @@ def report_set_aside(model: type[ConfigModel], names: Sequence[str], info: Valid
 def _config_error(model: type[ConfigModel], error: ValidationError, source: str) -> ConfigError:
     lines: list[str] = []
     rest = deque(error.errors(include_url=False))
+    is_for_several_gpus = any(map(_needs_several_gpus, rest))
     while rest and len(lines) < MAX_PROBLEMS:
         found = _problems_of(model, rest.popleft())
         lines += [f"{source}: {key}: {text}" if key else f"{source}: {text}" for key, text in found]
     hidden = len(lines) - MAX_PROBLEMS + len(rest)
     if hidden > 0:
         lines[MAX_PROBLEMS:] = [f"{source}: and {hidden} more problems"]
+    if is_for_several_gpus:
+        lines.append(
+            f"{source}: this is for several GPUs: use `trtllm-serve` with this package's adapter, "
+            "or vLLM with its plugin"
+        )
     return ConfigError("\n".join(lines))
+
+
+def _needs_several_gpus(details: ErrorDetails) -> bool:
+    name, value = key_path(details["loc"][-1:]), details["input"]
+    sizes = ("parallel_size", "tp_size", "dp_size", "pp_size", "ep_size")
+    return name.endswith(sizes) and type(value) is int and value > 1
 
 
 def _problems_of(root: type[ConfigModel], details: ErrorDetails) -> Iterator[Problem]:

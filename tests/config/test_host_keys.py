@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from mtp_plugin.config import (
     CudaGraphConfig,
@@ -112,7 +113,7 @@ def test_mistakes_in_host_keys_come_together_with_others() -> None:
     expected_value = refusal(
         {"model": "m", "tensor_parallel_size": 2, "max_batch_size": 0, "backend": None}
     )
-    assert [line.split(": ")[1] for line in expected_value.splitlines()] == [
+    assert [line.split(": ")[1] for line in expected_value.splitlines()[:-1]] == [
         "max_batch_size",
         "tensor_parallel_size",
     ]
@@ -127,6 +128,97 @@ def test_sizes_with_their_largest_are_taken() -> None:
     graphs = {"batch_sizes": [1, 4], "max_batch_size": 4}
     config = parse_config({"model": "m", "cuda_graph_config": graphs})
     assert config.cuda_graph_config == CudaGraphConfig(batch_sizes=(1, 4), max_batch_size=4)
+
+
+# what files of real deployments hold, with their frequent values
+DEPLOYED = """
+max_batch_size: [4]
+max_num_tokens: [64]
+max_seq_len: [64]
+tensor_parallel_size: [1, 8]
+moe_expert_parallel_size: [1, 8]
+enable_attention_dp: [false, true]
+pipeline_parallel_size: [1]
+print_iter_log: [true]
+moe_config.backend: [TRTLLM, CUTEDSL, CUTLASS]
+kv_cache_config.enable_block_reuse: [false, true]
+kv_cache_config.free_gpu_memory_fraction: [0.8]
+kv_cache_config.dtype: [auto, fp8]
+speculative_config.decoding_type: [MTP]
+cache_transceiver_config.backend: [UCX]
+speculative_config.num_nextn_predict_layers: [3]
+cuda_graph_config.enable_padding: [true, false]
+stream_interval: [10, 20, 100]
+num_postprocess_workers: [4]
+moe_config.use_low_precision_moe_combine: [true]
+cuda_graph_config.batch_sizes: [[1, 2]]
+enable_lm_head_tp_in_adp: [false, true]
+disable_overlap_scheduler: [true, false]
+nvfp4_gemm_config.allowed_backends: [[cutlass]]
+allreduce_strategy: [AUTO, MNNVL]
+trust_remote_code: [true]
+enable_iter_perf_stats: [false, true]
+speculative_config.max_draft_len: [3]
+cuda_graph_config.max_batch_size: [4]
+enable_chunked_prefill: [true, false]
+enable_iter_req_stats: [false]
+kv_cache_config.event_buffer_max_size: [0, 1024]
+kv_cache_config.tokens_per_block: [32]
+return_perf_metrics: [false]
+scheduler_config.capacity_scheduler_policy: [MAX_UTILIZATION]
+kv_cache_config.host_cache_size: [0, 1024]
+sparse_attention_config.algorithm: [dsa]
+backend: [pytorch]
+moe_config.load_balancer.num_slots: [288]
+speculative_config.use_mtp_vanilla: [false]
+custom_tokenizer: [deepseek_v4]
+attention_dp_config.enable_balance: [true]
+num_serve_frontends: [1, 4]
+cuda_graph_config.cuda_graph_batch_sizes: [[1, 2]]
+speculative_config.draft_lm_head_dtype: [bfloat16]
+speculative_config.draft_moe_dtype: [fp8]
+speculative_config.use_sa_spec: [false, true]
+moe_config.moe_tactic: [1]
+pytorch_backend_config: [{}, {enable_overlap_scheduler: true}]
+build_config: [null, {max_batch_size: 4}]
+hostname: [localhost]
+port: [8000]
+"""
+WITH_AN_EFFECT = """
+tensor_parallel_size: 8
+moe_expert_parallel_size: 8
+enable_attention_dp: true
+kv_cache_config.dtype: fp8
+cache_transceiver_config.backend: UCX
+enable_lm_head_tp_in_adp: true
+kv_cache_config.event_buffer_max_size: 1024
+scheduler_config.capacity_scheduler_policy: MAX_UTILIZATION
+kv_cache_config.host_cache_size: 1024
+sparse_attention_config.algorithm: dsa
+moe_config.load_balancer.num_slots: 288
+custom_tokenizer: deepseek_v4
+num_serve_frontends: 4
+speculative_config.use_sa_spec: true
+pytorch_backend_config: {enable_overlap_scheduler: true}
+build_config: {max_batch_size: 4}
+"""
+
+
+@pytest.mark.filterwarnings("ignore:.*num_nextn_predict_layers")
+def test_keys_of_real_deployments_are_known() -> None:
+    refused = {}
+    for path, values in yaml.safe_load(DEPLOYED).items():
+        for value in values:
+            *sections, name = path.split(".")
+            file = place = file_with("", "max_batch_size", 4)
+            for section in sections:
+                place = place.setdefault(section, {})
+            place[name] = value
+            try:
+                parse_config(file)
+            except ConfigError as error:
+                refused[path] = "unknown" if "unknown key" in str(error) else value
+    assert refused == yaml.safe_load(WITH_AN_EFFECT)
 
 
 def test_another_plugins_options_are_left_alone() -> None:

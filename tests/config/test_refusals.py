@@ -258,6 +258,8 @@ def test_one_line_per_mistake() -> None:
         "<mapping>: speculative_config.mtp.verification: "
         "expected one of 'coupled', 'rejection', 'block', 'synthetic', got 'exact'",
         "<mapping>: tensor_parallel_size: this executor runs on one GPU; expected 1, got 2",
+        "<mapping>: this is for several GPUs: use `trtllm-serve` with this package's adapter, or "
+        "vLLM with its plugin",
     ]
 
 

@@ -87,7 +87,7 @@ def test_every_recorded_key_is_known_by_name(line: str) -> None:
         known = {*model.model_fields, *model.renamed, *table, "num_nextn_predict_layers"}
         assert recorded_keys(line, section) <= known
     inside = host_keys.TOP_LEVEL["moe_config"].inside or {}
-    assert recorded_keys(line, "moe_config") == set(inside)
+    assert recorded_keys(line, "moe_config") <= set(inside)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
