@@ -10,7 +10,7 @@ import typer
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.requests.pacing import paced
-from mtp_plugin.tools.terminal.console import INTERRUPTED, messages, output, progress
+from mtp_plugin.tools.terminal.console import messages, output, progress
 
 
 def command(
@@ -45,13 +45,9 @@ def command(
     if not os.path.isdir(out.parent):
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     log = messages()
-    try:
-        with progress(log) as show_progress:
-            report = show_progress if log.is_terminal else paced(show_progress)
-            found = count_draft_vocab(tokenizer, [*texts, *(more_texts or ())], size, report)
-    except KeyboardInterrupt:
-        log.write_line("interrupted")
-        raise typer.Exit(INTERRUPTED) from None
+    with progress(log) as show_progress:
+        report = show_progress if log.is_terminal else paced(show_progress)
+        found = count_draft_vocab(tokenizer, [*texts, *(more_texts or ())], size, report)
     write_ids(found.ids, out)
     console = output()
     found.show(console)

@@ -20,7 +20,7 @@ from mtp_plugin.cli.flags import (
     draft_length,
     with_request_flags,
 )
-from mtp_plugin.cli.opening import errors_of, finish, import_engine, interruptible, load
+from mtp_plugin.cli.opening import errors_of, finish, import_engine, load
 from mtp_plugin.tools.terminal.console import messages, output
 
 
@@ -82,7 +82,7 @@ def command(
         read_ahead(settings.model)
     prompts = read_prompts(prompt or (), prompt_file, Path(settings.model), log.write_line)
     params = request.params(max_new_tokens=128)
-    with interruptible(log), errors_of(config):
+    with errors_of(config):
         import_engine(log)
         from mtp_plugin.tools.terminal.generating import GenerateOptions, run_generate
 

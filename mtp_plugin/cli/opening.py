@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import typer
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole, output, progress
+from mtp_plugin.tools.terminal.console import OutputConsole, output, progress
 
 if TYPE_CHECKING:
     from mtp_plugin.config import LLMConfig
@@ -38,16 +38,6 @@ def finish(report: ShownReport, *, as_json: bool) -> NoReturn:
     else:
         report.show(out)
     raise typer.Exit(report.exit_code)
-
-
-@contextmanager
-def interruptible(log: OutputConsole) -> Iterator[None]:
-    """Exit with one line at Ctrl-C."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        log.write_line("interrupted")
-        raise typer.Exit(INTERRUPTED) from None
 
 
 def engine_options(dtype: str | None, device: str | None, graphs: bool | None) -> dict[str, Any]:

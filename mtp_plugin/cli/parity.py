@@ -24,7 +24,6 @@ from mtp_plugin.cli.opening import (
     errors_of,
     finish,
     import_engine,
-    interruptible,
     load,
 )
 from mtp_plugin.tools.terminal.console import messages, progress
@@ -147,7 +146,7 @@ def command(
     for choice in choices:
         log.write_line(choice)
     tie_ulps = TIE_ULPS if tie_tolerance is None else tie_tolerance
-    with interruptible(log), progress(log) as show_progress:
+    with progress(log) as show_progress:
         compared = compare_grid(
             cells,
             texts,

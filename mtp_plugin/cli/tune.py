@@ -32,7 +32,6 @@ from mtp_plugin.cli.opening import (
     errors_of,
     finish,
     import_engine,
-    interruptible,
     load,
 )
 from mtp_plugin.errors import ConfigError, HostError, RequestError
@@ -260,7 +259,7 @@ def command(
         log.write_line("greedy requests: all methods are the same, coupled is measured")
     keeps_logs = logs is not None
     try:
-        with interruptible(log), progress(log) as show_progress:
+        with progress(log) as show_progress:
             tuning = Tuning(options, show_progress)
             tuning.run()
         report = TuneReport(tuning, source)

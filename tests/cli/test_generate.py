@@ -25,6 +25,7 @@ from mtp_plugin.tools.comparison import PlainDecoding
 from mtp_plugin.tools.terminal.decoding import PromptResult
 from tests.cli.calls import (
     EAGLE,
+    FEW,
     RELAXED,
     SYNTHETIC,
     VANILLA,
@@ -598,6 +599,20 @@ def test_an_interrupt_ends_cleanly(
     assert closed == [True]
     assert not as_json or result.out == ""
     assert as_json or result.out.endswith("\n")
+
+
+@pytest.mark.parametrize("during", ["load", "finish"])
+def test_an_interrupt_outside_of_decoding_is_one_line(
+    run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, during: str
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(f"mtp_plugin.cli.generate.{during}", interrupted)
+    result = run("generate", "-c", config(EAGLE), "-p", "ab", *FEW)
+    assert (result.code, result.out) == (130, "")
+    assert result.err.endswith("interrupted\n")
+    assert during == "finish" or result.err == "interrupted\n"
 
 
 def test_a_failed_request_is_an_error(
