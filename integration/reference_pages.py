@@ -27,9 +27,9 @@ from mtp_plugin.config import (
 )
 from mtp_plugin.hosts.embedded.models import FAMILIES
 from mtp_plugin.hosts.vllm.options import VllmOptions
-from mtp_plugin.hosts.vllm.requests import PREFIX, RequestOptions
 from mtp_plugin.hosts.vllm.versions import TESTED, nearest
 from mtp_plugin.requests.options import OPTIONS
+from mtp_plugin.speculative.rows.request_options import PREFIX, RequestOptions
 
 ROOT = Path(__file__).parent.parent
 PAGES = (ROOT / "README.md", ROOT / "docs" / "config.md", ROOT / "docs" / "compatibility.md")

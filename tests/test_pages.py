@@ -21,8 +21,8 @@ from integration import reference_pages
 from mtp_plugin import __version__, cli
 from mtp_plugin.config import load_config
 from mtp_plugin.hosts.vllm.options import VllmOptions, read_settings
-from mtp_plugin.hosts.vllm.requests import read_request
 from mtp_plugin.hosts.vllm.versions import versions_tested
+from mtp_plugin.speculative.rows.request_options import read_request
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = "integration/tiny_model/checkpoint"

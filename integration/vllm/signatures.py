@@ -24,7 +24,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin.hosts.vllm.versions import NAMES, SIGNATURES, Reader, nearest
+from mtp_plugin.hosts.vllm.versions import NAMES, SIGNATURES, nearest
+from mtp_plugin.speculative.host.signatures import Reader
 
 STORED = Path(__file__).with_name("signatures.json")
 

@@ -11,16 +11,18 @@ import torch
 
 from integration.examples.top2 import Top2Verification
 from mtp_plugin.config import MTPPluginOptions
-from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
-from mtp_plugin.hosts.vllm.request_slots import RequestSlots
-from mtp_plugin.hosts.vllm.requests import read_request
-from mtp_plugin.hosts.vllm.row_ops import RowOps
+from mtp_plugin.hosts.vllm.options import VllmOptions
+from mtp_plugin.hosts.vllm.requests import request_facts
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import Accepted, SamplingKind, StepLayout
 from mtp_plugin.plugin import register_verification, unregister_verification
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.drafting import make_verification_inputs
 from mtp_plugin.speculative.host import DecodingOptions, HostStep, RequestFacts
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_options import read_request
+from mtp_plugin.speculative.rows.request_slots import RequestSlots
+from mtp_plugin.speculative.rows.row_ops import RowOps
 from mtp_plugin.speculative.state.slot_table import SlotTable
 from mtp_plugin.speculative.verification import (
     DELTA_POOL,
@@ -131,7 +133,8 @@ def in_vllm(
         ends = {"all_stop_token_ids": {7}, "stop_token_ids": []}
         params = SimpleNamespace(**{**options, **sampling, **ends})
         extra = {} if rates else {"mtp_verification": method_of(request, methods)}
-        values = slots.values(params, read_request(extra, settings), len(prompt), prompt)
+        own = read_request(extra, settings)
+        values = slots.values(request_facts(params, own, len(prompt)), own, prompt)
         slots.stage(request, values, 100 + request)
     slots.apply()
     ops = RowOps(slots, settings, backend, VOCAB)

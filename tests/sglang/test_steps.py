@@ -11,7 +11,7 @@ import sglang.srt.speculative.spec_utils as spec_utils
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from mtp_plugin.hosts.sglang.rows import RowOptions
+from mtp_plugin.hosts.sglang.options import SglangOptions
 from tests.sglang.toy_engine import VOCAB, Batch, K, ToyEngine, make_request
 
 BEGIN, END = 30, 31
@@ -54,7 +54,7 @@ def test_a_grammar_masks_every_row():
 
 
 def test_relaxed_acceptance_takes_all_drafts_of_a_thinking_request():
-    options = RowOptions(
+    options = SglangOptions(
         thinking_begin_token=BEGIN, thinking_end_token=END, relaxed_topk=VOCAB, relaxed_delta=1.0
     )
     engine = ToyEngine(K, options)
@@ -71,7 +71,7 @@ def test_relaxed_acceptance_takes_all_drafts_of_a_thinking_request():
 
 
 def test_the_token_of_an_unfinished_prompt_ends_no_thinking_phase():
-    options = RowOptions(
+    options = SglangOptions(
         thinking_begin_token=BEGIN, thinking_end_token=END, relaxed_topk=VOCAB, relaxed_delta=1.0
     )
     lengths = []

@@ -31,7 +31,8 @@ from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
 
 from mtp_plugin.hosts.sglang import hooks
 from mtp_plugin.hosts.sglang.engine import Engine
-from mtp_plugin.hosts.sglang.rows import EngineSettings, RowOptions
+from mtp_plugin.hosts.sglang.options import SglangOptions
+from mtp_plugin.speculative.rows.options import EngineSettings
 
 VOCAB = 40
 EOS = 7
@@ -148,7 +149,7 @@ class ToyEngine:
     """Serves requests, with or without drafts."""
 
     num_drafts: int
-    options: RowOptions = field(default_factory=RowOptions)
+    options: SglangOptions = field(default_factory=SglangOptions)
     slots: int = 6
     seed: int = 0
     token_map: torch.Tensor | None = None

@@ -37,13 +37,14 @@ from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
 from mtp_plugin.errors import HostError  # noqa: E402
 from mtp_plugin.hosts.vllm.engine import Engine  # noqa: E402
-from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions  # noqa: E402
-from mtp_plugin.hosts.vllm.request_slots import RequestSlots  # noqa: E402
+from mtp_plugin.hosts.vllm.options import VllmOptions  # noqa: E402
 from mtp_plugin.hosts.vllm.requests import MAX_BIASED_TOKENS  # noqa: E402
-from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps  # noqa: E402
 from mtp_plugin.hosts.vllm.sampler_parts import PREFILL  # noqa: E402
 from mtp_plugin.hosts.vllm.versions import fitting_module, release, where_tested  # noqa: E402
 from mtp_plugin.ops.backend import Backend  # noqa: E402
+from mtp_plugin.speculative.rows.options import EngineSettings  # noqa: E402
+from mtp_plugin.speculative.rows.request_slots import RequestSlots  # noqa: E402
+from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps  # noqa: E402
 
 VERSION = fitting_module()
 IS_32 = VERSION.__name__.endswith("v32")

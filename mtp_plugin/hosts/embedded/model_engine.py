@@ -29,7 +29,7 @@ from mtp_plugin.hosts.embedded.prompt_steps import (
     fitting_shape,
 )
 from mtp_plugin.hosts.embedded.request import LlmRequest
-from mtp_plugin.hosts.embedded.row_table import Row, RowTable, StepRows, StepShape
+from mtp_plugin.hosts.embedded.row_table import Row, RowTable, StepShape, UploadedRows
 from mtp_plugin.hosts.embedded.scheduler import ScheduledRequests
 from mtp_plugin.hosts.embedded.step_inputs import LastResults, StepInputs, generation_inputs
 from mtp_plugin.ops.step import Accepted, SamplingKind
@@ -59,7 +59,7 @@ class ModelEngine:
     """Runs target and worker over a scheduled batch.
 
     A scheduled batch is described by a :class:`Row` per request and a :class:`StepShape`. The rows
-    are copied to the device as :class:`StepRows`, from which :class:`StepInputs` of target and
+    are copied to the device as :class:`UploadedRows`, from which :class:`StepInputs` of target and
     worker are computed.
 
     Args:
@@ -288,7 +288,7 @@ class ModelEngine:
     def launch(
         self,
         shape: StepShape,
-        step: StepRows,
+        step: UploadedRows,
         previous: LastResults | None,
         contexts: StepInputs | None = None,
         scored: ScoredPrompts | None = None,
@@ -423,7 +423,7 @@ class ModelEngine:
     # ---- metadata -----------------------------------------------------------------------------
 
     def _attention_metadata(
-        self, shape: StepShape, step: StepRows, inputs: StepInputs
+        self, shape: StepShape, step: UploadedRows, inputs: StepInputs
     ) -> PagedAttentionMetadata:
         counts = [*shape.chunk_lens, *[shape.draft_len + 1] * shape.num_generations]
         chunk_lens = [*shape.chunk_lens, *[0] * shape.num_generations]

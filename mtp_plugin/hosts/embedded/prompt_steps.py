@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.hosts.embedded.request import LlmRequest
-from mtp_plugin.hosts.embedded.row_table import StepRows, StepShape
+from mtp_plugin.hosts.embedded.row_table import StepShape, UploadedRows
 from mtp_plugin.hosts.embedded.step_inputs import StepInputs
 from mtp_plugin.ops.step import SamplingKind, to_device
 
@@ -90,14 +90,14 @@ class PromptChunks(NamedTuple):
         """Return the number of values of each part of :meth:`flat`."""
         return [*map(len, self), len(self.lens)]
 
-    def to_inputs(self, step: StepRows) -> StepInputs:
+    def to_inputs(self, step: UploadedRows) -> StepInputs:
         """Return the chunks on the device; ``step`` has their rows first."""
         values = to_device(self.flat(), torch.int32, step.length.device)  # one copy
         return context_inputs(values, self.sizes(), step)[0]
 
 
 def context_inputs(
-    values: torch.Tensor, sizes: Sequence[int], step: StepRows
+    values: torch.Tensor, sizes: Sequence[int], step: UploadedRows
 ) -> tuple[StepInputs, torch.Tensor]:
     """Return the inputs of prompt chunks from :meth:`PromptChunks.flat`, and the order of rows.
 
@@ -137,7 +137,7 @@ class PromptBuffer:
         self._sizes = chunks.sizes()
         self._values = to_device(chunks.flat(), torch.int32, device)
 
-    def inputs(self, step: StepRows) -> tuple[StepInputs, torch.Tensor]:
+    def inputs(self, step: UploadedRows) -> tuple[StepInputs, torch.Tensor]:
         """See :func:`context_inputs`; reads the buffer when the step runs."""
         return context_inputs(self._values, self._sizes, step)
 

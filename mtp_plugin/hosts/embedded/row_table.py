@@ -47,7 +47,7 @@ _fixed_of: Callable[[Row], tuple[int, ...]] = attrgetter(*_FIXED)
 
 
 @dataclass(frozen=True)
-class StepRows:
+class UploadedRows:
     """The rows of a step, on the device [N, ...] int32, and on the host."""
 
     tokens: torch.Tensor  # [N, K+1]
@@ -60,9 +60,9 @@ class StepRows:
     block_table: torch.Tensor  # [N, B], padded with the sentinel block
     host: Sequence[Row]  # [N], the same on the host
 
-    def generations(self, num_contexts: int) -> StepRows:
+    def generations(self, num_contexts: int) -> UploadedRows:
         """Return the rows after those of the contexts."""
-        return StepRows(**{name: value[num_contexts:] for name, value in vars(self).items()})
+        return UploadedRows(**{name: value[num_contexts:] for name, value in vars(self).items()})
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class RowTable:
         self._copied: list[Any] = [None, None]
         self._turn = 0
 
-    def upload(self, rows: Sequence[Row]) -> StepRows:
+    def upload(self, rows: Sequence[Row]) -> UploadedRows:
         """Start the copy of a step's rows to the device.
 
         Waits only if the copy of the step before the last one has not finished.
@@ -176,11 +176,13 @@ class RowTable:
                 f"step rows: a request of {blocks} blocks, the table holds {self.table_width}"
             )
 
-    def _view(self, rows: Sequence[Row]) -> StepRows:
+    def _view(self, rows: Sequence[Row]) -> UploadedRows:
         table = self._device_rows[: len(rows)]
         step, block = self._step_rows, self._first_block
         fixed = {name: table[:, step + i] for i, name in enumerate(_FIXED)}
-        return StepRows(tokens=table[:, :step], block_table=table[:, block:], host=rows, **fixed)
+        return UploadedRows(
+            tokens=table[:, :step], block_table=table[:, block:], host=rows, **fixed
+        )
 
 
 def _rewrite(

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.hosts.embedded.row_table import StepRows
+from mtp_plugin.hosts.embedded.row_table import UploadedRows
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.checks import AtLeast, expect_tensor
 
@@ -79,7 +79,7 @@ _OF_CONTEXTS_TOO = (
 
 
 def generation_inputs(
-    rows: StepRows,
+    rows: UploadedRows,
     previous: LastResults | None,
     *,
     draft_len: int,
@@ -104,7 +104,7 @@ def generation_inputs(
 
 
 def generation_inputs_reference(
-    rows: StepRows, previous: LastResults | None, *, draft_len: int, max_seq_len: int
+    rows: UploadedRows, previous: LastResults | None, *, draft_len: int, max_seq_len: int
 ) -> StepInputs:
     width = draft_len + 1
     input_ids = rows.tokens[:, :width]
@@ -134,7 +134,7 @@ def generation_inputs_reference(
     )
 
 
-def _check(rows: StepRows, previous: LastResults | None, draft_len: int) -> None:
+def _check(rows: UploadedRows, previous: LastResults | None, draft_len: int) -> None:
     width = draft_len + 1
     tokens = expect_tensor(
         "step rows: tokens",

@@ -21,7 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
-from mtp_plugin.hosts.embedded.row_table import StepRows
+from mtp_plugin.hosts.embedded.row_table import UploadedRows
 from mtp_plugin.hosts.embedded.step_inputs import LastResults, StepInputs
 from mtp_plugin.ops.launching import expect_reachable
 from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_options
@@ -96,7 +96,7 @@ def generation_inputs_kernel(
 
 
 def generation_inputs_triton(
-    rows: StepRows, previous: LastResults | None, *, draft_len: int, max_seq_len: int
+    rows: UploadedRows, previous: LastResults | None, *, draft_len: int, max_seq_len: int
 ) -> StepInputs:
     """One launch, one program per generation."""
     expect_reachable(generation_inputs_kernel, "rows", rows.tokens)

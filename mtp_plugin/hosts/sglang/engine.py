@@ -12,9 +12,11 @@ import torch
 
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts.sglang.requests import Admission, admitted, facts_of, slot_tokens
-from mtp_plugin.hosts.sglang.rows import DraftRows, EngineSettings, RequestSlots, RowOps, StepRows
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import Accepted, to_device
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_slots import RequestSlots
+from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps, StepRows
 
 _logger = logging.getLogger("sglang.srt.mtp_plugin")
 _MARK = 1e30
@@ -57,7 +59,7 @@ class Engine:
                 )
         pool = runner.req_to_token_pool
         num_slots, device = pool.req_to_token.shape[0], torch.device(pool.req_to_token.device)
-        self._slots = slots = RequestSlots(num_slots, device, self.settings)
+        self._slots = slots = RequestSlots(num_slots - 1, device, self.settings, padding=0)
         backend = Backend.of(self.settings.options.kernels, device)
         self._ops = RowOps(slots, self.settings, backend, self._vocab)
         width = self.settings.num_drafts + 1
@@ -119,8 +121,7 @@ class Engine:
         """Write the whole row of a request that got a slot, before the next rows are sampled."""
         self._admission.admit(req)  # one that did not pass the queue
         slot, tokens, kept = int(req.req_pool_idx), slot_tokens(req), admitted(req)
-        facts = facts_of(req)
-        values = self._slots.values(facts, kept.options, facts.prompt_len, tokens)
+        values = self._slots.values(facts_of(req), kept.options, tokens)
         self._slots.stage(slot, values, kept.seed)
         if self.settings.options.is_relaxed:
             self._unwritten[slot] = len(tokens)
@@ -282,7 +283,7 @@ class Engine:
     ) -> torch.Tensor:
         """Sample a draft per row; returns columns of the logits [R] int64."""
         return self._ops.sample_drafts(
-            DraftRows(logits, slots, positions, column, self._draft_step)
+            DraftRows(logits, slots, positions, column, self._draft_step, is_valid=True)
         )
 
 

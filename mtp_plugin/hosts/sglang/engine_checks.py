@@ -12,7 +12,8 @@ from typing import Any
 from mtp_plugin.errors import ConfigError, HostError, format_value
 from mtp_plugin.hosts.sglang import VARIABLE
 from mtp_plugin.hosts.sglang.options import DRAFTERS, read_settings
-from mtp_plugin.hosts.sglang.rows import EngineSettings, method_problems
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_options import method_problems
 
 _RANK_SECONDS = 120
 _SERVED = "set it to EAGLE, EAGLE3 or NEXTN, or leave it out"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -15,20 +15,25 @@ from mtp_plugin.config.loading import parse_yaml
 from mtp_plugin.config.messages import got, key_path, message_of
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.sglang import VARIABLE
-from mtp_plugin.hosts.sglang.rows import EngineSettings, RowOptions
+from mtp_plugin.speculative.rows.options import EngineSettings, RowOptions
 
 DRAFTERS = ("EAGLE", "EAGLE3", "NEXTN")
 """Values of ``--speculative-algorithm`` that are served; SGLang reads NEXTN as EAGLE, with which
 MTP layers draft."""
 
-OPTIONS = (
-    "verification",
-    "thinking_begin_token",
-    "thinking_end_token",
-    "relaxed_topk",
-    "relaxed_delta",
-    "kernels",
-)
+
+class SglangOptions(RowOptions):
+    """Options of one engine."""
+
+    logger: ClassVar[str] = "sglang.srt.mtp_plugin"
+    option_prefix: ClassVar[str] = f"{VARIABLE}: "
+
+    def no_draft_probs(self, drafter: str) -> str:
+        """See `RowOptions.no_draft_probs`."""
+        return (
+            "is not served in SGLang yet with --speculative-algorithm "
+            f"{drafter.upper()}: use coupled"
+        )
 
 
 def read_settings(server_args: Any, environment: Mapping[str, str] = os.environ) -> EngineSettings:
@@ -48,7 +53,7 @@ def read_settings(server_args: Any, environment: Mapping[str, str] = os.environ)
     return EngineSettings(options, drafts, drafter=algorithm.lower())
 
 
-def read_options(environment: Mapping[str, str] = os.environ) -> RowOptions:
+def read_options(environment: Mapping[str, str] = os.environ) -> SglangOptions:
     """Return the options that the variable gives.
 
     Raises:
@@ -64,13 +69,14 @@ def read_options(environment: Mapping[str, str] = os.environ) -> RowOptions:
             f"{source}: expected a mapping of options ({{}} for the defaults), got {got(given)}; "
             "unset the variable to turn the plugin off"
         )
-    unknown = [str(key) for key in given if key not in OPTIONS]
+    known = SglangOptions.model_fields
+    unknown = [str(key) for key in given if key not in known]
     if unknown:
         raise ConfigError(
-            f"{VARIABLE}: {', '.join(unknown)}: unknown option; known ones are {', '.join(OPTIONS)}"
+            f"{VARIABLE}: {', '.join(unknown)}: unknown option; known ones are {', '.join(known)}"
         )
     try:
-        return RowOptions.model_validate(given)
+        return SglangOptions.model_validate(given)
     except ValidationError as error:
         raise ConfigError("; ".join(map(_problem, error.errors()))) from None
 

@@ -8,8 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mtp_plugin.errors import RequestError
-from mtp_plugin.hosts.sglang.rows import EngineSettings, RequestOptions, SamplingFacts, read_request
+from mtp_plugin.requests.options import INT32_MAX
 from mtp_plugin.requests.seeds import sample_seed, seed_words
+from mtp_plugin.requests.stopping import StopRule
+from mtp_plugin.speculative.host import RequestFacts
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_options import RequestOptions, read_request
+from mtp_plugin.speculative.rows.request_slots import row_facts
 
 _ADMITTED = "_mtp_plugin"
 """Attribute of a ``Req``."""
@@ -109,16 +114,18 @@ def admitted(req: Any) -> Admitted:
     return found
 
 
-def facts_of(req: Any) -> SamplingFacts:
-    """Return what the slot table holds of a ``Req``; SGLang stops and masks requests by itself."""
+def facts_of(req: Any) -> RequestFacts:
+    """Return what the modes read of an admitted ``Req``; SGLang stops and masks requests by
+    itself."""
     params = req.sampling_params
     is_greedy = params.top_k <= 1
-    return SamplingFacts(
+    return row_facts(
+        admitted(req).options,
+        StopRule(max_length=INT32_MAX, prompt_len=len(req.origin_input_ids)),
         temperature=0.0 if is_greedy else params.temperature,
         top_k=0 if is_greedy or params.top_k >= _ALL else params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
-        prompt_len=len(req.origin_input_ids),
     )
 
 

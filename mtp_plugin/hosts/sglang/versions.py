@@ -2,23 +2,16 @@
 
 `SIGNATURES` and `NAMES` list all that the plugin uses of SGLang. They are compared with what is
 imported here, and with wheels by ``python -m integration.sglang.signatures``.
-
-Parameters may follow the listed ones: any of a function that is only wrapped, since its call is
-handed on, else optional ones.
+Further parameters may follow: :mod:`mtp_plugin.speculative.host.signatures`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from mtp_plugin.errors import HostError
-from mtp_plugin.hosts.sglang.rows import (
-    INSTALLED,
-    Reader,
-    differences,
-)
+from mtp_plugin.speculative.host.signatures import INSTALLED, Reader, differences, read_table
 
 SERVED = {"0.5.17": "CPU", "0.5.18": "signatures alone"}
 """Versions that are served, and where they were tested."""
@@ -82,24 +75,14 @@ SPEC.spec_utils(SIMULATE_ACC_LEN, SIMULATE_ACC_TOKEN_MODE)
 """
 
 
-def _table(text: str) -> dict[str, tuple[str, ...]]:
-    """Read entries ``target(name, ...)`` with the short names of packages."""
-    entries = re.findall(r"(\S+)\((.*?)\)", text, re.DOTALL)
-    found = {}
-    for target, names in entries:
-        short, _, rest = target.partition(".")
-        found[f"{_PACKAGES[short]}.{rest}"] = tuple(re.findall(r"\w+|\.{3}", names))
-    return found
-
-
+_LISTED = read_table(_FUNCTIONS, _PACKAGES)
 SIGNATURES: Mapping[str, tuple[str, ...]] = {
-    target: tuple(name for name in names if name != "...")
-    for target, names in _table(_FUNCTIONS).items()
+    target: tuple(name for name in names if name != "...") for target, names in _LISTED.items()
 }
 """``module:Class.method`` or ``module:function`` -> the first parameter names after ``self``."""
-WRAPPED = frozenset(target for target, names in _table(_FUNCTIONS).items() if "..." in names)
+WRAPPED = frozenset(target for target, names in _LISTED.items() if "..." in names)
 """Functions whose calls are handed on to the original."""
-NAMES: Mapping[str, tuple[str, ...]] = _table(_ATTRIBUTES)
+NAMES: Mapping[str, tuple[str, ...]] = read_table(_ATTRIBUTES, _PACKAGES)
 """``module:Class`` -> attributes of its instances; ``module`` -> names in it."""
 
 

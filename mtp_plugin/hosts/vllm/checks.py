@@ -14,11 +14,9 @@ from mtp_plugin.checkpoint.vllm_command import V2_DEFAULT_SINCE, V2_RUNNER, vllm
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.options import drafters_of
 from mtp_plugin.hosts.vllm.versions import (
-    INSTALLED,
     NAMES,
     SIGNATURES,
     mismatch,
-    missing_names,
     nearest,
     refusal,
     release,
@@ -26,6 +24,7 @@ from mtp_plugin.hosts.vllm.versions import (
     where_tested,
 )
 from mtp_plugin.hosts.vllm.wrapping import START, WORKER
+from mtp_plugin.speculative.host.signatures import INSTALLED, missing_names
 
 OK, PROBLEM = 0, 1
 PLUGIN_GROUP, PLUGIN_NAME = "vllm.general_plugins", "mtp_plugin"

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from mtp_plugin.errors import ConfigError
-from mtp_plugin.hosts.vllm.options import rows_per_rank
+from mtp_plugin.speculative.rows.options import rows_per_rank
 
 KEY = "additional_config.mtp_plugin.draft_vocab"
 _UNQUANTIZED = ("UnquantizedEmbeddingMethod", "UnquantizedLinearMethod")

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from mtp_plugin.hosts.vllm.draft_head import follow_weights, reduce_heads
-from mtp_plugin.hosts.vllm.options import EngineSettings
+from mtp_plugin.speculative.rows.options import EngineSettings
 
 _logger = logging.getLogger("vllm.mtp_plugin")
 PROVIDER = "vllm_c"

@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
-from mtp_plugin.hosts.vllm.request_slots import RequestSlots
-from mtp_plugin.hosts.vllm.row_ops import RowOps, StepRows
+from mtp_plugin.hosts.vllm.options import VllmOptions
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.early_compile import CompileJob, request_launches
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_slots import RequestSlots
+from mtp_plugin.speculative.rows.row_ops import RowOps, StepRows
 
 TILINGS = (1, 24, 34, 192, 265, 512)
 """The least numbers of rows from which the sampling kernels are tiled differently."""

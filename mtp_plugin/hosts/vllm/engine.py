@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from mtp_plugin.hosts.vllm.options import EngineSettings
-from mtp_plugin.hosts.vllm.request_slots import RequestSlots
-from mtp_plugin.hosts.vllm.row_ops import RowOps
 from mtp_plugin.hosts.vllm.versions import fitting_module
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.early_compile import CompileJob
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_slots import RequestSlots
+from mtp_plugin.speculative.rows.row_ops import RowOps
 
 _logger = logging.getLogger("vllm.mtp_plugin")
 

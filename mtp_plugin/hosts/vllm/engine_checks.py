@@ -10,14 +10,14 @@ from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.vllm.options import (
     DRAFTERS,
     DRAFTERS_SINCE,
-    EngineSettings,
     VllmOptions,
+    VllmSettings,
     draft_ids_of,
     drafters_of,
     read_settings,
 )
-from mtp_plugin.hosts.vllm.requests import load_problem, method_problems
 from mtp_plugin.hosts.vllm.versions import release, untested, where_tested
+from mtp_plugin.speculative.rows.request_options import load_problem, method_problems
 from mtp_plugin.verifications import codes, custom_codes
 
 PIPELINE_SINCE = (0, 32)
@@ -31,7 +31,7 @@ OWN_SAMPLING = ("DFlash2", "LiLiCorr", "XPress")
 NOT_IN_V2 = ("suffix", "custom_class")
 
 
-def checked_settings(vllm_config: Any) -> EngineSettings | None:
+def checked_settings(vllm_config: Any) -> VllmSettings | None:
     """Return the settings of an engine; None if the plugin is off.
 
     Raises:
@@ -55,7 +55,7 @@ def checked_settings(vllm_config: Any) -> EngineSettings | None:
     return replace(settings, draft_ids=found[0], num_added_ids=found[1], num_ranks=ranks)
 
 
-def warnings_of(settings: EngineSettings) -> list[str]:
+def warnings_of(settings: VllmSettings) -> list[str]:
     """Return what to log once when an engine starts."""
     warnings = []
     if where_tested() is None:
@@ -72,7 +72,7 @@ def warnings_of(settings: EngineSettings) -> list[str]:
     return warnings
 
 
-def problems_of(vllm_config: Any, settings: EngineSettings) -> list[str]:
+def problems_of(vllm_config: Any, settings: VllmSettings) -> list[str]:
     """Return one line for every reason why the plugin cannot serve an engine."""
     options = settings.options
     problems = _option_problems(options, settings) + _thinking_problems(options, vllm_config)
@@ -90,7 +90,7 @@ def problems_of(vllm_config: Any, settings: EngineSettings) -> list[str]:
     return problems
 
 
-def _option_problems(options: VllmOptions, settings: EngineSettings) -> list[str]:
+def _option_problems(options: VllmOptions, settings: VllmSettings) -> list[str]:
     problems = method_problems("verification", options.verification, settings)
     tokens = (options.thinking_begin_token, options.thinking_end_token)
     if not options.is_relaxed and (

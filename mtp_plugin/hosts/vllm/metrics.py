@@ -9,14 +9,15 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from mtp_plugin.hosts.vllm.options import EngineSettings, read_settings
+from mtp_plugin.hosts.vllm.options import read_settings
 from mtp_plugin.hosts.vllm.requests import AdmittedOptions
 from mtp_plugin.speculative.metrics.alarms import (
     ALARM_HELP,
     ALARM_METRIC,
-    MTP_HINT,
     CollapseAlarm,
 )
+from mtp_plugin.speculative.rows.draft_counts import WithheldDrafts
+from mtp_plugin.speculative.rows.options import EngineSettings
 
 _logger = logging.getLogger("vllm.mtp_plugin")
 _STAT_LOGGER = ("_counter_cls", "engine_indexes", "spec_decoding_prom")
@@ -24,32 +25,18 @@ _STAT_LOGGER = ("_counter_cls", "engine_indexes", "spec_decoding_prom")
 
 
 class DraftCounter:
-    """Corrects what vLLM's scheduler counts as proposed drafts, once per step.
-
-    vLLM proposes K drafts for every request. Those beyond a request's own limit are never accepted
-    and must not count as proposed. A step costs time per request with a limit or a grammar, not per
-    request.
-    """
+    """Corrects what vLLM's scheduler counts as proposed drafts, once per step."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self._options = AdmittedOptions(settings)
-        self._limits: dict[str, int] = {}
-        self._alarm = None
-        if settings.synthetic_rates is None:
-            hint = {
-                "mtp": MTP_HINT,
-                "ngram": "Do outputs repeat parts of their prompts?",
-                "ngram_gpu": "Do outputs repeat parts of their prompts?",
-            }.get(settings.drafter, "Does the draft model belong to this target?")
-            self._alarm = CollapseAlarm(_logger, hint)
+        alarms = None if settings.synthetic_rates is not None else _logger
+        self._withheld = WithheldDrafts(alarms, settings.drafter)
 
     def add(self, request: Any) -> None:
         """Keep the limit of a request that the scheduler gets."""
-        self._limits.pop(request.request_id, None)
         extra = getattr(request.sampling_params, "extra_args", None)
         limit = self._options.read(extra).draft_limit if extra else None
-        if limit is not None:
-            self._limits[request.request_id] = limit
+        self._withheld.set_limit(request.request_id, limit)
 
     def correct(self, requests: Any, scheduled: Any, output: Any) -> set[str]:
         """Count withheld drafts of a step as invalid ones, which vLLM subtracts.
@@ -65,25 +52,8 @@ class DraftCounter:
         if not drafts:
             return set()
         invalid = dict(scheduled.num_invalid_spec_tokens or {})
-        withheld = set()
-        for identifier, limit in list(self._limits.items()):
-            if identifier not in requests:
-                del self._limits[identifier]
-            elif identifier in drafts:
-                beyond = max(0, len(drafts[identifier]) - limit)
-                invalid[identifier] = max(beyond, invalid.get(identifier, 0))
-                if limit == 0:
-                    withheld.add(identifier)
+        withheld = self._withheld.add_to(invalid, requests, drafts, output.sampled_token_ids)
         scheduled.num_invalid_spec_tokens = invalid or None
-        if self._alarm is not None:
-            # drafts that a grammar forbids are no sign of a wrong drafter
-            count = len(drafts) - sum(
-                len(drafts.get(identifier, ())) == number for identifier, number in invalid.items()
-            )
-            tokens = output.sampled_token_ids
-            accepted = sum(map(len, tokens)) - len(tokens) + tokens.count([])
-            if count > 0:
-                self._alarm.record_steps(count, count + accepted)
         return withheld
 
 

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, TypeAlias
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from mtp_plugin.config.draft_vocab import add_draft_ids, resolve_draft_vocab
 from mtp_plugin.config.messages import got, key_path, message_of
-from mtp_plugin.config.values import DraftVocab, RelaxedTopK
+from mtp_plugin.config.values import DraftVocab
 from mtp_plugin.errors import ConfigError
+from mtp_plugin.speculative.rows.options import EngineSettings, RowOptions
 
 KEY = "mtp_plugin"
 DRAFTERS: Mapping[str, bool] = {
@@ -28,95 +28,39 @@ DRAFTERS: Mapping[str, bool] = {
 kept: DFlash samples all drafts of a request in one call, n-grams have no probabilities."""
 DRAFTERS_SINCE = (0, 32)
 """Before, MTP is the only drafter that is served."""
-_ROWS = 64
-"""A draft head has a multiple of so many rows: others make its product slow."""
 
 
-class VllmOptions(BaseModel):
+class VllmOptions(RowOptions):
     """Options of one engine."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    logger: ClassVar[str] = "vllm.mtp_plugin"
+    option_prefix: ClassVar[str] = f"additional_config.{KEY}."
+    synthetic_option: ClassVar[str] = "rejection_sample_method 'synthetic'"
 
-    verification: str = Field(
-        default="coupled",
-        description="verification method of requests that name none: coupled (drafts and target "
-        "tokens are sampled with the same noise, so that a seed gives the same output with any "
-        "number of drafts), rejection, block, or a registered method",
-    )
-    thinking_begin_token: int | None = Field(
-        default=None, ge=0, description="token id that begins the thinking phase"
-    )
-    thinking_end_token: int | None = Field(
-        default=None,
-        ge=0,
-        description="token id that ends it; both given: relaxed acceptance is available",
-    )
-    relaxed_topk: RelaxedTopK = Field(
-        default=1,
-        description="in the thinking phase of a greedy request, a draft among this many most "
-        "probable tokens is accepted; 1: strict",
-    )
-    relaxed_delta: float = Field(
-        default=0.0,
-        ge=0,
-        description="if its probability is at most this much below the highest one",
-    )
     draft_vocab: DraftVocab | None = Field(
         default=None,
         description="token ids that may be drafted: this many of the lowest ones, or the path of "
         "a file of ids (JSON, an id or a range a line, .npy or SGLang's .pt); null: all; output "
         "does not change",
     )
-    kernels: Literal["auto", "triton", "reference"] = Field(
-        default="auto", description="auto: Triton kernels on CUDA devices, else torch"
-    )
     allow_untested: bool = Field(
         default=False, description="no effect, logs a warning: every version that fits starts"
     )
 
-    @property
-    def is_relaxed(self) -> bool:
-        """Whether relaxed acceptance is available."""
-        return self.thinking_begin_token is not None and self.thinking_end_token is not None
+    def no_draft_probs(self, drafter: str) -> str:
+        """See `RowOptions.no_draft_probs`."""
+        if not DRAFTERS.get(drafter, False):
+            return (
+                "needs the probabilities of drafts, which are not kept with "
+                f"speculative_config.method {drafter!r}: use coupled"
+            )
+        return (
+            "needs speculative_config.draft_sample_method 'probabilistic', with which the engine "
+            "keeps the probabilities of drafts"
+        )
 
 
-@dataclass(frozen=True)
-class EngineSettings:
-    """What requests and ops need to know about an engine with the plugin."""
-
-    options: VllmOptions
-    num_drafts: int  # K, 0 without speculative decoding
-    keeps_draft_probs: bool = False
-    """``draft_sample_method: probabilistic``, which ``rejection`` and ``block`` need."""
-    synthetic_rates: tuple[float, ...] | None = None
-    """Share of steps that accept at least i+1 drafts; None: real acceptance."""
-    draft_ids: Sequence[int] | None = None
-    """Token ids that may be drafted, ascending; a range: the lowest ones; None: all."""
-    num_added_ids: int = 0
-    """Of ``draft_ids``: stop ids and thinking tags that the option leaves out."""
-    num_ranks: int = 1
-    """Of tensor parallelism, over which the rows of the LM head are split."""
-    drafter: str = "mtp"
-    """``speculative_config.method``."""
-
-    @property
-    def summary(self) -> dict[str, str]:
-        """What the log and the metrics say of an engine."""
-        return {
-            "verification": self.options.verification,
-            "drafts": str(self.num_drafts),
-            "drafter": self.drafter if self.num_drafts else "none",
-        }
-
-    @property
-    def most_draft_columns(self) -> int:
-        """Columns of draft logits with ``draft_ids``, those of padding included."""
-        return rows_per_rank(len(self.draft_ids or ()), self.num_ranks) * self.num_ranks
-
-
-def rows_per_rank(num_ids: int, num_ranks: int = 1) -> int:
-    """Return how many rows of a draft head each rank has, those of padding included."""
-    return -(-num_ids // (num_ranks * _ROWS)) * _ROWS
+VllmSettings: TypeAlias = EngineSettings[VllmOptions]
 
 
 def drafters_of(version: tuple[int, int]) -> tuple[str, ...]:
@@ -140,7 +84,7 @@ def drafter_config(text: str) -> dict[str, str]:
     return {"method": name, "model": model} if model else {"method": name}
 
 
-def read_settings(vllm_config: Any) -> EngineSettings | None:
+def read_settings(vllm_config: Any) -> VllmSettings | None:
     """Return the settings of an engine; None if the plugin is off.
 
     Raises:

@@ -3,82 +3,20 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import Any
 
-from mtp_plugin.errors import PluginError, RequestError, format_value
-from mtp_plugin.hosts.vllm.options import DRAFTERS, EngineSettings
-from mtp_plugin.requests.options import OPTIONS
-from mtp_plugin.requests.options.option import is_int
-from mtp_plugin.speculative.verification import custom_verifications
-from mtp_plugin.verifications import codes, custom_codes, drafts_of
+from mtp_plugin.errors import RequestError
+from mtp_plugin.requests.options import INT32_MAX
+from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
+from mtp_plugin.speculative.host import RequestFacts
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_options import RequestOptions, read_request
+from mtp_plugin.speculative.rows.request_slots import row_facts
 
 _logger = logging.getLogger("vllm.mtp_plugin")
-PREFIX = "mtp_"
-_LIKE_PREFIX = re.compile("mtp[-_]", re.IGNORECASE)
-"""A key that begins so is meant for the plugin."""
 MAX_BIASED_TOKENS = 1024
 """Of a request; more of them would end vLLM's workers."""
-
-
-@dataclass(frozen=True)
-class RequestOptions:
-    """The plugin's options of one request; each is a key after the prefix ``mtp_``.
-
-    Their ranges and defaults are those of the table of request options.
-    """
-
-    verification: str | None = OPTIONS["verification"].neutral
-    """Verification method; unset: the engine's."""
-    relaxed_topk: int | None = OPTIONS["relaxed_topk"].neutral
-    relaxed_delta: float | None = OPTIONS["relaxed_delta"].neutral
-    """Relaxed acceptance in the thinking phase; unset: the engine's."""
-    speculate: bool = OPTIONS["speculate"].neutral
-    """False (or 0): no draft is accepted."""
-    max_draft_len: int | None = OPTIONS["max_draft_len"].neutral
-    """Most drafts of a step that may be accepted; unset: K."""
-
-    @property
-    def draft_limit(self) -> int | None:
-        """Most drafts of a step that may be accepted; None: K."""
-        return self.max_draft_len if self.speculate else 0
-
-
-_OPTIONS = {field.name: OPTIONS[field.name] for field in fields(RequestOptions)}
-
-
-def read_request(extra_args: Mapping[str, Any] | None, settings: EngineSettings) -> RequestOptions:
-    """Return the options of a request; keys that begin otherwise are left alone.
-
-    Raises:
-        RequestError: lists every unknown key and impossible value.
-    """
-    values = {
-        str(key)[len(PREFIX) :]: value
-        for key, value in (extra_args or {}).items()
-        if str(key).startswith(PREFIX)
-    }
-    values = {
-        name: _OPTIONS[name].values.read(value) if name in _OPTIONS else value
-        for name, value in values.items()
-    }
-    # the type of vllm_xargs has no booleans
-    if is_int(values.get("speculate")) and values["speculate"] in (0, 1):
-        values["speculate"] = bool(values["speculate"])
-    problems = [
-        problem for name, value in values.items() for problem in _problems(name, value, settings)
-    ]
-    keys = map(str, extra_args or ())
-    problems += [
-        _unknown(key) for key in keys if _LIKE_PREFIX.match(key) and not key.startswith(PREFIX)
-    ]
-    if problems:
-        raise RequestError("; ".join(problems))
-    if values.get("relaxed_delta") is not None:
-        values["relaxed_delta"] = float(values["relaxed_delta"])
-    return RequestOptions(**values)
 
 
 class AdmittedOptions:
@@ -131,70 +69,6 @@ def check_request(params: Any, settings: EngineSettings) -> None:
         raise VLLMValidationError(str(error)) from None
 
 
-def _unknown(key: str) -> str:
-    known = ", ".join(f"{PREFIX}{known}" for known in _OPTIONS)
-    return f"{key}: unknown option of mtp_plugin; known ones are {known}"
-
-
-def _problems(name: str, value: Any, settings: EngineSettings) -> list[str]:
-    """Return why an option of a request is refused, in one line or none."""
-    key, option = f"{PREFIX}{name}", _OPTIONS.get(name)
-    if option is None:
-        return [_unknown(key)]
-    problem = option.problem(key, value)
-    if problem is not None:
-        return [problem]
-    if value is None:
-        return []
-    if name == "verification":
-        return method_problems(key, value, settings)
-    if name in ("relaxed_topk", "relaxed_delta") and not settings.options.is_relaxed:
-        return [
-            f"{key}: relaxed acceptance needs additional_config.mtp_plugin.thinking_begin_token "
-            "and thinking_end_token"
-        ]
-    if name == "max_draft_len" and value > settings.num_drafts:
-        return [
-            f"{key}: expected at most num_speculative_tokens = {settings.num_drafts}, got "
-            f"{format_value(value)}"
-        ]
-    return []
-
-
-def method_problems(name: str, method: str, settings: EngineSettings) -> list[str]:
-    """Return why a verification method cannot be used, in one line or none."""
-    known = codes() | custom_codes()
-    if method not in known:
-        return [f"{name}: expected one of {', '.join(known)}, got {format_value(method)}"]
-    # a worker that could not load it would end the engine
-    problem = None if method in codes() else load_problem(method)
-    if problem is not None:
-        return [f"{name}: {problem}"]
-    if settings.synthetic_rates is not None and method != "coupled":
-        return [f"{name}: {method} cannot be combined with rejection_sample_method 'synthetic'"]
-    reads_probs = "plain" in drafts_of(method)
-    if reads_probs and settings.num_drafts and not settings.keeps_draft_probs:
-        if not DRAFTERS.get(settings.drafter, False):
-            return [
-                f"{name}: {method} needs the probabilities of drafts, which are not kept with "
-                f"speculative_config.method {settings.drafter!r}: use coupled"
-            ]
-        return [
-            f"{name}: {method} needs speculative_config.draft_sample_method 'probabilistic', with "
-            "which the engine keeps the probabilities of drafts"
-        ]
-    return []
-
-
-def load_problem(method: str) -> str | None:
-    """Return why a method from outside the package cannot be loaded; None: it can."""
-    try:
-        custom_verifications()[method]
-    except PluginError as error:
-        return str(error)
-    return None
-
-
 def _check_bias(bias: Mapping[int, float] | None) -> None:
     if bias and len(bias) > MAX_BIASED_TOKENS:
         raise RequestError(
@@ -210,3 +84,30 @@ def _check_synthetic(params: Any) -> None:
                 f"{name}: not possible with rejection_sample_method 'synthetic', which accepts "
                 "drafts whatever the model says"
             )
+
+
+def request_facts(params: Any, options: RequestOptions, prompt_len: int) -> RequestFacts:
+    """Return what the modes read of a request of vLLM, which stops and masks requests by itself.
+
+    Args:
+        params: vLLM's ``SamplingParams``. options: read from it.
+    """
+    stop_ids = {int(token) for token in params.all_stop_token_ids}
+    ends = stop_ids
+    if params.ignore_eos:
+        ends = stop_ids.intersection(map(int, params.stop_token_ids or ()))
+    return row_facts(
+        options,
+        StopRule(
+            max_length=INT32_MAX,
+            prompt_len=prompt_len,
+            # more ids than a slot holds cannot be masked by it either
+            min_tokens=params.min_tokens if len(ends) <= MAX_STOP_IDS else 0,
+            end_ids=tuple(sorted(ends)),
+            ignored_ids=tuple(sorted(stop_ids - ends)),
+        ),
+        temperature=params.temperature,
+        top_k=max(params.top_k, 0),
+        top_p=params.top_p,
+        min_p=params.min_p,
+    )

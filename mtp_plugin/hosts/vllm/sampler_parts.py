@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
-from mtp_plugin.hosts.vllm.requests import AdmittedOptions
-from mtp_plugin.hosts.vllm.row_ops import RowOps, StepRows, valid_ids
+from mtp_plugin.hosts.vllm.requests import AdmittedOptions, request_facts
 from mtp_plugin.ops.step import Accepted
+from mtp_plugin.speculative.rows.row_ops import RowOps, StepRows, valid_ids
 
 PREFILL = "_mtp_plugin_prefill"
 """Attribute of vLLM's ``RequestState``: request state index -> ids of a new request's prefill."""
@@ -48,7 +48,8 @@ class SamplerParts:
         params, states, slots = args[self.params_index], self.req_states, self.ops.slots
         prompt_len = int(states.prompt_len.np[req_idx])
         tokens = getattr(states, PREFILL, {}).pop(req_idx, ())
-        values = slots.values(params, self._options.read(params.extra_args), prompt_len, tokens)
+        options = self._options.read(params.extra_args)
+        values = slots.values(request_facts(params, options, prompt_len), options, tokens)
         # vLLM draws a seed for requests without one, alike on all ranks
         slots.stage(req_idx, values, int(self.sampling_states.seeds.np[req_idx]))
 
@@ -139,3 +140,26 @@ def nans_per_request(num_nans: torch.Tensor, cu_num_logits: torch.Tensor) -> tor
     """
     sums = torch.cat([num_nans.new_zeros(1), num_nans.cumsum(0)])
     return sums[cu_num_logits.to(torch.int64)].diff()
+
+
+def without_tokens(query_start_loc: torch.Tensor, num_rows: int) -> torch.Tensor:
+    """Return which of the first rows [R] have no query tokens; one launch of a captured graph.
+
+    Args:
+        query_start_loc: at least [R + 1] first token of each row.
+    """
+    starts = query_start_loc[: num_rows + 1]
+    return starts[1:] <= starts[:-1]
+
+
+def keep_allowed_ids(logits: torch.Tensor, counts: torch.Tensor, ids: torch.Tensor) -> None:
+    """Set the logits [N, V] of a row to -inf, except those of its allowed ids.
+
+    Args:
+        counts: [N] number of allowed ids; 0: all. ids: [N, A], of which the first ones count.
+    """
+    counts = counts.unsqueeze(1)
+    columns = torch.arange(ids.shape[1], device=ids.device)
+    ids = torch.where(columns < counts, ids, ids[:, :1]).to(torch.int64)
+    kept = logits.gather(1, ids)
+    logits.masked_fill_(counts > 0, float("-inf")).scatter_(1, ids, kept)

@@ -20,15 +20,14 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.draft_loop import can_capture, run_passes
-from mtp_plugin.hosts.vllm.row_ops import (
-    DraftRows,
-    RowOps,
+from mtp_plugin.hosts.vllm.sampler_parts import (
+    SamplerParts,
     keep_allowed_ids,
-    valid_ids,
+    nans_per_request,
     without_tokens,
 )
-from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
 from mtp_plugin.hosts.vllm.versions import FITTING, SAMPLE, SAMPLE_DRAFT, VERIFY, replaces
+from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps, valid_ids
 
 
 class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]

@@ -16,9 +16,9 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     gather_draft_sampled,
 )
 
-from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps, valid_ids
 from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
 from mtp_plugin.hosts.vllm.versions import SAMPLE, SAMPLE_DRAFT, SIGNATURES, VERIFY, replaces
+from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps, valid_ids
 
 ROWS = SIGNATURES["v32"][SAMPLE][1:-1]
 """What describes rows of logits, in the order of vLLM's ``Sampler.sample``."""

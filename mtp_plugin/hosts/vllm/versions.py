@@ -2,43 +2,33 @@
 
 `SIGNATURES` and `NAMES` list all that a module of ours uses of vLLM. They are compared with what is
 imported here, and with wheels by ``python -m integration.vllm.signatures``.
-
-Parameters may follow the listed ones: any of a method that is only wrapped, since its call is
-handed on, else optional ones.
+Further parameters may follow: :mod:`mtp_plugin.speculative.host.signatures`.
 """
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from types import FunctionType, ModuleType
-from typing import Any, Protocol, TypeVar
+from types import ModuleType
+from typing import Any, TypeVar
 
 from mtp_plugin.errors import HostError
+from mtp_plugin.speculative.host import signatures
+from mtp_plugin.speculative.host.signatures import INSTALLED, Names, Reader, Signatures
 
 TESTED = {"0.24": "GPU and CPU", "0.26": "CPU", "0.32": "CPU", "0.33": "GPU and CPU"}
 """Versions that start without a warning, and where they were tested."""
 FITTING = "0.24 to 0.26, or 0.32 and newer"
 
-Signatures = Mapping[str, tuple[str, ...]]
-"""``module:Class.method``, ``module:function`` or ``module:Class`` (its constructor) -> the first
-parameter names after ``self``."""
-Names = Mapping[str, tuple[str, ...]]
-"""``module:Class`` -> attributes of its instances; ``module`` -> names in it."""
 _GPU = "vllm.v1.worker.gpu"
 
 
 def _read(text: str) -> dict[str, tuple[str, ...]]:
-    """Read entries ``target(name, ...)``; ``GPU`` is the package of the V2 model runner."""
-    entries = re.findall(r"(\S+)\((.*?)\)", text, re.DOTALL)
-    return {
-        target.replace("GPU.", f"{_GPU}."): tuple(re.findall(r"\w+|\.{3}", names))
-        for target, names in entries
-    }
+    """Read a table; ``GPU`` is the package of the V2 model runner."""
+    return signatures.read_table(text, {"GPU": _GPU})
 
 
 # a method that ends with ``...`` is only wrapped
@@ -174,50 +164,6 @@ NAMES: Mapping[str, Names] = {
 """Module of ours -> attributes that it needs."""
 
 
-class Reader(Protocol):
-    """Where signatures and names of a vLLM version are looked up."""
-
-    def parameters(self, target: str) -> tuple[str, ...] | None:
-        """Return the parameters of a target of `Signatures`, without ``self``.
-
-        An optional one is written ``name=default``, the others of a variable number ``*name`` and
-        ``**name``. None: there is no such target.
-        """
-
-    def names(self, target: str) -> frozenset[str] | None:
-        """Return all attributes of a target of `Names`; None if there is no such target."""
-
-
-class Installed:
-    """Reads the vLLM that can be imported here."""
-
-    def parameters(self, target: str) -> tuple[str, ...] | None:
-        """See `Reader.parameters`."""
-        found = _found(target)
-        if found is None:
-            return None
-        given = list(inspect.signature(found).parameters.values())
-        return tuple(map(_shown, given[1:] if "." in target.partition(":")[2] else given))
-
-    def names(self, target: str) -> frozenset[str] | None:
-        """See `Reader.names`; attributes are those that a method assigns, too."""
-        found = _found(target)
-        if not isinstance(found, type):
-            return None if found is None else frozenset(vars(found))
-        names: set[str] = set()
-        for owner in found.__mro__:
-            names.update(vars(owner), vars(owner).get("__annotations__", ()))
-            for value in vars(owner).values():
-                function = inspect.unwrap(value) if callable(value) else None
-                if isinstance(function, FunctionType):
-                    steps = dis.get_instructions(function)
-                    names.update(step.argval for step in steps if step.opname == "STORE_ATTR")
-        return frozenset(names)
-
-
-INSTALLED = Installed()
-
-
 def release() -> tuple[int, int]:
     """Return major and minor version of the installed vLLM."""
     import vllm
@@ -247,36 +193,12 @@ def versions_tested() -> str:
 
 def differences(module: str, reader: Reader = INSTALLED) -> list[str]:
     """Return one line for everything that a module of ours needs and that is missing or differs."""
-    found = [mismatch(target, names, reader) for target, names in SIGNATURES[module].items()]
-    found += [missing_names(target, names, reader) for target, names in NAMES[module].items()]
-    return [problem for problem in found if problem is not None]
+    return signatures.differences(SIGNATURES[module], NAMES[module], WRAPPED, reader)
 
 
 def mismatch(target: str, names: tuple[str, ...], reader: Reader = INSTALLED) -> str | None:
     """Return how a method differs from its recorded parameters; None if it fits."""
-    found = reader.parameters(target)
-    shown = target.replace(":", ".")
-    if found is None:
-        return f"{shown} is missing"
-    known = tuple(parameter.partition("=")[0] for parameter in found[: len(names)])
-    further = found[len(names) :]
-    required = [name for name in further if "=" not in name and not name.startswith("*")]
-    if known == names and (target in WRAPPED or not required):
-        return None
-    return (
-        f"{shown}({', '.join(found)}) was expected to have the parameters ({', '.join(names)})"
-        + ("" if target in WRAPPED else ", and optional ones alone after them")
-    )
-
-
-def missing_names(target: str, names: tuple[str, ...], reader: Reader = INSTALLED) -> str | None:
-    """Return which names a class or module lacks; None if it has all."""
-    shown = target.replace(":", ".")
-    found = reader.names(target)
-    if found is None:
-        return f"{shown} is missing"
-    missing = [name for name in names if name not in found]
-    return f"{shown} has no {', '.join(missing)}" if missing else None
+    return signatures.mismatch(target, names, WRAPPED, reader)
 
 
 def nearest(reader: Reader = INSTALLED) -> tuple[str, list[str]]:
@@ -343,7 +265,7 @@ def _check_further(
     kwargs: Mapping[str, Any],
     unused: tuple[str, ...],
 ) -> None:
-    given = list(inspect.signature(_found(target)).parameters.values())[1 + len(names) :]
+    given = list(inspect.signature(signatures.find(target)).parameters.values())[1 + len(names) :]
     values = dict(zip((parameter.name for parameter in given), args[len(names) :], strict=False))
     values.update((name, value) for name, value in kwargs.items() if name not in names)
     defaults = {parameter.name: parameter.default for parameter in given}
@@ -355,23 +277,3 @@ def _check_further(
                 f"{value!r}; install vLLM {list(TESTED)[-1]}, or leave out "
                 "additional_config.mtp_plugin"
             )
-
-
-def _shown(parameter: inspect.Parameter) -> str:
-    if parameter.kind is parameter.VAR_POSITIONAL:
-        return f"*{parameter.name}"
-    if parameter.kind is parameter.VAR_KEYWORD:
-        return f"**{parameter.name}"
-    empty = parameter.default is parameter.empty
-    return parameter.name if empty else f"{parameter.name}={parameter.default!r}"
-
-
-def _found(target: str) -> Any:
-    module, _, path = target.partition(":")
-    try:
-        found: Any = import_module(module)
-        for name in filter(None, path.split(".")):
-            found = getattr(found, name)
-    except (ImportError, AttributeError):
-        return None
-    return found

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from mtp_plugin.errors import ExecutorError, TensorContractError
 from mtp_plugin.hosts.embedded import step_inputs_triton
-from mtp_plugin.hosts.embedded.row_table import Row, RowTable, StepRows
+from mtp_plugin.hosts.embedded.row_table import Row, RowTable, UploadedRows
 from mtp_plugin.hosts.embedded.step_inputs import StepInputs, generation_inputs
 from mtp_plugin.ops.backend import Backend
 from tests.op_arguments import check_strided_arguments, poisoned_memory
@@ -42,7 +42,7 @@ class Store:
     new_tokens_lens: torch.Tensor
 
 
-def tensors(values: StepInputs | StepRows) -> dict[str, torch.Tensor]:
+def tensors(values: StepInputs | UploadedRows) -> dict[str, torch.Tensor]:
     return {k: v for k, v in vars(values).items() if isinstance(v, torch.Tensor)}
 
 

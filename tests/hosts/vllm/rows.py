@@ -10,12 +10,13 @@ from itertools import accumulate
 import numpy as np
 import torch
 
-from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
-from mtp_plugin.hosts.vllm.request_slots import RequestSlots
-from mtp_plugin.hosts.vllm.row_ops import DraftRows, RowOps, StepRows
+from mtp_plugin.hosts.vllm.options import VllmOptions
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import Accepted
 from mtp_plugin.requests.columns import Number
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_slots import RequestSlots
+from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps, StepRows
 from mtp_plugin.speculative.verification import DELTA_POOL
 from tests.ops.on_device import DEVICE, vector
 

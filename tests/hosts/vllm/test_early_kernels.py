@@ -13,8 +13,9 @@ import torch
 from triton.runtime import driver
 
 from mtp_plugin.hosts.vllm import early_kernels
-from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
+from mtp_plugin.hosts.vllm.options import VllmOptions
 from mtp_plugin.ops.early_compile import CompileJob
+from mtp_plugin.speculative.rows.options import EngineSettings
 from tests.hosts.vllm.fake_vllm import make_config
 
 KERNELS = {"accept_kernel", "sample_finish_kernel", "sample_scan_kernel"}

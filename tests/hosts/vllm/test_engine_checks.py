@@ -15,8 +15,9 @@ from mtp_plugin.config.draft_vocab import WANTED
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm.engine_checks import checked_settings, warnings_of
-from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions, read_options
-from mtp_plugin.hosts.vllm.requests import RequestOptions
+from mtp_plugin.hosts.vllm.options import VllmOptions, read_options
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_options import RequestOptions
 from mtp_plugin.speculative.verification import custom
 from tests.hosts.vllm import fake_vllm
 from tests.hosts.vllm.fake_vllm import make_config
@@ -24,7 +25,7 @@ from tests.hosts.vllm.fake_vllm import make_config
 OPTION = "additional_config.mtp_plugin"
 KNOWN = (
     "known ones are verification, thinking_begin_token, thinking_end_token, relaxed_topk, "
-    "relaxed_delta, draft_vocab, kernels, allow_untested"
+    "relaxed_delta, kernels, draft_vocab, allow_untested"
 )
 WRONG_OPTIONS: list[tuple[Any, str]] = [
     (True, f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got true"),

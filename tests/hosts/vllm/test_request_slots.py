@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from mtp_plugin.errors import MetadataError
-from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
-from mtp_plugin.hosts.vllm.request_slots import RequestSlots
+from mtp_plugin.hosts.vllm.options import VllmOptions
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_slots import RequestSlots
 from tests.ops.on_device import DEVICE, vector
 
 

@@ -11,19 +11,20 @@ import pytest
 import torch
 
 from mtp_plugin.hosts.vllm.metrics import DraftCounter, counter_of
-from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
-from mtp_plugin.hosts.vllm.request_slots import RequestSlots
+from mtp_plugin.hosts.vllm.options import VllmOptions
 from mtp_plugin.hosts.vllm.requests import (
     MAX_BIASED_TOKENS,
     AdmittedOptions,
-    RequestOptions,
     check_request,
-    read_request,
+    request_facts,
 )
 from mtp_plugin.ops.sampling import DraftedBy, VerifiedBy
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 from mtp_plugin.speculative.metrics.alarms import COLLAPSE_STEPS
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_options import RequestOptions, read_request
+from mtp_plugin.speculative.rows.request_slots import RequestSlots
 from tests.hosts.vllm import fake_vllm
 from tests.hosts.vllm.fake_vllm import make_config
 
@@ -196,7 +197,8 @@ def values_of(
     options = read_request({f"mtp_{name}": value for name, value in extra.items()}, settings)
     slots = RequestSlots(1, torch.device("cpu"), settings)
     prompt_len = len(prefill) - num_output
-    return slots.values(params or params_of(), options, prompt_len, prefill)
+    facts = request_facts(params or params_of(), options, prompt_len)
+    return slots.values(facts, options, prefill)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_plugin.errors import HostError
-from mtp_plugin.hosts.vllm.row_ops import keep_allowed_ids, valid_ids, without_tokens
+from mtp_plugin.hosts.vllm.sampler_parts import keep_allowed_ids, without_tokens
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.sampling import DraftedBy, VerifiedBy
+from mtp_plugin.speculative.rows.row_ops import valid_ids
 from tests.hosts.vllm.rows import (
     NUM_DRAFTS,
     NUM_SLOTS,

@@ -11,10 +11,8 @@ import pytest
 import torch
 
 from integration.examples.top2 import Top2Verification
-from mtp_plugin.hosts.vllm.options import EngineSettings, VllmOptions
-from mtp_plugin.hosts.vllm.request_slots import RequestSlots
-from mtp_plugin.hosts.vllm.requests import RequestOptions, method_problems
-from mtp_plugin.hosts.vllm.row_ops import RowOps
+from mtp_plugin.hosts.vllm.options import VllmOptions
+from mtp_plugin.hosts.vllm.requests import request_facts
 from mtp_plugin.ops.acceptance import AcceptanceRules, RelaxedRule, accept
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.sampling import (
@@ -29,6 +27,10 @@ from mtp_plugin.plugin import (
     register_verification,
     unregister_verification,
 )
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_options import RequestOptions, method_problems
+from mtp_plugin.speculative.rows.request_slots import RequestSlots
+from mtp_plugin.speculative.rows.row_ops import RowOps
 from mtp_plugin.verifications import custom_codes
 from tests.distribution.shares import tail
 from tests.hosts.vllm.rows import (
@@ -545,7 +547,8 @@ def add_requests(ops: RowOps, method: str, indices: Sequence[int] = range(NUM_SL
     stops = {"all_stop_token_ids": set(), "ignore_eos": False, "min_tokens": 0}
     params = SimpleNamespace(temperature=0.0, top_k=0, top_p=1.0, min_p=0.0, **stops)
     for index in indices:
-        values = ops.slots.values(params, RequestOptions(method), 1, (1,))
+        options = RequestOptions(method)
+        values = ops.slots.values(request_facts(params, options, 1), options, (1,))
         ops.slots.stage(index, values, index)
     ops.slots.apply()
 

@@ -14,7 +14,6 @@ import pytest
 from integration.vllm.signatures import Wheel, main, stored
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.versions import (
-    INSTALLED,
     NAMES,
     REPLACED,
     SAMPLE_DRAFT,
@@ -28,6 +27,7 @@ from mtp_plugin.hosts.vllm.versions import (
     replaces,
     where_tested,
 )
+from mtp_plugin.speculative.host.signatures import INSTALLED
 from tests.hosts.vllm import fake_vllm
 
 SAMPLER = "vllm.v1.worker.gpu.sample.sampler:Sampler"

@@ -23,8 +23,8 @@ verifications.METHODS["single"] = verifications.VerificationMethod(
 import torch
 
 from mtp_plugin import LLM, SamplingParams
-from mtp_plugin.hosts.vllm.requests import method_problems
 from mtp_plugin.ops.backend import Backend
+from mtp_plugin.speculative.rows.request_options import method_problems
 from mtp_plugin.speculative.verification import registry, rejection
 from tests.hosts.vllm.rows import make_batch, make_ops, output_of, sample, verify, with_drafts
 from tests.test_contributing import ROOT, VERIFICATION

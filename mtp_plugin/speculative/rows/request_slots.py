@@ -1,24 +1,23 @@
-"""The slot table of an engine: one row per request state index of vLLM."""
+"""The slot table of an engine: one row per slot index that the engine gives a request."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
 
 from mtp_plugin.config import MTPPluginOptions
-from mtp_plugin.hosts.vllm.options import EngineSettings
-from mtp_plugin.hosts.vllm.requests import RequestOptions, method_problems
 from mtp_plugin.ops.sampling import DRAFT_COLUMNS, STEP_COLUMN
 from mtp_plugin.ops.step import SlotRows
 from mtp_plugin.requests.columns import Number, SlotColumn
 from mtp_plugin.requests.options import INT32_MAX
 from mtp_plugin.requests.seeds import seed_words
-from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
+from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.requests.thinking import NO_TOKEN
 from mtp_plugin.speculative.host import DecodingOptions, RequestFacts
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_options import RequestOptions, method_problems
 from mtp_plugin.speculative.state.slot_table import SlotTable, SlotValues
 from mtp_plugin.speculative.verification import DELTA_POOL, VerificationMode, make_modes
 from mtp_plugin.verifications import codes, custom_codes
@@ -31,11 +30,21 @@ _SEED_MASK = 2**64 - 1
 class RequestSlots:
     """Request options and verification state on the device, as the modes of the engine read them.
 
-    The table has a fixed address, as captured graphs need it. Row ``max_num_reqs`` belongs to the
-    rows that pad a batch: a greedy request.
+    The table has a fixed address, as captured graphs need it. One row belongs to the rows that pad
+    a batch: a greedy request.
+
+    Args:
+        max_num_reqs: number of further rows.
+        padding: index of that row; None: the last one.
     """
 
-    def __init__(self, max_num_reqs: int, device: torch.device, settings: EngineSettings) -> None:
+    def __init__(
+        self,
+        max_num_reqs: int,
+        device: torch.device,
+        settings: EngineSettings,
+        padding: int | None = None,
+    ) -> None:
         self.settings = settings
         self._custom_codes = custom_codes()
         self.modes = engine_modes(settings, device)
@@ -52,22 +61,23 @@ class RequestSlots:
         """[S] float32: the delta of relaxed acceptance that applies; None: there is none."""
         if DELTA_POOL in self.columns:
             self.delta_in_force = self._table.column(DELTA_POOL)
-        self.verified_by = np.zeros(max_num_reqs, dtype=np.int32)
-        """[max_num_reqs] on the host: code of each request's verification method."""
-        self.has_draft_limit = np.zeros(max_num_reqs, dtype=bool)
+        self.verified_by = np.zeros(max_num_reqs + 1, dtype=np.int32)
+        """[S] on the host: code of each request's verification method."""
+        self.has_draft_limit = np.zeros(max_num_reqs + 1, dtype=bool)
+        self._padding_row = max_num_reqs if padding is None else padding
         # a tensor: torch.where with a number would launch a fill first
-        self._padding = torch.tensor(max_num_reqs, dtype=torch.int32, device=device)
+        self._padding = torch.tensor(self._padding_row, dtype=torch.int32, device=device)
         self._staged: dict[int, list[int]] = {}
         self._num_requests = 0
 
     def values(
-        self, params: Any, options: RequestOptions, prompt_len: int, tokens: Sequence[int]
+        self, facts: RequestFacts, options: RequestOptions, tokens: Sequence[int]
     ) -> dict[str, Number | Sequence[Number]]:
         """Return the columns of a request's row, without its seed.
 
         Args:
-            params: vLLM's ``SamplingParams``. options: read from it. tokens: ids of the prompt, and
-                of the output so far if the request was preempted.
+            facts: by `row_facts` of these options. tokens: ids of the prompt, and of the output so
+                far if the request was preempted.
         """
         method = options.verification or self.settings.options.verification
         code = custom_codes().get(method)
@@ -75,7 +85,6 @@ class RequestSlots:
             # registered since, or again
             self._custom_codes = custom_codes()
             self.modes = engine_modes(self.settings, self.table.device)
-        facts = request_facts(params, options, prompt_len)
         values = facts.columns()
         for mode in self.modes:
             values.update(mode.slot_values(facts, tokens if mode.reads_tokens else ()))
@@ -108,15 +117,15 @@ class RequestSlots:
 
     def restore(self) -> None:
         """Write the row of padding again."""
-        self._table.write({len(self.table) - 1: {}})
-        self._padding.fill_(len(self.table) - 1)
+        self._table.write({self._padding_row: {}})
+        self._padding.fill_(self._padding_row)
 
     def of(self, indices: torch.Tensor) -> SlotRows:
-        """Return the slots of request state indices [N], all valid."""
+        """Return the slots of indices [N], all valid."""
         return self._table.rows_of(indices)
 
     def of_padded(self, indices: torch.Tensor, is_padding: torch.Tensor | None = None) -> SlotRows:
-        """Return the slots of request state indices [N] of which some are padding.
+        """Return the slots of indices [N] of which some are padding.
 
         Args:
             is_padding: [N] bool; None: indices below 0.
@@ -153,30 +162,18 @@ def engine_modes(settings: EngineSettings, device: torch.device) -> tuple[Verifi
     )
 
 
-def request_facts(params: Any, options: RequestOptions, prompt_len: int) -> RequestFacts:
-    """Return what the modes read of a request of vLLM, which stops and masks requests by itself."""
-    stop_ids = {int(token) for token in params.all_stop_token_ids}
-    ends = stop_ids
-    if params.ignore_eos:
-        ends = stop_ids.intersection(map(int, params.stop_token_ids or ()))
+def row_facts(options: RequestOptions, stop_rule: StopRule, **sampling: Number) -> RequestFacts:
+    """Return what the modes read of a request.
+
+    Args:
+        stop_rule: of it, end ids and the least number of tokens are read.
+        sampling: temperature, top_k, top_p and min_p.
+    """
     requested = {
-        "temperature": params.temperature,
-        "top_k": max(params.top_k, 0),
-        "top_p": params.top_p,
-        "min_p": params.min_p,
+        **sampling,
         "verification": options.verification,
         "relaxed_topk": options.relaxed_topk,
         "relaxed_delta": options.relaxed_delta,
     }
-    return RequestFacts(
-        0,
-        StopRule(
-            max_length=INT32_MAX,
-            prompt_len=prompt_len,
-            # more ids than a slot holds cannot be masked by it either
-            min_tokens=params.min_tokens if len(ends) <= MAX_STOP_IDS else 0,
-            end_ids=tuple(sorted(ends)),
-            ignored_ids=tuple(sorted(stop_ids - ends)),
-        ),
-        options={name: value for name, value in requested.items() if value is not None},
-    )
+    given = {name: value for name, value in requested.items() if value is not None}
+    return RequestFacts(0, stop_rule, options=given)

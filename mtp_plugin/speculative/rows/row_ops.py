@@ -1,8 +1,8 @@
-"""Our ops on vLLM's rows of logits.
+"""Our ops on an engine's rows of logits.
 
-Rows are vLLM's: requests in any order, 1 to K+1 rows of logits each (``cu_num_logits``). Every row
-is sampled with the options and the seed of its request and the position of its token alone, so
-that the output of coupled requests depends on neither K nor the batch.
+Rows are of requests in any order, 1 to K+1 rows each (``cu_num_logits``). Every row is sampled with
+the options and the seed of its request and the position of its token alone, so that the output of
+coupled requests depends on neither K nor the batch.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from typing import Any, NamedTuple
 import torch
 
 from mtp_plugin.errors import HostError, expect
-from mtp_plugin.hosts.vllm.options import EngineSettings
-from mtp_plugin.hosts.vllm.request_slots import DRAFT_LIMIT, RequestSlots
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.early_compile import CompileJob
 from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.sampling import TRUNCATION_SIZE, keep_draft_probs, sample_tokens
 from mtp_plugin.ops.step import Accepted, SamplingKind, StepLayout
+from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.request_slots import DRAFT_LIMIT, RequestSlots
 from mtp_plugin.speculative.verification import (
     RelaxedVerification,
     VerificationInputs,
@@ -28,7 +28,6 @@ from mtp_plugin.speculative.verification import (
 )
 from mtp_plugin.verifications import codes, custom_codes
 
-_logger = logging.getLogger("vllm.mtp_plugin")
 _COUPLED = frozenset(("coupled",))
 
 
@@ -39,28 +38,30 @@ class StepRows:
     logits: torch.Tensor  # [N, V] after the logits processors
     drafts: torch.Tensor  # [N] input token of each row, no draft in a request's first; < 0: absent
     positions: torch.Tensor  # [N] of the input tokens
-    row_indices: torch.Tensor  # [N] request state index of each row
+    row_indices: torch.Tensor  # [N] slot of each row
     offsets: torch.Tensor  # [N] 0 to K: row within its request
     cu_num_logits: torch.Tensor  # [R + 1] first row of each request
-    indices: torch.Tensor  # [R] request state indices
+    indices: torch.Tensor  # [R] slots of the requests
     host_indices: Any  # [R] the same as a numpy array
     seq_lens: torch.Tensor  # [R] tokens of each request after the step
     prefill_lens: torch.Tensor
-    """[max_num_reqs] tokens that a request starts with; vLLM drops the token of a request that has
-    not reached them."""
+    """[S, or S - 1 if the last row is padding] tokens that a request starts with; the engine drops
+    the token of a request that has not reached them."""
 
 
 class DraftRows(NamedTuple):
     """The rows that propose one draft of each of R requests; with DFlash all drafts, R * K rows."""
 
     logits: torch.Tensor  # [R, V]; with a draft vocabulary [R, V' or more], columns of padding last
-    indices: torch.Tensor  # [R] request state indices, below 0 or any for padding rows
+    indices: torch.Tensor  # [R] slots, below 0 or any for padding rows
     positions: torch.Tensor  # [R]
     column: int  # the draft follows the token at position + column
     step: torch.Tensor
     """[] integer, on the device: which draft of the step it is. With DFlash [R * K], not read."""
     is_padding: torch.Tensor | None = None
     """[R] bool: rows that may hold NaN; None: those with an index below 0."""
+    is_valid: bool = False
+    """Whether rows of padding have the slot of padding, so that no launch has to look for them."""
 
 
 class RowOps:
@@ -83,6 +84,8 @@ class RowOps:
         self._num_drafted = vocab if ids is None else len(ids)
         self._draft_ids: torch.Tensor | None = None
         """[V'] int32: token ids of the columns of draft logits; None: column i is id i."""
+        self._columns_of: torch.Tensor | None = None
+        """[largest id + 1] int64: column of each token id; None: drafts are ids."""
         if ids is not None and not isinstance(ids, range):
             self._draft_ids = torch.tensor(ids, dtype=torch.int32, device=device)
         self.draft_probs: torch.Tensor | None = None
@@ -94,11 +97,18 @@ class RowOps:
             drafted = (shape[0], 1, self._num_drafted)
             self._last_probs = torch.zeros(drafted, dtype=torch.float32, device=device)
 
+    def set_draft_ids(self, ids: torch.Tensor) -> None:
+        """Take the ids [V'] of the columns of draft logits from an engine that maps drafts by
+        itself: `sample_drafts` returns columns from then on. `restore` does not write them."""
+        self._num_drafted, self._draft_ids = len(ids), ids.to(torch.int32)
+        self._columns_of = torch.zeros(int(ids.max()) + 1, dtype=torch.int64, device=ids.device)
+        self._columns_of[ids.to(torch.int64)] = torch.arange(len(ids), device=ids.device)
+
     def restore(self) -> None:
         """Write the constants on the device again; what requests write stays."""
         self.slots.restore()
         self._columns.copy_(torch.arange(self.num_drafts + 1))
-        if self._draft_ids is not None:
+        if self._draft_ids is not None and self._columns_of is None:
             self._draft_ids.copy_(torch.tensor(self.settings.draft_ids))
         if self.draft_probs is not None and self.settings.draft_ids is not None:
             is_drafted = torch.zeros(self.draft_probs.shape[2], dtype=torch.bool)
@@ -123,12 +133,12 @@ class RowOps:
         """Sample the token after each row.
 
         Args:
-            logits: [N, V]. indices: [N] request state index of each row. positions: [N] position
-                of each row's token. vocab_ids: as in `sample_tokens`.
+            logits: [N, V]. indices: [N] slot of each row. positions: [N] position of each row's
+                token. vocab_ids: as in `sample_tokens`.
 
         Returns:
             [N] int32, valid token ids; 0 for a row without finite value, since a request that gets
-            no token would never end in vLLM.
+            no token might never end in an engine.
         """
         self._wait_for_kernels()
         rows, slots = LogitRows.flat(positions), self.slots.of(indices)
@@ -142,7 +152,7 @@ class RowOps:
         sampling have noise of their own, and their distribution is kept.
 
         Returns:
-            [R] int64, valid token ids.
+            [R] int64, valid token ids, or columns after `set_draft_ids`.
         """
         self._wait_for_kernels()
         backend, ids = self.backend, self._draft_ids
@@ -156,9 +166,14 @@ class RowOps:
             )
             logits = logits[:, : self._num_drafted]
         rows = LogitRows.flat(draft.positions, draft.column)
-        slots = self.slots.of_padded(draft.indices, draft.is_padding)
+        if draft.is_valid:
+            slots = self.slots.of(draft.indices)
+        else:
+            slots = self.slots.of_padded(draft.indices, draft.is_padding)
         if self.draft_probs is None:
-            return valid_ids(sample_tokens(logits, rows, slots, vocab_ids=ids, backend=backend))
+            drafts = sample_tokens(logits, rows, slots, vocab_ids=ids, backend=backend)
+            drafts = valid_ids(drafts)
+            return drafts if self._columns_of is None else self._columns_of[drafts]
         truncation = self._truncation(logits)
         drafts = sample_tokens(
             logits,
@@ -189,7 +204,8 @@ class RowOps:
     def _wait_for_kernels(self) -> None:
         if self.precompilation is not None:
             seconds, self.precompilation = self.precompilation.wait(), None
-            _logger.info("mtp_plugin waited %.1f s for its kernels to be compiled", seconds)
+            logger = logging.getLogger(self.settings.options.logger)
+            logger.info("mtp_plugin waited %.1f s for its kernels to be compiled", seconds)
 
     # ---- verification
 
@@ -248,7 +264,7 @@ class RowOps:
 
         Args:
             tokens: [R] sampled tokens. indices: [R]. is_output: [R] bool; False for a token that
-                vLLM drops.
+                the engine drops.
         """
         delta = self.slots.delta_in_force
         if self._relaxed is not None and delta is not None:
@@ -256,28 +272,5 @@ class RowOps:
 
 
 def valid_ids(tokens: torch.Tensor) -> torch.Tensor:
-    """Return token ids as int64, with 0 in place of -1: vLLM embeds every id."""
+    """Return token ids as int64, with 0 in place of -1: engines embed every id."""
     return tokens.clamp_min(0).to(torch.int64)
-
-
-def without_tokens(query_start_loc: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Return which of the first rows [R] have no query tokens; one launch of a captured graph.
-
-    Args:
-        query_start_loc: at least [R + 1] first token of each row.
-    """
-    starts = query_start_loc[: num_rows + 1]
-    return starts[1:] <= starts[:-1]
-
-
-def keep_allowed_ids(logits: torch.Tensor, counts: torch.Tensor, ids: torch.Tensor) -> None:
-    """Set the logits [N, V] of a row to -inf, except those of its allowed ids.
-
-    Args:
-        counts: [N] number of allowed ids; 0: all. ids: [N, A], of which the first ones count.
-    """
-    counts = counts.unsqueeze(1)
-    columns = torch.arange(ids.shape[1], device=ids.device)
-    ids = torch.where(columns < counts, ids, ids[:, :1]).to(torch.int64)
-    kept = logits.gather(1, ids)
-    logits.masked_fill_(counts > 0, float("-inf")).scatter_(1, ids, kept)
