@@ -105,7 +105,7 @@ def test_yaml_blocks_load(page: Path, tmp_path: Path) -> None:
 FILES = {"DIR": CHECKPOINT, "CHECKPOINT": CHECKPOINT, "MODEL_FOLDER": CHECKPOINT}
 RUN = {
     "mtp-plugin doctor --model DIR": (),
-    "mtp-plugin generate --model DIR": ("-n", "8", "--no-compare"),
+    "mtp-plugin generate DIR": ("-n", "8", "--no-compare"),
 }
 """Commands that run here, with further options; the others are parsed only: they take longer, need
 another engine, or serve until they are stopped."""

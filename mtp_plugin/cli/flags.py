@@ -29,6 +29,13 @@ ModelFolder = Annotated[
         "are used for drafting.",
     ),
 ]
+ModelArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="MODEL", help="Checkpoint; overrides the one of the YAML file."),
+]
+SameModel = Annotated[
+    Path | None, typer.Option("--model", "-m", metavar="DIR", help="The same as MODEL.")
+]
 PluginOptions = Annotated[
     Path | None,
     typer.Option(
@@ -210,6 +217,13 @@ def draft_length(k: int | None, no_mtp: bool) -> int | None:
     if k is not None and no_mtp:
         raise typer.BadParameter("--k and --no-mtp exclude each other")
     return 0 if no_mtp else k
+
+
+def one_model(argument: Path | None, option: Path | None) -> Path | None:
+    """Return the checkpoint that is given as MODEL or as --model, or both."""
+    if argument is not None and option not in (None, argument):
+        raise typer.BadParameter(f"expected one checkpoint, got {argument} and --model {option}")
+    return argument or option
 
 
 def names(text: str | None, allowed: tuple[str, ...], option: str) -> tuple[str, ...]:

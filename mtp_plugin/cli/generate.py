@@ -11,13 +11,15 @@ from mtp_plugin.cli.flags import (
     AsJson,
     ConfigFile,
     DraftLength,
-    ModelFolder,
+    ModelArgument,
     NoMTP,
     PluginOptions,
     PromptFile,
     Prompts,
     RequestFlags,
+    SameModel,
     draft_length,
+    one_model,
     with_request_flags,
 )
 from mtp_plugin.cli.opening import errors_of, finish, import_engine, load
@@ -26,8 +28,9 @@ from mtp_plugin.tools.terminal.console import messages, output
 
 @with_request_flags
 def command(
+    model: ModelArgument = None,
+    model_option: SameModel = None,
     config: ConfigFile = None,
-    model: ModelFolder = None,
     plugin_options: PluginOptions = None,
     k: DraftLength = None,
     no_mtp: NoMTP = False,
@@ -73,6 +76,7 @@ def command(
     from mtp_plugin.tools.terminal.read_ahead import read_ahead
 
     log = messages()
+    model = one_model(model, model_option)
     draft_len = draft_length(k, no_mtp)
     if model is not None:
         read_ahead(model)

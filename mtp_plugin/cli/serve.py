@@ -10,7 +10,16 @@ from typing import Annotated
 
 import typer
 
-from mtp_plugin.cli.flags import ConfigFile, DraftLength, NoMTP, PluginOptions, draft_length
+from mtp_plugin.cli.flags import (
+    ConfigFile,
+    DraftLength,
+    ModelArgument,
+    NoMTP,
+    PluginOptions,
+    SameModel,
+    draft_length,
+    one_model,
+)
 from mtp_plugin.cli.opening import errors_of, import_engine, load
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.extras import SERVE_PACKAGES, require
@@ -20,13 +29,8 @@ API_KEY = "MTP_PLUGIN_API_KEY"
 
 
 def command(
-    model: Annotated[
-        Path | None,
-        typer.Argument(metavar="MODEL", help="Checkpoint; overrides the one of the YAML file."),
-    ] = None,
-    model_option: Annotated[
-        Path | None, typer.Option("--model", "-m", metavar="DIR", help="The same as MODEL.")
-    ] = None,
+    model: ModelArgument = None,
+    model_option: SameModel = None,
     config: ConfigFile = None,
     k: DraftLength = None,
     no_mtp: NoMTP = False,
@@ -49,7 +53,7 @@ def command(
         ),
     ] = None,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Address to listen on.")
+        str, typer.Option("--listen", "--host", metavar="ADDRESS", help="Address to listen on.")
     ] = "127.0.0.1",
     port: Annotated[
         int, typer.Option("--port", metavar="N", min=0, max=65535, help="Port to listen on.")
@@ -112,9 +116,7 @@ def command(
     /health, /version and /metrics; / is a page to try it. Exit code 2: a named error.
     """
     require("mtp-plugin serve", *SERVE_PACKAGES, extra="serve")
-    if model is not None and model_option not in (None, model):
-        raise typer.BadParameter(f"expected one checkpoint, got {model} and --model {model_option}")
-    model = model or model_option
+    model = one_model(model, model_option)
     if model is None and config is None:
         raise typer.BadParameter("expected MODEL, --model DIR or --config FILE")
     api_key = _read_api_key(api_key_file)

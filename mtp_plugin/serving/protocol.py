@@ -156,10 +156,21 @@ class GenerationBody(EngineFields):
     model: str | None = None
     stream: bool = False
     stream_options: StreamOptions | None = None
-    speculative: bool = True
+    speculate: bool = True
     return_token_ids: bool = False
     return_draft_segments: bool = False
     response_format: Object | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _reads_older_name(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or "speculative" not in value:
+            return value
+        value = dict(value)
+        older = value.pop("speculative")
+        if value.setdefault("speculate", older) != older:
+            raise ValueError("speculative is speculate under another name; leave one out")
+        return value
 
     @field_validator("response_format")
     @classmethod
@@ -180,7 +191,7 @@ class GenerationBody(EngineFields):
         if _is_unset_number(self.seed):
             del options["seed"]
         options |= _max_tokens_option(options.pop("max_tokens", self.default_max_tokens))
-        return {**options, "speculate": self.speculative}
+        return {**options, "speculate": self.speculate}
 
     def problems(self) -> list[Problem]:
         """Return problems between fields."""

@@ -282,6 +282,7 @@ class Writer:
                 "mean_acceptance_length": stats.acceptance_length,
                 "draft_acceptance_rate": stats.acceptance_rate,
                 "acceptance_histogram": histogram,
+                "histogram": stats.histogram,
                 "num_spec_steps": stats.steps,
                 "num_accepted_draft_tokens": num_accepted(completions[0]),
                 "num_draft_tokens": stats.num_drafted,

@@ -142,7 +142,7 @@ def bind(settings: ServerSettings) -> socket.socket:
 def _cannot_listen(settings: ServerSettings, error: Exception) -> ConfigError:
     reason = getattr(error, "strerror", None) or error
     where = f"{settings.host}:{settings.port}"
-    return ConfigError(f"cannot listen on {where}: {reason}; give another --host or --port")
+    return ConfigError(f"cannot listen on {where}: {reason}; give another --listen or --port")
 
 
 def serve(

@@ -95,6 +95,7 @@ ROWS: list[tuple[tuple[str, ...] | list[str], dict[str, Any], str]] = [
     # serve
     (("serve",), {}, "expected MODEL, --model DIR or --config FILE"),
     ((*SERVE, "--model", "other"), {}, "expected one checkpoint, got"),
+    (("generate", "a", "--model", "b"), {}, "expected one checkpoint, got a and --model b"),
     ((*SERVE, "--dtype", "fp4"), {},
      "dtype: should be 'auto', 'float32', 'bfloat16' or 'float16', got 'fp4'"),
     ((*SERVE, "--api-key-file", "missing"), {}, "--api-key-file missing: cannot be read"),
@@ -140,6 +141,6 @@ def test_port_in_use_is_the_last_line(run: Run, checkpoint: Path) -> None:
         result = run("serve", str(checkpoint), "--port", port)
     assert (result.code, "serving" in result.err) == (2, False)
     assert result.err.splitlines()[-1] == (
-        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; give another --host "
+        f"error: cannot listen on 127.0.0.1:{port}: Address already in use; give another --listen "
         "or --port"
     )

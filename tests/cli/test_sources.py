@@ -44,7 +44,7 @@ CHOSEN = "speculative_config: none given, 3 MTP layers: drafting with max_draft_
 
 
 def test_generate_from_a_checkpoint_alone(run: Run, checkpoint: Path) -> None:
-    result = run("generate", "-m", str(checkpoint), "-p", "ab", "-n", "12")
+    result = run("generate", str(checkpoint), "-p", "ab", "-n", "12")
     assert result.code == 0
     assert CHOSEN in result.err.splitlines()
     assert "acceptance rate at position 1 / 2 / 3" in result.out

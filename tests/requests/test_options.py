@@ -507,7 +507,7 @@ OTHERS = [(name, other) for name, option in OPTIONS.items() for other in option.
 @pytest.mark.parametrize(("name", "other"), OTHERS)
 def test_the_names_of_other_engines(name: str, other: str) -> None:
     """They are the same option: given twice with the same value, it counts once."""
-    value = {"logit_bias": {3: 1.0}, "bad_words": ["a"]}.get(name, 7)
+    value = {"logit_bias": {3: 1.0}, "bad_words": ["a"], "speculate": False}.get(name, 7)
     as_ours = SamplingParams(**{name: value})
     assert SamplingParams(**{other: value}) == as_ours
     assert vars(SamplingParams(**{other: value}))[other] is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 
 import pytest
 
@@ -54,7 +55,11 @@ def test_usage_is_in_every_chunk_on_request(server: Running) -> None:
     assert counts == sorted(counts)
     assert counts[-1] == last["usage"]["completion_tokens"] == 12
     assert last["choices"] == []
-    assert last["metrics"]["speculative_decoding"]["num_spec_tokens"] == 3
+    stats = last["metrics"]["speculative_decoding"]
+    assert stats["num_spec_tokens"] == 3
+    none, one, *more = stats["histogram"]
+    assert stats["acceptance_histogram"] == [none + one, *more]
+    assert sum(map(prod, enumerate(stats["histogram"]))) == 11  # the first is of the prompt
     *chunks, last = chunks_of(server, **body, stream_options={"include_usage": True})
     assert all(chunk["usage"] is None for chunk in chunks)
     assert all("usage" not in chunk for chunk in chunks_of(server, **body))
@@ -79,9 +84,9 @@ def test_draft_segments_of_a_whole_response_are_timed(server: Running, options) 
     body = {"prompt": PROMPT, "max_tokens": 24, "temperature": 0, "ignore_eos": True, **options}
     answers = [
         server.post("/v1/completions", **body, **more, return_draft_segments=True).json()
-        for more in ({}, {"speculative": False})
+        for more in ({}, {"speculative": False}, {"speculate": False})
     ]
-    for answer, positions in zip(answers, ({0, 1, 2, 3}, {0}), strict=True):
+    for answer, positions in zip(answers, ({0, 1, 2, 3}, {0}, {0}), strict=True):
         for choice in answer["choices"]:
             segments = choice["draft_segments"]
             assert "".join(segment["text"] for segment in segments) == choice["text"]

@@ -53,7 +53,7 @@ def request_of(rng: random.Random, ids: list[int]) -> dict[str, Any]:
     if some():
         body["min_tokens"] = rng.randint(0, body["max_tokens"])
     if some():
-        body["speculative"] = False
+        body["speculate"] = False
     if some() and body["temperature"] and body.get("top_k") != 1:
         body["n"] = rng.choice((2, 3))
     return body
@@ -61,7 +61,6 @@ def request_of(rng: random.Random, ids: list[int]) -> dict[str, Any]:
 
 def params_of(body: dict[str, Any]) -> SamplingParams:
     options = dict(body)
-    options["speculate"] = options.pop("speculative", True)
     if "logit_bias" in options:
         options["logit_bias"] = {int(t): bias for t, bias in options["logit_bias"].items()}
     return SamplingParams(**options)

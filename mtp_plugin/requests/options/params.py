@@ -135,6 +135,7 @@ class SamplingParams:
         FLAG,
         "False: no draft tokens for this request",
         host_reads=("py_disable_speculative_decoding",),
+        elsewhere=("speculative",),
         of_drafts=True,
     )
     max_draft_len: int | None = row(
@@ -392,6 +393,7 @@ class SamplingParams:
     )
     # ---- names in other engines, moved to the fields above
     max_tokens: int | None = None
+    speculative: bool | None = None
     random_seed: int | None = None
     embedding_bias: Any = None
     bad: Any = None
