@@ -51,17 +51,20 @@ def _examine_host(host: str, arguments: list[str]) -> int:
         return 2
     words = [word for given in arguments for word in given.split("=", given.startswith("--"))]
     options = dict(zip(words[::2], words[1::2], strict=False))
-    model = options.pop("--model", options.pop("-m", None))
-    if options != {"--host": host} or len(words) != (2 if model is None else 4):
-        sys.stderr.write(f"error: --host {host} accepts no other option but --model DIR\n")
+    subjects = {"--model": "model_check", "-m": "model_check"}
+    also = ""
+    if host == "tensorrt_llm":
+        subjects |= {"--config": "file_check", "-c": "file_check"}
+        also = ", or --config FILE"
+    given = [(subjects[name], options.pop(name)) for name in subjects if name in options]
+    if options != {"--host": host} or len(words) != 2 + 2 * len(given) or len(given) > 1:
+        sys.stderr.write(f"error: --host {host} accepts no other option but --model DIR{also}\n")
         return 2
-    if host == "sglang" and model is not None:
+    if host == "sglang" and given:
         sys.stderr.write("error: --host sglang checks no checkpoint yet: leave out --model\n")
         return 2
-    checks = import_module(
-        f"mtp_plugin.hosts.{host}.{'checks' if model is None else 'model_check'}"
-    )
-    exit_code: int = checks.main() if model is None else checks.main(model)
+    ((module, *subject),) = given or [("checks",)]
+    exit_code: int = import_module(f"mtp_plugin.hosts.{host}.{module}").main(*subject)
     return exit_code
 
 

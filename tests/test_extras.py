@@ -155,8 +155,12 @@ def test_a_checkpoint_is_checked_without_torch_and_vllm() -> None:
             "--host sglang checks no checkpoint yet: leave out --model",
         ),
         (
-            ["--host", "tensorrt_llm", "--config", "x.yaml"],
-            "--host tensorrt_llm accepts no other option but --model DIR",
+            ["--host", "tensorrt_llm", "--config", "x.yaml", "--model", "m"],
+            "--host tensorrt_llm accepts no other option but --model DIR, or --config FILE",
+        ),
+        (
+            ["--host", "vllm", "--config", "x.yaml"],
+            "--host vllm accepts no other option but --model DIR",
         ),
     ],
 )

@@ -33,7 +33,8 @@ def command(
             "--host",
             metavar="ENGINE",
             help="sglang, tensorrt_llm or vllm: check whether the installed engine is supported; "
-            "with --model, also what it will do with the checkpoint. No other option is accepted.",
+            "with --model, also what it will do with the checkpoint; tensorrt_llm with --config: "
+            "whether it serves the file. No other option is accepted.",
         ),
     ] = None,
 ) -> None:

@@ -89,8 +89,6 @@ TOP_LEVEL_OF_ALL = {**TOP_LEVEL, **_keys_of(_TABLE["vllm"]), **_keys_of(_TABLE["
 """Those of TensorRT-LLM, vLLM and SGLang."""
 KV_CACHE = _keys_of(_TABLE["kv_cache_config"])
 CUDA_GRAPHS = _keys_of(_TABLE["cuda_graph_config"])
-SPECULATIVE = {
-    **_keys_of(_TABLE["speculative_config"]),
-    **_keys_of(_TABLE["speculative_config_of_vllm"]),
-}
+SPECULATIVE_OF_TRTLLM = _keys_of(_TABLE["speculative_config"])
+SPECULATIVE = {**SPECULATIVE_OF_TRTLLM, **_keys_of(_TABLE["speculative_config_of_vllm"])}
 """Under a ``speculative_config`` of MTP."""

@@ -45,7 +45,7 @@ def load_config(
             f"{source}: expected a YAML file, got a file of a checkpoint; give its folder "
             f"{Path(path).parent}"
         )
-    data = dict(_read_yaml(Path(path), source, "a mapping with the key 'model'"))
+    data = dict(read_yaml(Path(path), source, "a mapping with the key 'model'"))
     if model is not None:
         data["model"] = str(path_of(str(model), f"{source}: model"))
     if plugin_options is not None:
@@ -88,7 +88,7 @@ def load_plugin_options(path: str | Path, source: str) -> MTPPluginOptions:
         ConfigError: one line per mistake, as `load_config` has them.
     """
     _source_of(path)
-    data = _read_yaml(Path(path), source, "a mapping of the plugin's options")
+    data = read_yaml(Path(path), source, "a mapping of the plugin's options")
     context = {"source": source, "folder": _folder_of(path)}
     return MTPPluginOptions.model_validate(data, context=context)
 
@@ -150,7 +150,12 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read_yaml(path: Path, source: str, wanted: str) -> Mapping[str, Any]:
+def read_yaml(path: Path, source: str, wanted: str) -> Mapping[str, Any]:
+    """Return the mapping in a YAML file.
+
+    Raises:
+        ConfigError: there is none; the message begins with ``source``.
+    """
     data = parse_yaml(read_text(path, source, "a YAML file"), source)
     if data is None:
         raise ConfigError(f"{source}: the file is empty; expected {wanted}")

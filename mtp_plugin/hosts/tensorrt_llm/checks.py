@@ -71,12 +71,19 @@ def show(seen: Examination, out: TextIO) -> None:
         out.write(f"problem: {problem}\n")
 
 
-def serve_command(seen: Examination, model: str = "CHECKPOINT", num_mtp_layers: int = 1) -> str:
-    """Return the command that serves a checkpoint in the TensorRT-LLM that was examined."""
+def serve_command(
+    seen: Examination | None = None,
+    model: str = "CHECKPOINT",
+    num_mtp_layers: int = 1,
+    *,
+    config: str | None = None,
+) -> str:
+    """Return the command that serves a checkpoint, with a file or that of the API version."""
     hook = f"TRTLLM_MTP_PLUGIN=1 PYTHONPATH={shlex.quote(str(SITECUSTOMIZE))}"
-    mode = "vanilla" if num_mtp_layers > 1 else "eagle"
-    config = f"configs/trtllm/{seen.line}_{mode}.yaml"
-    return f"{hook} trtllm-serve {shlex.quote(model)} --config {config}"
+    if config is None and seen is not None:
+        mode = "vanilla" if num_mtp_layers > 1 else "eagle"
+        config = f"configs/trtllm/{seen.line}_{mode}.yaml"
+    return f"{hook} trtllm-serve {shlex.quote(model)} --config {shlex.quote(str(config))}"
 
 
 def main() -> int:

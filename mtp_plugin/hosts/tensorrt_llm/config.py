@@ -145,7 +145,7 @@ def decoding_config_class() -> type[Any]:
     Raises:
         ConfigError: the host's class is missing or is not a pydantic model.
     """
-    return _class_over(_host_class() or ConfigWithoutHost)
+    return decoding_config_over(_host_class() or ConfigWithoutHost)
 
 
 def __getattr__(name: str) -> Any:
@@ -171,7 +171,7 @@ def _host_class() -> type[BaseModel] | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _class_over(host: type[BaseModel]) -> type[BaseModel]:
+def decoding_config_over(host: type[BaseModel]) -> type[BaseModel]:
     """Create the config class derived from ``host``."""
 
     class MTPDecodingConfig(host):  # type: ignore[misc, valid-type]
@@ -218,7 +218,7 @@ def _unpickled(alone: bool, state: dict[Any, Any]) -> Any:
         "MTPDecodingConfig: expected tensorrt_llm in both processes or in neither; it imports "
         f"{'only here' if alone else 'only where the config was made'}",
     )
-    model = _class_over(host or ConfigWithoutHost)
+    model = decoding_config_over(host or ConfigWithoutHost)
     config = model.__new__(model)
     config.__setstate__(state)
     return config
