@@ -40,6 +40,8 @@ ceiling."""
 LOOP_NGRAM = 8
 LOOP_REPEATED = 0.5
 """Share of a span's n-grams that occur earlier in it, from which on the request loops."""
+LOOP_HINT = "Sampling loops less: temperature 0.8, top_p 0.95 and a seed."
+"""Last sentence of the message about looping."""
 QUIET_SPANS = 64
 """Number of spans, of any requests, without a loop after which looping is over."""
 
@@ -220,9 +222,10 @@ class AcceptanceAlarms(CollapseAlarm):
         _logger.warning(
             "request %s loops: every draft is accepted, and %.0f %% of the last %d tokens' "
             "%d-grams repeat. Acceptance statistics are too high because of it; a run without "
-            "speculative_config shows whether the output loops without MTP too",
+            "speculative_config shows whether the output loops without MTP too. %s",
             request.request_id,
             100 * share,
             LOOP_SPAN,
             LOOP_NGRAM,
+            LOOP_HINT,
         )

@@ -127,6 +127,7 @@ def test_a_loop_at_the_ceiling_is_logged_with_its_request(log: pytest.LogCapture
     assert alarms.looping
     assert "?" not in log.text
     assert "a run without speculative_config shows" in log.text
+    assert "temperature 0.8, top_p 0.95 and a seed" in log.text
     emit(alarms, request, loop(5, 5 * LOOP_SPAN))
     emit(alarms, Text(18), loop(7))
     assert alarms.num_looping_requests == 2
