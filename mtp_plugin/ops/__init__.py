@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from mtp_plugin.ops.logits_processor_state import LogitsProcessorState as LogitsProcessorState
     from mtp_plugin.ops.logprobs import LogprobEntries as LogprobEntries
     from mtp_plugin.ops.logprobs import compute_logprobs as compute_logprobs
+    from mtp_plugin.ops.lookup import look_up_drafts as look_up_drafts
     from mtp_plugin.ops.row_sums import RowSums as RowSums
     from mtp_plugin.ops.sampling import TRUNCATION_SIZE as TRUNCATION_SIZE
     from mtp_plugin.ops.sampling import DraftedBy as DraftedBy
@@ -82,6 +83,7 @@ _MODULES = {
     "compute_logprobs": "mtp_plugin.ops.logprobs",
     "force_thinking_end": "mtp_plugin.ops.thinking_budget",
     "keep_draft_probs": "mtp_plugin.ops.sampling",
+    "look_up_drafts": "mtp_plugin.ops.lookup",
     "mamba_state_selective_copy": "mtp_plugin.ops.state_rollback",
     "mask_disallowed_tokens": "mtp_plugin.ops.logit_mask",
     "processed_scores": "mtp_plugin.ops.sampling",
@@ -123,6 +125,7 @@ __all__ = [
     "compute_logprobs",
     "force_thinking_end",
     "keep_draft_probs",
+    "look_up_drafts",
     "mamba_state_selective_copy",
     "mask_disallowed_tokens",
     "processed_scores",

@@ -51,6 +51,7 @@ from mtp_plugin.ops.logit_mask import mask_disallowed_tokens
 from mtp_plugin.ops.logit_rows import LogitRows, ThinkingRule
 from mtp_plugin.ops.logits_processor_state import DraftMask, LogitsProcessorState
 from mtp_plugin.ops.logprobs import compute_logprobs
+from mtp_plugin.ops.lookup import look_up_drafts
 from mtp_plugin.ops.row_sums import RowSums
 from mtp_plugin.ops.sampler_store import ResultTensors, store_results
 from mtp_plugin.ops.sampling import (
@@ -166,6 +167,11 @@ def compile_logit_masks() -> None:
         update_token_history(accepted, slots, backend=Backend.TRITON)
         drafted = rows.positions
         update_token_history(accepted, slots, drafted, backend=Backend.TRITON)
+
+
+def compile_lookup() -> None:
+    for dtype, k in ((I32, 3), (I64, 1)):
+        look_up_drafts(ints(4, 4096, dtype=dtype), ints(4), k, backend=Backend.TRITON)
 
 
 def compile_sampling_of_raw_rows() -> None:

@@ -109,6 +109,7 @@ def operations() -> dict[str, Arguments]:
             "truncation": truncation[:2],
             "draft_probs": floats(S, K, V),
         },
+        "look_up_drafts": {"tokens": ints([1, 2], [3, 3]), "lengths": ints(2, 2), "k": 2},
         "mamba_state_selective_copy": {
             "intermediate_states": floats(1, S, K + 1, H),
             "current_states": floats(1, S, H),
