@@ -22,12 +22,14 @@ if TYPE_CHECKING:
     from mtp_plugin.hosts.embedded import RequestOutput as RequestOutput
     from mtp_plugin.hosts.embedded import StepEvent as StepEvent
     from mtp_plugin.ops.step import Accepted as Accepted
+    from mtp_plugin.plugin import CustomDrafter as CustomDrafter
     from mtp_plugin.plugin import CustomVerification as CustomVerification
     from mtp_plugin.plugin import DraftPlan as DraftPlan
     from mtp_plugin.plugin import HostFacts as HostFacts
     from mtp_plugin.plugin import SpeculativePieces as SpeculativePieces
     from mtp_plugin.plugin import custom_verifications as custom_verifications
     from mtp_plugin.plugin import find_plugin as find_plugin
+    from mtp_plugin.plugin import register_drafter as register_drafter
     from mtp_plugin.plugin import register_plugin as register_plugin
     from mtp_plugin.plugin import register_verification as register_verification
     from mtp_plugin.requests.options import SamplingParams as SamplingParams
@@ -46,6 +48,7 @@ _MODULES = {
     "Accepted": "ops.step",
     "CompletionOutput": "hosts.embedded",
     "CudaGraphConfig": "config",
+    "CustomDrafter": "plugin",
     "CustomVerification": "plugin",
     "DraftPlan": "plugin",
     "FinishReason": "requests.states",
@@ -71,6 +74,7 @@ _MODULES = {
     "StepOutput": "speculative.step_output",
     "custom_verifications": "plugin",
     "find_plugin": "plugin",
+    "register_drafter": "plugin",
     "register_plugin": "plugin",
     "register_verification": "plugin",
 }
@@ -80,6 +84,7 @@ __all__ = [
     "Accepted",
     "CompletionOutput",
     "CudaGraphConfig",
+    "CustomDrafter",
     "CustomVerification",
     "DraftPlan",
     "FinishReason",
@@ -104,6 +109,7 @@ __all__ = [
     "StepOutput",
     "custom_verifications",
     "find_plugin",
+    "register_drafter",
     "register_plugin",
     "register_verification",
 ]

@@ -1,6 +1,7 @@
 """The public names for writing a drafter or a host engine, all in one module.
 
-A drafter is a `SpeculativePlugin` that builds `SpeculativePieces`; see integration/examples/ngram.
+A drafter is a `CustomDrafter`, see integration/examples/lookup.py. One with state, layers or rules
+of its own is a `SpeculativePlugin` that builds `SpeculativePieces`, see integration/examples/ngram.
 """
 
 from mtp_plugin.config import SpeculativeDecodingMode
@@ -11,7 +12,11 @@ from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.states import FinishReason, RequestState
 from mtp_plugin.requests.stopping import StopRule
 from mtp_plugin.speculative.draft_length.controller import DraftState
-from mtp_plugin.speculative.drafting import make_verification_inputs
+from mtp_plugin.speculative.drafting import (
+    CustomDrafter,
+    make_verification_inputs,
+    propose_drafts,
+)
 from mtp_plugin.speculative.host import (
     DecodingOptions,
     HostStep,
@@ -33,7 +38,9 @@ from mtp_plugin.speculative.plugin import (
     SpeculativePieces,
     SpeculativePlugin,
     find_plugin,
+    register_drafter,
     register_plugin,
+    unregister_drafter,
     unregister_plugin,
 )
 from mtp_plugin.speculative.sampler import MTPSampler, SamplerHooks
@@ -56,6 +63,7 @@ __all__ = [
     "Accepted",
     "Backend",
     "ConfigError",
+    "CustomDrafter",
     "CustomVerification",
     "DecodingOptions",
     "DraftPlan",
@@ -91,8 +99,11 @@ __all__ = [
     "custom_verifications",
     "find_plugin",
     "make_verification_inputs",
+    "propose_drafts",
+    "register_drafter",
     "register_plugin",
     "register_verification",
+    "unregister_drafter",
     "unregister_plugin",
     "unregister_verification",
 ]

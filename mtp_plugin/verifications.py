@@ -78,7 +78,12 @@ def custom_codes() -> dict[str, int]:
 def add_custom(name: str) -> None:
     """Give a method from outside the package a code, if it has none."""
     if name not in _custom_codes:
-        _custom_codes[name] = next(_next_code)
+        _custom_codes[name] = next_code()
+
+
+def next_code() -> int:
+    """Return a code that no method or drafter of this process has."""
+    return next(_next_code)
 
 
 def remove_custom(name: str) -> None:

@@ -8,10 +8,8 @@ from pathlib import Path
 from textwrap import dedent, indent
 from typing import Any
 
-import pytest
-
 from mtp_plugin import LLM, SamplingParams
-from mtp_plugin.plugin import unregister_plugin, unregister_verification
+from mtp_plugin.plugin import unregister_drafter, unregister_verification
 from mtp_plugin.requests.options import params
 from mtp_plugin.speculative.verification import strict
 
@@ -19,7 +17,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 BLOCKS = [dedent(x) for x in re.findall(r"^ *```python\n(.*?)^ *```", PAGE, re.DOTALL | re.M)]
 OPTION, OPTION_IN_TORCH, OPTION_IN_KERNELS, OPTION_IN_REFERENCE = BLOCKS[:4]
-CUSTOM_VERIFICATION, VERIFICATION, DRAFTER = BLOCKS[4:]
+CUSTOM_VERIFICATION, VERIFICATION, CUSTOM_DRAFTER = BLOCKS[4:]
 
 
 def test_page_is_short() -> None:
@@ -57,14 +55,19 @@ def test_verification_method_is_a_class() -> None:
     assert names["SingleVerification"].verifications == ("single",)
 
 
-def test_drafter_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(ROOT)
-    names: dict[str, Any] = {}
+def test_registered_drafter_is_lossless() -> None:
+    checkpoint = str(ROOT / "integration" / "tiny_model" / "checkpoint")
+    params = SamplingParams(max_tokens=16, ignore_eos=True)
+    exec(CUSTOM_DRAFTER, {"__name__": "example"})
+    outputs = []
     try:
-        exec(DRAFTER, names)
+        for config in (None, {"decoding_type": "repeat_last", "max_draft_len": 3}):
+            with LLM(checkpoint, speculative_config=config) as llm:
+                outputs += llm.generate(["class HTTPServer:\n"], params)
     finally:
-        unregister_plugin("NGRAM_TEST")
-    assert len(names["output"].token_ids) == 64
+        unregister_drafter("repeat_last")
+    assert outputs[0].token_ids == outputs[1].token_ids
+    assert outputs[1].acceptance.num_drafted > 0
 
 
 def test_paths_exist() -> None:

@@ -33,7 +33,8 @@ def append_tokens(
     Args:
         run: the accepted tokens.
         drafts: the drafts of the next step.
-        status: STATUS_OK, STATUS_NO_FINITE_LOGIT, or the code of a verification method that failed.
+        status: STATUS_OK, STATUS_NO_FINITE_LOGIT, or the code of a verification method or drafter
+            that failed.
         draft_len: K of the step.
         entries: [K+1, ENTRY_WIDTH] int32, the log-probabilities of the tokens, on the host; None:
             the step returned none.

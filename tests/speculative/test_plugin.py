@@ -66,8 +66,8 @@ def offer(monkeypatch: pytest.MonkeyPatch, **points: str) -> None:
     offered = [EntryPoint(name, value, ENTRY_POINT_GROUP) for name, value in points.items()]
 
     def entry_points(*, group: str) -> list[EntryPoint]:
-        assert group == "mtp_plugin.plugins"
-        return offered
+        assert group in ("mtp_plugin.plugins", "mtp_plugin.drafters")
+        return offered if group == ENTRY_POINT_GROUP else []
 
     monkeypatch.setattr(registry, "entry_points", entry_points)
 

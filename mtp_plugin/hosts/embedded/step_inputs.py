@@ -42,7 +42,7 @@ class StepInputs:
     kv_lens: torch.Tensor  # [R] int32: tokens after this step
     write_limit: torch.Tensor  # [R] int32: tokens at or past it write no KV
     capacity: torch.Tensor  # [R] int32: KV rows that the request may use
-    draft_tokens: torch.Tensor  # [G*K] int32
+    draft_tokens: torch.Tensor  # [G*K] int32, -1: absent
     draft_lens: torch.Tensor  # [G] int32: number of drafts
     state_slot: torch.Tensor  # [R] int64
     next_prompt: torch.Tensor | None = None  # [C] int32: token after the chunk, -1: prompt's end
@@ -119,10 +119,10 @@ def generation_inputs_reference(
     draft_lens = torch.minimum(rows.draft_limit, room).to(torch.int32)
     columns = torch.arange(width, device=length.device)
     absent = columns > draft_lens.unsqueeze(1)
-    input_ids = input_ids.masked_fill(absent, 0).clamp_min(0)
+    input_ids = input_ids.masked_fill(absent, 0)
     end = length.to(torch.int32)
     return StepInputs(
-        input_ids=input_ids.flatten(),
+        input_ids=input_ids.clamp_min(0).flatten(),
         positions=(length.unsqueeze(1) + columns).clamp_max(max_seq_len - 1).flatten(),
         seq_lens=torch.full_like(end, width),
         kv_lens=end + width,

@@ -4,7 +4,7 @@
 2. With a store, if the last result is only there, take the inputs from it and add its number of
    tokens to the length.
 3. The number of drafts is limited by the row's limit and by the room in the KV. Inputs after them
-   are 0, a token that an embedding takes.
+   are 0, a token that an embedding takes, and so are inputs of absent drafts (-1).
 4. Write ids, drafts, positions (limited to the last one), lengths, limits and the state slot.
 
 A padding row is computed like others, from the dummy row that the table holds for it; its writes of
@@ -81,8 +81,8 @@ def generation_inputs_kernel(
         length += tl.where(is_pending, tl.load(num_new_ptr + slot * num_new_stride), 0)
     room = tl.maximum(capacity - 1 - length, 0)
     draft_len = tl.minimum(tl.load(limit_ptr + row), room)
-    ids = tl.where(columns > draft_len, 0, tl.maximum(ids, 0))
-    tl.store(id_out_ptr + generation * WIDTH + columns, ids, mask=inside)
+    ids = tl.where(columns > draft_len, 0, ids)
+    tl.store(id_out_ptr + generation * WIDTH + columns, tl.maximum(ids, 0), mask=inside)
     is_draft = inside & (columns > 0)
     tl.store(draft_out_ptr + generation * (WIDTH - 1) + columns - 1, ids, mask=is_draft)
     positions = tl.minimum(length + columns, max_position).to(tl.int64)

@@ -162,6 +162,12 @@ def _stop_ids(model: Any) -> Iterator[int]:
 def _problem(details: ErrorDetails) -> str:
     name = key_path(details["loc"])
     if details["type"] == "extra_forbidden":
+        if name in ("drafter", "decoding_type"):
+            return (
+                f"additional_config.{KEY}.{name}: registered drafters run in the embedded executor "
+                f"alone: leave it out, and choose one of {', '.join(DRAFTERS)} with "
+                "speculative_config.method"
+            )
         known = ", ".join(VllmOptions.model_fields)
         return f"additional_config.{KEY}.{name}: unknown option; known ones are {known}"
     return f"additional_config.{KEY}.{name}: {message_of(details)}"

@@ -160,7 +160,8 @@ class PlainRequest:
     def step_tokens(self) -> list[int]:
         """The tokens that the next step reads: a prompt chunk, or the last token and its drafts."""
         positions = self.step_positions
-        return [*self.tokens, *self.py_draft_tokens][positions.start : positions.stop]
+        drafts = [max(token, 0) for token in self.py_draft_tokens]  # -1: absent
+        return [*self.tokens, *drafts][positions.start : positions.stop]
 
     # ---- state -------------------------------------------------------------------------------
 

@@ -14,7 +14,9 @@ from mtp_plugin.speculative.plugin.registry import (
     build_pieces,
     find_plugin,
     make_plan,
+    register_drafter,
     register_plugin,
+    unregister_drafter,
     unregister_plugin,
 )
 
@@ -31,6 +33,8 @@ __all__ = [
     "build_pieces",
     "find_plugin",
     "make_plan",
+    "register_drafter",
     "register_plugin",
+    "unregister_drafter",
     "unregister_plugin",
 ]

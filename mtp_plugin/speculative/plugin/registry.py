@@ -6,16 +6,19 @@ from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from mtp_plugin.errors import PluginError, describe_error, expect, format_value
+from mtp_plugin.speculative.drafting import CustomDrafter
 from mtp_plugin.speculative.plugin.contract import (
     DraftPlan,
     HostFacts,
     SpeculativePieces,
     SpeculativePlugin,
 )
+from mtp_plugin.speculative.plugin.custom import CustomDrafterPlugin
 from mtp_plugin.speculative.plugin.mtp import MTPPlugin
 from mtp_plugin.speculative.plugin.none import NO_SPECULATION, NoSpeculationPlugin
 
 ENTRY_POINT_GROUP = "mtp_plugin.plugins"
+DRAFTER_GROUP = "mtp_plugin.drafters"
 
 
 _BUILT_IN: tuple[SpeculativePlugin, ...] = (MTPPlugin(), NoSpeculationPlugin())
@@ -52,6 +55,29 @@ def unregister_plugin(decoding_type: str) -> None:
     del _registered[key]
 
 
+def register_drafter(name: str, drafter: CustomDrafter) -> None:
+    """Register a drafter in this process; the entry-point group ``mtp_plugin.drafters`` registers
+    one in every process.
+
+    Configs then select it with ``speculative_config: {decoding_type: name}``, in any case.
+
+    Raises:
+        PluginError: the name is taken or empty, or the object is not a `CustomDrafter`.
+    """
+    _register_drafter(name, drafter, f"register_drafter({name!r})")
+
+
+def unregister_drafter(name: str) -> None:
+    """Remove a registered drafter: new configs cannot name it. Engines that use it keep it.
+
+    Raises:
+        PluginError: no drafter was registered under this name.
+    """
+    if not isinstance(_registered.get(name.lower()), CustomDrafterPlugin):
+        raise PluginError(f"drafter {name!r} was not registered")
+    del _registered[name.lower()]
+
+
 def find_plugin(decoding_type: str | None) -> SpeculativePlugin:
     """Return the plugin of a decoding type: built in, registered, or from an entry point.
 
@@ -67,10 +93,16 @@ def find_plugin(decoding_type: str | None) -> SpeculativePlugin:
         return _registered[key]
     offered = {point.name.lower(): point for point in entry_points(group=ENTRY_POINT_GROUP)}
     if key in offered:
-        plugin = _load(offered[key])
+        plugin = _load_plugin(offered[key])
         register_plugin(plugin)
         return plugin
-    names = ", ".join(sorted(set(_registered) | set(offered)))
+    drafters = {point.name.lower(): point for point in entry_points(group=DRAFTER_GROUP)}
+    if key in drafters:
+        point = drafters[key]
+        source = f"entry point {point.name!r} of {DRAFTER_GROUP} ({point.value})"
+        _register_drafter(point.name, _load(point, source), source)
+        return _registered[key]
+    names = ", ".join(sorted({*_registered, *offered, *drafters}))
     raise PluginError(f"decoding_type {decoding_type!r} has no plugin; known: {names}")
 
 
@@ -106,21 +138,44 @@ def build_pieces(
     )
 
 
-def _load(point: EntryPoint) -> SpeculativePlugin:
+def _register_drafter(name: str, drafter: object, source: str) -> None:
+    if not (isinstance(name, str) and name.strip()):
+        raise PluginError(f"register_drafter: expected a name, got {format_value(name)}")
+    if not isinstance(drafter, CustomDrafter):
+        problem = "is a class; create an object of it"
+        if not isinstance(drafter, type):
+            problem = "does not derive from that class"
+        raise PluginError(
+            f"{source}: expected a CustomDrafter object, but {format_value(drafter)} {problem}"
+        )
+    existing = _registered.get(name.lower())
+    if isinstance(existing, CustomDrafterPlugin) and existing.drafter is drafter:
+        return
+    register_plugin(CustomDrafterPlugin(name, drafter))
+
+
+def _load(point: EntryPoint, source: str) -> Any:
+    """Import the object of an entry point; of a class, create one.
+
+    Raises:
+        PluginError: it cannot be imported.
+    """
+    try:
+        loaded = point.load()
+        return loaded() if isinstance(loaded, type) else loaded
+    except (Exception, SystemExit) as error:  # an import may call sys.exit
+        raise PluginError(f"{source} cannot be loaded: {describe_error(error)}") from error
+
+
+def _load_plugin(point: EntryPoint) -> SpeculativePlugin:
     """Import the plugin of an entry point.
 
     Raises:
         PluginError: it cannot be imported, or is not a plugin.
     """
     source = f"entry point {point.name!r} of {ENTRY_POINT_GROUP} ({point.value})"
-    try:
-        loaded = point.load()
-        plugin: SpeculativePlugin = loaded() if isinstance(loaded, type) else loaded
-        _expect_plugin(plugin, source)
-    except PluginError:
-        raise
-    except (Exception, SystemExit) as error:  # an import may call sys.exit
-        raise PluginError(f"{source} cannot be loaded: {describe_error(error)}") from error
+    plugin: SpeculativePlugin = _load(point, source)
+    _expect_plugin(plugin, source)
     expect(
         plugin.decoding_type.lower() == point.name.lower(),
         PluginError,

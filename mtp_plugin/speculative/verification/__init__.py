@@ -89,6 +89,7 @@ from mtp_plugin.speculative.verification.custom import (
     count_accepted,
     custom_verifications,
     failure_of,
+    record_failure,
     register_verification,
     unregister_verification,
 )
@@ -134,6 +135,7 @@ __all__ = [
     "label_of",
     "make_modes",
     "most_draft_probs",
+    "record_failure",
     "refusals",
     "register_verification",
     "unregister_verification",

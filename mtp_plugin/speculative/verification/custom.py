@@ -232,11 +232,16 @@ def count_accepted(
 
 
 _failures: dict[int, str] = {}
-"""Code of a method -> its last error."""
+"""Code of a method or drafter -> its last error."""
+
+
+def record_failure(code: int, message: str) -> None:
+    """Set the last error of the method or drafter with this code."""
+    _failures[code] = message
 
 
 def failure_of(code: int) -> str:
-    """Return the last error of the method with this code."""
+    """Return the last error of the method or drafter with this code."""
     return _failures[code]
 
 
@@ -326,7 +331,7 @@ class CustomVerificationMode(VerificationMode):
                         "go on without drafts",
                         name,
                     )
-                _failures[own_code] = str(error)
+                record_failure(own_code, str(error))
                 self._failed.append(own_code)
                 counts = torch.zeros_like(matches)
             matches = torch.where(code == own_code, counts, matches)

@@ -77,12 +77,9 @@ def example(row: Row, store: Store | None, draft_len: int) -> dict[str, list[int
         tokens = store.new_tokens[:, row.seq_slot, 0].tolist()
         length += int(store.new_tokens_lens[row.seq_slot])
     drafts = min(row.draft_limit, max(row.capacity - 1 - length, 0))
-    ids = [
-        max(token, 0) if column <= drafts else 0
-        for column, token in enumerate(tokens[: draft_len + 1])
-    ]
+    ids = [token if column <= drafts else 0 for column, token in enumerate(tokens[: draft_len + 1])]
     return {
-        "input_ids": ids,
+        "input_ids": [max(token, 0) for token in ids],
         "draft_tokens": ids[1:],
         "positions": [min(length + i, MAX_SEQ_LEN - 1) for i in range(draft_len + 1)],
         "draft_lens": drafts,

@@ -36,6 +36,12 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
         {"verify": "coupled"},
         f"{OPTION}.verify: unknown option; {KNOWN}",
     ),
+    (
+        {"drafter": "lookup"},
+        f"{OPTION}.drafter: registered drafters run in the embedded executor alone: leave it out, "
+        "and choose one of mtp, draft_model, eagle, eagle3, dflash, ngram, ngram_gpu with "
+        "speculative_config.method",
+    ),
     ({"verification": 1}, f"{OPTION}.verification: should be a valid string, got 1"),
     ({"relaxed_topk": 0}, f"{OPTION}.relaxed_topk: should be greater than or equal to 1, got 0"),
     (
