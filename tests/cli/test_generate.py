@@ -87,6 +87,16 @@ def test_every_phase_reports_progress(
     assert found == sorted(found)
 
 
+@pytest.mark.parametrize(
+    "options", [(), ("--temperature", "0.8", "--top-p", "0.95", "--seed", "7")]
+)
+def test_output_that_loops_has_a_note(run: Run, options: tuple[str, ...]) -> None:
+    prompt = "class HTTPServer(socketserver.TCPServer):"
+    file = "configs/tiny_eagle.yaml"
+    result = run("generate", "-c", file, "-p", prompt, "-n", "200", "--no-compare", *options)
+    assert ("note: the output repeats itself, which drafts" in result.out) is not bool(options)
+
+
 def test_marks_are_around_accepted_drafts(run: Run, config: Callable[..., str]) -> None:
     file = config(EAGLE)
     result = run("generate", "-c", file, "-p", "def f(", "-n", "30", "--no-compare", "--marks")

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
 import pytest
 
-from mtp_plugin import LLM, SamplingParams
+from mtp_plugin import LLM, SamplingParams, serving
 from tests.serving.conftest import Running
 
 PROMPT = "class HTTPServer:\n"
@@ -28,6 +30,16 @@ def test_completion_is_the_output_of_generate(client: openai.OpenAI, llm: LLM) -
     assert (answer.object, answer.model) == ("text_completion", "tiny")
     assert answer.usage.completion_tokens == len(expected.token_ids)
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
+
+
+def test_client_of_the_page_runs(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(serving.__file__).parent / "README.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"```python\n(from openai.*?)```", page, re.DOTALL)
+    code = code.replace("http://127.0.0.1:8000", server.url).replace('"checkpoint"', '"tiny"')
+    names: dict[str, openai.OpenAI] = {}
+    exec(code, names)
+    names["client"].close()
+    assert float(capsys.readouterr().out.split()[-1]) > 1.5
 
 
 def test_streamed_completion_has_several_tokens_per_chunk(client: openai.OpenAI, llm: LLM) -> None:
