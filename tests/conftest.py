@@ -75,7 +75,6 @@ PROTECTED = {
         f"{EMBEDDED}/test_residual.py",
         "tests/distribution",
         "tests/ops/sampling/test_distribution.py",
-        "tests/ops/sampling/test_shares.py",
     ),
     "contract": (
         "integration/vllm",

@@ -32,7 +32,6 @@ from mtp_plugin.requests.options import LogitChange
 
 CHANGE = tl.constexpr(request_column(LOGIT_CHANGE))
 NO_CHANGE = tl.constexpr(LogitChange.NONE.value)
-LOWERS = tl.constexpr(LogitChange.LOWERS.value)
 BIAS_ROW = tl.constexpr(request_column("bias_row"))
 ALLOWED_ROW = tl.constexpr(request_column("allowed_row"))
 COUNT_ROW = tl.constexpr(request_column("count_row"))
@@ -149,19 +148,6 @@ def load_processing(slot_row_ptr, pools, draft_ptr, num_before):
 def is_processed(slot_row_ptr):
     """Whether the logits of a request are changed at all."""
     return tl.load(slot_row_ptr + CHANGE) != NO_CHANGE
-
-
-@triton.jit
-def only_lower(processing):
-    """Whether processing increases no value of the row."""
-    return tl.load(processing.slot_row_ptr + CHANGE) <= LOWERS
-
-
-@triton.jit
-def load_allowed_nibbles(processing, ids, inside):
-    """The allowed bits of four ids each, starting at ``ids``; 0 for those that are not inside."""
-    words = tl.load(processing.allowed_ptr + (ids >> WORD_SHIFT), mask=inside, other=0)
-    return words >> (ids & (WORD_BITS - 1))
 
 
 @triton.jit

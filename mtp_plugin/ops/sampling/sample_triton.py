@@ -12,7 +12,7 @@ threads exchange no values before chunks are reduced.
    - top-k or min-p: nothing more.
 
    Rows whose request returns log-probabilities also get the sum of exp(x - maximum).
-2. `sample_finish_kernel`, grid [N, NUM_SHARES], loads the maxima of a row's chunks, and
+2. `sample_finish_kernel`, grid [N], loads the maxima of a row's chunks, and
 
    a. for a greedy row, or one that holds +inf, returns the lowest column of the maximum;
    b. without truncation, computes exact noisy scores of the chunks whose bound reaches the best
@@ -22,10 +22,8 @@ threads exchange no values before chunks are reduced.
 
    It writes the token, the row's truncation, and its sum for log-probabilities.
 
-So logits are read once, apart from a few chunks. If rows are few, NUM_SHARES programs finish each;
-those after the first have work only in rows with top-p alone and a flat distribution. With
-programmatic dependent launch the finish loads a row's options while the scan still runs, since the
-scan does not write them.
+So logits are read once, apart from a few chunks. With programmatic dependent launch the finish
+loads a row's options while the scan still runs, since the scan does not write them.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -87,7 +85,7 @@ from mtp_plugin.ops.sampling.row_triton import (
     no_cutoff,
     philox_of_block,
 )
-from mtp_plugin.ops.sampling.truncation_passes_triton import LIST_SIZE, PARTIALS, RowShare
+from mtp_plugin.ops.sampling.truncation_passes_triton import LIST_SIZE
 from mtp_plugin.ops.sampling.truncation_triton import sample_truncated
 from mtp_plugin.ops.sampling.types import DRAFT_COLUMNS, STEP_COLUMN, Role
 from mtp_plugin.ops.step import SlotRows
@@ -100,10 +98,6 @@ MAX_GRID_Y = 65535
 """Largest size of a grid's second axis."""
 WIDE_PROGRAM_ROWS = 264
 """With at most so many rows, a row is finished by more warps."""
-SHARES, PROGRAMS = 8, 264
-"""SHARES programs share a row with a flat nucleus if at most PROGRAMS run, all at once."""
-SHARED_CHUNKS = 32
-"""Least number of chunks of a row per share."""
 REGISTERS, ALL_REGISTERS, SINGLE_ROWS = 128, 255, 132
 """Registers per thread that finishes a row: ALL_REGISTERS with logits processing, while each of at
 most SINGLE_ROWS rows has its own multiprocessor."""
@@ -257,7 +251,6 @@ def sample_scan_kernel(
     chunk_result_ptr,  # [N, num_chunks] float32: argmax, bound or sum of each chunk, by the options
     chunk_sum_ptr,  # HAS_TRUNCATION: [N, num_chunks] float32: sums of rows without truncation
     raw_sum_ptr,  # HAS_SUMS: [N, num_chunks] float32: sums at temperature 1
-    arrived_ptr,  # HAS_SHARES: [N] int32: programs that have written their results
     # sizes
     num_contexts,  # C
     width,  # rows per generation
@@ -288,7 +281,6 @@ def sample_scan_kernel(
     HAS_TRUNCATION: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     ROW_AXIS: tl.constexpr,  # axis of the grid that has the rows
-    HAS_SHARES: tl.constexpr,
     PDL: tl.constexpr,
 ):
     """Phase 1: reduce the chunks of ``BLOCKS_PER_PROGRAM`` blocks of a row.
@@ -301,8 +293,6 @@ def sample_scan_kernel(
     first_block = tl.program_id(1 - ROW_AXIS) * BLOCKS_PER_PROGRAM
     last_block = tl.minimum(first_block + BLOCKS_PER_PROGRAM, num_blocks)
     row = tl.program_id(ROW_AXIS).to(tl.int64)
-    if HAS_SHARES:
-        tl.store(arrived_ptr + row, 0, mask=first_block == 0)
     # loaded before the values, so that it does not wait for them
     request, offset, slot_row_ptr = locate_row(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride, num_slots
@@ -400,10 +390,8 @@ def sample_finish_kernel(
     truncation_ptr,  # HAS_TRUNCATION: [N, TRUNCATION_SIZE] float32
     row_sum_ptr,  # HAS_SUMS: [N] float32: sum of exp(x - maximum)
     # scratch
-    selected_ptr,  # [N, NUM_SHARES, LISTS, num_chunks] int32: chunks that may hold kept tokens
-    pair_ptr,  # [N, SEGMENTS, LIST_SIZE] int64: lists of candidates, value and column
-    arrived_ptr,  # NUM_SHARES > 1: [N] int32: programs that have written their results
-    partial_ptr,  # NUM_SHARES > 1: [N, PARTIALS, NUM_SHARES] float32: results of a pass by share
+    selected_ptr,  # [N, num_chunks] int32: chunks that may hold kept tokens
+    pair_ptr,  # [N, LIST_SIZE] int64: lists of candidates, value and column
     bound_ptr,  # not HAS_TRUNCATION: [N, chunks of BOUNDS] float32: bounds of noisy scores
     # sizes
     num_contexts,  # C
@@ -436,14 +424,10 @@ def sample_finish_kernel(
     HAS_TRUNCATION: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     WARPS: tl.constexpr,  # of a program
-    NUM_SHARES: tl.constexpr,  # programs per row
     PDL: tl.constexpr,
 ):
     """Phase 2: the token of a row, its truncation, and its sum of weights for log-probabilities."""
-    SEGMENTS: tl.constexpr = NUM_SHARES + 1 if NUM_SHARES > 1 else 1
-    LISTS: tl.constexpr = 2 if NUM_SHARES > 1 else 1
     row = tl.program_id(0).to(tl.int64)
-    share = tl.program_id(1)
     # inputs that the scan does not write, before it ends
     request, offset, slot_row_ptr = locate_row(
         row, num_contexts, width, table_ptr, table_stride, slot_ptr, slot_stride, num_slots, ".cg"
@@ -475,10 +459,6 @@ def sample_finish_kernel(
         HAS_AHEAD,
         ".cg",
     )
-    if NUM_SHARES > 1:
-        is_nucleus = (options.top_k == 0) & (options.top_p < 1) & (temperature >= GREEDY_BELOW)
-        if (share > 0) & ~is_nucleus:
-            return  # nothing to share: leave the multiprocessor to the scan
     grid_dependency_synchronize(PDL)
     num_chunks = num_blocks * LAYOUT.chunks
     chunks = tl.arange(0, PADDED_CHUNKS)
@@ -489,7 +469,7 @@ def sample_finish_kernel(
         chunk_result_ptr + row * num_chunks + chunks, mask=chunks < num_chunks, other=0.0
     )
     if HAS_SUMS:
-        writes_mass = (share == 0) & (options.num_logprobs >= 0)
+        writes_mass = options.num_logprobs >= 0
         raw_sums = tl.load(
             raw_sum_ptr + row * num_chunks + chunks,
             mask=(chunks < num_chunks) & writes_mass,
@@ -509,11 +489,7 @@ def sample_finish_kernel(
     limit = tl.full([], 0.0, tl.float32)
     last = tl.full([], 0, tl.int32)
     mass = tl.full([], 0.0, tl.float32)
-    has_result = share == 0
-    is_active = row_max > float("-inf")
-    if NUM_SHARES > 1:
-        is_active = is_active & (has_result | (row_max < float("inf")))
-    if is_active:
+    if row_max > float("-inf"):
         if temperature < GREEDY_BELOW:
             firsts = chunk_results.to(tl.int32, bitcast=True)
             sampled = tl.min(tl.where(chunk_maxima == row_max, firsts, NO_COLUMN), axis=0)
@@ -547,20 +523,14 @@ def sample_finish_kernel(
                 )
                 mass = sum_row(chunk_sums, chunk_maxima, row_max, log2_scale(temperature))
         else:
-            sampled, limit, last, mass, has_result = sample_truncated(
+            sampled, limit, last, mass = sample_truncated(
                 sample,
                 chunk_maxima,
                 chunk_results,
                 chunks,
                 num_chunks,
-                selected_ptr + (row * NUM_SHARES + share) * (num_chunks * LISTS),
-                pair_ptr + (row * SEGMENTS + share) * LIST_SIZE,
-                RowShare(
-                    share,
-                    arrived_ptr + row,
-                    partial_ptr + row * (PARTIALS * NUM_SHARES),
-                    num_chunks,
-                ),
+                selected_ptr + row * num_chunks,
+                pair_ptr + row * LIST_SIZE,
                 bound_ptr + row * (tl.cdiv(vocab, BOUNDS.block) * BOUNDS.chunks),
                 LAYOUT,
                 PADDED_CHUNKS,
@@ -570,18 +540,16 @@ def sample_finish_kernel(
                 HAS_PROCESSING,
                 HAS_TRUNCATION,
                 WARPS,
-                NUM_SHARES,
             )
     token = sampled
     if HAS_IDS:
         token = tl.load(vocab_ids_ptr + sampled, mask=sampled < vocab, other=NO_COLUMN)
-    if NUM_SHARES == 1 or has_result:
-        tl.store(token_ptr + row, tl.where(token == NO_COLUMN, -1, token))
-        if HAS_TRUNCATION:
-            tl.store(truncation_ptr + row * TRUNCATION_SIZE, row_max)
-            tl.store(truncation_ptr + row * TRUNCATION_SIZE + 1, limit)
-            tl.store(truncation_ptr + row * TRUNCATION_SIZE + 2, last.to(tl.float32))
-            tl.store(truncation_ptr + row * TRUNCATION_SIZE + 3, mass)
+    tl.store(token_ptr + row, tl.where(token == NO_COLUMN, -1, token))
+    if HAS_TRUNCATION:
+        tl.store(truncation_ptr + row * TRUNCATION_SIZE, row_max)
+        tl.store(truncation_ptr + row * TRUNCATION_SIZE + 1, limit)
+        tl.store(truncation_ptr + row * TRUNCATION_SIZE + 2, last.to(tl.float32))
+        tl.store(truncation_ptr + row * TRUNCATION_SIZE + 3, mass)
 
 
 _scan_launches = CachedLaunches(sample_scan_kernel)
@@ -634,9 +602,6 @@ def sample_tokens_triton(
         **pdl_options(device),
     }
     warps = 8 if num_rows <= WIDE_PROGRAM_ROWS else 4
-    shares = _shares(num_rows, num_chunks)
-    has_shares = shares > 1
-    arrived = torch.empty_like(tokens) if has_shares else tokens
     grid = [num_rows, -(-num_blocks // scan.blocks_per_program)]
     row_axis = int(num_rows <= MAX_GRID_Y)
     _scan_launches[tuple(grid[::-1] if row_axis else grid)](
@@ -645,22 +610,19 @@ def sample_tokens_triton(
         chunk_results,
         chunk_sums,
         raw_sums,
-        arrived,
         *sizes,
         *inputs.sizes,
         **constants,
         BLOCKS_PER_PROGRAM=scan.blocks_per_program,
         NOISE_FIRST=scan.noise_first,
         ROW_AXIS=row_axis,
-        HAS_SHARES=has_shares,
         num_warps=layout.warps,
         maxnreg=None if vocab_ids is not None else scan.registers,
     )
     has_room = pools is not None and num_rows <= SINGLE_ROWS
-    lists, segments = (2, shares + 1) if has_shares else (1, 1)
     bounds = ChunkLayout.wide(layout.each, warps)
     num_bounds = bounds.num_chunks(vocab)
-    _finish_launches[(num_rows, shares)](
+    _finish_launches[(num_rows,)](
         *inputs.tensors,
         chunk_maxima,
         chunk_results,
@@ -671,10 +633,8 @@ def sample_tokens_triton(
         chunk_results if truncation is None else truncation,
         chunk_results if sums is None else sums.masses,
         # scratch
-        torch.empty(num_rows, shares, lists, num_chunks, dtype=torch.int32, device=device),
-        torch.empty(num_rows, segments, LIST_SIZE.value, dtype=torch.int64, device=device),
-        arrived,
-        torch.empty(num_rows, PARTIALS.value, shares, **float32) if has_shares else chunk_results,
+        torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device),
+        torch.empty(num_rows, LIST_SIZE.value, dtype=torch.int64, device=device),
         torch.empty(num_rows, num_bounds, **float32) if truncation is None else chunk_results,
         *sizes,
         *inputs.sizes,
@@ -683,7 +643,6 @@ def sample_tokens_triton(
         BOUNDS=bounds,
         PADDED_BOUNDS=triton.next_power_of_2(num_bounds),
         WARPS=warps,
-        NUM_SHARES=shares,
         num_warps=warps,
         maxnreg=ALL_REGISTERS if has_room else REGISTERS,
     )
@@ -717,11 +676,6 @@ class _Scan:
         )
         is_wide = not is_few and not has_processing
         return cls(layout, blocks_per_program, registers=80 if is_wide else 64, noise_first=is_wide)
-
-
-def _shares(num_rows: int, num_chunks: int) -> int:
-    """Number of programs that share a row."""
-    return SHARES if num_rows * SHARES <= PROGRAMS and num_chunks >= SHARES * SHARED_CHUNKS else 1
 
 
 @dataclass(frozen=True)

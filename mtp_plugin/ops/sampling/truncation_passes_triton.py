@@ -3,7 +3,7 @@
 A pass reads the selected chunks in tiles [TILE chunks, chunk size] and does some of this:
 
 1. List: append the ids in a range of depths to the row's list in memory, as packed values and
-   columns (`list_values`, `list_between`, `list_within`; `list_groups` for few chunks).
+   columns (`list_values`, `list_between`, `list_within`).
 2. Measure: count the ids up to given depths, or sum their weights (`measure_up_to`,
    `list_between`).
 3. Sample: keep the id with the highest noisy score; exact noise is computed only for tiles whose
@@ -12,9 +12,6 @@ A pass reads the selected chunks in tiles [TILE chunks, chunk size] and does som
 The *key* of an id is its depth as an integer with the same bits: depths are not negative, so keys
 have the order of depths. Passes compare differences to the row's maximum with `max_difference` of a
 key instead, which saves the division.
-
-If rows are few, several programs share a pass over one row: each reads every NUM_SHARES-th chunk
-and writes its results, and the last one to finish merges them and continues (`join_shares`).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -24,7 +21,6 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
-from mtp_plugin.ops.logit_rows.processing_triton import load_allowed_nibbles
 from mtp_plugin.ops.logit_rows.rows_triton import LOG2_E, NO_COLUMN, SelectedChunks, tile_columns
 from mtp_plugin.ops.sampling.row_triton import (
     BOUND_SLACK,
@@ -154,70 +150,6 @@ def list_values(
     index = _store_pairs(x2, columns + 2, is_listed2, index, pair_ptr)
     _store_pairs(x3, columns + 3, is_listed3, index, pair_ptr)
     return num_listed + tl.sum(num_of_thread, axis=0)
-
-
-@triton.jit
-def list_groups(
-    logit_row,
-    min_value,
-    selected,
-    group_ptr,
-    TILE: tl.constexpr,
-    WARPS: tl.constexpr,
-    LAYOUT: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_PROCESSING: tl.constexpr,
-):
-    """List the groups of four neighbours with a value of at least ``min_value``; returns how many.
-
-    The selected chunks fit one tile. A group takes a quarter of the stores that its values take.
-    Only disallowed tokens are processed: further processing that only lowers values cannot add
-    groups.
-    """
-    GROUPS: tl.constexpr = LAYOUT.chunk_size // 4
-    ROWS: tl.constexpr = TILE // WARPS
-    x = load_tile(logit_row, selected, 0, TILE, LAYOUT, HAS_IDS, False)[0]
-    columns = tile_columns(selected, 0, tl.arange(0, GROUPS) * 4, TILE, LAYOUT)[0]
-    x = tl.reshape(x, [TILE, GROUPS, 4])
-    if HAS_PROCESSING and not HAS_IDS:  # noqa: SIM102 - known when it is compiled
-        if logit_row.processing.allowed_row >= 0:
-            bits = load_allowed_nibbles(logit_row.processing, columns, columns < logit_row.vocab)
-            bits = (bits[:, :, None] >> tl.arange(0, 4)[None, None, :]) & 1
-            x = tl.where(bits != 0, x, float("-inf"))
-    is_listed = tl.max(x, axis=2) >= min_value
-    num_in_group = tl.reshape(is_listed.to(tl.int32), [ROWS, WARPS, GROUPS])
-    num_of_thread = tl.reshape(tl.sum(num_in_group, axis=0), [WARPS * GROUPS])
-    start = tl.reshape(tl.cumsum(num_of_thread, axis=0) - num_of_thread, [WARPS, GROUPS])
-    index = start[None, :, :] + tl.cumsum(num_in_group, axis=0) - num_in_group
-    # as in `list_values`
-    index = tl.reshape(index, [TILE * GROUPS])
-    columns = tl.reshape(columns, index.shape).to(tl.int64)
-    tl.store(group_ptr + index, columns, mask=tl.reshape(is_listed, index.shape))
-    return tl.sum(num_of_thread, axis=0)
-
-
-@triton.jit
-def list_from_groups(
-    logit_row,
-    min_value,
-    group_ptr,
-    num_groups,
-    pair_ptr,
-    GROUPS: tl.constexpr,
-    HAS_IDS: tl.constexpr,
-    HAS_PROCESSING: tl.constexpr,
-):
-    """List the values of groups that are at least ``min_value``; returns how many."""
-    offsets = tl.arange(0, GROUPS)
-    firsts = tl.load(group_ptr + offsets, mask=offsets < num_groups, other=logit_row.vocab).to(
-        tl.int32
-    )
-    columns = tl.reshape(firsts[:, None] + tl.arange(0, 4)[None, :], [GROUPS * 4])
-    x = load_values(logit_row, columns, columns < logit_row.vocab, HAS_IDS, HAS_PROCESSING)
-    is_listed = (x >= min_value).to(tl.int32)
-    index = tl.cumsum(is_listed, axis=0) - is_listed
-    tl.store(pair_ptr + index, pack_pairs(x, columns), mask=is_listed != 0)
-    return tl.sum(is_listed, axis=0)
 
 
 @triton.jit
@@ -518,86 +450,3 @@ def merge_best(noisy, columns, best, sampled):
     column = tl.min(tl.where((noisy == highest) & (noisy > float("-inf")), columns, NO_COLUMN))
     column = tl.where(highest == best, tl.minimum(column, sampled), column)
     return tl.maximum(best, highest), tl.where(highest >= best, column, sampled)
-
-
-MAX_UNSHARED_CHUNKS = tl.constexpr(64)
-"""Up to this number of selected chunks, one program per row reads them alone."""
-PARTIALS = tl.constexpr(6)
-"""Number of partial results per share of a row."""
-
-
-class RowShare(NamedTuple):
-    """How programs share a row; pointers are those of the row."""
-
-    number: tl.tensor  # index of this program
-    arrived_ptr: tl.tensor  # int32: number of programs that have written their results
-    partial_ptr: tl.tensor  # [PARTIALS, NUM_SHARES] float32
-    chunks_offset: tl.tensor  # offset of the share's chunks after all selected chunks
-
-
-@triton.jit
-def select_share_chunks(selected, row_share, PADDED_CHUNKS: tl.constexpr, NUM_SHARES: tl.constexpr):
-    """The selected chunks of a share: every NUM_SHARES-th, written after all selected chunks."""
-    offsets = tl.arange(0, PADDED_CHUNKS // NUM_SHARES)
-    index = offsets * NUM_SHARES + row_share.number
-    inside = index < selected.num_chunks
-    chunks = tl.load(selected.ptr + index, mask=inside, other=0)
-    tl.store(selected.ptr + row_share.chunks_offset + offsets, chunks, mask=inside)
-    num_chunks = (selected.num_chunks + (NUM_SHARES - 1) - row_share.number) // NUM_SHARES
-    return SelectedChunks(selected.ptr + row_share.chunks_offset, num_chunks)
-
-
-@triton.jit
-def arrive_and_check_last(row_share, NUM_SHARES: tl.constexpr):
-    """Signal that this share has written its results; returns whether it is the last one."""
-    # one thread signals for all of them
-    tl.debug_barrier()
-    return tl.atomic_add(row_share.arrived_ptr, 1, sem="acq_rel") == NUM_SHARES - 1
-
-
-@triton.jit
-def join_shares(passed, row_share, pair_ptr, NUM_SHARES: tl.constexpr):
-    """Combine the results of all shares of a row, in the last program to arrive; returns them and
-    whether this is that program.
-
-    The list of share s starts at ``pair_ptr + LIST_SIZE * s``; the joint list follows the last one.
-    """
-    partial_ptr = row_share.partial_ptr + row_share.number
-    tl.store(partial_ptr, passed.near_measure)
-    tl.store(partial_ptr + NUM_SHARES, passed.far_measure)
-    tl.store(partial_ptr + 2 * NUM_SHARES, passed.num_listed.to(tl.float32, bitcast=True))
-    tl.store(partial_ptr + 3 * NUM_SHARES, passed.sampled.score)
-    tl.store(partial_ptr + 4 * NUM_SHARES, passed.sampled.column.to(tl.float32, bitcast=True))
-    tl.store(partial_ptr + 5 * NUM_SHARES, passed.sampled.mass)
-    is_last = arrive_and_check_last(row_share, NUM_SHARES)
-    near_measure = passed.near_measure
-    far_measure = passed.far_measure
-    num_listed = tl.full([], 0, tl.int32)
-    best = passed.sampled.score
-    sampled = passed.sampled.column
-    kept_mass = passed.sampled.mass
-    if is_last:
-        shares = tl.arange(0, NUM_SHARES)
-        all_ptr = row_share.partial_ptr + shares
-        near_measure = tl.sum(tl.load(all_ptr), axis=0)
-        far_measure = tl.sum(tl.load(all_ptr + NUM_SHARES), axis=0)
-        share_counts = tl.load(all_ptr + 2 * NUM_SHARES).to(tl.int32, bitcast=True)
-        scores = tl.load(all_ptr + 3 * NUM_SHARES)
-        columns = tl.load(all_ptr + 4 * NUM_SHARES).to(tl.int32, bitcast=True)
-        kept_mass = tl.sum(tl.load(all_ptr + 5 * NUM_SHARES), axis=0)
-        best, sampled = merge_best(scores, columns, float("-inf"), NO_COLUMN)
-        num_listed = tl.sum(share_counts, axis=0)
-        if num_listed <= LIST_CAPACITY:
-            PAGE: tl.constexpr = LIST_CAPACITY // NUM_SHARES
-            starts = tl.cumsum(share_counts, axis=0) - share_counts
-            to_ptr = pair_ptr + NUM_SHARES * LIST_SIZE + starts[:, None]
-            from_ptr = pair_ptr + shares[:, None] * LIST_SIZE
-            for first in range(0, tl.max(share_counts, axis=0), PAGE):
-                offsets = first + tl.arange(0, PAGE)[None, :]
-                inside = offsets < share_counts[:, None]
-                pairs = tl.load(from_ptr + offsets, mask=inside, other=0)
-                tl.store(to_ptr + offsets, pairs, mask=inside)
-            tl.debug_barrier()
-    return PassResult(
-        near_measure, far_measure, num_listed, Sampled(best, sampled, kept_mass)
-    ), is_last

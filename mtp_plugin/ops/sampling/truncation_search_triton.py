@@ -13,8 +13,7 @@ least depth up to which the measure reaches the required one.
 4. Of the ids at the threshold the lowest columns are kept: the last one is found the same way.
 5. The sample is the best of phase 2 and of the kept ids in the list (`sample_list`).
 
-With top-k and top-p, phases 1 to 3 run twice: by number, then by the mass of the top k. If rows are
-few, several programs share the first pass of phase 2, and the last one to finish continues.
+With top-k and top-p, phases 1 to 3 run twice: by number, then by the mass of the top k.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -26,7 +25,6 @@ import triton.language as tl
 
 from mtp_plugin.ops.logit_rows.rows_triton import (
     NO_COLUMN,
-    SelectedChunks,
     chunk_starts,
     columns_in_chunk,
 )
@@ -34,19 +32,15 @@ from mtp_plugin.ops.sampling.row_triton import load_values
 from mtp_plugin.ops.sampling.truncation_passes_triton import (
     INF_KEY,
     LIST_CAPACITY,
-    LIST_SIZE,
-    MAX_UNSHARED_CHUNKS,
     MIN_REQUIRED,
     Candidates,
     Sampled,
     compute_depths,
-    join_shares,
     list_between,
     list_within,
     measure_up_to,
     sample_chunks,
     sample_list,
-    select_share_chunks,
     unpack_pairs,
 )
 
@@ -179,23 +173,19 @@ def _narrow_bounds(
     bounds,
     sample,
     candidates,
-    row_share,
-    is_row_shared,
     TILE: tl.constexpr,
     SAMPLE: tl.constexpr,
     LAYOUT: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
-    NUM_SHARES: tl.constexpr,
 ):
     """Narrow bounds until the ids between them fit the list.
 
     Returns:
         The bounds and the measure up to the lower one, which is less than ``required``; the number
-        of ids between them, which are listed if not more than LIST_CAPACITY; the sample from the
-        ids up to the lower bound; and whether this program continues with the row, as one of those
-        that share it does.
+        of ids between them, which are listed if not more than LIST_CAPACITY; and the sample from
+        the ids up to the lower bound.
     """
     low = bounds.low
     before = bounds.before
@@ -207,11 +197,6 @@ def _narrow_bounds(
     column = NO_COLUMN
     kept_mass = 0.0
     guesses = 0
-    is_last = tl.full([], 1, tl.int1)
-    selected = candidates.selected
-    share_chunks = selected
-    if NUM_SHARES > 1 and is_row_shared:
-        share_chunks = select_share_chunks(selected, row_share, PADDED_CHUNKS, NUM_SHARES)
     while (num_listed > LIST_CAPACITY) & (high - low > 1) & (guesses < MAX_GUESSES):
         near, far = guess_bounds(
             required,
@@ -224,51 +209,25 @@ def _narrow_bounds(
             HAS_IDS,
             HAS_PROCESSING,
         )
-        candidates_of_share = candidates
-        is_pass_shared = is_row_shared & (guesses == 0)
-        if NUM_SHARES > 1:
-            candidates_of_share = Candidates(
-                SelectedChunks(
-                    selected.ptr + tl.where(is_pass_shared, row_share.chunks_offset, 0),
-                    tl.where(is_pass_shared, share_chunks.num_chunks, selected.num_chunks),
-                ),
-                candidates.pair_ptr
-                - tl.where(is_pass_shared, (NUM_SHARES - row_share.number) * LIST_SIZE, 0),
-                candidates.num_listed,
-            )
         passed = list_between(
-            near, far, by_mass, sample, candidates_of_share, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING
+            near, far, by_mass, sample, candidates, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING
         )
         near_measure = passed.near_measure
         far_measure = passed.far_measure
-        num_between = passed.num_listed
         best = passed.sampled.score
         column = passed.sampled.column
         kept_mass = passed.sampled.mass
-        if NUM_SHARES > 1 and is_pass_shared:
-            joined, is_last = join_shares(
-                passed, row_share, candidates.pair_ptr - NUM_SHARES * LIST_SIZE, NUM_SHARES
-            )
-            near_measure = joined.near_measure
-            far_measure = joined.far_measure
-            num_between = joined.num_listed
-            best = joined.sampled.score
-            column = joined.sampled.column
-            kept_mass = joined.sampled.mass
         is_nearer = (near_measure >= required) & (near > low)
         # up to the highest key the measure is reached, also if rounding says otherwise
         is_farther = (far_measure < required) & (far < high)
-        num_listed = tl.where(is_nearer | is_farther, num_listed, num_between)
+        num_listed = tl.where(is_nearer | is_farther, num_listed, passed.num_listed)
         end = tl.where(is_nearer, near, tl.where(is_farther, end, far))
         total = tl.where(is_nearer, near_measure, tl.where(is_farther, total, far_measure))
         before = tl.where(is_nearer, before, tl.where(is_farther, far_measure, near_measure))
         low = tl.where(is_nearer, low, tl.where(is_farther, far, near))
         high = tl.where(is_nearer, near, tl.where(is_farther, high, far))
-        guesses += tl.where(is_last, 1, MAX_GUESSES)
-    # programs that do not continue have nothing to search
-    num_listed = tl.where(is_last, num_listed, 0)
-    low = tl.where(is_last, low, high)
-    return low, high, before, num_listed, Sampled(best, column, kept_mass), is_last
+        guesses += 1
+    return low, high, before, num_listed, Sampled(best, column, kept_mass)
 
 
 @triton.jit
@@ -362,7 +321,6 @@ def _search_key(
 def sample_by_search(
     sample,
     candidates,
-    row_share,
     far,
     mass,
     LAYOUT: tl.constexpr,
@@ -370,7 +328,6 @@ def sample_by_search(
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
     WARPS: tl.constexpr,
-    NUM_SHARES: tl.constexpr,
 ):
     """`sample_truncated` for any number of candidates.
 
@@ -383,13 +340,6 @@ def sample_by_search(
     top_p = sample.options.top_p
     selected = candidates.selected
     is_listed = candidates.num_listed <= LIST_CAPACITY
-    is_row_shared = (NUM_SHARES > 1) & (not is_listed) & (selected.num_chunks > MAX_UNSHARED_CHUNKS)
-    is_row_shared = is_row_shared & (top_k == 0) & (top_p < 1)
-    is_last = (NUM_SHARES == 1) | is_row_shared | (row_share.number == 0)
-    pair_ptr = candidates.pair_ptr
-    if NUM_SHARES > 1:
-        pair_ptr += tl.where(is_row_shared, (NUM_SHARES - row_share.number) * LIST_SIZE, 0)
-    candidates = Candidates(selected, pair_ptr, candidates.num_listed)
     # the depth as a key, and how many of the ids at it are kept
     limit = (far * LN_2).to(tl.int32, bitcast=True)
     num_at_limit = 2147483647.0
@@ -430,21 +380,18 @@ def sample_by_search(
         before = 0.0
         if not is_listed:
             # phases 1 and 2
-            low, high, before, num_listed, sampled, is_last = _narrow_bounds(
+            low, high, before, num_listed, sampled = _narrow_bounds(
                 required,
                 by_mass,
                 Bounds(low, before, high, end, total),
                 sample,
                 candidates,
-                row_share,
-                is_row_shared,
                 TILE,
                 SAMPLE,
                 LAYOUT,
                 PADDED_CHUNKS,
                 HAS_IDS,
                 HAS_PROCESSING,
-                NUM_SHARES,
             )
             best = sampled.score
             column = sampled.column
@@ -558,4 +505,4 @@ def sample_by_search(
         sampled = sample_chunks(
             sample, selected, limit, last, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING
         )
-    return sampled.column, limit.to(tl.float32, bitcast=True), last, sampled.mass, is_last
+    return sampled.column, limit.to(tl.float32, bitcast=True), last, sampled.mass

@@ -22,10 +22,9 @@ the id with the highest score among those before it is tried next.
 import triton
 import triton.language as tl
 
-from mtp_plugin.ops.logit_rows.processing_triton import only_lower, process_values
+from mtp_plugin.ops.logit_rows.processing_triton import process_values
 from mtp_plugin.ops.logit_rows.rows_triton import (
     NO_COLUMN,
-    SelectedChunks,
     load_block,
     max_no_nan,
     nan_to_neg_inf,
@@ -47,13 +46,9 @@ from mtp_plugin.ops.sampling.row_triton import (
 )
 from mtp_plugin.ops.sampling.truncation_passes_triton import (
     LIST_CAPACITY,
-    MAX_UNSHARED_CHUNKS,
     MIN_REQUIRED,
     Candidates,
-    arrive_and_check_last,
     compute_depths,
-    list_from_groups,
-    list_groups,
     list_values,
     load_tile,
     max_difference,
@@ -73,10 +68,10 @@ ROUNDING = tl.constexpr(1e-6)
 FEW = tl.constexpr(64)
 MANY = tl.constexpr(256)
 """Largest numbers of candidates that are ranked by counting."""
-TILE_CHUNKS = tl.constexpr(64)
-"""Chunks, and groups of four neighbours in them, that are read in one tile."""
+MANY_CHUNKS = tl.constexpr(64)
+"""With more selected chunks, rows with a large top-k or a flat nucleus are not listed."""
 FEW_CHUNKS = tl.constexpr(52)
-"""A bound is tightened until at most so many chunks remain; TILE_CHUNKS with a margin."""
+"""A bound is tightened until at most so many chunks remain."""
 STEPS = tl.constexpr(12)
 STEPS_KEPT = tl.constexpr(24)
 """Steps of the search for the depth of a number of ids: equally fine, from either depth on."""
@@ -212,25 +207,18 @@ def _load_processed_block(
 @triton.jit(noinline=True)
 def _bound_scores(
     sample,
-    first,
-    step,
     bound_ptr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
 ):
-    """Bound the noisy scores of the chunks of every ``step``-th block.
-
-    Bounds are in log2, relative to the score of the row's maximum.
-    """
+    """Bound the noisy scores of all chunks, in log2 and relative to that of the row's maximum."""
     BLOCK: tl.constexpr = LAYOUT.block
     scale = log2_scale(sample.options.temperature)
-    x = _load_processed_block(sample.logit_row, first, BLOCK, HAS_IDS, HAS_PROCESSING)
-    for block in range(first, tl.cdiv(sample.logit_row.vocab, BLOCK), step):
+    x = _load_processed_block(sample.logit_row, 0, BLOCK, HAS_IDS, HAS_PROCESSING)
+    for block in range(tl.cdiv(sample.logit_row.vocab, BLOCK)):
         # load the next block while this one is processed
-        next_x = _load_processed_block(
-            sample.logit_row, block + step, BLOCK, HAS_IDS, HAS_PROCESSING
-        )
+        next_x = _load_processed_block(sample.logit_row, block + 1, BLOCK, HAS_IDS, HAS_PROCESSING)
         noise = gumbel_bound(
             philox_of_block(sample.logit_row, block, sample.stream, BLOCK, HAS_IDS)
         )
@@ -314,39 +302,25 @@ def _is_kept(
 @triton.jit
 def sample_flat(
     sample,
-    row_share,
-    is_shared,
     mass,
     bound_ptr,
     LAYOUT: tl.constexpr,
     HAS_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
     PADDED_BOUNDS: tl.constexpr,
-    NUM_SHARES: tl.constexpr,
 ):
-    """The column that a row samples with top-p alone, without its threshold.
-
-    Returns it and whether this program has it: one of the programs that share the row does.
-    """
-    is_last = tl.full([], 1, tl.int1)
-    if NUM_SHARES > 1 and is_shared:
-        _bound_scores(
-            sample, row_share.number, NUM_SHARES, bound_ptr, LAYOUT, HAS_IDS, HAS_PROCESSING
-        )
-        is_last = arrive_and_check_last(row_share, NUM_SHARES)
-    else:
-        _bound_scores(sample, 0, 1, bound_ptr, LAYOUT, HAS_IDS, HAS_PROCESSING)
-        tl.debug_barrier()
+    """The column that a row samples with top-p alone, without its threshold."""
+    _bound_scores(sample, bound_ptr, LAYOUT, HAS_IDS, HAS_PROCESSING)
+    tl.debug_barrier()
     required = tl.maximum(sample.options.top_p * mass, MIN_REQUIRED)
     offsets = tl.arange(0, PADDED_BOUNDS)
     num_bounds = tl.cdiv(sample.logit_row.vocab, LAYOUT.block) * LAYOUT.chunks
-    inside = (offsets < num_bounds) & is_last
-    bounds = tl.load(bound_ptr + offsets, mask=inside, other=float("-inf"))
+    bounds = tl.load(bound_ptr + offsets, mask=offsets < num_bounds, other=float("-inf"))
     cutoff = no_cutoff()
     before = cutoff.before
     within = cutoff.within
     column = cutoff.column
-    is_searching = is_last
+    is_searching = tl.full([], 1, tl.int1)
     while is_searching:
         column = best_noisy_column(
             sample,
@@ -363,7 +337,7 @@ def sample_flat(
         before = cutoff.before
         within = cutoff.within
         is_searching = ~is_kept & (column != NO_COLUMN)
-    return column, is_last
+    return column
 
 
 @triton.jit
@@ -375,7 +349,6 @@ def sample_truncated(
     num_chunks,
     selected_ptr,
     pair_ptr,
-    row_share,
     bound_ptr,
     LAYOUT: tl.constexpr,
     PADDED_CHUNKS: tl.constexpr,
@@ -385,18 +358,17 @@ def sample_truncated(
     HAS_PROCESSING: tl.constexpr,
     HAS_TRUNCATION: tl.constexpr,
     WARPS: tl.constexpr,
-    NUM_SHARES: tl.constexpr,
 ):
     """Sample from a row after top-k, top-p and min-p.
 
     Args:
         chunk_maxima: the maxima of the row's chunks.
         relative_sums: their sums of weights, for top-p alone.
-        selected_ptr, pair_ptr: of the share; other pointers are those of the row.
+        selected_ptr, pair_ptr, bound_ptr: those of the row.
 
     Returns:
-        The sampled column; of the kept tokens the largest depth, the last column at that depth and
-        the mass; and whether this program has them: one of those that share a row does.
+        The sampled column; and of the kept tokens the largest depth, the last column at that depth
+        and the mass.
     """
     # the chunks that a bound leaves fit one tile
     TILE: tl.constexpr = WARPS * (512 if HAS_PROCESSING else 1024) // LAYOUT.chunk_size
@@ -427,56 +399,25 @@ def sample_truncated(
     is_candidate = (depths <= far) & (chunks < num_chunks)
     selected = select_chunks(is_candidate, selected_ptr)
     is_nucleus = (options.top_k == 0) & (options.top_p < 1)
-    is_shared = is_nucleus & (selected.num_chunks > MAX_UNSHARED_CHUNKS)
     may_be_flat = is_nucleus & (options.top_p >= MIN_FLAT_TOP_P)
-    if NUM_SHARES > 1:
-        is_idle = (row_share.number > 0) & (selected.num_chunks <= MAX_UNSHARED_CHUNKS)
-        selected = SelectedChunks(selected_ptr, tl.where(is_idle, 0, selected.num_chunks))
     # threads read what others wrote
     tl.debug_barrier()
 
-    # phase 2: list the candidates; of few chunks by groups of four
+    # phase 2: list the candidates
     # finite, so that -inf is deeper
     min_value = tl.maximum(row_max - far * LN_2 * temperature, MIN_FLOAT)
     num_listed = tl.full([], 0, tl.int32)
     first = tl.full([], 0, tl.int32)
-    by_groups = selected.num_chunks <= TILE_CHUNKS
-    if HAS_PROCESSING:
-        by_groups = by_groups & only_lower(logit_row.processing)
-    if by_groups:
-        group_ptr = pair_ptr + 2 * MANY
-        num_groups = list_groups(
-            logit_row,
-            min_value,
-            selected,
-            group_ptr,
-            TILE_CHUNKS,
-            WARPS,
-            LAYOUT,
-            HAS_IDS,
-            HAS_PROCESSING,
-        )
-        tl.debug_barrier()
-        if num_groups <= TILE_CHUNKS:
-            num_listed = list_from_groups(
-                logit_row,
-                min_value,
-                group_ptr,
-                num_groups,
-                pair_ptr,
-                TILE_CHUNKS,
-                HAS_IDS,
-                HAS_PROCESSING,
-            )
-            first = selected.num_chunks
     # with a large top-k nearly all ids of the chunks would be listed
-    is_many = (options.top_k > MANY) & (selected.num_chunks > MAX_UNSHARED_CHUNKS)
-    num_listed = tl.where(is_many, LIST_CAPACITY + 1, num_listed)
+    has_many_chunks = selected.num_chunks > MANY_CHUNKS
+    num_listed = tl.where(has_many_chunks & (options.top_k > MANY), LIST_CAPACITY + 1, num_listed)
     if not HAS_TRUNCATION:
         # the truncation is no output, so a flat nucleus needs no list
         candidate_sum = tl.sum(tl.where(is_candidate & may_be_flat, relative_sums, 0.0), axis=0)
         num_listed = tl.where(
-            is_shared & may_be_flat & (candidate_sum > FLAT_SUM), LIST_CAPACITY + 1, num_listed
+            has_many_chunks & may_be_flat & (candidate_sum > FLAT_SUM),
+            LIST_CAPACITY + 1,
+            num_listed,
         )
     while (first < selected.num_chunks) & (num_listed <= LIST_CAPACITY):
         x = load_tile(logit_row, selected, first, TILE, LAYOUT, HAS_IDS, HAS_PROCESSING)[0]
@@ -484,11 +425,6 @@ def sample_truncated(
             x, x >= min_value, selected, first, num_listed, pair_ptr, LAYOUT, WARPS
         )
         first += TILE
-        if NUM_SHARES > 1:
-            # a shared row that so far has twice too many ids is listed no further
-            seen = tl.minimum(first, selected.num_chunks)
-            is_flat = is_shared & (num_listed * selected.num_chunks > seen * (2 * LIST_CAPACITY))
-            num_listed = tl.where(is_flat, tl.maximum(num_listed, LIST_CAPACITY + 1), num_listed)
     tl.debug_barrier()
 
     # phases 3 to 5: truncate and sample, by the number of candidates
@@ -497,43 +433,34 @@ def sample_truncated(
     limit = tl.full([], 0.0, tl.float32)
     last = tl.full([], 0, tl.int32)
     kept_mass = tl.full([], 0.0, tl.float32)
-    has_result = row_share.number == 0
-    if NUM_SHARES == 1 or has_result | (num_listed > LIST_CAPACITY):
-        if num_listed <= FEW:
-            sampled, limit, last, kept_mass = _sample_few(
-                sample, candidates, mass, HAS_IDS, FEW, FEW
-            )
-        elif num_listed <= MANY:
-            sampled, limit, last, kept_mass = _sample_few(
-                sample, candidates, mass, HAS_IDS, MANY, WARPS * 512 // MANY
+    if num_listed <= FEW:
+        sampled, limit, last, kept_mass = _sample_few(sample, candidates, mass, HAS_IDS, FEW, FEW)
+    elif num_listed <= MANY:
+        sampled, limit, last, kept_mass = _sample_few(
+            sample, candidates, mass, HAS_IDS, MANY, WARPS * 512 // MANY
+        )
+    else:
+        is_flat = may_be_flat & (num_listed > LIST_CAPACITY)
+        if not HAS_TRUNCATION and is_flat:
+            sampled = sample_flat(
+                sample,
+                mass,
+                bound_ptr,
+                BOUNDS,
+                HAS_IDS,
+                HAS_PROCESSING,
+                PADDED_BOUNDS,
             )
         else:
-            is_flat = may_be_flat & (num_listed > LIST_CAPACITY)
-            if not HAS_TRUNCATION and is_flat:
-                sampled, has_result = sample_flat(
-                    sample,
-                    row_share,
-                    is_shared,
-                    mass,
-                    bound_ptr,
-                    BOUNDS,
-                    HAS_IDS,
-                    HAS_PROCESSING,
-                    PADDED_BOUNDS,
-                    NUM_SHARES,
-                )
-            else:
-                sampled, limit, last, kept_mass, has_result = sample_by_search(
-                    sample,
-                    candidates,
-                    row_share,
-                    far,
-                    mass,
-                    LAYOUT,
-                    PADDED_CHUNKS,
-                    HAS_IDS,
-                    HAS_PROCESSING,
-                    WARPS,
-                    NUM_SHARES,
-                )
-    return sampled, limit, last, kept_mass, has_result
+            sampled, limit, last, kept_mass = sample_by_search(
+                sample,
+                candidates,
+                far,
+                mass,
+                LAYOUT,
+                PADDED_CHUNKS,
+                HAS_IDS,
+                HAS_PROCESSING,
+                WARPS,
+            )
+    return sampled, limit, last, kept_mass

@@ -53,7 +53,6 @@ def check(batch: Batch) -> None:
 
 
 @pytest.mark.thinned(cases=2)
-@pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize(("dtype", "temperature"), [*zip(DTYPES, (0.7, 1.0, 3.0), strict=True)])
 def test_every_share_of_mass(temperature: float, dtype: torch.dtype, tried: list[int]) -> None:
     requests = [Options(temperature, top_p=p, seed=1) for p in TOP_PS]
@@ -117,8 +116,6 @@ def test_row_is_read_until_the_result_is_certain(monkeypatch: pytest.MonkeyPatch
     assert len(seen) < 12
 
 
-@pytest.mark.thinned(cases=6)
-@pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize("kind", ["tails", "strided", "ids", "edited", "far", "depths of nothing"])
 def test_rows_of_every_form(kind: str, tried: list[int]) -> None:
     requests = [Options(1.0, top_p=p, seed=seed) for seed, p in enumerate(TOP_PS[:4])]

@@ -32,8 +32,6 @@ def sample(batch: Batch) -> list[torch.Tensor]:
     return [batch.tokens(Backend.TRITON, truncation=given) for given in (None, truncation)]
 
 
-@pytest.mark.thinned(cases=22)
-@pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize(
     ("options", "spread"),
     [
@@ -99,6 +97,28 @@ def test_wrong_depth_guess_gives_the_same_tokens(
         assert torch.equal(tokens, batch.tokens(Backend.TORCH))
 
 
+@pytest.mark.skipif(DEVICE.type != "cpu", reason="guesses are replaced in the interpreter")
+@pytest.mark.parametrize("wrong", ["too near", "too far", "too wide", "always too wide"])
+def test_wrong_guess_of_a_mass_gives_the_same_tokens(
+    wrong: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    guessed, guesses = search_kernel.guess_bounds, []
+
+    def guess(need: Any, by_mass: Any, bounds: Any, *others: Any) -> Any:
+        guesses.append(1)
+        if len(guesses) > 1 and not wrong.startswith("always"):
+            return guessed(need, by_mass, bounds, *others)
+        low = bounds.high - 1 if wrong == "too far" else bounds.low
+        return low, bounds.low + 1 if wrong == "too near" else bounds.high
+
+    monkeypatch.setattr(search_kernel, "guess_bounds", guess)
+    batch = batch_of_rows(normal(1, 1), [Options(1.0, top_p=0.9, min_p=1e-4, seed=9)])
+    truncation = torch.zeros(1, TRUNCATION_SIZE, device=DEVICE)
+    tokens = batch.tokens(Backend.TRITON, truncation=truncation)
+    assert len(guesses) == (4 if wrong.startswith("always") else 2)
+    assert torch.equal(tokens, batch.tokens(Backend.TORCH))
+
+
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="passes are counted in the interpreter")
 @pytest.mark.parametrize(("top_k", "passes"), [(300, 0), (1000, 0), (2500, 0), (3500, 2)])
 def test_complete_list_takes_no_pass(
@@ -146,7 +166,6 @@ def test_ties_keep_the_lowest_ids(kept: int, backend: Backend) -> None:
             assert set(tokens.tolist()) <= set(among)
 
 
-@pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize("backend", Backend)
 def test_tokens_that_reach_top_p_exactly_are_the_last(backend: Backend) -> None:
     """2**14 equal values: the first quarter has exactly the mass 0.25, and no token follows it."""
@@ -169,9 +188,12 @@ def test_low_temperature_returns_argmax(backend: Backend) -> None:
 @pytest.mark.parametrize("vocab", [4096 * 32, 4096 * 32 + 1])
 def test_many_chunks_within_the_depth(vocab: int) -> None:
     """As many as their counts have room for in a word, and more."""
-    rows = torch.linspace(3, 4, vocab).expand(2, -1)
-    requests = [Options(1.0, top_k=1000, seed=1), Options(0.01, top_k=60, seed=2)]
-    batch = batch_of_rows(rows, requests)
+    requests = [
+        Options(1.0, top_k=1000, seed=1),
+        Options(0.01, top_k=60, seed=2),
+        Options(1.0, top_p=0.95, seed=3),
+    ]
+    batch = batch_of_rows(torch.linspace(3, 4, vocab).expand(3, -1), requests)
     assert torch.equal(batch.tokens(Backend.TRITON), batch.tokens(Backend.TORCH))
 
 
@@ -188,13 +210,23 @@ def odd_row(kind: str) -> torch.Tensor:
         return values * 0.01 + 2.0 * (torch.arange(VOCAB) % 2)
     if kind == "sampled low":  # every other chunk's first places
         return values * 0.5 - 3.0 * (torch.arange(VOCAB) % 1024 < 8)
+    if kind == "few chunks":
+        return values * 0.001 - 30.0 * (torch.arange(VOCAB) >= 5000)
     return values
 
 
 @pytest.mark.thinned("options")
-@pytest.mark.usefixtures("shares")
 @pytest.mark.parametrize(
-    "kind", ["zeros of both signs", "few values", "sorted", "two heights", "sampled low", "normal"]
+    "kind",
+    [
+        "zeros of both signs",
+        "few values",
+        "sorted",
+        "two heights",
+        "sampled low",
+        "few chunks",
+        "normal",
+    ],
 )
 @pytest.mark.parametrize(
     "options",
@@ -234,8 +266,7 @@ def test_kept_mass_excludes_tokens_below_min_p(options: Options) -> None:
 
 
 @pytest.mark.skipif(DEVICE.type != "cpu", reason="passes are counted in the interpreter")
-def test_flat_row_takes_one_pass(monkeypatch: pytest.MonkeyPatch, shares: int) -> None:
-    """Of each share."""
+def test_flat_row_takes_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     passes = []
     for name in ("list_between", "measure_up_to", "sample_chunks"):
         kernel = getattr(search_kernel, name)
@@ -253,4 +284,4 @@ def test_flat_row_takes_one_pass(monkeypatch: pytest.MonkeyPatch, shares: int) -
         for backend, truncation in zip(Backend, expected, strict=True)
     ]
     assert torch.equal(*tokens)
-    assert passes == ["list_between"] * shares
+    assert passes == ["list_between"]
