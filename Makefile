@@ -28,8 +28,10 @@ FAST = tests/hosts/embedded/test_losslessness.py \
 	tests/speculative/test_sampler.py tests/speculative/verification/test_custom.py \
 	tests/speculative/verification/test_registry.py tests/speculative/verification/test_verifier.py
 # the command of `make demo`, which integration/results/demo.svg shows
-DEMO = mtp-plugin generate --config configs/tiny_eagle.yaml --prompt "$(DEMO_PROMPT)" --max-new-tokens 96
+DEMO = mtp-plugin generate --config configs/tiny_eagle.yaml --prompt "$(DEMO_PROMPT)" $(DEMO_OPTIONS)
 DEMO_PROMPT = class HTTPServer(socketserver.TCPServer):
+# greedy output of so small a model repeats itself
+DEMO_OPTIONS = --temperature 0.8 --top-p 0.95 --seed 3 --max-new-tokens 96
 # the oldest supported Triton, and the newest, of vLLM 0.33: directories that precede the environment on the path
 TRITONS := 3.5.1 3.8.0
 # vLLM, its versions of everything and this package
