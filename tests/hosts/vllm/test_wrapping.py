@@ -654,5 +654,5 @@ def test_an_engine_with_the_plugin_loads_no_reading_of_other_hosts() -> None:
     loaded = modules_after(f"import sys; sys.path += {sys.path!r}; import {names}")
     host = "mtp_plugin.speculative.host"
     found = {name.removeprefix(f"{host}.") for name in loaded if name.startswith(f"{host}.")}
-    assert found == {"config", "request"}
+    assert found == {"config", "request", "signatures"}
     assert "mtp_plugin.speculative.drafting" not in loaded
