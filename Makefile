@@ -27,7 +27,7 @@ FAST = tests/hosts/embedded/test_losslessness.py \
 	tests/speculative/metrics tests/speculative/state tests/speculative/test_plugin.py \
 	tests/speculative/test_sampler.py tests/speculative/verification/test_custom.py \
 	tests/speculative/verification/test_registry.py tests/speculative/verification/test_verifier.py
-# the command of `make demo`, which integration/results/demo.svg shows
+# the command of `make demo`; integration/results/demo.svg is its recording by integration.demo_recording
 DEMO = mtp-plugin generate --config configs/tiny_eagle.yaml --prompt "$(DEMO_PROMPT)" $(DEMO_OPTIONS)
 DEMO_PROMPT = class HTTPServer(socketserver.TCPServer):
 # greedy output of so small a model repeats itself

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from integration.demo_recording import svg
 from integration.figures import (
     BLOCKS,
     CHARTS,
@@ -137,3 +138,16 @@ def test_demo_recording_ends_with_identical_output() -> None:
     recording = (RESULTS / "demo.svg").read_text(encoding="utf-8")
     assert len(recording) < 150_000
     assert re.search(r"\d\.\dx tokens per second, identical output", recording)
+
+
+def test_a_recording_has_colors_positions_and_wrapped_lines() -> None:
+    recording = svg([(0.0, f"\x1b[1;32m{'a' * 70}\x1b[0m"), (0.1, "<" * 20 + "\r\nend\r\n")])
+    shown = re.findall(
+        r'<text class="(.*?)" x="(.*?)" y="(\d+)" textLength.*?>(.*?)</text>', recording
+    )
+    assert shown[1:] == [
+        ("green b", "14", "60", "a" * 70),
+        ("plain", "560", "60", "&lt;" * 8),
+        ("plain", "14", "77", "&lt;" * 12),
+        ("plain", "14", "94", "end"),
+    ]
