@@ -56,7 +56,9 @@ def _examine_host(host: str, arguments: list[str]) -> int:
     if host == "tensorrt_llm":
         subjects |= {"--config": "file_check", "-c": "file_check"}
         also = ", or --config FILE"
-    given = [(subjects[name], options.pop(name)) for name in subjects if name in options]
+    given: list[tuple[str, ...]] = [
+        (subjects[name], options.pop(name)) for name in subjects if name in options
+    ]
     if options != {"--host": host} or len(words) != 2 + 2 * len(given) or len(given) > 1:
         sys.stderr.write(f"error: --host {host} accepts no other option but --model DIR{also}\n")
         return 2
