@@ -164,6 +164,15 @@ def without_empty(value: Any) -> Any:
     return {key: each for key, each in kept.items() if each not in (None, "", [], {})}
 
 
+def near(value: Any) -> Any:
+    """Compare log-probabilities up to rounding: two runs may batch their prompts differently."""
+    if isinstance(value, list):
+        return [near(each) for each in value]
+    if isinstance(value, dict):
+        return {key: near(each) for key, each in value.items()}
+    return pytest.approx(value, abs=1e-4) if isinstance(value, float) else value
+
+
 LONG = "class HTTPServer:\n    def handle(self):\n" * 3
 CHAT = {"messages": [{"role": "user", "content": "a"}]}
 SAMPLED = {"temperature": 1, "seed": 5, "max_tokens": 12}
@@ -202,7 +211,7 @@ def test_stream_has_every_field_of_the_whole_answer(server: Running, body: dict[
     for choice in whole["choices"]:
         for segment in choice.get("draft_segments", ()):
             del segment["seconds"]
-        assert without_empty(found[choice.pop("index")]) == without_empty(choice)
+        assert without_empty(found[choice.pop("index")]) == near(without_empty(choice))
     assert {**last, "choices": whole["choices"], "object": "", "id": "", "created": 0} == {
         **whole,
         "object": "",
