@@ -113,7 +113,6 @@ class LLMConfig(ConfigModel):
         "max_input_len": "write max_seq_len (prompt plus output)",
         "block_size": "write kv_cache_config: {tokens_per_block: _}",
         "num_gpu_blocks_override": "write kv_cache_config: {max_tokens: _}, a number of tokens",
-        "long_prefill_token_threshold": "write max_prompt_tokens_while_generating",
         "async_scheduling": "write disable_overlap_scheduler with the opposite value",
         "speculative_algorithm": "write speculative_config: {decoding_type: MTP, max_draft_len: _}",
         "speculative_num_steps": "write speculative_config: {decoding_type: MTP, max_draft_len: _}",
@@ -183,11 +182,6 @@ class LLMConfig(ConfigModel):
     )
     enable_chunked_prefill: bool = Field(
         default=True, description="split prompts that do not fit into max_num_tokens"
-    )
-    max_prompt_tokens_while_generating: PositiveInt | None = Field(
-        default=1024,
-        description="maximum number of prompt tokens in a step that also generates, for shorter "
-        "gaps between tokens; null: max_num_tokens",
     )
     seed: int | None = Field(
         default=None,

@@ -457,7 +457,6 @@ class TestFile:
             "cuda_graph_config": None,
             "disable_overlap_scheduler": False,
             "enable_chunked_prefill": True,
-            "max_prompt_tokens_while_generating": 1024,
             "seed": None,
             "speculative_config": None,
         }

@@ -53,7 +53,6 @@ from mtp_plugin.hosts.embedded.models import (
     unread_tokenizer,
 )
 from mtp_plugin.hosts.embedded.progress import Progress
-from mtp_plugin.hosts.embedded.prompt_limit import SHORT_PREFIX, MixedPromptLimit, equal_prefix_of
 from mtp_plugin.hosts.embedded.prompt_steps import prompt_shapes, prompt_token_sizes
 from mtp_plugin.hosts.embedded.py_executor import PyExecutor
 from mtp_plugin.hosts.embedded.resolved_config import (
@@ -322,7 +321,6 @@ def _executor(
         max_num_tokens=config.max_num_tokens,
         chunk_policy=chunk_policy,
         chunking=config.enable_chunked_prefill,
-        mixed_limit=_mixed_limit(config, engine.model, chunk_policy),
     )
     managers: dict[str, ResourceManager] = {
         "spec_resource_manager": pieces.manager,
@@ -336,15 +334,6 @@ def _executor(
         ResourceManagers(managers),
         overlap=not config.disable_overlap_scheduler,
     )
-
-
-def _mixed_limit(
-    config: LLMConfig, model: LoadedModel, chunk_policy: ChunkPolicy
-) -> MixedPromptLimit | None:
-    most = config.max_prompt_tokens_while_generating
-    if most is None or not config.enable_chunked_prefill or chunk_policy is not whole_budget:
-        return None
-    return MixedPromptLimit(most, equal_prefix_of(model), SHORT_PREFIX)
 
 
 @torch.inference_mode()

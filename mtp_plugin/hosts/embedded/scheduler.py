@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 
 from mtp_plugin.errors import ExecutorError, format_value
 from mtp_plugin.hosts.embedded.kv_cache import BlockManager
-from mtp_plugin.hosts.embedded.prompt_limit import MixedPromptLimit
 from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.speculative.plugin import DraftPlan
 
@@ -62,8 +61,6 @@ class Scheduler:
         max_num_tokens: maximum number of target tokens per step, history rows included.
         chunk_policy: chooses the length of prompt chunks.
         chunking: False: a prompt is not split, except that of a preempted request.
-        mixed_limit: limit of the prompt tokens of a step that also has generation requests; None:
-            only ``max_num_tokens``.
     """
 
     def __init__(
@@ -75,7 +72,6 @@ class Scheduler:
         max_num_tokens: int,
         chunk_policy: ChunkPolicy = whole_budget,
         chunking: bool = True,
-        mixed_limit: MixedPromptLimit | None = None,
     ) -> None:
         self.plan = plan
         self.blocks = blocks
@@ -83,7 +79,6 @@ class Scheduler:
         self.max_num_tokens = max_num_tokens
         self.chunk_policy = chunk_policy
         self.chunking = chunking
-        self.mixed_limit = mixed_limit
         self.waiting: deque[LlmRequest] = deque()
         self.active: list[LlmRequest] = []  # oldest first
 
@@ -132,8 +127,6 @@ class Scheduler:
         """Add the request's next prompt chunk to the batch; False if it does not fit."""
         start = request.context_current_position
         room = self.max_num_tokens - batch.num_tokens - self.plan.chunk_tokens(start, 0)
-        if self.mixed_limit is not None and batch.generation_requests:
-            room = min(room, self._mixed_room(start, batch, self.mixed_limit))
         if room < 1:
             return False
         chunk = self.chunk_policy(request, room)
@@ -151,17 +144,6 @@ class Scheduler:
         batch.context_requests.append(request)
         batch.num_tokens += self.plan.chunk_tokens(start, chunk)
         return True
-
-    def _mixed_room(self, start: int, batch: ScheduledRequests, limit: MixedPromptLimit) -> int:
-        """Return how many prompt tokens from ``start`` the limit of mixed steps admits."""
-        used = 0.0
-        for request in batch.context_requests:
-            begin = request.context_current_position
-            history = self.plan.chunk_tokens(begin, 0)
-            used += limit.cost(begin - history, history + request.context_chunk_size)
-        history = self.plan.chunk_tokens(start, 0)
-        room = limit.longest(start - history, used) - history
-        return room if used else max(room, 1)  # a limit below the history rows
 
     def _reserve_or_pause(self, request: LlmRequest, rows: int, batch: ScheduledRequests) -> bool:
         """Reserve rows, pausing younger requests as needed; False if the request itself was

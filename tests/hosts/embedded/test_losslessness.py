@@ -129,12 +129,12 @@ def test_greedy_output_is_that_of_generate(harness, prompts):
 
 
 @pytest.mark.parametrize(("vanilla", "no_overlap"), [(False, False), (True, True)])
-def test_prompts_limited_while_requests_generate(harness, target, prompts, no_overlap, vanilla):
+def test_prompts_in_chunks_while_requests_generate(harness, target, prompts, no_overlap, vanilla):
     llm = harness.llm(
         vanilla=vanilla,
         disable_overlap_scheduler=no_overlap,
         max_batch_size=3,
-        max_prompt_tokens_while_generating=4,
+        max_num_tokens=16,
         kv_fill=float("nan"),
     )
     mixed = []
@@ -149,7 +149,7 @@ def test_prompts_limited_while_requests_generate(harness, target, prompts, no_ov
     llm.executor.scheduler.schedule = recorded
     params = SamplingParams(max_new_tokens=NUM_TOKENS, ignore_eos=True)
     assert generate(llm, prompts, params) == [target.greedy(p, NUM_TOKENS) for p in prompts]
-    assert max(mixed) <= 4
+    assert max(mixed) <= 12
     assert len(mixed) > 5
 
 

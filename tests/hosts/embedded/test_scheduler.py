@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from mtp_plugin.hosts.embedded import LlmRequest, SamplingParams
 from mtp_plugin.hosts.embedded.kv_cache import BlockManager
-from mtp_plugin.hosts.embedded.prompt_limit import LEAST_CHUNK, MixedPromptLimit
 from mtp_plugin.hosts.embedded.scheduler import ScheduledRequests, Scheduler
 from mtp_plugin.plugin import DraftPlan
 from mtp_plugin.requests.states import FinishReason
@@ -161,62 +160,6 @@ def scheduled_chunks(of: Scheduler, *requests: LlmRequest) -> list[dict[int, int
     return steps
 
 
-def test_prompts_share_the_limit_while_requests_generate() -> None:
-    of = scheduler(EAGLE, blocks=500, max_num_tokens=500, mixed_limit=MixedPromptLimit(100))
-    assert scheduled_chunks(of, make(0, 300)) == [{0: 300}]  # prompts alone use the whole budget
-    steps = scheduled_chunks(of, make(1, 130), make(2, 150), make(3, 10))
-    assert steps == [{1: 100}, {1: 30, 2: 70}, {2: 80, 3: 10}]
-
-
-def test_chunks_shrink_as_the_prefix_grows() -> None:
-    limit = MixedPromptLimit(1000, equal_prefix=2000)
-    of = scheduler(EAGLE, blocks=4000, max_num_tokens=4000, mixed_limit=limit)
-    run(of, make(0, 8, max_seq_len=20000))
-    steps = scheduled_chunks(of, make(1, 8000, max_seq_len=20000))
-    # 1 + p / 2000 per token
-    assert [step[1] for step in steps[:3]] == [828, 635, 536]
-    start = 0
-    for step in steps:
-        cost = sum(1 + (start + i + 0.5) / 2000 for i in range(step[1]))
-        assert cost <= 1000 + 1e-6
-        start += step[1]
-        if start < 8000:
-            assert cost + 1 + start / 2000 > 1000  # no room for another token
-
-
-def test_short_prefixes_cost_nothing() -> None:
-    limit = MixedPromptLimit(1000, equal_prefix=2000, short_prefix=2500)
-    of = scheduler(EAGLE, blocks=4000, max_num_tokens=4000, mixed_limit=limit)
-    run(of, make(0, 8, max_seq_len=20000))
-    steps = scheduled_chunks(of, make(1, 8000, max_seq_len=20000))
-    # 500 tokens of the third chunk cost 1, the others 1 + (p - 2500) / 2000
-    assert [step[1] for step in steps[:3]] == [1000, 1000, 949]
-    assert limit.cost(2000, 949) == pytest.approx(500 + 449 + 449**2 / 2 / 2000)
-
-
-def test_a_prompt_advances_whatever_its_prefix_costs() -> None:
-    limit = MixedPromptLimit(100, equal_prefix=10)
-    of = scheduler(EAGLE, blocks=4000, max_num_tokens=4000, mixed_limit=limit)
-    run(of, make(0, 8, max_seq_len=20000))
-    steps = scheduled_chunks(of, make(1, 300, max_seq_len=20000), make(2, 300, max_seq_len=20000))
-    assert [step[1] for step in steps if 1 in step][:2] == [LEAST_CHUNK, LEAST_CHUNK]
-    # a second prompt waits for its turn, it does not get a minimum of its own
-    assert all(len(step) == 1 for step in steps[:4])
-
-
-@pytest.mark.parametrize("most", [1, 3])
-def test_prompt_advances_with_a_limit_below_its_history_rows(most: int) -> None:
-    of = scheduler(VANILLA, max_num_tokens=64, mixed_limit=MixedPromptLimit(most))
-    run(of, make(0, 2))
-    waiting(of, make(1, 8), make(2, 8))
-    for _ in range(16):
-        batch = of.schedule(set())
-        assert len(batch.context_requests) == 1
-        batch.context_requests[0].move_to_next_context_chunk()
-        if all(request.is_generating for request in of.active):
-            break
-
-
 # --- blocks run short ---
 
 
@@ -359,7 +302,6 @@ class Host:
             if start == 0 and not request.num_preemptions:
                 self.seen.append(request.request_id)
         assert cost == batch.num_tokens <= of.max_num_tokens
-        self.check_limit(batch)
         for request in batch.generation_requests:
             # the device knows the tokens in flight; the rows that it touches must be there
             pending = in_flight.get(request.request_id, 0)
@@ -374,20 +316,6 @@ class Host:
             assert not any(r in batch.all_requests() for r in batch.paused_requests)
         held = [b for r in of.active for b in blocks.table(r.request_id)]
         assert len(held) == len(set(held)) == blocks.num_blocks - blocks.num_free_blocks
-
-    def check_limit(self, batch: ScheduledRequests) -> None:
-        limit, plan = self.scheduler.mixed_limit, self.scheduler.plan
-        if limit is None or not batch.generation_requests or not batch.context_requests:
-            return
-        cost = rows = 0.0
-        for request in batch.context_requests:
-            start, length = request.context_current_position, request.context_chunk_size
-            first = max(0, start - plan.history_rows)
-            rows += length + start - first
-            positions = range(first, start + length)
-            cost += sum(1 + (p + 0.5) / limit.equal_prefix for p in positions)
-        is_least = len(batch.context_requests) == 1 and rows <= min(LEAST_CHUNK, limit.max_cost)
-        assert cost <= limit.max_cost + 1e-6 or is_least
 
 
 arrivals = st.lists(
@@ -406,7 +334,6 @@ arrivals = st.lists(
     st.integers(1, 8),
     st.integers(0, 20),
     st.lists(st.integers(0, 12), min_size=1, max_size=4),
-    st.none() | st.builds(MixedPromptLimit, st.integers(4, 12), st.sampled_from([5.0, 40.0])),
     st.booleans(),
     st.integers(0, 1000),
 )
@@ -418,7 +345,6 @@ def test_random_schedules(
     block_size: int,
     spare_blocks: int,
     chunks: list[int],
-    limit: MixedPromptLimit | None,
     overlap: bool,
     seed: int,
 ) -> None:
@@ -433,7 +359,6 @@ def test_random_schedules(
         max_batch_size=batch_size,
         max_num_tokens=batch_size * plan.step_rows + spare_tokens,
         chunk_policy=lambda r, room: min(room, chunks[r.context_current_position % len(chunks)]),
-        mixed_limit=limit,
     )
     host = Host(of, overlap, rng)
     arriving = sorted(range(len(wanted)), key=lambda i: (wanted[i][2], i))

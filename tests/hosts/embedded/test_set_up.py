@@ -7,11 +7,9 @@ import re
 import pytest
 import torch
 
-from integration.random_models import random_model
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ConfigError, MetadataError
 from mtp_plugin.hosts.embedded import LLM, SamplingParams, build
-from mtp_plugin.hosts.embedded.prompt_limit import equal_prefix_of
 from mtp_plugin.plugin import MTPPlugin, register_plugin, unregister_plugin
 from mtp_plugin.speculative.drafting.attention_loop import draft_loop
 from mtp_plugin.speculative.state import SlotStateManager
@@ -95,47 +93,6 @@ def test_errors_of_a_file_name_it(harness, tmp_path):
     path.write_text(f"model: {harness.path}\nmax_seq_len: 640000\n")
     with pytest.raises(ConfigError, match=re.escape(f"{path}: max_seq_len: 640000 is above")):
         LLM(path, model=harness.model)
-
-
-def test_prompt_limit_of_mixed_steps_comes_from_config_and_model(harness):
-    limit = harness.llm().executor.scheduler.mixed_limit
-    assert limit.max_cost == 1024
-    config = harness.model.target.config
-    layer = harness.model.target.get_decoder().layers[0]
-    weights = sum(weight.numel() for weight in layer.parameters())
-    per_key = config.num_attention_heads * config.head_dim
-    assert limit.equal_prefix == pytest.approx(weights / (2 * per_key), rel=0.1)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"max_prompt_tokens_while_generating": None},
-        {"enable_chunked_prefill": False},
-        {"chunk_policy": lambda _, most: most},
-    ],
-)
-def test_prompt_limit_of_mixed_steps_gives_way(harness, options):
-    assert harness.llm(**options).executor.scheduler.mixed_limit is None
-
-
-@pytest.mark.parametrize(("model_type", "num_layers"), [("glm4_moe", 2), ("deepseek_v3", 2)])
-def test_equal_prefix_counts_active_parameters(model_type, num_layers):
-    model = random_model(model_type)
-    config, decoder = model.target.config, model.target.get_decoder()
-    routed = sum(w.numel() for n, w in decoder.named_parameters() if ".mlp.experts." in n)
-    others = (
-        sum(w.numel() for w in decoder.parameters()) - routed - decoder.embed_tokens.weight.numel()
-    )
-    if model_type == "deepseek_v3":
-        assert routed > 0
-        active = others + routed * config.num_experts_per_tok / config.n_routed_experts
-        widths = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
-    else:
-        active, widths = others, 2 * config.head_dim
-    # linear layers take 2 operations per parameter, a key 2 per value of a head in QK and in PV
-    per_key = 2 * num_layers * config.num_attention_heads * widths
-    assert equal_prefix_of(model) == pytest.approx(2 * active / per_key)
 
 
 def test_a_draft_loop_that_cannot_open_leaves_no_trace():
