@@ -7,11 +7,11 @@ columns of verification methods follow.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from mtp_plugin.errors import ConfigError, MetadataError, expect
-from mtp_plugin.requests.options import INT32_MAX, MAX_BAD_WORD_LEN, OPTIONS, LogitChange
+from mtp_plugin.requests.options import INT32_MAX, MAX_BAD_WORD_LEN, OPTIONS
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, NO_STOP
 
 Number = int | float
@@ -20,7 +20,7 @@ Number = int | float
 POOL_ROWS = ("bias_row", "allowed_row", "count_row", "words_row")
 """Columns with the index of a row of a pool: bias, allowed ids, token counts, bad words."""
 LOGIT_CHANGE = "logit_change"
-"""Column with the `LogitChange` of a request, which follows from its other columns."""
+"""1 if logits processing changes the logits of a request; follows from its other columns."""
 NO_ROW = -1
 NO_TOKEN = -1
 NOT_THINKING = -1
@@ -118,16 +118,13 @@ class TableColumns:
             f"slot table: {LOGIT_CHANGE} follows from the other columns; leave it out",
         )
         row = self._empty.copy()
-        change = LogitChange.NONE
         for name, value in values.items():
             first, column = self._offsets[name]
             end = first + column.width
             bits = column.bits(value)
-            if name in _CHANGES and bits != row[first:end]:
-                number = value[0] if isinstance(value, Sequence) else value
-                change = max(change, _CHANGES[name](number))
+            if name in _PROCESSED and bits != row[first:end]:
+                row[self.offset(LOGIT_CHANGE)] = 1
             row[first:end] = bits
-        row[self.offset(LOGIT_CHANGE)] = change.value
         return row
 
 
@@ -160,17 +157,11 @@ REQUEST_COLUMNS = (
 end-of-thinking sequence are matched. ``stop_ids``: token ids that end the request. A greedy request
 has temperature 0."""
 
-_CHANGES: Mapping[str, Callable[[Number], LogitChange]] = {
-    **{
-        option.name: option.change
-        for option in OPTIONS.values()
-        if option.edits_logits and option.column is not None
-    },
-    "bias_row": lambda _: LogitChange.ANY,
-    "allowed_row": lambda _: LogitChange.LOWERS,
-    "count_row": lambda _: LogitChange.LOWERS,  # penalties have columns
+_PROCESSED = {
+    *("bias_row", "allowed_row", "count_row"),
+    *(each.name for each in OPTIONS.values() if each.edits_logits and not each.own_kernel),
 }
-"""What a value other than the empty one does to the logits, by column."""
+"""Columns that change the logits if they are not empty."""
 
 _REQUEST_TABLE = TableColumns(REQUEST_COLUMNS)
 

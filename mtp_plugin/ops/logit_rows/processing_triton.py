@@ -28,10 +28,8 @@ import triton.language as tl
 
 from mtp_plugin.ops import logits_processor_state
 from mtp_plugin.requests.columns import LOGIT_CHANGE, request_column
-from mtp_plugin.requests.options import LogitChange
 
 CHANGE = tl.constexpr(request_column(LOGIT_CHANGE))
-NO_CHANGE = tl.constexpr(LogitChange.NONE.value)
 BIAS_ROW = tl.constexpr(request_column("bias_row"))
 ALLOWED_ROW = tl.constexpr(request_column("allowed_row"))
 COUNT_ROW = tl.constexpr(request_column("count_row"))
@@ -147,7 +145,7 @@ def load_processing(slot_row_ptr, pools, draft_ptr, num_before):
 @triton.jit
 def is_processed(slot_row_ptr):
     """Whether the logits of a request are changed at all."""
-    return tl.load(slot_row_ptr + CHANGE) != NO_CHANGE
+    return tl.load(slot_row_ptr + CHANGE) != 0
 
 
 @triton.jit

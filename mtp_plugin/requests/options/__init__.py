@@ -16,7 +16,6 @@ from mtp_plugin.requests.options.option import (
     MAX_BIAS_IDS,
     MAX_LOGPROBS,
     MAX_RANGE,
-    LogitChange,
     Option,
 )
 from mtp_plugin.requests.options.params import (
@@ -49,7 +48,6 @@ __all__ = [
     "OPTIONS",
     "RENAMED_OPTIONS",
     "WORDS_OF_TYPES",
-    "LogitChange",
     "Option",
     "SamplingParams",
     "ignored_problem",

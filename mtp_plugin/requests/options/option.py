@@ -6,7 +6,6 @@ import struct
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from enum import IntEnum
 from numbers import Integral, Real
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -149,31 +148,6 @@ BAD_WORDS = each("a sequence of strings, or of sequences of token ids, none empt
 BIAS = Values("a mapping of token ids >= 0 to finite numbers", is_bias)
 
 
-class LogitChange(IntEnum):
-    """What logits processing does to the logits of a request; kernels skip what they may."""
-
-    NONE = 0
-    """Nothing; other kernels may mask or force tokens."""
-    LOWERS = 1
-    """Increases no logit."""
-    ANY = 2
-
-
-def lowers_from(least: float) -> Callable[[float], LogitChange]:
-    """Return the change of an option of which values of at least ``least`` increase no logit."""
-    return lambda value: LogitChange.LOWERS if value >= least else LogitChange.ANY
-
-
-def changes_none(_: float) -> LogitChange:
-    """Return the change of an option that a kernel of its own applies."""
-    return LogitChange.NONE
-
-
-def changes_any(_: float) -> LogitChange:
-    """Return the change of an option that may increase logits."""
-    return LogitChange.ANY
-
-
 @dataclass(frozen=True)
 class Option:
     """A row of the table: one option of a request."""
@@ -197,8 +171,8 @@ class Option:
     """Changes drafting or verification: without effect without speculative decoding."""
     edits_logits: bool = False
     """Needs logits processing."""
-    change: Callable[[float], LogitChange] = changes_any
-    """With ``edits_logits`` and a column: what a value of the column does to the logits."""
+    own_kernel: bool = False
+    """With ``edits_logits``: a kernel of its own applies the option, logits processing skips it."""
     reads_logits: bool = False
     """Returns more of the logits than a token."""
     column: type[int] | type[float] | None = None

@@ -29,9 +29,7 @@ from mtp_plugin.requests.options.option import (
     Option,
     Texts,
     Words,
-    changes_none,
     integer,
-    lowers_from,
     one_of,
     row,
     unset_or,
@@ -100,7 +98,7 @@ class SamplingParams:
         differs="TensorRT-LLM masks EOS ids only",
         host_neutral=lambda length: length <= 1,
         edits_logits=True,
-        change=changes_none,
+        own_kernel=True,
         column=int,
     )
     stop_token_ids: Ids = row(
@@ -184,7 +182,7 @@ class SamplingParams:
         "maximum number of thinking tokens; the end-of-thinking sequence is forced after that; "
         "-1 or unset: no limit",
         edits_logits=True,
-        change=changes_none,
+        own_kernel=True,
         column=int,
         empty=-1,
         enabled_by="set begin_thinking_phase_token and end_thinking_phase_token of "
@@ -246,7 +244,6 @@ class SamplingParams:
         "divides positive logits of tokens in prompt and output, multiplies negative ones",
         "config.repetition_penalty",
         edits_logits=True,
-        change=lowers_from(1),
         column=float,
         empty=1.0,
     )
@@ -256,7 +253,6 @@ class SamplingParams:
         "subtracted from the logits of tokens that already appeared",
         "config.presence_penalty",
         edits_logits=True,
-        change=lowers_from(0),
         column=float,
         differs="vLLM counts the output only",
     )
@@ -266,7 +262,6 @@ class SamplingParams:
         "subtracted once per occurrence of the token",
         "config.frequency_penalty",
         edits_logits=True,
-        change=lowers_from(0),
         column=float,
         differs="vLLM counts the output only",
     )

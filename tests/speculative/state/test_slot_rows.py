@@ -118,9 +118,8 @@ def bits(value: float) -> int:
 
 
 def logit_change(values: dict[str, Any]) -> int:
-    """2: a logit may increase, 1: logits only decrease, 0: none changes."""
-    presence = values.get("presence_penalty", 0.0)
-    return 2 if presence < 0 else int("count_row" in values or bits(presence) != 0)
+    """1: logits processing changes the logits, 0: it does not."""
+    return int("count_row" in values or bits(values.get("presence_penalty", 0.0)) != 0)
 
 
 def format_value(values: dict[str, Any]) -> list[int]:
