@@ -78,7 +78,8 @@ def command(
         typer.Option(
             "--k",
             metavar="K,K",
-            help="Drafts per step; 0 is always measured. Default: 0,1,3, or that of --config.",
+            help="Drafts per step; 0 is always measured. Default: 0,1,2,3,5,7, up to one that is "
+            "slower than fewer drafts at every batch size, or that of --config.",
         ),
     ] = None,
     k_max: Annotated[
@@ -194,7 +195,7 @@ def command(
         raise typer.BadParameter("expected at least one batch size and one method")
     lengths: Sequence[int] = range(1, k_max + 1) if k_max else ()
     if not lengths and (k or config is None):
-        lengths = numbers(k or "0,1,3", "--k", least=0)
+        lengths = numbers(k or "0,1,2,3,5,7", "--k", least=0)
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p}
     sampling = {name: value for name, value in given.items() if value is not None}
     arguments = engine_arguments or []
@@ -254,6 +255,7 @@ def command(
         folder,
         drafter,
         embedded,
+        stops_early=not (k or k_max),
     )
     if options.is_greedy and chosen != METHODS[:1]:
         log.write_line("greedy requests: all methods are the same, coupled is measured")

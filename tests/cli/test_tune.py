@@ -123,6 +123,26 @@ def test_plugin_that_does_not_gain(run: Run, monkeypatch: pytest.MonkeyPatch) ->
     )
 
 
+def test_default_draft_lengths(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    start = StubEngine.__init__
+
+    def init(self: StubEngine, setting: Setting, *others: Any) -> None:
+        lengths.append(setting.num_drafts)
+        start(self, setting, *others)
+
+    monkeypatch.setattr(StubEngine, "__init__", init)
+    result = run("tune", "--model", "M", "--batch-sizes", "64")
+    assert lengths == [0, 1, 2, 3]  # K = 2 does not start, K = 3 is slower than K = 1
+    assert (
+        "K = 5, coupled: not measured, K = 3 is slower than fewer drafts at every batch size; --k "
+        "measures it"
+    ) in result.out.splitlines()
+    lengths.clear()
+    run("tune", "--model", "M", "--batch-sizes", "1")
+    assert lengths == [0, 1, 2, 3, 5, 7, 7]  # at last without the plugin
+
+
 def test_another_drafter(run: Run) -> None:
     result = run("tune", "--model", "M", "--k", "1", "--drafter", "draft_model,SMALL")
     assert "answer, batch 1: K = 1, coupled, draft_model,SMALL, " in result.out

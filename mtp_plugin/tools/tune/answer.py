@@ -164,6 +164,28 @@ def find_answer(measurements: Sequence[Measurement], has_schedule: bool) -> Answ
     )
 
 
+def losing_length(measurements: Sequence[Measurement], setting: Setting) -> int | None:
+    """Return the largest K below a setting's, if at every batch size it is slower than fewer drafts
+    of settings that differ in K alone. K = 0 does not count: drafts have a cost of their own."""
+    fewer = {
+        found.setting.num_drafts: found
+        for found in measurements
+        if found.problem is None
+        and 0 < found.setting.num_drafts < setting.num_drafts
+        and replace(found.setting, num_drafts=setting.num_drafts) == setting
+    }
+    if len(fewer) < 2:
+        return None
+    most = max(fewer)
+    last = fewer.pop(most)
+    is_slower = all(
+        last.tokens_per_second(size)
+        < (1 - TOLERANCE) * max(found.tokens_per_second(size) for found in fewer.values())
+        for size in last.step_ms
+    )
+    return most if is_slower else None
+
+
 def plugin_gain(answer: Answer, measurements: Sequence[Measurement]) -> dict[int, float]:
     """Return tokens per second over those of vLLM alone, by batch size of the answer's K.
 

@@ -216,12 +216,14 @@ def _described(engine: Any) -> dict[str, Any]:
     from mtp_plugin.hosts.vllm.versions import release
 
     config = engine.vllm_config
+    text_config = config.model_config.hf_text_config
     return {
         "vllm": str(vllm.__version__),
         "device": current_platform.get_device_name(),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "max_num_seqs": config.scheduler_config.max_num_seqs,
         "has_schedule": release() >= DYNAMIC_SINCE,
+        "num_mtp_layers": getattr(text_config, "num_nextn_predict_layers", None),
     }
 
 

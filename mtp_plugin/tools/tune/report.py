@@ -62,6 +62,7 @@ class TuneReport:
             "sampling": dict(options.sampling),
             "max_new_tokens": options.max_new_tokens,
             "settings": settings,
+            "not_measured": {str(each): why for each, why in self.tuning.skipped.items()},
             "plugin_gain": None if answer is None else self._plugin_gain(answer),
             "answer": answer and {**asdict(answer), "options": self._options(answer)},
         }
@@ -91,6 +92,8 @@ class TuneReport:
                 kind = "greedy outputs" if found.setting.method in BY_PROBABILITY else "outputs"
                 counts = f"{found.num_equal} of {found.num_outputs}"
                 out.write_line(f"{found.setting}: {kind} identical to K = 0: {counts}{ties}")
+        for setting, why in self.tuning.skipped.items():
+            out.write_line(f"{setting}: not measured, {why}; --k measures it")
         self._show_answer(out)
 
     def _options(self, answer: Answer) -> dict[str, Any]:

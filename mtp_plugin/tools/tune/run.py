@@ -17,6 +17,7 @@ from mtp_plugin.tools.tune.answer import (
     Measurement,
     Setting,
     find_answer,
+    losing_length,
 )
 from mtp_plugin.tools.tune.engine import EngineFailedError, EngineProcess, Request
 
@@ -52,6 +53,8 @@ class TuneOptions:
         num_steps: timed steps per batch size at least.
         at_once: engines that share the GPU.
         embedded: starts embedded executors; None: vLLM.
+        stops_early: leave out draft lengths after one that is slower than fewer drafts, and those
+            that vLLM refuses.
     """
 
     engine_arguments: tuple[str, ...]
@@ -67,6 +70,7 @@ class TuneOptions:
     logs: Path
     drafter: str = "mtp"
     embedded: EmbeddedHost | None = None
+    stops_early: bool = False
 
     @property
     def is_greedy(self) -> bool:
@@ -97,6 +101,8 @@ class Tuning:
     report: Callable[[str], None]
     measurements: list[Measurement] = field(default_factory=list)
     facts: dict[str, Any] = field(default_factory=dict)
+    skipped: dict[Setting, str] = field(default_factory=dict)
+    """Why a setting was not measured."""
     _prompts: list[list[int]] = field(default_factory=list)
     _outputs: dict[tuple[Setting, bool], Outputs] = field(default_factory=dict)
     """By setting, and whether they are greedy."""
@@ -110,17 +116,34 @@ class Tuning:
             ConfigError, HostError: no engine can start.
         """
         engines = list(self.options.engines().items())
-        for first in range(0, len(engines), self.options.at_once):
-            if self._has_reference():
-                self._run_group(engines[first : first + self.options.at_once], first)
-            else:
-                left = [setting for _, settings in engines[first:] for setting in settings]
-                self.measurements += [Measurement(setting, NO_REFERENCE) for setting in left]
-                break
+        left, first = engines, 0
+        while left and self._has_reference():
+            group, left = left[: self.options.at_once], left[self.options.at_once :]
+            self._run_group(group, first)
+            first += len(group)
+            left = [each for each in left if not self._skips(each[1])]
+        settings = [setting for _, settings in left for setting in settings]
+        self.measurements += [Measurement(setting, NO_REFERENCE) for setting in settings]
         answer = find_answer(self.measurements, self.facts.get("has_schedule", False))
         if not self.options.embedded and answer is not None and answer.setting.num_drafts:
             alone = answer.setting.without_plugin()
             self._run_group([(alone, [alone])], len(engines))
+
+    def _skips(self, settings: Sequence[Setting]) -> bool:
+        """Whether an engine is left out: all of its settings have a reason."""
+        reasons = {setting: self._reason(setting) for setting in settings}
+        if not self.options.stops_early or None in reasons.values():
+            return False
+        self.skipped |= {setting: str(reason) for setting, reason in reasons.items()}
+        self._num_done += _START_UNITS + self._num_batches(settings)
+        return True
+
+    def _reason(self, setting: Setting) -> str | None:
+        layers = self.facts.get("num_mtp_layers") or 1
+        if setting.drafter == "mtp" and setting.num_drafts > layers and setting.num_drafts % layers:
+            return f"with {layers} MTP layers vLLM takes multiples of {layers}"
+        losing = losing_length(self.measurements, setting)
+        return losing and f"K = {losing} is slower than fewer drafts at every batch size"
 
     def _has_reference(self) -> bool:
         """Whether K = 0, which is measured first, has not failed."""

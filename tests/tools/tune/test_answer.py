@@ -10,6 +10,7 @@ from mtp_plugin.tools.tune.answer import (
     Measurement,
     Setting,
     find_answer,
+    losing_length,
     make_schedule,
     plugin_gain,
 )
@@ -82,6 +83,17 @@ def test_method_and_vocabulary_are_part_of_the_options() -> None:
     answer = find_answer(found, has_schedule=True)
     assert answer is not None
     assert answer.setting.draft_vocab is None
+
+
+def test_a_draft_length_loses_if_it_is_slower_at_every_batch_size() -> None:
+    off, one = measured(0, 1.0, 1.0, 1.0), measured(1, 2.0, 2.0, 4.0)
+    # times of K = 1 by acceptance length are 2.67, 2.67 and 5.33
+    lost, won = measured(2, 2.8, 2.8, 5.6), measured(2, 2.8, 2.8, 5.4)
+    assert losing_length([off, one, lost], Setting(5)) == 2
+    assert losing_length([off, one, won], Setting(5)) is None
+    assert losing_length([off, one], Setting(5)) is None  # slower than no drafts alone
+    assert losing_length([off, one, replace(lost, problem="failed")], Setting(5)) is None
+    assert losing_length([off, one, lost], Setting(5, draft_vocab=8)) is None
 
 
 def test_setting_without_numbers_is_left_out() -> None:

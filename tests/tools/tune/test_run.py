@@ -43,6 +43,7 @@ class StubEngine:
     certain: int = 0
     """The token at a difference that is no tie."""
     acceptance = 0.5
+    num_mtp_layers = 1
 
     def __init__(
         self, setting: Setting, arguments: list[str], log: Path, cache: str | None
@@ -58,7 +59,8 @@ class StubEngine:
         on_wait()
         if self.setting.num_drafts in self.failing:
             raise self.failing[self.setting.num_drafts]
-        return {"dtype": "bfloat16", "max_num_seqs": 4, "has_schedule": True}
+        described = {"dtype": "bfloat16", "max_num_seqs": 4, "has_schedule": True}
+        return {**described, "num_mtp_layers": self.num_mtp_layers}
 
     def encode(self, given: list[str]) -> list[list[int]]:
         return [[ord(text)] for text in given]
@@ -111,6 +113,27 @@ def test_settings_are_measured_and_compared_with_k_0(engine: type[StubEngine]) -
     assert lines[0].startswith("[....................]   0% K = 0: starting")
     # the share that is left is for vLLM without the plugin
     assert lines[-1] == "[###############.....]  75% K = 3, coupled: comparing outputs"
+
+
+@pytest.mark.parametrize(("at_once", "measured"), [(1, [0, 1, 2]), (2, [0, 1, 2, 3])])
+def test_more_drafts_than_those_that_lose_are_left_out(
+    engine: type[StubEngine], at_once: int, measured: list[int]
+) -> None:
+    engine.acceptance = 0.1
+    lengths = (0, 1, 2, 3, 5, 7)
+    tuning, lines = tune(num_drafts=lengths, at_once=at_once, stops_early=True)
+    assert [setting.num_drafts for setting in engine.started] == measured
+    why = f"K = {measured[-1]} is slower than fewer drafts at every batch size"
+    assert tuning.skipped == {Setting(k): why for k in lengths if k not in measured}
+    assert len(lines) < len(tune(num_drafts=lengths)[1])
+    assert [setting.num_drafts for setting in engine.started[len(measured) :]] == [*lengths]
+
+
+def test_draft_lengths_that_vllm_refuses_are_left_out(engine: type[StubEngine]) -> None:
+    engine.num_mtp_layers = 3
+    tuning, _ = tune(num_drafts=(0, 2, 3, 5, 6), stops_early=True)
+    assert [setting.num_drafts for setting in engine.started[:4]] == [0, 2, 3, 6]
+    assert tuning.skipped == {Setting(5): "with 3 MTP layers vLLM takes multiples of 3"}
 
 
 def test_engine_that_fails_leaves_the_other_settings(engine: type[StubEngine]) -> None:
