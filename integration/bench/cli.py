@@ -66,7 +66,7 @@ def _add_model(command: argparse.ArgumentParser, *, with_shape: bool) -> None:
     which = command.add_mutually_exclusive_group(required=True)
     which.add_argument("--model", type=Path, help="checkpoint; acceptance is real")
     if with_shape:
-        which.add_argument("--shape", help="random weights of a named size: 8gb, toy")
+        which.add_argument("--shape", help="random weights: 8gb, sparse, toy")
     command.add_argument("--dtype", help="float32, bfloat16 or float16")
     command.add_argument("--device", default="auto", help="auto, cuda or cpu")
     command.add_argument("--seed", type=int)

@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from integration.shapes import vllm_config
 from integration.vllm.engine_process import (
     ROOT,
     EngineError,
@@ -33,38 +34,7 @@ from integration.vllm.requests import sampling_params
 
 NUM_DRAFTS = 3
 ACCEPTANCE = [0.78, 0.605, 0.467]
-SHAPE = {
-    "architectures": ["Glm4MoeForCausalLM"],
-    "model_type": "glm4_moe",
-    "torch_dtype": "bfloat16",
-    "vocab_size": 129280,
-    "hidden_size": 4096,
-    "intermediate_size": 11008,
-    "num_hidden_layers": 18,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "max_position_embeddings": 40960,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "partial_rotary_factor": 0.5,
-    "tie_word_embeddings": False,
-    "bos_token_id": 0,
-    "eos_token_id": 1,
-    "moe_intermediate_size": 1408,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 1.0,
-    "first_k_dense_replace": 17,
-    "use_qk_norm": False,
-    "attention_bias": False,
-    "num_nextn_predict_layers": 1,
-}
+SHAPE = vllm_config("8gb")
 SAMPLING: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "t0.6-p0.95": {"temperature": 0.6, "top_p": 0.95},

@@ -10,6 +10,7 @@ import torch
 
 from integration.bench.case import BenchmarkError
 from integration.random_models import random_model
+from integration.shapes import SHAPES
 from mtp_plugin.errors import expect
 from mtp_plugin.hosts.embedded.models import (
     FusedModel,
@@ -21,36 +22,6 @@ from mtp_plugin.hosts.embedded.models import (
 )
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-SHAPES: dict[str, dict[str, Any]] = {
-    "8gb": {
-        "family": "glm4_moe",
-        "hidden_size": 4096,
-        "intermediate_size": 11008,
-        "num_hidden_layers": 18,
-        "first_k_dense_replace": 17,
-        "n_routed_experts": 8,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 1408,
-        "n_shared_experts": 1,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 129280,
-        "max_position_embeddings": 8192,
-        "tie_word_embeddings": False,
-        "attention_bias": False,
-        "use_qk_norm": False,
-    },
-    "toy": {
-        "family": "glm4_moe",
-        "num_hidden_layers": 2,
-        "vocab_size": 256,
-        "max_position_embeddings": 1024,
-        "init_std": 0.08,
-    },
-}
-"""Models with random weights by name, each with one MTP layer."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +63,7 @@ class Subject:
             "parameters": self.num_parameters,
             "dtype": str(self.dtype).removeprefix("torch."),
             "device": str(self.device),
+            "routing": "by the model's own router, from its weights",
             "layers": str(self.model.report) if isinstance(self.model, FusedModel) else "unfused",
         }
 
