@@ -285,6 +285,32 @@ def when_it_pays() -> str:
     return f"{_table(head, rows)}\n\n{about}"
 
 
+BY_ARITHMETIC = (1.40, 1.41, 1.92, 2.33)
+"""Gains of a sparse model of 35 billion parameters, 3 of them active, with K = 3 at batch 1, 8, 32
+and 64: bytes of the experts that the rows of a step use, with a third of them in common with the
+row before. Not measured."""
+
+
+def choose_k() -> str:
+    """Gains of K = 3 over MTP off by batch, for the guide: dense models and sparse ones."""
+    document = result("vllm-0.24-throughput")
+    found = document["tokens_per_second"]
+    gains = [on / off for on, off in zip(found["k3"]["vllm"], found["off"]["vllm"], strict=True)]
+    measured = dict(zip(document["batches"], (f"{gain:.2f}" for gain in gains), strict=True))
+    batches = (1, 8, 32, 64, 128)
+    head = ["tokens per second over MTP off, K = 3", *(f"batch {b}" for b in batches), "best K"]
+    sparse = [f"{gain:.2f}" for gain in BY_ARITHMETIC]
+    rows = [
+        [
+            "dense: measured in vLLM 0.24",
+            *(measured.get(b, "-") for b in batches),
+            "falls with the batch",
+        ],
+        ["sparse, 35B-A3B: by arithmetic, not measured", *sparse, "-", "rises with the batch"],
+    ]
+    return f"{_table(head, rows)}\n"
+
+
 def which_method() -> str:
     """Acceptance length by verification method inside vLLM, for the guide."""
     lengths = result("vllm-0.24-plugin")["acceptance_length"]
@@ -705,6 +731,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "throughput": throughput,
     "throughput-setting": throughput_setting,
     "when-it-pays": when_it_pays,
+    "choose-k": choose_k,
     "which-method": which_method,
     "speed": speed,
     "long-prompts": long_prompts,
