@@ -63,7 +63,8 @@ def command(
         typer.Option(
             "--served-model-name",
             metavar="NAME",
-            help="Name of the model in requests. Default: the name of the checkpoint's folder.",
+            help="Name of the model in requests. Default: the name of the checkpoint's folder, or "
+            "of the folder around it if that is `checkpoint`.",
         ),
     ] = None,
     api_key_file: Annotated[
@@ -133,7 +134,7 @@ def command(
         from mtp_plugin.serving import ServerSettings, bind, serve
 
         server = ServerSettings(
-            model_name=served_model_name or Path(settings.model).resolve().name,
+            model_name=served_model_name or _name_of(Path(settings.model).resolve()),
             host=host,
             port=port,
             api_key=api_key,
@@ -148,6 +149,10 @@ def command(
             with llm:
                 llm.capture_when_idle()
                 serve(llm, server, reserved, partial(_write_line, log))
+
+
+def _name_of(folder: Path) -> str:
+    return folder.parent.name if folder.name == "checkpoint" else folder.name
 
 
 def _write_line(log: OutputConsole, line: str) -> None:

@@ -142,7 +142,7 @@ class Endpoints:
     async def _render(self, body: ConversationBody, problems: list[Problem]) -> str:
         """Return the prompt of a conversation."""
         options = {**body.template_options(), "chat_template": self._settings.chat_template}
-        if not (self._settings.chat_template or getattr(self._llm.tokenizer, "chat_template", "")):
+        if not self._has_chat_template:
             message = (
                 "messages: the checkpoint has no chat template; start the server with "
                 "--chat-template FILE, or send a prompt to v1/completions"
@@ -155,6 +155,11 @@ class Endpoints:
             return await self._service.run_tokenizer(render, "messages")
         except APIError as error:
             raise APIError(error.status, *problems, *error.problems) from None
+
+    @property
+    def _has_chat_template(self) -> bool:
+        own = getattr(self._llm.tokenizer, "chat_template", None)
+        return bool(self._settings.chat_template or own)
 
     async def _read(self, request: Request, kind: type[Body]) -> tuple[Body | None, list[Problem]]:
         """Return the body of a request and its problems.
@@ -235,6 +240,7 @@ class Endpoints:
             "created": self._started,
             "owned_by": "mtp_plugin",
             "max_model_len": self._llm.max_seq_len,
+            "has_chat_template": self._has_chat_template,
         }
         return json_response({"object": "list", "data": [model]})
 

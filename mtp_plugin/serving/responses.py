@@ -19,6 +19,7 @@ from mtp_plugin.serving.errors import APIError, encode_json
 from mtp_plugin.serving.generation import Generation
 from mtp_plugin.serving.protocol import ChatBody, CompletionBody
 from mtp_plugin.serving.reasoning import THINKING, ReasoningSplit
+from mtp_plugin.speculative.metrics.alarms import repeats_itself
 
 T = TypeVar("T")
 COLUMNS = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
@@ -287,6 +288,7 @@ class Writer:
                 "num_accepted_draft_tokens": num_accepted(completions[0]),
                 "num_draft_tokens": stats.num_drafted,
                 "num_spec_tokens": stats.max_draft_len,
+                "looping": stats.num_drafted > 0 and repeats_itself(completions[0].token_ids),
             }
         }
 

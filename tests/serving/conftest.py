@@ -17,6 +17,7 @@ from mtp_plugin import LLM
 from mtp_plugin.serving import Server, ServerSettings, make_app
 
 TRAINED = str(Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint")
+THINKING = str(Path(__file__).parents[2] / "integration" / "thinking_model" / "checkpoint")
 TEMPLATE = (
     "{% for m in messages %}# {{ m.role }}: {{ m.content }}\n{% endfor %}"
     "{% for tool in tools or [] %}# tool: {{ tool.function.name }}\n{% endfor %}"
@@ -85,6 +86,11 @@ def tiny_llm(**options) -> LLM:
     )
     llm.tokenizer.chat_template = TEMPLATE
     return llm
+
+
+def thinking_llm() -> LLM:
+    drafts = {"decoding_type": "MTP", "max_draft_len": 3}
+    return LLM(THINKING, device="cpu", dtype="float32", max_batch_size=8, speculative_config=drafts)
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from mtp_plugin import LLM, SamplingParams
-from tests.serving.conftest import Running, wait_until
+from tests.serving.conftest import Running, running, thinking_llm, wait_until
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 pytestmark = [
@@ -98,13 +98,15 @@ def browsing(folder: Path) -> Iterator[Tab]:
 
 
 @contextmanager
-def opened_page(server: Running, folder: Path) -> Iterator[Tab]:
+def opened_page(server: Running, folder: Path, *, is_chat: bool = False) -> Iterator[Tab]:
     with browsing(folder / "profile") as tab:
         for domain in ("Page", "Runtime", "Network", "Log"):
             tab.call(f"{domain}.enable")
         tab.call("Page.navigate", url=server.url)
         wait_for_state(tab, "idle")
-        set_value(tab, "max", 32)
+        if not is_chat:
+            tab.evaluate("document.getElementById('chat').click()")
+            set_value(tab, "max", 32)
         yield tab
 
 
@@ -173,6 +175,25 @@ def test_page_compares_a_prompt_without_and_with_mtp(
         assert not [event for event in tab.events if event.get("method") in reported]
 
 
+def test_page_shows_reasoning_and_answer_of_a_chat_model(tmp_path: Path) -> None:
+    with (
+        thinking_llm() as llm,
+        running(llm, model_name="thinking_model") as server,
+        opened_page(server, tmp_path, is_chat=True) as tab,
+    ):
+        assert text_of(tab, "#model") == "thinking_model"
+        press_ctrl_enter(tab)
+        wait_for_state(tab, "replaying", "done")
+        tab.evaluate("document.getElementById('skip').click()")
+        reasoning = tab.evaluate("last.runs[1].message.reasoning_content")
+        thought = "[...document.querySelectorAll('#with .thinking')].map(e => e.textContent)"
+        assert tab.evaluate(f"{thought}.join('')") == reasoning
+        assert "17617" in reasoning
+        assert text_of(tab, "#with .answer") == text_of(tab, "#without .answer") == "17617"
+        assert text_of(tab, "#with .prompt") == "Sum of 2129, 7237, 2720, 5531?\n\n"
+        assert tab.evaluate("document.getElementById('looping').hidden")
+
+
 @pytest.fixture
 def recorded(server: Running, tmp_path: Path) -> Iterator[Tab]:
     """A page with two runs that were not made by the server."""
@@ -213,6 +234,10 @@ def test_page_reports_slower_and_different_outputs(recorded: Tab) -> None:
     assert recorded.evaluate("shown(run(1, [1], []), run(1, [1], []))")
     assert "no drafts" in text_of(recorded, "#summary")
     assert recorded.evaluate("document.getElementById('details').hidden")
+    for loops in (True, False):
+        stats = f"{{...stats, looping: {json.dumps(loops)}}}"
+        recorded.evaluate(f"shown(run(1, [1], []), run(1, [1], [], {stats}))")
+        assert recorded.evaluate("document.getElementById('looping').hidden") is not loops
 
 
 def test_page_shows_text_of_the_model_as_text(recorded: Tab) -> None:

@@ -27,8 +27,20 @@ def test_version_models_and_health(server: Running, llm: LLM) -> None:
     assert server.get("/version").json() == {"version": __version__}
     (model,) = server.get("/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", llm.max_seq_len)
+    assert model["has_chat_template"] is True
     health = server.get("/health")
     assert (health.status_code, health.content) == (200, b"")
+
+
+@pytest.mark.parametrize(("temperature", "speculate"), [(0, True), (0, False), (0.8, True)])
+def test_response_says_that_an_output_loops(
+    server: Running, temperature: float, speculate: bool
+) -> None:
+    body = {"prompt": "class HTTPServer(socketserver.TCPServer):", "max_tokens": 200, "seed": 7}
+    options = {"temperature": temperature, "top_p": 0.95, "speculate": speculate}
+    answer = server.post("/v1/completions", **body, **options).json()
+    loops = answer["metrics"]["speculative_decoding"]["looping"]
+    assert loops is (temperature == 0 and speculate)
 
 
 def test_tokenize_and_detokenize(server: Running, llm: LLM) -> None:

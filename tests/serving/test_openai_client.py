@@ -11,7 +11,7 @@ import openai
 import pytest
 
 from mtp_plugin import LLM, SamplingParams, serving
-from tests.serving.conftest import Running
+from tests.serving.conftest import Running, running, thinking_llm
 
 PROMPT = "class HTTPServer:\n"
 
@@ -32,14 +32,16 @@ def test_completion_is_the_output_of_generate(client: openai.OpenAI, llm: LLM) -
     assert answer.usage.prompt_tokens == len(expected.prompt_token_ids)
 
 
-def test_client_of_the_page_runs(server: Running, capsys: pytest.CaptureFixture[str]) -> None:
+def test_client_of_the_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(serving.__file__).parent / "README.md").read_text(encoding="utf-8")
     (code,) = re.findall(r"```python\n(from openai.*?)```", page, re.DOTALL)
-    code = code.replace("http://127.0.0.1:8000", server.url).replace('"checkpoint"', '"tiny"')
     names: dict[str, openai.OpenAI] = {}
-    exec(code, names)
-    names["client"].close()
-    assert float(capsys.readouterr().out.split()[-1]) > 1.5
+    with thinking_llm() as llm, running(llm, model_name="thinking_model") as server:
+        exec(code.replace("http://127.0.0.1:8000", server.url), names)
+        names["client"].close()
+    *reasoning, answer, length = capsys.readouterr().out.splitlines()
+    assert (len(reasoning), answer) == (3, "17617")
+    assert float(length) > 3
 
 
 def test_streamed_completion_has_several_tokens_per_chunk(client: openai.OpenAI, llm: LLM) -> None:

@@ -10,7 +10,7 @@ import pytest
 from mtp_plugin import SamplingParams
 from mtp_plugin.requests.thinking import ThinkingEnd
 from mtp_plugin.serving.reasoning import ANSWER, THINKING, ReasoningSplit, ThinkingTracker
-from tests.serving.conftest import running, tiny_llm
+from tests.serving.conftest import running, thinking_llm, tiny_llm
 
 TAGS = ThinkingEnd(begin=100, end=(101, 102), end_token=-1)
 SPECIAL = {100: "", 101: "", 102: ""}
@@ -105,3 +105,23 @@ def test_chat_has_reasoning_content() -> None:
                         streamed[name] += text
         assert (streamed["content"], streamed["reasoning_content"]) == parts
         assert 'phase="thinking"' in server.get("/metrics").text
+
+
+def test_bundled_thinking_model_answers_sums_over_chat() -> None:
+    """With reasoning, the same without drafts, and no output loops."""
+    sums = {"Sum of 2129, 7237, 2720, 5531?": "17617", "Add 1234, 5678, 9012, 3456.": "19380"}
+    with thinking_llm() as llm, running(llm) as server:
+        for question, answer in sums.items():
+            body = {"messages": [{"role": "user", "content": question}], "temperature": 0.8}
+            body |= {"top_p": 0.95, "seed": 7}
+            with_mtp, without = (
+                server.post("/v1/chat/completions", **body, speculate=given).json()
+                for given in (True, False)
+            )
+            message = with_mtp["choices"][0]["message"]
+            assert message == without["choices"][0]["message"]
+            assert message["content"] == answer
+            assert answer in message["reasoning_content"]
+            stats = with_mtp["metrics"]["speculative_decoding"]
+            assert stats["mean_acceptance_length"] > 3
+            assert stats["looping"] is False

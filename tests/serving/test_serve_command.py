@@ -53,7 +53,7 @@ def chat_equals_completion(url: str, expected: str) -> bool:
     """Whether a chat's answer is that of the prompt which its template gives."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="k")
     messages: Any = [{"role": "user", "content": "an HTTP server"}]
-    options: Any = {"model": "checkpoint", "max_tokens": 8, "temperature": 0}
+    options: Any = {"model": "tiny_model", "max_tokens": 8, "temperature": 0}
     answer = client.chat.completions.create(messages=messages, **options)
     same = client.completions.create(prompt=expected, **options)
     return answer.choices[0].message.content == same.choices[0].text
@@ -62,7 +62,7 @@ def chat_equals_completion(url: str, expected: str) -> bool:
 def test_serve_answers_and_ends_on_sigterm() -> None:
     with serving(TRAINED, "--metrics-prefix", "vllm", key="k") as (url, process):
         headers = {"Authorization": "Bearer k"}
-        body = {"model": "checkpoint", "prompt": "def f(", "max_tokens": 4}
+        body = {"model": "tiny_model", "prompt": "def f(", "max_tokens": 4}
         with httpx.Client(base_url=url, headers=headers, trust_env=False, timeout=60) as client:
             answer = client.post("/v1/completions", json=body)
             assert answer.status_code == 200
@@ -73,7 +73,7 @@ def test_serve_answers_and_ends_on_sigterm() -> None:
         _, err = process.communicate(timeout=60)
         assert process.returncode in (0, -signal.SIGTERM)
         assert "Traceback" not in err
-        assert f"serving checkpoint on {url}" in err
+        assert f"serving tiny_model on {url}" in err
         assert re.search(r"stopped after 3 sequences, \d+ prompt and 20 output tokens", err)
 
 

@@ -57,6 +57,12 @@ def repeated_share(tokens: Sequence[int], n: int) -> float:
     return 1 - len({tuple(tokens[i : i + n]) for i in range(count)}) / count
 
 
+def repeats_itself(tokens: Sequence[int]) -> bool:
+    """Return whether the end of an output loops, by the rule of the loop alarm."""
+    span = tokens[-LOOP_SPAN:]
+    return len(span) >= LOOP_SPAN // 2 and repeated_share(span, LOOP_NGRAM) >= LOOP_REPEATED
+
+
 @dataclass
 class _Span:
     """The latest steps of a request, up to one span of output tokens."""

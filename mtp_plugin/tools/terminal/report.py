@@ -13,12 +13,7 @@ from mtp_plugin.hosts.embedded.models import LoadedModel
 from mtp_plugin.requests.detokenizer import Tokenizer
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.metrics.acceptance import Label
-from mtp_plugin.speculative.metrics.alarms import (
-    LOOP_NGRAM,
-    LOOP_REPEATED,
-    LOOP_SPAN,
-    repeated_share,
-)
+from mtp_plugin.speculative.metrics.alarms import repeats_itself
 from mtp_plugin.tools.comparison import Outcome
 from mtp_plugin.tools.parity import TIE_ULPS, Divergence, LogprobMismatch
 from mtp_plugin.tools.report import Report, as_json
@@ -101,7 +96,8 @@ class ComparisonReport:
         if headline := self._headline(outcome):
             style = "bold green" if is_right else BAD
             console.write_line(headline, style if self.label is None else "bold yellow")
-        if looping := sum(map(_repeats_itself, self.runs[0].results)):
+        drafted = [each for each in self.runs[0].results if each.acceptance.num_drafted]
+        if looping := sum(repeats_itself(each.token_ids) for each in drafted):
             what = "the output repeats itself" if looping == 1 else f"{looping} outputs repeat"
             console.write_line(
                 f"note: {what}, which drafts predict too well: other outputs gain less; try "
@@ -455,10 +451,3 @@ def _as_json_mismatch(number: int, one: LogprobMismatch) -> dict[str, Any]:
         "expected_rank": one.expected.rank,
         "tolerance": one.tolerance,
     }
-
-
-def _repeats_itself(result: PromptResult) -> bool:
-    """Return whether the end of an output loops, by the rule of the loop alarm; it has drafts."""
-    tokens = result.token_ids[-LOOP_SPAN:]
-    is_long = len(tokens) >= LOOP_SPAN // 2 and result.acceptance.num_drafted > 0
-    return is_long and repeated_share(tokens, LOOP_NGRAM) >= LOOP_REPEATED
