@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import logging
+import shlex
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, get_args
 
 from pydantic import (
@@ -164,12 +166,16 @@ def _config_error(model: type[ConfigModel], error: ValidationError, source: str)
     hidden = len(lines) - MAX_PROBLEMS + len(rest)
     if hidden > 0:
         lines[MAX_PROBLEMS:] = [f"{source}: and {hidden} more problems"]
+    check = None
     if is_for_several_gpus:
         lines.append(
             f"{source}: this is for several GPUs: use `trtllm-serve` with this package's adapter, "
             "or vLLM with its plugin"
         )
-    return ConfigError("\n".join(lines))
+        if Path(source).is_file():
+            lines[-1] += "; check the file for TensorRT-LLM"
+            check = f"mtp-plugin doctor --host tensorrt_llm --config {shlex.quote(source)}"
+    return ConfigError("\n".join(lines), next_command=check)
 
 
 def _needs_several_gpus(details: ErrorDetails) -> bool:

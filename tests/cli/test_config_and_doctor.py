@@ -113,6 +113,8 @@ def test_doctor_ends_with_a_command_where_nothing_can_be_read(
     assert next_of(run, "-m", "org/Model-1.5") == download
     file = config(EAGLE, max_batch_size=0)
     assert next_of(run, "-c", file) == f"mtp-plugin doctor --config {file}  # with this corrected"
+    file = config(EAGLE, tensor_parallel_size=8)
+    assert next_of(run, "-c", file) == f"mtp-plugin doctor --host tensorrt_llm --config {file}"
 
 
 def test_doctor_of_a_checkpoint_without_its_mtp_weights(

@@ -325,7 +325,8 @@ WORKER: Rows = [
      "(the last of several pipeline stages, pp_size=2)"),
     (lambda: make_worker(mapping=mapping(tp_size=2, enable_attention_dp=True,
         enable_lm_head_tp_in_adp=True), gather_logits=print),
-     "(a draft head split under attention data parallelism, enable_lm_head_tp_in_adp=True)"),
+     "(a draft head split under attention data parallelism; write enable_lm_head_tp_in_adp: "
+     "false, which changes no output)"),
     (lambda: make_worker(mapping=mapping(world_size=4, tp_size=2), gather_logits=print),
      "(4 ranks, but tp_size=2)"),
     (lambda: NoDraftsWorker(SimpleNamespace(max_draft_len=3), device="cpu"),

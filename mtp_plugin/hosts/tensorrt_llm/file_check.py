@@ -83,7 +83,7 @@ def unserved_layout(file: Mapping[str, Any]) -> Iterator[str]:
     if file.get("enable_attention_dp") and file.get("enable_lm_head_tp_in_adp"):
         yield (
             "enable_lm_head_tp_in_adp: refused when the model is built, as it splits the draft "
-            "head between the ranks; write false"
+            "head between the ranks; write false, which changes no output"
         )
     for name in ("pipeline", "context"):
         size = file.get(f"{name}_parallel_size", 1)

@@ -66,7 +66,10 @@ def unserved_ranks(mapping: Any, *, gathers_logits: bool) -> str | None:
     if sizes["pp_size"] == 1 and sizes["tp_size"] != count:
         return f"{count} ranks, but tp_size={sizes['tp_size']}"
     if ranks.attention_dp and getattr(mapping, "enable_lm_head_tp_in_adp", False):
-        return "a draft head split under attention data parallelism, enable_lm_head_tp_in_adp=True"
+        return (
+            "a draft head split under attention data parallelism; write enable_lm_head_tp_in_adp: "
+            "false, which changes no output"
+        )
     if ranks.splits_vocabulary and not gathers_logits:
         return f"tensor parallelism, tp_size={sizes['tp_size']}, without gather_logits"
     return None

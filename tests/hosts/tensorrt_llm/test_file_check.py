@@ -64,7 +64,7 @@ def test_every_recorded_key_is_known(line: str) -> None:
          "write its keys to a file that TRTLLM_MTP_PLUGIN_CONFIG names"),
         (f"{SPEC}\nenable_attention_dp: true\nenable_lm_head_tp_in_adp: true",
          "enable_lm_head_tp_in_adp: refused when the model is built, as it splits the draft head "
-         "between the ranks; write false"),
+         "between the ranks; write false, which changes no output"),
         (f"{SPEC}\npipeline_parallel_size: 2", "pipeline_parallel_size: pipeline parallelism is "
          "refused when the model is built; expected 1, got 2"),
         (f"{SPEC}\nguided_decoding_backend: xgrammar",
