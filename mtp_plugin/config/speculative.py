@@ -222,6 +222,7 @@ class MTPDecodingConfig(ConfigModel):
         decoding_type = data.get("decoding_type")
         if isinstance(decoding_type, str) and decoding_type.casefold() == "mtp":
             data["decoding_type"] = "MTP"
+        yield from _read_draft_sample_method(data)
         older = data.get("num_nextn_predict_layers")
         contradictions = list(super()._prepare(data, info))
         yield from contradictions
@@ -336,6 +337,29 @@ class MTPDecodingConfig(ConfigModel):
         for name in ("begin_thinking_phase", "end_thinking_phase"):
             if getattr(self, f"{name}_token") is not None and getattr(self.mtp, name) is not None:
                 yield f"{name}_token", f"expected either {name}_token or mtp.{name}, got both"
+
+
+def _read_draft_sample_method(data: dict[Any, Any]) -> Iterator[Problem]:
+    """Read vLLM's key as ``mtp.draft_sampling`` where drafts decide which output is sampled."""
+    value, options = data.get("draft_sample_method"), data.get("mtp")
+    if isinstance(options, MTPPluginOptions):
+        options = options.model_dump()
+    if not isinstance(options, Mapping) or value not in ("greedy", "probabilistic"):
+        return
+    methods = options.get("verification")
+    named = [methods] if isinstance(methods, str) else methods
+    if not isinstance(named, (list, tuple)) or not {"rejection", "block"}.intersection(named):
+        return
+    del data["draft_sample_method"]
+    ours = "plain" if value == "probabilistic" else value
+    given = options.get("draft_sampling")
+    if given not in (None, ours):
+        yield (
+            "draft_sample_method",
+            f"{got(value)} is mtp: {{draft_sampling: {ours}}}, but mtp.draft_sampling: "
+            f"{got(given)} is given as well",
+        )
+    data["mtp"] = {**options, "draft_sampling": ours}
 
 
 @functools.cache  # a config is resolved more than once

@@ -32,6 +32,7 @@ from mtp_plugin.config import (
     parse_config,
     speculative,
 )
+from mtp_plugin.errors import ConfigError
 from mtp_plugin.speculative.drafting import MTPEagleWorker, MTPWorker
 
 calm = settings(deadline=None, max_examples=30, suppress_health_check=[HealthCheck.too_slow])
@@ -420,6 +421,35 @@ def test_keys_of_vllm_are_those_here() -> None:
     }
     for form in (drafting, json.dumps(drafting)):
         assert parse_config({**theirs, "speculative_config": form}) == parse_config(ours)
+
+
+@pytest.mark.parametrize(
+    ("verification", "value", "ours"),
+    [
+        ("rejection", "greedy", "greedy"),
+        ("block", "probabilistic", "plain"),
+        (["coupled", "rejection"], "probabilistic", "plain"),
+    ],
+)
+def test_draft_sample_method_is_read_where_it_changes_outputs(
+    verification: object, value: str, ours: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for options in ({"verification": verification}, MTPPluginOptions(verification=verification)):
+        spec = MTPDecodingConfig(mtp=options, draft_sample_method=value)
+        assert spec.mtp.draft_sampling == ours
+    assert not caplog.messages
+    with pytest.raises(ConfigError, match=rf"is mtp: {{draft_sampling: {ours}}}, but"):
+        MTPDecodingConfig(
+            mtp={"verification": verification, "draft_sampling": "coupled"},
+            draft_sample_method=value,
+        )
+
+
+def test_draft_sample_method_is_set_aside_where_it_changes_no_output(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    assert MTPDecodingConfig(draft_sample_method="greedy") == MTPDecodingConfig()
+    assert caplog.messages[0].endswith("as they change no output: draft_sample_method")
 
 
 def test_keys_of_sglang_are_those_here() -> None:
