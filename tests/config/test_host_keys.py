@@ -146,6 +146,9 @@ kv_cache_config.free_gpu_memory_fraction: [0.8]
 kv_cache_config.dtype: [auto, fp8]
 speculative_config.decoding_type: [MTP]
 cache_transceiver_config.backend: [UCX]
+cache_transceiver_config.max_tokens_in_buffer: [8448]
+cache_transceiver_config.kv_transfer_timeout_ms: [60000]
+cache_transceiver_config.transceiver_runtime: [PYTHON]
 speculative_config.num_nextn_predict_layers: [3]
 cuda_graph_config.enable_padding: [true, false]
 stream_interval: [10, 20, 100]
@@ -166,6 +169,7 @@ kv_cache_config.event_buffer_max_size: [0, 1024]
 kv_cache_config.tokens_per_block: [32]
 return_perf_metrics: [false]
 scheduler_config.capacity_scheduler_policy: [MAX_UTILIZATION]
+scheduler_config.context_chunking_policy: [FIRST_COME_FIRST_SERVED]
 kv_cache_config.host_cache_size: [0, 1024]
 sparse_attention_config.algorithm: [dsa]
 backend: [pytorch]
@@ -190,9 +194,13 @@ moe_expert_parallel_size: 8
 enable_attention_dp: true
 kv_cache_config.dtype: fp8
 cache_transceiver_config.backend: UCX
+cache_transceiver_config.max_tokens_in_buffer: 8448
+cache_transceiver_config.kv_transfer_timeout_ms: 60000
+cache_transceiver_config.transceiver_runtime: PYTHON
 enable_lm_head_tp_in_adp: true
 kv_cache_config.event_buffer_max_size: 1024
 scheduler_config.capacity_scheduler_policy: MAX_UTILIZATION
+scheduler_config.context_chunking_policy: FIRST_COME_FIRST_SERVED
 kv_cache_config.host_cache_size: 1024
 sparse_attention_config.algorithm: dsa
 moe_config.load_balancer.num_slots: 288

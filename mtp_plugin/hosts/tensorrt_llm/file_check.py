@@ -74,6 +74,8 @@ def unknown_keys(file: Mapping[str, Any]) -> Iterator[str]:
                 yield f"{path}: {OPTIONS_FILE}"
             elif key not in known:
                 close = difflib.get_close_matches(key, known, n=1, cutoff=0.75)
+                if section == "cuda_graph_config" and key in CudaGraphConfig.aliases:
+                    close = [CudaGraphConfig.aliases[key]]
                 hint = f"; did you mean {close[0]}?" if close else ""
                 yield f"{path}: not a key of TensorRT-LLM 1.2 to 1.4{hint}"
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from mtp_plugin.hosts.tensorrt_llm import checks, file_check
+from tests.config.test_host_keys import DEPLOYED as KEYS_OF_DEPLOYMENTS
 from tests.config.test_trtllm_files import CLASSES, FILES, LINES, recorded_keys
 
 SPEC = "speculative_config: {decoding_type: MTP, max_draft_len: 3}"
@@ -39,6 +42,20 @@ def test_a_file_for_many_gpus_passes(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert code == checks.OK
     assert lines[0] == "drafts         MTP, K 3"
     assert lines[-1].endswith(f"trtllm-serve CHECKPOINT --config {tmp_path}/f.yaml")
+
+
+def test_keys_of_real_deployments_are_known() -> None:
+    file: dict[str, Any] = {}
+    for path in yaml.safe_load(KEYS_OF_DEPLOYMENTS):
+        *sections, name = path.split(".")
+        place = file
+        for section in sections:
+            place = place.setdefault(section, {})
+        place[name] = "MTP" if name == "decoding_type" else None
+    assert len(file) > 30
+    (older,) = file_check.unknown_keys(file)
+    assert older.startswith("cuda_graph_config.cuda_graph_batch_sizes: not a key of TensorRT-LLM")
+    assert older.endswith("; did you mean batch_sizes?")
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda path: path.stem)
