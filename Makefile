@@ -27,11 +27,11 @@ FAST = tests/hosts/embedded/test_losslessness.py \
 	tests/speculative/metrics tests/speculative/state tests/speculative/test_plugin.py \
 	tests/speculative/test_sampler.py tests/speculative/verification/test_custom.py \
 	tests/speculative/verification/test_registry.py tests/speculative/verification/test_verifier.py
-# the command of `make demo`; integration/results/demo.svg is its recording by integration.demo_recording
-DEMO = mtp-plugin generate --config configs/tiny_eagle.yaml --prompt "$(DEMO_PROMPT)" $(DEMO_OPTIONS)
-DEMO_PROMPT = class HTTPServer(socketserver.TCPServer):
-# greedy output of so small a model repeats itself
-DEMO_OPTIONS = --temperature 0.8 --top-p 0.95 --seed 3 --max-new-tokens 96
+# the models of `make demo`, which greedy decoding of code would show in loops;
+# integration/results/demo.svg is the recording of `make demo` by integration.demo_recording
+DEMO = $(BIN)/mtp-plugin generate --temperature 0.8 --top-p 0.95
+DEMO_SUM = Sum of 2129, 7237, 2720, 5531?\n<think>
+DEMO_CODE = class HTTPServer(socketserver.TCPServer):
 # the oldest supported Triton, and the newest, of vLLM 0.33: directories that precede the environment on the path
 TRITONS := 3.5.1 3.8.0
 # vLLM, its versions of everything and this package
@@ -68,7 +68,8 @@ $(STAMP): $(EXECUTOR)
 	@touch $@
 
 demo: $(EXECUTOR)
-	@$(BIN)/$(DEMO)
+	@$(DEMO) integration/thinking_model/checkpoint --k 3 --seed 7 --option skip_special_tokens=false --prompt "$$(printf '$(DEMO_SUM)')"
+	@$(DEMO) --config configs/tiny_eagle.yaml --seed 3 --max-new-tokens 96 --prompt "$(DEMO_CODE)"
 
 test: $(STAMP)
 	$(PYTEST)

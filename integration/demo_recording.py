@@ -20,7 +20,7 @@ COLUMNS = 78
 SLOWER, LONGEST_PAUSE, END = 4, 0.6, 5.0
 """Factor of all times; seconds."""
 WIDTH, STEP, LINE, LEFT, TOP = 640, 7.8, 17, 14, 43
-NOTE = f"A small trained model on two CPU cores (output slowed down {SLOWER}x, pauses shortened)"
+NOTE = f"Two small models on two CPU cores (output slowed down {SLOWER}x, pauses shortened)"
 STYLE = (
     "text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
     ".plain{fill:#d7dae0}.green{fill:#7ee787}.dim{fill:#8b949e}.b{font-weight:bold}"
