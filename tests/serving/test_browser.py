@@ -281,6 +281,10 @@ def test_page_shows_the_message_of_an_error(server: Running, tmp_path: Path) -> 
         assert not tab.evaluate("document.getElementById('start').disabled")
         tab.evaluate("document.querySelector('#examples button').click()")
         assert tab.evaluate("document.getElementById('error').hidden")
+        tab.evaluate("document.getElementById('error').hidden = false")
+        tab.evaluate("document.getElementById('prompt').focus()")
+        tab.call("Input.insertText", text="a")
+        assert tab.evaluate("document.getElementById('error').hidden")
 
 
 def test_page_stops_a_run(server: Running, tmp_path: Path) -> None:

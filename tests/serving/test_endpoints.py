@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from math import prod
 
 import pytest
@@ -28,6 +29,7 @@ def test_version_models_and_health(server: Running, llm: LLM) -> None:
     (model,) = server.get("/v1/models").json()["data"]
     assert (model["id"], model["max_model_len"]) == ("tiny", llm.max_seq_len)
     assert model["has_chat_template"] is True
+    assert 0 <= time.time() - model["created"] < 3600
     health = server.get("/health")
     assert (health.status_code, health.content) == (200, b"")
 
