@@ -27,8 +27,8 @@ FAST = tests/hosts/embedded/test_losslessness.py \
 	tests/speculative/metrics tests/speculative/state tests/speculative/test_plugin.py \
 	tests/speculative/test_sampler.py tests/speculative/verification/test_custom.py \
 	tests/speculative/verification/test_registry.py tests/speculative/verification/test_verifier.py
-# the models of `make demo`, which greedy decoding of code would show in loops;
-# integration/results/demo.svg is the recording of `make demo` by integration.demo_recording
+# sampled, as greedy output of the code model repeats itself; integration/results/demo.svg is the recording of `make
+# demo` by integration.demo_recording
 DEMO = $(BIN)/mtp-plugin generate --temperature 0.8 --top-p 0.95
 DEMO_SUM = Sum of 2129, 7237, 2720, 5531?\n<think>
 DEMO_CODE = class HTTPServer(socketserver.TCPServer):

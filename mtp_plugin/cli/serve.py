@@ -152,7 +152,8 @@ def command(
 
 
 def _name_of(folder: Path) -> str:
-    return folder.parent.name if folder.name == "checkpoint" else folder.name
+    named = folder.parent if folder.name == "checkpoint" else folder
+    return named.name or folder.name
 
 
 def _write_line(log: OutputConsole, line: str) -> None:

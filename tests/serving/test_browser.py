@@ -283,8 +283,13 @@ def test_page_shows_the_message_of_an_error(server: Running, tmp_path: Path) -> 
         assert tab.evaluate("document.getElementById('error').hidden")
         tab.evaluate("document.getElementById('error').hidden = false")
         tab.evaluate("document.getElementById('prompt').focus()")
-        tab.call("Input.insertText", text="a")
+        tab.call("Input.insertText", text="own")
         assert tab.evaluate("document.getElementById('error').hidden")
+        prompt = tab.evaluate("document.getElementById('prompt').value")
+        assert "own" in prompt
+        tab.evaluate("document.getElementById('chat').click()")
+        assert text_of(tab, "#examples button") == "Sum"
+        assert tab.evaluate("document.getElementById('prompt').value") == prompt
 
 
 def test_page_stops_a_run(server: Running, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 
+from mtp_plugin.cli.serve import _name_of
 from tests.serving.conftest import TRAINED
 
 ENVIRONMENT = {name: value for name, value in os.environ.items() if name != "MTP_PLUGIN_API_KEY"}
@@ -75,6 +76,11 @@ def test_serve_answers_and_ends_on_sigterm() -> None:
         assert "Traceback" not in err
         assert f"serving tiny_model on {url}" in err
         assert re.search(r"stopped after 3 sequences, \d+ prompt and 20 output tokens", err)
+
+
+def test_default_name_of_a_model_is_that_of_its_folder() -> None:
+    found = [_name_of(Path(path)) for path in ("/a/b", "/a/checkpoint", "/checkpoint")]
+    assert found == ["b", "a", "checkpoint"]
 
 
 def test_second_interrupt_ends_running_requests(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def repeated_share(tokens: Sequence[int], n: int) -> float:
 
 
 def repeats_itself(tokens: Sequence[int]) -> bool:
-    """Return whether the end of an output loops, by the rule of the loop alarm."""
+    """Return whether the end of an output repeats as many n-grams as one that loops."""
     span = tokens[-LOOP_SPAN:]
     return len(span) >= LOOP_SPAN // 2 and repeated_share(span, LOOP_NGRAM) >= LOOP_REPEATED
 
