@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from math import prod
 
@@ -43,6 +44,19 @@ def test_response_says_that_an_output_loops(
     answer = server.post("/v1/completions", **body, **options).json()
     loops = answer["metrics"]["speculative_decoding"]["looping"]
     assert loops is (temperature == 0 and speculate)
+
+
+def test_texts_of_the_page_do_not_loop_with_its_settings(server: Running) -> None:
+    page = server.get("/").text
+    ids, texts = ("max", "temperature", "top_p", "seed"), page.split("const TEXTS = [")[1]
+    found = [re.findall(rf'id="{name}" type="number" value="(.*?)"', page) for name in ids]
+    max_tokens, temperature, top_p, seed = (float(value) for (value,) in found)
+    options = {"temperature": temperature, "top_p": top_p, "seed": seed, "max_tokens": max_tokens}
+    prompts = [json.loads(each)[1] for each in re.findall(r"^  (\[.*\]),$", texts, re.M)[:3]]
+    for prompt in prompts:
+        answer = server.post("/v1/completions", prompt=prompt, **options).json()
+        assert answer["usage"]["completion_tokens"] > 64
+        assert answer["metrics"]["speculative_decoding"]["looping"] is False
 
 
 def test_tokenize_and_detokenize(server: Running, llm: LLM) -> None:
