@@ -10,7 +10,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ CPU_ENVIRONMENT = {
     "VLLM_CPU_CI_ENV": "1",
 }
 """The code of vLLM's GPU runner on a CPU."""
-_ENTRY_POINT = "[vllm.general_plugins]\nmtp_plugin = mtp_plugin.hosts.vllm:register\n"
+_PLUGIN = {"mtp_plugin": "mtp_plugin.hosts.vllm:register"}
 
 
 class EngineError(RuntimeError):
@@ -52,20 +52,23 @@ def has_gpu() -> bool:
     return bool(torch.cuda.is_available())
 
 
-def prepare(folder: Path, on_gpu: bool) -> None:
+def prepare(folder: Path, on_gpu: bool, plugins: Mapping[str, str] | None = None) -> None:
     """Set the environment variables of all engines; call it before the first one starts.
 
     Args:
         folder: of logs and compiled kernels. If the package is not installed but on the Python
             path, its entry point is written there.
+        plugins: further plugins of vLLM, ``module:function`` by name, for all of its processes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     paths = [str(ROOT)] if on_gpu else [str(SHIM), str(ROOT)]
-    if not entry_points(group="vllm.general_plugins", name="mtp_plugin"):
-        info = folder / "entry_point" / "mtp_plugin-0.dist-info"
+    is_installed = bool(entry_points(group="vllm.general_plugins", name="mtp_plugin"))
+    for name, target in (({} if is_installed else _PLUGIN) | dict(plugins or {})).items():
+        info = (folder / "entry_point" / f"{name}-0.dist-info").resolve()
         info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mtp-plugin\nVersion: 0\n")
-        (info / "entry_points.txt").write_text(_ENTRY_POINT)
+        title = name.replace("_", "-")
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {title}\nVersion: 0\n")
+        (info / "entry_points.txt").write_text(f"[vllm.general_plugins]\n{name} = {target}\n")
         paths.append(str(info.parent))
     sys.path[:0] = paths  # a started process gets it, whatever PYTHONPATH says
     paths += filter(None, [os.environ.get("PYTHONPATH")])

@@ -1,0 +1,402 @@
+"""Tokens per second by draft length K: ``python -m integration.vllm.draft_lengths --json FILE``.
+
+vLLM with the plugin, dummy weights, the same synthetic acceptance for all K. One engine has all of
+them: its list of K by batch size is rewritten. K = 0 still runs the first pass of the MTP layer,
+which fills its KV cache, so that "off", an engine without MTP, is measured too. Routing is
+simulated in the shape "sparse" (see `integration.vllm.routing`); every number names its routing.
+
+First the trained tiny model generates with every K in float32: outputs must be those of K = 0
+(rounding ties are counted). A number of dummy weights is ``matched`` if all ids are valid and the
+acceptance length is the configured one. Exit code 1: one of these fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import shutil
+import statistics
+import sys
+import tempfile
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from integration.bench.machine import describe_machine, store
+from integration.shapes import vllm_config
+from integration.vllm.engine_process import (
+    CHECKPOINT,
+    EngineError,
+    EngineProcess,
+    add_common_options,
+    engine_settings,
+    has_gpu,
+    prepare,
+)
+from integration.vllm.load import Request, run_batch, text_prompts
+from integration.vllm.reference import find_ties
+from integration.vllm.routing import PLUGIN, ROUTINGS, choose, set_draft_len
+from integration.vllm.soak import prompt_texts
+from mtp_plugin.checkpoint.files import SINGLE_FILE
+
+ACCEPTANCE = [0.78, 0.605, 0.467, 0.36, 0.28, 0.22, 0.17]
+"""Share of steps that accept drafts 1..i."""
+LENGTHS = (0, 1, 3, 5, 7)
+PROMPTS = {"short": 128, "16k": 16384}
+BATCHES = {"short": (1, 8, 32, 64, 128), "16k": (1, 8, 32)}
+GREEDY, SAMPLING = {"temperature": 0.0}, {"temperature": 0.6, "top_p": 0.95}
+SMALL: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 0,
+    "n_routed_experts": 32,
+    "num_experts_per_tok": 4,
+    "moe_intermediate_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+}
+"""The shape on a CPU, to try the command."""
+KV_BYTES = {"sparse": 29 << 30, "8gb": 42 << 30}
+"""For 32 requests of 16k tokens."""
+SECONDS = 600.0
+STANDARD_ERRORS = 4.0
+"""Difference of a measured acceptance length from the configured one, at most."""
+MARGIN = 0.01
+"""See `find_ties`."""
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line; without a GPU everything is small."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--shape", choices=("sparse", "8gb"), default="sparse")
+    parser.add_argument("--routing", help="of the shape sparse, default: third,random")
+    parser.add_argument("--prompts", default=",".join(PROMPTS))
+    parser.add_argument("--batches", help="default: " + str(BATCHES))
+    parser.add_argument("--osl", type=int, default=192)
+    parser.add_argument("--turns", type=int, default=2)
+    parser.add_argument("--sampled", action="store_true", help="T = 0.6, top-p 0.95, not greedy")
+    add_common_options(parser)
+    options = parser.parse_args()
+    if options.routing and options.shape != "sparse":
+        parser.error("--routing is of the shape sparse; leave it out")
+    options.routing = options.routing or ",".join(ROUTINGS)
+    for option, known in (("routing", ROUTINGS), ("prompts", PROMPTS)):
+        if set(getattr(options, option).split(",")) - set(known):
+            parser.error(f"--{option}: expected some of {', '.join(known)}")
+    return options
+
+
+def expected_length(k: int, num_tokens: int = 1) -> tuple[float, float]:
+    """Return the configured tokens per step, and their standard error in so many tokens."""
+    length = 1 + sum(ACCEPTANCE[:k])
+    squares = sum((2 * i - 1) * share for i, share in enumerate(ACCEPTANCE[:k], 1))
+    return length, math.sqrt((squares - (length - 1) ** 2) * length / num_tokens)
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Compare outputs, then measure with drafts and without; cells are stored as they come."""
+    on_gpu = has_gpu()
+    prepare(folder, on_gpu, PLUGIN)
+    model = vllm_config(options.shape) | ({} if on_gpu else SMALL | {"torch_dtype": "float32"})
+    found: dict[str, Any] = {
+        "kind": "draft-lengths",
+        "name": f"vllm-draft-lengths-{options.shape}",
+        "complete": False,
+        "matched": False,
+        "machine": describe_machine(torch.device("cuda" if on_gpu else "cpu")),
+        "shape": options.shape,
+        "model": {"weights": "dummy", "num_mtp_layers": 1, **model},
+        "synthetic_acceptance": ACCEPTANCE,
+        "sampling": SAMPLING if options.sampled else GREEDY,
+        "prompt_tokens": PROMPTS if on_gpu else dict.fromkeys(PROMPTS, 16),
+        "output_tokens": options.osl,
+        "turns": options.turns,
+        "routing": _routings(options),
+        "timed": "median of steps in which all requests generate, then of the turns; tokens per "
+        "second by the configured acceptance length",
+        "outputs": compare_outputs(folder, on_gpu),
+        "engines": {},
+        "cells": [],
+    }
+    store(options.json, found)
+    for name in ("drafts", "off"):
+        engine = _start(name, options, model, folder, on_gpu)
+        try:
+            found["engines"][name] = engine.wait_until_ready()
+            for cell in _cells(options, name, found):
+                _measure(engine, options, cell, found["model"]["vocab_size"])
+                found["cells"].append(cell)
+                store(options.json, found)
+            if options.shape == "sparse":
+                found["engines"][name]["routed_rows"] = engine.call(routed_rows, SECONDS)
+        finally:
+            engine.close()
+    outputs = found["outputs"]
+    found["complete"] = True
+    found["matched"] = all(cell["matched"] for cell in found["cells"]) and all(
+        each["equal"] + each["ties"] == each["compared"] for each in outputs.values()
+    )
+    store(options.json, found)
+    return found
+
+
+def _routings(options: argparse.Namespace) -> dict[str, str]:
+    if options.shape != "sparse":
+        return {"router": "the model's own router, with dummy weights"}
+    described = {
+        "third": "a row uses a third of the experts of the row before in its request",
+        "random": "rows are independent, a bound",
+    }
+    return {name: described[name] for name in options.routing.split(",")}
+
+
+# --- outputs of the trained tiny model ---
+
+
+def one_layer(folder: Path) -> Path:
+    """Write the tiny model with its first MTP layer alone; with 3 of them K is a multiple of 3."""
+    source = Path(CHECKPOINT)
+    config = json.loads((source / "config.json").read_text())
+    others = tuple(f"model.layers.{config['num_hidden_layers'] + n}." for n in (1, 2))
+    tensors = load_file(source / SINGLE_FILE)
+    model = folder / "one_layer"
+    shutil.copytree(source, model, dirs_exist_ok=True)
+    kept = {name: each for name, each in tensors.items() if not name.startswith(others)}
+    save_file(kept, model / SINGLE_FILE, metadata={"format": "pt"})
+    (model / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    return model
+
+
+def compare_outputs(folder: Path, on_gpu: bool) -> dict[str, dict[str, int]]:
+    """Return counts by K of outputs that equal those of K = 0, greedy and at T = 0.8."""
+    count, length = (32, 96) if on_gpu else (2, 6)
+    most = max(2 * count, len(LENGTHS))
+    settings = engine_settings(
+        max(LENGTHS),
+        on_gpu,
+        {},
+        model=str(one_layer(folder)),
+        max_num_seqs=most,
+        speculative_config=_schedule(most),
+    )
+    engine = EngineProcess("outputs", settings, folder, in_process=True)
+    try:
+        engine.wait_until_ready()
+        prompts = engine.call(text_prompts, SECONDS, texts=prompt_texts(), count=count, length=64)
+        common = {"max_tokens": length, "ignore_eos": True}
+        requests: list[Request] = [
+            {"prompt": prompt, "params": {**common, "seed": number, **sampling}}
+            for sampling in (GREEDY, {"temperature": 0.8})
+            for number, prompt in enumerate(prompts)
+        ]
+        return engine.call(outputs_by_length, SECONDS, requests=requests, lengths=LENGTHS)
+    finally:
+        engine.close()
+
+
+def outputs_by_length(
+    llm: Any, *, requests: list[Request], lengths: tuple[int, ...]
+) -> dict[str, dict[str, int]]:
+    """Run the requests with every K in the engine's process; K = 0 is the reference."""
+    core = llm.llm_engine.engine_core.engine_core
+    expected: list[list[int]] = []
+    found = {}
+    for k in lengths:
+        set_draft_len(core, k)
+        ran = run_batch(llm, requests=requests)
+        if not k:
+            expected = ran["tokens"]
+            continue
+        unequal = []
+        for number, (got, wanted) in enumerate(zip(ran["tokens"], expected, strict=True)):
+            if got != wanted:
+                at = next(
+                    n for n, pair in enumerate(zip(got, wanted, strict=True)) if len(set(pair)) > 1
+                )
+                request = {**requests[number], "number": number, "result": {"tokens": got}}
+                prompt = requests[number]["prompt"]
+                unequal.append((request, {"tokens": wanted, "prompt_token_ids": prompt}, at))
+        set_draft_len(core, 0)
+        ties = find_ties(llm, unequal, MARGIN)
+        found[f"K = {k}"] = {
+            "compared": len(requests),
+            "equal": len(requests) - len(unequal),
+            "ties": len(ties),
+            "accepted_percent": round(100 * (ran["acceptance_length"] - 1) / k),
+        }
+    return found
+
+
+# --- times with dummy weights ---
+
+
+def _schedule(most: int) -> dict[str, Any]:
+    """Return a list by batch size with every K: vLLM captures graphs of those that it names."""
+    ranges = [[n, n, k] for n, k in enumerate(LENGTHS[:-1], 1)]
+    return {"num_speculative_tokens_per_batch_size": [*ranges, [len(LENGTHS), most, LENGTHS[-1]]]}
+
+
+def _batches(options: argparse.Namespace, prompts: str) -> tuple[int, ...]:
+    return tuple(map(int, options.batches.split(","))) if options.batches else BATCHES[prompts]
+
+
+def _start(
+    name: str, options: argparse.Namespace, model: dict[str, Any], folder: Path, on_gpu: bool
+) -> EngineProcess:
+    config = folder / "model"
+    config.mkdir(exist_ok=True)
+    (config / "config.json").write_text(json.dumps(model))
+    lengths = LENGTHS if name == "drafts" else (0,)
+    names = options.prompts.split(",")
+    batches = {batch for each in names for batch in _batches(options, each)}
+    most = max(*batches, len(LENGTHS))
+    settings = engine_settings(
+        max(lengths),
+        on_gpu,
+        {},
+        model=str(config),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=model["torch_dtype"],
+        max_num_seqs=most,
+        enable_prefix_caching=True,  # long prompts are computed once
+        speculative_config={
+            "rejection_sample_method": "synthetic",
+            "synthetic_acceptance_rates": ACCEPTANCE,
+            **_schedule(most),
+        },
+    )
+    settings.pop("attention_backend", None)
+    if on_gpu:
+        # a full graph of every batch and K
+        sizes = sorted({batch * (k + 1) for batch in batches for k in lengths})
+        settings |= {
+            "max_model_len": max(PROMPTS[each] for each in names) + options.osl + 16,
+            "max_num_batched_tokens": 8192,
+            "gpu_memory_utilization": 0.9,
+            "kv_cache_memory_bytes": KV_BYTES[options.shape],
+            "compilation_config": {"cudagraph_capture_sizes": sizes},
+        }
+    route = options.routing.split(",")[0] if options.shape == "sparse" else None
+    return EngineProcess(name, settings, folder, before=partial(choose, route))
+
+
+def _cells(options: argparse.Namespace, name: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"routing": route, "prompts": prompts, "batch": batch, "k": k, "engine": name}
+        for route in found["routing"]
+        for prompts in options.prompts.split(",")
+        for batch in _batches(options, prompts)
+        for k in (LENGTHS if name == "drafts" else (0,))
+    ]
+
+
+def _measure(
+    engine: EngineProcess, options: argparse.Namespace, cell: dict[str, Any], vocab_size: int
+) -> None:
+    """Add the times of a cell; ``matched``: valid ids and the configured acceptance length."""
+    rng = random.Random(0)
+    isl = PROMPTS[cell["prompts"]] if has_gpu() else 16
+    params = {"max_tokens": options.osl, **(SAMPLING if options.sampled else GREEDY)}
+    requests: list[Request] = [
+        {"prompt": [rng.randrange(2, vocab_size) for _ in range(isl)], "params": params}
+        for _ in range(cell["batch"])
+    ]
+    times, lengths, num_tokens, is_valid = [], [], 0, True
+    for turn in range(options.turns + 1):
+        ran = engine.call(
+            run_cell,
+            SECONDS,
+            requests=requests,
+            draft_len=cell["k"] if cell["engine"] == "drafts" else None,
+            routing=cell["routing"],
+        )
+        if not ran["step_ms"]:
+            raise EngineError(
+                f"no step in which all requests generate: {cell}; expected more --osl"
+            )
+        is_valid &= all(0 <= token < vocab_size for ids in ran["tokens"] for token in ids)
+        if turn:  # the first one compiles
+            times.append(ran["median_ms"])
+            num_tokens = sum(map(len, ran["tokens"]))  # each turn may have the same random numbers
+            lengths.append(ran["acceptance_length"] or 1.0)
+    tokens, error = expected_length(cell["k"], num_tokens)
+    length = statistics.fmean(lengths)
+    step_ms = statistics.median(times)
+    cell |= {
+        "step_ms": round(step_ms, 3),
+        "step_ms_by_turn": times,
+        "tokens_per_second": round(1000 * cell["batch"] * tokens / step_ms, 1),
+        "acceptance_length": round(length, 3),
+        "matched": is_valid and abs(length - tokens) <= STANDARD_ERRORS * error,
+    }
+
+
+def run_cell(
+    llm: Any, *, requests: list[Request], draft_len: int | None, routing: str
+) -> dict[str, Any]:
+    """Run a batch with this K and routing until the first request ends."""
+    if routing in ROUTINGS:
+        llm.collective_rpc("set_routing", args=(routing,))
+    if draft_len is not None:
+        llm.llm_engine.engine_core.call_utility("set_draft_len", draft_len)
+    found: dict[str, Any] = run_batch(llm, requests=requests, until_first_end=True)
+    return found
+
+
+def routed_rows(llm: Any) -> list[list[int]]:
+    """Return [rows, rows per request] of steps whose routing was simulated."""
+    found: list[list[int]] = llm.collective_rpc("routed_rows")[0]
+    return found
+
+
+# --- report ---
+
+
+def table(found: dict[str, Any]) -> str:
+    """Return tokens per second by routing, prompts, batch and K, and the best of a row."""
+    lines = [f"{'routing':8} {'prompts':7} {'batch':>5} {'off':>9}"]
+    lines[0] += "".join(f" {f'K = {k}':>9}" for k in LENGTHS) + "  best"
+    rows: dict[tuple[str, str, int], dict[Any, dict[str, Any]]] = {}
+    for cell in found["cells"]:
+        column = "off" if cell["engine"] == "off" else cell["k"]
+        rows.setdefault((cell["routing"], cell["prompts"], cell["batch"]), {})[column] = cell
+    for (route, prompts, batch), cells in rows.items():
+        valid = {k: cell["tokens_per_second"] for k, cell in cells.items() if cell["matched"]}
+        shown = [f"{valid[k]:.0f}" if k in valid else "-" for k in ("off", *LENGTHS)]
+        best = max(valid, key=valid.__getitem__, default="-")
+        gain = f" ({valid[best] / valid['off']:.2f}x off)" if "off" in valid else ""
+        cells_shown = "".join(f" {each:>9}" for each in shown)
+        lines.append(f"{route:8} {prompts:7} {batch:5}{cells_shown}  {best}{gain}")
+    outputs = [
+        f"{k}: {each['equal']} of {each['compared']} outputs of the tiny model are those of K = 0, "
+        f"{each['ties']} ties"
+        for k, each in found["outputs"].items()
+    ]
+    return "\n".join([*lines, *outputs, ""])
+
+
+def main() -> int:
+    """Measure and print a table; returns the exit code."""
+    options = arguments()
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            found = measure(options, options.folder or Path(temporary))
+        except EngineError as error:
+            sys.stdout.write(f"{error}\nFAILED\n")
+            return 1
+    sys.stdout.write(table(found))
+    sys.stdout.write("matched\n" if found["matched"] else "FAILED: not all numbers are matched\n")
+    return 0 if found["matched"] else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
