@@ -92,8 +92,8 @@ class TuneReport:
                 kind = "greedy outputs" if found.setting.method in BY_PROBABILITY else "outputs"
                 counts = f"{found.num_equal} of {found.num_outputs}"
                 out.write_line(f"{found.setting}: {kind} identical to K = 0: {counts}{ties}")
-        for setting, why in self.tuning.skipped.items():
-            out.write_line(f"{setting}: not measured, {why}; --k measures it")
+        for left_out, why in self.tuning.skipped.items():
+            out.write_line(f"{left_out}: not measured, {why}")
         self._show_answer(out)
 
     def _options(self, answer: Answer) -> dict[str, Any]:

@@ -130,7 +130,7 @@ class Tuning:
             self._run_group([(alone, [alone])], len(engines))
 
     def _skips(self, settings: Sequence[Setting]) -> bool:
-        """Whether an engine is left out: all of its settings have a reason."""
+        """Leave out an engine whose settings all have a reason; returns whether it is left out."""
         reasons = {setting: self._reason(setting) for setting in settings}
         if not self.options.stops_early or None in reasons.values():
             return False
@@ -143,7 +143,9 @@ class Tuning:
         if setting.drafter == "mtp" and setting.num_drafts > layers and setting.num_drafts % layers:
             return f"with {layers} MTP layers vLLM takes multiples of {layers}"
         losing = losing_length(self.measurements, setting)
-        return losing and f"K = {losing} is slower than fewer drafts at every batch size"
+        if losing is None:
+            return None
+        return f"K = {losing} is slower than fewer drafts at every batch size; --k measures it"
 
     def _has_reference(self) -> bool:
         """Whether K = 0, which is measured first, has not failed."""

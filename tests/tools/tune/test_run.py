@@ -123,7 +123,8 @@ def test_more_drafts_than_those_that_lose_are_left_out(
     lengths = (0, 1, 2, 3, 5, 7)
     tuning, lines = tune(num_drafts=lengths, at_once=at_once, stops_early=True)
     assert [setting.num_drafts for setting in engine.started] == measured
-    why = f"K = {measured[-1]} is slower than fewer drafts at every batch size"
+    losing = f"K = {measured[-1]} is slower than fewer drafts at every batch size"
+    why = f"{losing}; --k measures it"
     assert tuning.skipped == {Setting(k): why for k in lengths if k not in measured}
     assert len(lines) < len(tune(num_drafts=lengths)[1])
     assert [setting.num_drafts for setting in engine.started[len(measured) :]] == [*lengths]
