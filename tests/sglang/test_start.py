@@ -206,7 +206,7 @@ def test_a_scheduler_with_the_plugin_says_so(monkeypatch, caplog):
         assert given[2] == "ports"
         hooks._engine.attach(runner)
 
-    scheduler = SimpleNamespace(tp_group=SimpleNamespace(world_size=1))
+    scheduler = SimpleNamespace(tp_group=SimpleNamespace(world_size=1, rank_in_group=0))
     with caplog.at_level("INFO"):
         hooks._scheduler_init(original, scheduler, arguments(), "ports")
     (line,) = [r.getMessage() for r in caplog.records if "mtp_plugin on" in r.getMessage()]

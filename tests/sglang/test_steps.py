@@ -85,7 +85,7 @@ def test_the_token_of_an_unfinished_prompt_ends_no_thinking_phase():
         ends = torch.zeros(1, VOCAB)
         ends[0, END] = 9.0
         engine.sample(Batch([req]), ends, torch.tensor([chunk]), ForwardMode.EXTEND)
-        req.inflight_middle_chunks = 1
+        req.kv_committed_len = chunk
         engine.serve([req], tokens=41)
         lengths.append(engine.counts.acceptance_length)
     assert lengths[0] == K + 1

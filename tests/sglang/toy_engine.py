@@ -6,21 +6,28 @@ The target's logits depend on the last token alone, and so do those of the draft
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import random
 import socket
 from array import array
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import sglang.srt.distributed.parallel_state as parallel
+import sglang.srt.managers.scheduler_components.batch_result_processor as results
 import sglang.srt.speculative.eagle_worker_common as worker_common
 import sglang.srt.speculative.eagle_worker_v2 as worker_v2
 import torch
 from sglang.srt import runtime_context
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.layers.sampler import create_sampler
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
+from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
 from sglang.srt.model_executor.model_runner import ModelRunner
@@ -28,6 +35,8 @@ from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs
 from sglang.srt.speculative.eagle_info import EagleDraftInput, EagleVerifyInput
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_mask
 
 from mtp_plugin.hosts.sglang import hooks
 from mtp_plugin.hosts.sglang.engine import Engine
@@ -44,6 +53,13 @@ class Tokenizer:
 
     eos_token_id = EOS
     additional_stop_token_ids = None
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [ord(letter) - 65 for letter in text]
+
+    def decode(self, ids: Any, **_: Any) -> str:
+        """One letter per id."""
+        return "".join(chr(65 + token) for token in ids)
 
 
 def prepare() -> None:
@@ -75,12 +91,17 @@ def prepare() -> None:
     hooks.install(hooks.DRAFTS)
 
 
-def make_request(rid: str, prompt: list[int], **options: Any) -> Req:
-    """Return a ``Req`` as SGLang's scheduler makes it."""
-    params = SamplingParams(**options)
+def make_request(rid: str, prompt: list[int], *, num_logprobs: int = 0, **options: Any) -> Req:
+    """Return a ``Req`` as SGLang's scheduler makes it, which goes on until it is stopped."""
+    wanted = {}
+    if num_logprobs:
+        ids = list(range(num_logprobs))
+        wanted = {"return_logprob": True, "top_logprobs_num": num_logprobs}
+        wanted["token_ids_logprob"] = ids
+    params = SamplingParams(**{"ignore_eos": True, "max_new_tokens": 1 << 20, **options})
     params.normalize(Tokenizer())
     params.verify(VOCAB)
-    req = Req(rid, "", array("q", prompt), params, vocab_size=VOCAB, eos_token_ids={EOS})
+    req = Req(rid, "", array("q", prompt), params, vocab_size=VOCAB, eos_token_ids={EOS}, **wanted)
     req.tokenizer = Tokenizer()
     return req
 
@@ -91,13 +112,53 @@ class Batch:
     device = "cpu"
     forward_mode: ForwardMode
     spec_info: Any = None
-    seq_lens_cpu = None
+    seq_lens_cpu = decoding_reqs = prefill_stats = dp_cooperation_info = None
+    return_hidden_states = False
+    return_hidden_states_mode = CaptureHiddenMode.NULL
+    launch_ts = 0.0
 
     def __init__(self, reqs: list[Req]) -> None:
         self.reqs = reqs
         self.req_pool_indices_cpu = torch.tensor([req.req_pool_idx for req in reqs])
         self.req_pool_indices = self.req_pool_indices_cpu.clone()
         self.sampling_info = SamplingBatchInfo.from_schedule_batch(self, VOCAB)
+        self.return_logprob = any(req.return_logprob for req in reqs)
+        self.top_logprobs_nums = [req.logprob.top_logprobs_num for req in reqs]
+        self.token_ids_logprobs = [req.logprob.token_ids_logprob for req in reqs]
+        self.has_grammar = any(req.grammar for req in reqs)
+        if self.has_grammar:
+            self.sampling_info.grammars = [req.grammar for req in reqs]
+            self.sampling_info.update_regex_vocab_mask()
+
+    def batch_size(self) -> int:
+        return len(self.reqs)
+
+    def is_dllm(self) -> bool:
+        return False
+
+
+class Reporter(SchedulerMetricsReporter):
+    """SGLang's counts of drafts, without the rest of its metrics."""
+
+    def __init__(self) -> None:
+        self.num_generated_tokens = self.forward_ct_decode = 0
+        self.spec_num_accept_tokens = self.spec_num_forward_ct = 0
+        self.spec_num_block_accept_tokens = self.spec_num_cap_tokens = 0
+
+    def report_prefill_stats(self, *_: Any, **__: Any) -> None:
+        pass
+
+    def report_decode_stats(self, *_: Any, **__: Any) -> None:
+        pass
+
+
+def result_processor(reporter: Reporter) -> results.SchedulerBatchResultProcessor:
+    """Return what SGLang processes results of steps with, without its other parts."""
+    names = [one.name for one in dataclasses.fields(results.SchedulerBatchResultProcessor)]
+    parts = {name: MagicMock(name=name) for name in names}
+    parts |= {"metrics_reporter": reporter, "enable_overlap": False, "enable_overlap_mlx": False}
+    parts |= {"is_generation": True}
+    return results.SchedulerBatchResultProcessor(**parts)
 
 
 class DraftRunner(ModelRunner):
@@ -154,6 +215,7 @@ class ToyEngine:
     seed: int = 0
     token_map: torch.Tensor | None = None
     grammar_mask: Any = None
+    chunk: int | None = None  # prompts that are longer come in two parts
     counts: Counts = field(default_factory=Counts)
 
     def __post_init__(self) -> None:
@@ -175,9 +237,11 @@ class ToyEngine:
             self.runner, *args
         )
         self.engine.attach(self.runner)
-        self.scheduler = SimpleNamespace(
-            _set_or_validate_priority=lambda _: False  # the queue is this class's
-        )
+        self.engine.count_drafts(None, is_first_rank=True)
+        self.scheduler = MagicMock(enable_fpm=False, disaggregation_mode=None)
+        self.scheduler._set_or_validate_priority.return_value = False  # the queue is this class's
+        self.reporter = Reporter()
+        self.scheduler.batch_result_processor = result_processor(self.reporter)
         self.worker = SimpleNamespace(
             topk=1,
             speculative_num_steps=self.num_drafts,
@@ -220,7 +284,7 @@ class ToyEngine:
             step = chosen.sample(running, chosen.randint(1, len(running)))  # any batch, any order
             self._drafted_step(step, drafts) if self.num_drafts else self._step(step)
             for req in list(running):
-                if len(req.output_ids) >= tokens:
+                if len(req.output_ids) >= tokens or req.finished():
                     running.remove(req)
                     self.pool.free(req)
                 elif chosen.random() < retract:
@@ -248,19 +312,47 @@ class ToyEngine:
                 **more,
             },
         )
-        output = SimpleNamespace(next_token_logits=logits.clone())
+        output = LogitsProcessorOutput(next_token_logits=logits.clone())
         hooks._engine = self.engine
         return ModelRunner.sample(self.runner, output, step), output
 
-    def _sample(self, batch: Batch, last: torch.Tensor, mode: ForwardMode) -> torch.Tensor:
-        lens = torch.tensor([len(r.origin_input_ids) + len(r.output_ids) for r in batch.reqs])
-        tokens, _ = self.sample(batch, self.table[last], lens, mode)
-        for req, token in zip(batch.reqs, tokens.tolist(), strict=True):
-            req.output_ids.append(token)
+    def _sample(
+        self, batch: Batch, last: torch.Tensor, mode: ForwardMode, lens: list[int] | None = None
+    ) -> torch.Tensor:
+        whole = [len(req.origin_input_ids) + len(req.output_ids) for req in batch.reqs]
+        lens = torch.tensor(lens or whole)
+        wanted = {}
+        if batch.return_logprob:
+            wanted = {
+                "return_logprob": True,
+                "top_logprobs_nums": batch.top_logprobs_nums,
+                "token_ids_logprobs": batch.token_ids_logprobs,
+            }
+        tokens, output = self.sample(batch, self.table[last], lens, mode, **wanted)
+        batch.forward_mode = mode
+        result = GenerationBatchResult(logits_output=output, next_token_ids=tokens)
+        # no log-probabilities of prompts
+        result.extend_input_len_per_req = [0] * len(batch.reqs)
+        result.extend_logprob_start_len_per_req = [0] * len(batch.reqs)
+        self._process(batch, result)
         return tokens.to(torch.int64)
+
+    def _process(self, batch: Batch, result: GenerationBatchResult) -> None:
+        """Add the tokens of a step to its requests, as SGLang's scheduler does."""
+        algorithm = SpeculativeAlgorithm.EAGLE if result.accept_lens is not None else None
+        batch.spec_algorithm = algorithm or SpeculativeAlgorithm.NONE
+        for req in batch.reqs:
+            req.is_retracted = False
+        with _patched(results, release_kv_cache=lambda *_, **__: None):
+            Scheduler.process_batch_result(self.scheduler, batch, result)
 
     def _prefill(self, reqs: list[Req], drafts: dict[str, EagleDraftInput]) -> None:
         self.pool.alloc(reqs)
+        long = [req for req in reqs if self.chunk and len(req.origin_input_ids) > self.chunk]
+        for req in long:
+            req.inflight_middle_chunks = 1
+            last = torch.tensor([req.origin_input_ids[self.chunk - 1]])
+            self._sample(Batch([req]), last, ForwardMode.EXTEND, [self.chunk])
         batch = Batch(reqs)
         batch.forward_mode = ForwardMode.EXTEND
         ids = [list(req.origin_input_ids) + list(req.output_ids) for req in reqs]
@@ -322,32 +414,43 @@ class ToyEngine:
             seq_lens_sum=0,
             seq_lens_cpu=None,
         )
-        output = SimpleNamespace(
+        output = LogitsProcessorOutput(
             next_token_logits=self.table[rows.flatten()].clone(),
             hidden_states=torch.zeros(count * width, 2),
         )
-        predict, lens, index = worker_common.eagle_sample(
-            verify_input, batch, output, self.grammar_mask
-        )
+        mask = self.grammar_mask
+        if batch.has_grammar:
+            mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=GrammarTree.from_linear_chain(rows),
+                sampling_info=batch.sampling_info,
+                device="cpu",
+                barrier=None,
+            )
+        predict, lens, index = worker_common.eagle_sample(verify_input, batch, output, mask)
         assert predict.dtype == lens.dtype == index.dtype == torch.int32
-        assert int(predict.min()) >= 0
-        for i, req in enumerate(reqs):
+        assert 0 <= int(predict.min()) <= int(predict.max()) < VOCAB
+        if batch.return_logprob:
+            compute_spec_v2_logprobs(batch, output, predict, index, self.num_drafts)
+        for i in range(count):
             expected = [i * width + j if j < lens[i] else -1 for j in range(width)]
             assert index[i].tolist() == expected
-            req.output_ids.extend(predict[i * width : i * width + int(lens[i])].tolist())
         self.counts.steps += count
         self.counts.tokens += int(lens.sum())
-        result = SimpleNamespace(
+        result = GenerationBatchResult(
             logits_output=output,
             accept_lens=lens,
             next_token_ids=predict,
             new_seq_lens=batch.seq_lens + lens,
             next_draft_input=EagleDraftInput(bonus_tokens=bonus),
+            speculative_num_draft_tokens=width,
         )
         extend = draft_step(predict.to(torch.int64))
         with _patched(worker_v2, prepare_for_draft_extend=lambda *_, **__: extend):
             worker_v2.EagleDraftWorker._draft_extend_for_decode(self.worker, batch, result)
         _store(drafts, batch, result.next_draft_input)
+        batch.forward_mode = ForwardMode.DECODE
+        self._process(batch, result)
 
 
 def _store(drafts: dict[str, Any], batch: Batch, draft_input: EagleDraftInput) -> None:

@@ -12,8 +12,9 @@ import torch
 
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts.sglang.requests import Admission, admitted, facts_of, slot_tokens
+from mtp_plugin.hosts.sglang.results import DraftCounts, keep_status
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.step import Accepted, to_device
+from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, Accepted, to_device
 from mtp_plugin.speculative.rows.options import EngineSettings
 from mtp_plugin.speculative.rows.request_slots import RequestSlots
 from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps, StepRows
@@ -39,6 +40,7 @@ class Engine:
         self._admission = Admission(settings, seed)
         self._step: Any = None  # ForwardBatch of the rows that are being sampled
         self._sampled: torch.Tensor | None = None
+        self._status: torch.Tensor | None = None
         self._drafting: tuple[Any, Any] | None = None  # draft runner and its ForwardBatch
         self._extending: tuple[Any, list[Any]] | None = None
         self._unwritten: dict[int, int] = {}  # slot -> ids of its prefill
@@ -61,7 +63,7 @@ class Engine:
         num_slots, device = pool.req_to_token.shape[0], torch.device(pool.req_to_token.device)
         self._slots = slots = RequestSlots(num_slots - 1, device, self.settings, padding=0)
         backend = Backend.of(self.settings.options.kernels, device)
-        self._ops = RowOps(slots, self.settings, backend, self._vocab)
+        self._ops = RowOps(slots, self.settings, backend, self._vocab, fills_tokens=False)
         width = self.settings.num_drafts + 1
         self._offsets = torch.arange(width, device=device)
         self._starts = torch.arange(num_slots + 1, device=device) * width
@@ -93,6 +95,12 @@ class Engine:
                 "mtp_plugin found no pools of a target model in this scheduler: unset "
                 "MTP_PLUGIN_SGLANG, this engine is not served"
             )
+
+    def count_drafts(self, model: str | None, *, is_first_rank: bool) -> None:
+        """Begin to count drafts; see `DraftCounts`."""
+        is_simulated = bool(self.settings.num_drafts) and _simulation().SIMULATE_ACC_LEN > 0
+        has_alarm = is_first_rank and not is_simulated
+        self.counts = DraftCounts(self.settings, model, has_alarm=has_alarm)
 
     def warm_up(self) -> None:
         """Launch the kernels of all batch sizes on rows of zeros, so that no request waits until
@@ -138,14 +146,16 @@ class Engine:
     # ---- rows without drafts
 
     @contextmanager
-    def sampling(self, forward_batch: Any) -> Iterator[None]:
+    def sampling(self, forward_batch: Any, logits_output: Any) -> Iterator[None]:
         """Sample for a ``ForwardBatch`` in SGLang's ``Sampler``."""
         self._apply()
-        self._step, self._sampled = forward_batch, None
+        self._step, self._sampled, self._status = forward_batch, None, None
         try:
             yield
         finally:
             self._step = self._sampled = None
+        if self._status is not None:
+            keep_status(logits_output, self._status)
 
     @property
     def is_sampling(self) -> bool:
@@ -157,7 +167,9 @@ class Engine:
         step = self._step
         is_decode = step.forward_mode.is_decode()
         positions = step.positions if is_decode else step.seq_lens - 1
-        self._sampled = self._ops.sample(logits, step.req_pool_indices, positions)
+        tokens = self._ops.sample(logits, step.req_pool_indices, positions)
+        self._status = (tokens < 0).to(torch.int32) * STATUS_NO_FINITE_LOGIT
+        self._sampled = tokens.clamp_min(0)
 
     def take_sampled(self) -> torch.Tensor | None:
         """Return the tokens [R] int32 that `sample` kept, once."""
@@ -196,8 +208,10 @@ class Engine:
         accepted = self._verify(logits, verify_input.draft_token, slots, host_slots, batch.seq_lens)
         requests = len(slots)
         predict = accepted.tokens.flatten().clamp_min(0)  # every entry is embedded
-        counts = accepted.num_accepted
-        predict, counts = _of_first_rank(predict, counts)
+        # a row without a token gives token 0, since SGLang needs one; its request ends
+        counts = accepted.num_accepted + (accepted.status == STATUS_NO_FINITE_LOGIT)
+        predict, counts, status = _of_first_rank(predict, counts, accepted.status)
+        keep_status(logits_output, status)
         is_beyond = self._columns >= counts.unsqueeze(1)
         index = self._rows[:requests].masked_fill(is_beyond, -1)
         return _simulated(verify_input, logits, predict, counts, index)
@@ -305,16 +319,20 @@ def _edit(logits: torch.Tensor, info: Any, width: int, grammar_mask: Any) -> Non
         grammar_mask.apply(logits)
 
 
-def _of_first_rank(
-    predict: torch.Tensor, counts: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of rank 0: the noise is equal on all ranks, logits may differ."""
+def _of_first_rank(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return the results of rank 0, all int32 vectors: the noise is equal on all ranks, logits may
+    differ."""
     group = import_module("sglang.srt.distributed").get_tp_group()
     if group.world_size == 1:
-        return predict, counts
-    packed = torch.cat([predict, counts])
+        return results
+    packed = torch.cat(results)
     group.broadcast(packed, src=0)
-    return packed[: len(predict)], packed[len(predict) :]
+    return packed.split([len(result) for result in results])
+
+
+def _simulation() -> Any:
+    """Return the module that simulates acceptance, if ``SGLANG_SIMULATE_ACC_LEN`` is set."""
+    return import_module("sglang.srt.speculative.spec_utils")
 
 
 def _simulated(
@@ -325,7 +343,7 @@ def _simulated(
     index: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Let SGLang simulate acceptance, if ``SGLANG_SIMULATE_ACC_LEN`` is set."""
-    spec = import_module("sglang.srt.speculative.spec_utils")
+    spec = _simulation()
     if spec.SIMULATE_ACC_LEN <= 0:
         return predict, counts, index
     requests, width = index.shape

@@ -17,6 +17,8 @@ from typing import Any
 Hook = Callable[..., Any]
 _SRT = "sglang.srt"
 _SCHEDULER = f"{_SRT}.managers.scheduler"
+_TOKENIZER = f"{_SRT}.managers.tokenizer_manager:TokenizerManager"
+_RESULTS = f"{_SRT}.managers.scheduler_components"
 _WORKER = f"{_SRT}.speculative.eagle_worker_v2:EagleDraftWorker"
 _SAMPLER = f"{_SRT}.layers.sampler:Sampler"
 _RUNNER = f"{_SRT}.model_executor.model_runner:ModelRunner"
@@ -130,7 +132,7 @@ def _check_server_args(original: Hook, self: Any, *args: Any, **kwargs: Any) -> 
     return result
 
 
-@_hooks(FRONT_END, f"{_SRT}.managers.tokenizer_manager:TokenizerManager._create_tokenized_object")
+@_hooks(FRONT_END, f"{_TOKENIZER}._create_tokenized_object")
 def _create_tokenized_object(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
     from mtp_plugin.hosts.sglang.engine_checks import checked_settings
     from mtp_plugin.hosts.sglang.requests import request_problem
@@ -143,6 +145,25 @@ def _create_tokenized_object(original: Hook, self: Any, *args: Any, **kwargs: An
     if problem is not None:
         raise ValueError(problem)  # HTTP 400
     return made
+
+
+@_hooks(FRONT_END, f"{_TOKENIZER}._calculate_spec_decoding_metrics")
+def _spec_metrics(
+    original: Hook, self: Any, meta_info: Any, recv_obj: Any, i: int, *args: Any, **kwargs: Any
+) -> Any:
+    """Count the drafts that a finished request could accept as proposed, in place of K a step."""
+    from mtp_plugin.speculative.rows.request_options import read_request
+
+    result = original(self, meta_info, recv_obj, i, *args, **kwargs)
+    given = self.rid_to_state[recv_obj.rids[i]].obj.sampling_params or {}
+    given = {**(self.preferred_sampling_params or {}), **given}.get("custom_params")
+    if given and meta_info.get("spec_num_proposed_drafts"):
+        limit = read_request(given, vars(self)[_SETTINGS]).draft_limit
+        if limit is not None:
+            proposed = meta_info["spec_verify_ct"] * limit
+            meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = proposed
+            meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / proposed
+    return result
 
 
 @_hooks(START, f"{_SCHEDULER}:Scheduler.__init__")
@@ -160,6 +181,8 @@ def _scheduler_init(original: Hook, self: Any, server_args: Any, *args: Any, **k
         install(DRAFTS)
     original(self, server_args, *args, **kwargs)
     _engine.expect_attached()
+    model = server_args.served_model_name if server_args.enable_metrics else None
+    _engine.count_drafts(model, is_first_rank=self.tp_group.rank_in_group == 0)
     _engine.warm_up()
     expect_equal_ranks(self.tp_group, settings)
     _logger.info("mtp_plugin on: %s", _engine.summary)
@@ -202,7 +225,7 @@ def _alloc_memory_pool(original: Hook, self: Any, *args: Any, **kwargs: Any) -> 
 def _sample(
     original: Hook, self: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    with _engine.sampling(forward_batch):
+    with _engine.sampling(forward_batch, logits_output):
         tokens = original(self, logits_output, forward_batch, *args, **kwargs)
     _engine.follow_phase(tokens, forward_batch)
     return tokens
@@ -219,7 +242,7 @@ def _sampler_forward(
     **kwargs: Any,
 ) -> Any:
     wants_probs = return_logprob or any(sampling_info.return_sampling_masks or ())
-    if not _engine.is_sampling or wants_probs or sampling_info.is_all_greedy:
+    if not _engine.is_sampling or wants_probs:
         return original(self, logits_output, sampling_info, return_logprob, *args, **kwargs)
     # without SGLang's softmax, which nothing reads
     self._preprocess_logits(logits_output.next_token_logits, sampling_info)
@@ -234,7 +257,7 @@ def _preprocess_logits(
 ) -> Any:
     """Sample before SGLang turns the logits into probabilities, whose rounding depends on K."""
     result = original(self, logits, sampling_info, *args, **kwargs)
-    if _engine.is_sampling and not sampling_info.is_all_greedy:
+    if _engine.is_sampling:
         _engine.sample(result)
     return result
 
@@ -245,7 +268,42 @@ def _sample_from_probs(original: Hook, self: Any, *args: Any, **kwargs: Any) -> 
     return original(self, *args, **kwargs) if tokens is None else tokens
 
 
+@_hooks(SCHEDULER, f"{_SCHEDULER}:Scheduler.process_batch_result")
+def _process_result(
+    original: Hook, self: Any, batch: Any, result: Any, *args: Any, **kwargs: Any
+) -> Any:
+    from mtp_plugin.hosts.sglang.results import end_failed
+
+    end_failed(batch, result)
+    return original(self, batch, result, *args, **kwargs)
+
+
 # ---- drafts
+
+
+@_hooks(
+    DRAFTS,
+    f"{_RESULTS}.batch_result_processor:SchedulerBatchResultProcessor._resolve_spec_v2_tokens",
+)
+def _resolve_tokens(
+    original: Hook, self: Any, result: Any, batch: Any, *args: Any, **kwargs: Any
+) -> Any:
+    from mtp_plugin.hosts.sglang.results import live_requests
+
+    live = live_requests(batch)  # a grammar may end one
+    tokens = original(self, result, batch, *args, **kwargs)
+    _engine.counts.add(live, batch, result)
+    return tokens
+
+
+@_hooks(DRAFTS, f"{_RESULTS}.metrics_reporter:SchedulerMetricsReporter.update_spec_metrics")
+def _update_metrics(
+    original: Hook, self: Any, bs: Any, num_correct_drafts: int, *args: Any, **kwargs: Any
+) -> Any:
+    requests, accepted = _engine.counts.without_limited(bs, num_correct_drafts)
+    self.num_generated_tokens += num_correct_drafts - accepted
+    return original(self, requests, accepted, *args, **kwargs)
+
 
 VERIFY = f"{_SRT}.speculative.eagle_utils:eagle_sample"
 

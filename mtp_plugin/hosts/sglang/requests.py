@@ -114,6 +114,12 @@ def admitted(req: Any) -> Admitted:
     return found
 
 
+def draft_limit(req: Any) -> int | None:
+    """Return the most drafts of a step that a ``Req`` may accept; None: K."""
+    found: Admitted | None = getattr(req, _ADMITTED, None)
+    return None if found is None else found.options.draft_limit
+
+
 def facts_of(req: Any) -> RequestFacts:
     """Return what the modes read of an admitted ``Req``; SGLang stops and masks requests by
     itself."""

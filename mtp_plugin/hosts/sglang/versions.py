@@ -27,8 +27,16 @@ _FUNCTIONS = """
 SRT.server_args:ServerArgs.check_server_args(...)
 MANAGERS.tokenizer_manager:TokenizerManager._create_tokenized_object(
     obj, input_text, input_ids, ...)
+MANAGERS.tokenizer_manager:TokenizerManager._calculate_spec_decoding_metrics(
+    meta_info, recv_obj, i, ...)
 MANAGERS.scheduler:Scheduler.__init__(server_args, ...)
 MANAGERS.scheduler:Scheduler._add_request_to_queue(req, ...)
+MANAGERS.scheduler:Scheduler.process_batch_result(batch, result, ...)
+MANAGERS.scheduler_components.batch_result_processor:\
+SchedulerBatchResultProcessor._resolve_spec_v2_tokens(result, batch, ...)
+MANAGERS.scheduler_components.metrics_reporter:SchedulerMetricsReporter.update_spec_metrics(
+    bs, num_correct_drafts, ...)
+MANAGERS.schedule_batch:FINISH_ABORT.__init__(message, status_code, err_type)
 MANAGERS.schedule_batch:Req.set_finish_with_abort(error_msg)
 MANAGERS.tp_worker:TpModelWorker.alloc_memory_pool(...)
 SRT.mem_cache.memory_pool:ReqToTokenPool.alloc(reqs, ...)
@@ -57,16 +65,21 @@ SRT.plugins.hook_registry:HookRegistry(_hooks, _patched, apply_hooks, register)
 SRT.sampling.sampling_params:SamplingParams(
     temperature, top_k, top_p, min_p, n, max_new_tokens, sampling_seed, custom_params)
 MANAGERS.schedule_batch:Req(
-    rid, req_pool_idx, sampling_params, origin_input_ids, output_ids, to_finish,
+    rid, req_pool_idx, sampling_params, origin_input_ids, output_ids, to_finish, finished, grammar,
+    is_retracted, inflight_middle_chunks, spec_verify_ct, spec_correct_drafts_histogram,
     custom_logit_processor, return_sampling_mask)
 MANAGERS.schedule_batch:ScheduleBatch(
-    forward_mode, req_pool_indices, req_pool_indices_cpu, sampling_info, seq_lens)
+    reqs, forward_mode, req_pool_indices, req_pool_indices_cpu, sampling_info, seq_lens)
 SRT.sampling.sampling_batch_info:SamplingBatchInfo(
     acc_additive_penalties, acc_scaling_penalties, is_all_greedy, logit_bias,
     return_sampling_masks)
 SRT.model_executor.forward_batch_info:ForwardBatch(
     forward_mode, positions, req_pool_indices, seq_lens)
 SRT.mem_cache.memory_pool:ReqToTokenPool(req_to_token)
+MANAGERS.tokenizer_manager:TokenizerManager(rid_to_state, preferred_sampling_params)
+MANAGERS.utils:GenerationBatchResult(logits_output, num_correct_drafts_per_req_cpu)
+MANAGERS.scheduler_components.metrics_reporter:SchedulerMetricsReporter(num_generated_tokens)
+SRT.server_args:ServerArgs(served_model_name, enable_metrics)
 MANAGERS.tp_worker:TpModelWorker(is_draft_worker, model_runner)
 SPEC.eagle_info:EagleVerifyInput(draft_token, draft_token_num)
 SPEC.eagle_info:EagleDraftInput(topk_index)

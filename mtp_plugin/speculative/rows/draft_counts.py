@@ -11,6 +11,16 @@ _NGRAM_HINT = "Do outputs repeat parts of their prompts?"
 _HINTS = {"mtp": MTP_HINT, "ngram": _NGRAM_HINT, "ngram_gpu": _NGRAM_HINT}
 
 
+def collapse_alarm(logger: logging.Logger, drafter: str) -> CollapseAlarm:
+    """Return the alarm on acceptance of an engine.
+
+    Args:
+        drafter: as the engine names it.
+    """
+    hint = _HINTS.get(drafter, "Does the draft model belong to this target?")
+    return CollapseAlarm(logger, hint)
+
+
 class WithheldDrafts:
     """Drafts beyond limits of requests, which are never accepted and must not count as proposed.
 
@@ -23,10 +33,7 @@ class WithheldDrafts:
 
     def __init__(self, logger: logging.Logger | None, drafter: str) -> None:
         self._limits: dict[str, int] = {}
-        self._alarm = None
-        if logger is not None:
-            hint = _HINTS.get(drafter, "Does the draft model belong to this target?")
-            self._alarm = CollapseAlarm(logger, hint)
+        self._alarm = None if logger is None else collapse_alarm(logger, drafter)
 
     def set_limit(self, identifier: str, limit: int | None) -> None:
         """Keep the most drafts of a step that a new request may accept; None: all."""

@@ -65,15 +65,27 @@ class DraftRows(NamedTuple):
 
 
 class RowOps:
-    """Sampling of target and draft rows, and verification, for one engine."""
+    """Sampling of target and draft rows, and verification, for one engine.
+
+    Args:
+        fills_tokens: a request whose row has no finite value goes on with token 0; False: an engine
+            that ends such a request gets -1 from `sample`, and a status from `verify`.
+    """
 
     def __init__(
-        self, slots: RequestSlots, settings: EngineSettings, backend: Backend, vocab: int
+        self,
+        slots: RequestSlots,
+        settings: EngineSettings,
+        backend: Backend,
+        vocab: int,
+        *,
+        fills_tokens: bool = True,
     ) -> None:
         self.slots = slots
         self.settings = settings
         self.num_drafts = settings.num_drafts
         self.backend = backend
+        self.fills_tokens = fills_tokens
         self.precompilation: CompileJob | None = None
         """The first launch waits for it."""
         device = slots.table.device
@@ -117,7 +129,7 @@ class RowOps:
 
     def _make_verifier(self) -> None:
         modes = self.slots.modes
-        self._verifier = Verifier(modes, keeps_sums=False, fills_tokens=True)
+        self._verifier = Verifier(modes, keeps_sums=False, fills_tokens=self.fills_tokens)
         self._relaxed = next((m for m in modes if isinstance(m, RelaxedVerification)), None)
         self._names = {code: name for name, code in (codes() | custom_codes()).items()}
 
@@ -137,13 +149,13 @@ class RowOps:
                 token. vocab_ids: as in `sample_tokens`.
 
         Returns:
-            [N] int32, valid token ids; 0 for a row without finite value, since a request that gets
-            no token might never end in an engine.
+            [N] int32, valid token ids; for a row without finite value 0, or -1 without
+            `fills_tokens`.
         """
         self._wait_for_kernels()
         rows, slots = LogitRows.flat(positions), self.slots.of(indices)
         tokens = sample_tokens(logits, rows, slots, vocab_ids=vocab_ids, backend=self.backend)
-        return tokens.clamp_min(0)
+        return tokens.clamp_min(0) if self.fills_tokens else tokens
 
     def sample_drafts(self, draft: DraftRows) -> torch.Tensor:
         """Sample a draft token per row.
