@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,8 +25,9 @@ _MARK = 1e30
 """Logit of a sampled draft: SGLang's own argmax takes it. Finite, since a softmax may follow."""
 
 
-_TILINGS = (1, 24, 34, 192, 265, 512)
-"""The least numbers of rows from which the sampling kernels are tiled differently."""
+_TILINGS = (1, 2, 24, 34, 192, 265, 512)
+"""The least numbers of rows from which the sampling kernels are tiled differently, and 2: the drafts
+of one request alone are not aligned."""
 
 
 class Engine:
@@ -51,7 +53,7 @@ class Engine:
         Raises:
             ConfigError: a thinking token outside of the model's vocabulary.
         """
-        self._vocab = runner.model_config.vocab_size
+        self._num_drafted = self._vocab = runner.model_config.vocab_size
         for name in ("thinking_begin_token", "thinking_end_token"):
             token = getattr(self.settings.options, name)
             if token is not None and token >= self._vocab:
@@ -103,21 +105,33 @@ class Engine:
         self.counts = DraftCounts(self.settings, model, has_alarm=has_alarm)
 
     def warm_up(self) -> None:
-        """Launch the kernels of all batch sizes on rows of zeros, so that no request waits until
-        they are compiled."""
-        device = self._offsets.device
-        if device.type != "cuda":
-            return
+        """Launch all kernels, so that no request waits until they are compiled."""
+        if self._offsets.device.type == "cuda":
+            self.launch_kernels()
+            torch.cuda.synchronize()
+
+    def launch_kernels(self) -> None:
+        """Launch the kernels of all batch sizes on rows of zeros of the row of padding."""
         width, most = len(self._offsets), len(self._prefill_lens)
-        row = torch.zeros(1, self._vocab, device=device)
-        for requests in [count for count in _TILINGS if count <= most]:
-            slots = torch.zeros(requests, dtype=torch.int64, device=device)
-            self._ops.sample(row.expand(requests, -1), slots, slots)
-            if width > 1:
-                drafts = torch.zeros(requests * width, dtype=torch.int64, device=device)
-                logits = row.expand(requests * width, -1)
-                self._verify(logits, drafts, slots, slots.cpu().numpy(), slots)
-        torch.cuda.synchronize()
+        for count in [count for count in _TILINGS if count <= most * width]:
+            slots = self._offsets.new_zeros(count)
+            self.follow_phase(
+                self._ops.sample(self._zeros(count, self._vocab), slots, slots),
+                SimpleNamespace(req_pool_indices=slots, seq_lens=slots),
+            )
+            if width == 1 or count > most:
+                continue
+            for column in (0, 1):
+                self._drafts(self._zeros(count, self._num_drafted), slots, slots, column)
+            drafts = self._offsets.new_zeros(count * width)
+            logits = self._zeros(count * width, self._vocab)
+            self._verify(logits, drafts, slots, slots.cpu().numpy(), slots)
+
+    def _zeros(self, rows: int, columns: int) -> torch.Tensor:
+        """Return logits [rows, columns] of zeros, for which kernels are compiled as for others."""
+        # they depend on whether 16 divides the stride, as it divides that of an expanded row
+        memory = self._offsets.new_zeros(1 if columns % 16 == 0 else rows, columns)
+        return memory.float().expand(rows, -1)
 
     # ---- requests
 
@@ -246,6 +260,7 @@ class Engine:
     def drafts_from(self, worker: Any) -> None:
         """Read the token map of a draft worker, whose pools are allocated."""
         if worker.hot_token_id is not None:
+            self._num_drafted = len(worker.hot_token_id)
             self._ops.set_draft_ids(worker.hot_token_id)
 
     @contextmanager
