@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 import multiprocessing
 import os
 import random
 import shutil
+import statistics
 import sys
 import time
 import traceback
+import uuid
 from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -19,7 +22,10 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "integration" / "tiny_model" / "checkpoint"
 START_SECONDS = 420.0
-_ENTRY_POINT = "[sglang.srt.plugins]\nmtp_plugin = mtp_plugin.hosts.sglang:register\n"
+_ENTRY_POINTS = {
+    "mtp_plugin": "mtp_plugin.hosts.sglang:register",
+    "mtp_plugin_defects": "integration.sglang.defects:register",
+}
 _VARIABLE = "MTP_PLUGIN_SGLANG"
 
 
@@ -32,20 +38,18 @@ def prepare(folder: Path) -> Path:
 
     Args:
         folder: of logs. SGLang serves one MTP layer of this family, so the checkpoint is copied
-            with another configuration; if the package is not installed but on the Python path, its
-            entry point is written there.
+            with another configuration. The entry points of planted defects are written there, and
+            of the package if it is not installed but on the Python path.
     """
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    paths = [str(ROOT)]
-    if not entry_points(group="sglang.srt.plugins", name="mtp_plugin"):
-        info = folder / "entry_point" / "mtp_plugin_of_proof-0.dist-info"
-        info.mkdir(parents=True, exist_ok=True)
-        (info / "METADATA").write_text(
-            "Metadata-Version: 2.1\nName: mtp-plugin-of-proof\nVersion: 0\n"
-        )
-        (info / "entry_points.txt").write_text(_ENTRY_POINT)
-        paths.append(str(info.parent))
+    info = folder / "entry_points" / "mtp_plugin_of_proof-0.dist-info"
+    info.mkdir(parents=True, exist_ok=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: mtp-plugin-of-proof\nVersion: 0\n")
+    installed = entry_points(group="sglang.srt.plugins").names
+    lines = [f"{name} = {to}\n" for name, to in _ENTRY_POINTS.items() if name not in installed]
+    (info / "entry_points.txt").write_text("".join(["[sglang.srt.plugins]\n", *lines]))
+    paths = [str(ROOT), str(info.parent)]
     sys.path[:0] = paths
     paths = [*filter(None, [os.environ.get("PYTHONPATH")]), *paths]
     os.environ.update(
@@ -179,7 +183,7 @@ def _serve(
     except BaseException:
         pipe.send((False, traceback.format_exc()))
         return
-    commands = {"run": _run, "storm": _storm}
+    commands = {"run": _run, "storm": _storm, "soak": _soak, "steps": _steps}
     while (message := pipe.recv())[0] != "stop":
         command, arguments = message
         try:
@@ -213,31 +217,90 @@ async def _all(
 
     async def one(index: int, request: dict[str, Any]) -> Any:
         await asyncio.sleep(delays[index])
-        task = asyncio.ensure_future(
-            engine.async_generate(
-                prompt=request.get("prompt"),
-                input_ids=request.get("input_ids"),
-                sampling_params=dict(request["sampling_params"]),
-                rid=(rid := f"request-{index}-{time.monotonic_ns()}"),
-            )
-        )
-        if index in aborts:
-            await asyncio.sleep(aborts[index])
-            engine.tokenizer_manager.abort_request(rid=rid)
-        try:
-            outputs = await task
-        except Exception as error:  # HTTP 400, or aborted before the first token
-            return {"error": str(error), "aborted": index in aborts}
-        outputs = outputs if isinstance(outputs, list) else [outputs]
-        meta = [output["meta_info"] for output in outputs]
-        return {
-            "tokens": [list(output["output_ids"]) for output in outputs],
-            "texts": [output.get("text") for output in outputs],
-            "finish": [info.get("finish_reason") for info in meta],
-            "prompt_tokens": meta[0].get("prompt_tokens"),
-            "retractions": sum(info.get("num_retractions") or 0 for info in meta),
-            "steps": sum(info.get("spec_verify_ct") or 0 for info in meta),
-            "aborted": index in aborts,
-        }
+        return await _serve_one(engine, request, aborts.get(index))
 
     return list(await asyncio.gather(*(one(i, request) for i, request in enumerate(requests))))
+
+
+async def _serve_one(engine: Any, request: dict[str, Any], patience: float | None) -> Any:
+    """Serve a request, and abort it after ``patience`` seconds; None: never."""
+    rid = f"request-{uuid.uuid4().hex[:12]}"
+    task = asyncio.ensure_future(
+        engine.async_generate(
+            prompt=request.get("prompt"),
+            input_ids=request.get("input_ids"),
+            sampling_params=dict(request["sampling_params"]),
+            rid=rid,
+        )
+    )
+    if patience is not None:
+        await asyncio.sleep(patience)
+        engine.tokenizer_manager.abort_request(rid=rid)
+    try:
+        outputs = await task
+    except Exception as error:  # HTTP 400, or aborted before the first token
+        return {"error": str(error), "aborted": patience is not None}
+    outputs = outputs if isinstance(outputs, list) else [outputs]
+    meta = [output["meta_info"] for output in outputs]
+    return {
+        "tokens": [list(output["output_ids"]) for output in outputs],
+        "texts": [output.get("text") for output in outputs],
+        "finish": [info.get("finish_reason") for info in meta],
+        "prompt_tokens": meta[0].get("prompt_tokens"),
+        "retractions": sum(info.get("num_retractions") or 0 for info in meta),
+        "steps": sum(info.get("spec_verify_ct") or 0 for info in meta),
+        "aborted": patience is not None,
+    }
+
+
+def _soak(engine: Any, requests: list[dict[str, Any]], seconds: float, seed: int) -> list[Any]:
+    """Serve requests in turn for so many seconds, 0 to 48 at a time, and abort one in ten."""
+
+    async def serve() -> list[Any]:
+        chosen, end, served = random.Random(seed), time.monotonic() + seconds, []
+        running: set[Any] = set()
+
+        async def one(number: int, patience: float | None) -> None:
+            output = await _serve_one(engine, requests[number % len(requests)], patience)
+            served.append((number, output))
+
+        number = load = 0
+        while time.monotonic() < end:
+            if number % 40 == 0:  # from an idle engine to one with a long queue
+                load = chosen.randint(1, 48)
+            while len(running) < load:
+                patience = chosen.uniform(0, 1.0) if chosen.random() < 0.1 else None
+                task = asyncio.ensure_future(one(number, patience))
+                running.add(task)
+                task.add_done_callback(running.discard)
+                number += 1
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.gather(*running)
+        await asyncio.sleep(5)  # idle: SGLang checks its pools
+        return served
+
+    made: list[Any] = engine.loop.run_until_complete(serve())
+    return made
+
+
+def _steps(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
+    """Serve one batch; return the times between outputs of its first request while all run, in
+    milliseconds, and their median."""
+
+    async def serve() -> list[float]:
+        times: list[list[float]] = [[] for _ in requests]
+
+        async def one(index: int) -> None:
+            stream = await engine.async_generate(**requests[index], stream=True)
+            async for _ in stream:
+                times[index].append(time.perf_counter())
+
+        await asyncio.gather(*(one(i) for i in range(len(requests))))
+        begin, end = max(each[0] for each in times), min(each[-1] for each in times)
+        return [at for at in times[0] if begin < at < end]
+
+    times = engine.loop.run_until_complete(serve())
+    step_ms = [1000 * (b - a) for a, b in itertools.pairwise(times)]
+    if not step_ms:
+        raise EngineError("no step in which all requests generate")
+    return {"median_ms": round(statistics.median(step_ms), 3), "steps": len(step_ms)}

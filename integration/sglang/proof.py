@@ -2,6 +2,9 @@
 
 python -m integration.sglang.proof --json result.json               # storm, then all cases
 python -m integration.sglang.proof --only storm                      # aborts and retractions alone
+python -m integration.sglang.proof --only random,executor,chi_square,defects
+python -m integration.sglang.proof --only soak --seconds 240
+python -m integration.sglang.proof --only cases --options '{"tp_size": 2}'
 python -m integration.sglang.proof --only cases --dtype float32 --grammar xgrammar
 python -m integration.sglang.proof --options '{"disable_overlap_schedule": true}'
 
@@ -25,6 +28,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from integration.sglang import checks
+from integration.sglang.defects import DEFECTS, VARIABLE
 from integration.sglang.engine_process import (
     ROOT,
     START_SECONDS,
@@ -48,6 +53,9 @@ CASES: dict[str, dict[str, Any]] = {
     "all_options": {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.02},
 }
 GRAMMAR_CASE = {"temperature": 0.8, "regex": "[a-z ]{8,40}"}
+CHECKS = ("storm", "cases", "random", "executor", "chi_square", "defects", "soak")
+STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
+"""SGLang ends if memory or a slot leaked."""
 STORM_REQUESTS = 150
 STORM_TOKENS = 2000
 """KV tokens of the engine of the storm: fewer than its running requests need."""
@@ -58,7 +66,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--json", type=Path, help="file of the result")
     parser.add_argument("--folder", type=Path, default=Path("sglang_proof"), help="of logs")
-    parser.add_argument("--only", choices=("storm", "cases"))
+    parser.add_argument(
+        "--only",
+        type=lambda text: tuple(text.split(",")),
+        default=("storm", "cases"),
+        help=f"checks, of {', '.join(CHECKS)} (default: storm,cases)",
+    )
+    parser.add_argument("--seconds", type=float, default=240.0, help="duration of the soak")
+    parser.add_argument(
+        "--samples", type=int, default=checks.SAMPLES, help="requests of a chi-square test"
+    )
     parser.add_argument(
         "--drafts",
         default="3,1",
@@ -80,6 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--plugin", default="{}", help="options of the plugin")
     parser.add_argument("--options", type=json.loads, default={}, help="more options of engines")
     given = parser.parse_args(arguments)
+    if unknown := set(given.only) - set(CHECKS):
+        parser.error(f"--only: unknown check {', '.join(sorted(unknown))}")
     given.margin = given.margin or (0.01 if given.dtype == "float32" else 0.5)
     proof = Proof(given)
     try:
@@ -128,20 +147,24 @@ class Proof:
         first = self.drafts[0]
         wanted: list[tuple[str, int, bool, dict[str, Any], dict[str, str]]] = []
         wanted.append(("k0", 0, True, {}, {}))
-        if given.only != "cases":
-            small = {
-                "max_total_tokens": STORM_TOKENS,
-                "max_running_requests": 16,
-                "schedule_conservativeness": 0.1,
-            }
-            wanted.append(("storm", first, True, small, {}))
-        if given.only != "storm":
+        small = {
+            "max_total_tokens": STORM_TOKENS,
+            "max_running_requests": 16,
+            "schedule_conservativeness": 0.1,
+        }
+        wanted += [
+            (name, first, True, small, STRICT) for name in ("storm", "soak") if name in given.only
+        ]
+        if {"cases", "random", "chi_square"} & set(given.only):
             wanted += [(f"k{k}", k, True, {}, {}) for k in self.drafts]
-            if given.alone:
-                wanted += [
-                    ("alone-k0", 0, False, {}, {}),
-                    (f"alone-k{first}", first, False, {}, {}),
-                ]
+        if "cases" in given.only and given.alone:
+            wanted.append(("alone-k0", 0, False, {}, {}))
+            wanted.append((f"alone-k{first}", first, False, {}, {}))
+        if "defects" in given.only:
+            wanted += [
+                (f"defect-{name}", first, True, {"max_running_requests": 16}, {VARIABLE: name})
+                for name in DEFECTS
+            ]
         for index, (name, drafts, is_on, more, environment) in enumerate(wanted):
             port = {"port": 30000 + 1000 * index}
             self.engines[name] = EngineProcess(
@@ -161,10 +184,23 @@ class Proof:
             lines = self.engines[name].log_lines("mtp_plugin on: verification")
             if bool(lines) != is_on:
                 raise EngineError(f"{name}: expected the line 'mtp_plugin on' {is_on}: {lines}")
-        if given.only != "cases":
+        prompts = _prompts()
+        if "storm" in given.only:
             self._storm()
-        if given.only != "storm":
+        if "cases" in given.only:
             self._cases()
+        if "random" in given.only:
+            checks.compare_random(self, prompts)
+        if "executor" in given.only:
+            kinds = {kind: cases_requests({kind: CASES[kind]}) for kind in checks.EXECUTOR_KINDS}
+            checks.compare_executor(self, kinds)
+        if "chi_square" in given.only:
+            checks.compare_distributions(self, prompts[0], given.samples)
+        if "defects" in given.only:
+            kinds = {kind: CASES[kind] for kind in ("temperature", "min_p")}
+            checks.find_defects(self, cases_requests(kinds))
+        if "soak" in given.only:
+            checks.soak(self, prompts)
 
     def _started(self, name: str) -> None:
         seconds = self.engines[name].result(START_SECONDS)
@@ -182,7 +218,7 @@ class Proof:
             one["sampling_params"].pop("custom_params", None)
         expected = self.engines["k0"].call("run", 300.0, requests=plain)
         kept = [i for i, output in enumerate(outputs) if not output["aborted"]]
-        report = self._compare(
+        report = self.compare(
             "storm",
             [requests[i] for i in kept],
             [expected[i] for i in kept],
@@ -194,7 +230,7 @@ class Proof:
         # rows of slots that were used again
         again = cases_requests({"greedy": CASES["greedy"], "min_p": CASES["min_p"]})
         found = engine.call("run", 300.0, requests=again)
-        report["after"] = self._compare(
+        report["after"] = self.compare(
             "after the storm", again, self.engines["k0"].call("run", 300.0, requests=again), found
         )
         self.result["storm"] = report
@@ -204,7 +240,8 @@ class Proof:
         if self.given.grammar != "none":
             cases["grammar"] = GRAMMAR_CASE
         self.result["not_run"] = [] if self.given.grammar != "none" else ["grammar"]
-        names = [name for name in self.engines if name != "storm"]
+        others = ("storm", "soak", "defect-")
+        names = [name for name in self.engines if not name.startswith(others)]
         for case, options in cases.items():
             requests = cases_requests({case: options})
             for name in names:
@@ -217,7 +254,7 @@ class Proof:
                 base = "alone-k0" if name.startswith("alone") else "k0"
                 if name == base:
                     continue
-                report = self._compare(
+                report = self.compare(
                     f"{case}, {name}", requests, outputs[base], outputs[name], counts=base == "k0"
                 )
                 tokens = sum(len(t) for o in outputs[name] for t in o.get("tokens", ()))
@@ -230,15 +267,28 @@ class Proof:
         (output,) = self.engines[name].call("run", 60.0, requests=wrong)
         self.result["refused"] = output.get("error")
 
-    def _compare(
+    def compare_engines(self, what: str, requests: list[dict[str, Any]]) -> None:
+        """Compare each engine with drafts with the one without."""
+        expected = self.engines["k0"].call("run", 300.0, requests=requests)
+        for name in [f"k{k}" for k in self.drafts]:
+            found = self.engines[name].call("run", 300.0, requests=requests)
+            report = self.compare(f"{what}, {name}", requests, expected, found)
+            self.result.setdefault(what, {})[name] = report
+
+    def compare(
         self,
         what: str,
         requests: list[dict[str, Any]],
         expected: list[Any],
         found: list[Any],
         counts: bool = True,
+        keeps: bool = True,
     ) -> dict[str, Any]:
-        """Count equal outputs; a difference is a near tie or a failure."""
+        """Count equal outputs; a difference is a near tie or a failure.
+
+        Args:
+            counts: whether differences are looked into. keeps: whether their details are kept.
+        """
         report = {"compared": 0, "equal": 0, "ties": 0, "different": 0}
         for request, left, right in zip(requests, expected, found, strict=True):
             outputs = max(len(left.get("tokens", ())), len(right.get("tokens", ())), 1)
@@ -260,7 +310,7 @@ class Proof:
                     details["is_tie"] = is_tie
                 else:
                     report["different"] += 1
-                if counts:
+                if counts and keeps:
                     self.result["differences"].append(details)
         return report
 
@@ -281,6 +331,7 @@ class Proof:
             return False
         options = {**request["sampling_params"], "max_new_tokens": 1, "n": 1}
         options.pop("stop", None)
+        options.pop("regex", None)  # it would begin again; both tokens are allowed
         options.pop("custom_params", None)  # limits of drafts, which that engine refuses
         seed = options.get("sampling_seed")
         options["sampling_seed"] = sample_seed(seed, index)
@@ -307,6 +358,9 @@ class Proof:
             reports += [storm, storm["after"]]
         for name_of_engine in self.result.get("cases", {}).values():
             reports += [r for name, r in name_of_engine.items() if not name.startswith("alone")]
+        for name in ("random", "executor", "defects"):
+            reports += self.result.get(name, {}).values()
+        reports += [self.result[name] for name in ("chi_square", "soak") if name in self.result]
         self.result["matched"] = (
             "error" not in self.result
             and bool(reports)

@@ -87,7 +87,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 for name in names
             }
             found["ratio"][label] = {
-                name: [_ratio(times[name][b], times["vllm"][b]) for b in batches]
+                name: [ratio(times[name][b], times["vllm"][b]) for b in batches]
                 for name in names
                 if name != "vllm"
             }
@@ -156,7 +156,7 @@ def _steps(
     return times
 
 
-def _ratio(ours: list[float], theirs: list[float]) -> list[float]:
+def ratio(ours: list[float], theirs: list[float]) -> list[float]:
     """Return median, lower and upper quartile of the ratios."""
     ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
     low, middle, high = statistics.quantiles(ratios, n=4, method="inclusive")

@@ -7,6 +7,8 @@ import random
 import pytest
 import torch
 
+from integration.sglang.defects import DEFECTS
+from mtp_plugin.hosts.sglang.engine import Engine
 from mtp_plugin.infer import decode
 from mtp_plugin.requests.options import SamplingParams as ReferenceParams
 from tests.sglang.toy_engine import VOCAB, K, ToyEngine, make_request
@@ -50,27 +52,12 @@ def test_drafts_do_not_change_the_output(without_drafts, drafts, least):
     assert least < engine.counts.acceptance_length < drafts + 1
 
 
-def _wrong_position(engine, monkeypatch):
-    verify = engine.engine._verify
-    monkeypatch.setattr(engine.engine, "_verify", lambda *rows: verify(*rows[:-1], rows[-1] + 1))
-
-
-def _stale_row(engine, monkeypatch):
-    stage, written = engine.engine.stage, set()
-
-    def once(req):
-        if req.req_pool_idx not in written:
-            stage(req)
-        written.add(req.req_pool_idx)
-
-    monkeypatch.setattr(engine.engine, "stage", once)
-
-
-@pytest.mark.parametrize("defect", [_wrong_position, _stale_row])
+@pytest.mark.parametrize("defect", DEFECTS)
 def test_planted_defects_change_the_output(without_drafts, defect, monkeypatch):
-    engine = ToyEngine(K)
-    defect(engine, monkeypatch)
-    assert engine.serve(requests(), tokens=TOKENS) != without_drafts
+    for name in ("_verify", "stage"):  # to be restored
+        monkeypatch.setattr(Engine, name, getattr(Engine, name))
+    DEFECTS[defect]()
+    assert ToyEngine(K).serve(requests(), tokens=TOKENS) != without_drafts
 
 
 @pytest.mark.parametrize("drafts", [0, K])

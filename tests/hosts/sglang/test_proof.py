@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from integration.sglang import proof
+from integration.sglang import checks, proof, steps
 
 
 class Engine:
@@ -16,6 +16,7 @@ class Engine:
 
     wrong = ""
     ties = False
+    leaks = ()
 
     def __init__(self, name, _folder, _options, num_drafts, *_rest):
         self.name, self.num_drafts = name, num_drafts
@@ -27,6 +28,11 @@ class Engine:
         self.outputs = self.call(command, 0, requests)
 
     def call(self, command, _seconds, requests, **_):
+        if command == "steps":
+            return {"median_ms": len(requests) * (1.0 if self.name == "sglang" else 0.9)}
+        if command == "soak":
+            served = enumerate(self.call("storm", 0, requests[:90]), start=len(requests))
+            return list(served)
         return [self.output(command, i, **request) for i, request in enumerate(requests)]
 
     def output(self, command, index, input_ids, sampling_params):
@@ -41,8 +47,11 @@ class Engine:
         else:
             known = input_ids, sampling_params["sampling_seed"], sampling_params["temperature"]
             made = random.Random(str(known))
+            if self.name == "defect-stale_row":
+                made.random()
             count = range(sampling_params.get("n", 1))
-            tokens = [[made.randrange(2000) for _ in range(8)] for _ in count]
+            ids = 2000 if sampling_params["max_new_tokens"] != checks.NUM_TESTED else known[2] * 10
+            tokens = [[made.randrange(int(ids)) for _ in range(8)] for _ in count]
             if self.name == self.wrong and index == 1:
                 tokens[-1][3] += 1
         return {
@@ -53,7 +62,9 @@ class Engine:
             "aborted": command == "storm" and index % 3 == 0,
         }
 
-    def log_lines(self, _part):
+    def log_lines(self, part):
+        if part == "leak detected":
+            return self.leaks
         return [] if self.name.startswith("alone") else ["mtp_plugin on"]
 
     def stop(self):
@@ -105,3 +116,51 @@ def test_a_tie_is_counted_and_named(run):
     assert found.code == 0
     assert found.cases["greedy"]["k3"]["ties"] == 1
     assert found.differences[0]["is_tie"]
+
+
+def test_random_requests_have_no_option_that_is_not_compared():
+    made = checks.random_requests([[1, 2]], 60, longest=16, grammars=True)
+    assert made == checks.random_requests([[1, 2]], 60, longest=16, grammars=True)
+    names = {name for request in made for name in request["sampling_params"]}
+    assert names >= {"temperature", "top_k", "min_p", "stop", "stop_token_ids", "regex"}
+    assert not {name for name in names if "penalty" in name or name.startswith("min_new")}
+
+
+def test_random_requests_are_compared_with_every_engine(run):
+    assert run("--only", "random").random["k1"]["equal"] == checks.NUM_RANDOM
+    assert not run("--only", "random", wrong="k1").matched
+
+
+def test_a_soak_fails_by_a_leak_and_by_another_token(run, monkeypatch):
+    found = run("--only", "soak")
+    assert found.matched
+    assert found.soak["compared"] == 60
+    assert not run("--only", "soak", wrong="soak").matched
+    monkeypatch.setattr(Engine, "leaks", ["req_to_token_pool memory leak detected!"])
+    assert not run("--only", "soak").matched
+
+
+def test_a_defect_that_is_not_found_fails(run):
+    found = run("--only", "defects")
+    assert not found.matched
+    assert found.defects["stale_row"]["found"] > 0
+    assert found.defects["wrong_position"]["found"] == 0
+
+
+def test_a_distribution_is_compared_with_a_control(run):
+    found = run("--only", "chi_square", "--samples", "400")
+    assert found.matched
+    assert set(found.chi_square["tests"]) == set(found.chi_square["control"])
+    assert not run("--only", "chi_square", "--samples", "40").matched  # nothing is found
+
+
+def test_unknown_checks_are_named(run, capsys):
+    with pytest.raises(SystemExit):
+        run("--only", "storms")
+    assert "unknown check storms" in capsys.readouterr().err
+
+
+def test_step_times_are_ratios_of_turns():
+    engines = {name: Engine(name, None, None, 3) for name in steps.ENGINES}
+    times = steps.take_turns(engines, {}, [1, 8], turns=2)
+    assert times == {"sglang": {1: [1, 1], 8: [8, 8]}, "plugin": {1: [0.9] * 2, 8: [7.2] * 2}}

@@ -1,0 +1,40 @@
+"""Planted defects, which the proof has to find: entry point of SGLang's plugins."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+VARIABLE = "MTP_PLUGIN_PROOF_DEFECT"
+
+
+def register() -> None:
+    """Plant the defect that the variable names, in every process of an engine."""
+    defect = os.environ.get(VARIABLE)
+    if defect:
+        DEFECTS[defect]()
+
+
+def _wrong_position() -> None:
+    """Verify every row with the noise of the next position."""
+    from mtp_plugin.hosts.sglang.engine import Engine
+
+    verify = Engine._verify
+    Engine._verify = lambda self, *rows: verify(self, *rows[:-1], rows[-1] + 1)  # type: ignore[method-assign]
+
+
+def _stale_row() -> None:
+    """Leave the row of a slot as its first request wrote it."""
+    from mtp_plugin.hosts.sglang.engine import Engine
+
+    stage, written = Engine.stage, set()
+
+    def stage_once(self: Engine, req: Any) -> None:
+        if req.req_pool_idx not in written:
+            stage(self, req)
+        written.add(req.req_pool_idx)
+
+    Engine.stage = stage_once  # type: ignore[method-assign]
+
+
+DEFECTS = {"wrong_position": _wrong_position, "stale_row": _stale_row}

@@ -1,0 +1,144 @@
+"""Step times, alone and with the plugin: ``python -m integration.sglang.steps --json FILE``.
+
+Random weights in bfloat16 of the 8gb shape, K = 3, the same simulated acceptance in both engines,
+which take turns on one GPU: batches in ascending order, then in descending order, and so on. Each
+turn gives a ratio to SGLang's step of the same turn; the median with quartiles is reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from integration.sglang.engine_process import START_SECONDS, EngineError, EngineProcess, prepare
+from integration.sglang.proof import describe
+from integration.vllm.steps import ACCEPTANCE, ISL, NUM_DRAFTS, OSL, SAMPLING, SHAPE, ratio
+
+ENGINES: dict[str, str | None] = {"sglang": None, "plugin": "{}"}
+"""Options of the plugin; None: off."""
+SIMULATION = {
+    "SGLANG_SIMULATE_ACC_LEN": str(round(1 + sum(ACCEPTANCE), 3)),
+    "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
+}
+SECONDS = 300.0
+
+
+def measure(given: argparse.Namespace) -> dict[str, Any]:
+    """Start both engines, then let them take turns."""
+    prepare(given.folder)
+    model = given.folder.resolve() / "steps_model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(SHAPE))
+    options = {
+        "model_path": str(model),
+        "load_format": "dummy",
+        "skip_tokenizer_init": True,
+        "dtype": SHAPE["torch_dtype"],
+        "attention_backend": given.attention,
+        "sampling_backend": "flashinfer",
+        "grammar_backend": "none",
+        "mem_fraction_static": 0.4,  # of what is free when each starts
+        "max_running_requests": max(given.batches),
+        "max_total_tokens": 2 * max(given.batches) * (ISL + OSL),
+        "cuda_graph_max_bs_decode": max(given.batches),
+        "disable_radix_cache": True,
+        "random_seed": 0,
+        "stream_interval": 1,
+        **given.options,
+    }
+    engines: dict[str, EngineProcess] = {}
+    found: dict[str, Any] = {"seconds_to_start": {}, "step_ms": {}, "ratio": {}}
+    try:
+        for index, (name, plugin) in enumerate(ENGINES.items()):
+            port = {"port": 30000 + 1000 * index}
+            arguments = given.folder, {**options, **port}, NUM_DRAFTS, plugin, SIMULATION
+            engines[name] = EngineProcess(name, *arguments)
+            found["seconds_to_start"][name] = engines[name].result(START_SECONDS)
+        for label, sampling in SAMPLING.items():
+            times = take_turns(engines, sampling, given.batches, given.turns)
+            found["step_ms"][label] = {
+                name: [round(statistics.median(times[name][b]), 3) for b in given.batches]
+                for name in engines
+            }
+            found["ratio"][label] = [
+                ratio(times["plugin"][b], times["sglang"][b]) for b in given.batches
+            ]
+    finally:
+        for engine in engines.values():
+            engine.stop()
+    return found
+
+
+def take_turns(
+    engines: dict[str, Any], sampling: dict[str, Any], batches: list[int], turns: int
+) -> dict[str, dict[int, list[float]]]:
+    """Return the median step time of each turn in milliseconds, by engine and batch."""
+    rng = random.Random(0)
+    prompts = [[rng.randrange(2, SHAPE["vocab_size"]) for _ in range(ISL)] for _ in range(512)]
+    times: dict[str, dict[int, list[float]]] = {
+        name: {batch: [] for batch in batches} for name in engines
+    }
+    for turn in range(turns + 1):
+        for batch in batches if turn % 2 else batches[::-1]:
+            requests = [
+                {
+                    "input_ids": prompt,
+                    "sampling_params": {"max_new_tokens": OSL, "ignore_eos": True, **sampling},
+                }
+                for prompt in prompts[:batch]
+            ]
+            for name in engines if turn % 2 else reversed(engines):
+                got = engines[name].call("steps", SECONDS, requests=requests)
+                if turn:  # the first one warms up
+                    times[name][batch].append(got["median_ms"])
+    return times
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure and print a table; returns the exit status."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--json", type=Path, help="file of the result")
+    parser.add_argument("--folder", type=Path, default=Path("sglang_steps"), help="of logs")
+    parser.add_argument(
+        "--batches", type=lambda text: [int(b) for b in text.split(",")], default=[1, 8, 64]
+    )
+    parser.add_argument("--turns", type=int, default=10)
+    parser.add_argument("--attention", default="triton", help="attention backend")
+    parser.add_argument("--commit", help="of the result, where git does not know it")
+    parser.add_argument("--options", type=json.loads, default={}, help="more options of engines")
+    given = parser.parse_args(arguments)
+    given.dtype, given.margin = SHAPE["torch_dtype"], None
+    if given.turns < 2 or max(given.batches) > 512:
+        parser.error("expected at least 2 turns, for quartiles, and batches of at most 512")
+    try:
+        found = measure(given)
+    except EngineError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    found = {
+        "what": describe(given),
+        "batches": given.batches,
+        "turns": given.turns,
+        "draft_len": NUM_DRAFTS,
+        "simulation": SIMULATION,
+        "model": SHAPE,
+        **found,
+    }
+    if given.json is not None:
+        given.json.parent.mkdir(parents=True, exist_ok=True)
+        given.json.write_text(f"{json.dumps(found, indent=1)}\n")
+    for label, times in found["step_ms"].items():
+        for name, values in times.items():
+            sys.stdout.write(f"{label:12} {name:8} {values} ms\n")
+        sys.stdout.write(f"{label:12} ratio: {found['ratio'][label]}\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
