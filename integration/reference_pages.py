@@ -1,7 +1,7 @@
 """Write the generated tables of the README and of ``docs/``.
 
 ``python -m integration.reference_pages`` rewrites the blocks between ``<!-- reference: NAME -->``
-and ``<!-- end -->`` from the config models, the options of the vLLM plugin, the recorded signatures
+and ``<!-- end -->`` from the config models, the options of the vLLM and SGLang plugins, the recorded signatures
 of vLLM, ``pyproject.toml`` and the family table; a test compares the pages.
 """
 
@@ -26,6 +26,7 @@ from mtp_plugin.config import (
     MTPPluginOptions,
 )
 from mtp_plugin.hosts.embedded.models import FAMILIES
+from mtp_plugin.hosts.sglang.options import SglangOptions
 from mtp_plugin.hosts.vllm.options import VllmOptions
 from mtp_plugin.hosts.vllm.versions import TESTED, nearest
 from mtp_plugin.requests.options import OPTIONS
@@ -205,6 +206,7 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "speculative_config": lambda: keys(MTPDecodingConfig),
     "mtp": lambda: keys(MTPPluginOptions),
     "vllm-engine": lambda: keys(VllmOptions),
+    "sglang-engine": lambda: keys(SglangOptions),
     "vllm-requests": vllm_requests,
     "packages": packages,
     "vllm-versions": vllm_versions,

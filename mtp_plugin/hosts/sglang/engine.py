@@ -26,8 +26,8 @@ _MARK = 1e30
 
 
 _TILINGS = (1, 2, 24, 34, 192, 265, 512)
-"""The least numbers of rows from which the sampling kernels are tiled differently, and 2: the drafts
-of one request alone are not aligned."""
+"""The least numbers of rows from which the sampling kernels are tiled differently, and 2: drafts of
+one request alone are not aligned."""
 
 
 class Engine:
