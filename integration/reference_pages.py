@@ -1,8 +1,8 @@
 """Write the generated tables of the README and of ``docs/``.
 
 ``python -m integration.reference_pages`` rewrites the blocks between ``<!-- reference: NAME -->``
-and ``<!-- end -->`` from the config models, the options of the vLLM and SGLang plugins, the recorded signatures
-of vLLM, ``pyproject.toml`` and the family table; a test compares the pages.
+and ``<!-- end -->`` from the config models, the options of the vLLM and SGLang plugins, the
+recorded signatures of vLLM, ``pyproject.toml`` and the family table; a test compares the pages.
 """
 
 from __future__ import annotations

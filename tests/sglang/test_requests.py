@@ -63,6 +63,21 @@ def test_all_wrong_options_are_in_one_error(manager):
         assert part in str(error.value)
 
 
+def test_options_that_the_server_prefers_are_checked(manager):
+    manager.preferred_sampling_params = {"custom_params": {"mtp_max_draft_len": K + 1}}
+    with pytest.raises(ValueError, match="mtp_max_draft_len: expected at most"):
+        tokenized(manager)
+    tokenized(manager, sampling_params={"custom_params": {"mtp_max_draft_len": K}})
+
+
+def test_a_custom_logit_processor_is_refused_with_drafts_alone(manager):
+    manager.server_args = arguments(
+        speculative_algorithm=None, speculative_num_steps=None, speculative_eagle_topk=None
+    )
+    processed = {"sampling_params": {}, "custom_logit_processor": "x"}
+    assert tokenized(manager, **processed).custom_logit_processor == "x"
+
+
 def test_the_scheduler_refuses_with_the_same_text(manager):
     engine = ToyEngine(K)
     req = make_request("r", [1, 2], custom_params=dict(WRONG))

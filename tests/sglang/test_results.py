@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -97,6 +98,17 @@ def test_requests_end_with_drafts_as_without(kind):
     assert found[0] == found[1] == found[2]
     if kind == "eos":
         assert {tokens[-1] for tokens, _ in found[0]} == {EOS}
+
+
+def test_the_tokens_of_every_step_are_streamed():
+    engine, req, lengths = ToyEngine(K), make_request("r", [1], **SAMPLED), []
+    streamer = engine.scheduler.batch_result_processor.output_streamer
+    streamer.stream_output.side_effect = lambda reqs, *_: lengths.append(len(reqs[0].output_ids))
+    engine.serve([req], tokens=40)
+    assert lengths[0] == 1
+    assert lengths[-1] == len(req.output_ids)
+    steps = {after - before for before, after in pairwise(lengths)}
+    assert {1, K + 1} <= steps <= set(range(1, K + 2))
 
 
 def test_prompts_in_chunks_do_not_change_the_output():

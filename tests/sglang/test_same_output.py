@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 import torch
 
+from integration.sglang import checks
 from integration.sglang.defects import DEFECTS
+from integration.vllm.methods import chi_square
 from mtp_plugin.hosts.sglang.engine import Engine
 from mtp_plugin.infer import decode
 from mtp_plugin.requests.options import SamplingParams as ReferenceParams
@@ -72,6 +75,53 @@ def test_a_token_map_does_not_change_the_output(without_drafts):
     engine = ToyEngine(K, token_map=ids)
     assert engine.serve(requests(), tokens=TOKENS) == without_drafts
     assert engine.counts.acceptance_length > 1.2
+
+
+def test_random_requests_in_used_slots_and_chunks_have_one_output():
+    options, count = [], 150
+    for given in checks.random_requests([[]], count, longest=20, grammars=False):
+        params = given["sampling_params"]
+        for name in ("stop_token_ids", "logit_bias"):  # of a larger vocabulary
+            if name in params:
+                ids = {int(token) % VOCAB: None for token in list(params[name])[:4]}
+                values = dict.fromkeys(map(str, ids), 1.5)
+                params[name] = list(ids) if name == "stop_token_ids" else values
+        options.append(params)
+
+    def outputs(drafts, chunk, retract):
+        prompts = [[i % VOCAB, i % 7, 2, i % 3][: 1 + i % 4] for i in range(count)]
+        given = zip(prompts, options, strict=True)
+        reqs = [make_request(f"r{i}", prompt, **each) for i, (prompt, each) in enumerate(given)]
+        engine = ToyEngine(drafts, chunk=chunk)
+        engine.serve(reqs, tokens=20, retract=retract)
+        assert bool(engine.counts.retractions) == bool(retract)
+        return [
+            (
+                list(req.output_ids_through_stop)[:20],
+                req.finished() and req.finished_reason.to_json(),
+            )
+            for req in reqs
+        ]
+
+    expected = outputs(0, None, 0.0)
+    assert len({tokens[0] for tokens, _ in expected}) > 20
+    assert outputs(1, 2, 0.0) == expected
+    assert outputs(K, 2, 0.05) == expected
+
+
+def test_tokens_with_drafts_have_the_distribution_without():
+    counted = []
+    for drafts, temperature, first in ((0, 0.8, 0), (K, 0.8, 10**6), (K, 1.1, 2 * 10**6)):
+        reqs = [
+            make_request(f"r{i}", [3], temperature=temperature, sampling_seed=first + i)
+            for i in range(2000)
+        ]
+        found = ToyEngine(drafts, slots=300).serve(reqs, tokens=3)
+        counted.append([Counter(tuple(tokens[i - 1 : i + 1]) for tokens in found) for i in (1, 2)])
+    expected, drafted, control = counted
+    for pairs, others, different in zip(expected, drafted, control, strict=True):
+        assert chi_square(others, pairs)[0] > 1e-4
+        assert chi_square(different, pairs)[0] < 1e-4
 
 
 class TableModel:

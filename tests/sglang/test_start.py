@@ -14,7 +14,7 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.server_args import ServerArgs
 
 from mtp_plugin.errors import ConfigError, HostError
-from mtp_plugin.hosts.sglang import hooks
+from mtp_plugin.hosts.sglang import checks, hooks
 from mtp_plugin.hosts.sglang.engine_checks import checked_settings
 from tests.sglang.toy_engine import prepare
 
@@ -219,3 +219,24 @@ def test_a_scheduler_with_the_plugin_says_so(monkeypatch, caplog):
         hooks._scheduler_init(original, scheduler, arguments(), "ports")
     with pytest.raises(HostError, match="found no pools"):
         hooks._scheduler_init(lambda *_: None, scheduler, arguments(), "ports")
+
+
+def test_the_doctor_names_every_problem(monkeypatch, capsys):
+    prepare()  # hooked functions are compared, too
+    monkeypatch.setattr(checks, "entry_points", lambda **_: ["mtp_plugin"])
+    seen = checks.examine({"MTP_PLUGIN_SGLANG": "{}", "SGLANG_PLUGINS": "other, mtp_plugin"})
+    assert seen.problems == []
+    assert seen.notes[0].startswith("sglang 0.5.17, tested on: CPU; functions: ")
+    assert seen.notes[1] == "MTP_PLUGIN_SGLANG={}: the plugin is on"
+    assert "the plugin is off" in checks.examine({}).notes[1]
+    monkeypatch.setattr(checks, "entry_points", lambda **_: [])
+    seen = checks.examine({"MTP_PLUGIN_SGLANG": '{"x": 1}', "SGLANG_PLUGINS": "other"})
+    for problem, part in zip(
+        seen.problems,
+        ("entry point mtp_plugin", "SGLANG_PLUGINS=other leaves out", "x: unknown option"),
+        strict=True,
+    ):
+        assert part in problem
+    monkeypatch.setenv("MTP_PLUGIN_SGLANG", "[")
+    assert checks.main() == 1
+    assert capsys.readouterr().out.endswith("doctor --host sglang  # with this corrected\n")

@@ -11,6 +11,7 @@ import sglang.srt.speculative.spec_utils as spec_utils
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from mtp_plugin.hosts.sglang.engine import _edit
 from mtp_plugin.hosts.sglang.options import SglangOptions
 from tests.sglang.toy_engine import VOCAB, Batch, K, ToyEngine, make_request
 
@@ -38,6 +39,28 @@ def test_log_probabilities_are_those_of_sglang(kind):
     found = torch.as_tensor(output.next_token_logprobs)
     chosen = expected.gather(1, tokens.to(torch.int64).unsqueeze(1))[:, 0]
     torch.testing.assert_close(found, chosen)
+
+
+def test_logits_are_edited_in_the_order_of_sglang():
+    options = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+    engine = ToyEngine(K)
+    batch = admitted_batch(engine, [{**options, "logit_bias": {"3": 2.0}}, {}, options])
+    info = batch.sampling_info
+    info.penalizer_orchestrator.cumulate_output_tokens(torch.tensor([3, 4, 5]))
+    info.update_penalties()
+    info = info.copy_for_forward()
+
+    def apply(logits):
+        logits[:, 10:20] = float("-inf")
+
+    mask = SimpleNamespace(apply=apply)
+    logits = torch.randn(3, VOCAB)
+    info.grammar_mask = mask
+    expected, found = logits.clone(), logits.repeat_interleave(K + 1, 0)
+    info.apply_logits_bias(expected)
+    _edit(found, info, K + 1, mask)
+    assert not torch.equal(expected, logits)
+    assert torch.equal(found, expected.repeat_interleave(K + 1, 0))
 
 
 def test_a_grammar_masks_every_row():

@@ -160,16 +160,20 @@ class Engine:
     # ---- rows without drafts
 
     @contextmanager
-    def sampling(self, forward_batch: Any, logits_output: Any) -> Iterator[None]:
+    def sampling(self, forward_batch: Any) -> Iterator[None]:
         """Sample for a ``ForwardBatch`` in SGLang's ``Sampler``."""
         self._apply()
-        self._step, self._sampled, self._status = forward_batch, None, None
+        self._step = forward_batch
         try:
             yield
         finally:
             self._step = self._sampled = None
-        if self._status is not None:
-            keep_status(logits_output, self._status)
+
+    def keep_status(self, logits_output: Any) -> None:
+        """Keep which requests got no token in the latest `sample`, for the host."""
+        status, self._status = self._status, None
+        if status is not None:
+            keep_status(logits_output, status)
 
     @property
     def is_sampling(self) -> bool:
@@ -342,7 +346,7 @@ def _of_first_rank(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return results
     packed = torch.cat(results)
     group.broadcast(packed, src=0)
-    return packed.split([len(result) for result in results])
+    return torch.split_with_sizes(packed, [len(result) for result in results])
 
 
 def _simulation() -> Any:
