@@ -226,8 +226,8 @@ class Engine:
         accepted = self._verify(logits, verify_input.draft_token, slots, host_slots, batch.seq_lens)
         requests = len(slots)
         predict = accepted.tokens.flatten().clamp_min(0)  # every entry is embedded
-        # a row without a token gives token 0, since SGLang needs one; its request ends
-        counts = accepted.num_accepted + (accepted.status == STATUS_NO_FINITE_LOGIT)
+        # SGLang needs a token of each request: one without any gets token 0, and ends
+        counts = accepted.num_accepted.clamp_min(1)
         predict, counts, status = _of_first_rank(predict, counts, accepted.status)
         keep_status(logits_output, status)
         is_beyond = self._columns >= counts.unsqueeze(1)

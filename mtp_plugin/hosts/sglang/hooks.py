@@ -134,17 +134,24 @@ def _check_server_args(original: Hook, self: Any, *args: Any, **kwargs: Any) -> 
 
 @_hooks(FRONT_END, f"{_TOKENIZER}._create_tokenized_object")
 def _create_tokenized_object(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
-    from mtp_plugin.hosts.sglang.engine_checks import checked_settings
     from mtp_plugin.hosts.sglang.requests import request_problem
 
-    settings = vars(self).get(_SETTINGS)
-    if settings is None:
-        settings = vars(self)[_SETTINGS] = checked_settings(self.server_args)
+    settings = _settings_of(self)
     made = original(self, *args, **kwargs)
     problem = request_problem(made, settings)
     if problem is not None:
         raise ValueError(problem)  # HTTP 400
     return made
+
+
+def _settings_of(manager: Any) -> Any:
+    """Return the settings of the engine of a ``TokenizerManager``, read once."""
+    from mtp_plugin.hosts.sglang.engine_checks import checked_settings
+
+    settings = vars(manager).get(_SETTINGS)
+    if settings is None:
+        settings = vars(manager)[_SETTINGS] = checked_settings(manager.server_args)
+    return settings
 
 
 @_hooks(FRONT_END, f"{_TOKENIZER}._calculate_spec_decoding_metrics")
@@ -158,8 +165,8 @@ def _spec_metrics(
     given = self.rid_to_state[recv_obj.rids[i]].obj.sampling_params or {}
     given = {**(self.preferred_sampling_params or {}), **given}.get("custom_params")
     if given and meta_info.get("spec_num_proposed_drafts"):
-        limit = read_request(given, vars(self)[_SETTINGS]).draft_limit
-        if limit is not None:
+        limit = read_request(given, _settings_of(self)).draft_limit
+        if limit:
             proposed = meta_info["spec_verify_ct"] * limit
             meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = proposed
             meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / proposed

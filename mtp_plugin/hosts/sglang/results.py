@@ -47,12 +47,22 @@ def end_failed(batch: Any, result: Any) -> None:
     if not status.any():
         return
     abort = import_module("sglang.srt.managers.schedule_batch").FINISH_ABORT
-    for req, code in zip(batch.reqs, status.tolist(), strict=True):
+    # not strict: nothing here may end the engine
+    for req, code in zip(batch.reqs, status.tolist(), strict=False):
         # the token of an unfinished prompt is dropped
         if code != STATUS_OK and _is_live(req) and req.inflight_middle_chunks <= 0:
-            why = NO_FINITE_LOGITS if code == STATUS_NO_FINITE_LOGIT else failure_of(code)
+            why = _reason(code)
             _logger.error("request %s ends with an error: %s", req.rid, why)
             req.to_finish = req.to_finish or abort(why, 500, "InternalServerError")
+
+
+def _reason(code: int) -> str:
+    if code == STATUS_NO_FINITE_LOGIT:
+        return NO_FINITE_LOGITS
+    try:
+        return failure_of(code)
+    except KeyError:  # this rank of tensor parallelism has its results from the first one
+        return "the verification method failed on the first rank"
 
 
 def _is_live(req: Any) -> bool:
@@ -86,7 +96,7 @@ class DraftCounts:
         """
         limited = limited_drafts = steps = drafts = 0
         accepted = result.num_correct_drafts_per_req_cpu
-        for req, is_live, number in zip(batch.reqs, live, accepted, strict=True):
+        for req, is_live, number in zip(batch.reqs, live, accepted, strict=False):
             limit = draft_limit(req)
             if limit is not None and limit < self._num_drafts:
                 limited += 1

@@ -71,8 +71,7 @@ MANAGERS.schedule_batch:Req(
 MANAGERS.schedule_batch:ScheduleBatch(
     reqs, forward_mode, req_pool_indices, req_pool_indices_cpu, sampling_info, seq_lens)
 SRT.sampling.sampling_batch_info:SamplingBatchInfo(
-    acc_additive_penalties, acc_scaling_penalties, is_all_greedy, logit_bias,
-    return_sampling_masks)
+    acc_additive_penalties, acc_scaling_penalties, logit_bias, return_sampling_masks)
 SRT.model_executor.forward_batch_info:ForwardBatch(
     forward_mode, positions, req_pool_indices, seq_lens)
 SRT.mem_cache.memory_pool:ReqToTokenPool(req_to_token)
