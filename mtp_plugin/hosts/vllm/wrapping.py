@@ -1,15 +1,16 @@
 """The methods of vLLM that the plugin wraps, each named above the function that takes its place.
 
 Every function gets the original first, and returns its result for an engine without
-``additional_config.mtp_plugin``; it imports nothing of ours then. Methods of `START` and
-`FRONT_END` are wrapped in every process; the others only when a worker of an engine with the plugin
-starts, so that front ends never import our ops.
+``additional_config.mtp_plugin``; it imports nothing of ours then. Methods of `START`, `FRONT_END`
+and `DRAFT_LENGTHS` are wrapped in every process; the others only when a worker of an engine with
+the plugin starts, so that front ends never import our ops.
 
 Imports the standard library alone: vLLM only logs a plugin that fails to import.
 """
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import logging
@@ -25,6 +26,8 @@ START: dict[str, Method] = {}
 """``module:Class.method`` -> what is called in its place, with the original as first argument."""
 FRONT_END: dict[str, Method] = {}
 """Metrics alone: an engine runs without it."""
+DRAFT_LENGTHS: dict[str, Method] = {}
+"""For an engine whose numbers of drafts the plugin chooses, which checks that there are these."""
 WORKER: dict[str, Method] = {}
 DRAFT_LOOP: dict[str, Method] = {}
 """For vLLM before 0.32, which has no such class and captures its draft loop by itself."""
@@ -36,6 +39,7 @@ _KEY = "mtp_plugin"
 _IS_WRAPPED = "_mtp_plugin_is_wrapped"
 _ENGINE = "_mtp_plugin_engine"
 _COUNTER = "_mtp_plugin_counter"
+_LENGTHS = "_mtp_plugin_draft_lengths"
 _ADMISSION = "_mtp_plugin_admission"
 _LOOP = "_mtp_plugin_captured_draft_loop"
 _SERVES_ALL: ContextVar[bool] = ContextVar("mtp_plugin_serves_all", default=False)
@@ -54,7 +58,8 @@ def wrap_start() -> None:
     logged.
     """
     missing = _wrap_all(START)
-    _wrap_all(FRONT_END)
+    for table in (FRONT_END, DRAFT_LENGTHS):
+        _wrap_all(table)
     if _WORKER_INIT in missing:
         _logger.warning("mtp_plugin cannot be used with this vLLM: %s", missing[_WORKER_INIT])
 
@@ -107,6 +112,17 @@ def _compile_early(vllm_config: Any, local_rank: int = 0, *_args: Any, **_kwargs
 
     capability = current_platform.get_device_capability().to_int()
     start(vllm_config, settings, capability, is_first_rank=local_rank == 0)
+
+
+@_wraps(DRAFT_LENGTHS, "vllm.config.vllm:VllmConfig.__post_init__")
+def _config_post_init(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    if _is_on(self):
+        from mtp_plugin.errors import ConfigError
+        from mtp_plugin.hosts.vllm.scheduled_draft_len import set_schedule
+
+        with contextlib.suppress(ConfigError):  # the engine's checks raise it, with all others
+            set_schedule(self)
+    return original(self, *args, **kwargs)
 
 
 @_wraps(START, "vllm.v1.engine.input_processor:InputProcessor.__init__")
@@ -195,6 +211,16 @@ def _add_scheduled_request(
     return original(self, request, *args, **kwargs)
 
 
+@_wraps(DRAFT_LENGTHS, "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule")
+def _update_after_schedule(
+    original: Method, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any
+) -> Any:
+    lengths = _kept(self, _LENGTHS, _lengths_of)
+    if lengths is not None:
+        scheduler_output.num_spec_tokens_to_schedule = lengths.choose(scheduler_output)
+    return original(self, scheduler_output, *args, **kwargs)
+
+
 @_wraps(START, "vllm.v1.core.sched.scheduler:Scheduler.update_from_output")
 def _update_from_output(
     original: Method,
@@ -206,6 +232,9 @@ def _update_from_output(
 ) -> Any:
     counter = _kept(self, _COUNTER, _counter_of)
     given = (scheduler_output, model_runner_output, *args)
+    lengths = _kept(self, _LENGTHS, _lengths_of)
+    if lengths is not None:
+        lengths.record(scheduler_output, model_runner_output)
     withheld = counter and counter.correct(self.requests, *given[:2])
     if not withheld:
         return original(self, *given, **kwargs)
@@ -415,6 +444,14 @@ def _counter_of(vllm_config: Any) -> Any:
     from mtp_plugin.hosts.vllm.metrics import counter_of
 
     return counter_of(vllm_config)
+
+
+def _lengths_of(vllm_config: Any) -> Any:
+    if not _is_on(vllm_config):
+        return None
+    from mtp_plugin.hosts.vllm.scheduled_draft_len import lengths_of
+
+    return lengths_of(vllm_config)
 
 
 def _settings(vllm_config: Any) -> Any:

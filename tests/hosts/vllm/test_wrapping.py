@@ -25,6 +25,7 @@ from mtp_plugin.hosts.vllm.sampler_parts import PREFILL
 from mtp_plugin.hosts.vllm.versions import SIGNATURES
 from mtp_plugin.hosts.vllm.wrapping import (
     _ENGINE,
+    DRAFT_LENGTHS,
     DRAFT_LOOP,
     FRONT_END,
     NEW_WEIGHTS,
@@ -94,7 +95,7 @@ def test_the_wrapped_methods_are_the_documented_ones() -> None:
     for signatures in SIGNATURES.values():
         assert {*START, *WORKER} <= signatures.keys()
     readme = PAGE.read_text(encoding="utf-8")
-    for target in (*START, *WORKER, *DRAFT_LOOP, *NEW_WEIGHTS, *FRONT_END):
+    for target in (*START, *WORKER, *DRAFT_LOOP, *NEW_WEIGHTS, *FRONT_END, *DRAFT_LENGTHS):
         assert f"`{target.partition(':')[2]}`" in readme
 
 

@@ -1,0 +1,97 @@
+"""The number of drafts of each step, chosen in the scheduler's process (vLLM 0.32 and newer).
+
+vLLM captures CUDA graphs for the lengths of ``num_speculative_tokens_per_batch_size``, and its
+workers make ``SchedulerOutput.num_spec_tokens_to_schedule`` drafts, which the next step verifies.
+`set_schedule` lists every length that may be chosen, and what `lengths_of` returns chooses that of
+a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from mtp_plugin.hosts.vllm.options import VllmOptions, read_options
+
+Schedule = list[tuple[int, int, int]]
+SCHEDULE = "num_speculative_tokens_per_batch_size"
+
+
+class DraftLengths(Protocol):
+    """Chooses the number of drafts of every step."""
+
+    def choose(self, scheduled: Any) -> int:
+        """Return how many drafts a step makes; called once per step, before its launch.
+
+        Args:
+            scheduled: vLLM's ``SchedulerOutput``.
+        """
+
+    def record(self, scheduled: Any, output: Any) -> None:
+        """Note that the output of a step came just now, in the order of the launches.
+
+        Args:
+            scheduled: what `choose` got. output: vLLM's ``ModelRunnerOutput``.
+        """
+
+
+def lengths_of(vllm_config: Any) -> DraftLengths | None:
+    """Return what chooses the lengths of an engine; None: vLLM does."""
+    return None
+
+
+def lengths_used(options: VllmOptions, num_drafts: int) -> Sequence[int]:
+    """Return every number of drafts that a step may make, ascending; empty: vLLM chooses it.
+
+    Args:
+        num_drafts: ``num_speculative_tokens``.
+    """
+    return ()
+
+
+def schedule_of(lengths: Sequence[int], max_num_seqs: int) -> Schedule:
+    """Return a schedule of which vLLM captures graphs for every length.
+
+    Each of the largest batch sizes has a length of its own, as vLLM sizes the graphs of a length by
+    the largest batch that has it. The longest has the largest batch; the shortest all others.
+
+    Args:
+        lengths: ascending, at most ``max_num_seqs``.
+
+    Returns:
+        (first batch size, last batch size, length) of each range.
+    """
+    first = max_num_seqs - len(lengths) + 1
+    ranges = [(first + n, first + n, length) for n, length in enumerate(lengths)]
+    return [(1, first, lengths[0]), *ranges[1:]]
+
+
+def expected_schedule(vllm_config: Any) -> Schedule | None:
+    """Return the schedule that an engine needs; None: it needs none, or cannot have it.
+
+    Raises:
+        ConfigError: wrong options.
+    """
+    options, spec = read_options(vllm_config), vllm_config.speculative_config
+    if options is None or spec is None:
+        return None
+    lengths = lengths_used(options, spec.num_speculative_tokens)
+    if not lengths or vllm_config.parallel_config.data_parallel_size > 1:
+        return None
+    most = vllm_config.scheduler_config.max_num_seqs
+    return schedule_of(lengths, most) if len(lengths) <= most else None
+
+
+def set_schedule(vllm_config: Any) -> None:
+    """Let vLLM capture graphs for every length, unless the user has a schedule, which
+    `checked_settings` refuses.
+
+    Args:
+        vllm_config: whose ``__post_init__`` comes next.
+
+    Raises:
+        ConfigError: wrong options.
+    """
+    schedule, spec = expected_schedule(vllm_config), vllm_config.speculative_config
+    if schedule and getattr(spec, SCHEDULE, schedule) is None:
+        setattr(spec, SCHEDULE, schedule)
