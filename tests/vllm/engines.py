@@ -495,6 +495,11 @@ JOBS: dict[str, dict[str, Any]] = {
             "num_speculative_tokens_per_batch_size": DRAFTS_BY_BATCH,
         },
     ),
+    "auto": job(
+        3,
+        {**PLAIN, "both": BIASED["both"], "random": RANDOM},
+        plugin=PLUGIN | {"draft_len": "auto"},
+    ),
     "k1": job(1, PLAIN),
     "k2": job(2, PLAIN),
     "few_slots": job(3, PLAIN, max_num_seqs=3, max_num_batched_tokens=20),

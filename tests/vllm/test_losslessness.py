@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from mtp_plugin.hosts.vllm.engine_checks import DYNAMIC_SINCE
+from mtp_plugin.hosts.vllm.options import DYNAMIC_SINCE
 from mtp_plugin.hosts.vllm.versions import release
 from tests.vllm.engines import BIASED, JOBS, PLAIN
 
@@ -58,6 +58,22 @@ def test_draft_lengths_by_batch_size_do_not_change_the_output(results, report):
         assert steps < later_steps
     outputs = results("dynamic")["plain"]["outputs"]
     assert max(max(output["new_tokens"]) for output in outputs) == 4
+
+
+@pytest.mark.engines("k0", "auto")
+def test_measured_draft_lengths_do_not_change_the_output(results, report):
+    if release() < DYNAMIC_SINCE:
+        with pytest.raises(RuntimeError, match="draft_len 'auto' needs vLLM"):
+            results("auto")
+        return
+    for phase in ("plain", "both", "random"):
+        assert tokens(results("auto"), phase) == tokens(results("k0"), phase)
+        counters, outputs = (results("auto")[phase][name] for name in ("counters", "outputs"))
+        later_steps = sum(len(output["new_tokens"]) - 1 for output in outputs)
+        steps, drafts = (counters[f"spec_decode_num_{n}"] for n in ("drafts", "draft_tokens"))
+        report(f"{phase}: {drafts} drafts in {steps} of {later_steps} request-steps")
+        assert steps < drafts < 3 * steps
+        assert steps < later_steps
 
 
 @pytest.mark.engines("k0", "embedded")

@@ -10,20 +10,20 @@ from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.vllm.options import (
     DRAFTERS,
     DRAFTERS_SINCE,
+    DYNAMIC_SINCE,
     VllmOptions,
     VllmSettings,
     draft_ids_of,
     drafters_of,
     read_settings,
 )
+from mtp_plugin.hosts.vllm.scheduled_draft_len import length_problems
 from mtp_plugin.hosts.vllm.versions import release, untested, where_tested
 from mtp_plugin.speculative.rows.request_options import load_problem, method_problems
 from mtp_plugin.verifications import codes, custom_codes
 
 PIPELINE_SINCE = (0, 32)
 """Earlier versions send no draft tokens to earlier pipeline stages."""
-DYNAMIC_SINCE = (0, 32)
-"""Earlier versions ignore a draft length per batch size in the V2 model runner."""
 MAPPED = ("eagle3", "dflash")
 """Drafters whose checkpoints may have a map of draft ids (``d2t``)."""
 OWN_SAMPLING = ("DFlash2", "LiLiCorr", "XPress")
@@ -87,6 +87,7 @@ def problems_of(vllm_config: Any, settings: VllmSettings) -> list[str]:
     spec = vllm_config.speculative_config
     if spec is not None:
         problems += _speculative_problems(vllm_config, spec, version)
+        problems += length_problems(vllm_config, options)
     return problems
 
 

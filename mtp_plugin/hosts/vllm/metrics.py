@@ -101,6 +101,47 @@ def _info_gauge(
     return gauge, set()
 
 
+LENGTH_METRIC = "mtp_plugin_draft_len"
+
+
+def add_length_metric(stat_logger: Any, vllm_config: Any) -> None:
+    """Show in the Prometheus metrics how many drafts a step verifies, where the plugin chooses it.
+
+    Args:
+        stat_logger: a ``PrometheusStatLogger``, whose ``record`` is replaced.
+    """
+    settings, make = read_settings(vllm_config), getattr(stat_logger, "_gauge_cls", None)
+    if settings is None or not settings.num_drafts or not settings.options.draft_len or not make:
+        return
+    name = str(vllm_config.model_config.served_model_name)
+    gauge, record = _length_gauge(make), stat_logger.record
+
+    def record_and_set(
+        stats: Any, iteration: Any, *args: Any, engine_idx: int = 0, **named: Any
+    ) -> None:
+        record(stats, iteration, *args, engine_idx=engine_idx, **named)
+        drafts = getattr(stats, "spec_decoding_stats", None)
+        if drafts is not None:
+            used = sum(map(bool, drafts.num_draft_tokens_per_pos))
+        elif iteration and iteration.num_generation_tokens and not iteration.num_prompt_tokens:
+            used = 0
+        else:
+            return  # no step, or a first one of requests
+        gauge.labels(name, str(engine_idx)).set(used)
+
+    stat_logger.record = record_and_set
+
+
+@cache
+def _length_gauge(make: Callable[..., Any]) -> Any:
+    return make(
+        name=LENGTH_METRIC,
+        documentation="Most drafts of a request that the last step verified.",
+        labelnames=["model_name", "engine"],
+        multiprocess_mode="mostrecent",
+    )
+
+
 def counter_of(vllm_config: Any) -> DraftCounter | None:
     """Return the counter of an engine; None if the plugin is off or nothing is drafted."""
     settings = read_settings(vllm_config)

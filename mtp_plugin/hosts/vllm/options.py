@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, ValidationError
 from pydantic_core import ErrorDetails
@@ -28,6 +28,8 @@ DRAFTERS: Mapping[str, bool] = {
 kept: DFlash samples all drafts of a request in one call, n-grams have no probabilities."""
 DRAFTERS_SINCE = (0, 32)
 """Before, MTP is the only drafter that is served."""
+DYNAMIC_SINCE = (0, 32)
+"""Before, the V2 model runner makes the same number of drafts in every step."""
 
 
 class VllmOptions(RowOptions):
@@ -42,6 +44,12 @@ class VllmOptions(RowOptions):
         description="token ids that may be drafted: this many of the lowest ones, or the path of "
         "a file of ids (JSON, an id or a range a line, .npy or SGLang's .pt); null: all; output "
         "does not change",
+    )
+    draft_len: Literal["auto"] | None = Field(
+        default=None,
+        description="auto: every step makes 0 to num_speculative_tokens drafts, the number with "
+        "the most tokens per second by measured step times and acceptance (vLLM 0.32 and newer); "
+        "null: num_speculative_tokens; output does not change",
     )
     allow_untested: bool = Field(
         default=False, description="no effect, logs a warning: every version that fits starts"

@@ -11,10 +11,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from mtp_plugin.hosts.vllm.options import VllmOptions, read_options
+from mtp_plugin.hosts.vllm.auto_draft_len import AutoDraftLengths
+from mtp_plugin.hosts.vllm.options import DYNAMIC_SINCE, VllmOptions, read_options
+from mtp_plugin.hosts.vllm.versions import mismatch, release
+from mtp_plugin.speculative.host.signatures import missing_names
 
 Schedule = list[tuple[int, int, int]]
 SCHEDULE = "num_speculative_tokens_per_batch_size"
+AFTER_SCHEDULE = "vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule"
+SCHEDULED = ("vllm.v1.core.sched.output:SchedulerOutput", ("num_spec_tokens_to_schedule",))
 
 
 class DraftLengths(Protocol):
@@ -37,7 +42,10 @@ class DraftLengths(Protocol):
 
 def lengths_of(vllm_config: Any) -> DraftLengths | None:
     """Return what chooses the lengths of an engine; None: vLLM does."""
-    return None
+    options, spec = read_options(vllm_config), vllm_config.speculative_config
+    if options is None or spec is None or options.draft_len is None:
+        return None
+    return AutoDraftLengths(spec.num_speculative_tokens)
 
 
 def lengths_used(options: VllmOptions, num_drafts: int) -> Sequence[int]:
@@ -46,7 +54,7 @@ def lengths_used(options: VllmOptions, num_drafts: int) -> Sequence[int]:
     Args:
         num_drafts: ``num_speculative_tokens``.
     """
-    return ()
+    return () if options.draft_len is None else range(num_drafts + 1)
 
 
 def schedule_of(lengths: Sequence[int], max_num_seqs: int) -> Schedule:
@@ -95,3 +103,46 @@ def set_schedule(vllm_config: Any) -> None:
     schedule, spec = expected_schedule(vllm_config), vllm_config.speculative_config
     if schedule and getattr(spec, SCHEDULE, schedule) is None:
         setattr(spec, SCHEDULE, schedule)
+
+
+def length_problems(vllm_config: Any, options: VllmOptions) -> list[str]:
+    """Return one line for every reason why the lengths of an engine cannot be chosen.
+
+    Args:
+        vllm_config: with speculative decoding.
+    """
+    spec, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    lengths = lengths_used(options, spec.num_speculative_tokens)
+    if not lengths:
+        return []
+    version = "{}.{}".format(*DYNAMIC_SINCE)
+    if release() < DYNAMIC_SINCE:
+        return [
+            f"draft_len 'auto' needs vLLM {version} or newer, which can change the number of "
+            "drafts between two steps: leave it out"
+        ]
+    problems = []
+    given = getattr(spec, SCHEDULE, None)
+    if getattr(parallel, "data_parallel_size", 1) > 1:
+        problems.append(
+            f"draft_len 'auto' is not supported with data_parallel_size "
+            f"{parallel.data_parallel_size}, whose ranks must make the same number of drafts: set "
+            "it to 1, or leave out draft_len"
+        )
+    most = vllm_config.scheduler_config.max_num_seqs
+    if most < len(lengths):
+        problems.append(
+            f"draft_len 'auto' with num_speculative_tokens {spec.num_speculative_tokens} needs "
+            f"max_num_seqs of {len(lengths)} or more, got {most}"
+        )
+    if given is not None and [*map(tuple, given)] != expected_schedule(vllm_config):
+        problems.append(
+            f"draft_len 'auto' is not possible with a speculative_config.{SCHEDULE} of your own: "
+            "leave out one of them"
+        )
+    missing = [mismatch(AFTER_SCHEDULE, ("scheduler_output",)), missing_names(*SCHEDULED)]
+    if given is None and not problems:
+        missing.append("VllmConfig was made before the plugin was loaded")
+    return problems + [
+        f"draft_len 'auto' cannot be used, {each}: leave it out" for each in missing if each
+    ]

@@ -256,9 +256,9 @@ def _prometheus_init(
 ) -> Any:
     original(self, vllm_config, *args, **kwargs)
     if _is_on(vllm_config):
-        from mtp_plugin.hosts.vllm.metrics import add_alarm_metric, add_info_metric
+        from mtp_plugin.hosts.vllm import metrics
 
-        for add in (add_alarm_metric, add_info_metric):
+        for add in (metrics.add_alarm_metric, metrics.add_info_metric, metrics.add_length_metric):
             try:
                 add(self, vllm_config)
             except Exception as error:  # metrics never end an engine

@@ -57,7 +57,7 @@ from typing import Any, Literal
 
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import ExecutorError, expect
-from mtp_plugin.speculative.draft_length.gain import AcceptanceRates, GainPolicy
+from mtp_plugin.speculative.draft_length.gain import AcceptanceRates, RequestGainPolicy
 from mtp_plugin.speculative.host import may_speculate
 
 _logger = logging.getLogger("mtp_plugin")
@@ -174,7 +174,7 @@ class DraftLengthController:
       counts the request-steps that verified exactly so many drafts. TensorRT-LLM's gate averages
       finished requests, does not count the bonus token, and never opens again: its threshold t is
       t + 1 here.
-    - With ``mtp.adaptive_draft_len`` a `GainPolicy` chooses among all lengths.
+    - With ``mtp.adaptive_draft_len`` a `RequestGainPolicy` chooses among all lengths.
 
     Args:
         config: with K resolved (`MTPDecodingConfig.resolve`).
@@ -200,11 +200,11 @@ class DraftLengthController:
         self._layer_per_depth = config.use_mtp_vanilla
         self._schedule = [config.draft_len_for(size) for size in range(1, max_batch_size + 1)]
         lengths = set(self._schedule)
-        self.gain: GainPolicy | None = None
+        self.gain: RequestGainPolicy | None = None
         self.gates: dict[int, LengthGate] = {}
         if config.mtp.adaptive_draft_len:
             lengths = set(range(self.max_draft_len + 1))
-            self.gain = GainPolicy(self.max_draft_len, padded_sizes, clock)
+            self.gain = RequestGainPolicy(self.max_draft_len, padded_sizes, clock)
         elif config.acceptance_window is not None:
             lengths |= {0, *(config.draft_len_schedule or {}).values()}
             self.gates = {length: LengthGate(length, config) for length in lengths - {0}}
@@ -282,7 +282,7 @@ class DraftLengthController:
         scheduled = self._scheduled(size)
         usable = max(r.py_draft_state.usable if may_speculate(r) else 0 for r in requests)
         if self.gain is not None:
-            length = self.gain.choose(batch, min(scheduled, usable))
+            length = self.gain.choose_for(batch, min(scheduled, usable))
         else:
             length = self.choose(size)
             if usable < length and usable in self.draft_lens((size,)):

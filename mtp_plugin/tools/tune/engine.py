@@ -212,7 +212,7 @@ def _described(engine: Any) -> dict[str, Any]:
     import vllm
     from vllm.platforms import current_platform
 
-    from mtp_plugin.hosts.vllm.engine_checks import DYNAMIC_SINCE
+    from mtp_plugin.hosts.vllm.options import DYNAMIC_SINCE
     from mtp_plugin.hosts.vllm.versions import release
 
     config = engine.vllm_config

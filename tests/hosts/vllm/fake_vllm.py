@@ -105,12 +105,14 @@ def make_config(given: Any = None, **changes: Any) -> SimpleNamespace:
             hf_text_config=SimpleNamespace(eos_token_id=None),
             try_get_generation_config=dict,
         ),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, data_parallel_size=1),
+        scheduler_config=SimpleNamespace(max_num_seqs=8),
         speculative_config=SimpleNamespace(
             method="mtp",
             num_speculative_tokens=3,
             draft_sample_method="greedy",
             rejection_sample_method="standard",
+            num_speculative_tokens_per_batch_size=None,
         ),
     )
     for path, value in changes.items():

@@ -25,7 +25,7 @@ from tests.hosts.vllm.fake_vllm import make_config
 OPTION = "additional_config.mtp_plugin"
 KNOWN = (
     "known ones are verification, thinking_begin_token, thinking_end_token, relaxed_topk, "
-    "relaxed_delta, kernels, draft_vocab, allow_untested"
+    "relaxed_delta, kernels, draft_vocab, draft_len, allow_untested"
 )
 WRONG_OPTIONS: list[tuple[Any, str]] = [
     (True, f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got true"),
@@ -77,6 +77,8 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
         {"draft_vocab": [1]},
         f"{OPTION}.draft_vocab: should be a number of token ids or the path of a list, got a list",
     ),
+    ({"draft_len": 2}, f"{OPTION}.draft_len: should be 'auto', got 2"),
+    ({"draft_len": "AUTO"}, f"{OPTION}.draft_len: should be 'auto', got 'AUTO'"),
     ({"allow_untested": "yes"}, f"{OPTION}.allow_untested: should be a valid boolean, got 'yes'"),
     ({"allow_untested": 1}, f"{OPTION}.allow_untested: should be a valid boolean, got 1"),
     (

@@ -2,9 +2,46 @@
 
 from __future__ import annotations
 
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
 import pytest
 
-from mtp_plugin.hosts.vllm.scheduled_draft_len import schedule_of
+from mtp_plugin.errors import ConfigError
+from mtp_plugin.hosts.vllm import register
+from mtp_plugin.hosts.vllm.engine_checks import checked_settings
+from mtp_plugin.hosts.vllm.scheduled_draft_len import (
+    AFTER_SCHEDULE,
+    SCHEDULE,
+    SCHEDULED,
+    schedule_of,
+    set_schedule,
+)
+from mtp_plugin.hosts.vllm.versions import SIGNATURES
+from tests.hosts.vllm import fake_vllm
+from tests.hosts.vllm.fake_vllm import make_config
+
+AUTO = {"draft_len": "auto"}
+CONFIG_INIT = "vllm.config.vllm:VllmConfig.__post_init__"
+UPDATE = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
+    more = {AFTER_SCHEDULE: ("scheduler_output",), CONFIG_INIT: ()}
+    modules = fake_vllm.install(monkeypatch, signatures={**SIGNATURES["v32"], **more})
+    outputs = ModuleType("vllm.v1.core.sched.output")
+    outputs.SchedulerOutput = type("SchedulerOutput", (), {SCHEDULED[1][0]: 0})  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, outputs.__name__, outputs)
+    return modules
+
+
+def prepared(given: Any = AUTO, **changes: Any) -> SimpleNamespace:
+    """A configuration after ``VllmConfig.__post_init__``."""
+    config = make_config(given, **changes)
+    set_schedule(config)
+    return config
 
 
 @pytest.mark.parametrize(
@@ -15,5 +52,111 @@ from mtp_plugin.hosts.vllm.scheduled_draft_len import schedule_of
         ((2,), 1, [(1, 1, 2)]),
     ],
 )
-def test_every_length_has_graphs_for_almost_all_batch_sizes(lengths, most, expected) -> None:
+def test_every_length_has_graphs_for_almost_all_batch_sizes(
+    lengths: tuple[int, ...], most: int, expected: list[tuple[int, int, int]]
+) -> None:
     assert schedule_of(lengths, most) == expected
+
+
+def test_the_schedule_is_set_while_on(vllm: dict[str, ModuleType]) -> None:
+    register()
+    config_class = vllm["vllm.config.vllm"].VllmConfig
+    for given, expected in ((AUTO, schedule_of(range(4), 8)), ({}, None), ({"x": 1}, None)):
+        config = config_class.__new__(config_class)
+        vars(config).update(vars(make_config(given)))
+        for _ in range(2):  # vLLM copies configurations
+            assert config.__post_init__() == ()
+            assert config.speculative_config.num_speculative_tokens_per_batch_size == expected
+    for config in (
+        prepared(speculative_config=None),
+        prepared(AUTO, **{f"speculative_config__{SCHEDULE}": [[1, 8, 2]]}),
+    ):
+        assert getattr(config.speculative_config, SCHEDULE, [[1, 8, 2]]) == [[1, 8, 2]]
+
+
+@pytest.mark.usefixtures("vllm")
+def test_an_engine_with_the_schedule_starts() -> None:
+    settings = checked_settings(prepared())
+    assert settings is not None
+    assert settings.options.draft_len == "auto"
+    copied = prepared()
+    copied.speculative_config.num_speculative_tokens_per_batch_size = [
+        list(each) for each in schedule_of(range(4), 8)
+    ]
+    assert checked_settings(copied) is not None
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        (
+            {"parallel_config__data_parallel_size": 2},
+            "draft_len 'auto' is not supported with data_parallel_size 2, whose ranks must make "
+            "the same number of drafts: set it to 1, or leave out draft_len",
+        ),
+        (
+            {f"speculative_config__{SCHEDULE}": [[1, 8, 2]]},
+            "draft_len 'auto' is not possible with a speculative_config."
+            "num_speculative_tokens_per_batch_size of your own: leave out one of them",
+        ),
+        (
+            {"scheduler_config__max_num_seqs": 3},
+            "draft_len 'auto' with num_speculative_tokens 3 needs max_num_seqs of 4 or more, got 3",
+        ),
+    ],
+)
+def test_what_cannot_be_served_is_refused(changes: dict[str, Any], problem: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        checked_settings(prepared(**changes))
+    assert f"mtp_plugin is on, but {problem}. Change this" in str(error.value)
+
+
+def test_a_vllm_that_cannot_change_the_number_is_refused(
+    monkeypatch: pytest.MonkeyPatch, vllm: dict[str, ModuleType]
+) -> None:
+    with pytest.raises(ConfigError, match="VllmConfig was made before the plugin was loaded"):
+        checked_settings(make_config(AUTO))
+    del vllm["vllm.v1.core.sched.scheduler"].Scheduler._update_after_schedule
+    with pytest.raises(ConfigError, match="_update_after_schedule is missing: leave it out"):
+        checked_settings(prepared())
+    fake_vllm.install(monkeypatch, "0.31.0")
+    with pytest.raises(ConfigError, match=r"draft_len 'auto' needs vLLM 0\.32 or newer, which"):
+        checked_settings(prepared())
+
+
+def test_the_scheduler_sets_the_number_of_drafts(vllm: dict[str, ModuleType]) -> None:
+    """The length of a step is set before vLLM plans the next one."""
+    register()
+    scheduler_class = vllm["vllm.v1.core.sched.scheduler"].Scheduler
+    scheduler = scheduler_class.__new__(scheduler_class)
+    scheduler.vllm_config, scheduler.requests = prepared(), {}
+    seen = []
+    for _ in range(40):
+        step = fake_vllm_output(drafted=seen[-1] if seen else 0)
+        assert scheduler._update_after_schedule(step) == (step,)
+        seen.append(step.num_spec_tokens_to_schedule)
+        output = SimpleNamespace(sampled_token_ids=[[1], [1]], req_id_to_index={"a": 0, "b": 1})
+        assert scheduler.update_from_output(step, output) == (step, output)
+    assert {3, 0} <= set(seen)
+    scheduler = scheduler_class.__new__(scheduler_class)
+    scheduler.vllm_config = prepared({})
+    step = fake_vllm_output()
+    scheduler._update_after_schedule(step)
+    assert step.num_spec_tokens_to_schedule == 3
+
+
+class Output(SimpleNamespace):
+    """vLLM's ``SchedulerOutput``."""
+
+    __hash__ = object.__hash__
+
+
+def fake_vllm_output(drafted: int = 0) -> Output:
+    return Output(
+        num_scheduled_tokens={"a": 1 + drafted, "b": 1 + drafted},
+        total_num_scheduled_tokens=2 + 2 * drafted,
+        scheduled_spec_decode_tokens={n: [-1] * drafted for n in "ab"} if drafted else {},
+        num_invalid_spec_tokens=None,
+        num_spec_tokens_to_schedule=3,
+    )
