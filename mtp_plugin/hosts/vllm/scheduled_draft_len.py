@@ -9,6 +9,7 @@ a step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from mtp_plugin.hosts.vllm.auto_draft_len import AutoDraftLengths
@@ -103,6 +104,38 @@ def set_schedule(vllm_config: Any) -> None:
     schedule, spec = expected_schedule(vllm_config), vllm_config.speculative_config
     if schedule and getattr(spec, SCHEDULE, schedule) is None:
         setattr(spec, SCHEDULE, schedule)
+
+
+def arrange_graphs(manager: Any) -> None:
+    """Let vLLM find the graphs of every length, and capture no more than for one of them each.
+
+    vLLM looks for a graph among those with the next larger number of tokens alone, also if these
+    are of another length. And it captures the sizes of every length for all others, rounded up.
+
+    Args:
+        manager: vLLM's ``CudaGraphManager`` after ``_init_candidates``, changed.
+    """
+    kept = {
+        mode: [desc for desc in descs if _is_kept(desc, descs)]
+        for mode, descs in manager._capture_descs.items()
+    }
+    manager._capture_descs.update(kept)
+    manager._candidates.clear()
+    for mode in sorted(kept, key=lambda mode: mode.name != "FULL"):  # these come first
+        starts: dict[Any, int] = {}
+        for desc in sorted(kept[mode], key=lambda desc: desc.num_tokens):
+            kind = replace(desc, num_tokens=0, num_reqs=None)
+            for num_tokens in range(starts.get(kind, 0), desc.num_tokens + 1):
+                found = manager._candidates.setdefault((num_tokens, desc.num_active_loras), [])
+                found.append(desc)
+            starts[kind] = desc.num_tokens + 1
+
+
+def _is_kept(desc: Any, descs: list[Any]) -> bool:
+    size, each = desc.num_reqs, desc.uniform_token_count
+    if each is None or size in (1, 2, 4) or size % (8 if size < 256 else 16) == 0:
+        return True
+    return size == max(other.num_reqs for other in descs if other.uniform_token_count == each)
 
 
 def length_problems(vllm_config: Any, options: VllmOptions) -> list[str]:

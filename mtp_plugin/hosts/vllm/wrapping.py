@@ -31,6 +31,8 @@ DRAFT_LENGTHS: dict[str, Method] = {}
 WORKER: dict[str, Method] = {}
 DRAFT_LOOP: dict[str, Method] = {}
 """For vLLM before 0.32, which has no such class and captures its draft loop by itself."""
+GRAPHS: dict[str, Method] = {}
+"""For an engine whose numbers of drafts the plugin chooses."""
 NEW_WEIGHTS: dict[str, Method] = {}
 """Not all versions have all of them."""
 
@@ -39,7 +41,7 @@ _KEY = "mtp_plugin"
 _IS_WRAPPED = "_mtp_plugin_is_wrapped"
 _ENGINE = "_mtp_plugin_engine"
 _COUNTER = "_mtp_plugin_counter"
-_LENGTHS = "_mtp_plugin_draft_lengths"
+LENGTHS = "_mtp_plugin_draft_lengths"
 _ADMISSION = "_mtp_plugin_admission"
 _LOOP = "_mtp_plugin_captured_draft_loop"
 _SERVES_ALL: ContextVar[bool] = ContextVar("mtp_plugin_serves_all", default=False)
@@ -65,9 +67,9 @@ def wrap_start() -> None:
 
 
 def wrap_worker() -> None:
-    """Wrap the methods of `WORKER`, which `fitting_module` found, and those of `DRAFT_LOOP` and
-    `NEW_WEIGHTS` that there are; a repeated call changes nothing."""
-    for table in (WORKER, DRAFT_LOOP, NEW_WEIGHTS):
+    """Wrap the methods of `WORKER`, which `fitting_module` found, and those of `DRAFT_LOOP`,
+    `GRAPHS` and `NEW_WEIGHTS` that there are; a repeated call changes nothing."""
+    for table in (WORKER, DRAFT_LOOP, GRAPHS, NEW_WEIGHTS):
         _wrap_all(table)
 
 
@@ -215,7 +217,7 @@ def _add_scheduled_request(
 def _update_after_schedule(
     original: Method, self: Any, scheduler_output: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    lengths = _kept(self, _LENGTHS, _lengths_of)
+    lengths = _kept(self, LENGTHS, _lengths_of)
     if lengths is not None:
         scheduler_output.num_spec_tokens_to_schedule = lengths.choose(scheduler_output)
     return original(self, scheduler_output, *args, **kwargs)
@@ -232,7 +234,7 @@ def _update_from_output(
 ) -> Any:
     counter = _kept(self, _COUNTER, _counter_of)
     given = (scheduler_output, model_runner_output, *args)
-    lengths = _kept(self, _LENGTHS, _lengths_of)
+    lengths = _kept(self, LENGTHS, _lengths_of)
     if lengths is not None:
         lengths.record(scheduler_output, model_runner_output)
     withheld = counter and counter.correct(self.requests, *given[:2])
@@ -368,6 +370,17 @@ def _multi_step_decode(
     if getattr(self, _LOOP, False) and batch_desc.cg_mode.name == "FULL":
         return self.decode_cudagraph_manager.run_fullgraph(batch_desc)
     return original(self, num_reqs, skip_attn, batch_desc, *args, **kwargs)
+
+
+@_wraps(GRAPHS, f"{_GPU}.cudagraph_utils:CudaGraphManager._init_candidates")
+def _init_candidates(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    if _is_on(self.vllm_config):
+        from mtp_plugin.hosts.vllm.scheduled_draft_len import arrange_graphs, expected_schedule
+
+        if expected_schedule(self.vllm_config) is not None:
+            arrange_graphs(self)
+    return result
 
 
 @_wraps(NEW_WEIGHTS, f"{_GPU}.model_runner:GPUModelRunner.reload_weights")

@@ -7,10 +7,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, Gauge
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.vllm import register
 from mtp_plugin.hosts.vllm.engine_checks import checked_settings
+from mtp_plugin.hosts.vllm.metrics import LENGTH_METRIC, add_length_metric
 from mtp_plugin.hosts.vllm.scheduled_draft_len import (
     AFTER_SCHEDULE,
     SCHEDULE,
@@ -144,6 +146,38 @@ def test_the_scheduler_sets_the_number_of_drafts(vllm: dict[str, ModuleType]) ->
     step = fake_vllm_output()
     scheduler._update_after_schedule(step)
     assert step.num_spec_tokens_to_schedule == 3
+
+
+def test_the_metrics_of_the_front_end_show_the_number_in_use() -> None:
+    registry = CollectorRegistry()
+    recorded = []
+    logger = SimpleNamespace(
+        _gauge_cls=lambda multiprocess_mode, **given: Gauge(**given, registry=registry),  # noqa: ARG005
+        record=lambda *given, engine_idx: recorded.append((*given, engine_idx)),
+    )
+    config = prepared(model_config__served_model_name="tiny")
+    add_length_metric(logger, config)
+
+    def value() -> float | None:
+        return registry.get_sample_value(LENGTH_METRIC, {"model_name": "tiny", "engine": "1"})
+
+    generating = SimpleNamespace(num_generation_tokens=2, num_prompt_tokens=0)
+    prompts = SimpleNamespace(num_generation_tokens=2, num_prompt_tokens=9)
+    for per_position, iteration, expected in (
+        ([8, 8, 0], generating, 2),
+        (None, prompts, 2),
+        (None, None, 2),
+        (None, generating, 0),
+        ([1, 0, 0], prompts, 1),
+    ):
+        drafts = per_position and SimpleNamespace(num_draft_tokens_per_pos=per_position)
+        stats = SimpleNamespace(spec_decoding_stats=drafts)
+        logger.record(stats, iteration, engine_idx=1)
+        assert recorded[-1] == (stats, iteration, 1)
+        assert value() == expected
+    record = logger.record
+    add_length_metric(logger, make_config({}))
+    assert logger.record is record
 
 
 class Output(SimpleNamespace):

@@ -28,6 +28,7 @@ from mtp_plugin.hosts.vllm.wrapping import (
     DRAFT_LENGTHS,
     DRAFT_LOOP,
     FRONT_END,
+    GRAPHS,
     NEW_WEIGHTS,
     START,
     WORKER,
@@ -95,7 +96,7 @@ def test_the_wrapped_methods_are_the_documented_ones() -> None:
     for signatures in SIGNATURES.values():
         assert {*START, *WORKER} <= signatures.keys()
     readme = PAGE.read_text(encoding="utf-8")
-    for target in (*START, *WORKER, *DRAFT_LOOP, *NEW_WEIGHTS, *FRONT_END, *DRAFT_LENGTHS):
+    for target in (*START, *WORKER, *DRAFT_LOOP, *NEW_WEIGHTS, *FRONT_END, *DRAFT_LENGTHS, *GRAPHS):
         assert f"`{target.partition(':')[2]}`" in readme
 
 

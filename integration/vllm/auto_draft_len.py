@@ -1,0 +1,311 @@
+"""``"draft_len": "auto"`` under a load that rises and falls: ``python -m
+integration.vllm.auto_draft_len --json FILE``.
+
+One engine with random weights and synthetic acceptance. In every phase a number of requests
+generate: first with each number of drafts fixed, then with the number chosen by the plugin, whose
+measurements last over all phases, then fixed again in the opposite order. A second engine, without
+MTP layers, is "off". Tokens are counted by the configured acceptance, which has no noise, and times
+are those between the outputs of two steps; all phases of one engine share its CUDA graphs.
+
+Exit code 1: on a GPU, in a phase fewer tokens per second than ``GOAL`` of the best fixed number.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import time
+from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from integration.bench.machine import describe_machine, store
+from integration.vllm.engine_process import (
+    EngineError,
+    EngineProcess,
+    add_common_options,
+    engine_settings,
+    has_gpu,
+    prepare,
+    wait_for,
+)
+from integration.vllm.load import Request
+from integration.vllm.requests import sampling_params
+from integration.vllm.steps import SHAPE
+from mtp_plugin.hosts.vllm.scheduled_draft_len import lengths_of
+from mtp_plugin.hosts.vllm.wrapping import LENGTHS
+
+ACCEPTANCE = [0.78, 0.605, 0.467, 0.36, 0.28, 0.22, 0.17]
+"""Share of steps that accept drafts 1..i."""
+PHASES = (1, 8, 32, 128, 64, 16, 4, 1)
+GOAL = 0.98
+SECONDS = 600.0
+SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "first_k_dense_replace": 1,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 512,
+}
+"""Of the shape on a CPU, to try the command."""
+
+
+def arguments() -> argparse.Namespace:
+    """Read the command line; without a GPU everything is small."""
+    small = not has_gpu()
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--config", type=Path, help="config.json of the model's shape")
+    parser.add_argument("--num-drafts", type=int, default=3 if small else 7)
+    parser.add_argument("--phases", default="1,4,1" if small else ",".join(map(str, PHASES)))
+    parser.add_argument("--steps", type=int, default=100 if small else 600, help="of a phase")
+    parser.add_argument("--fixed-steps", type=int, default=20 if small else 150)
+    parser.add_argument("--input", type=int, default=128, help="token ids of a prompt")
+    parser.add_argument("--no-off", action="store_true", help="leave out the engine without MTP")
+    add_common_options(parser)
+    return parser.parse_args()
+
+
+class Recorder:
+    """Notes the steps of the scheduler in which all requests generate.
+
+    Args:
+        lengths: the plugin's choice, or a fixed number of drafts.
+        size: requests that generate.
+    """
+
+    def __init__(self, lengths: Any, size: int) -> None:
+        self.lengths, self.size = lengths, size
+        self.steps: list[tuple[int, float]] = []
+        """(verified drafts, seconds since the output of the step before)."""
+        self._last: float | None = None
+
+    def choose(self, scheduled: Any) -> int:
+        """See `DraftLengths.choose`."""
+        return self.lengths if isinstance(self.lengths, int) else self.lengths.choose(scheduled)
+
+    def record(self, scheduled: Any, output: Any) -> None:
+        """See `DraftLengths.record`."""
+        if not isinstance(self.lengths, int):
+            self.lengths.record(scheduled, output)
+        now, count = time.perf_counter(), len(scheduled.num_scheduled_tokens)
+        if count == 0:
+            return
+        drafts = scheduled.scheduled_spec_decode_tokens
+        each = len(next(iter(drafts.values()))) if drafts else 0
+        if count != self.size or scheduled.total_num_scheduled_tokens != count * (1 + each):
+            self._last = None
+            return
+        if self._last is not None:
+            self.steps.append((each, now - self._last))
+        self._last = now
+
+
+def run_phase(
+    llm: Any, *, requests: list[Request], length: int | None, num_steps: int
+) -> list[tuple[int, float]]:
+    """Generate for some steps, in the process of the engine.
+
+    Args:
+        length: fixed number of drafts; None: the plugin's choice.
+
+    Returns:
+        ``Recorder.steps``.
+    """
+    engine = llm.llm_engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    chosen = vars(scheduler).get(LENGTHS) or lengths_of(scheduler.vllm_config)
+    recorder = Recorder(chosen if length is None else length, len(requests))
+    setattr(scheduler, LENGTHS, recorder)
+    names = [str(number) for number in range(len(requests))]
+    for name, request in zip(names, requests, strict=True):
+        params = sampling_params({"ignore_eos": True, "detokenize": False, **request["params"]})
+        engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
+    while len(recorder.steps) < num_steps and engine.has_unfinished_requests():
+        engine.step()
+    engine.abort_request(names)
+    while engine.has_unfinished_requests():
+        engine.step()
+    setattr(scheduler, LENGTHS, chosen)
+    return recorder.steps
+
+
+def tokens_per_second(steps: list[tuple[int, float]], size: int) -> float:
+    """Return output tokens per second by the configured acceptance."""
+    tokens = sum(1 + sum(ACCEPTANCE[:length]) for length, _ in steps)
+    return size * tokens / sum(seconds for _, seconds in steps)
+
+
+def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """Run all phases; returns the document."""
+    on_gpu = has_gpu()
+    prepare(folder, on_gpu)
+    sizes = [int(size) for size in options.phases.split(",")]
+    shape = SHAPE if on_gpu else SHAPE | SMALL
+    if options.config:
+        shape = json.loads(options.config.read_text(encoding="utf-8"))
+    longest = options.input + _most_steps(options) * (1 + options.num_drafts)
+    engines = {}
+    found: dict[str, Any] = {"engines": {}, "phases": []}
+    try:
+        for name in ("auto", "off")[: 1 if options.no_off else 2]:
+            engines[name] = _start(name, options, shape, max(sizes), longest, folder)
+            found["engines"][name] = engines[name].wait_until_ready()
+        wait_for(options.wait)
+        rng = random.Random(0)
+        prompts = [
+            [rng.randrange(2, shape["vocab_size"]) for _ in range(options.input)]
+            for _ in range(max(sizes))
+        ]
+        lengths = range(options.num_drafts + 1)
+        for size in sizes:
+            params = {"temperature": 0.0, "max_tokens": longest - options.input - 1}
+            requests = [{"prompt": prompt, "params": params} for prompt in prompts[:size]]
+            fixed: dict[int, list[tuple[int, float]]] = {length: [] for length in lengths}
+            off: list[tuple[int, float]] = []
+
+            run = partial(_run, engines, requests)
+            auto = []
+            for order in (lengths, reversed(lengths)):
+                for length in order:
+                    fixed[length] += run("auto", length, options.fixed_steps)
+                if not options.no_off:
+                    off += run("off", 0, options.fixed_steps)
+                auto = auto or run("auto", None, options.steps)
+            found["phases"].append(_row(size, fixed, auto, off))
+    finally:
+        for engine in engines.values():
+            engine.close()
+    return found
+
+
+def _run(
+    engines: dict[str, EngineProcess],
+    requests: list[Request],
+    name: str,
+    length: int | None,
+    num_steps: int,
+) -> list[tuple[int, float]]:
+    call = engines[name].call
+    return call(run_phase, SECONDS, requests=requests, length=length, num_steps=num_steps)
+
+
+def _most_steps(options: argparse.Namespace) -> int:
+    return int(max(options.steps, options.fixed_steps)) + 50
+
+
+def _start(
+    name: str,
+    options: argparse.Namespace,
+    shape: dict[str, Any],
+    most: int,
+    longest: int,
+    folder: Path,
+) -> EngineProcess:
+    model = folder / "model"
+    model.mkdir(exist_ok=True)
+    (model / "config.json").write_text(json.dumps(shape))
+    on_gpu = has_gpu()
+    num_drafts = options.num_drafts if name == "auto" else 0
+    spec = {
+        "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": ACCEPTANCE[:num_drafts],
+    }
+    settings = engine_settings(
+        num_drafts,
+        on_gpu,
+        {"draft_len": "auto"},
+        model=str(model),
+        load_format="dummy",
+        skip_tokenizer_init=True,
+        dtype=shape.get("torch_dtype", "bfloat16") if on_gpu else "float32",
+        max_model_len=longest,
+        max_num_seqs=max(most, options.num_drafts + 1),
+        max_num_batched_tokens=8192,
+        speculative_config=spec,
+    )
+    settings.pop("attention_backend", None)
+    if on_gpu:
+        # 2 bytes of a key and of a value for each layer and head, with room for lucky requests
+        of_token = 4 * (shape["num_hidden_layers"] + 1) * shape["num_key_value_heads"]
+        of_step = 1 + sum(ACCEPTANCE[:num_drafts])
+        tokens = most * (options.input + 1.15 * _most_steps(options) * of_step)
+        cache = int(tokens * of_token * shape["head_dim"]) + (1 << 30)
+        settings |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": cache}
+        sizes = [n for n in (1, 2, 4, *range(8, most + 1, 8)) if n <= most]
+        graphs = {n * each for n in sizes for each in range(1, num_drafts + 2)}
+        settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(graphs)}
+    return EngineProcess(name, settings, folder, in_process=True)
+
+
+def _row(
+    size: int,
+    fixed: dict[int, list[tuple[int, float]]],
+    auto: list[tuple[int, float]],
+    off: list[tuple[int, float]],
+) -> dict[str, Any]:
+    of_length = {length: tokens_per_second(steps, size) for length, steps in fixed.items()}
+    best = max(of_length, key=of_length.__getitem__)
+    found = tokens_per_second(auto, size)
+    return {
+        "requests": size,
+        "tokens_per_second": {
+            **{f"K = {length}": round(value, 1) for length, value in of_length.items()},
+            "auto": round(found, 1),
+            **({"off": round(tokens_per_second(off, size), 1)} if off else {}),
+        },
+        "best": best,
+        "auto_of_best": round(found / of_length[best], 3),
+        "auto_of_off": round(found / tokens_per_second(off, size), 3) if off else None,
+        "steps": len(auto),
+        "steps_by_length": dict(sorted(Counter(length for length, _ in auto).items())),
+    }
+
+
+def main() -> int:
+    """Measure and print a table; returns the exit code."""
+    options = arguments()
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            found = measure(options, options.folder or Path(temporary))
+        except EngineError as error:
+            sys.stdout.write(f"{error}\nFAILED\n")
+            return 1
+    device = torch.device("cuda" if has_gpu() else "cpu")
+    reached = all(row["auto_of_best"] >= GOAL for row in found["phases"])
+    document = {
+        "machine": describe_machine(device),
+        "num_drafts": options.num_drafts,
+        "acceptance": ACCEPTANCE[: options.num_drafts],
+        "input": options.input,
+        "config": str(options.config) if options.config else "8gb" if has_gpu() else "small",
+        "goal": GOAL,
+        "reached": reached,
+        **found,
+    }
+    store(options.json, document)
+    names = list(found["phases"][0]["tokens_per_second"])
+    heads = " ".join(f"{name:>9}" for name in names)
+    sys.stdout.write(f"tokens/s  {heads}  of best  of off  steps by K\n")
+    for row in found["phases"]:
+        values = " ".join(f"{value:9.1f}" for value in row["tokens_per_second"].values())
+        off = row["auto_of_off"] or float("nan")
+        sys.stdout.write(
+            f"{row['requests']:8}  {values}  {row['auto_of_best']:7.3f} {off:7.3f}  "
+            f"{row['steps_by_length']}\n"
+        )
+    sys.stdout.write(f"at least {GOAL} of the best K in each phase: {'yes' if reached else 'no'}\n")
+    return 1 if has_gpu() and not reached else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
