@@ -7,8 +7,9 @@ from types import SimpleNamespace
 import pytest
 
 from mtp_plugin.hosts.vllm.options import DYNAMIC_SINCE
-from mtp_plugin.hosts.vllm.scheduled_draft_len import arrange_graphs, schedule_of
+from mtp_plugin.hosts.vllm.scheduled_draft_len import schedule_of
 from mtp_plugin.hosts.vllm.versions import release
+from mtp_plugin.hosts.vllm.wrapping import GRAPHS
 
 pytest.importorskip("vllm")
 if release() < DYNAMIC_SINCE:
@@ -22,6 +23,7 @@ def manager_of(num_drafts: int, most: int) -> SimpleNamespace:
     from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
     spec = SimpleNamespace(
+        num_speculative_tokens=num_drafts,
         num_speculative_tokens_per_batch_size=schedule_of(range(num_drafts + 1), most),
         uses_dynamic_speculative_decoding=lambda: True,
     )
@@ -34,9 +36,10 @@ def manager_of(num_drafts: int, most: int) -> SimpleNamespace:
         compile_sizes=None,
     )
     config = SimpleNamespace(
+        additional_config={"mtp_plugin": {"draft_len": "auto"}},
         model_config=SimpleNamespace(enforce_eager=False),
         scheduler_config=SimpleNamespace(max_num_seqs=most, max_num_batched_tokens=8192),
-        parallel_config=SimpleNamespace(tensor_parallel_size=1),
+        parallel_config=SimpleNamespace(tensor_parallel_size=1, data_parallel_size=1),
         cache_config=SimpleNamespace(use_kda_recoverssm=False),
         compilation_config=compilation,
         speculative_config=spec,
@@ -92,7 +95,8 @@ def test_every_batch_has_a_graph_at_every_number_of_drafts(
         return sum(mode.name == "FULL" and len(d) for mode, d in manager._capture_descs.items())
 
     alone, captured = found(), count()
-    arrange_graphs(manager)
+    (arrange,) = GRAPHS.values()  # what a worker calls in place of vLLM's method
+    arrange(CudaGraphManager._init_candidates, manager)
     report(
         f"{num_drafts} drafts, {most} requests: {count()} graphs, vLLM {captured}; without a graph "
         f"{len(found())} of {len(batches)}, vLLM {len(alone)}"

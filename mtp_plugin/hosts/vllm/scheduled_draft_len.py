@@ -135,7 +135,7 @@ def _is_kept(desc: Any, descs: list[Any]) -> bool:
     size, each = desc.num_reqs, desc.uniform_token_count
     if each is None or size in (1, 2, 4) or size % (8 if size < 256 else 16) == 0:
         return True
-    return size == max(other.num_reqs for other in descs if other.uniform_token_count == each)
+    return bool(size == max(d.num_reqs for d in descs if d.uniform_token_count == each))
 
 
 def length_problems(vllm_config: Any, options: VllmOptions) -> list[str]:
@@ -168,14 +168,14 @@ def length_problems(vllm_config: Any, options: VllmOptions) -> list[str]:
             f"draft_len 'auto' with num_speculative_tokens {spec.num_speculative_tokens} needs "
             f"max_num_seqs of {len(lengths)} or more, got {most}"
         )
-    if given is not None and [*map(tuple, given)] != expected_schedule(vllm_config):
+    if given is not None and [length for *_, length in given] != [*lengths]:
         problems.append(
             f"draft_len 'auto' is not possible with a speculative_config.{SCHEDULE} of your own: "
             "leave out one of them"
         )
     missing = [mismatch(AFTER_SCHEDULE, ("scheduler_output",)), missing_names(*SCHEDULED)]
     if given is None and not problems:
-        missing.append("VllmConfig was made before the plugin was loaded")
+        missing.append(f"VllmConfig has no {SCHEDULE} of the plugin, which was loaded too late")
     return problems + [
         f"draft_len 'auto' cannot be used, {each}: leave it out" for each in missing if each
     ]

@@ -117,7 +117,7 @@ def test_what_cannot_be_served_is_refused(changes: dict[str, Any], problem: str)
 def test_a_vllm_that_cannot_change_the_number_is_refused(
     monkeypatch: pytest.MonkeyPatch, vllm: dict[str, ModuleType]
 ) -> None:
-    with pytest.raises(ConfigError, match="VllmConfig was made before the plugin was loaded"):
+    with pytest.raises(ConfigError, match="of the plugin, which was loaded too late: leave"):
         checked_settings(make_config(AUTO))
     del vllm["vllm.v1.core.sched.scheduler"].Scheduler._update_after_schedule
     with pytest.raises(ConfigError, match="_update_after_schedule is missing: leave it out"):
