@@ -64,7 +64,8 @@ class AutoDraftLengths:
         if not drafts or not outputs:
             return
         if len(drafts) < len(outputs):
-            outputs = [outputs[output.req_id_to_index[identifier]] for identifier in drafts]
+            rows = output.req_id_to_index
+            outputs = [outputs[rows[identifier]] for identifier in drafts if identifier in rows]
         each = _tokens_of_each(scheduled) or 1 + max(map(len, drafts.values()))
         stride = -(-len(outputs) // MOST_COUNTED)
         self._turn += 1

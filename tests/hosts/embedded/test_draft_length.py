@@ -9,6 +9,7 @@ import random
 import pytest
 
 from mtp_plugin.hosts.embedded import SamplingParams
+from mtp_plugin.speculative.draft_length import gain
 from mtp_plugin.speculative.metrics import alarms
 from tests.hosts.embedded.conftest import LOOPS, VOCAB, WORKERS, assert_drained, wrap_worker
 from tests.hosts.embedded.oracles import Oracle, ScriptedDrafts
@@ -278,7 +279,7 @@ def test_a_text_that_loops_at_the_ceiling_raises_the_alarm(
 # --- adaptive draft length ---
 
 
-def test_adaptive_length_changes_no_output(harness):
+def test_adaptive_length_changes_no_output(harness, monkeypatch):
     """Random arrivals, preemptions, and requests with limits; drafts are those of a fresh run."""
     oracle = Oracle(harness.oracle_model, K, vanilla=False)
     watched = Watched(
@@ -288,11 +289,12 @@ def test_adaptive_length_changes_no_output(harness):
             kv_fill=float("nan"),
         )
     )
+    monkeypatch.setattr(gain, "WORTH_TRYING", 1.0)  # a new batch size tries every length
     rng = random.Random(11)
     # random step times, equal in every run of the test
     times = itertools.accumulate(rng.random() for _ in itertools.count())
     watched.llm.pieces.draft_lengths.gain._clock = times.__next__
-    rng, started = random.Random(12), []
+    rng, started = random.Random(13), []
     for prompt in random_prompts(12, seed=11):
         options = rng.choice([{}, {"max_draft_len": 1}, {"speculate": False}])
         params = SamplingParams(max_new_tokens=rng.randrange(4, 60), ignore_eos=True, **options)
