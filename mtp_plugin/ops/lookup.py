@@ -17,6 +17,8 @@ def look_up_drafts(
     *,
     min_match: int = 2,
     max_match: int = 8,
+    rows: torch.Tensor | None = None,
+    drafts: torch.Tensor | None = None,
     backend: Backend | str = "auto",
 ) -> torch.Tensor:
     """Return the K tokens after the longest earlier occurrence of each row's last tokens.
@@ -27,11 +29,13 @@ def look_up_drafts(
     periodically. Prompt lookup decoding, Saxena 2023.
 
     Args:
-        tokens: [R, W] integer with contiguous rows; any values.
-        lengths: [R] integer, any stride: valid tokens of each row, outside 0..W the nearest.
+        tokens: [S, W] integer with contiguous rows; any values.
+        lengths: [S] integer, any stride: valid tokens of each row, outside 0..W the nearest.
         k: number of drafts, 0 or more.
         min_match: fewest tokens that must match, 1 or more.
         max_match: most tokens that are compared, at least ``min_match``.
+        rows: [R] integer, any stride: rows to look up, outside 0..S-1 the nearest; None: all.
+        drafts: [R, M] integer with contiguous rows: tokens that follow each row; M may be 0.
 
     Returns:
         [R, K] int32; -1 in rows without an occurrence.
@@ -40,24 +44,53 @@ def look_up_drafts(
         TensorContractError: a tensor of another shape, dtype, device or layout, or a number
             outside its range.
     """
-    expect_tensor("tokens", tokens, dtype=INTEGERS, shape=("R", "W"), contiguous="rows")
-    requests, width = tokens.shape
-    expect_tensor("lengths", lengths, dtype=INTEGERS, shape=(requests,), device=tokens.device)
+    expect_tensor("tokens", tokens, dtype=INTEGERS, shape=("S", "W"), contiguous="rows")
+    num_rows, width = tokens.shape
+    device = tokens.device
+    expect_tensor("lengths", lengths, dtype=INTEGERS, shape=(num_rows,), device=device)
+    if rows is not None:
+        expect_tensor("rows", rows, dtype=INTEGERS, shape=("R",), device=device)
+    requests = num_rows if rows is None else len(rows)
+    if drafts is not None:
+        expect_tensor(
+            "drafts",
+            drafts,
+            dtype=INTEGERS,
+            shape=(requests, "M"),
+            device=device,
+            contiguous="rows",
+        )
     k = expect_int("k", k, 0, error=TensorContractError)
     min_match = expect_int("min_match", min_match, 1, error=TensorContractError)
     max_match = expect_int("max_match", max_match, min_match, error=TensorContractError)
-    backend = Backend.of(backend, tokens.device, "backend")
-    if not (requests and width and k):
+    backend = Backend.of(backend, device, "backend")
+    if not (requests and num_rows and width and k):
         return tokens.new_full((requests, k), PAD_TOKEN, dtype=torch.int32)
-    return backend.dispatch(look_up_drafts_reference)(tokens, lengths, k, min_match, max_match)
+    run = backend.dispatch(look_up_drafts_reference)
+    return run(tokens, lengths, k, min_match, max_match, rows, drafts)
 
 
 def look_up_drafts_reference(
-    tokens: torch.Tensor, lengths: torch.Tensor, k: int, min_match: int, max_match: int
+    tokens: torch.Tensor,
+    lengths: torch.Tensor,
+    k: int,
+    min_match: int,
+    max_match: int,
+    rows: torch.Tensor | None,
+    drafts: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compare every column at once, token by token from the end of the match."""
+    if rows is not None:
+        rows = rows.to(torch.int64).clamp(0, len(tokens) - 1)
+        tokens, lengths = tokens[rows], lengths[rows]
     width = tokens.shape[1]
     length = lengths.to(torch.int64).clamp(0, width).unsqueeze(1)
+    if drafts is not None:
+        count = drafts.shape[1]
+        places = length + torch.arange(count, device=tokens.device)
+        tokens = torch.nn.functional.pad(tokens.to(torch.int64), (0, count))
+        tokens = tokens.scatter(1, places, drafts.to(torch.int64))
+        width, length = width + count, length + count
     columns = torch.arange(width, device=tokens.device)  # of the last token of a match
     matches = columns < length - 1
     num_equal = torch.zeros_like(matches, dtype=torch.int64)

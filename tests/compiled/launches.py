@@ -171,7 +171,10 @@ def compile_logit_masks() -> None:
 
 def compile_lookup() -> None:
     for dtype, k in ((I32, 3), (I64, 1)):
-        look_up_drafts(ints(4, 4096, dtype=dtype), ints(4), k, backend=Backend.TRITON)
+        tokens, lengths = ints(4, 4096, dtype=dtype), ints(4)
+        look_up_drafts(tokens, lengths, k, backend=Backend.TRITON)
+        rows, drafts = ints(3, dtype=I64), ints(3, 3, dtype=I64)
+        look_up_drafts(tokens, lengths, k, rows=rows, drafts=drafts, backend=Backend.TRITON)
 
 
 def compile_sampling_of_raw_rows() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -84,16 +85,61 @@ def test_example_torch_and_triton_agree(seed, width, k, block, dtype) -> None:
             assert found.tolist() == expected
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    width=st.integers(1, 40),
+    pending=st.integers(0, 4),
+    k=st.integers(1, 5),
+    block=st.sampled_from((4, 16)),
+    dtypes=st.tuples(*[st.sampled_from(INDEX_DTYPES)] * 3),
+)
+def test_chosen_rows_are_looked_up_with_the_drafts_that_follow_them(
+    seed, width, pending, k, block, dtypes
+) -> None:
+    """Rows outside of 0..S-1 are clamped; a draft is compared and copied as any other token."""
+    rng = random.Random(seed)
+    least = rng.randint(1, 3)
+    most = least + rng.randint(0, 4)
+    texts = [[rng.randrange(3) for _ in range(width)] for _ in range(4)]
+    lengths = [rng.randint(0, width) for _ in texts]
+    rows = [rng.randint(-1, 4) for _ in range(6)]
+    drafts = [[rng.randrange(3) for _ in range(pending)] for _ in rows]
+    expected = []
+    for row, following in zip(rows, drafts, strict=True):
+        clamped = min(max(row, 0), 3)
+        text = texts[clamped][: lengths[clamped]] + following
+        expected.append(example(text, k, least, most))
+    tokens = torch.tensor(texts, dtype=dtypes[0], device=DEVICE)
+    given_drafts = torch.tensor(drafts, dtype=dtypes[1], device=DEVICE).view(6, pending)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lookup_triton, "BLOCK", block)
+        for backend in Backend:
+            found = look_up_drafts(
+                tokens,
+                torch.tensor(lengths, device=DEVICE),
+                k,
+                min_match=least,
+                max_match=most,
+                rows=torch.tensor(rows, dtype=dtypes[2], device=DEVICE),
+                drafts=given_drafts,
+                backend=backend,
+            )
+            assert found.tolist() == expected
+
+
 @pytest.mark.parametrize("backend", Backend)
 def test_arguments(backend: Backend) -> None:
     arguments = {
         "tokens": torch.tensor([[1, 2, 3, 1, 2], [7, 7, 7, 7, 0]], device=DEVICE),
         "lengths": torch.tensor([5, 4], device=DEVICE),
+        "rows": torch.tensor([1, 0, 1], device=DEVICE),
+        "drafts": torch.tensor([[7, 0], [3, 1], [7, 7]], device=DEVICE),
     }
     check_arguments(
         look_up_drafts,
         arguments,
-        refused={"tokens": "row-contiguous"},
+        refused={"tokens": "row-contiguous", "drafts": "row-contiguous"},
         k=2,
         backend=backend,
     )
@@ -117,9 +163,13 @@ def test_real_shapes_in_a_cuda_graph() -> None:
     """Captured once, replayed over other texts; without synchronization."""
     tokens = torch.randint(0, 4, (64, 32768), dtype=torch.int32, device=DEVICE)
     lengths = torch.randint(0, 32769, (64,), device=DEVICE)
-    graph, found = captured(lambda: look_up_drafts(tokens, lengths, 5, backend=Backend.TRITON))
-    for _ in range(2):
-        tokens.random_(0, 4)
-        lengths.random_(0, 32769)
-        graph.replay()
-        assert torch.equal(found, look_up_drafts(tokens, lengths, 5, backend=Backend.TORCH))
+    rows = torch.randint(0, 64, (32,), device=DEVICE)
+    drafts = torch.randint(0, 4, (32, 3), device=DEVICE)
+    for more in ({}, {"rows": rows, "drafts": drafts}):
+        run = partial(look_up_drafts, tokens, lengths, 5, **more)
+        graph, found = captured(partial(run, backend=Backend.TRITON))
+        for _ in range(2):
+            tokens.random_(0, 4)
+            lengths.random_(0, 32769)
+            graph.replay()
+            assert torch.equal(found, run(backend=Backend.TORCH))
