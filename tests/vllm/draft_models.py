@@ -7,6 +7,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+from integration.vllm.engine_process import write_one_mtp_layer
+
 TOKENIZER = Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint"
 HIDDEN, INTERMEDIATE, HEAD, NUM_HEADS, VOCAB, DRAFTED = 64, 128, 32, 2, 2048, 1536
 LLAMA: dict[str, Any] = {
@@ -48,7 +50,10 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 
 def write(folder: Path, name: str) -> str:
-    """Write the checkpoint ``name`` of `CONFIGS` with the tiny model's tokenizer; its folder."""
+    """Write the checkpoint ``name`` of `CONFIGS` with the tiny model's tokenizer, or the tiny model
+    with ``one_mtp_layer``; its folder."""
+    if name == "one_mtp_layer":
+        return write_one_mtp_layer(folder / name)
     import torch
     from safetensors.torch import save_file
 

@@ -300,6 +300,26 @@ TOP2: Phases = {
     ]
 }
 """For an engine with the method of ``integration/examples/top2.py``."""
+_TEXT = "".join(PROMPTS[:3])
+_COPYING = [f"{_TEXT}\n{_TEXT}\n{_TEXT[: len(_TEXT) // 3 + 5 * number]}" for number in range(4)]
+"""The model goes on copying a text that the prompt has twice."""
+COPIES: Phases = {
+    "copies": [
+        request(prompt, 48, **options)
+        for number, prompt in enumerate(_COPYING)
+        for options in ({}, {"temperature": 0.2, "seed": number})
+    ],
+}
+ONE_COPY = with_extra(
+    [
+        request(prompt, 48, temperature=0.8, min_p=1.0, seed=number)
+        for prompt in _COPYING
+        for number in range(2)
+    ],
+    {"mtp_verification": "rejection"},
+    {"mtp_verification": "block"},
+)
+"""With one possible token at every position, that of the greedy requests of `COPIES`."""
 DRAFTS_BY_BATCH = [[1, 3, 0], [4, 5, 3], [6, 7, 2], [8, 8, 1]]
 """First and last batch size, and the drafts of a request."""
 THINKING_TOKENS = {"thinking_begin_token": 1, "thinking_end_token": 2}
@@ -495,6 +515,20 @@ JOBS: dict[str, dict[str, Any]] = {
             "num_speculative_tokens_per_batch_size": DRAFTS_BY_BATCH,
         },
     ),
+    "copies_k0": job(0, COPIES),
+    "tail_k7": job(
+        7,
+        {
+            **PLAIN,
+            **COPIES,
+            "mixed": METHODS["mixed"],
+            "one copy": ONE_COPY,
+        },
+        plugin=PLUGIN | {"tail": {"ngram": 4}},
+        model=f"{RANDOM_MODELS}/one_mtp_layer",
+        **keeps_probs(7),
+    )
+    | {"random_models": ["one_mtp_layer"]},
     "auto": job(
         3,
         {**PLAIN, "both": BIASED["both"], "random": RANDOM},

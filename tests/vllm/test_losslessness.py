@@ -60,6 +60,41 @@ def test_draft_lengths_by_batch_size_do_not_change_the_output(results, report):
     assert max(max(output["new_tokens"]) for output in outputs) == 4
 
 
+@pytest.mark.engines("k0", "copies_k0", "tail_k7")
+def test_a_tail_of_copied_text_does_not_change_the_output(results, report):
+    """Greedy, coupled, and by rejection and block where only one token is possible."""
+    if release() < DYNAMIC_SINCE:
+        with pytest.raises(RuntimeError, match="tail needs vLLM"):
+            results("tail_k7")
+        return
+    tail, plain = results("tail_k7"), tokens(results("k0"))
+    assert tokens(tail) == plain
+    copies = tokens(results("copies_k0"), "copies")
+    assert tokens(tail, "copies") == copies
+    assert tokens(tail, "one copy") == [each for each in copies[::2] for _ in range(2)]
+    mixed = tokens(tail, "mixed")
+    coupled = [n for n in range(len(plain)) if n % 5 not in (1, 3)]
+    assert [mixed[n] for n in coupled] == [plain[n] for n in coupled]
+    for phase in ("plain", "copies", "one copy"):
+        counters = tail[phase]["counters"]
+        steps, drafts = (counters[f"spec_decode_num_{name}"] for name in ("drafts", "draft_tokens"))
+        report(f"tail: {phase}: {drafts / steps:.2f} drafts, {acceptance_length(tail, phase):.2f}")
+        assert 3 <= drafts / steps < 7  # without the columns that have no match
+
+
+@pytest.mark.engines("tail_k7")
+@pytest.mark.parametrize("phase", ["copies", "one copy"])
+def test_copied_tokens_are_accepted_after_those_of_the_mtp_layers(results, phase):
+    if release() < DYNAMIC_SINCE:
+        pytest.skip("a tail is refused")
+    result = results("tail_k7")[phase]
+    for method in range(2):  # greedy and sampled; rejection and block
+        outputs = result["outputs"][method::2]
+        assert max(max(output["new_tokens"]) for output in outputs) == 8
+    per_position = result["counters"]["spec_decode_num_accepted_tokens_per_pos"]
+    assert min(per_position[3:]) > 5
+
+
 @pytest.mark.engines("k0", "auto")
 def test_measured_draft_lengths_do_not_change_the_output(results, report):
     if release() < DYNAMIC_SINCE:

@@ -57,6 +57,17 @@ WRONG: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
     ({}, {"use_local_argmax_reduction": True}, {}, "use_local_argmax_reduction is not supported"),
     ({"verification": "block"}, {"method": "ngram"}, {}, "not kept with speculative_config.method"),
     ({"draft_vocab": 8}, {"method": "ngram"}, {}, "draft_vocab is served with MTP layers alone"),
+    ({"tail": {"ngram": 3}}, {}, {}, "tail.ngram: expected fewer than num_speculative_tokens = 3"),
+    ({"tail": {"ngram": 1}}, {"method": "ngram"}, {}, "tail follows drafts of MTP layers alone"),
+    ({"tail": {"ngram": 1}}, {}, {}, "tail is not supported with several MTP modules"),
+    ({"tail": {"ngram": 1}}, {}, {"data_parallel_size": 2}, "tail is not supported with data_par"),
+    (
+        {"tail": {"ngram": 1}},
+        {"num_speculative_tokens_per_batch_size": [[1, 8, 2]]},
+        {},
+        "tail is not possible with a speculative_config.num_speculative_tokens_per_batch_size of",
+    ),
+    ({"tail": {"ngram": 1}}, {}, {"max_num_seqs": 1}, "needs max_num_seqs of 2 or more, got 1"),
     (
         {},
         {"method": "ngram", **PROBS},

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
+from mtp_plugin.hosts.vllm.copied_tail import CopiedTail
+from mtp_plugin.hosts.vllm.options import VllmSettings
 from mtp_plugin.hosts.vllm.versions import fitting_module
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.early_compile import CompileJob
-from mtp_plugin.speculative.rows.options import EngineSettings
 from mtp_plugin.speculative.rows.request_slots import RequestSlots
 from mtp_plugin.speculative.rows.row_ops import RowOps
 
@@ -29,7 +30,7 @@ class Engine:
     def __init__(
         self,
         vllm_config: Any,
-        settings: EngineSettings,
+        settings: VllmSettings,
         sampler: Any,
         device: torch.device,
         precompilation: CompileJob | None = None,
@@ -45,6 +46,10 @@ class Engine:
         self.verifier = None
         if spec is not None:
             self.verifier = version.PluginVerifier(self.sampler, spec, device)
+        self.tail: CopiedTail | None = None
+        if settings.options.tail is not None and spec is not None:
+            self.tail = CopiedTail(self.ops, sampler.req_states, settings.options.tail.ngram)
+        self.sampler.tail = self.tail
         self._draft_rows = version.draft_rows
         self.draft_loop = version.draft_loop
         """Returns what a speculator captures in place of one draft pass, or None."""
@@ -57,3 +62,9 @@ class Engine:
     def sample_draft(self, speculator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Sample the drafts of one pass, in place of ``DraftModelSpeculator.sample_draft``."""
         return self.ops.sample_drafts(self._draft_rows(speculator, *args, **kwargs))
+
+    def restore(self) -> None:
+        """Write what sleep of level 2 discards and no request writes again."""
+        self.ops.restore()
+        if self.tail is not None:
+            self.tail.restore()

@@ -77,6 +77,7 @@ def problems_of(vllm_config: Any, settings: VllmSettings) -> list[str]:
     options = settings.options
     problems = _option_problems(options, settings) + _thinking_problems(options, vllm_config)
     problems += _draft_vocab_problems(options, vllm_config)
+    problems += _tail_problems(options, vllm_config)
     version = release()
     if not vllm_config.use_v2_model_runner:
         problems.append(
@@ -126,6 +127,27 @@ def _draft_vocab_problems(options: VllmOptions, vllm_config: Any) -> list[str]:
         problems.append(
             "draft_vocab is not supported with speculative_config.draft_token_map, vLLM's own "
             "draft vocabulary: leave out one of them"
+        )
+    return problems
+
+
+def _tail_problems(options: VllmOptions, vllm_config: Any) -> list[str]:
+    if options.tail is None:
+        return []
+    spec, problems = vllm_config.speculative_config, []
+    if spec is None or spec.method != "mtp":
+        given = "there is no speculative_config" if spec is None else f"method is {spec.method!r}"
+        return [f"tail follows drafts of MTP layers alone, and {given}: leave it out"]
+    num_drafts = spec.num_speculative_tokens
+    if options.tail.ngram >= num_drafts:
+        problems.append(
+            f"tail.ngram: expected fewer than num_speculative_tokens = {num_drafts}, got "
+            f"{options.tail.ngram}: the MTP layers make the drafts before the tail"
+        )
+    if getattr(spec, "use_multi_module_mtp", bool)():
+        problems.append(
+            "tail is not supported with several MTP modules, which vLLM always runs all: leave it "
+            "out"
         )
     return problems
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
 from mtp_plugin.config.draft_vocab import add_draft_ids, resolve_draft_vocab
@@ -32,6 +32,14 @@ DYNAMIC_SINCE = (0, 32)
 """Before, the V2 model runner makes the same number of drafts in every step."""
 
 
+class TailOptions(BaseModel):
+    """A tail of copied text after the drafts of MTP layers."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+    ngram: int = Field(ge=1, description="drafts of the tail")
+
+
 class VllmOptions(RowOptions):
     """Options of one engine."""
 
@@ -50,6 +58,12 @@ class VllmOptions(RowOptions):
         description="auto: every step makes 0 to num_speculative_tokens drafts, the number with "
         "the most tokens per second by measured step times and acceptance (vLLM 0.32 and newer); "
         "null: num_speculative_tokens; output does not change",
+    )
+    tail: TailOptions | None = Field(
+        default=None,
+        description="the last so many of num_speculative_tokens drafts are what followed the last "
+        "tokens of a request, 6 or more, earlier in its own text; steps without a match leave them "
+        "out; null: all drafts are of the MTP layers; output does not change",
     )
     allow_untested: bool = Field(
         default=False, description="no effect, logs a warning: every version that fits starts"
@@ -176,6 +190,7 @@ def _problem(details: ErrorDetails) -> str:
                 f"alone: leave it out, and choose one of {', '.join(DRAFTERS)} with "
                 "speculative_config.method"
             )
-        known = ", ".join(VllmOptions.model_fields)
+        fields = VllmOptions if len(details["loc"]) == 1 else TailOptions
+        known = ", ".join(fields.model_fields)
         return f"additional_config.{KEY}.{name}: unknown option; known ones are {known}"
     return f"additional_config.{KEY}.{name}: {message_of(details)}"

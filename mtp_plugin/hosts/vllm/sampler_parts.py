@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from typing_extensions import Self
 
+from mtp_plugin.hosts.vllm.copied_tail import CopiedTail
 from mtp_plugin.hosts.vllm.requests import AdmittedOptions, request_facts
 from mtp_plugin.ops.step import Accepted
 from mtp_plugin.speculative.rows.row_ops import RowOps, StepRows, valid_ids
@@ -28,6 +29,7 @@ class SamplerParts:
     params_index = 0
     """Of the ``SamplingParams`` among the arguments of ``add_request`` after the first."""
     ops: RowOps
+    tail: CopiedTail | None = None
     _options: AdmittedOptions
     sampling_states: Any
     req_states: Any
@@ -125,7 +127,7 @@ class SamplerParts:
         self.ops.follow_phase(
             output.sampled_token_ids[:, 0], input_batch.idx_mapping, output.num_sampled > 0
         )
-        return output
+        return output if self.tail is None else self.tail.add_matches(output, input_batch)
 
     def host_indices(self, rows: tuple[Any, ...]) -> Any:
         """Return the argument ``idx_mapping_np`` of a call."""

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from mtp_plugin.hosts.vllm.auto_draft_len import AutoDraftLengths
 from mtp_plugin.hosts.vllm.options import DYNAMIC_SINCE, VllmOptions, read_options
+from mtp_plugin.hosts.vllm.tail_gate import TailGate
 from mtp_plugin.hosts.vllm.versions import mismatch, release
 from mtp_plugin.speculative.host.signatures import missing_names
 
@@ -44,9 +45,12 @@ class DraftLengths(Protocol):
 def lengths_of(vllm_config: Any) -> DraftLengths | None:
     """Return what chooses the lengths of an engine; None: vLLM does."""
     options, spec = read_options(vllm_config), vllm_config.speculative_config
-    if options is None or spec is None or options.draft_len is None:
+    if options is None or spec is None:
         return None
-    return AutoDraftLengths(spec.num_speculative_tokens)
+    num_drafts = spec.num_speculative_tokens
+    num_mtp = num_drafts - (options.tail.ngram if options.tail is not None else 0)
+    lengths = AutoDraftLengths(num_mtp) if options.draft_len is not None else None
+    return lengths if options.tail is None else TailGate(num_mtp, num_drafts, lengths)
 
 
 def lengths_used(options: VllmOptions, num_drafts: int) -> Sequence[int]:
@@ -55,7 +59,12 @@ def lengths_used(options: VllmOptions, num_drafts: int) -> Sequence[int]:
     Args:
         num_drafts: ``num_speculative_tokens``.
     """
-    return () if options.draft_len is None else range(num_drafts + 1)
+    if options.tail is None:
+        return () if options.draft_len is None else range(num_drafts + 1)
+    num_mtp = num_drafts - options.tail.ngram
+    if num_mtp < 1:
+        return ()
+    return (num_mtp, num_drafts) if options.draft_len is None else (*range(num_mtp + 1), num_drafts)
 
 
 def schedule_of(lengths: Sequence[int], max_num_seqs: int) -> Schedule:
@@ -86,6 +95,8 @@ def expected_schedule(vllm_config: Any) -> Schedule | None:
         return None
     lengths = lengths_used(options, spec.num_speculative_tokens)
     if not lengths or vllm_config.parallel_config.data_parallel_size > 1:
+        return None
+    if release() < DYNAMIC_SINCE:
         return None
     most = vllm_config.scheduler_config.max_num_seqs
     return schedule_of(lengths, most) if len(lengths) <= most else None
@@ -148,34 +159,33 @@ def length_problems(vllm_config: Any, options: VllmOptions) -> list[str]:
     lengths = lengths_used(options, spec.num_speculative_tokens)
     if not lengths:
         return []
+    option = "tail" if options.draft_len is None else "draft_len 'auto'"
     version = "{}.{}".format(*DYNAMIC_SINCE)
     if release() < DYNAMIC_SINCE:
         return [
-            f"draft_len 'auto' needs vLLM {version} or newer, which can change the number of "
+            f"{option} needs vLLM {version} or newer, which can change the number of "
             "drafts between two steps: leave it out"
         ]
     problems = []
     given = getattr(spec, SCHEDULE, None)
     if getattr(parallel, "data_parallel_size", 1) > 1:
         problems.append(
-            f"draft_len 'auto' is not supported with data_parallel_size "
+            f"{option} is not supported with data_parallel_size "
             f"{parallel.data_parallel_size}, whose ranks must make the same number of drafts: set "
-            "it to 1, or leave out draft_len"
+            f"it to 1, or leave out {option.split()[0]}"
         )
     most = vllm_config.scheduler_config.max_num_seqs
     if most < len(lengths):
         problems.append(
-            f"draft_len 'auto' with num_speculative_tokens {spec.num_speculative_tokens} needs "
+            f"{option} with num_speculative_tokens {spec.num_speculative_tokens} needs "
             f"max_num_seqs of {len(lengths)} or more, got {most}"
         )
     if given is not None and [length for *_, length in given] != [*lengths]:
         problems.append(
-            f"draft_len 'auto' is not possible with a speculative_config.{SCHEDULE} of your own: "
+            f"{option} is not possible with a speculative_config.{SCHEDULE} of your own: "
             "leave out one of them"
         )
     missing = [mismatch(AFTER_SCHEDULE, ("scheduler_output",)), missing_names(*SCHEDULED)]
     if given is None and not problems:
         missing.append(f"VllmConfig has no {SCHEDULE} of the plugin, which was loaded too late")
-    return problems + [
-        f"draft_len 'auto' cannot be used, {each}: leave it out" for each in missing if each
-    ]
+    return problems + [f"{option} cannot be used, {each}: leave it out" for each in missing if each]

@@ -124,6 +124,8 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
         processed = sampler.processed(logits, *rows)
         if invalid_drafts is not None:
             drafts = drafts.masked_fill(invalid_drafts, -1)
+        if sampler.tail is not None:
+            drafts = sampler.tail.without_absent(drafts, batch)
         accepted = sampler.verify_rows(batch, processed, drafts, positions)
         tokens, num_sampled = valid_ids(accepted.tokens), accepted.num_accepted
         max_num_logprobs = sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
@@ -144,13 +146,14 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
             batch.idx_mapping,
             sampler.req_states.prefill_len.gpu,
         )
-        return SamplerOutput(
+        output = SamplerOutput(
             sampled_token_ids=tokens,
             logprobs_tensors=logprobs,
             num_nans=num_nans,
             num_sampled=num_sampled,
             num_rejected=num_rejected,
         )
+        return output if sampler.tail is None else sampler.tail.add_matches(output, batch)
 
 
 # num_steps: of watermarks, which are refused

@@ -128,6 +128,20 @@ SAMPLE = f"{_GPU}.sample.sampler:Sampler.sample"
 REPLACED = (SAMPLE_DRAFT, VERIFY, SAMPLE)
 """Methods whose original is not called: they take further arguments at their defaults alone."""
 
+TAIL = _read("""
+GPU.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator.propose(
+    input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled)
+GPU.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator.capture()
+GPU.async_utils:AsyncOutput.get_output()
+""")
+"""Methods that are wrapped for a tail of copied text alone."""
+_TAIL_NAMES = _read("""
+GPU.async_utils:AsyncOutput(sampler_output)
+GPU.buffer_utils:StagedWriteTensor(gpu)
+GPU.input_batch:InputBatch(num_draft_tokens_per_req)
+GPU.states:RequestState(all_token_ids, total_len)
+""")
+
 _COMMON_NAMES = _read("""
 GPU.sample.states(NO_LOGPROBS)
 GPU.sample.states:SamplingStates(seeds)
@@ -199,6 +213,11 @@ def differences(module: str, reader: Reader = INSTALLED) -> list[str]:
 def mismatch(target: str, names: tuple[str, ...], reader: Reader = INSTALLED) -> str | None:
     """Return how a method differs from its recorded parameters; None if it fits."""
     return signatures.mismatch(target, names, WRAPPED, reader)
+
+
+def tail_problems(reader: Reader = INSTALLED) -> list[str]:
+    """Return one line for everything that a tail of copied text needs and that differs."""
+    return signatures.differences(TAIL, _TAIL_NAMES, TAIL, reader)
 
 
 def nearest(reader: Reader = INSTALLED) -> tuple[str, list[str]]:

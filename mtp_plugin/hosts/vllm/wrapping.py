@@ -31,6 +31,8 @@ DRAFT_LENGTHS: dict[str, Method] = {}
 WORKER: dict[str, Method] = {}
 DRAFT_LOOP: dict[str, Method] = {}
 """For vLLM before 0.32, which has no such class and captures its draft loop by itself."""
+TAIL: dict[str, Method] = {}
+"""For a tail of copied text, which checks that there are these."""
 GRAPHS: dict[str, Method] = {}
 """For an engine whose numbers of drafts the plugin chooses."""
 NEW_WEIGHTS: dict[str, Method] = {}
@@ -50,6 +52,7 @@ _WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
 _GPU = "vllm.v1.worker.gpu"
 _DRAFTS = f"{_GPU}.spec_decode.speculator:DraftModelSpeculator"
 _AUTOREGRESSIVE = f"{_GPU}.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator"
+_OF_TARGET = f"{_GPU}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 
 
 def wrap_start() -> None:
@@ -68,8 +71,8 @@ def wrap_start() -> None:
 
 def wrap_worker() -> None:
     """Wrap the methods of `WORKER`, which `fitting_module` found, and those of `DRAFT_LOOP`,
-    `GRAPHS` and `NEW_WEIGHTS` that there are; a repeated call changes nothing."""
-    for table in (WORKER, DRAFT_LOOP, GRAPHS, NEW_WEIGHTS):
+    `GRAPHS`, `TAIL` and `NEW_WEIGHTS` that there are; a repeated call changes nothing."""
+    for table in (WORKER, DRAFT_LOOP, GRAPHS, TAIL, NEW_WEIGHTS):
         _wrap_all(table)
 
 
@@ -383,6 +386,57 @@ def _init_candidates(original: Method, self: Any, *args: Any, **kwargs: Any) -> 
     return result
 
 
+@_wraps(TAIL, f"{_OF_TARGET}.propose")
+def _propose(
+    original: Method,
+    self: Any,
+    input_batch: Any,
+    attn_metadata: Any,
+    slot_mappings: Any,
+    last_hidden_states: Any,
+    aux_hidden_states: Any,
+    num_sampled: Any,
+    *args: Any,
+    num_speculative_tokens: int | None = None,
+    dummy_run: bool = False,
+    **kwargs: Any,
+) -> Any:
+    given = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled)
+    call = functools.partial(
+        original, self, input_batch, *given, *args, dummy_run=dummy_run, **kwargs
+    )
+    engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
+    if engine is None or engine.tail is None:
+        return call(num_speculative_tokens=num_speculative_tokens)
+    return engine.tail.propose(call, input_batch, num_sampled, num_speculative_tokens, dummy_run)
+
+
+@_wraps(TAIL, f"{_OF_TARGET}.capture")
+def _capture_drafts(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Capture no draft passes for the columns of a tail."""
+    engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
+    if engine is None or engine.tail is None:
+        return original(self, *args, **kwargs)
+    from mtp_plugin.hosts.vllm.scheduled_draft_len import SCHEDULE
+
+    spec, most = self.speculative_config, engine.tail.num_mtp
+    schedule = getattr(spec, SCHEDULE)
+    setattr(spec, SCHEDULE, [(first, last, min(k, most)) for first, last, k in schedule])
+    try:
+        return original(self, *args, **kwargs)
+    finally:
+        setattr(spec, SCHEDULE, schedule)
+
+
+@_wraps(TAIL, f"{_GPU}.async_utils:AsyncOutput.get_output")
+def _get_output(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, *args, **kwargs)
+    matches = getattr(self.sampler_output, "mtp_plugin_matches", None)
+    if matches is not None:  # waited for by the original
+        result.mtp_plugin_matches = matches.tolist()
+    return result
+
+
 @_wraps(NEW_WEIGHTS, f"{_GPU}.model_runner:GPUModelRunner.reload_weights")
 def _reload_weights(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     """Read the draft model's weights again too: vLLM leaves them lost after sleep of level 2."""
@@ -417,7 +471,7 @@ def _wake_up(original: Method, self: Any, tags: Any = None, *args: Any, **kwargs
         _mark_stale()
         engine = getattr(getattr(self.model_runner, "model_state", None), _ENGINE, None)
         if engine is not None:
-            engine.ops.restore()
+            engine.restore()
     return result
 
 

@@ -25,7 +25,8 @@ from tests.hosts.vllm.fake_vllm import make_config
 OPTION = "additional_config.mtp_plugin"
 KNOWN = (
     "known ones are verification, thinking_begin_token, thinking_end_token, relaxed_topk, "
-    "relaxed_delta, kernels, draft_vocab, draft_len, allow_untested"
+    "relaxed_delta, kernels, draft_vocab, draft_len, tail, "
+    "allow_untested"
 )
 WRONG_OPTIONS: list[tuple[Any, str]] = [
     (True, f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got true"),
@@ -79,6 +80,16 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     ),
     ({"draft_len": 2}, f"{OPTION}.draft_len: should be 'auto', got 2"),
     ({"draft_len": "AUTO"}, f"{OPTION}.draft_len: should be 'auto', got 'AUTO'"),
+    ({"tail": 4}, f"{OPTION}.tail: should be a mapping, got 4"),
+    ({"tail": {}}, f"{OPTION}.tail.ngram: required key is missing"),
+    (
+        {"tail": {"ngram": 0}},
+        f"{OPTION}.tail.ngram: should be greater than or equal to 1, got 0",
+    ),
+    (
+        {"tail": {"ngram": 4, "n": 2}},
+        f"{OPTION}.tail.n: unknown option; known ones are ngram",
+    ),
     ({"allow_untested": "yes"}, f"{OPTION}.allow_untested: should be a valid boolean, got 'yes'"),
     ({"allow_untested": 1}, f"{OPTION}.allow_untested: should be a valid boolean, got 1"),
     (

@@ -148,6 +148,7 @@ def test_the_scheduler_sets_the_number_of_drafts(vllm: dict[str, ModuleType]) ->
     assert step.num_spec_tokens_to_schedule == 3
 
 
+@pytest.mark.usefixtures("vllm")
 def test_the_metrics_of_the_front_end_show_the_number_in_use() -> None:
     registry = CollectorRegistry()
     recorded = []
@@ -194,3 +195,84 @@ def fake_vllm_output(drafted: int = 0) -> Output:
         num_invalid_spec_tokens=None,
         num_spec_tokens_to_schedule=3,
     )
+
+
+# ---- a tail of copied text, which has two numbers of drafts
+
+SEVEN = {"speculative_config__num_speculative_tokens": 7}
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    ("given", "schedule"),
+    [
+        ({"tail": {"ngram": 4}}, [(1, 7, 3), (8, 8, 7)]),
+        ({"tail": {"ngram": 5}, **AUTO}, [(1, 5, 0), (6, 6, 1), (7, 7, 2), (8, 8, 7)]),
+    ],
+)
+def test_a_tail_has_graphs_for_every_number_of_drafts(given: Any, schedule: Any) -> None:
+    config = prepared(given, **SEVEN)
+    assert config.speculative_config.num_speculative_tokens_per_batch_size == schedule
+    assert checked_settings(config) is not None
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    ("length", "changes", "problem"),
+    [
+        (
+            7,
+            {},
+            "tail.ngram: expected fewer than num_speculative_tokens = 7, got 7: the MTP layers "
+            "make the drafts before the tail",
+        ),
+        (
+            4,
+            {"speculative_config__method": "ngram"},
+            "tail follows drafts of MTP layers alone, and method is 'ngram': leave it out",
+        ),
+        (
+            4,
+            {"speculative_config": None},
+            "tail follows drafts of MTP layers alone, and there is no speculative_config: leave it "
+            "out",
+        ),
+        (
+            4,
+            {"speculative_config__use_multi_module_mtp": lambda: True},
+            "tail is not supported with several MTP modules, which vLLM always runs all: leave it "
+            "out",
+        ),
+        (
+            4,
+            {"parallel_config__data_parallel_size": 2},
+            "tail is not supported with data_parallel_size 2, whose ranks must make the same "
+            "number of drafts: set it to 1, or leave out tail",
+        ),
+        (
+            4,
+            {f"speculative_config__{SCHEDULE}": [[1, 8, 3]]},
+            "tail is not possible with a speculative_config.num_speculative_tokens_per_batch_size "
+            "of your own: leave out one of them",
+        ),
+        (
+            4,
+            {"scheduler_config__max_num_seqs": 1},
+            "tail with num_speculative_tokens 7 needs max_num_seqs of 2 or more, got 1",
+        ),
+    ],
+)
+def test_a_tail_that_cannot_be_served_is_refused(
+    length: int, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(ConfigError) as error:
+        checked_settings(prepared({"tail": {"ngram": length}}, **SEVEN, **changes))
+    assert f"is on, but {problem}. Change this" in str(error.value)
+
+
+def test_a_tail_needs_a_vllm_that_changes_the_number_of_drafts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_vllm.install(monkeypatch, "0.26.0")
+    with pytest.raises(ConfigError, match=r"is on, but tail needs vLLM 0\.32 or newer, which"):
+        checked_settings(prepared({"tail": {"ngram": 4}}, **SEVEN))

@@ -18,10 +18,11 @@ from prometheus_client import CollectorRegistry
 from mtp_plugin import __version__
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts import vllm as vllm_host
-from mtp_plugin.hosts.vllm import register
+from mtp_plugin.hosts.vllm import register, versions
 from mtp_plugin.hosts.vllm.draft_layers import check_map
 from mtp_plugin.hosts.vllm.metrics import add_alarm_metric, add_info_metric
 from mtp_plugin.hosts.vllm.sampler_parts import PREFILL
+from mtp_plugin.hosts.vllm.tail_gate import MATCHES
 from mtp_plugin.hosts.vllm.versions import SIGNATURES
 from mtp_plugin.hosts.vllm.wrapping import (
     _ENGINE,
@@ -31,6 +32,7 @@ from mtp_plugin.hosts.vllm.wrapping import (
     GRAPHS,
     NEW_WEIGHTS,
     START,
+    TAIL,
     WORKER,
     misspelt_keys,
     wrap_worker,
@@ -96,7 +98,8 @@ def test_the_wrapped_methods_are_the_documented_ones() -> None:
     for signatures in SIGNATURES.values():
         assert {*START, *WORKER} <= signatures.keys()
     readme = PAGE.read_text(encoding="utf-8")
-    for target in (*START, *WORKER, *DRAFT_LOOP, *NEW_WEIGHTS, *FRONT_END, *DRAFT_LENGTHS, *GRAPHS):
+    tables = (START, WORKER, DRAFT_LOOP, TAIL, NEW_WEIGHTS, FRONT_END, DRAFT_LENGTHS, GRAPHS)
+    for target in (target for table in tables for target in table):
         assert f"`{target.partition(':')[2]}`" in readme
 
 
@@ -547,6 +550,45 @@ def test_a_missing_map_of_draft_ids_is_logged(caplog: pytest.LogCaptureFixture) 
     assert "3 ids are fewer than the model's and their map (d2t) is" in record.getMessage()
 
 
+def test_a_tail_of_copied_text_reaches_proposals_graphs_and_outputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    propose, capture, get_output = versions.TAIL
+    assert list(TAIL) == [propose, capture, get_output]
+    assert "TargetDependentARSpeculator.propose is missing" in versions.tail_problems()[0]
+    more = {propose: (*versions.TAIL[propose], "dummy_run", "num_speculative_tokens")}
+    modules = fake_vllm.install(
+        monkeypatch, signatures={**SIGNATURES["v32"], **versions.TAIL, **more}
+    )
+    output = object_of(modules, get_output)
+    type(output).get_output = lambda _: SimpleNamespace()
+    wrap_worker()
+    speculator = object_of(modules, propose)
+    assert speculator.propose(*range(6), num_speculative_tokens=3) == (*range(6), False, 3)
+    assert speculator.capture() == ()
+
+    tail = SimpleNamespace(num_mtp=3, propose=lambda *given: given)
+    speculator.model_state = SimpleNamespace(**{_ENGINE: SimpleNamespace(tail=tail)})
+    call, *given = speculator.propose(*range(6), num_speculative_tokens=7)
+    assert given == [0, 5, 7, False]
+    assert call(num_speculative_tokens=3) == (*range(6), False, 3)
+
+    during: list[Any] = []
+
+    class Config(SimpleNamespace):
+        def __setattr__(self, name: str, value: Any) -> None:
+            during.append(value)
+
+    schedule = [(1, 7, 3), (8, 8, 7)]
+    speculator.speculative_config = Config(num_speculative_tokens_per_batch_size=schedule)
+    speculator.capture()
+    assert during == [[(1, 7, 3), (8, 8, 3)], schedule]
+
+    for kept, expected in (({}, {}), ({MATCHES: torch.tensor([True])}, {MATCHES: [True]})):
+        output.sampler_output = SimpleNamespace(**kept)
+        assert vars(output.get_output()) == expected
+
+
 @pytest.mark.parametrize("target", NEW_WEIGHTS)
 def test_methods_that_give_new_weights_let_drafts_follow(
     monkeypatch: pytest.MonkeyPatch, target: str
@@ -557,8 +599,8 @@ def test_methods_that_give_new_weights_let_drafts_follow(
     monkeypatch.setattr(f"{DRAFT_HEAD}.mark_stale", lambda: marked.append("stale"))
     wrap_worker()
     owner = object_of(modules, target)
-    ops = SimpleNamespace(restore=lambda: marked.append("restored"))
-    state = SimpleNamespace(**{_ENGINE: SimpleNamespace(ops=ops)})
+    engine = SimpleNamespace(restore=lambda: marked.append("restored"))
+    state = SimpleNamespace(**{_ENGINE: engine})
     owner.model_runner = SimpleNamespace(model_state=state)
     call = getattr(owner, target.rpartition(".")[2])
     wakes = target.endswith("wake_up")
