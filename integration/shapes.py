@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+ACCEPTANCE = [0.78, 0.605, 0.467, 0.36, 0.28, 0.22, 0.17]
+"""Synthetic acceptance: share of steps that accept at least 1, 2, ... drafts."""
 SHAPES: dict[str, dict[str, Any]] = {
     "8gb": {
         "family": "glm4_moe",

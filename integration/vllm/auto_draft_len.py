@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from integration.bench.machine import describe_machine, store
+from integration.shapes import ACCEPTANCE, vllm_config
 from integration.vllm.engine_process import (
     EngineError,
     EngineProcess,
@@ -37,12 +38,9 @@ from integration.vllm.engine_process import (
 )
 from integration.vllm.load import Request
 from integration.vllm.requests import sampling_params
-from integration.vllm.steps import SHAPE
 from mtp_plugin.hosts.vllm.scheduled_draft_len import lengths_of
 from mtp_plugin.hosts.vllm.wrapping import LENGTHS
 
-ACCEPTANCE = [0.78, 0.605, 0.467, 0.36, 0.28, 0.22, 0.17]
-"""Share of steps that accept drafts 1..i."""
 PHASES = (1, 8, 32, 128, 64, 16, 4, 1)
 GOAL = 0.98
 SECONDS = 600.0
@@ -150,7 +148,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     on_gpu = has_gpu()
     prepare(folder, on_gpu)
     sizes = [int(size) for size in options.phases.split(",")]
-    shape = SHAPE if on_gpu else SHAPE | SMALL
+    shape = vllm_config("8gb") | ({} if on_gpu else SMALL)
     if options.config:
         shape = json.loads(options.config.read_text(encoding="utf-8"))
     longest = options.input + _most_steps(options) * (1 + options.num_drafts)

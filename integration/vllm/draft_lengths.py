@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import random
-import shutil
 import statistics
 import sys
 import tempfile
@@ -25,27 +24,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 
 from integration.bench.machine import describe_machine, store
-from integration.shapes import vllm_config
+from integration.shapes import ACCEPTANCE, vllm_config
 from integration.vllm.engine_process import (
-    CHECKPOINT,
     EngineError,
     EngineProcess,
     add_common_options,
     engine_settings,
     has_gpu,
     prepare,
+    write_one_mtp_layer,
 )
 from integration.vllm.load import Request, run_batch, text_prompts
 from integration.vllm.reference import find_ties
 from integration.vllm.routing import PLUGIN, ROUTINGS, choose, set_draft_len
 from integration.vllm.soak import prompt_texts
-from mtp_plugin.checkpoint.files import SINGLE_FILE
 
-ACCEPTANCE = [0.78, 0.605, 0.467, 0.36, 0.28, 0.22, 0.17]
-"""Share of steps that accept drafts 1..i."""
 LENGTHS = (0, 1, 3, 5, 7)
 PROMPTS = {"short": 128, "16k": 16384}
 BATCHES = {"short": (1, 8, 32, 64, 128), "16k": (1, 8, 32)}
@@ -161,20 +156,6 @@ def _routings(options: argparse.Namespace) -> dict[str, str]:
 # --- outputs of the trained tiny model ---
 
 
-def one_layer(folder: Path) -> Path:
-    """Write the tiny model with its first MTP layer alone; with 3 of them K is a multiple of 3."""
-    source = Path(CHECKPOINT)
-    config = json.loads((source / "config.json").read_text())
-    others = tuple(f"model.layers.{config['num_hidden_layers'] + n}." for n in (1, 2))
-    tensors = load_file(source / SINGLE_FILE)
-    model = folder / "one_layer"
-    shutil.copytree(source, model, dirs_exist_ok=True)
-    kept = {name: each for name, each in tensors.items() if not name.startswith(others)}
-    save_file(kept, model / SINGLE_FILE, metadata={"format": "pt"})
-    (model / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
-    return model
-
-
 def compare_outputs(folder: Path, on_gpu: bool) -> dict[str, dict[str, int]]:
     """Return counts by K of outputs that equal those of K = 0, greedy and at T = 0.8."""
     count, length = (32, 96) if on_gpu else (2, 6)
@@ -183,7 +164,7 @@ def compare_outputs(folder: Path, on_gpu: bool) -> dict[str, dict[str, int]]:
         max(LENGTHS),
         on_gpu,
         {},
-        model=str(one_layer(folder)),
+        model=write_one_mtp_layer(folder / "one_mtp_layer"),
         max_num_seqs=most,
         speculative_config=_schedule(most),
     )

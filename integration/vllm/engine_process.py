@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import multiprocessing
 import os
+import shutil
 import signal
 import sys
 import time
@@ -78,6 +80,24 @@ def prepare(folder: Path, on_gpu: bool, plugins: Mapping[str, str] | None = None
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
     else:
         os.environ.update(CPU_ENVIRONMENT)
+
+
+def write_one_mtp_layer(folder: Path) -> str:
+    """Write the tiny model with its first MTP layer alone, which vLLM reuses for every draft, and
+    return the path. With several layers vLLM runs one module a draft, at most as many as there are.
+    """
+    from safetensors.torch import load_file, save_file
+
+    given = ROOT / CHECKPOINT
+    shutil.copytree(given, folder, dirs_exist_ok=True)
+    config = json.loads((given / "config.json").read_text())
+    first = config["num_hidden_layers"]
+    dropped = [f"model.layers.{first + n}." for n in range(1, config["num_nextn_predict_layers"])]
+    (folder / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    tensors = load_file(str(given / "model.safetensors"))
+    kept = {name: x for name, x in tensors.items() if not name.startswith(tuple(dropped))}
+    save_file(kept, str(folder / "model.safetensors"))
+    return str(folder)
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:

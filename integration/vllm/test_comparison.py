@@ -16,6 +16,7 @@ from integration.vllm.reference import (
     logprob_difference,
     other_differences,
 )
+from integration.vllm.replay import copied, make_texts, right_drafts
 from integration.vllm.traffic import make_requests, outputs_of
 
 
@@ -189,3 +190,29 @@ def test_chi_square_of_a_known_table() -> None:
     p, freedom = chi_square(Counter(a=60, b=40), Counter(a=40, b=60))
     assert freedom == 1
     assert p == pytest.approx(0.00467773, rel=1e-5)  # statistic 8
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most"), [("edits", 0.6, 0.9), ("quotes", 0.25, 0.4), ("prose", 0.0, 0.001)]
+)
+def test_replayed_texts_copy_what_they_should(name: str, least: float, most: float) -> None:
+    texts = make_texts(name, 4, 512, 384, 129280)
+    assert {(len(text["prompt"]), len(text["output"])) for text in texts} == {(512, 384)}
+    flags = [flag for text in texts for flag in copied(text["prompt"], text["output"])]
+    assert least <= sum(flags) / len(flags) <= most
+
+
+def test_tokens_that_follow_six_equal_ones_are_copied() -> None:
+    assert copied([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 7, 9, 8]) == [
+        *([False] * 6),
+        True,
+        False,
+        False,
+    ]
+
+
+def test_drafts_are_right_by_their_rates() -> None:
+    for is_copy, first, third in ((True, 0.9, 0.9), (False, 0.78, 0.467 / 0.605)):
+        right = right_drafts([is_copy] * 4000, 0.9, 1)
+        for bit, rate in ((0, first), (2, third)):
+            assert abs(sum(bits >> bit & 1 for bits in right) / 4000 - rate) < 0.03
