@@ -103,5 +103,5 @@ def look_up_drafts_reference(
     first = best.remainder(width) + 1  # of the tokens that follow
     steps = torch.arange(k, device=tokens.device)
     found = first + steps.remainder((length - first).clamp_min(1))
-    drafts = tokens.gather(1, found.clamp_max(width - 1)).to(torch.int32)
-    return drafts.masked_fill(best < 0, PAD_TOKEN)
+    proposed = tokens.gather(1, found.clamp_max(width - 1)).to(torch.int32)
+    return proposed.masked_fill(best < 0, PAD_TOKEN)

@@ -122,38 +122,38 @@ def look_up_drafts_triton(
     min_match: int,
     max_match: int,
     rows: torch.Tensor | None,
-    pending: torch.Tensor | None,
+    drafts: torch.Tensor | None,
 ) -> torch.Tensor:
     """One launch, one program per request."""
     expect_reachable(look_up_drafts_kernel, "tokens", tokens)
     num_rows, width = tokens.shape
     requests = num_rows if rows is None else len(rows)
-    if pending is not None and not pending.shape[1]:
-        pending = None
-    drafts = torch.empty(requests, k, dtype=torch.int32, device=tokens.device)
+    if drafts is not None and not drafts.shape[1]:
+        drafts = None
+    found = torch.empty(requests, k, dtype=torch.int32, device=tokens.device)
     look_up_drafts_kernel[(requests,)](
         # inputs
         tokens,
         lengths,
         lengths if rows is None else rows,
-        tokens if pending is None else pending,
+        tokens if drafts is None else drafts,
         # output
-        drafts,
+        found,
         # sizes
         tokens.stride(0),
         lengths.stride(0),
         0 if rows is None else rows.stride(0),
-        0 if pending is None else pending.stride(0),
+        0 if drafts is None else drafts.stride(0),
         num_rows,
         width,
         min_match,
         max_match,
         # constants
         HAS_ROWS=rows is not None,
-        NUM_PENDING=0 if pending is None else pending.shape[1],
+        NUM_PENDING=0 if drafts is None else drafts.shape[1],
         K=k,
         COLUMNS=triton.next_power_of_2(k),
         BLOCK=BLOCK,
         **pdl_options(tokens.device),
     )
-    return drafts
+    return found
