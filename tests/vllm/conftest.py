@@ -17,7 +17,7 @@ from integration.vllm.engine_process import COMMON_ENVIRONMENT, CPU_ENVIRONMENT,
 from tests.vllm import draft_models
 from tests.vllm.engines import JOBS, RANDOM_MODELS, ROOT, counted_ids
 
-LIMIT_SECONDS = 500
+LIMIT_SECONDS = 1200
 ENVIRONMENT = {
     **COMMON_ENVIRONMENT,
     **CPU_ENVIRONMENT,
