@@ -16,7 +16,6 @@ import argparse
 import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from functools import partial
@@ -28,11 +27,11 @@ import torch
 from integration.bench.machine import describe_machine, store
 from integration.shapes import ACCEPTANCE, vllm_config
 from integration.vllm.engine_process import (
-    EngineError,
     EngineProcess,
     add_common_options,
     engine_settings,
     has_gpu,
+    measured,
     prepare,
     wait_for,
 )
@@ -272,12 +271,9 @@ def _row(
 def main() -> int:
     """Measure and print a table; returns the exit code."""
     options = arguments()
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            found = measure(options, options.folder or Path(temporary))
-        except EngineError as error:
-            sys.stdout.write(f"{error}\nFAILED\n")
-            return 1
+    found = measured(measure, options)
+    if found is None:
+        return 1
     device = torch.device("cuda" if has_gpu() else "cpu")
     reached = all(row["auto_of_best"] >= GOAL for row in found["phases"])
     document = {

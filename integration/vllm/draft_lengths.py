@@ -18,7 +18,6 @@ import math
 import random
 import statistics
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,7 @@ from integration.vllm.engine_process import (
     add_common_options,
     engine_settings,
     has_gpu,
+    measured,
     prepare,
     write_one_mtp_layer,
 )
@@ -368,12 +368,9 @@ def table(found: dict[str, Any]) -> str:
 def main() -> int:
     """Measure and print a table; returns the exit code."""
     options = arguments()
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            found = measure(options, options.folder or Path(temporary))
-        except EngineError as error:
-            sys.stdout.write(f"{error}\nFAILED\n")
-            return 1
+    found = measured(measure, options)
+    if found is None:
+        return 1
     sys.stdout.write(table(found))
     sys.stdout.write("matched\n" if found["matched"] else "FAILED: not all numbers are matched\n")
     return 0 if found["matched"] else 1

@@ -10,6 +10,7 @@ import os
 import shutil
 import signal
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -110,6 +111,19 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
         help="create FILE.ready when the engines are ready, then wait until FILE exists",
         metavar="FILE",
     )
+
+
+def measured(
+    measure: Callable[[argparse.Namespace, Path], dict[str, Any]], options: argparse.Namespace
+) -> dict[str, Any] | None:
+    """Return what ``measure`` finds, with logs in ``--folder`` or one that goes away; None: an
+    engine failed, and the reason is printed."""
+    with tempfile.TemporaryDirectory() as temporary:
+        try:
+            return measure(options, options.folder or Path(temporary))
+        except EngineError as error:
+            sys.stdout.write(f"{error}\nFAILED\n")
+            return None
 
 
 def wait_for(path: Path | None) -> None:

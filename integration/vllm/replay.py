@@ -17,23 +17,24 @@ import json
 import random
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from integration.bench.machine import describe_machine, store
 from integration.shapes import ACCEPTANCE, vllm_config
 from integration.vllm.engine_process import (
-    ROOT,
     EngineError,
     EngineProcess,
     add_common_options,
     engine_settings,
     has_gpu,
+    measured,
     prepare,
     wait_for,
     write_one_mtp_layer,
@@ -141,8 +142,6 @@ def right_drafts(flags: Sequence[bool], rate: float, seed: int) -> list[int]:
 
 def patch() -> None:
     """Replace what the plugin samples; an entry point, which vLLM calls in every process."""
-    import torch
-
     from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts
     from mtp_plugin.speculative.rows.row_ops import RowOps
 
@@ -357,19 +356,17 @@ def table(found: dict[str, Any]) -> str:
 def main() -> int:
     """Measure, and print tokens per second and acceptance lengths; returns the exit code."""
     options = arguments()
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            found = measure(options, options.folder or Path(temporary))
-        except EngineError as error:
-            sys.stdout.write(f"{error}\nFAILED\n")
-            return 1
-    commit = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    )
-    given = {name: getattr(options, name) for name in ("turns", "isl", "osl", "copied")}
-    found = {**given, "acceptance": ACCEPTANCE, "commit": commit.stdout.strip(), **found}
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1) + "\n")
+    found = measured(measure, options)
+    if found is None:
+        return 1
+    document = {
+        "machine": describe_machine(torch.device("cuda" if has_gpu() else "cpu")),
+        "matched": True,  # `_take_turns` raises for an output that is not its text
+        "acceptance": ACCEPTANCE,
+        **{name: getattr(options, name) for name in ("turns", "isl", "osl", "copied")},
+        **found,
+    }
+    store(options.json, document)
     sys.stdout.write(f"{table(found)}\n")
     return 0
 

@@ -13,7 +13,6 @@ import random
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -21,11 +20,11 @@ from typing import Any
 from integration.shapes import vllm_config
 from integration.vllm.engine_process import (
     ROOT,
-    EngineError,
     EngineProcess,
     add_common_options,
     engine_settings,
     has_gpu,
+    measured,
     prepare,
     wait_for,
 )
@@ -218,12 +217,9 @@ def run_arrivals(llm: Any, *, running: list[list[int]], new: list[list[int]]) ->
 def main() -> int:
     """Measure and print a table; returns the exit code."""
     options = arguments()
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            found = measure(options, options.folder or Path(temporary))
-        except EngineError as error:
-            sys.stdout.write(f"{error}\nFAILED\n")
-            return 1
+    found = measured(measure, options)
+    if found is None:
+        return 1
     commit = subprocess.run(
         ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
     )

@@ -11,7 +11,6 @@ import json
 import random
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +21,7 @@ from integration.vllm.engine_process import (
     add_common_options,
     engine_settings,
     has_gpu,
+    measured,
     prepare,
     wait_for,
 )
@@ -123,12 +123,9 @@ def _requests(options: argparse.Namespace, withheld: int) -> list[Request]:
 def main() -> int:
     """Measure and print the ratio; returns the exit code."""
     options = arguments()
-    with tempfile.TemporaryDirectory() as temporary:
-        try:
-            found = measure(options, options.folder or Path(temporary))
-        except EngineError as error:
-            sys.stdout.write(f"{error}\nFAILED\n")
-            return 1
+    found = measured(measure, options)
+    if found is None:
+        return 1
     if options.json:
         options.json.write_text(json.dumps(found, indent=1) + "\n")
     is_ok = found["ratio"] <= options.most
