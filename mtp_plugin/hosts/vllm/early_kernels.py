@@ -12,10 +12,8 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.early_compile import CompileJob, request_launches
 from mtp_plugin.speculative.rows.options import EngineSettings
 from mtp_plugin.speculative.rows.request_slots import RequestSlots
-from mtp_plugin.speculative.rows.row_ops import RowOps, StepRows
+from mtp_plugin.speculative.rows.row_ops import TILINGS, RowOps, StepRows
 
-TILINGS = (1, 24, 34, 192, 265, 512)
-"""The least numbers of rows from which the sampling kernels are tiled differently."""
 VOCAB_PADDING = 64
 """vLLM pads the rows of logits to a multiple of this many columns."""
 NICENESS = 5

@@ -28,6 +28,9 @@ from mtp_plugin.speculative.verification import (
 )
 from mtp_plugin.verifications import codes, custom_codes
 
+TILINGS = (1, 24, 34, 192, 265, 512)
+"""The least numbers of rows from which the sampling kernels are tiled differently."""
+
 _COUPLED = frozenset(("coupled",))
 
 
