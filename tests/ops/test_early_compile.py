@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import signal
@@ -25,6 +24,7 @@ from mtp_plugin.ops.early_compile import (
     request_launches,
 )
 from mtp_plugin.requests.columns import REQUEST_COLUMNS
+from tests.no_interpreter import run_module
 
 pytest.importorskip("triton")
 
@@ -87,18 +87,7 @@ def num_running(leader: int) -> int:
 
 def test_launches_find_what_a_job_compiled(tmp_path: Path) -> None:
     """In a process without the interpreter, for a Hopper GPU that is absent."""
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.ops.compile_and_launch"],
-        cwd=ROOT,
-        env={**environment, "TRITON_CACHE_DIR": str(tmp_path), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    found = json.loads(child.stdout)
+    found = run_module("tests.ops.compile_and_launch", TRITON_CACHE_DIR=str(tmp_path))
     assert found["errors"] == {}
     assert found["recorded"] > 8
     assert found["of_other_thread"] == ["one_kernel"]

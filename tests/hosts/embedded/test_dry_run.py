@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from contextlib import nullcontext
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,25 +10,13 @@ import torch
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded import early_kernels
+from tests.no_interpreter import run_module
 
 triton = pytest.importorskip("triton")
 
-ROOT = Path(__file__).parents[3]
-
 
 def test_dry_run_finds_the_kernels_of_steps_and_prompts() -> None:
-    environment = {name: v for name, v in os.environ.items() if name != "TRITON_INTERPRET"}
-    child = subprocess.run(
-        [sys.executable, "-m", "tests.hosts.embedded.dry_run"],
-        cwd=ROOT,
-        env={**environment, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr[-3000:]
-    needed, later, first, *_, is_written = json.loads(child.stdout)
+    needed, later, first, *_, is_written = run_module("tests.hosts.embedded.dry_run")
     of_steps = {name.rpartition(".")[2] for name in needed}
     of_greedy = {name.rpartition(".")[2] for name in first}
     of_processing = {name.rpartition(".")[2] for name in later}
