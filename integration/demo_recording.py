@@ -24,6 +24,8 @@ NOTE = f"Two small models on two CPU cores (output slowed down {SLOWER}x, pauses
 STYLE = (
     "text{font:13px ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace}"
     ".plain{fill:#d7dae0}.green{fill:#7ee787}.dim{fill:#8b949e}.b{font-weight:bold}"
+    "@media (prefers-color-scheme:light){rect{fill:#f6f8fa}"
+    ".plain{fill:#1f2328}.green{fill:#1a7f37}.dim{fill:#59636e}}"
 )
 CODES = re.compile(r"\x1b\[([\d;]*)m")
 RUNS = re.compile(r"\S+(?: \S+)*")
