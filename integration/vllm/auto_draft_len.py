@@ -7,13 +7,17 @@ measurements last over all phases, then fixed again in the opposite order. A sec
 MTP layers, is "off". Tokens are counted by the configured acceptance, which has no noise, and times
 are those between the outputs of two steps; all phases of one engine share its CUDA graphs.
 
-Exit code 1: on a GPU, in a phase fewer tokens per second than ``GOAL`` of the best fixed number.
+A third engine, of the trained tiny model, generates with 0 drafts and with the plugin's choice.
+``matched``: these outputs are equal, or differ by a rounding tie, and in every phase the tokens are
+as many as the acceptance rates give. Exit code 1: that fails, or on a GPU a phase has fewer tokens
+per second than ``GOAL`` of the best fixed number.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 import sys
 import time
@@ -26,6 +30,16 @@ import torch
 
 from integration.bench.machine import describe_machine, store
 from integration.shapes import ACCEPTANCE, vllm_config
+from integration.vllm.draft_lengths import (
+    SECONDS,
+    SMALL,
+    STANDARD_ERRORS,
+    START_SECONDS,
+    compare_outputs,
+    expected_length,
+    is_equal,
+    start_outputs,
+)
 from integration.vllm.engine_process import (
     EngineProcess,
     add_common_options,
@@ -37,31 +51,23 @@ from integration.vllm.engine_process import (
 )
 from integration.vllm.load import Request
 from integration.vllm.requests import sampling_params
+from integration.vllm.routing import PLUGIN, choose
 from mtp_plugin.hosts.vllm.scheduled_draft_len import lengths_of
 from mtp_plugin.hosts.vllm.wrapping import LENGTHS
 
 PHASES = (1, 8, 32, 128, 64, 16, 4, 1)
 GOAL = 0.98
-SECONDS = 600.0
-SMALL = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 512,
-}
-"""Of the shape on a CPU, to try the command."""
+ROUTING = "third"
+"""Of the shape sparse, see `integration.vllm.routing`."""
+Step = tuple[int, float, int]
+"""Verified drafts, seconds since the output of the step before, and output tokens."""
 
 
 def arguments() -> argparse.Namespace:
     """Read the command line; without a GPU everything is small."""
     small = not has_gpu()
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--config", type=Path, help="config.json of the model's shape")
+    parser.add_argument("--shape", choices=("sparse", "8gb"), default="8gb")
     parser.add_argument("--num-drafts", type=int, default=3 if small else 7)
     parser.add_argument("--phases", default="1,4,1" if small else ",".join(map(str, PHASES)))
     parser.add_argument("--steps", type=int, default=100 if small else 600, help="of a phase")
@@ -82,8 +88,7 @@ class Recorder:
 
     def __init__(self, lengths: Any, size: int) -> None:
         self.lengths, self.size = lengths, size
-        self.steps: list[tuple[int, float]] = []
-        """(verified drafts, seconds since the output of the step before)."""
+        self.steps: list[Step] = []
         self._last: float | None = None
 
     def choose(self, scheduled: Any) -> int:
@@ -103,13 +108,14 @@ class Recorder:
             self._last = None
             return
         if self._last is not None:
-            self.steps.append((each, now - self._last))
+            num_tokens = sum(map(len, output.sampled_token_ids))
+            self.steps.append((each, now - self._last, num_tokens))
         self._last = now
 
 
 def run_phase(
     llm: Any, *, requests: list[Request], length: int | None, num_steps: int
-) -> list[tuple[int, float]]:
+) -> list[Step]:
     """Generate for some steps, in the process of the engine.
 
     Args:
@@ -136,27 +142,56 @@ def run_phase(
     return recorder.steps
 
 
-def tokens_per_second(steps: list[tuple[int, float]], size: int) -> float:
+def tokens_per_second(steps: list[Step], size: int) -> float:
     """Return output tokens per second by the configured acceptance."""
-    tokens = sum(1 + sum(ACCEPTANCE[:length]) for length, _ in steps)
-    return size * tokens / sum(seconds for _, seconds in steps)
+    tokens = sum(expected_length(length)[0] for length, *_ in steps)
+    return size * tokens / sum(seconds for _, seconds, _ in steps)
+
+
+def is_as_configured(steps: list[Step], size: int) -> bool:
+    """Whether the output tokens are as many as the configured acceptance gives."""
+    expected, variance = 0.0, 0.0
+    for length, *_ in steps:
+        tokens, error = expected_length(length)
+        expected += size * tokens
+        variance += size * error**2 / tokens
+    return abs(sum(num for *_, num in steps) - expected) <= STANDARD_ERRORS * math.sqrt(variance)
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Run all phases; returns the document."""
+    """Run all phases, which are stored as they come; returns the document."""
     on_gpu = has_gpu()
-    prepare(folder, on_gpu)
+    prepare(folder, on_gpu, PLUGIN)
     sizes = [int(size) for size in options.phases.split(",")]
-    shape = vllm_config("8gb") | ({} if on_gpu else SMALL)
-    if options.config:
-        shape = json.loads(options.config.read_text(encoding="utf-8"))
+    shape = vllm_config(options.shape) | ({} if on_gpu else SMALL)
     longest = options.input + _most_steps(options) * (1 + options.num_drafts)
-    engines = {}
-    found: dict[str, Any] = {"engines": {}, "phases": []}
+    engines: dict[str, EngineProcess] = {}
+    found: dict[str, Any] = {
+        "kind": "auto-draft-len",
+        "name": f"vllm-auto-draft-len-{options.shape}",
+        "complete": False,
+        "matched": False,
+        "reached": False,
+        "machine": describe_machine(torch.device("cuda" if on_gpu else "cpu")),
+        "shape": options.shape,
+        "routing": ROUTING if options.shape == "sparse" else "the model's own router",
+        "model": {"weights": "dummy", **shape},
+        "num_drafts": options.num_drafts,
+        "acceptance": ACCEPTANCE[: options.num_drafts],
+        "input": options.input,
+        "goal": GOAL,
+        "outputs": {},
+        "engines": {},
+        "phases": [],
+    }
     try:
         for name in ("auto", "off")[: 1 if options.no_off else 2]:
-            engines[name] = _start(name, options, shape, max(sizes), longest, folder)
-            found["engines"][name] = engines[name].wait_until_ready()
+            engines[name] = _start(name, options, shape, sizes, longest, folder)
+        engines["outputs"] = start_outputs(folder, on_gpu, {"draft_len": "auto"})
+        found["outputs"] = compare_outputs(engines["outputs"], on_gpu, (0, None))
+        engines.pop("outputs").close()
+        for name, engine in engines.items():
+            found["engines"][name] = engine.wait_until_ready(START_SECONDS)
         wait_for(options.wait)
         rng = random.Random(0)
         prompts = [
@@ -167,11 +202,11 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for size in sizes:
             params = {"temperature": 0.0, "max_tokens": longest - options.input - 1}
             requests = [{"prompt": prompt, "params": params} for prompt in prompts[:size]]
-            fixed: dict[int, list[tuple[int, float]]] = {length: [] for length in lengths}
-            off: list[tuple[int, float]] = []
+            fixed: dict[int, list[Step]] = {length: [] for length in lengths}
+            off: list[Step] = []
 
             run = partial(_run, engines, requests)
-            auto = []
+            auto: list[Step] = []
             for order in (lengths, reversed(lengths)):
                 for length in order:
                     fixed[length] += run("auto", length, options.fixed_steps)
@@ -179,9 +214,18 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     off += run("off", 0, options.fixed_steps)
                 auto = auto or run("auto", None, options.steps)
             found["phases"].append(_row(size, fixed, auto, off))
+            found["matched"] = is_equal(found["outputs"]) and all(
+                row["matched"] for row in found["phases"]
+            )
+            found["reached"] = all(row["auto_of_best"] >= GOAL for row in found["phases"])
+            store(options.json, found)
+            sys.stdout.write(f"{found['phases'][-1]}\n")
+            sys.stdout.flush()
     finally:
         for engine in engines.values():
             engine.close()
+    found["complete"] = True
+    store(options.json, found)
     return found
 
 
@@ -191,7 +235,7 @@ def _run(
     name: str,
     length: int | None,
     num_steps: int,
-) -> list[tuple[int, float]]:
+) -> list[Step]:
     call = engines[name].call
     return call(run_phase, SECONDS, requests=requests, length=length, num_steps=num_steps)
 
@@ -204,14 +248,14 @@ def _start(
     name: str,
     options: argparse.Namespace,
     shape: dict[str, Any],
-    most: int,
+    phases: list[int],
     longest: int,
     folder: Path,
 ) -> EngineProcess:
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(shape))
-    on_gpu = has_gpu()
+    on_gpu, most = has_gpu(), max(phases)
     num_drafts = options.num_drafts if name == "auto" else 0
     spec = {
         "rejection_sample_method": "synthetic",
@@ -238,17 +282,17 @@ def _start(
         tokens = most * (options.input + 1.15 * _most_steps(options) * of_step)
         cache = int(tokens * of_token * shape["head_dim"]) + (1 << 30)
         settings |= {"gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": cache}
-        sizes = [n for n in (1, 2, 4, *range(8, most + 1, 8)) if n <= most]
-        graphs = {n * each for n in sizes for each in range(1, num_drafts + 2)}
+        graphs = {n * each for n in phases for each in range(1, num_drafts + 2)}
         settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(graphs)}
-    return EngineProcess(name, settings, folder, in_process=True)
+    before = partial(choose, ROUTING if options.shape == "sparse" else None)
+    return EngineProcess(name, settings, folder, in_process=True, before=before)
 
 
 def _row(
     size: int,
-    fixed: dict[int, list[tuple[int, float]]],
-    auto: list[tuple[int, float]],
-    off: list[tuple[int, float]],
+    fixed: dict[int, list[Step]],
+    auto: list[Step],
+    off: list[Step],
 ) -> dict[str, Any]:
     of_length = {length: tokens_per_second(steps, size) for length, steps in fixed.items()}
     best = max(of_length, key=of_length.__getitem__)
@@ -264,7 +308,8 @@ def _row(
         "auto_of_best": round(found / of_length[best], 3),
         "auto_of_off": round(found / tokens_per_second(off, size), 3) if off else None,
         "steps": len(auto),
-        "steps_by_length": dict(sorted(Counter(length for length, _ in auto).items())),
+        "steps_by_length": dict(sorted(Counter(length for length, *_ in auto).items())),
+        "matched": is_as_configured(auto, size),
     }
 
 
@@ -274,19 +319,6 @@ def main() -> int:
     found = measured(measure, options)
     if found is None:
         return 1
-    device = torch.device("cuda" if has_gpu() else "cpu")
-    reached = all(row["auto_of_best"] >= GOAL for row in found["phases"])
-    document = {
-        "machine": describe_machine(device),
-        "num_drafts": options.num_drafts,
-        "acceptance": ACCEPTANCE[: options.num_drafts],
-        "input": options.input,
-        "config": str(options.config) if options.config else "8gb" if has_gpu() else "small",
-        "goal": GOAL,
-        "reached": reached,
-        **found,
-    }
-    store(options.json, document)
     names = list(found["phases"][0]["tokens_per_second"])
     heads = " ".join(f"{name:>9}" for name in names)
     sys.stdout.write(f"tokens/s  {heads}  of best  of off  steps by K\n")
@@ -297,8 +329,12 @@ def main() -> int:
             f"{row['requests']:8}  {values}  {row['auto_of_best']:7.3f} {off:7.3f}  "
             f"{row['steps_by_length']}\n"
         )
-    sys.stdout.write(f"at least {GOAL} of the best K in each phase: {'yes' if reached else 'no'}\n")
-    return 1 if has_gpu() and not reached else 0
+    outputs = found["outputs"].get("auto", "FAILED")
+    sys.stdout.write(f"outputs of the tiny model, next to 0 drafts: {outputs}\n")
+    reached = "yes" if found["reached"] else "no"
+    sys.stdout.write(f"at least {GOAL} of the best K in each phase: {reached}\n")
+    sys.stdout.write("matched\n" if found["matched"] else "FAILED: not matched\n")
+    return 0 if found["matched"] and (found["reached"] or not has_gpu()) else 1
 
 
 if __name__ == "__main__":

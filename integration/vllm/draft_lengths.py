@@ -5,19 +5,22 @@ them: its list of K by batch size is rewritten. K = 0 still runs the first pass 
 which fills its KV cache, so that "off", an engine without MTP, is measured too. Routing is
 simulated in the shape "sparse" (see `integration.vllm.routing`); every number names its routing.
 
-First the trained tiny model generates with every K in float32: outputs must be those of K = 0
-(rounding ties are counted). A number of dummy weights is ``matched`` if all ids are valid and the
+The trained tiny model generates with every K in float32: outputs must be those of K = 0 (rounding
+ties are counted). A number of dummy weights is ``matched`` if all ids are valid and the
 acceptance length is the configured one. Exit code 1: one of these fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import math
+import os
 import random
 import statistics
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +43,8 @@ from integration.vllm.load import Request, run_batch, text_prompts
 from integration.vllm.reference import find_ties
 from integration.vllm.routing import PLUGIN, ROUTINGS, choose, set_draft_len
 from integration.vllm.soak import prompt_texts
+from mtp_plugin.hosts.vllm.scheduled_draft_len import lengths_of
+from mtp_plugin.hosts.vllm.wrapping import LENGTHS as LENGTHS_OF
 
 LENGTHS = (0, 1, 3, 5, 7)
 PROMPTS = {"short": 128, "16k": 16384}
@@ -61,7 +66,8 @@ SMALL: dict[str, Any] = {
 """The shape on a CPU, to try the command."""
 KV_BYTES = {"sparse": 29 << 30, "8gb": 42 << 30}
 """For 32 requests of 16k tokens."""
-SECONDS = 600.0
+START_SECONDS, SECONDS = 300.0, 120.0
+"""Until an engine is ready, and of one batch."""
 STANDARD_ERRORS = 4.0
 """Difference of a measured acceptance length from the configured one, at most."""
 MARGIN = 0.01
@@ -117,28 +123,34 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "routing": _routings(options),
         "timed": "median of steps in which all requests generate, then of the turns; tokens per "
         "second by the configured acceptance length",
-        "outputs": compare_outputs(folder, on_gpu),
+        "outputs": {},
         "engines": {},
         "cells": [],
     }
-    store(options.json, found)
     for name in ("drafts", "off"):
-        engine = _start(name, options, model, folder, on_gpu)
-        try:
-            found["engines"][name] = engine.wait_until_ready()
+        with contextlib.ExitStack() as stack:
+            # both start at the same time
+            engine = _start(name, options, model, folder, on_gpu)
+            stack.callback(engine.close)
+            if name == "drafts":
+                outputs = start_outputs(folder, on_gpu, {}, _schedule)
+                stack.callback(outputs.close)
+                found["outputs"] = compare_outputs(outputs, on_gpu, LENGTHS)
+            found["engines"][name] = engine.wait_until_ready(START_SECONDS)
+            store(options.json, found)
             for cell in _cells(options, name, found):
                 _measure(engine, options, cell, found["model"]["vocab_size"])
                 found["cells"].append(cell)
+                found["matched"] = is_equal(found["outputs"]) and all(
+                    cell["matched"] for cell in found["cells"]
+                )
                 store(options.json, found)
+                of = " ".join(map(str, list(cell.values())[:5]))
+                sys.stdout.write(f"{of}: {cell['step_ms']} ms, matched: {cell['matched']}\n")
+                sys.stdout.flush()
             if options.shape == "sparse":
                 found["engines"][name]["routed_rows"] = engine.call(routed_rows, SECONDS)
-        finally:
-            engine.close()
-    outputs = found["outputs"]
     found["complete"] = True
-    found["matched"] = all(cell["matched"] for cell in found["cells"]) and all(
-        each["equal"] + each["ties"] == each["compared"] for each in outputs.values()
-    )
     store(options.json, found)
     return found
 
@@ -156,21 +168,52 @@ def _routings(options: argparse.Namespace) -> dict[str, str]:
 # --- outputs of the trained tiny model ---
 
 
-def compare_outputs(folder: Path, on_gpu: bool) -> dict[str, dict[str, int]]:
-    """Return counts by K of outputs that equal those of K = 0, greedy and at T = 0.8."""
-    count, length = (32, 96) if on_gpu else (2, 6)
-    most = max(2 * count, len(LENGTHS))
+def start_outputs(
+    folder: Path,
+    on_gpu: bool,
+    plugin: dict[str, Any],
+    speculative: Callable[[int], dict[str, Any]] = lambda _: {},
+) -> EngineProcess:
+    """Start an engine of the tiny model for `compare_outputs`.
+
+    Args:
+        plugin: options of the plugin.
+        speculative: more of ``speculative_config``, by ``max_num_seqs``.
+    """
+    # experts that nearly tie would change all logits, see `soak`
+    os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")
+    most = max(2 * _num_prompts(on_gpu)[0], max(LENGTHS) + 1)
     settings = engine_settings(
         max(LENGTHS),
         on_gpu,
-        {},
+        plugin,
         model=write_one_mtp_layer(folder / "one_mtp_layer"),
         max_num_seqs=most,
-        speculative_config=_schedule(most),
+        speculative_config=speculative(most),
     )
-    engine = EngineProcess("outputs", settings, folder, in_process=True)
+    if on_gpu:
+        sizes = sorted({most * (k + 1) for k in range(max(LENGTHS) + 1)})
+        settings["compilation_config"] = {"cudagraph_capture_sizes": sizes}
+    return EngineProcess("outputs", settings, folder, in_process=True)
+
+
+def _num_prompts(on_gpu: bool) -> tuple[int, int]:
+    """Return the number of prompts and the length of their outputs."""
+    return (32, 96) if on_gpu else (2, 6)
+
+
+def compare_outputs(
+    engine: EngineProcess, on_gpu: bool, lengths: tuple[int | None, ...]
+) -> dict[str, dict[str, Any]]:
+    """Return counts by K of outputs that equal those of K = 0, greedy and at T = 0.8; empty: the
+    engine failed, which is printed.
+
+    Args:
+        lengths: see `outputs_by_length`.
+    """
+    count, length = _num_prompts(on_gpu)
     try:
-        engine.wait_until_ready()
+        engine.wait_until_ready(START_SECONDS)
         prompts = engine.call(text_prompts, SECONDS, texts=prompt_texts(), count=count, length=64)
         common = {"max_tokens": length, "ignore_eos": True}
         requests: list[Request] = [
@@ -178,22 +221,38 @@ def compare_outputs(folder: Path, on_gpu: bool) -> dict[str, dict[str, int]]:
             for sampling in (GREEDY, {"temperature": 0.8})
             for number, prompt in enumerate(prompts)
         ]
-        return engine.call(outputs_by_length, SECONDS, requests=requests, lengths=LENGTHS)
-    finally:
-        engine.close()
+        found: dict[str, dict[str, Any]] = engine.call(
+            outputs_by_length, SECONDS, requests=requests, lengths=lengths
+        )
+        return found
+    except EngineError as error:
+        sys.stdout.write(f"{error}\n")
+        return {}
+
+
+def is_equal(outputs: dict[str, dict[str, Any]]) -> bool:
+    """Whether all outputs of `compare_outputs` are those of K = 0, or differ by a tie."""
+    return bool(outputs) and all(
+        each["equal"] + each["ties"] == each["compared"] for each in outputs.values()
+    )
 
 
 def outputs_by_length(
-    llm: Any, *, requests: list[Request], lengths: tuple[int, ...]
-) -> dict[str, dict[str, int]]:
-    """Run the requests with every K in the engine's process; K = 0 is the reference."""
+    llm: Any, *, requests: list[Request], lengths: tuple[int | None, ...]
+) -> dict[str, dict[str, Any]]:
+    """Run the requests with every K in the engine's process.
+
+    Args:
+        lengths: the first one is 0, the reference. None: the plugin chooses.
+    """
     core = llm.llm_engine.engine_core.engine_core
     expected: list[list[int]] = []
     found = {}
     for k in lengths:
-        set_draft_len(core, k)
+        setattr(core.scheduler, LENGTHS_OF, lengths_of(core.vllm_config) if k is None else None)
+        set_draft_len(core, k or 0)
         ran = run_batch(llm, requests=requests)
-        if not k:
+        if k == 0:
             expected = ran["tokens"]
             continue
         unequal = []
@@ -205,13 +264,14 @@ def outputs_by_length(
                 request = {**requests[number], "number": number, "result": {"tokens": got}}
                 prompt = requests[number]["prompt"]
                 unequal.append((request, {"tokens": wanted, "prompt_token_ids": prompt}, at))
+        setattr(core.scheduler, LENGTHS_OF, None)
         set_draft_len(core, 0)
         ties = find_ties(llm, unequal, MARGIN)
-        found[f"K = {k}"] = {
+        found["auto" if k is None else f"K = {k}"] = {
             "compared": len(requests),
             "equal": len(requests) - len(unequal),
             "ties": len(ties),
-            "accepted_percent": round(100 * (ran["acceptance_length"] - 1) / k),
+            "acceptance_length": ran["acceptance_length"],
         }
     return found
 
@@ -262,7 +322,7 @@ def _start(
         settings |= {
             "max_model_len": max(PROMPTS[each] for each in names) + options.osl + 16,
             "max_num_batched_tokens": 8192,
-            "gpu_memory_utilization": 0.9,
+            "gpu_memory_utilization": 0.1,  # `kv_cache_memory_bytes` counts
             "kv_cache_memory_bytes": KV_BYTES[options.shape],
             "compilation_config": {"cudagraph_capture_sizes": sizes},
         }

@@ -117,7 +117,8 @@ def measured(
     measure: Callable[[argparse.Namespace, Path], dict[str, Any]], options: argparse.Namespace
 ) -> dict[str, Any] | None:
     """Return what ``measure`` finds, with logs in ``--folder`` or one that goes away; None: an
-    engine failed, and the reason is printed."""
+    engine failed, and the reason is printed. SIGTERM ends the engines too."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as temporary:
         try:
             return measure(options, options.folder or Path(temporary))
@@ -214,13 +215,13 @@ class EngineProcess:
         self._process.start()
         other.close()
 
-    def wait_until_ready(self) -> dict[str, Any]:
+    def wait_until_ready(self, timeout: float = START_SECONDS) -> dict[str, Any]:
         """Return what vLLM chose: runner, graphs, scheduling.
 
         Raises:
             EngineError: vLLM did not start, or without the plugin; see the message.
         """
-        found: dict[str, Any] = self.result(START_SECONDS)
+        found: dict[str, Any] = self.result(timeout)
         if self._has_plugin and "mtp_plugin on: verification" not in self.log.read_text(
             errors="replace"
         ):
@@ -255,14 +256,19 @@ class EngineProcess:
     def close(self) -> None:
         """End the process, and those of vLLM that it started."""
         self._connection.close()
-        self._process.join(30)
+        self._process.join(10)
         with contextlib.suppress(ProcessLookupError):  # all of them have ended
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.join()
 
     def _message(self, what: str) -> str:
-        end = self.log.read_text(errors="replace")[-3000:] if self.log.exists() else ""
-        return f"engine {self.name}: {what}\nend of {self.log}:\n{end}"
+        text = self.log.read_text(errors="replace") if self.log.exists() else ""
+        errors = [line[:300] for line in text.splitlines() if "Error" in line]
+        first = "\n".join(dict.fromkeys(errors[:8]))  # a cause stands far above the end
+        return (
+            f"engine {self.name}: {what}\nfirst errors of {self.log}:\n{first}\n"
+            f"its end:\n{text[-3000:]}"
+        )
 
 
 def _serve(
