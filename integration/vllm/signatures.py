@@ -6,8 +6,8 @@ python -m integration.vllm.signatures latest                # the newest one of 
 python -m integration.vllm.signatures --store 0.33.0        # and adds it to signatures.json
 python -m integration.vllm.signatures                       # the stored versions
 
-Prints which module of the plugin fits, or every difference to the nearest one; the exit status is 1
-if one of the versions does not fit or cannot be read.
+Prints which module of the plugin fits, or every difference to the nearest one, and what optional
+parts lack; the exit status is 1 if one of the versions does not fit or cannot be read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin.hosts.vllm.versions import NAMES, SIGNATURES, nearest
+from mtp_plugin.hosts.vllm.versions import NAMES, PARTS, SIGNATURES, nearest, part_problems
 from mtp_plugin.speculative.host.signatures import Reader
 
 STORED = Path(__file__).with_name("signatures.json")
@@ -130,9 +130,10 @@ class Stored:
 
 def to_store(reader: Reader) -> dict[str, Any]:
     """Return what `Stored` needs of a version: the targets of all modules, names that one needs."""
-    targets = sorted({target for table in SIGNATURES.values() for target in table})
+    tables = [*SIGNATURES.values(), *(wrapped for wrapped, _ in PARTS.values())]
+    targets = sorted({target for table in tables for target in table})
     wanted: dict[str, set[str]] = {}
-    for table in NAMES.values():
+    for table in (*NAMES.values(), *(names for _, names in PARTS.values())):
         for target, names in table.items():
             wanted.setdefault(target, set()).update(names)
     found = {target: reader.parameters(target) for target in targets}
@@ -152,14 +153,16 @@ def stored() -> dict[str, Stored]:
 
 
 def report(version: str, reader: Reader) -> list[str]:
-    """Return which module fits a version, or the differences to the nearest one."""
+    """Return which module fits a version, or the differences to the nearest one; then those of
+    `PARTS`, which versions before 0.32 lack."""
     name, problems = nearest(reader)
-    if not problems:
-        return [f"vllm {version}: {name} fits"]
-    return [
-        f"vllm {version}: no module fits; the nearest is {name}:",
-        *(f"  {p}" for p in problems),
-    ]
+    if problems:
+        first = f"vllm {version}: no module fits; the nearest is {name}:"
+    else:
+        first = f"vllm {version}: {name} fits"
+        parts = PARTS if name == "v32" else ()
+        problems = [f"{part}: {p}" for part in parts for p in part_problems(part, reader)]
+    return [first, *(f"  {p}" for p in problems)]
 
 
 def main(arguments: list[str] | None = None) -> int:

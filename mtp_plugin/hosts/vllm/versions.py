@@ -1,7 +1,8 @@
 """Which vLLM is installed, and which of our modules fits it.
 
-`SIGNATURES` and `NAMES` list all that a module of ours uses of vLLM. They are compared with what is
-imported here, and with wheels by ``python -m integration.vllm.signatures``.
+`SIGNATURES` and `NAMES` list all that a module of ours uses of vLLM, `PARTS` what an engine can do
+without. They are compared with what is imported here, and with wheels by
+``python -m integration.vllm.signatures``.
 Further parameters may follow: :mod:`mtp_plugin.speculative.host.signatures`.
 """
 
@@ -141,6 +142,34 @@ GPU.buffer_utils:StagedWriteTensor(gpu)
 GPU.input_batch:InputBatch(num_draft_tokens_per_req)
 GPU.states:RequestState(all_token_ids, total_len)
 """)
+_DRAFT_LEN = _read("""
+vllm.config.vllm:VllmConfig.__post_init__()
+vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule(scheduler_output)
+GPU.cudagraph_utils:CudaGraphManager._init_candidates()
+""")
+_DRAFT_LEN_NAMES = _read("""
+vllm.config.speculative:SpeculativeConfig(num_speculative_tokens_per_batch_size)
+vllm.v1.core.sched.output:SchedulerOutput(
+    num_invalid_spec_tokens, num_spec_tokens_to_schedule, scheduled_spec_decode_tokens)
+GPU.cudagraph_utils:BatchExecutionDescriptor(
+    num_active_loras, num_reqs, num_tokens, uniform_token_count)
+GPU.cudagraph_utils:CudaGraphManager(_candidates, _capture_descs)
+""")
+_NEW_WEIGHTS = _read("""
+GPU.model_runner:GPUModelRunner.reload_weights(weights_iterator, weights_path)
+vllm.v1.worker.gpu_worker:Worker.update_weights()
+vllm.v1.worker.gpu_worker:Worker.finish_weight_update()
+vllm.v1.worker.gpu_worker:Worker.wake_up(tags)
+""")
+_METRICS = _read("vllm.v1.metrics.loggers:PrometheusStatLogger.__init__(vllm_config)")
+PARTS: Mapping[str, tuple[Signatures, Names]] = {
+    "tail": (TAIL, _TAIL_NAMES),
+    "draft_len": (_DRAFT_LEN, _DRAFT_LEN_NAMES),
+    "new weights": (_NEW_WEIGHTS, {}),
+    "metrics": (_METRICS, {}),
+}
+"""What an engine can do without -> the methods that are wrapped for it, and attributes; all are in
+vLLM 0.32 and newer."""
 
 _COMMON_NAMES = _read("""
 GPU.sample.states(NO_LOGPROBS)
@@ -215,9 +244,15 @@ def mismatch(target: str, names: tuple[str, ...], reader: Reader = INSTALLED) ->
     return signatures.mismatch(target, names, WRAPPED, reader)
 
 
-def tail_problems(reader: Reader = INSTALLED) -> list[str]:
+def part_problems(part: str, reader: Reader = INSTALLED) -> list[str]:
+    """Return one line for everything that one of `PARTS` needs and that differs."""
+    wrapped, names = PARTS[part]
+    return signatures.differences(wrapped, names, wrapped, reader)
+
+
+def tail_problems() -> list[str]:
     """Return one line for everything that a tail of copied text needs and that differs."""
-    return signatures.differences(TAIL, _TAIL_NAMES, TAIL, reader)
+    return part_problems("tail")
 
 
 def nearest(reader: Reader = INSTALLED) -> tuple[str, list[str]]:

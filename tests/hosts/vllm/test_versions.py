@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 
-from integration.vllm.signatures import Wheel, main, stored
+from integration.vllm.signatures import Wheel, main, report, stored
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.versions import (
     NAMES,
+    PARTS,
     REPLACED,
     SAMPLE_DRAFT,
     SIGNATURES,
@@ -23,6 +24,7 @@ from mtp_plugin.hosts.vllm.versions import (
     fitting_module,
     mismatch,
     nearest,
+    part_problems,
     release,
     replaces,
     where_tested,
@@ -174,6 +176,16 @@ def test_versions_of_vllm_that_fit() -> None:
         assert len(problems) == len(methods)
         for problem, method in zip(problems, methods, strict=True):
             assert problem.partition("(")[0].partition(" ")[0].endswith(method)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_parts_that_an_engine_can_do_without_are_compared(part: str) -> None:
+    versions = stored()
+    assert [part_problems(part, versions[name]) for name in ("0.32.0", "0.33.0")] == [[], []]
+    fits, *problems = report("0.34.0", Recorded())  # without any of them
+    assert fits == "vllm 0.34.0: v32 fits"
+    for target in PARTS[part][0]:
+        assert f"  {part}: {target.replace(':', '.')} is missing" in problems
 
 
 WHEEL = {

@@ -97,6 +97,10 @@ def test_the_wrapped_methods_are_the_documented_ones() -> None:
     assert list(WORKER) == [LOAD_MODEL, *WRAPPED_IN_WORKERS]
     for signatures in SIGNATURES.values():
         assert {*START, *WORKER} <= signatures.keys()
+    assert DRAFT_LOOP.keys() <= SIGNATURES["v24"].keys()
+    parts = (TAIL, DRAFT_LENGTHS, GRAPHS, NEW_WEIGHTS, FRONT_END)
+    compared = [target for wrapped, _ in versions.PARTS.values() for target in wrapped]
+    assert sorted(compared) == sorted(target for part in parts for target in part)
     readme = PAGE.read_text(encoding="utf-8")
     tables = (START, WORKER, DRAFT_LOOP, TAIL, NEW_WEIGHTS, FRONT_END, DRAFT_LENGTHS, GRAPHS)
     for target in (target for table in tables for target in table):
