@@ -18,15 +18,11 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, Accepted, to_device
 from mtp_plugin.speculative.rows.options import EngineSettings
 from mtp_plugin.speculative.rows.request_slots import RequestSlots
-from mtp_plugin.speculative.rows.row_ops import TILINGS, DraftRows, RowOps, StepRows
+from mtp_plugin.speculative.rows.row_ops import WARM_UP_ROWS, DraftRows, RowOps, StepRows
 
 _logger = logging.getLogger("sglang.srt.mtp_plugin")
 _MARK = 1e30
 """Logit of a sampled draft: SGLang's own argmax takes it. Finite, since a softmax may follow."""
-
-
-_WARM_UP_ROWS = (1, 2, *TILINGS[1:])
-"""`TILINGS`, and 2: the drafts of one request alone are not aligned."""
 
 
 class Engine:
@@ -112,7 +108,7 @@ class Engine:
     def launch_kernels(self) -> None:
         """Launch the kernels of all batch sizes on rows of zeros of the row of padding."""
         width, most = len(self._offsets), len(self._prefill_lens)
-        for count in [count for count in _WARM_UP_ROWS if count <= most * width]:
+        for count in [count for count in WARM_UP_ROWS if count <= most * width]:
             slots = self._offsets.new_zeros(count)
             self.follow_phase(
                 self._ops.sample(self._zeros(count, self._vocab), slots, slots),

@@ -12,7 +12,7 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.early_compile import CompileJob, request_launches
 from mtp_plugin.speculative.rows.options import EngineSettings
 from mtp_plugin.speculative.rows.request_slots import RequestSlots
-from mtp_plugin.speculative.rows.row_ops import TILINGS, RowOps, StepRows
+from mtp_plugin.speculative.rows.row_ops import WARM_UP_ROWS, RowOps, StepRows
 
 VOCAB_PADDING = 64
 """vLLM pads the rows of logits to a multiple of this many columns."""
@@ -37,31 +37,37 @@ def start(
     model, spec = vllm_config.model_config, vllm_config.speculative_config
     num_drafts = 0 if spec is None else spec.num_speculative_tokens
     most = vllm_config.scheduler_config.max_num_seqs * (num_drafts + 1)
-    tilings = tuple(rows for rows in TILINGS if rows <= most)
+    counts = tuple(rows for rows in WARM_UP_ROWS if rows <= most)
     dtypes = tuple(dict.fromkeys((str(model.dtype).removeprefix("torch."), "float32")))
     draft_vocab = None
     if (ids := settings.draft_ids) is not None:
         draft_vocab = len(ids), settings.most_draft_columns, not isinstance(ids, range)
-    arguments = dtypes, tilings, model.get_vocab_size(), num_drafts, draft_vocab
+    options = settings.options
+    thinking = (options.thinking_begin_token, options.thinking_end_token)
+    arguments = dtypes, counts, model.get_vocab_size(), num_drafts, draft_vocab, thinking
     request = request_launches(launch_kernels, *arguments, capability=capability)
     _of_worker = CompileJob([request], niceness=NICENESS, starts=is_first_rank)
 
 
 def launch_kernels(
     dtypes: tuple[str, ...],
-    tilings: tuple[int, ...],
+    counts: tuple[int, ...],
     vocab: int,
     num_drafts: int,
     draft_vocab: tuple[int, int, bool] | None,
+    thinking: tuple[int | None, int | None],
 ) -> None:
-    """Launch the kernels of `RowOps` once per tiling, in a dry run without a GPU.
+    """Launch the kernels of `RowOps`, in a dry run without a GPU.
 
     Args:
+        counts: of `WARM_UP_ROWS`.
         draft_vocab: number of ids that may be drafted, columns of their logits with padding, and
             whether the ids are listed.
+        thinking: token ids that begin and end the thinking phase, by which kernels differ.
     """
-    width, most = num_drafts + 1, max(tilings)
-    settings, device = EngineSettings(VllmOptions(), num_drafts), torch.device("cpu")
+    width, most = num_drafts + 1, max(counts)
+    options = VllmOptions(thinking_begin_token=thinking[0], thinking_end_token=thinking[1])
+    settings, device = EngineSettings(options, num_drafts), torch.device("cpu")
     ops = RowOps(RequestSlots(most, device, settings), settings, Backend.TRITON, vocab)
     padded = -(-vocab // VOCAB_PADDING) * VOCAB_PADDING
     # memory that nothing writes takes none
@@ -72,7 +78,7 @@ def launch_kernels(
     draft_ids = torch.arange(num_drafted, dtype=torch.int32) if is_listed else None
     for dtype in dtypes:
         all_logits = memory.view(getattr(torch, dtype))[: len(memory)].view(-1, padded)[:, :vocab]
-        for rows in tilings:
+        for rows in counts:
             logits = all_logits[: rows * width]
             ops.sample(logits[:rows], indices[:rows], positions[:rows])
             if num_drafted:

@@ -28,8 +28,9 @@ from mtp_plugin.speculative.verification import (
 )
 from mtp_plugin.verifications import codes, custom_codes
 
-TILINGS = (1, 24, 34, 192, 265, 512)
-"""The least numbers of rows from which the sampling kernels are tiled differently."""
+WARM_UP_ROWS = (1, 2, 24, 34, 192, 265, 512)
+"""Numbers of rows, and of requests, for which all kernels are compiled: the least ones from which
+the sampling kernels are tiled differently, and 2, as the drafts of one request are not aligned."""
 
 _COUPLED = frozenset(("coupled",))
 

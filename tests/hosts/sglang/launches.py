@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -14,9 +15,8 @@ import torch
 from mtp_plugin.hosts.sglang.engine import Engine
 from mtp_plugin.hosts.sglang.options import SglangOptions
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.early_compile import record_launches
 from mtp_plugin.speculative.rows.options import EngineSettings
-from tests.compiled.compiler import absent_gpu
+from tests.hosts.launches import compare
 
 THINKING = {"thinking_begin_token": 3, "thinking_end_token": 4, "relaxed_topk": 5}
 ENGINES = {
@@ -59,12 +59,8 @@ def main() -> None:
     report = {}
     for name, (vocab, drafts, options, token_map) in ENGINES.items():
         engine = make_engine(vocab, drafts, options, token_map)
-        with absent_gpu(90):
-            with record_launches() as warm_up:
-                engine.launch_kernels()
-            with record_launches() as later:
-                run_steps(engine, vocab, drafts, token_map)
-        report[name] = {"warm_up": sorted(warm_up), "later": sorted(later)}
+        steps = partial(run_steps, engine, vocab, drafts, token_map)
+        report[name] = compare(engine.launch_kernels, steps)
     sys.stdout.write(json.dumps(report))
 
 

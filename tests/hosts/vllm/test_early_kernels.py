@@ -72,7 +72,7 @@ def test_launches_that_fail_are_marked(
     cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Other ranks wait for the mark."""
-    monkeypatch.setattr(early_kernels, "TILINGS", (0,))  # no rows: an error
+    monkeypatch.setattr(early_kernels, "WARM_UP_ROWS", (0,))  # no rows: an error
     assert start(monkeypatch).wait() < 60
     assert "ended with status 1" in caplog.text
     assert start(monkeypatch, is_first_rank=False).is_done

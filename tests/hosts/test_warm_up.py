@@ -1,4 +1,4 @@
-"""No request waits until a kernel is compiled: the warm-up launches all of them."""
+"""No request waits until a kernel is compiled: what is compiled before has all of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from tests.no_interpreter import run_module
 pytest.importorskip("triton")
 
 
-def test_the_warm_up_launches_the_kernels_of_all_batches() -> None:
-    engines = run_module("tests.hosts.sglang.launches")
+@pytest.mark.parametrize("host", ["sglang", "vllm"])
+def test_the_warm_up_launches_the_kernels_of_all_batches(host: str) -> None:
+    engines = run_module(f"tests.hosts.{host}.launches")
     for name, launches in engines.items():
         assert launches["later"], name
         assert set(launches["later"]) <= set(launches["warm_up"]), name
