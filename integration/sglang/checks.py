@@ -21,6 +21,8 @@ SAMPLES = 4096
 EXECUTOR_KINDS = ("greedy", "temperature", "top_p", "top_k", "min_p", "bias", "all_options")
 """Cases whose options the embedded executor has, with one output."""
 SECONDS = 300.0
+SOAKED, GRACE = 2000, 60.0
+"""Different requests of a soak; seconds in which it has to end."""
 _SAME_NAME = ("temperature", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "ignore_eos")
 
 
@@ -40,6 +42,8 @@ def random_requests(
         structure = given.get("structured_outputs", {})
         if grammars and "regex" in structure:
             params["regex"] = structure["regex"]
+        if "stop" in params:  # SGLang looks for it first, also after a stop token of the same step
+            params["ignore_eos"] = True
         made.append({"input_ids": rng.choice(prompts), "sampling_params": params})
     return made
 
@@ -51,30 +55,47 @@ def compare_random(proof: Any, prompts: Prompts) -> None:
     proof.compare_engines("random", requests)
 
 
-def compare_executor(proof: Any, cases: dict[str, list[Request]]) -> None:
+class Executor:
+    """The embedded executor in a process of its own, which begins at once with all cases."""
+
+    def __init__(self, dtype: str, cases: dict[str, list[Request]]) -> None:
+        self.cases = cases
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_run_executor, args=(theirs, dtype, cases))
+        self._process.start()
+        theirs.close()
+
+    def result(self, seconds: float) -> list[list[int]]:
+        """Return the tokens of the next case."""
+        try:
+            if not self._pipe.poll(seconds):
+                raise EngineError(f"the embedded executor does not answer after {seconds:.0f} s")
+            is_ok, found = self._pipe.recv()
+        except EOFError:
+            is_ok, found = False, "ended"
+        if not is_ok:
+            raise EngineError(f"the embedded executor: {found}")
+        tokens: list[list[int]] = found
+        return tokens
+
+    def stop(self) -> None:
+        """End the process."""
+        self._process.kill()
+        self._process.join()
+
+
+def compare_executor(proof: Any, executor: Executor) -> None:
     """Compare the engine without drafts with the embedded executor, for the same seeds."""
-    context = multiprocessing.get_context("spawn")
-    theirs, ours = context.Pipe()
-    process = context.Process(target=_run_executor, args=(theirs, proof.given.dtype, cases))
-    process.start()
-    try:
-        for case, requests in cases.items():
-            if not ours.poll(SECONDS):
-                raise EngineError("the embedded executor does not answer")
-            is_ok, found = ours.recv()
-            if not is_ok:
-                raise EngineError(f"the embedded executor: {found}")
-            expected = proof.engines["k0"].call("run", SECONDS, requests=requests)
-            # reasons are written otherwise
-            found = [
-                {"tokens": [tokens], "finish": output.get("finish")}
-                for tokens, output in zip(found, expected, strict=True)
-            ]
-            report = proof.compare(f"{case}, executor", requests, expected, found)
-            proof.result.setdefault("executor", {})[case] = report
-    finally:
-        process.kill()
-        process.join()
+    for case, requests in executor.cases.items():
+        expected = proof.engines["k0"].call("run", SECONDS, requests=requests)
+        # reasons are written otherwise
+        found = [
+            {"tokens": [tokens], "finish": output.get("finish")}
+            for tokens, output in zip(executor.result(SECONDS), expected, strict=True)
+        ]
+        report = proof.compare(f"{case}, executor", requests, expected, found)
+        proof.result.setdefault("executor", {})[case] = report
 
 
 def _run_executor(pipe: Any, dtype: str, cases: dict[str, list[Request]]) -> None:
@@ -150,34 +171,33 @@ def compare_distributions(proof: Any, prompt: list[int], samples: int) -> None:
 
 def find_defects(proof: Any, requests: list[Request]) -> None:
     """Check that the comparison finds each planted defect."""
-    expected = proof.engines["k0"].call("run", SECONDS, requests=requests)
-    for name, engine in proof.engines.items():
-        if name.startswith("defect-"):
-            # the second time, slots have had another request
-            engine.call("run", SECONDS, requests=requests[::-1])
-            found = engine.call("run", SECONDS, requests=requests)
-            report = proof.compare(name, requests, expected, found, keeps=False)
-            report["found"] = report["different"]
-            report["different"] = int(not report["found"])  # the proof fails if it is not found
-            proof.result.setdefault("defects", {})[name.removeprefix("defect-")] = report
+    names = [name for name in proof.engines if name.startswith("defect-")]
+    proof.run_all(names, requests[::-1])  # the second time, slots have had another request
+    outputs = proof.run_all(["k0", *names], requests)
+    for name in names:
+        report = proof.compare(name, requests, outputs["k0"], outputs[name], keeps=False)
+        report["found"] = report["different"]
+        report["different"] = int(not report["found"])  # the proof fails if it is not found
+        proof.result.setdefault("defects", {})[name.removeprefix("defect-")] = report
 
 
 def soak(proof: Any, prompts: Prompts) -> None:
     """Serve random traffic with aborts in few slots and a small cache for ``--seconds``, compare
     its outputs, and let SGLang check its pools when it is idle."""
     seconds, grammars = proof.given.seconds, proof.given.grammar != "none"
-    requests = random_requests(prompts, 4000, longest=96, grammars=grammars, seed=9)
+    requests = random_requests(prompts, SOAKED, longest=96, grammars=grammars, seed=9)
     engine = proof.engines["soak"]
-    served = engine.call("soak", seconds + SECONDS, requests=requests, seconds=seconds, seed=1)
-    kept = [(number, output) for number, output in served if not output["aborted"]]
-    chosen = [requests[number % len(requests)] for number, _ in kept]
-    expected: list[Any] = []
-    for first in range(0, len(chosen), 256):
-        part = chosen[first : first + 256]
-        expected += proof.engines["k0"].call("run", SECONDS, requests=part)
+    engine.send("soak", requests=requests, seconds=seconds, seed=1)
+    known: list[Any] = []
+    for first in range(0, SOAKED, 256):  # meanwhile
+        part = requests[first : first + 256]
+        known += proof.engines["k0"].call("run", SECONDS, requests=part)
+    served = engine.result(seconds + GRACE)
+    kept = [(number % SOAKED, output) for number, output in served if not output["aborted"]]
+    chosen, expected = [requests[i] for i, _ in kept], [known[i] for i, _ in kept]
     report = proof.compare("soak", chosen, expected, [output for _, output in kept])
     leaks = engine.log_lines("leak detected")
-    again = engine.call("run", SECONDS, requests=chosen[:4])  # it ended if a slot leaked
+    again = engine.call("run", GRACE, requests=chosen[:4])  # it ended if a slot leaked
     report |= {
         "seconds": seconds,
         "requests": len(served),

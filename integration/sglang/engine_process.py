@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -22,6 +23,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 CHECKPOINT = ROOT / "integration" / "tiny_model" / "checkpoint"
 START_SECONDS = 420.0
+SETTLING, LEAST_STEPS = 4, 10
+"""Outputs after which no prefill of another request of the batch is left; timed steps."""
 _ENTRY_POINTS = {
     "mtp_plugin": "mtp_plugin.hosts.sglang:register",
     "mtp_plugin_defects": "integration.sglang.defects:register",
@@ -94,6 +97,7 @@ class EngineProcess:
         arguments = (theirs, str(self.log), options, plugin, environment or {})
         self._process = context.Process(target=_serve, args=arguments)  # it starts processes
         self._process.start()
+        theirs.close()  # so that its end is seen
 
     def call(self, command: str, seconds: float, **arguments: Any) -> Any:
         """Run a command and return its result.
@@ -105,19 +109,26 @@ class EngineProcess:
         return self.result(seconds)
 
     def send(self, command: str, **arguments: Any) -> None:
-        """Begin a command."""
-        self._pipe.send((command, arguments))
+        """Begin a command.
+
+        Raises:
+            EngineError: the engine ended.
+        """
+        try:
+            self._pipe.send((command, arguments))
+        except OSError:
+            raise EngineError(f"{self.name} ended:\n{self.tail()}") from None
 
     def result(self, seconds: float) -> Any:
-        """Return the result of the command that `send` began; see `call`."""
-        end = time.monotonic() + seconds
-        while not self._pipe.poll(1.0):
-            if time.monotonic() > end or not self._process.is_alive():
-                what = "does not answer" if self._process.is_alive() else "ended"
-                raise EngineError(f"{self.name} {what}:\n{self.tail()}")
+        """Return the result of the command that `send` began; see `call`. An engine that does not
+        answer is ended."""
         try:
+            if not self._pipe.poll(seconds):
+                tail = self.tail()
+                self.stop()
+                raise EngineError(f"{self.name} does not answer after {seconds:.0f} s:\n{tail}")
             is_ok, value = self._pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             raise EngineError(f"{self.name} ended:\n{self.tail()}") from None
         if not is_ok:
             raise EngineError(f"{self.name}: {value}\n{self.tail()}")
@@ -136,14 +147,9 @@ class EngineProcess:
     def stop(self) -> None:
         """End the engine and the processes that it started."""
         if self._process.is_alive():
-            try:
-                self._pipe.send(("stop", {}))
-                self._process.join(30)
-            except OSError:
-                pass
-        if self._process.is_alive():
             _kill_tree(self._process.pid)
         self._process.join(10)
+        self._pipe.close()
 
 
 def _kill_tree(pid: int | None) -> None:
@@ -184,13 +190,12 @@ def _serve(
         pipe.send((False, traceback.format_exc()))
         return
     commands = {"run": _run, "storm": _storm, "soak": _soak, "steps": _steps}
-    while (message := pipe.recv())[0] != "stop":
-        command, arguments = message
+    while True:  # until it is killed
+        command, arguments = pipe.recv()
         try:
             pipe.send((True, commands[command](engine, **arguments)))
         except Exception:
             pipe.send((False, traceback.format_exc()))
-    engine.shutdown()
 
 
 def _run(engine: Any, requests: list[dict[str, Any]]) -> list[Any]:
@@ -284,23 +289,31 @@ def _soak(engine: Any, requests: list[dict[str, Any]], seconds: float, seed: int
 
 
 def _steps(engine: Any, requests: list[dict[str, Any]]) -> dict[str, Any]:
-    """Serve one batch; return the times between outputs of its first request while all run, in
-    milliseconds, and their median."""
+    """Serve one batch; return the median time between outputs of its last request while all run, in
+    milliseconds.
+
+    That request alone is streamed, so that the front end, which handles streams one by one, does
+    not take longer for a step than the GPU.
+    """
 
     async def serve() -> list[float]:
-        times: list[list[float]] = [[] for _ in requests]
+        times: list[float] = []
+        ends: list[float] = []
 
-        async def one(index: int) -> None:
-            stream = await engine.async_generate(**requests[index], stream=True)
+        async def watched() -> None:
+            stream = await engine.async_generate(**requests[-1], stream=True)
             async for _ in stream:
-                times[index].append(time.perf_counter())
+                times.append(time.perf_counter())
 
-        await asyncio.gather(*(one(i) for i in range(len(requests))))
-        begin, end = max(each[0] for each in times), min(each[-1] for each in times)
-        return [at for at in times[0] if begin < at < end]
+        async def other(request: dict[str, Any]) -> None:
+            await engine.async_generate(**request)
+            ends.append(time.perf_counter())
+
+        await asyncio.gather(*map(other, requests[:-1]), watched())
+        return [at for at in times[SETTLING:] if at < min(ends, default=math.inf)]
 
     times = engine.loop.run_until_complete(serve())
     step_ms = [1000 * (b - a) for a, b in itertools.pairwise(times)]
-    if not step_ms:
-        raise EngineError("no step in which all requests generate")
+    if len(step_ms) < LEAST_STEPS:
+        raise EngineError(f"only {len(step_ms)} steps in which all requests generate")
     return {"median_ms": round(statistics.median(step_ms), 3), "steps": len(step_ms)}

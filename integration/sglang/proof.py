@@ -19,15 +19,14 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import platform
 import random
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from integration.bench.machine import describe_machine, store
 from integration.sglang import checks
 from integration.sglang.defects import DEFECTS, VARIABLE
 from integration.sglang.engine_process import (
@@ -93,6 +92,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--attention", default="triton", help="attention backend")
     parser.add_argument("--alone", action="store_true", help="also SGLang without the plugin")
     parser.add_argument("--in-turn", action="store_true", help="start engines one after the other")
+    parser.add_argument(
+        "--port", type=int, default=21000, help="first port: two per engine, for runs side by side"
+    )
     parser.add_argument("--commit", help="of the result, where git does not know it")
     parser.add_argument("--plugin", default="{}", help="options of the plugin")
     parser.add_argument("--options", type=json.loads, default={}, help="more options of engines")
@@ -104,15 +106,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         proof.run()
     except EngineError as error:
-        proof.result["error"] = str(error)
+        proof.result.setdefault("errors", {})["start"] = str(error)
         sys.stderr.write(f"{error}\n")
     finally:
         proof.stop()
-    result = proof.finished()
-    text = json.dumps(result, indent=1)
-    if given.json is not None:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(f"{text}\n")
+    result = proof.store()
     sys.stdout.write(f"{json.dumps({k: v for k, v in result.items() if k != 'differences'})}\n")
     return 0 if result["matched"] else 1
 
@@ -124,7 +122,12 @@ class Proof:
         self.given = given
         self.engines: dict[str, EngineProcess] = {}
         self.drafts = [int(k) for k in given.drafts.split(",")]
-        self.result: dict[str, Any] = {"what": describe(given), "differences": []}
+        self.executor: checks.Executor | None = None
+        self.result: dict[str, Any] = {
+            "kind": "sglang-proof",
+            **describe(given),
+            "differences": [],
+        }
 
     def run(self) -> None:
         """Start all engines, then serve and compare."""
@@ -141,7 +144,9 @@ class Proof:
             "disable_radix_cache": True,
             "random_seed": 0,
             "log_level": "info",
-            "cuda_graph_max_bs_decode": 64,
+            # some sizes, of which batches are padded to the next one: all of them take longer
+            "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 48, 64],
+            "cuda_graph_bs_prefill": [16, 64, 256, 1024, 2048],
             **given.options,
         }
         first = self.drafts[0]
@@ -165,8 +170,11 @@ class Proof:
                 (f"defect-{name}", first, True, {"max_running_requests": 16}, {VARIABLE: name})
                 for name in DEFECTS
             ]
+        kinds = {kind: cases_requests({kind: CASES[kind]}) for kind in checks.EXECUTOR_KINDS}
+        if "executor" in given.only:
+            self.executor = checks.Executor(given.dtype, kinds)
         for index, (name, drafts, is_on, more, environment) in enumerate(wanted):
-            port = {"port": 30000 + 1000 * index}
+            port = ports(given.port, index)
             self.engines[name] = EngineProcess(
                 name,
                 given.folder,
@@ -184,23 +192,27 @@ class Proof:
             lines = self.engines[name].log_lines("mtp_plugin on: verification")
             if bool(lines) != is_on:
                 raise EngineError(f"{name}: expected the line 'mtp_plugin on' {is_on}: {lines}")
-        prompts = _prompts()
-        if "storm" in given.only:
-            self._storm()
-        if "cases" in given.only:
-            self._cases()
-        if "random" in given.only:
-            checks.compare_random(self, prompts)
-        if "executor" in given.only:
-            kinds = {kind: cases_requests({kind: CASES[kind]}) for kind in checks.EXECUTOR_KINDS}
-            checks.compare_executor(self, kinds)
-        if "chi_square" in given.only:
-            checks.compare_distributions(self, prompts[0], given.samples)
-        if "defects" in given.only:
-            kinds = {kind: CASES[kind] for kind in ("temperature", "min_p")}
-            checks.find_defects(self, cases_requests(kinds))
-        if "soak" in given.only:
-            checks.soak(self, prompts)
+        prompts, defects = _prompts(), {kind: CASES[kind] for kind in ("temperature", "min_p")}
+        run: dict[str, Callable[[], None]] = {
+            "storm": self._storm,
+            "cases": self._cases,
+            "random": lambda: checks.compare_random(self, prompts),
+            "chi_square": lambda: checks.compare_distributions(self, prompts[0], given.samples),
+            "defects": lambda: checks.find_defects(self, cases_requests(defects)),
+            "executor": lambda: checks.compare_executor(self, self.executor),
+            "soak": lambda: checks.soak(self, prompts),
+        }
+        for check in [check for check in run if check in given.only]:
+            started = time.monotonic()
+            try:
+                run[check]()
+            except EngineError as error:
+                self.result.setdefault("errors", {})[check] = str(error)
+                sys.stderr.write(f"{check}: {error}\n")
+            seconds = round(time.monotonic() - started, 1)
+            self.result.setdefault("seconds", {})[check] = seconds
+            sys.stderr.write(f"{check} took {seconds} s\n")
+            self.store()  # what follows may be cut off
 
     def _started(self, name: str) -> None:
         seconds = self.engines[name].result(START_SECONDS)
@@ -244,9 +256,7 @@ class Proof:
         names = [name for name in self.engines if not name.startswith(others)]
         for case, options in cases.items():
             requests = cases_requests({case: options})
-            for name in names:
-                self.engines[name].send("run", requests=requests)
-            outputs = {name: self.engines[name].result(300.0) for name in names}
+            outputs = self.run_all(names, requests)
             reports = self.result.setdefault("cases", {}).setdefault(case, {})
             for name in names:
                 if name == "k0":
@@ -269,11 +279,17 @@ class Proof:
 
     def compare_engines(self, what: str, requests: list[dict[str, Any]]) -> None:
         """Compare each engine with drafts with the one without."""
-        expected = self.engines["k0"].call("run", 300.0, requests=requests)
-        for name in [f"k{k}" for k in self.drafts]:
-            found = self.engines[name].call("run", 300.0, requests=requests)
-            report = self.compare(f"{what}, {name}", requests, expected, found)
+        names = [f"k{k}" for k in self.drafts]
+        outputs = self.run_all(["k0", *names], requests)
+        for name in names:
+            report = self.compare(f"{what}, {name}", requests, outputs["k0"], outputs[name])
             self.result.setdefault(what, {})[name] = report
+
+    def run_all(self, names: list[str], requests: list[dict[str, Any]]) -> dict[str, list[Any]]:
+        """Return the outputs of engines that serve the same requests at the same time."""
+        for name in names:
+            self.engines[name].send("run", requests=requests)
+        return {name: self.engines[name].result(checks.SECONDS) for name in names}
 
     def compare(
         self,
@@ -290,6 +306,7 @@ class Proof:
             counts: whether differences are looked into. keeps: whether their details are kept.
         """
         report = {"compared": 0, "equal": 0, "ties": 0, "different": 0}
+        unclear: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for request, left, right in zip(requests, expected, found, strict=True):
             outputs = max(len(left.get("tokens", ())), len(right.get("tokens", ())), 1)
             for index in range(outputs):
@@ -304,31 +321,40 @@ class Proof:
                     "found": two,
                     "errors": [left.get("error"), right.get("error")],
                 }
+                report["different"] += 1
                 if counts and one is not None and two is not None:
-                    is_tie = self._is_tie(request, index, one[0], two[0], details)
-                    report["ties" if is_tie else "different"] += 1
-                    details["is_tie"] = is_tie
-                else:
-                    report["different"] += 1
+                    details["is_tie"] = False
+                    again = self._again(request, index, one[0], two[0], details)
+                    if again is not None:
+                        unclear.append((details, again))
                 if counts and keeps:
                     self.result["differences"].append(details)
+        if unclear:
+            requests = [again for _, again in unclear]
+            outputs = self.engines["k0"].call("run", checks.SECONDS, requests=requests)
+            for (details, _), output in zip(unclear, outputs, strict=True):
+                wanted = details["found"][0][details["at"]]
+                details["is_tie"] = output.get("tokens") == [[wanted]]
+                report["ties"] += details["is_tie"]
+                report["different"] -= details["is_tie"]
         return report
 
-    def _is_tie(
+    def _again(
         self,
         request: dict[str, Any],
         index: int,
         one: list[int],
         two: list[int],
         details: dict[str, Any],
-    ) -> bool:
-        """Whether the engine without drafts samples the other token with its logit raised."""
+    ) -> dict[str, Any] | None:
+        """Return the request of the first other token, with its logit raised: where the engine
+        without drafts samples it, it is a near tie. None: no token differs."""
         at = next(
             (i for i, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), None
         )
         details["at"] = at
         if at is None:
-            return False
+            return None
         options = {**request["sampling_params"], "max_new_tokens": 1, "n": 1}
         options.pop("stop", None)
         options.pop("regex", None)  # it would begin again; both tokens are allowed
@@ -341,14 +367,18 @@ class Proof:
         bias[one[at]] = bias.get(one[at], 0.0) - half
         options["logit_bias"] = {str(k): v for k, v in bias.items()}
         prompt = [*request["input_ids"], *one[:at]]
-        again = {"input_ids": prompt, "sampling_params": options}
-        output = self.engines["k0"].call("run", 120.0, requests=[again])[0]
-        return output.get("tokens") == [[two[at]]]
+        return {"input_ids": prompt, "sampling_params": options}
 
     def stop(self) -> None:
         """End all engines."""
-        for engine in self.engines.values():
+        for engine in filter(None, [self.executor, *self.engines.values()]):
             engine.stop()
+
+    def store(self) -> dict[str, Any]:
+        """Write what was found so far, and return it."""
+        result = self.finished()
+        store(self.given.json, result)
+        return result
 
     def finished(self) -> dict[str, Any]:
         """Return the result with ``matched``."""
@@ -362,7 +392,8 @@ class Proof:
             reports += self.result.get(name, {}).values()
         reports += [self.result[name] for name in ("chi_square", "soak") if name in self.result]
         self.result["matched"] = (
-            "error" not in self.result
+            "errors" not in self.result
+            and all(check in self.result for check in self.given.only)
             and bool(reports)
             and all(r["compared"] and not r["different"] for r in reports)
             and (not storm or storm["retractions"] > 0)
@@ -430,8 +461,13 @@ def _prompts() -> list[list[int]]:
     return [given[i % len(given)][: -(i // len(given)) or None] for i in range(NUM_PROMPTS)]
 
 
+def ports(first: int, index: int) -> dict[str, int]:
+    """Return options of the ports of an engine; no other port is opened on one host."""
+    return {"port": first + 2 * index, "nccl_port": first + 2 * index + 1}
+
+
 def describe(given: argparse.Namespace) -> dict[str, Any]:
-    """Return versions, commit and machine."""
+    """Return what was run, and the machine with versions and commit."""
     import torch
 
     def version(name: str) -> str | None:
@@ -440,18 +476,14 @@ def describe(given: argparse.Namespace) -> dict[str, Any]:
         except importlib.metadata.PackageNotFoundError:
             return None
 
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
-    ).stdout.strip()
-    names = ("sglang", "sglang-kernel", "torch", "triton", "flashinfer-python", "transformers")
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = ("sglang", "sglang-kernel", "flashinfer-python", "transformers")
+    machine = describe_machine(device) | {name: version(name) for name in names}
     return {
         "command": [*sys.argv[1:]],
         "dtype": given.dtype,
         "margin": given.margin,
-        "versions": {name: version(name) for name in names},
-        "commit": given.commit or commit or None,
-        "machine": {"gpu": gpu, "python": platform.python_version()},
+        "machine": machine | ({"commit": given.commit} if given.commit else {}),
     }
 
 

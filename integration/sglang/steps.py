@@ -2,7 +2,9 @@
 
 Random weights in bfloat16 of the 8gb shape, K = 3, the same simulated acceptance in both engines,
 which take turns on one GPU: batches in ascending order, then in descending order, and so on. Each
-turn gives a ratio to SGLang's step of the same turn; the median with quartiles is reported.
+turn gives a ratio to SGLang's step of the same turn; the median with quartiles is reported. For
+greedy requests the plugin's simulation also takes an argmax of all rows, which SGLang's own step
+has anyway.
 """
 
 from __future__ import annotations
@@ -11,13 +13,15 @@ import argparse
 import json
 import random
 import statistics
+import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from integration.bench.machine import store
 from integration.sglang.engine_process import START_SECONDS, EngineError, EngineProcess, prepare
-from integration.sglang.proof import describe
+from integration.sglang.proof import describe, ports
 from integration.vllm.steps import ACCEPTANCE, ISL, NUM_DRAFTS, OSL, SAMPLING, SHAPE, ratio
 
 ENGINES: dict[str, str | None] = {"sglang": None, "plugin": "{}"}
@@ -26,7 +30,13 @@ SIMULATION = {
     "SGLANG_SIMULATE_ACC_LEN": str(round(1 + sum(ACCEPTANCE), 3)),
     "SGLANG_SIMULATE_ACC_TOKEN_MODE": "real-draft-token",
 }
-SECONDS = 300.0
+SECONDS = 120.0
+BUILD = "import flashinfer.sampling as s; s.get_sampling_module()"
+"""Compiles the kernels with which SGLang samples, before it would at its first request."""
+TIMED = (
+    "milliseconds between two outputs of one request, which alone is streamed, while the whole "
+    "batch generates; medians of turns, in which the engines run one after the other"
+)
 
 
 def measure(given: argparse.Namespace) -> dict[str, Any]:
@@ -43,12 +53,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         "attention_backend": given.attention,
         "sampling_backend": "flashinfer",
         "grammar_backend": "none",
-        "mem_fraction_static": 0.4,  # of what is free when each starts
+        "mem_fraction_static": 0.7,  # of what is free; both start together, the cache is limited
         "max_running_requests": max(given.batches),
         "max_total_tokens": 2 * max(given.batches) * (ISL + OSL),
-        "cuda_graph_max_bs_decode": max(given.batches),
+        "cuda_graph_bs_decode": sorted(given.batches),
+        "disable_prefill_cuda_graph": True,
         "disable_radix_cache": True,
         "random_seed": 0,
+        "log_level": "info",
         "stream_interval": 1,
         **given.options,
     }
@@ -56,10 +68,15 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     found: dict[str, Any] = {"seconds_to_start": {}, "step_ms": {}, "ratio": {}}
     try:
         for index, (name, plugin) in enumerate(ENGINES.items()):
-            port = {"port": 30000 + 1000 * index}
-            arguments = given.folder, {**options, **port}, NUM_DRAFTS, plugin, SIMULATION
+            more = {**options, **ports(given.port, index)}
+            arguments = given.folder, more, NUM_DRAFTS, plugin, SIMULATION
             engines[name] = EngineProcess(name, *arguments)
-            found["seconds_to_start"][name] = engines[name].result(START_SECONDS)
+        if options["sampling_backend"] == "flashinfer":
+            build_sampling()
+        for name, engine in engines.items():
+            found["seconds_to_start"][name] = engine.result(START_SECONDS)
+            sys.stderr.write(f"{name} is ready after {found['seconds_to_start'][name]} s\n")
+        expect_plugin(engines)
         for label, sampling in SAMPLING.items():
             times = take_turns(engines, sampling, given.batches, given.turns)
             found["step_ms"][label] = {
@@ -69,10 +86,36 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             found["ratio"][label] = [
                 ratio(times["plugin"][b], times["sglang"][b]) for b in given.batches
             ]
+            sys.stderr.write(f"{label}: {found['step_ms'][label]} ms, {found['ratio'][label]}\n")
     finally:
         for engine in engines.values():
             engine.stop()
     return found
+
+
+def build_sampling() -> None:
+    """Compile FlashInfer's sampling, which takes a minute or more with an empty cache.
+
+    Raises:
+        EngineError: it cannot be compiled here.
+    """
+    built = subprocess.run(
+        [sys.executable, "-c", BUILD], capture_output=True, text=True, check=False
+    )
+    if built.returncode:
+        raise EngineError(
+            "FlashInfer's sampling cannot be compiled (nvcc and ninja are needed), with which SGLang "
+            f"applies top_p:\n"
+            f"{built.stdout[-2000:]}{built.stderr[-4000:]}"
+        )
+
+
+def expect_plugin(engines: dict[str, EngineProcess]) -> None:
+    """Check that one engine has the plugin and the other has not."""
+    for name, engine in engines.items():
+        lines = engine.log_lines("mtp_plugin on: verification")
+        if bool(lines) != (ENGINES[name] is not None):
+            raise EngineError(f"{name}: lines 'mtp_plugin on' of its log: {lines}")
 
 
 def take_turns(
@@ -110,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--attention", default="triton", help="attention backend")
+    parser.add_argument("--port", type=int, default=22000, help="first of four ports")
     parser.add_argument("--commit", help="of the result, where git does not know it")
     parser.add_argument("--options", type=json.loads, default={}, help="more options of engines")
     given = parser.parse_args(arguments)
@@ -122,7 +166,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{error}\n")
         return 1
     found = {
-        "what": describe(given),
+        "kind": "comparison",
+        "source": "python -m integration.sglang.steps, one run on one GPU",
+        "timed": TIMED,
+        **describe(given),
         "batches": given.batches,
         "turns": given.turns,
         "draft_len": NUM_DRAFTS,
@@ -130,9 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "model": SHAPE,
         **found,
     }
-    if given.json is not None:
-        given.json.parent.mkdir(parents=True, exist_ok=True)
-        given.json.write_text(f"{json.dumps(found, indent=1)}\n")
+    store(given.json, found)
     for label, times in found["step_ms"].items():
         for name, values in times.items():
             sys.stdout.write(f"{label:12} {name:8} {values} ms\n")
