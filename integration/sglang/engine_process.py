@@ -10,11 +10,13 @@ import multiprocessing
 import os
 import random
 import shutil
+import signal
 import statistics
 import sys
 import time
 import traceback
 import uuid
+from contextlib import suppress
 from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -146,24 +148,13 @@ class EngineProcess:
 
     def stop(self) -> None:
         """End the engine and the processes that it started."""
-        if self._process.is_alive():
-            _kill_tree(self._process.pid)
+        pid = self._process.pid
+        if pid is not None:
+            with suppress(ProcessLookupError):  # it ended, or has not begun
+                os.killpg(pid, signal.SIGKILL)
+        self._process.kill()
         self._process.join(10)
         self._pipe.close()
-
-
-def _kill_tree(pid: int | None) -> None:
-    import psutil
-
-    try:
-        process = psutil.Process(pid)
-    except psutil.NoSuchProcess:
-        return
-    for started in [*process.children(recursive=True), process]:
-        try:
-            started.kill()
-        except psutil.NoSuchProcess:
-            continue
 
 
 def _serve(
@@ -173,6 +164,7 @@ def _serve(
     plugin: str | None,
     environment: dict[str, str],
 ) -> None:
+    os.setsid()  # so that `stop` ends what SGLang starts
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)

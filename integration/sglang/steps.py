@@ -104,8 +104,7 @@ def build_sampling() -> None:
     )
     if built.returncode:
         raise EngineError(
-            "FlashInfer's sampling cannot be compiled (nvcc and ninja are needed), with which SGLang "
-            f"applies top_p:\n"
+            "FlashInfer's sampling, with which SGLang applies top_p, cannot be compiled:\n"
             f"{built.stdout[-2000:]}{built.stderr[-4000:]}"
         )
 
