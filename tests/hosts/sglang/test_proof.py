@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from types import SimpleNamespace
 
 import pytest
 
 from integration.sglang import checks, proof, steps
+from integration.sglang.engine_process import EngineError, EngineProcess
 
 
 class Engine:
@@ -118,12 +120,59 @@ def test_a_tie_is_counted_and_named(run):
     assert found.differences[0]["is_tie"]
 
 
+def test_a_check_that_fails_leaves_the_others(run, monkeypatch):
+    def fails(*_):
+        raise EngineError("k3 does not answer")
+
+    monkeypatch.setattr(checks, "compare_random", fails)
+    found = run("--only", "random,cases,defects")
+    assert not found.matched
+    assert found.errors == {"random": "k3 does not answer"}
+    assert found.cases["n"]["k3"]["equal"]
+    assert found.defects["stale_row"]["found"] > 0
+
+
+def test_results_name_their_package(run):
+    found = run("--only", "random")
+    assert found.kind
+    assert found.machine["package_tree"]
+
+
+SERVES = """
+import time
+class Engine:
+    def __init__(self, **options):
+        print("mtp_plugin on", options["port"], flush=True)
+        self.loop = self
+    def run_until_complete(self, coroutine):
+        coroutine.close()
+        time.sleep(60)
+"""
+
+
+def test_an_engine_that_hangs_is_ended_with_its_log(tmp_path, monkeypatch):
+    (tmp_path / "sglang.py").write_text(SERVES)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    engine = EngineProcess("k0", tmp_path, proof.ports(21000, 1), 3, "{}")
+    try:
+        assert engine.result(60) < 5
+        with pytest.raises(EngineError, match="k0 does not answer after 1 s:\nmtp_plugin on 21002"):
+            engine.call("run", 1.0, requests=[])
+        with pytest.raises(EngineError, match="k0 ended"):
+            engine.call("run", 1.0, requests=[])
+    finally:
+        engine.stop()
+
+
 def test_random_requests_have_no_option_that_is_not_compared():
     made = checks.random_requests([[1, 2]], 60, longest=16, grammars=True)
     assert made == checks.random_requests([[1, 2]], 60, longest=16, grammars=True)
     names = {name for request in made for name in request["sampling_params"]}
     assert names >= {"temperature", "top_k", "min_p", "stop", "stop_token_ids", "regex"}
     assert not {name for name in names if "penalty" in name or name.startswith("min_new")}
+    kinds = [request["sampling_params"] for request in made]
+    assert all(kind.get("ignore_eos") for kind in kinds if "stop" in kind)
 
 
 def test_random_requests_are_compared_with_every_engine(run):
