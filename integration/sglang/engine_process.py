@@ -100,6 +100,7 @@ class EngineProcess:
         self._process = context.Process(target=_serve, args=arguments)  # it starts processes
         self._process.start()
         theirs.close()  # so that its end is seen
+        self._number = 0  # of the latest command; the start is 0
 
     def call(self, command: str, seconds: float, **arguments: Any) -> Any:
         """Run a command and return its result.
@@ -116,20 +117,23 @@ class EngineProcess:
         Raises:
             EngineError: the engine ended.
         """
+        self._number += 1
         try:
-            self._pipe.send((command, arguments))
+            self._pipe.send((self._number, command, arguments))
         except OSError:
             raise EngineError(f"{self.name} ended:\n{self.tail()}") from None
 
     def result(self, seconds: float) -> Any:
         """Return the result of the command that `send` began; see `call`. An engine that does not
         answer is ended."""
+        end, number = time.monotonic() + seconds, -1
         try:
-            if not self._pipe.poll(seconds):
-                tail = self.tail()
-                self.stop()
-                raise EngineError(f"{self.name} does not answer after {seconds:.0f} s:\n{tail}")
-            is_ok, value = self._pipe.recv()
+            while number != self._number:  # results of earlier ones may be unread
+                if not self._pipe.poll(max(end - time.monotonic(), 0)):
+                    tail = self.tail()
+                    self.stop()
+                    raise EngineError(f"{self.name} does not answer after {seconds:.0f} s:\n{tail}")
+                number, is_ok, value = self._pipe.recv()
         except (EOFError, OSError):
             raise EngineError(f"{self.name} ended:\n{self.tail()}") from None
         if not is_ok:
@@ -177,17 +181,17 @@ def _serve(
 
         started = time.monotonic()
         engine = sglang.Engine(**options)
-        pipe.send((True, round(time.monotonic() - started, 1)))
+        pipe.send((0, True, round(time.monotonic() - started, 1)))
     except BaseException:
-        pipe.send((False, traceback.format_exc()))
+        pipe.send((0, False, traceback.format_exc()))
         return
     commands = {"run": _run, "storm": _storm, "soak": _soak, "steps": _steps}
     while True:  # until it is killed
-        command, arguments = pipe.recv()
+        number, command, arguments = pipe.recv()
         try:
-            pipe.send((True, commands[command](engine, **arguments)))
+            pipe.send((number, True, commands[command](engine, **arguments)))
         except Exception:
-            pipe.send((False, traceback.format_exc()))
+            pipe.send((number, False, traceback.format_exc()))
 
 
 def _run(engine: Any, requests: list[dict[str, Any]]) -> list[Any]:

@@ -22,6 +22,7 @@ import json
 import random
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -206,9 +207,9 @@ class Proof:
             started = time.monotonic()
             try:
                 run[check]()
-            except EngineError as error:
-                self.result.setdefault("errors", {})[check] = str(error)
-                sys.stderr.write(f"{check}: {error}\n")
+            except Exception:  # the others may still hold
+                self.result.setdefault("errors", {})[check] = traceback.format_exc()
+                traceback.print_exc()
             seconds = round(time.monotonic() - started, 1)
             self.result.setdefault("seconds", {})[check] = seconds
             sys.stderr.write(f"{check} took {seconds} s\n")
