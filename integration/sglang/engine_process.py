@@ -46,6 +46,7 @@ def prepare(folder: Path) -> Path:
             with another configuration. The entry points of planted defects are written there, and
             of the package if it is not installed but on the Python path.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that `finally` ends the engines
     folder = folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     info = folder / "entry_points" / "mtp_plugin_of_proof-0.dist-info"
