@@ -28,6 +28,7 @@ if SHIM.exists() and str(SHIM) not in sys.path:
     runpy.run_path(str(SHIM / "sitecustomize.py"))
 
 import vllm.v1.worker.cpu.shm  # noqa: E402, F401 - replaces pinned memory
+import vllm.v1.worker.gpu.metrics.logits as vllm_logits  # noqa: E402
 import vllm.v1.worker.gpu.sample.sampler as vllm_sampler  # noqa: E402
 import vllm.v1.worker.gpu.sample.states as vllm_states  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
@@ -457,7 +458,7 @@ def test_nans_are_counted_by_request_and_before_processing(
     def count(logits: torch.Tensor) -> torch.Tensor:  # vLLM's kernel needs a GPU
         return logits.isnan().sum(1).to(torch.int32)
 
-    for module in (VERSION, vllm_sampler):
+    for module in (vllm_logits, vllm_sampler):
         monkeypatch.setattr(module, "get_num_nans", count)
     harness = Harness(backend=backend).add(seeded(1, repetition_penalty=1.2), seeded(2))
     logits = make_logits(4)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,6 @@ from typing_extensions import Self
 
 from mtp_plugin.hosts.vllm.copied_tail import CopiedTail
 from mtp_plugin.hosts.vllm.requests import AdmittedOptions, request_facts
-from mtp_plugin.ops.step import Accepted
 from mtp_plugin.speculative.rows.row_ops import RowOps, StepRows, valid_ids
 
 PREFILL = "_mtp_plugin_prefill"
@@ -34,6 +34,7 @@ class SamplerParts:
     sampling_states: Any
     req_states: Any
     logprobs_mode: str
+    compute_nans: bool
 
     @classmethod
     def replacing(cls, sampler: Any, ops: RowOps) -> Self:
@@ -98,27 +99,60 @@ class SamplerParts:
         tokens = valid_ids(self.ops.sample(processed, rows[0], positions))
         return tokens, self.scored(logits, processed, *rows) if return_logprobs else logits
 
-    def verify_rows(
-        self, batch: Any, logits: torch.Tensor, drafts: torch.Tensor, positions: torch.Tensor
-    ) -> Accepted:
-        """Verify the drafts of vLLM's ``InputBatch``.
+    def verify_batch(
+        self,
+        batch: Any,
+        logits: torch.Tensor,
+        drafts: torch.Tensor,
+        positions: torch.Tensor,
+        rows: tuple[Any, ...],
+        score: Callable[..., Any],
+    ) -> Any:
+        """Verify the drafts of vLLM's ``InputBatch``; returns its ``SamplerOutput``.
 
         Args:
-            logits: [N, V] after the logits processors. drafts, positions: [N], see `StepRows`.
+            logits: [N, V] raw logits of the target. drafts, positions: [N], see `StepRows`.
+            rows: arguments of vLLM's ``Sampler.sample`` that describe the rows.
+            score: returns the log-probabilities of (tokens, their numbers [R], logits, the most
+                that a request wants).
         """
-        return self.ops.verify(
-            StepRows(
-                logits,
-                drafts,
-                positions,
-                batch.expanded_idx_mapping,
-                batch.expanded_local_pos,
-                batch.cu_num_logits,
-                batch.idx_mapping,
-                batch.idx_mapping_np,
-                batch.seq_lens[: batch.num_reqs],
-                self.req_states.prefill_len.gpu,
-            )
+        from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
+        from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+        from vllm.v1.worker.gpu.sample.output import SamplerOutput
+        from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
+
+        num_nans = None
+        if self.compute_nans:
+            num_nans = nans_per_request(get_num_nans(logits), batch.cu_num_logits)
+        processed = self.processed(logits, *rows)
+        prefill_lens = self.req_states.prefill_len.gpu
+        step = StepRows(
+            processed,
+            drafts,
+            positions,
+            batch.expanded_idx_mapping,
+            batch.expanded_local_pos,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            batch.idx_mapping_np,
+            batch.seq_lens[: batch.num_reqs],
+            prefill_lens,
+        )
+        accepted = self.ops.verify(step)
+        tokens, num_sampled = valid_ids(accepted.tokens), accepted.num_accepted
+        logprobs = None
+        most = self.sampling_states.max_num_logprobs(batch.idx_mapping_np)
+        if most != NO_LOGPROBS:
+            logprobs = score(tokens, num_sampled, self.scored(logits, processed, *rows), most)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            num_sampled, batch.seq_lens, batch.cu_num_logits, batch.idx_mapping, prefill_lens
+        )
+        return SamplerOutput(
+            sampled_token_ids=tokens,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
         )
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:

@@ -10,24 +10,16 @@ import numpy as np
 import torch
 from vllm import SamplingParams
 from vllm.v1.worker.gpu.attn_utils import build_slot_mappings_by_layer
-from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
-from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logit_bias import apply_logit_bias
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import RejectionSampler
 
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.draft_loop import can_capture, run_passes
-from mtp_plugin.hosts.vllm.sampler_parts import (
-    SamplerParts,
-    keep_allowed_ids,
-    nans_per_request,
-    without_tokens,
-)
+from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, keep_allowed_ids, without_tokens
 from mtp_plugin.hosts.vllm.versions import FITTING, SAMPLE, SAMPLE_DRAFT, VERIFY, replaces
-from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps, valid_ids
+from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps
 
 
 class PluginSampler(SamplerParts, Sampler):  # type: ignore[misc]
@@ -159,10 +151,7 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
         Args:
             logits: [N, V] raw logits of the target.
         """
-        batch, sampler = input_batch, self.sampler
-        num_nans = None
-        if sampler.compute_nans:
-            num_nans = nans_per_request(get_num_nans(logits), batch.cu_num_logits)
+        batch = input_batch
         drafts = batch.input_ids[batch.logits_indices]
         positions = batch.positions[batch.logits_indices]
         rows = (
@@ -172,27 +161,11 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
             drafts,
             batch.expanded_local_pos,
         )
-        processed = sampler.processed(logits, *rows)
-        accepted = sampler.verify_rows(batch, processed, drafts, positions)
-        tokens, num_sampled = valid_ids(accepted.tokens), accepted.num_accepted
-        logprobs = None
-        if sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np) != NO_LOGPROBS:
-            scored = sampler.scored(logits, processed, *rows)
-            logprobs = self._get_logprobs_tensors(batch, tokens, num_sampled, scored)
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            num_sampled,
-            batch.seq_lens,
-            batch.cu_num_logits,
-            batch.idx_mapping,
-            sampler.req_states.prefill_len.gpu,
-        )
-        return SamplerOutput(
-            sampled_token_ids=tokens,
-            logprobs_tensors=logprobs,
-            num_nans=num_nans,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
-        )
+
+        def score(tokens: Any, num_sampled: Any, scored: Any, _most: int) -> Any:
+            return self._get_logprobs_tensors(batch, tokens, num_sampled, scored)
+
+        return self.sampler.verify_batch(batch, logits, drafts, positions, rows, score)
 
 
 @replaces(SAMPLE_DRAFT, "v24")

@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
-from vllm.v1.worker.gpu.metrics.logits import get_num_nans
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu.sample.states import NO_LOGPROBS
 from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     RejectionSampler,
     gather_draft_sampled,
 )
 
-from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts, nans_per_request
+from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts
 from mtp_plugin.hosts.vllm.versions import SAMPLE, SAMPLE_DRAFT, SIGNATURES, VERIFY, replaces
-from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps, valid_ids
+from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps
 
 ROWS = SIGNATURES["v32"][SAMPLE][1:-1]
 """What describes rows of logits, in the order of vLLM's ``Sampler.sample``."""
@@ -101,9 +98,6 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
             invalid_drafts: [N] bool: drafts that a grammar forbids.
         """
         batch, sampler = input_batch, self.sampler
-        num_nans = None
-        if sampler.compute_nans:
-            num_nans = nans_per_request(get_num_nans(logits), batch.cu_num_logits)
         drafts, positions = gather_draft_sampled(
             batch.input_ids,
             batch.positions,
@@ -121,38 +115,16 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
             batch.expanded_local_pos,
             batch.seq_lens_cpu_upper_bound.numpy(),
         )
-        processed = sampler.processed(logits, *rows)
         if invalid_drafts is not None:
             drafts = drafts.masked_fill(invalid_drafts, -1)
         if sampler.tail is not None:
             drafts = sampler.tail.without_absent(drafts, batch)
-        accepted = sampler.verify_rows(batch, processed, drafts, positions)
-        tokens, num_sampled = valid_ids(accepted.tokens), accepted.num_accepted
-        max_num_logprobs = sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
-        logprobs = None
-        if max_num_logprobs != NO_LOGPROBS:
-            logprobs = self._get_logprobs_tensors(
-                tokens,
-                num_sampled,
-                sampler.scored(logits, processed, *rows),
-                batch.cu_num_logits,
-                batch.cu_num_logits_np,
-                max_num_logprobs,
-            )
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            num_sampled,
-            batch.seq_lens,
-            batch.cu_num_logits,
-            batch.idx_mapping,
-            sampler.req_states.prefill_len.gpu,
-        )
-        output = SamplerOutput(
-            sampled_token_ids=tokens,
-            logprobs_tensors=logprobs,
-            num_nans=num_nans,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
-        )
+
+        def score(tokens: Any, num_sampled: Any, scored: Any, most: int) -> Any:
+            lens = (batch.cu_num_logits, batch.cu_num_logits_np)
+            return self._get_logprobs_tensors(tokens, num_sampled, scored, *lens, most)
+
+        output = sampler.verify_batch(batch, logits, drafts, positions, rows, score)
         return output if sampler.tail is None else sampler.tail.add_matches(output, batch)
 
 
