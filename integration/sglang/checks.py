@@ -4,7 +4,9 @@ executor, planted defects and a soak."""
 from __future__ import annotations
 
 import multiprocessing
+import os
 import random
+import sys
 import traceback
 from collections import Counter
 from typing import Any
@@ -99,6 +101,9 @@ def compare_executor(proof: Any, executor: Executor) -> None:
 
 
 def _run_executor(pipe: Any, dtype: str, cases: dict[str, list[Request]]) -> None:
+    # last: SGLang needs an older transformers than the executor
+    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path.sort(key=added.__contains__)
     try:
         import torch
 

@@ -322,7 +322,8 @@ def test_adaptive_length_changes_no_output(harness, monkeypatch):
     assert min(compared.values()) > 2
 
 
-def test_adaptive_length_measures_generation_steps(harness, prompts):
+def test_adaptive_length_measures_generation_steps(harness, prompts, monkeypatch):
+    monkeypatch.setattr(gain, "WORTH_TRYING", 1.0)  # a new batch size tries every length
     llm = harness.llm(mtp={"adaptive_draft_len": True})
     llm.generate(prompts[:1], greedy(100))
     (shape,) = llm.pieces.draft_lengths.gain._shapes.values()
