@@ -16,6 +16,7 @@ from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.tail_gate import MATCHES
 from mtp_plugin.hosts.vllm.versions import tail_problems
 from mtp_plugin.ops.lookup import look_up_drafts
+from mtp_plugin.speculative.rows.request_slots import DRAFT_LIMIT
 from mtp_plugin.speculative.rows.row_ops import RowOps
 
 MIN_MATCH, MAX_MATCH = 6, 32
@@ -82,25 +83,39 @@ class CopiedTail:
         num_mtp = min(num_drafts, self.num_mtp)
         drafts = propose(num_speculative_tokens=num_mtp)
         indices = input_batch.idx_mapping
-        found = look_up_drafts(
-            self._states.all_token_ids.gpu,
-            self._states.total_len.gpu,
-            self._length,
-            min_match=MIN_MATCH,
-            max_match=MAX_MATCH,
-            rows=indices,
-            drafts=drafts[:, :num_mtp],
-            backend=self._ops.backend,
-        )
         if is_dummy:
+            for count in range(self.num_mtp + 1):  # a kernel each
+                self._look_up(indices, drafts[:, :count])
             return drafts
+        found = self._look_up(indices, drafts[:, :num_mtp])
         matches = (found[:, 0] >= 0) & (num_sampled > 0)
+        slots = self._ops.slots
+        if slots.has_draft_limit[input_batch.idx_mapping_np].any():
+            limits = slots.of(indices).read(DRAFT_LIMIT, slice(0, len(indices)))
+            matches &= limits > self.num_mtp  # others cannot use a tail
         self._has_match[indices] = matches
         if num_drafts > self.num_mtp:
             copied = found.clamp_min(0).to(torch.int64)
             drafts[:, self.num_mtp :] = copied
             self._keep_probs(indices, copied, matches)
         return drafts
+
+    def forget(self, slot: int) -> None:
+        """Drop the match of the request that had the slot before."""
+        self._has_match[slot] = False
+
+    def _look_up(self, indices: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+        """Return [R, N] int32, -1 without a match, for drafts [R, M] that end the pattern."""
+        return look_up_drafts(
+            self._states.all_token_ids.gpu,
+            self._states.total_len.gpu,
+            self._length,
+            min_match=MIN_MATCH,
+            max_match=MAX_MATCH,
+            rows=indices,
+            drafts=drafts,
+            backend=self._ops.backend,
+        )
 
     def _keep_probs(
         self, indices: torch.Tensor, copied: torch.Tensor, matches: torch.Tensor

@@ -55,6 +55,8 @@ class SamplerParts:
         values = slots.values(request_facts(params, options, prompt_len), options, tokens)
         # vLLM draws a seed for requests without one, alike on all ranks
         slots.stage(req_idx, values, int(self.sampling_states.seeds.np[req_idx]))
+        if self.tail is not None:
+            self.tail.forget(req_idx)
 
     def apply_staged_writes(self, *args: Any, **kwargs: Any) -> None:
         """Write what `add_request` staged."""

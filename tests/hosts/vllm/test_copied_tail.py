@@ -16,6 +16,7 @@ from mtp_plugin.hosts.vllm.scheduled_draft_len import lengths_of
 from mtp_plugin.hosts.vllm.tail_gate import MATCHES, TailGate
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.sampling import VerifiedBy
+from mtp_plugin.speculative.rows.request_slots import DRAFT_LIMIT
 from tests.hosts.vllm.fake_vllm import make_config
 from tests.hosts.vllm.rows import NUM_SLOTS, VOCAB, Batch, make_ops, output_of, verify
 from tests.ops.on_device import DEVICE, vector
@@ -53,7 +54,7 @@ def propose(tail: CopiedTail, num_drafts: int | None = None, sampled: int = 1) -
         drafts[:, :num_speculative_tokens] = vector([4, 5, 6])[:num_speculative_tokens]
         return drafts
 
-    batch = SimpleNamespace(idx_mapping=vector([5, 2]))
+    batch = SimpleNamespace(idx_mapping=vector([5, 2]), idx_mapping_np=np.array([5, 2]))
     return tail.propose(mtp, batch, vector([sampled] * 2), num_drafts, is_dummy=False)
 
 
@@ -95,6 +96,18 @@ def test_five_equal_tokens_and_unfinished_prompts_are_no_match() -> None:
     assert propose(tail)[1].tolist() == [4, 5, 6, 0, 0]
     tail, _ = make_tail()
     propose(tail, sampled=0)
+    assert not getattr(tail.add_matches(SimpleNamespace(), row_batch(K)), MATCHES).any()
+
+
+def test_a_request_that_cannot_use_a_tail_is_no_match() -> None:
+    """Nor is one whose slot belonged to a request that matched."""
+    for limit, is_match in ((K - LENGTH, False), (K - LENGTH + 1, True)):
+        tail, _ = make_tail()
+        tail._ops.slots.stage(2, {DRAFT_LIMIT: limit}, seed=0)
+        tail._ops.slots.apply()
+        propose(tail)
+        assert getattr(tail.add_matches(SimpleNamespace(), row_batch(K)), MATCHES)[1] == is_match
+    tail.forget(2)
     assert not getattr(tail.add_matches(SimpleNamespace(), row_batch(K)), MATCHES).any()
 
 
@@ -149,7 +162,7 @@ def test_methods_by_probability_keep_the_distribution_with_a_tail(method: Verifi
         states.total_len.gpu[:] = len(COPIED)
         slots = list(range(NUM_SLOTS))
         drafts = vector([[4, 5, 6, 0, 0]] * NUM_SLOTS)
-        batch = SimpleNamespace(idx_mapping=vector(slots))
+        batch = SimpleNamespace(idx_mapping=vector(slots), idx_mapping_np=np.array(slots))
         drafts = tail.propose(
             lambda num_speculative_tokens, given=drafts: given,  # noqa: ARG005
             batch,
