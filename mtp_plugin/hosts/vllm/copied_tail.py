@@ -31,18 +31,18 @@ class CopiedTail:
 
     Args:
         ops: of the engine. states: vLLM's ``RequestState``.
-        length: N, of the tail.
+        length: N, of the tail. vocab: larger ids, of images in a prompt, are not drafted.
 
     Raises:
         HostError: vLLM lacks something of `TAIL`.
     """
 
-    def __init__(self, ops: RowOps, states: Any, length: int) -> None:
+    def __init__(self, ops: RowOps, states: Any, length: int, vocab: int) -> None:
         problems = tail_problems()
         if problems:
             raise HostError(f"tail: {'; '.join(problems)}: leave it out")
         self._ops, self._states = ops, states
-        self._length = length
+        self._length, self._vocab = length, vocab
         self.num_mtp = ops.num_drafts - length
         device = ops.slots.table.device
         num_slots = len(ops.slots.table)
@@ -95,7 +95,7 @@ class CopiedTail:
             matches &= limits > self.num_mtp  # others cannot use a tail
         self._has_match[indices] = matches
         if num_drafts > self.num_mtp:
-            copied = found.clamp_min(0).to(torch.int64)
+            copied = found.clamp(0, self._vocab - 1).to(torch.int64)
             drafts[:, self.num_mtp :] = copied
             self._keep_probs(indices, copied, matches)
         return drafts

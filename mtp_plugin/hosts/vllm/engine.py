@@ -48,7 +48,8 @@ class Engine:
             self.verifier = version.PluginVerifier(self.sampler, spec, device)
         self.tail: CopiedTail | None = None
         if settings.options.tail is not None and spec is not None:
-            self.tail = CopiedTail(self.ops, sampler.req_states, settings.options.tail.ngram)
+            length = settings.options.tail.ngram
+            self.tail = CopiedTail(self.ops, sampler.req_states, length, vocab)
         self.sampler.tail = self.tail
         self._draft_rows = version.draft_rows
         self.draft_loop = version.draft_loop

@@ -43,7 +43,7 @@ def make_tail(backend: Backend = Backend.TORCH, **changes: Any) -> tuple[CopiedT
     states = SimpleNamespace(
         all_token_ids=SimpleNamespace(gpu=tokens), total_len=SimpleNamespace(gpu=lengths)
     )
-    return CopiedTail(ops, states, LENGTH), states
+    return CopiedTail(ops, states, LENGTH, VOCAB), states
 
 
 def propose(tail: CopiedTail, num_drafts: int | None = None, sampled: int = 1) -> torch.Tensor:
@@ -79,6 +79,13 @@ def test_the_tail_is_what_followed_the_text_and_its_drafts(backend: Backend) -> 
     assert verified.tolist() == [0, 4, 5, 6, -1, -1, 0, 4, 5, 6, 7, 8]
     output = tail.add_matches(SimpleNamespace(), row_batch(K))
     assert getattr(output, MATCHES).tolist() == [False, True]
+
+
+def test_ids_beyond_the_vocabulary_are_not_drafted() -> None:
+    """Placeholders of images, which the model cannot embed."""
+    tail, states = make_tail()
+    states.all_token_ids.gpu[2, 7] = VOCAB + 9
+    assert propose(tail)[1].tolist() == [4, 5, 6, VOCAB - 1, 8]
 
 
 def test_steps_without_a_tail_still_look_for_matches() -> None:
