@@ -264,7 +264,7 @@ def _start(
     settings = engine_settings(
         num_drafts,
         on_gpu,
-        {"draft_len": "auto"},
+        {"draft_len": "auto"} if num_drafts else {},
         model=str(model),
         load_format="dummy",
         skip_tokenizer_init=True,

@@ -89,6 +89,11 @@ def problems_of(vllm_config: Any, settings: VllmSettings) -> list[str]:
     if spec is not None:
         problems += _speculative_problems(vllm_config, spec, version)
         problems += length_problems(vllm_config, options)
+    elif options.draft_len is not None:
+        problems.append(
+            "draft_len chooses the number of drafts, and there is no speculative_config: leave it "
+            "out"
+        )
     return problems
 
 

@@ -397,6 +397,9 @@ def test_configurations_that_are_served() -> None:
     assert checked_settings(make_config(relaxed)) is not None  # may exceed 1, as a request's
     # without drafts, nothing is verified
     assert checked_settings(make_config({"verification": "rejection"}, speculative_config=None))
+    assert message_of(make_config({"draft_len": "auto"}, speculative_config=None)) == refusal(
+        "draft_len chooses the number of drafts, and there is no speculative_config: leave it out"
+    )
 
 
 @pytest.mark.usefixtures("vllm_32")
