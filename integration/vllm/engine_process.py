@@ -264,7 +264,7 @@ class EngineProcess:
     def _message(self, what: str) -> str:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         errors = [line[:300] for line in text.splitlines() if "Error" in line]
-        first = "\n".join(dict.fromkeys(errors[:8]))  # a cause stands far above the end
+        first = "\n".join(dict.fromkeys(errors[:8]))  # a cause is far above the end
         return (
             f"engine {self.name}: {what}\nfirst errors of {self.log}:\n{first}\n"
             f"its end:\n{text[-3000:]}"

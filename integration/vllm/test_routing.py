@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from integration.shapes import SHAPES, vllm_config
+from integration.vllm.auto_draft_len import is_as_configured
 from integration.vllm.draft_lengths import ACCEPTANCE, expected_length
 from integration.vllm.routing import MOST_CHAIN, MOST_ROWS, NUM_TABLES, Routing, sample_experts
 
@@ -84,3 +85,10 @@ def test_standard_error_of_an_acceptance_length() -> None:
     assert length == 1.78
     assert error == pytest.approx((0.78 * 0.22 / 1000) ** 0.5)
     assert expected_length(7)[0] == pytest.approx(1 + sum(ACCEPTANCE))
+
+
+def test_steps_must_give_the_tokens_of_the_configured_acceptance() -> None:
+    tokens = round(8 * expected_length(3)[0])
+    assert is_as_configured([(3, 0.01, tokens)] * 50, size=8)
+    assert not is_as_configured([(3, 0.01, 8)] * 50, size=8)  # no draft is accepted
+    assert is_as_configured([(0, 0.01, 8)] * 50, size=8)
