@@ -5,8 +5,9 @@ library, which README.md in this folder documents with examples. They are import
 ``import mtp_plugin.ops`` loads nothing else.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mtp_plugin.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from mtp_plugin.ops.acceptance import AcceptanceRules as AcceptanceRules
@@ -51,46 +52,25 @@ if TYPE_CHECKING:
     from mtp_plugin.ops.token_history import update_token_history as update_token_history
     from mtp_plugin.requests.thinking import ThinkingEnd as ThinkingEnd
 
-_MODULES = {
-    "AcceptanceRules": "mtp_plugin.ops.acceptance",
-    "Accepted": "mtp_plugin.ops.step",
-    "Backend": "mtp_plugin.ops.backend",
-    "DraftKVLengths": "mtp_plugin.ops.draft_inputs",
-    "DraftWindows": "mtp_plugin.ops.draft_inputs",
-    "DraftedBy": "mtp_plugin.ops.sampling",
-    "DrafterInputs": "mtp_plugin.ops.step",
-    "History": "mtp_plugin.ops.draft_inputs",
-    "LogitRows": "mtp_plugin.ops.logit_rows",
-    "LogitsProcessorState": "mtp_plugin.ops.logits_processor_state",
-    "LogprobEntries": "mtp_plugin.ops.logprobs",
-    "OPS_COLUMNS": "mtp_plugin.ops.slot_table",
-    "ProposedDrafts": "mtp_plugin.ops.sampling",
-    "RejectionResult": "mtp_plugin.ops.sampling",
-    "RelaxedRule": "mtp_plugin.ops.acceptance",
-    "RowSums": "mtp_plugin.ops.row_sums",
-    "SlotRows": "mtp_plugin.ops.step",
-    "StepLayout": "mtp_plugin.ops.step",
-    "TRUNCATION_SIZE": "mtp_plugin.ops.sampling",
-    "TargetRows": "mtp_plugin.ops.draft_inputs",
-    "TargetSamples": "mtp_plugin.ops.sampling",
-    "ThinkingEnd": "mtp_plugin.requests.thinking",
-    "ThinkingRule": "mtp_plugin.ops.logit_rows",
-    "VerifiedBy": "mtp_plugin.ops.sampling",
-    "accept": "mtp_plugin.ops.acceptance",
-    "advance_and_build_inputs": "mtp_plugin.ops.draft_inputs",
-    "build_reused_inputs": "mtp_plugin.ops.draft_inputs",
-    "build_slot_rows": "mtp_plugin.ops.slot_table",
-    "compute_logprobs": "mtp_plugin.ops.logprobs",
-    "force_thinking_end": "mtp_plugin.ops.thinking_budget",
-    "keep_draft_probs": "mtp_plugin.ops.sampling",
-    "look_up_drafts": "mtp_plugin.ops.lookup",
-    "mamba_state_selective_copy": "mtp_plugin.ops.state_rollback",
-    "mask_disallowed_tokens": "mtp_plugin.ops.logit_mask",
-    "processed_scores": "mtp_plugin.ops.sampling",
-    "rejection_sample": "mtp_plugin.ops.sampling",
-    "sample_tokens": "mtp_plugin.ops.sampling",
-    "update_thinking_state": "mtp_plugin.ops.thinking_budget",
-    "update_token_history": "mtp_plugin.ops.token_history",
+_NAMES = {
+    ".requests.thinking": "ThinkingEnd",
+    "acceptance": "AcceptanceRules RelaxedRule accept",
+    "backend": "Backend",
+    "draft_inputs": "DraftKVLengths DraftWindows History TargetRows advance_and_build_inputs "
+    "build_reused_inputs",
+    "logit_mask": "mask_disallowed_tokens",
+    "logit_rows": "LogitRows ThinkingRule",
+    "logits_processor_state": "LogitsProcessorState",
+    "logprobs": "LogprobEntries compute_logprobs",
+    "lookup": "look_up_drafts",
+    "row_sums": "RowSums",
+    "sampling": "DraftedBy ProposedDrafts RejectionResult TRUNCATION_SIZE TargetSamples VerifiedBy "
+    "keep_draft_probs processed_scores rejection_sample sample_tokens",
+    "slot_table": "OPS_COLUMNS build_slot_rows",
+    "state_rollback": "mamba_state_selective_copy",
+    "step": "Accepted DrafterInputs SlotRows StepLayout",
+    "thinking_budget": "force_thinking_end update_thinking_state",
+    "token_history": "update_token_history",
 }
 
 __all__ = [
@@ -136,13 +116,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a checker reads the imports above
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_MODULES[name]), name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+    __getattr__, __dir__ = lazy_names(__name__, _NAMES)

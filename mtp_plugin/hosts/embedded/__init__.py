@@ -8,8 +8,9 @@ from mtp_plugin.extras import MODEL_PACKAGES, require
 
 require("the embedded executor (mtp_plugin.LLM)", *MODEL_PACKAGES)
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mtp_plugin.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from mtp_plugin.hosts.embedded.handle import RequestHandle as RequestHandle
@@ -21,15 +22,13 @@ if TYPE_CHECKING:
     from mtp_plugin.hosts.embedded.request import LlmRequest as LlmRequest
     from mtp_plugin.requests.options import SamplingParams as SamplingParams
 
-_MODULES = {
-    "CompletionOutput": "hosts.embedded.outputs",
-    "LLM": "hosts.embedded.llm",
-    "LlmRequest": "hosts.embedded.request",
-    "PyExecutor": "hosts.embedded.py_executor",
-    "RequestHandle": "hosts.embedded.handle",
-    "RequestOutput": "hosts.embedded.outputs",
-    "SamplingParams": "requests.options",
-    "StepEvent": "hosts.embedded.py_executor",
+_NAMES = {
+    "..requests.options": "SamplingParams",
+    "handle": "RequestHandle",
+    "llm": "LLM",
+    "outputs": "CompletionOutput RequestOutput",
+    "py_executor": "PyExecutor StepEvent",
+    "request": "LlmRequest",
 }
 
 __all__ = [
@@ -44,15 +43,4 @@ __all__ = [
 ]
 
 if not TYPE_CHECKING:  # a checker reads the imports above
-
-    def __getattr__(name: str) -> Any:
-        if f"hosts.embedded.{name}" in _MODULES.values():
-            return import_module(f"{__name__}.{name}")
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"mtp_plugin.{_MODULES[name]}"), name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+    __getattr__, __dir__ = lazy_names(__name__, _NAMES)

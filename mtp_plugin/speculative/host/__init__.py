@@ -6,8 +6,9 @@ is assigned a slot, and metadata once per step; the rest of the plugin uses only
 Names are imported lazily, so that an engine with metadata of its own, as vLLM, loads what it uses.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from mtp_plugin.lazy_imports import lazy_names
 
 if TYPE_CHECKING:
     from mtp_plugin.speculative.host.config import *  # noqa: F403
@@ -32,16 +33,6 @@ _NAMES = {
     "step": "HostStep cached_tokens expect_distinct_ids read_layout read_num_seqs read_positions "
     "read_step_draft_len sampling_kind_of",
 }
-_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 if not TYPE_CHECKING:  # a checker reads the imports above
-
-    def __getattr__(name: str) -> Any:
-        if name not in _MODULES:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(f"{__name__}.{_MODULES[name]}"), name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_MODULES})
+    __getattr__, __dir__ = lazy_names(__name__, _NAMES)
