@@ -30,17 +30,7 @@ _NAMES = {
     "py_executor": "PyExecutor StepEvent",
     "request": "LlmRequest",
 }
-
-__all__ = [
-    "LLM",
-    "CompletionOutput",
-    "LlmRequest",
-    "PyExecutor",
-    "RequestHandle",
-    "RequestOutput",
-    "SamplingParams",
-    "StepEvent",
-]
+__all__ = " ".join(_NAMES.values()).split()
 
 if not TYPE_CHECKING:  # a checker reads the imports above
     __getattr__, __dir__ = lazy_names(__name__, _NAMES)
