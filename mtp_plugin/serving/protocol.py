@@ -35,7 +35,6 @@ REFUSED = {
     ),
     **dict.fromkeys(("lora_name", "lora_request"), "LoRA adapters are not supported"),
     **dict.fromkeys(("functions", "function_call"), "expected tools instead"),
-    "suffix": "insertion is not supported",
     "chat_template": "a template in a request is not accepted",
     "logits_processors": "logits processors are not supported",
 }
@@ -154,6 +153,7 @@ class GenerationBody(EngineFields):
     default_max_tokens: ClassVar[int | None] = None
 
     model: str | None = None
+    max_completion_tokens: Any = None
     stream: bool = False
     stream_options: StreamOptions | None = None
     speculate: bool = True
@@ -171,6 +171,11 @@ class GenerationBody(EngineFields):
         if value.setdefault("speculate", older) != older:
             raise ValueError("speculative is speculate under another name; leave one out")
         return value
+
+    @field_validator("max_completion_tokens")
+    @classmethod
+    def _is_integral_too(cls, value: Any) -> Any:
+        return integral(value)
 
     @field_validator("response_format")
     @classmethod
@@ -190,8 +195,10 @@ class GenerationBody(EngineFields):
         options = {name: value for name, value in options.items() if value is not None}
         if _is_unset_number(self.seed):
             del options["seed"]
-        options |= _max_tokens_option(options.pop("max_tokens", self.default_max_tokens))
-        return {**options, "speculate": self.speculate}
+        count = options.pop("max_tokens", self.default_max_tokens)
+        if self.max_completion_tokens is not None:
+            count = self.max_completion_tokens
+        return {**options, **_max_tokens_option(count), "speculate": self.speculate}
 
     def problems(self) -> list[Problem]:
         """Return problems between fields."""
@@ -200,6 +207,9 @@ class GenerationBody(EngineFields):
             found.append(("stream_options", "stream_options: needs stream=true"))
         if self.stream and self.prompt_logprobs is not None:
             found.append(("prompt_logprobs", "prompt_logprobs: needs stream=false"))
+        given = (self.max_tokens, self.max_completion_tokens)
+        if None not in given and given[0] != given[1]:
+            found.append(("max_tokens", "max_tokens: differs from max_completion_tokens"))
         return found
 
 
@@ -275,6 +285,7 @@ class ContentPart(_Model):
 
     type: str
     text: str = ""
+    cache_control: Any = None  # a hint for caches of prompts
 
     @field_validator("type")
     @classmethod
@@ -340,18 +351,12 @@ class ConversationBody(_Model):
 class ChatBody(ConversationBody, GenerationBody):
     """``/v1/chat/completions``."""
 
-    max_completion_tokens: Any = None
     reasoning_effort: str | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), BeforeValidator(integral)] | None = (
         None
     )
     tool_choice: str | Object | None = None
-
-    @field_validator("max_completion_tokens")
-    @classmethod
-    def _is_integral_too(cls, value: Any) -> Any:
-        return integral(value)
 
     @field_validator("tool_choice")
     @classmethod
@@ -371,10 +376,6 @@ class ChatBody(ConversationBody, GenerationBody):
     def engine_options(self) -> dict[str, Any]:
         """Return the given options of `SamplingParams`."""
         options = super().engine_options()
-        if self.max_completion_tokens is not None:
-            for name in ("max_new_tokens", "max_tokens"):
-                options.pop(name, None)
-            options |= _max_tokens_option(self.max_completion_tokens)
         if self.logprobs:
             options["logprobs"] = self.top_logprobs or 0
         # the template writes the special tokens
@@ -386,9 +387,6 @@ class ChatBody(ConversationBody, GenerationBody):
         found = super().problems()
         if self.top_logprobs and not self.logprobs:
             found.append(("top_logprobs", "top_logprobs: needs logprobs=true"))
-        given = (self.max_tokens, self.max_completion_tokens)
-        if None not in given and given[0] != given[1]:
-            found.append(("max_tokens", "max_tokens: differs from max_completion_tokens"))
         return found
 
 

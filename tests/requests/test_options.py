@@ -200,7 +200,9 @@ ELSEWHERE: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
         (None, OutputKind.CUMULATIVE, OutputKind.FINAL_ONLY),
         (1, OutputKind.DELTA),
     ),
-    "output_text_buffer_length routed_experts_prompt_start": ("0", (0,), (1,)),
+    "output_text_buffer_length routed_experts_prompt_start routed_experts_start_len": (
+        "0", (0,), (1,)
+    ),
     "pad_id": ("None or any integer", (None, 3), ("0", [0], 0.5)),
     "return_token_ids skip_prompt_log_probs": (*ANY_FLAG, ("yes",)),
     "skip_clone": ("False or True", (False, True), (None, 2)),
@@ -209,14 +211,17 @@ ELSEWHERE: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "metadata parallel_tool_calls service_tier store user": ("anything", (None, {}, "a"), ()),
     "modalities": ("None or ['text']", (None, ["text"]), (["text", "audio"], "text")),
     "prompt_cache_key prompt_cache_retention safety_identifier verbosity cache_salt request_id "
-    "rid": ("None or any text", (None, "", "a"), (3,)),
+    "rid extra_key": ("None or any text", (None, "", "a"), (3,)),
+    "suffix": ("None or ''", (None, ""), ("a",)),
     "priority top_logprobs top_n_logprobs": ("None or 0", (None, 0, 0.0), (1, "0")),
     "include_reasoning separate_reasoning stream_reasoning": (
         "None or True", (None, True), (False,)
     ),
     "detokenize_stop_sequence echo no_stop_trim return_hidden_states return_log_probs "
     "return_prompt_tokens return_prompt_top_n_logprobs return_segments "
-    "return_tokens_as_token_ids skip_reading_prefix_cache": (*NONE_OR_FALSE, (True,)),
+    "return_tokens_as_token_ids skip_reading_prefix_cache return_cached_tokens_details "
+    "return_meta_info return_prompt_token_ids return_routed_experts "
+    "return_token_offsets": (*NONE_OR_FALSE, (True,)),
 }
 # fmt: on
 INSTEAD = {

@@ -37,9 +37,9 @@ def test_seed_minus_one_is_unset(short: Running) -> None:
     body = {**COMPLETION, "max_tokens": 16, "temperature": 1.5}
     texts = {
         short.post("/v1/completions", **body, seed=seed).json()["choices"][0]["text"]
-        for seed in (-1, -1.0, -1)
+        for seed in (-1, -1, -1.0, -1.0)
     }
-    assert len(texts) == 3
+    assert len(texts) == 4
 
 
 def test_integral_floats_give_what_integers_give(short: Running) -> None:
@@ -50,3 +50,9 @@ def test_integral_floats_give_what_integers_give(short: Running) -> None:
         for given in (body, {**floats, "max_tokens": 12.0})
     ]
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+def test_both_names_of_the_maximum_number_of_tokens(short: Running, name: str) -> None:
+    body = {"prompt": "class A:\n", "ignore_eos": True, name: 3}
+    assert short.post("/v1/completions", **body).json()["usage"]["completion_tokens"] == 3
