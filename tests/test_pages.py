@@ -138,7 +138,9 @@ def check(words: list[str], is_short: bool) -> None:
         group = typer.main.get_command(cli.app)
         # within the text, a command without any option is only named
         is_name = is_short and not options
-        group.commands[command].make_context(command, options, resilient_parsing=is_name)
+        context = group.commands[command].make_context(command, options, resilient_parsing=is_name)
+        if command == "tune" and not is_name:  # it checks by itself
+            assert context.params["model"] or context.params["config"], "no --model"
     elif name == "make":
         targets = re.findall(r"^([\w.-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE)
         assert set(arguments) <= set(targets)
