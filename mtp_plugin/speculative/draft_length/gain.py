@@ -263,12 +263,10 @@ class GainPolicy:
     def finish(self, batch: Any) -> None:
         """Take the time of a step whose results were read just now."""
         now = self._clock()
-        while self._launched:
-            step = self._launched.popleft()
-            if step.batch() is batch:
-                break
-        else:
-            return
+        if not any(step.batch() is batch for step in self._launched):
+            return  # launched before this policy chose
+        while (step := self._launched.popleft()).batch() is not batch:
+            pass
         before, self._finished = self._finished, (step, now)
         if before is None or step.shape is None:
             return

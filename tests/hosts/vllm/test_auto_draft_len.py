@@ -198,6 +198,14 @@ def test_steps_without_requests_are_left_out() -> None:
     assert simulation.share(8, simulation.run(8, 400))[0] >= 0.98
 
 
+def test_a_step_whose_launch_was_not_seen_is_not_counted() -> None:
+    simulation = Simulation(3, dense)
+    simulation.step(8)
+    simulation.lengths.record(Scheduled(**vars(simulation.before[0])), simulation.before[1])
+    simulation.run(8, 200)
+    assert simulation.share(8, simulation.run(8, 400))[0] >= 0.98
+
+
 def test_a_step_takes_little_time_of_the_host() -> None:
     """20 us on an idle core; the least of many runs, with a margin for slow machines."""
     lengths = AutoDraftLengths(7)
