@@ -28,7 +28,6 @@ from mtp_plugin.hosts.embedded.cuda_graphs import (
     graph_bytes,
     padded_sizes,
 )
-from mtp_plugin.hosts.embedded.early_kernels import run_dry
 from mtp_plugin.hosts.embedded.kv_cache import BlockManager, PagedKVPools
 from mtp_plugin.hosts.embedded.kv_cache.sizing import (
     available_bytes,
@@ -253,8 +252,7 @@ def _engine(
     shapes = captured_shapes(config, pieces, attn_backend) if graphs is not None else []
     report("running one token through every layer")
     write = partial(_write_one_token, model, attn_backend, resolved.plan.num_draft_layers)
-    # its values are not read
-    probe = probe_pools(write) if graphs is None else run_dry(partial(probe_pools, write), device)
+    probe = probe_pools(write)
     report("allocating the KV cache")
     num_blocks = num_kv_blocks(
         config,

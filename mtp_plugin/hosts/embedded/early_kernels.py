@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache
 from importlib.util import find_spec
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -21,28 +21,12 @@ from mtp_plugin.ops.early_compile import (
 )
 from mtp_plugin.ops.step import SamplingKind
 
-T = TypeVar("T")
-
 BACKGROUND_NICENESS = 10
 
 
 def launches_kernels(device: torch.device) -> bool:
     """Return whether work on a device launches Triton kernels."""
     return device.type == "cuda" and find_spec("triton") is not None
-
-
-def run_dry(run: Callable[[], T], device: torch.device) -> T:
-    """Return what ``run`` returns, where possible without compiling or launching its kernels.
-
-    The values that they would have computed are then meaningless.
-    """
-    if launches_kernels(device):
-        try:
-            with record_launches():
-                return run()
-        except Exception as error:  # of a Triton with other hooks
-            _warn_once(describe_error(error))
-    return run()
 
 
 class EarlyKernels:
