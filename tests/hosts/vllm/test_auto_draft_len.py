@@ -199,7 +199,7 @@ def test_steps_without_requests_are_left_out() -> None:
 
 
 def test_a_step_whose_launch_was_not_seen_is_not_counted() -> None:
-    simulation = Simulation(3, dense)
+    simulation = Simulation(3, dense, (0.1,) * 3)
     simulation.step(8)
     simulation.lengths.record(Scheduled(**vars(simulation.before[0])), simulation.before[1])
     simulation.run(8, 200)
