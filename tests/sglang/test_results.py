@@ -80,6 +80,15 @@ ENDS = {
     "stop_token_ids": {"ignore_eos": False, "stop_token_ids": [3, 11]},
     "stop": {"stop": ["HX", "Q", "BC"]},
     "max_new_tokens": {"max_new_tokens": 17},
+    # several of them in one step
+    "stop and limit": {"stop": ["H", "Q", "B", "C", "D"], "max_new_tokens": 4},
+    "token and limit": {
+        "stop_token_ids": [*range(2, 10)],
+        "ignore_eos": False,
+        "max_new_tokens": 4,
+    },
+    "stop and token": {"stop": ["H", "B"], "stop_token_ids": [*range(9, 15)], "ignore_eos": False},
+    "stops in another order": {"stop": ["Q", "C", "H", "B"]},
 }
 
 

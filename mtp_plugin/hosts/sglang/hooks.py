@@ -313,6 +313,21 @@ def _update_metrics(
     return original(self, requests, accepted, *args, **kwargs)
 
 
+@_hooks(DRAFTS, f"{_SRT}.managers.schedule_batch:Req.update_finish_state")
+def _update_finish_state(
+    original: Hook, self: Any, new_accepted_len: int = 1, *args: Any, **kwargs: Any
+) -> Any:
+    """End a request where it ends without drafts: SGLang looks for the limit, then stop strings,
+    then stop tokens, in all tokens of a step at once."""
+    from mtp_plugin.hosts.sglang.results import one_by_one
+
+    if new_accepted_len <= 1:
+        return original(self, new_accepted_len, *args, **kwargs)
+    for _ in one_by_one(self, new_accepted_len):
+        original(self, 1, *args, **kwargs)
+    return None
+
+
 VERIFY = f"{_SRT}.speculative.eagle_utils:eagle_sample"
 
 

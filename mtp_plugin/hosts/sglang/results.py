@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -134,3 +134,20 @@ def _alarm_counter() -> Any:
     """Return the counter of this process, which Prometheus lets register once."""
     make = import_module("prometheus_client").Counter
     return make(ALARM_METRIC, ALARM_HELP, ["model_name"])
+
+
+def one_by_one(req: Any, count: int) -> Iterator[None]:
+    """Show a ``Req`` its last ``count`` tokens one after the other, until it has finished; its
+    grammar, which has accepted all of them, with the last one."""
+    first = len(req.output_ids) - count
+    tokens, grammar = req.output_ids[first:], req.grammar
+    shown = 0
+    try:
+        while shown < count and not req.finished():
+            shown += 1
+            req.output_ids[first:] = tokens[:shown]
+            req.grammar = grammar if shown == count else None
+            yield
+    finally:
+        req.grammar = grammar
+        req.output_ids.extend(tokens[shown:])

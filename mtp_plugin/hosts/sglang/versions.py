@@ -38,6 +38,7 @@ MANAGERS.scheduler_components.metrics_reporter:SchedulerMetricsReporter.update_s
     bs, num_correct_drafts, ...)
 MANAGERS.schedule_batch:FINISH_ABORT.__init__(message, status_code, err_type)
 MANAGERS.schedule_batch:Req.set_finish_with_abort(error_msg)
+MANAGERS.schedule_batch:Req.update_finish_state(new_accepted_len, ...)
 MANAGERS.tp_worker:TpModelWorker.alloc_memory_pool(...)
 SRT.mem_cache.memory_pool:ReqToTokenPool.alloc(reqs, ...)
 SRT.model_executor.model_runner:ModelRunner.sample(logits_output, forward_batch, ...)
