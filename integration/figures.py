@@ -24,6 +24,7 @@ PAGES = (
     ROOT / "integration" / "thinking_model" / "README.md",
     ROOT / "mtp_plugin" / "hosts" / "vllm" / "README.md",
     ROOT / "mtp_plugin" / "hosts" / "vllm" / "DEVELOPERS.md",
+    ROOT / "mtp_plugin" / "hosts" / "sglang" / "README.md",
 )
 OPS_BATCHES, E2E_BATCHES, LONG_BATCHES = (1, 8, 64, 256), (1, 8, 64), (1, 8, 32)
 _BLOCK = re.compile(r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -285,30 +286,64 @@ def when_it_pays() -> str:
     return f"{_table(head, rows)}\n\n{about}"
 
 
-BY_ARITHMETIC = (1.40, 1.41, 1.92, 2.33)
-"""Gains of a sparse model of 35 billion parameters, 3 of them active, with K = 3 at batch 1, 8, 32
-and 64: bytes of the experts that the rows of a step use, with a third of them in common with the
-row before. Not measured."""
+SPARSE = "vllm-0.33-draft-lengths-sparse"
+"""Tokens per second by K of a model with experts in every layer."""
+
+
+def _dense_over_off() -> dict[int, float]:
+    """Return tokens per second over those without MTP by batch, dense, K = 3."""
+    document = result("vllm-0.24-throughput")
+    found = document["tokens_per_second"]
+    rates = zip(document["batches"], found["k3"]["vllm"], found["off"]["vllm"], strict=True)
+    return {batch: on / off for batch, on, off in rates}
+
+
+def _sparse_over_off(prompts: str = "short") -> dict[int, dict[int, float]]:
+    """Return tokens per second over those without MTP, by K and batch."""
+    rates: dict[Any, dict[int, float]] = {}
+    for cell in result(SPARSE)["cells"]:
+        if cell["prompts"] == prompts:
+            key = "off" if cell["engine"] == "off" else cell["k"]
+            rates.setdefault(key, {})[cell["batch"]] = cell["tokens_per_second"]
+    off = rates.pop("off")
+    return {k: {n: row[n] / off[n] for n in row if n in off} for k, row in rates.items() if k}
 
 
 def choose_k() -> str:
-    """Gains of K = 3 over MTP off by batch, for the guide: dense models and sparse ones."""
-    document = result("vllm-0.24-throughput")
-    found = document["tokens_per_second"]
-    gains = [on / off for on, off in zip(found["k3"]["vllm"], found["off"]["vllm"], strict=True)]
-    measured = dict(zip(document["batches"], (f"{gain:.2f}" for gain in gains), strict=True))
-    batches = (1, 8, 32, 64, 128)
-    head = ["tokens per second over MTP off, K = 3", *(f"batch {b}" for b in batches), "best K"]
-    sparse = [f"{gain:.2f}" for gain in BY_ARITHMETIC]
-    rows = [
+    """Gains over MTP off by K and batch, for the guide: dense models and sparse ones."""
+    dense, sparse = _dense_over_off(), _sparse_over_off()
+    batches = list(sparse[1])
+    best = {batch: max(row[batch] for row in sparse.values()) for batch in batches}
+    head = ["tokens per second over MTP off", *(f"batch {batch}" for batch in batches)]
+    rows = [["dense, K = 3", *(f"{dense[n]:.2f}" if n in dense else "-" for n in batches)]]
+    for k, row in sparse.items():
+        cells = [f"**{row[n]:.2f}**" if row[n] == best[n] else f"{row[n]:.2f}" for n in batches]
+        rows.append([f"sparse, K = {k}", *cells])
+    long, rates = _sparse_over_off("16k"), result(SPARSE)["synthetic_acceptance"]
+    about = _text(
+        "One H200, bfloat16, random weights, synthetic acceptance. Dense: the model of the README",
+        "in vLLM 0.24. Sparse: 24 layers of 128 experts, 8 per token, 33 GB, in vLLM 0.33 with the",
+        f"plugin, {1 + sum(rates[:3]):.2f} tokens per step with K = 3 and {1 + sum(rates):.2f}",
+        "with K = 7; a row uses a third of the experts of the row before in its request. After",
+        "a prompt of 16,384 tokens one sparse request gains",
+        f"{long[1][1]:.2f} / {long[3][1]:.2f} / {long[5][1]:.2f} / {long[7][1]:.2f} with K = 1, 3,",
+        "5, 7.",
+    )
+    return f"{_table(head, rows)}\n\n{about}"
+
+
+def draft_lengths_chart() -> str:
+    """The chart of the guide: the gain of K = 3 by batch, dense and sparse."""
+    gains = {"dense model": _dense_over_off(), "sparse model": _sparse_over_off()[3]}
+    return bar_chart(
+        "Three drafts (K = 3) in vLLM, dense and sparse models",
+        "tokens per second over MTP off; batch: requests that run at the same time",
+        ["K = 3"],
         [
-            "dense: measured in vLLM 0.24",
-            *(measured.get(b, "-") for b in batches),
-            "falls with the batch",
+            Panel(kind, [Group(str(batch), "", [gain]) for batch, gain in row.items()])
+            for kind, row in gains.items()
         ],
-        ["sparse, 35B-A3B: by arithmetic, not measured", *sparse, "-", "rises with the batch"],
-    ]
-    return f"{_table(head, rows)}\n"
+    )
 
 
 def which_method() -> str:
@@ -451,6 +486,58 @@ def in_newest_vllm() -> str:
         f"with the plugin {_each(first['mtp_plugin'], 1)} ms.",
     )
     return f"{_table(head, rows)}\n\n{text}"
+
+
+def replay() -> str:
+    """Tokens per second with a tail of copied text."""
+    found = result("vllm-0.33-replay")
+    engines = {"k3": "K = 3", "k7": "K = 7", "tail": "3 + tail of 4"}
+    rows = [
+        [
+            f"{texts}, {found['copied_share'][texts]:.0%} copied, batch {batch}",
+            *(f"{row[name]['tokens_per_s']:.0f}" for name in engines),
+            f"{row['tail_over_best']:.2f}",
+        ]
+        for texts, of_batch in found["runs"].items()
+        for batch, row in of_batch.items()
+    ]
+    return f"{_table(['tokens per second', *engines.values(), 'over the best K'], rows)}\n"
+
+
+def in_sglang() -> str:
+    """The plugin inside SGLang: equal outputs and step times."""
+    found, steps = result("sglang-0.5.17-proof"), result("sglang-0.5.17-steps")
+    again = found["second_run"]
+    reports = {
+        name.replace("_", " "): (row["k3"], again["cases"][name]["k1"], found["executor"].get(name))
+        for name, row in found["cases"].items()
+    }
+    random = found["random"]["k3"], again["random"]["k1"], None
+    storm = again["storm"], None, None
+
+    def equal(report: Json | None) -> str:
+        if report is None:
+            return "-"
+        other = f", {report['different']} other" if report["different"] else ""
+        return f"{report['equal']} + {report['ties']} of {report['compared']}{other}"
+
+    outputs = _table(
+        ["outputs of K = 0: equal + near ties", "K = 3", "K = 1", "embedded executor"],
+        [
+            [name, *map(equal, row)]
+            for name, row in {**reports, "random requests": random, "storm": storm}.items()
+        ],
+    )
+    rows = []
+    for label, key in {"greedy": "greedy", "T = 0.6, top-p 0.95": "t0.6-p0.95"}.items():
+        for engine, name in {"SGLang 0.5.17": "sglang", "with the plugin": "plugin"}.items():
+            cells = [
+                f"{ms:.2f}" + (f" ({ratio[0]:.2f}x)" if name == "plugin" else "")
+                for ms, ratio in zip(steps["step_ms"][key][name], steps["ratio"][key], strict=True)
+            ]
+            rows.append([f"{label}: {engine}", *cells])
+    head = ["milliseconds of a step, K = 3", *(f"batch {size}" for size in steps["batches"])]
+    return f"{outputs}\n\n{_table(head, rows)}\n"
 
 
 def step_times() -> str:
@@ -723,6 +810,7 @@ def relaxed_chart() -> str:
 CHARTS: dict[Path, Callable[[], str]] = {
     RESULTS / "throughput.svg": throughput_chart,
     RESULTS / "relaxed.svg": relaxed_chart,
+    RESULTS / "draft-lengths.svg": draft_lengths_chart,
     ROOT / "docs" / "step.svg": step_diagram,
 }
 
@@ -741,6 +829,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "vllm-steps": step_times,
     "in-vllm": in_vllm,
     "in-vllm-newest": in_newest_vllm,
+    "in-sglang": in_sglang,
+    "replay": replay,
     "request-kinds": request_kinds,
     "tiny-model": tiny_model,
     "methods": methods,

@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from mtp_plugin.errors import HostError
 from mtp_plugin.speculative.host.signatures import INSTALLED, Reader, differences, read_table
 
-SERVED = {"0.5.17": "CPU", "0.5.18": "signatures alone"}
+SERVED = {"0.5.17": "GPU and CPU", "0.5.18": "signatures alone"}
 """Versions that are served, and where they were tested."""
 
 _PACKAGES = {
