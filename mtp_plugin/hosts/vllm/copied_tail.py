@@ -14,7 +14,7 @@ import torch
 
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.vllm.tail_gate import MATCHES
-from mtp_plugin.hosts.vllm.versions import tail_problems
+from mtp_plugin.hosts.vllm.versions import part_problems
 from mtp_plugin.ops.lookup import look_up_drafts
 from mtp_plugin.speculative.rows.request_slots import DRAFT_LIMIT
 from mtp_plugin.speculative.rows.row_ops import RowOps
@@ -38,7 +38,7 @@ class CopiedTail:
     """
 
     def __init__(self, ops: RowOps, states: Any, length: int, vocab: int) -> None:
-        problems = tail_problems()
+        problems = part_problems("tail")
         if problems:
             raise HostError(f"tail: {'; '.join(problems)}: leave it out")
         self._ops, self._states = ops, states

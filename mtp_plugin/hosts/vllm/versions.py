@@ -250,11 +250,6 @@ def part_problems(part: str, reader: Reader = INSTALLED) -> list[str]:
     return signatures.differences(wrapped, names, wrapped, reader)
 
 
-def tail_problems() -> list[str]:
-    """Return one line for everything that a tail of copied text needs and that differs."""
-    return part_problems("tail")
-
-
 def nearest(reader: Reader = INSTALLED) -> tuple[str, list[str]]:
     """Return the name of the module of ours with the fewest differences, and these."""
     found = {name: differences(name, reader) for name in SIGNATURES}

@@ -430,10 +430,12 @@ def _capture_drafts(original: Method, self: Any, *args: Any, **kwargs: Any) -> A
 
 @_wraps(TAIL, f"{_GPU}.async_utils:AsyncOutput.get_output")
 def _get_output(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from mtp_plugin.hosts.vllm.tail_gate import MATCHES
+
     result = original(self, *args, **kwargs)
-    matches = getattr(self.sampler_output, "mtp_plugin_matches", None)
+    matches = getattr(self.sampler_output, MATCHES, None)
     if matches is not None:  # waited for by the original
-        result.mtp_plugin_matches = matches.tolist()
+        setattr(result, MATCHES, matches.tolist())
     return result
 
 

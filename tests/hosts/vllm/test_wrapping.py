@@ -559,7 +559,7 @@ def test_a_tail_of_copied_text_reaches_proposals_graphs_and_outputs(
 ) -> None:
     propose, capture, get_output = versions.TAIL
     assert list(TAIL) == [propose, capture, get_output]
-    assert "TargetDependentARSpeculator.propose is missing" in versions.tail_problems()[0]
+    assert "TargetDependentARSpeculator.propose is missing" in versions.part_problems("tail")[0]
     more = {propose: (*versions.TAIL[propose], "dummy_run", "num_speculative_tokens")}
     modules = fake_vllm.install(
         monkeypatch, signatures={**SIGNATURES["v32"], **versions.TAIL, **more}
