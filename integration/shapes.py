@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 ACCEPTANCE = [0.78, 0.605, 0.467, 0.36, 0.28, 0.22, 0.17]
@@ -78,3 +80,11 @@ def vllm_config(shape: str) -> dict[str, Any]:
     """Return the ``config.json`` of a shape for vLLM, which makes the weights itself."""
     sizes = {name: value for name, value in SHAPES[shape].items() if name != "family"}
     return {**_VLLM, **sizes, "max_position_embeddings": 40960}
+
+
+def write_config(folder: Path, config: dict[str, Any]) -> str:
+    """Write a ``config.json``, all that an engine needs with ``load_format="dummy"``; returns the
+    path of its folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config))
+    return str(folder)

@@ -22,6 +22,7 @@ from typing import Any
 from integration.bench.machine import store
 from integration.sglang.engine_process import START_SECONDS, EngineError, EngineProcess, prepare
 from integration.sglang.proof import describe, ports
+from integration.shapes import write_config
 from integration.vllm.steps import ACCEPTANCE, ISL, NUM_DRAFTS, OSL, SAMPLING, SHAPE, ratio
 
 ENGINES: dict[str, str | None] = {"sglang": None, "plugin": "{}"}
@@ -42,11 +43,8 @@ TIMED = (
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Start both engines, then let them take turns."""
     prepare(given.folder)
-    model = given.folder.resolve() / "steps_model"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(SHAPE))
     options = {
-        "model_path": str(model),
+        "model_path": write_config(given.folder.resolve() / "steps_model", SHAPE),
         "load_format": "dummy",
         "skip_tokenizer_init": True,
         "dtype": SHAPE["torch_dtype"],

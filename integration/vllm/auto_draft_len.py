@@ -16,7 +16,6 @@ per second than ``GOAL`` of the best fixed number.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import sys
@@ -29,7 +28,7 @@ from typing import Any
 import torch
 
 from integration.bench.machine import describe_machine, store
-from integration.shapes import ACCEPTANCE, vllm_config
+from integration.shapes import ACCEPTANCE, vllm_config, write_config
 from integration.vllm.draft_lengths import (
     SECONDS,
     SMALL,
@@ -252,9 +251,6 @@ def _start(
     longest: int,
     folder: Path,
 ) -> EngineProcess:
-    model = folder / "model"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(shape))
     on_gpu, most = has_gpu(), max(phases)
     num_drafts = options.num_drafts if name == "auto" else 0
     spec = {
@@ -265,7 +261,7 @@ def _start(
         num_drafts,
         on_gpu,
         {"draft_len": "auto"} if num_drafts else {},
-        model=str(model),
+        model=write_config(folder / "model", shape),
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype=shape.get("torch_dtype", "bfloat16") if on_gpu else "float32",

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import math
 import os
 import random
@@ -28,7 +27,7 @@ from typing import Any
 import torch
 
 from integration.bench.machine import describe_machine, store
-from integration.shapes import ACCEPTANCE, vllm_config
+from integration.shapes import ACCEPTANCE, vllm_config, write_config
 from integration.vllm.engine_process import (
     EngineError,
     EngineProcess,
@@ -292,9 +291,6 @@ def _batches(options: argparse.Namespace, prompts: str) -> tuple[int, ...]:
 def _start(
     name: str, options: argparse.Namespace, model: dict[str, Any], folder: Path, on_gpu: bool
 ) -> EngineProcess:
-    config = folder / "model"
-    config.mkdir(exist_ok=True)
-    (config / "config.json").write_text(json.dumps(model))
     lengths = LENGTHS if name == "drafts" else (0,)
     names = options.prompts.split(",")
     batches = {batch for each in names for batch in _batches(options, each)}
@@ -303,7 +299,7 @@ def _start(
         max(lengths),
         on_gpu,
         {},
-        model=str(config),
+        model=write_config(folder / "model", model),
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype=model["torch_dtype"],

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 
 from integration.bench.machine import describe_machine, store
-from integration.shapes import ACCEPTANCE, vllm_config
+from integration.shapes import ACCEPTANCE, vllm_config, write_config
 from integration.vllm.engine_process import (
     EngineProcess,
     add_common_options,
@@ -315,12 +315,9 @@ def _start(
         "skip_tokenizer_init": True,
     }
     if on_gpu:
-        model = folder / "model"
-        model.mkdir(exist_ok=True)
-        (model / "config.json").write_text(json.dumps(SHAPE))
         rows = {2**n for n in range(10)} | {most * (k + 1) for k in (3, 7)}
         settings |= {
-            "model": str(model),
+            "model": write_config(folder / "model", SHAPE),
             "load_format": "dummy",
             "dtype": SHAPE["torch_dtype"],
             "max_num_batched_tokens": 8192,

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from integration.shapes import vllm_config
+from integration.shapes import vllm_config, write_config
 from integration.vllm.engine_process import (
     ROOT,
     EngineProcess,
@@ -105,9 +105,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
 def _start(name: str, batches: list[int], folder: Path, on_gpu: bool) -> EngineProcess:
     given = dict(ENGINES[name])
     num_drafts = given.pop("num_drafts", NUM_DRAFTS)
-    model = folder / "model"
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps(SHAPE))
     sizes = {1, 2, 4, 8, 16, 32, 64, 128, 256, 512}
     # vLLM has a full graph for a batch whose rows are among the sizes
     sizes |= {batch * (num_drafts + 1) for batch in batches}
@@ -116,7 +113,7 @@ def _start(name: str, batches: list[int], folder: Path, on_gpu: bool) -> EngineP
         num_drafts,
         on_gpu,
         given["plugin"],
-        model=str(model),
+        model=write_config(folder / "model", SHAPE),
         load_format="dummy",
         skip_tokenizer_init=True,
         dtype=SHAPE["torch_dtype"],
