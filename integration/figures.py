@@ -466,26 +466,36 @@ def in_newest_vllm() -> str:
         "with `draft_vocab` of 32,768 ids": "mtp_plugin, draft_vocab 32768",
         "vLLM 0.33 without MTP": "vllm, no drafts",
     }
-    rows = []
-    for label, key in {"greedy": "greedy", "T = 0.6, top-p 0.95": "t0.6-p0.95"}.items():
-        for engine, name in engines.items():
-            ratios = found["ratio"][key].get(name)
-            cells = [
-                f"{ms:.2f}" + (f" ({ratios[i][0]:.2f}x)" if ratios else "")
-                for i, ms in enumerate(found["step_ms"][key][name])
-            ]
-            rows.append([f"{label}: {engine}", *cells])
     first = {
         name: [turn["first_token_median"] for turn in turns]
         for name, turns in found["arrivals_ms"].items()
     }
-    head = ["milliseconds of a step, K = 3", *(f"batch {size}" for size in found["batches"])]
     text = _text(
         "First token of 30 prompts of 384 tokens that arrive among 16 running requests, median of",
         f"each of three turns: vLLM {_each(first['vllm'], 1)} ms,",
         f"with the plugin {_each(first['mtp_plugin'], 1)} ms.",
     )
-    return f"{_table(head, rows)}\n\n{text}"
+    return f"{_steps(found, engines, found['ratio'])}\n\n{text}"
+
+
+def _steps(found: Json, engines: dict[str, str], ratios: Json) -> str:
+    """Return a table of step times.
+
+    Args:
+        engines: name in the table -> name in the file. ratios: medians first, by kind of requests,
+            engine and batch.
+    """
+    rows = []
+    for label, key in {"greedy": "greedy", "T = 0.6, top-p 0.95": "t0.6-p0.95"}.items():
+        for engine, name in engines.items():
+            given = ratios[key].get(name)
+            cells = [
+                f"{ms:.2f}" + (f" ({given[i][0]:.2f}x)" if given else "")
+                for i, ms in enumerate(found["step_ms"][key][name])
+            ]
+            rows.append([f"{label}: {engine}", *cells])
+    head = ["milliseconds of a step, K = 3", *(f"batch {size}" for size in found["batches"])]
+    return _table(head, rows)
 
 
 def replay() -> str:
@@ -528,16 +538,9 @@ def in_sglang() -> str:
             for name, row in {**reports, "random requests": random, "storm": storm}.items()
         ],
     )
-    rows = []
-    for label, key in {"greedy": "greedy", "T = 0.6, top-p 0.95": "t0.6-p0.95"}.items():
-        for engine, name in {"SGLang 0.5.17": "sglang", "with the plugin": "plugin"}.items():
-            cells = [
-                f"{ms:.2f}" + (f" ({ratio[0]:.2f}x)" if name == "plugin" else "")
-                for ms, ratio in zip(steps["step_ms"][key][name], steps["ratio"][key], strict=True)
-            ]
-            rows.append([f"{label}: {engine}", *cells])
-    head = ["milliseconds of a step, K = 3", *(f"batch {size}" for size in steps["batches"])]
-    return f"{outputs}\n\n{_table(head, rows)}\n"
+    engines = {"SGLang 0.5.17": "sglang", "with the plugin": "plugin"}
+    ratios = {key: {"plugin": each} for key, each in steps["ratio"].items()}
+    return f"{outputs}\n\n{_steps(steps, engines, ratios)}\n"
 
 
 def step_times() -> str:
