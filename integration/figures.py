@@ -500,18 +500,27 @@ def _steps(found: Json, engines: dict[str, str], ratios: Json) -> str:
 
 def replay() -> str:
     """Tokens per second with a tail of copied text."""
-    found = result("vllm-0.33-replay")
+    return f"{replay_table(result('vllm-0.33-replay'))}\n"
+
+
+def replay_table(found: Json) -> str:
+    """Return what `integration.vllm.replay` found: tokens per second, and acceptance lengths."""
     engines = {"k3": "K = 3", "k7": "K = 7", "tail": "3 + tail of 4"}
+    head = ["texts, copied share", "batch", *engines.values(), "tail over the best K"]
     rows = [
         [
-            f"{texts}, {found['copied_share'][texts]:.0%} copied, batch {batch}",
-            *(f"{row[name]['tokens_per_s']:.0f}" for name in engines),
-            f"{row['tail_over_best']:.2f}",
+            f"{texts}, {found['copied_share'][texts]:.0%}",
+            str(batch),
+            *(
+                f"{run[name]['tokens_per_s']:.0f} ({run[name]['acceptance_length']:.2f})"
+                for name in engines
+            ),
+            f"{run['tail_over_best']:.2f}",
         ]
         for texts, of_batch in found["runs"].items()
-        for batch, row in of_batch.items()
+        for batch, run in of_batch.items()
     ]
-    return f"{_table(['tokens per second', *engines.values(), 'over the best K'], rows)}\n"
+    return _table(head, rows)
 
 
 def in_sglang() -> str:

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from integration.bench.machine import describe_machine, store
+from integration.figures import replay_table
 from integration.shapes import ACCEPTANCE, vllm_config, write_config
 from integration.vllm.engine_process import (
     EngineProcess,
@@ -353,32 +354,13 @@ def _take_turns(
     return {**result, "tail_over_best": tail, "matched": is_equal}
 
 
-def table(found: dict[str, Any]) -> str:
-    """Return the result as a table in Markdown."""
-    lines = [
-        "| texts, copied share | batch | K = 3 | K = 7 | 3 + tail of 4 | tail over the best K |",
-        "|---|---|---|---|---|---|",
-    ]
-    for name, runs in found["runs"].items():
-        for batch, run in runs.items():
-            cells = [
-                f"{run[engine]['tokens_per_s']:.0f} ({run[engine]['acceptance_length']:.2f})"
-                for engine in ENGINES
-            ]
-            first = f"{name}, {found['copied_share'][name]:.0%}"
-            lines.append(
-                f"| {first} | {batch} | {' | '.join(cells)} | {run['tail_over_best']:.2f} |"
-            )
-    return "\n".join(lines)
-
-
 def main() -> int:
     """Measure, and print tokens per second and acceptance lengths; returns the exit code."""
     options = arguments()
     found = measured(measure, options)
     if found is None:
         return 1
-    sys.stdout.write(f"{table(found)}\n")
+    sys.stdout.write(f"{replay_table(found)}\n")
     sys.stdout.write("matched\n" if found["matched"] else "FAILED: an output is not its text\n")
     return 0 if found["matched"] else 1
 
