@@ -44,8 +44,6 @@ def random_requests(
         structure = given.get("structured_outputs", {})
         if grammars and "regex" in structure:
             params["regex"] = structure["regex"]
-        if "stop" in params:  # SGLang looks for it first, also after a stop token of the same step
-            params["ignore_eos"] = True
         made.append({"input_ids": rng.choice(prompts), "sampling_params": params})
     return made
 
