@@ -2,10 +2,11 @@
 integration.vllm.auto_draft_len --json FILE``.
 
 One engine with random weights and synthetic acceptance. In every phase a number of requests
-generate: first with each number of drafts fixed, then with the number chosen by the plugin, whose
-measurements last over all phases, then fixed again in the opposite order. A second engine, without
-MTP layers, is "off". Tokens are counted by the configured acceptance, which has no noise, and times
-are those between the outputs of two steps; all phases of one engine share its CUDA graphs.
+generate texts of equal length: in each of ``ROUNDS`` rounds with each number of drafts fixed, in
+another order each time, then with the number chosen by the plugin, whose measurements last over all
+phases. A second engine, without MTP layers, is "off". Tokens are counted by the configured
+acceptance, which has no noise, and times are those between the outputs of two steps; all phases of
+one engine share its CUDA graphs.
 
 A third engine, of the trained tiny model, generates with 0 drafts and with the plugin's choice.
 ``matched``: these outputs are equal, or differ by a rounding tie, and in every phase the tokens are
@@ -56,6 +57,7 @@ from mtp_plugin.hosts.vllm.wrapping import LENGTHS
 
 PHASES = (1, 8, 32, 128, 64, 16, 4, 1)
 GOAL = 0.98
+ROUNDS = 3
 ROUTING = "third"
 """Of the shape sparse, see `integration.vllm.routing`."""
 Step = tuple[int, float, int]
@@ -69,8 +71,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=("sparse", "8gb"), default="8gb")
     parser.add_argument("--num-drafts", type=int, default=3 if small else 7)
     parser.add_argument("--phases", default="1,4,1" if small else ",".join(map(str, PHASES)))
-    parser.add_argument("--steps", type=int, default=100 if small else 600, help="of a phase")
-    parser.add_argument("--fixed-steps", type=int, default=20 if small else 150)
+    parser.add_argument("--steps", type=int, default=20 if small else 80, help="of a text")
+    parser.add_argument("--texts", type=int, default=2 if small else 4, help="of auto in a round")
     parser.add_argument("--input", type=int, default=128, help="token ids of a prompt")
     parser.add_argument("--no-off", action="store_true", help="leave out the engine without MTP")
     add_common_options(parser)
@@ -203,15 +205,15 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             requests = [{"prompt": prompt, "params": params} for prompt in prompts[:size]]
             fixed: dict[int, list[Step]] = {length: [] for length in lengths}
             off: list[Step] = []
-
-            run = partial(_run, engines, requests)
             auto: list[Step] = []
-            for order in (lengths, reversed(lengths)):
-                for length in order:
-                    fixed[length] += run("auto", length, options.fixed_steps)
+            run = partial(_run, engines, requests, num_steps=options.steps)
+            for turn in range(ROUNDS):
+                for length in lengths[:: -1 if turn % 2 else 1]:
+                    fixed[length] += run("auto", length)
                 if not options.no_off:
-                    off += run("off", 0, options.fixed_steps)
-                auto = auto or run("auto", None, options.steps)
+                    off += run("off", 0)
+                for _ in range(options.texts):
+                    auto += run("auto", None)
             found["phases"].append(_row(size, fixed, auto, off))
             found["matched"] = is_equal(found["outputs"]) and all(
                 row["matched"] for row in found["phases"]
@@ -233,6 +235,7 @@ def _run(
     requests: list[Request],
     name: str,
     length: int | None,
+    *,
     num_steps: int,
 ) -> list[Step]:
     call = engines[name].call
@@ -240,7 +243,7 @@ def _run(
 
 
 def _most_steps(options: argparse.Namespace) -> int:
-    return int(max(options.steps, options.fixed_steps)) + 50
+    return int(options.steps) + 50
 
 
 def _start(
