@@ -52,7 +52,9 @@ CASES: dict[str, dict[str, Any]] = {
     "stop_strings": {"temperature": 0.8, "stop": ["return", "\n\n"]},
     "all_options": {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.02},
 }
-GRAMMAR_CASE = {"temperature": 0.8, "regex": "[a-z ]{8,40}"}
+GRAMMAR_CASE = {"temperature": 0.8, "regex": "[a-z ]{8,40}", "ignore_eos": False}
+LIFT = 80.0
+"""Added to the logits of both tokens of a near tie where a grammar forbade others."""
 CHECKS = ("storm", "cases", "random", "executor", "chi_square", "defects", "soak")
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 """SGLang ends if memory or a slot leaked."""
@@ -366,14 +368,15 @@ class Proof:
             return None
         options = {**request["sampling_params"], "max_new_tokens": 1, "n": 1}
         options.pop("stop", None)
-        options.pop("regex", None)  # it would begin again; both tokens are allowed
+        # it would begin again; both tokens are allowed
+        lift = LIFT if options.pop("regex", None) else 0.0
         options.pop("custom_params", None)  # limits of drafts, which that engine refuses
         seed = options.get("sampling_seed")
         options["sampling_seed"] = sample_seed(seed, index)
         bias = {int(k): v for k, v in (options.get("logit_bias") or {}).items()}
         half = self.given.margin / 2
-        bias[two[at]] = bias.get(two[at], 0.0) + half
-        bias[one[at]] = bias.get(one[at], 0.0) - half
+        bias[two[at]] = bias.get(two[at], 0.0) + lift + half
+        bias[one[at]] = bias.get(one[at], 0.0) + lift - half
         options["logit_bias"] = {str(k): v for k, v in bias.items()}
         prompt = [*request["input_ids"], *one[:at]]
         return {"input_ids": prompt, "sampling_params": options}

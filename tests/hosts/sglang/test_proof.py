@@ -6,6 +6,7 @@ import json
 import os
 import random
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -18,6 +19,7 @@ class Engine:
 
     wrong = ""
     ties = False
+    biases: ClassVar = []
     leaks = ()
 
     def __init__(self, name, _folder, _options, num_drafts, *_rest):
@@ -44,7 +46,8 @@ class Engine:
         assert self.num_drafts or not custom, "an engine without drafts refuses limits of drafts"
         bias = sampling_params.get("logit_bias") or {}
         if sampling_params["max_new_tokens"] == 1:  # is it a tie?
-            token = [int(t) for t, value in bias.items() if value > 0][-1]
+            token = int(max([*bias][-2:], key=bias.get))
+            Engine.biases.append(list(bias.values()))
             tokens = [[token if self.ties else -1]]
         else:
             known = input_ids, sampling_params["sampling_seed"], sampling_params["temperature"]
@@ -118,6 +121,12 @@ def test_a_tie_is_counted_and_named(run):
     assert found.code == 0
     assert found.cases["greedy"]["k3"]["ties"] == 1
     assert found.differences[0]["is_tie"]
+
+
+def test_a_tie_under_a_grammar_is_between_its_two_tokens(run):
+    Engine.biases.clear()
+    assert run("--only", "cases", "--grammar", "xgrammar", wrong="k3", ties=True).code == 0
+    assert [min(bias) for bias in Engine.biases if min(bias) > 0] == [proof.LIFT - 0.25]
 
 
 def test_a_check_that_fails_leaves_the_others(run, monkeypatch):
