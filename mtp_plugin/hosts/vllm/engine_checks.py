@@ -55,16 +55,11 @@ def checked_settings(vllm_config: Any) -> VllmSettings | None:
     return replace(settings, draft_ids=found[0], num_added_ids=found[1], num_ranks=ranks)
 
 
-def warnings_of(settings: VllmSettings) -> list[str]:
+def start_warnings() -> list[str]:
     """Return what to log once when an engine starts."""
     warnings = []
     if where_tested() is None:
         warnings.append(untested("{}.{}".format(*release())))
-    if settings.options.allow_untested:
-        warnings.append(
-            "additional_config.mtp_plugin.allow_untested has no effect: leave it out, every vLLM "
-            "with known signatures starts"
-        )
     for name in custom_codes():
         problem = load_problem(name)
         if problem is not None:

@@ -65,9 +65,6 @@ class VllmOptions(RowOptions):
         "tokens of a request, 6 or more, earlier in its own text; steps without a match leave them "
         "out; null: all drafts are of the MTP layers; output does not change",
     )
-    allow_untested: bool = Field(
-        default=False, description="no effect, logs a warning: every version that fits starts"
-    )
 
     def no_draft_probs(self, drafter: str) -> str:
         """See `RowOptions.no_draft_probs`."""

@@ -93,17 +93,15 @@ def _worker_init(original: Method, self: Any, vllm_config: Any, *args: Any, **kw
 
         fitting_module()
         wrap_worker()
-        _warn(vllm_config, *args, **kwargs)
+        _warn(*args, **kwargs)
         _compile_early(vllm_config, *args, **kwargs)
     return original(self, vllm_config, *args, **kwargs)
 
 
-def _warn(
-    vllm_config: Any, _local_rank: int = 0, rank: int = 0, *_args: Any, **_kwargs: Any
-) -> None:
-    from mtp_plugin.hosts.vllm.engine_checks import warnings_of
+def _warn(_local_rank: int = 0, rank: int = 0, *_args: Any, **_kwargs: Any) -> None:
+    from mtp_plugin.hosts.vllm.engine_checks import start_warnings
 
-    for warning in warnings_of(_settings(vllm_config)) if rank == 0 else ():
+    for warning in start_warnings() if rank == 0 else ():
         _logger.warning("%s", warning)
 
 

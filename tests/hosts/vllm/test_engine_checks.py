@@ -14,7 +14,7 @@ from mtp_plugin import verifications
 from mtp_plugin.config.draft_vocab import WANTED
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts import vllm as vllm_host
-from mtp_plugin.hosts.vllm.engine_checks import checked_settings, warnings_of
+from mtp_plugin.hosts.vllm.engine_checks import checked_settings, start_warnings
 from mtp_plugin.hosts.vllm.options import VllmOptions, read_options
 from mtp_plugin.speculative.rows.options import EngineSettings
 from mtp_plugin.speculative.rows.request_options import RequestOptions
@@ -25,8 +25,7 @@ from tests.hosts.vllm.fake_vllm import make_config
 OPTION = "additional_config.mtp_plugin"
 KNOWN = (
     "known ones are verification, thinking_begin_token, thinking_end_token, relaxed_topk, "
-    "relaxed_delta, kernels, draft_vocab, draft_len, tail, "
-    "allow_untested"
+    "relaxed_delta, kernels, draft_vocab, draft_len, tail"
 )
 WRONG_OPTIONS: list[tuple[Any, str]] = [
     (True, f"{OPTION}: expected a mapping of options ({{}} for the defaults) or false, got true"),
@@ -90,8 +89,6 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
         {"tail": {"ngram": 4, "n": 2}},
         f"{OPTION}.tail.n: unknown option; known ones are ngram",
     ),
-    ({"allow_untested": "yes"}, f"{OPTION}.allow_untested: should be a valid boolean, got 'yes'"),
-    ({"allow_untested": 1}, f"{OPTION}.allow_untested: should be a valid boolean, got 1"),
     (
         {"kernels": 3, "x": 1},
         f"{OPTION}.kernels: should be 'auto', 'triton' or 'reference', got 3; "
@@ -291,18 +288,8 @@ def test_untested_versions_start_with_a_warning(
 ) -> None:
     fake_vllm.install(monkeypatch, version)
     shown = ".".join(version.split(".")[:2])
-    settings = checked_settings(make_config())
-    assert settings is not None
-    (warning,) = warnings_of(settings)
+    (warning,) = start_warnings()
     assert warning.startswith(f"vLLM {shown} was not tested (tested: ")
-
-
-@pytest.mark.usefixtures("vllm_32")
-def test_an_option_without_effect_gives_a_warning() -> None:
-    settings = checked_settings(make_config({"allow_untested": True}))
-    assert settings is not None
-    (warning,) = warnings_of(settings)
-    assert warning.startswith("additional_config.mtp_plugin.allow_untested has no effect")
 
 
 @pytest.mark.usefixtures("vllm_32")
@@ -313,9 +300,7 @@ def test_an_entry_point_that_cannot_be_loaded_gives_a_warning(
     monkeypatch.setattr(verifications, "offered_methods", lambda: {"broken": [point]})
     monkeypatch.setattr(custom, "offered_methods", verifications.offered_methods)
     monkeypatch.setattr(verifications, "_custom_codes", {})
-    settings = checked_settings(make_config())
-    assert settings is not None
-    assert warnings_of(settings) == [
+    assert start_warnings() == [
         "verification method 'broken' is left out: entry point 'broken' of "
         "mtp_plugin.verifications (no.such.module:thing) cannot be loaded: ModuleNotFoundError: "
         "No module named 'no'"
