@@ -19,6 +19,8 @@ def look_up_drafts(
     max_match: int = 8,
     rows: torch.Tensor | None = None,
     drafts: torch.Tensor | None = None,
+    matches: torch.Tensor | None = None,
+    num_sampled: torch.Tensor | None = None,
     backend: Backend | str = "auto",
 ) -> torch.Tensor:
     """Return the K tokens after the longest earlier occurrence of each row's last tokens.
@@ -31,11 +33,14 @@ def look_up_drafts(
     Args:
         tokens: [S, W] integer with contiguous rows; any values.
         lengths: [S] integer, any stride: valid tokens of each row, outside 0..W the nearest.
-        k: number of drafts, 0 or more.
+        k: number of drafts, 0 or more; with ``matches`` 1 or more.
         min_match: fewest tokens that must match, 1 or more.
         max_match: most tokens that are compared, at least ``min_match``.
         rows: [R] integer, any stride: rows to look up, outside 0..S-1 the nearest; None: all.
         drafts: [R, M] integer with contiguous rows: tokens that follow each row; M may be 0.
+        matches: [S] bool, written at the rows that are looked up: whether one occurs earlier. Of a
+            row that is looked up twice, either result stays.
+        num_sampled: [R] integer, any stride: rows with 0 are written as False to ``matches``.
 
     Returns:
         [R, K] int32; -1 in rows without an occurrence.
@@ -60,14 +65,23 @@ def look_up_drafts(
             device=device,
             contiguous="rows",
         )
-    k = expect_int("k", k, 0, error=TensorContractError)
+    if matches is not None:
+        expect_tensor(
+            "matches", matches, dtype=torch.bool, shape=(num_rows,), device=device, contiguous=True
+        )
+    if num_sampled is not None:
+        expect_tensor("num_sampled", num_sampled, dtype=INTEGERS, shape=(requests,), device=device)
+    least = 0 if matches is None else 1
+    k = expect_int("k", k, least, error=TensorContractError)
     min_match = expect_int("min_match", min_match, 1, error=TensorContractError)
     max_match = expect_int("max_match", max_match, min_match, error=TensorContractError)
     backend = Backend.of(backend, device, "backend")
     if not (requests and num_rows and width and k):
+        if matches is not None and num_rows:
+            matches[... if rows is None else rows.to(torch.int64).clamp(0, num_rows - 1)] = False
         return tokens.new_full((requests, k), PAD_TOKEN, dtype=torch.int32)
     run = backend.dispatch(look_up_drafts_reference)
-    return run(tokens, lengths, k, min_match, max_match, rows, drafts)
+    return run(tokens, lengths, k, min_match, max_match, rows, drafts, matches, num_sampled)
 
 
 def look_up_drafts_reference(
@@ -78,6 +92,8 @@ def look_up_drafts_reference(
     max_match: int,
     rows: torch.Tensor | None,
     drafts: torch.Tensor | None,
+    is_match: torch.Tensor | None,
+    num_sampled: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compare every column at once, token by token from the end of the match."""
     if rows is not None:
@@ -100,6 +116,11 @@ def look_up_drafts_reference(
         num_equal += matches
     score = torch.where(num_equal >= min_match, num_equal * width + columns, -1)
     best = score.amax(dim=1, keepdim=True)
+    if is_match is not None:
+        found_any = best[:, 0] >= 0
+        if num_sampled is not None:
+            found_any &= num_sampled != 0
+        is_match[... if rows is None else rows] = found_any
     first = best.remainder(width) + 1  # of the tokens that follow
     steps = torch.arange(k, device=tokens.device)
     found = first + steps.remainder((length - first).clamp_min(1))

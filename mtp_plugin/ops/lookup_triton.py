@@ -5,7 +5,8 @@
    after its last column has differed, so that most blocks load a few times.
 2. Reduce the columns with at least ``min_match`` equal tokens to one: most equal tokens first, then
    the most recent.
-3. Store the K tokens after it, repeated if fewer follow; -1 without one.
+3. Store the K tokens after it, repeated if fewer follow; -1 without one. Store whether there is one
+   to the flag of its row.
 
 The text of a request is its row of tokens, followed by its drafts. Each program reads and writes
 its own row alone. The number of blocks is that of the row's length.
@@ -42,12 +43,20 @@ def _load_text(row_ptr, pending_ptr, index, length, mask, NUM_PENDING: tl.conste
         "length_stride",
         "request_stride",
         "pending_stride",
+        "count_stride",
         "num_rows",
         "width",
         "min_match",
         "max_match",
     ],
-    do_not_specialize_on_alignment=["token_ptr", "length_ptr", "request_ptr", "pending_ptr"],
+    do_not_specialize_on_alignment=[
+        "token_ptr",
+        "length_ptr",
+        "request_ptr",
+        "pending_ptr",
+        "count_ptr",
+        "match_ptr",
+    ],
 )
 def look_up_drafts_kernel(
     # inputs
@@ -55,19 +64,24 @@ def look_up_drafts_kernel(
     length_ptr,  # [S] integer
     request_ptr,  # [R] integer: row of each request
     pending_ptr,  # [R, M] integer: drafts that follow each row
+    count_ptr,  # [R] integer: 0 for no match
     # output
     draft_ptr,  # [R, K] int32
+    match_ptr,  # [S] bool
     # sizes
     token_stride,
     length_stride,
     request_stride,
     pending_stride,
+    count_stride,
     num_rows,  # S
     width,  # W
     min_match,
     max_match,
     # constants
     HAS_ROWS: tl.constexpr,
+    HAS_COUNTS: tl.constexpr,
+    HAS_MATCHES: tl.constexpr,
     NUM_PENDING: tl.constexpr,  # M
     K: tl.constexpr,
     COLUMNS: tl.constexpr,  # a power of two >= K
@@ -113,6 +127,11 @@ def look_up_drafts_kernel(
     drafts = _load_text(row_ptr, pending_row_ptr, following, length, is_found, NUM_PENDING)
     drafts = tl.where(best >= 0, drafts, -1).to(tl.int32)
     tl.store(draft_ptr + request * K + lanes, drafts, mask=lanes < K)
+    if HAS_MATCHES:
+        is_match = best >= 0
+        if HAS_COUNTS:
+            is_match = is_match & (tl.load(count_ptr + request * count_stride) != 0)
+        tl.store(match_ptr + row, is_match)
 
 
 def look_up_drafts_triton(
@@ -123,6 +142,8 @@ def look_up_drafts_triton(
     max_match: int,
     rows: torch.Tensor | None,
     drafts: torch.Tensor | None,
+    matches: torch.Tensor | None,
+    num_sampled: torch.Tensor | None,
 ) -> torch.Tensor:
     """One launch, one program per request."""
     expect_reachable(look_up_drafts_kernel, "tokens", tokens)
@@ -137,19 +158,24 @@ def look_up_drafts_triton(
         lengths,
         lengths if rows is None else rows,
         tokens if drafts is None else drafts,
+        lengths if num_sampled is None else num_sampled,
         # output
         found,
+        found if matches is None else matches,
         # sizes
         tokens.stride(0),
         lengths.stride(0),
         0 if rows is None else rows.stride(0),
         0 if drafts is None else drafts.stride(0),
+        0 if num_sampled is None else num_sampled.stride(0),
         num_rows,
         width,
         min_match,
         max_match,
         # constants
         HAS_ROWS=rows is not None,
+        HAS_COUNTS=num_sampled is not None,
+        HAS_MATCHES=matches is not None,
         NUM_PENDING=0 if drafts is None else drafts.shape[1],
         K=k,
         COLUMNS=triton.next_power_of_2(k),

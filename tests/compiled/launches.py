@@ -174,7 +174,9 @@ def compile_lookup() -> None:
         tokens, lengths = ints(4, 4096, dtype=dtype), ints(4)
         look_up_drafts(tokens, lengths, k, backend=Backend.TRITON)
         rows, drafts = ints(3, dtype=I64), ints(3, 3, dtype=I64)
-        look_up_drafts(tokens, lengths, k, rows=rows, drafts=drafts, backend=Backend.TRITON)
+        for noted in ({}, {"matches": torch.zeros(4, dtype=torch.bool), "num_sampled": ints(3)}):
+            given = {"rows": rows, "drafts": drafts, **noted}
+            look_up_drafts(tokens, lengths, k, **given, backend=Backend.TRITON)
 
 
 def compile_sampling_of_raw_rows() -> None:

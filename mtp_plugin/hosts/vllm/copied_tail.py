@@ -46,7 +46,6 @@ class CopiedTail:
         self.num_mtp = ops.num_drafts - length
         device = ops.slots.table.device
         num_slots = len(ops.slots.table)
-        self._has_match = torch.zeros(num_slots, dtype=torch.bool, device=device)
         self._copied = torch.zeros(num_slots, length, dtype=torch.int64, device=device)
         """[S, N] tokens with probability 1 in ``draft_probs``."""
         self._columns = torch.arange(self.num_mtp, ops.num_drafts, device=device)
@@ -54,6 +53,7 @@ class CopiedTail:
         if getattr(tokens, "_uva_buf", None) is not None:
             # read whole in every step: host memory would be slow
             tokens.gpu, tokens._uva_buf = torch.zeros_like(tokens.gpu), None
+        self._has_match = torch.zeros(len(tokens.gpu), dtype=torch.bool, device=device)
 
     def restore(self) -> None:
         """Write what sleep of level 2 discards."""
@@ -85,27 +85,29 @@ class CopiedTail:
         indices = input_batch.idx_mapping
         if is_dummy:
             for count in range(self.num_mtp + 1):  # a kernel each
-                self._look_up(indices, drafts[:, :count])
+                self._look_up(indices, drafts[:, :count], num_sampled)
             return drafts
-        found = self._look_up(indices, drafts[:, :num_mtp])
-        matches = (found[:, 0] >= 0) & (num_sampled > 0)
+        found = self._look_up(indices, drafts[:, :num_mtp], num_sampled)
         slots = self._ops.slots
         if slots.has_draft_limit[input_batch.idx_mapping_np].any():
             limits = slots.of(indices).read(DRAFT_LIMIT, slice(0, len(indices)))
-            matches &= limits > self.num_mtp  # others cannot use a tail
-        self._has_match[indices] = matches
+            # others cannot use a tail
+            self._has_match[indices] = self._has_match[indices] & (limits > self.num_mtp)
         if num_drafts > self.num_mtp:
             copied = found.clamp(0, self._vocab - 1).to(torch.int64)
             drafts[:, self.num_mtp :] = copied
-            self._keep_probs(indices, copied, matches)
+            self._keep_probs(indices, copied)
         return drafts
 
     def forget(self, slot: int) -> None:
         """Drop the match of the request that had the slot before."""
         self._has_match[slot] = False
 
-    def _look_up(self, indices: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
-        """Return [R, N] int32, -1 without a match, for drafts [R, M] that end the pattern."""
+    def _look_up(
+        self, indices: torch.Tensor, drafts: torch.Tensor, num_sampled: torch.Tensor
+    ) -> torch.Tensor:
+        """Return [R, N] int32, -1 without a match, for drafts [R, M] that end the pattern, and keep
+        which requests have one. It is the only launch of a step without a tail."""
         return look_up_drafts(
             self._states.all_token_ids.gpu,
             self._states.total_len.gpu,
@@ -114,19 +116,20 @@ class CopiedTail:
             max_match=MAX_MATCH,
             rows=indices,
             drafts=drafts,
+            matches=self._has_match,
+            num_sampled=num_sampled,
             backend=self._ops.backend,
         )
 
-    def _keep_probs(
-        self, indices: torch.Tensor, copied: torch.Tensor, matches: torch.Tensor
-    ) -> None:
+    def _keep_probs(self, indices: torch.Tensor, copied: torch.Tensor) -> None:
         probs = self._ops.draft_probs
         if probs is None:
             return
         rows = indices.unsqueeze(1)
         probs[rows, self._columns, self._copied[indices]] = 0.0
         self._copied[indices] = copied
-        probs[rows, self._columns, copied] = matches.unsqueeze(1).expand_as(copied).float()
+        matches = self._has_match[indices].unsqueeze(1)
+        probs[rows, self._columns, copied] = matches.expand_as(copied).float()
 
     def without_absent(self, drafts: torch.Tensor, batch: Any) -> torch.Tensor:
         """Return the drafts [N] of the rows of an ``InputBatch``, -1 in columns without a match."""
@@ -138,6 +141,6 @@ class CopiedTail:
 
     def add_matches(self, output: Any, batch: Any) -> Any:
         """Let a ``SamplerOutput`` bring the matches of the last step to the host."""
-        matches = self._has_match[batch.idx_mapping]
-        setattr(output, MATCHES, matches.to("cpu", non_blocking=True))
+        matches = self._has_match.to("cpu", non_blocking=True, copy=True)  # no gather before it
+        setattr(output, MATCHES, (matches, batch.idx_mapping_np.copy()))
         return output

@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 MATCHES = "mtp_plugin_matches"
-"""Attribute of vLLM's ``SamplerOutput`` ([R] bool tensor) and ``ModelRunnerOutput`` (list): which
-requests had a tail among the drafts that the step verified, or would have had one."""
+"""Attribute of vLLM's ``SamplerOutput`` ([S] bool tensor, and the slots [R] of the requests) and
+``ModelRunnerOutput`` (list by request): which requests had a tail among the drafts that the step
+verified, or would have had one."""
 
 HOLD = 4
 """Steps, over all requests of a batch, for which a match counts: one wrong draft ends a match, and

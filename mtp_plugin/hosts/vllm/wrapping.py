@@ -431,9 +431,10 @@ def _get_output(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
     from mtp_plugin.hosts.vllm.tail_gate import MATCHES
 
     result = original(self, *args, **kwargs)
-    matches = getattr(self.sampler_output, MATCHES, None)
-    if matches is not None:  # waited for by the original
-        setattr(result, MATCHES, matches.tolist())
+    kept = getattr(self.sampler_output, MATCHES, None)
+    if kept is not None:  # waited for by the original
+        matches, slots = kept
+        setattr(result, MATCHES, matches.numpy()[slots].tolist())
     return result
 
 

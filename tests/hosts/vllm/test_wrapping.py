@@ -588,7 +588,8 @@ def test_a_tail_of_copied_text_reaches_proposals_graphs_and_outputs(
     speculator.capture()
     assert during == [[(1, 7, 3), (8, 8, 3)], schedule]
 
-    for kept, expected in (({}, {}), ({MATCHES: torch.tensor([True])}, {MATCHES: [True]})):
+    kept_matches = {MATCHES: (torch.tensor([False, True, False]), torch.tensor([1, 0]).numpy())}
+    for kept, expected in (({}, {}), (kept_matches, {MATCHES: [True, False]})):
         output.sampler_output = SimpleNamespace(**kept)
         assert vars(output.get_output()) == expected
 

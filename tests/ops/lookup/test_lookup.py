@@ -129,17 +129,46 @@ def test_chosen_rows_are_looked_up_with_the_drafts_that_follow_them(
 
 
 @pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("counts", [None, [1, 0, 2, 1]])
+def test_rows_with_a_match_are_kept_by_row(counts, backend) -> None:
+    """A prompt that is not finished has none; a row that is not looked up keeps what it had."""
+    tokens = torch.tensor([[1, 2, 3, 1, 2]] * 3 + [[1, 2, 3, 4, 5]] * 3, device=DEVICE)
+    rows, lengths = [4, 0, 2, 3], torch.full((6,), 5, device=DEVICE)
+    expected = [False, True, True, False, False, True]
+    matches = torch.tensor([False, True, False, True, True, True], device=DEVICE)
+    for row, count in zip(rows, counts or [1] * 4, strict=True):
+        expected[row] = example(tokens[row].tolist(), 1, 2, 8) != [-1] and count > 0
+    found = look_up_drafts(
+        tokens,
+        lengths,
+        2,
+        rows=torch.tensor(rows, device=DEVICE),
+        matches=matches,
+        num_sampled=None if counts is None else torch.tensor(counts, device=DEVICE),
+        backend=backend,
+    )
+    assert matches.tolist() == expected
+    assert found[1].tolist() == [3, 1]
+    look_up_drafts(tokens, lengths, 2, matches=matches, backend=backend)
+    assert matches.tolist() == [True] * 3 + [False] * 3
+    look_up_drafts(tokens[:, :0], lengths, 2, rows=lengths[:1] - 3, matches=matches)
+    assert matches.tolist() == [True, True] + [False] * 4
+
+
+@pytest.mark.parametrize("backend", Backend)
 def test_arguments(backend: Backend) -> None:
     arguments = {
         "tokens": torch.tensor([[1, 2, 3, 1, 2], [7, 7, 7, 7, 0]], device=DEVICE),
         "lengths": torch.tensor([5, 4], device=DEVICE),
         "rows": torch.tensor([1, 0, 1], device=DEVICE),
         "drafts": torch.tensor([[7, 0], [3, 1], [7, 7]], device=DEVICE),
+        "matches": torch.tensor([False, True], device=DEVICE),
+        "num_sampled": torch.tensor([1, 0, 2], device=DEVICE),
     }
     check_arguments(
         look_up_drafts,
         arguments,
-        refused={"tokens": "row-contiguous", "drafts": "row-contiguous"},
+        refused={"tokens": "row-contiguous", "drafts": "row-contiguous", "matches": "contiguous"},
         k=2,
         backend=backend,
     )
