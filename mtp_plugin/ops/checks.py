@@ -47,13 +47,14 @@ def expect_tensor(
     if (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
-        and not _is_lazy(value)
+        and not value.is_neg()
+        and not value.is_conj()
         and (
             dtype is None
             or value.dtype is dtype
             or (not isinstance(dtype, torch.dtype) and value.dtype in dtype)
         )
-        and (shape is None or _matches(value.shape, shape))
+        and (shape is None or value.shape == shape or _matches(value.shape, shape))
         and (device is None or value.device == device)
         and (not contiguous or _is_contiguous(value, contiguous))
     ):

@@ -57,8 +57,13 @@ class ChunkLayout(NamedTuple):
     @classmethod
     def of(cls, logits: torch.Tensor) -> Self:
         """Return the layout of unprocessed rows, by their number and dtype."""
-        each = LOAD_BYTES // logits.element_size()
-        if logits.shape[0] <= FEW_ROWS:
+        return cls.of_rows(logits.shape[0], logits.element_size())
+
+    @classmethod
+    def of_rows(cls, rows: int, element_size: int) -> Self:
+        """As `of`, by the number of rows and the bytes of a logit."""
+        each = LOAD_BYTES // element_size
+        if rows <= FEW_ROWS:
             return cls.small(each)
         return cls.made(block=4096, chunks=32, threads=128, each=each)
 

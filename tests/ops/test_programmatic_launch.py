@@ -13,12 +13,13 @@ import triton
 
 import mtp_plugin
 from mtp_plugin.errors import TensorContractError
-from mtp_plugin.ops import programmatic_launch
+from mtp_plugin.ops import launching, programmatic_launch
 from mtp_plugin.ops.launching import CachedLaunches, expect_reachable
 from mtp_plugin.ops.programmatic_launch import pdl_options
 
 CUDA = torch.device("cuda", 0)
-FLOATS, HALVES = torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)
+FLOATS, OTHERS, HALVES = torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.bfloat16)
+DTYPES = {tensor.data_ptr(): tensor.dtype for tensor in (FLOATS, FLOATS[1:], OTHERS, HALVES)}
 
 
 class Binary:
@@ -31,32 +32,20 @@ class Binary:
 
     def __getitem__(self, grid: tuple[int, int, int]) -> Any:
         def run(*arguments: Any) -> None:
+            assert not any(isinstance(argument, torch.Tensor) for argument in arguments)
             assert types_of(arguments) == self.types
             self.launches.append((grid, *arguments))
 
         return run
 
 
-def parameter(name: str, **properties: bool) -> SimpleNamespace:
-    given = {"is_constexpr": False, "do_not_specialize": False}
-    return SimpleNamespace(
-        name=name, **given | {"do_not_specialize_on_alignment": False} | properties
-    )
-
-
 class Compiled(triton.JITFunction):
-    """A kernel ``(x, any_x, size, any_size, CONSTANT)`` that is compiled for every launch which
-    goes the ordinary way."""
+    """A kernel that is compiled for every launch which goes the ordinary way."""
 
     def __init__(self) -> None:
         self.binaries: list[Binary] = []
-        self.params = [
-            parameter("x"),
-            parameter("any_x", do_not_specialize_on_alignment=True),
-            parameter("size"),
-            parameter("any_size", do_not_specialize=True),
-            parameter("CONSTANT", is_constexpr=True),
-        ]
+        names = ("x_ptr", "other_ptr", "size", "number", "CONSTANT")
+        self.params = [SimpleNamespace(name=name) for name in names]
 
     def __getitem__(self, grid: tuple[int, ...]) -> Any:
         def run(*arguments: Any, **named: Any) -> Binary:
@@ -78,7 +67,8 @@ class Interpreted:
 
 
 def types_of(arguments: Any) -> list[Any]:
-    return [a.dtype if isinstance(a, torch.Tensor) else type(a) for a in arguments]
+    pointers = [a.data_ptr() if isinstance(a, torch.Tensor) else a for a in arguments]
+    return [DTYPES.get(argument, type(argument)) for argument in pointers]
 
 
 def test_interpreted_launches_all_go_the_ordinary_way() -> None:
@@ -92,44 +82,45 @@ def test_interpreted_launches_all_go_the_ordinary_way() -> None:
 def test_a_launch_seen_before_goes_to_its_binary() -> None:
     kernel = Compiled()
     launches = CachedLaunches(kernel)
-    for programs in (5, 7, 9):
-        launches[(programs, 2)](FLOATS, FLOATS, 32, programs, CONSTANT=4, num_warps=2)
-    launches[(3,)](FLOATS, FLOATS, 32, 3, 4, num_warps=2)
-    launches[(3,)](FLOATS, FLOATS, 32, 3, 4, num_warps=2)
+    for other in (FLOATS, OTHERS, FLOATS):
+        launches[(7, 2)](FLOATS, other, 32, 7, CONSTANT=4, num_warps=2)
+    for _ in range(2):
+        launches[(3,)](FLOATS, None, 32, 3, 4, num_warps=2)
     by_name, by_position = kernel.binaries
     assert by_name.options == {"num_warps": 2}
-    assert by_name.launches == [((n, 2, 1), FLOATS, FLOATS, 32, n, 4) for n in (7, 9)]
-    assert by_position.launches == [((3, 1, 1), FLOATS, FLOATS, 32, 3, 4)]
+    x, y = FLOATS.data_ptr(), OTHERS.data_ptr()
+    assert by_name.launches == [((7, 2, 1), x, other, 32, 7, 4) for other in (y, x)]
+    assert by_position.launches == [((3, 1, 1), x, None, 32, 3, 4)]
 
 
 @pytest.mark.parametrize(
-    ("one", "other", "num_binaries"),
+    ("tensors", "sizes"),
     [
-        ((FLOATS, FLOATS, 32, 3, 4), (HALVES, FLOATS, 32, 3, 4), 2),
-        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS[1:], FLOATS, 32, 3, 4), 2),
-        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS, FLOATS[1:], 32, 3, 4), 1),
-        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS, FLOATS, 48, 3, 4), 1),
-        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS, FLOATS, 33, 3, 4), 2),
-        ((FLOATS, FLOATS, 2, 3, 4), (FLOATS, FLOATS, 1, 3, 4), 2),
-        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS, FLOATS, 32, 1, 4), 1),
-        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS, FLOATS, 32, 2**31, 4), 2),
-        ((FLOATS, FLOATS, 32, 3, 4), (FLOATS, FLOATS, 32, 3, 5), 2),
-        ((FLOATS, FLOATS, 32, 3, 1), (FLOATS, FLOATS, 32, 3, True), 2),
-        ((FLOATS, FLOATS, 32, 3, 4), (None, FLOATS, 32, 3, 4), 2),
+        ((HALVES, FLOATS), (32, 3, 4)),
+        ((FLOATS[1:], FLOATS), (32, 3, 4)),
+        ((FLOATS, None), (32, 3, 4)),
+        ((FLOATS, FLOATS), (33, 3, 4)),
+        ((FLOATS, FLOATS), (32, 2**31, 4)),
+        ((FLOATS, FLOATS), (32, 3, 5)),
     ],
 )
-def test_binaries_are_those_that_triton_would_choose(
-    one: tuple[Any, ...], other: tuple[Any, ...], num_binaries: int
+def test_triton_chooses_the_binary_of_what_is_new(
+    tensors: tuple[torch.Tensor | None, ...], sizes: tuple[int, ...]
 ) -> None:
     kernel = Compiled()
     launches = CachedLaunches(kernel)
     for _ in range(2):
-        for arguments in (one, other):
-            if arguments[0] is None:
-                arguments = (FLOATS, None, *arguments[2:])
-            launches[(1,)](*arguments)
-    assert len(kernel.binaries) == num_binaries
-    assert sum(len(binary.launches) for binary in kernel.binaries) == 4 - num_binaries
+        launches[(1,)](FLOATS, FLOATS, 32, 3, 4)
+        launches[(1,)](*tensors, *sizes)
+    assert [len(binary.launches) for binary in kernel.binaries] == [1, 1]
+
+
+def test_launches_of_ever_new_sizes_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launching, "MOST_LAUNCHES", 3)
+    launches = CachedLaunches(Compiled())
+    for size in range(8):
+        launches[(1,)](FLOATS, FLOATS, size, 3, 4)
+    assert len(launches._launches) <= 3
 
 
 def test_options_select_the_binary() -> None:

@@ -30,16 +30,15 @@ loads a row's options while the scan still runs, since the scan does not write t
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from typing_extensions import Self
 
 from mtp_plugin.ops import row_sums
-from mtp_plugin.ops.launching import CachedLaunches, expect_reachable
+from mtp_plugin.ops.launching import MOST_LAUNCHES, Launch, expect_reachable
 from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.logit_rows.processing_triton import (
     Pools,
@@ -552,10 +551,6 @@ def sample_finish_kernel(
         tl.store(truncation_ptr + row * TRUNCATION_SIZE + 3, mass)
 
 
-_scan_launches = CachedLaunches(sample_scan_kernel)
-_finish_launches = CachedLaunches(sample_finish_kernel)
-
-
 def sample_tokens_triton(
     logits: torch.Tensor,
     rows: LogitRows,
@@ -570,64 +565,66 @@ def sample_tokens_triton(
     """Two launches: a scan of all rows, and one that finishes each row."""
     expect_reachable(sample_scan_kernel, "logits", logits)
     num_rows, vocab = logits.shape
-    pools = slots.pools
-    device = logits.device
+    pools, device = slots.pools, logits.device
     tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
     if num_rows == 0:
         return tokens
-    scan = _Scan.of(logits, has_processing=pools is not None)
-    layout = scan.layout
-    num_blocks, num_chunks = layout.num_blocks(vocab), layout.num_chunks(vocab)
+    ahead, drafts = rows.ahead, rows.drafts
+    plan = _plan(
+        num_rows,
+        vocab,
+        logits.element_size(),
+        device,
+        # sizes of the kernels
+        (
+            *(rows.num_contexts, rows.width, rows.column, int(role)),
+            *(_offsets(slots) if as_drafts else (0, 0, 0)),
+        ),
+        (
+            0 if pools is None else pools.vocab_size,
+            logits.stride(0),
+            rows.positions.stride(0),
+            0 if ahead is None else ahead.stride(0),
+            0 if drafts is None else drafts.stride(0),
+            slots.table.stride(0),
+            slots.slot_ids.stride(0),
+            slots.table.shape[0],
+        ),
+        has_ids=vocab_ids is not None,
+        has_ahead=ahead is not None,
+        has_drafts=drafts is not None,
+        has_processing=pools is not None,
+        as_drafts=as_drafts,
+        has_truncation=truncation is not None,
+        has_sums=sums is not None,
+    )
+    num_chunks = plan.num_chunks
     float32: dict[str, Any] = {"dtype": torch.float32, "device": device}
     chunk_maxima = torch.empty(num_rows, num_chunks, **float32) if sums is None else sums.tops
     chunk_results = torch.empty(num_rows, num_chunks, **float32)
-    chunk_sums = (
-        chunk_results if truncation is None else torch.empty(num_rows, num_chunks, **float32)
-    )
-    raw_sums = chunk_results if sums is None else torch.empty(num_rows, num_chunks, **float32)
-    inputs = _Inputs(
-        logits, rows, slots, tokens if vocab_ids is None else vocab_ids, tokens, num_blocks
-    )
-    sizes: tuple[int, ...] = (rows.num_contexts, rows.width, rows.column, int(role))
-    sizes += _offsets(slots) if as_drafts else (0, 0, 0)
-    constants: dict[str, Any] = {
-        "LAYOUT": layout,
-        "HAS_IDS": vocab_ids is not None,
-        "HAS_AHEAD": rows.ahead is not None,
-        "HAS_DRAFTS": rows.drafts is not None,
-        "HAS_PROCESSING": pools is not None,
-        "AS_DRAFTS": as_drafts,
-        "HAS_TRUNCATION": truncation is not None,
-        "HAS_SUMS": sums is not None,
-        **pdl_options(device),
-    }
-    warps = 8 if num_rows <= WIDE_PROGRAM_ROWS else 4
-    grid = [num_rows, -(-num_blocks // scan.blocks_per_program)]
-    row_axis = int(num_rows <= MAX_GRID_Y)
-    _scan_launches[tuple(grid[::-1] if row_axis else grid)](
-        *inputs.tensors,
+    inputs = (
+        logits,
+        # absent tensors are never read
+        tokens if vocab_ids is None else vocab_ids,
+        rows.positions,
+        tokens if ahead is None else ahead,
+        tokens if drafts is None else drafts,
+        slots.table,
+        slots.slot_ids,
+        *(
+            (tokens,) * 4
+            if pools is None
+            else (pools.bias, pools.allowed, pools.counts, pools.seen)
+        ),
+        # what the scan writes
         chunk_maxima,
         chunk_results,
-        chunk_sums,
-        raw_sums,
-        *sizes,
-        *inputs.sizes,
-        **constants,
-        BLOCKS_PER_PROGRAM=scan.blocks_per_program,
-        NOISE_FIRST=scan.noise_first,
-        ROW_AXIS=row_axis,
-        num_warps=layout.warps,
-        maxnreg=None if vocab_ids is not None else scan.registers,
+        chunk_results if truncation is None else torch.empty(num_rows, num_chunks, **float32),
+        chunk_results if sums is None else torch.empty(num_rows, num_chunks, **float32),
     )
-    has_room = pools is not None and num_rows <= SINGLE_ROWS
-    bounds = ChunkLayout.wide(layout.each, warps)
-    num_bounds = bounds.num_chunks(vocab)
-    _finish_launches[(num_rows,)](
-        *inputs.tensors,
-        chunk_maxima,
-        chunk_results,
-        chunk_sums,
-        raw_sums,
+    plan.scan(*inputs)
+    plan.finish(
+        *inputs,
         # outputs
         tokens,
         chunk_results if truncation is None else truncation,
@@ -635,93 +632,77 @@ def sample_tokens_triton(
         # scratch
         torch.empty(num_rows, num_chunks, dtype=torch.int32, device=device),
         torch.empty(num_rows, LIST_SIZE.value, dtype=torch.int64, device=device),
-        torch.empty(num_rows, num_bounds, **float32) if truncation is None else chunk_results,
-        *sizes,
-        *inputs.sizes,
-        **constants,
-        PADDED_CHUNKS=triton.next_power_of_2(num_chunks),
-        BOUNDS=bounds,
-        PADDED_BOUNDS=triton.next_power_of_2(num_bounds),
-        WARPS=warps,
-        num_warps=warps,
-        maxnreg=ALL_REGISTERS if has_room else REGISTERS,
+        torch.empty(num_rows, plan.num_bounds, **float32) if truncation is None else chunk_results,
     )
     return tokens
 
 
-@dataclass(frozen=True)
-class _Scan:
-    """Tiling of the scan."""
+class _Plan(NamedTuple):
+    """The launches that sample rows, and what they allocate for each row."""
 
-    layout: ChunkLayout
-    blocks_per_program: int  # blocks per program
-    registers: int  # per thread
-    noise_first: bool  # compute noise while the values are loaded
-
-    @classmethod
-    def of(cls, logits: torch.Tensor, *, has_processing: bool) -> Self:
-        num_rows, layout = logits.shape[0], ChunkLayout.of(logits)
-        is_few = num_rows <= row_sums.FEW_ROWS
-        if has_processing:
-            layout = ChunkLayout.small(layout.each)
-        sizes = (
-            SCAN_BLOCKS_PROCESSED
-            if has_processing
-            else SCAN_BLOCKS_OF_FEW
-            if is_few
-            else SCAN_BLOCKS
-        )
-        blocks_per_program = next(
-            blocks_per_program for min_rows, blocks_per_program in sizes if num_rows >= min_rows
-        )
-        is_wide = not is_few and not has_processing
-        return cls(layout, blocks_per_program, registers=80 if is_wide else 64, noise_first=is_wide)
+    scan: Launch
+    finish: Launch
+    num_chunks: int
+    num_bounds: int
 
 
-@dataclass(frozen=True)
-class _Inputs:
-    """Arguments that both launches read."""
+@lru_cache(maxsize=MOST_LAUNCHES)
+def _plan(
+    num_rows: int,
+    vocab: int,
+    element_size: int,
+    device: torch.device,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    **has: bool,
+) -> _Plan:
+    """Return the launches of all steps with the same shapes.
 
-    logits: torch.Tensor
-    rows: LogitRows
-    slots: SlotRows
-    vocab_ids: torch.Tensor
-    missing: torch.Tensor  # passed for absent tensors, never read
-    num_blocks: int
-
-    @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
-        rows, pools = self.rows, self.slots.pools
-        return (
-            self.logits,
-            self.vocab_ids,
-            rows.positions,
-            self.missing if rows.ahead is None else rows.ahead,
-            self.missing if rows.drafts is None else rows.drafts,
-            self.slots.table,
-            self.slots.slot_ids,
-            *(
-                (self.missing,) * 4
-                if pools is None
-                else (pools.bias, pools.allowed, pools.counts, pools.seen)
-            ),
-        )
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        rows, pools, vocab = self.rows, self.slots.pools, self.logits.shape[1]
-        return (
-            vocab,
-            self.num_blocks,
-            0 if pools is None else pools.vocab_size,
-            self.logits.stride(0),
-            rows.positions.stride(0),
-            0 if rows.ahead is None else rows.ahead.stride(0),
-            0 if rows.drafts is None else rows.drafts.stride(0),
-            self.slots.table.stride(0),
-            self.slots.slot_ids.stride(0),
-            self.slots.table.shape[0],
-        )
+    Args:
+        sizes, strides: of the kernels, before and after ``vocab`` and ``num_blocks``; of these the
+            size of the pools.
+        has: constants of the kernels, in lower case.
+    """
+    is_few, has_processing = num_rows <= row_sums.FEW_ROWS, has["has_processing"]
+    layout = ChunkLayout.of_rows(num_rows, element_size)
+    parts = SCAN_BLOCKS_OF_FEW if is_few else SCAN_BLOCKS
+    if has_processing:
+        layout, parts = ChunkLayout.small(layout.each), SCAN_BLOCKS_PROCESSED
+    is_wide = not is_few and not has_processing
+    blocks = next(blocks for least, blocks in parts if num_rows >= least)
+    num_blocks, num_chunks = layout.num_blocks(vocab), layout.num_chunks(vocab)
+    sizes = (*sizes, vocab, num_blocks, *strides)
+    constants: dict[str, Any] = {name.upper(): value for name, value in has.items()}
+    constants |= {"LAYOUT": layout, **pdl_options(device)}
+    grid = [num_rows, -(-num_blocks // blocks)]
+    row_axis = int(num_rows <= MAX_GRID_Y)
+    of_scan = {
+        **constants,
+        "BLOCKS_PER_PROGRAM": blocks,
+        "NOISE_FIRST": is_wide,  # noise is computed while the values are loaded
+        "ROW_AXIS": row_axis,
+        "num_warps": layout.warps,
+        "maxnreg": None if has["has_ids"] else 80 if is_wide else 64,
+    }
+    warps = 8 if num_rows <= WIDE_PROGRAM_ROWS else 4
+    bounds = ChunkLayout.wide(layout.each, warps)
+    num_bounds = bounds.num_chunks(vocab)
+    has_room = has_processing and num_rows <= SINGLE_ROWS
+    of_finish = {
+        **constants,
+        "PADDED_CHUNKS": triton.next_power_of_2(num_chunks),
+        "BOUNDS": bounds,
+        "PADDED_BOUNDS": triton.next_power_of_2(num_bounds),
+        "WARPS": warps,
+        "num_warps": warps,
+        "maxnreg": ALL_REGISTERS if has_room else REGISTERS,
+    }
+    return _Plan(
+        Launch(sample_scan_kernel, tuple(grid[::-1] if row_axis else grid), sizes, of_scan),
+        Launch(sample_finish_kernel, (num_rows,), sizes, of_finish),
+        num_chunks,
+        num_bounds,
+    )
 
 
 def _offsets(slots: SlotRows) -> tuple[int, ...]:

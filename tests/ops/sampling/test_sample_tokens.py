@@ -60,6 +60,7 @@ def test_torch_and_triton_agree_over_many_chunks(
     """Rows with chunks left out, and with more candidates than are ranked; a program reads
     one piece or more, small or large, as it does of many rows, and rows may lie along either side
     of the grid."""
+    monkeypatch.setattr(launch, "_plan", launch._plan.__wrapped__)  # keeps none
     monkeypatch.setattr(launch, "SCAN_BLOCKS", ((0, parts),))
     monkeypatch.setattr(launch, "SCAN_BLOCKS_OF_FEW", ((0, parts),))
     monkeypatch.setattr(row_sums, "FEW_ROWS", few_rows)
