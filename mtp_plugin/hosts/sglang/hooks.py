@@ -319,9 +319,9 @@ def _update_finish_state(
 ) -> Any:
     """End a request where it ends without drafts: SGLang looks for the limit, then stop strings,
     then stop tokens, in all tokens of a step at once."""
-    from mtp_plugin.hosts.sglang.results import one_by_one
+    from mtp_plugin.hosts.sglang.results import has_ordered_ends, one_by_one
 
-    if new_accepted_len <= 1:
+    if new_accepted_len <= 1 or not has_ordered_ends(self):
         return original(self, new_accepted_len, *args, **kwargs)
     for _ in one_by_one(self, new_accepted_len):
         original(self, 1, *args, **kwargs)

@@ -24,13 +24,9 @@ _logger = logging.getLogger("sglang.srt.mtp_plugin")
 
 
 def keep_status(logits_output: Any, status: torch.Tensor) -> None:
-    """Begin to copy the status [R] int32 of a step's requests to the host, without waiting."""
-    copied = None
-    host = status.to("cpu", non_blocking=True)
-    if status.is_cuda:
-        copied = torch.cuda.Event()
-        copied.record()
-    setattr(logits_output, _STATUS, (host, copied))
+    """Begin to copy the status [R] int32 of a step's requests to the host, without waiting: it is
+    there when SGLang's own copies are."""
+    setattr(logits_output, _STATUS, status.to("cpu", non_blocking=True))
 
 
 def end_failed(batch: Any, result: Any) -> None:
@@ -39,11 +35,13 @@ def end_failed(batch: Any, result: Any) -> None:
     Args:
         batch: ``ScheduleBatch``. result: ``GenerationBatchResult``, whose copies have begun.
     """
-    status, copied = getattr(getattr(result, "logits_output", None), _STATUS, (None, None))
+    status = getattr(getattr(result, "logits_output", None), _STATUS, None)
     if status is None:
         return
-    if copied is not None:
-        copied.synchronize()
+    if result.copy_done is not None:
+        result.copy_done.synchronize()
+    elif torch.cuda.is_available():  # a step without drafts and without overlap
+        torch.cuda.current_stream().synchronize()
     if not status.any():
         return
     abort = import_module("sglang.srt.managers.schedule_batch").FINISH_ABORT
@@ -134,6 +132,17 @@ def _alarm_counter() -> Any:
     """Return the counter of this process, which Prometheus lets register once."""
     make = import_module("prometheus_client").Counter
     return make(ALARM_METRIC, ALARM_HELP, ["model_name"])
+
+
+def has_ordered_ends(req: Any) -> bool:
+    """Whether more than stop tokens may end a ``Req`` in this step: then their order matters."""
+    params = req.sampling_params
+    return bool(
+        params.stop_strs
+        or params.stop_regex_strs
+        or req.grammar is not None
+        or len(req.output_ids) >= params.max_new_tokens
+    )
 
 
 def one_by_one(req: Any, count: int) -> Iterator[None]:
