@@ -17,10 +17,14 @@ def register() -> None:
 
 def _wrong_position() -> None:
     """Verify every row with the noise of the next position."""
-    from mtp_plugin.hosts.sglang.engine import Engine
+    from mtp_plugin.speculative.rows.row_ops import RowOps
 
-    verify = Engine._verify
-    Engine._verify = lambda self, *rows: verify(self, *rows[:-1], rows[-1] + 1)  # type: ignore[method-assign]
+    verify = RowOps.verify_uniform
+
+    def verify_late(self: RowOps, logits: Any, drafts: Any, positions: Any, *slots: Any) -> Any:
+        return verify(self, logits, drafts, positions + 1, *slots)
+
+    RowOps.verify_uniform = verify_late  # type: ignore[method-assign, assignment]
 
 
 def _stale_row() -> None:

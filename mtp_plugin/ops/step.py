@@ -154,7 +154,7 @@ def _expect_vector(name: str, tensor: torch.Tensor, size: int) -> None:
 class Accepted:
     """Accepted tokens of every request of a step."""
 
-    tokens: torch.Tensor  # [R, K+1] int32, PAD_TOKEN after the accepted tokens
+    tokens: torch.Tensor  # [R, K+1] int32, PAD_TOKEN after the accepted tokens; with ``rows`` 0
     num_accepted: torch.Tensor  # [R] int32: output tokens, accepted drafts plus the bonus
     status: torch.Tensor
     """[R] int32: STATUS_OK, STATUS_NO_FINITE_LOGIT, or the code of a verification method that
@@ -163,14 +163,28 @@ class Accepted:
     """[C + G*(K+1), V] float32: scores for log-probabilities; None: the target's logits."""
     sums: RowSums | None = None
     """Log-sum-exp partials of the target's logits from sampling, reused for log-probabilities."""
+    rows: torch.Tensor | None = None
+    """[R, K+1] int32: the row of the logits of each output token, then -1; None: not kept."""
 
     @classmethod
-    def unwritten(cls, requests: int, max_draft_len: int, device: torch.device | str) -> Accepted:
+    def unwritten(
+        cls,
+        requests: int,
+        max_draft_len: int,
+        device: torch.device | str,
+        *,
+        keeps_rows: bool = False,
+    ) -> Accepted:
         """Allocate the tensors for R ``requests`` and K = ``max_draft_len``."""
         return cls(
             tokens=torch.empty(requests, max_draft_len + 1, dtype=torch.int32, device=device),
             num_accepted=torch.empty(requests, dtype=torch.int32, device=device),
             status=torch.empty(requests, dtype=torch.int32, device=device),
+            rows=(
+                torch.empty(requests, max_draft_len + 1, dtype=torch.int32, device=device)
+                if keeps_rows
+                else None
+            ),
         )
 
     def last_tokens(self) -> torch.Tensor:

@@ -129,9 +129,3 @@ def top1_partials(logits: torch.Tensor) -> Top1Partials:
             **pdl_options(logits.device),
         )
     return partials
-
-
-def no_partials(logits: torch.Tensor) -> Top1Partials:
-    """Return a placeholder for :func:`top1_partials` that must not be read."""
-    unread = logits.new_empty(logits.shape[0], 0)
-    return Top1Partials(unread, unread)

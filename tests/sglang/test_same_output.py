@@ -14,6 +14,7 @@ from integration.vllm.methods import chi_square
 from mtp_plugin.hosts.sglang.engine import Engine
 from mtp_plugin.infer import decode
 from mtp_plugin.requests.options import SamplingParams as ReferenceParams
+from mtp_plugin.speculative.rows.row_ops import RowOps
 from tests.sglang.toy_engine import VOCAB, K, ToyEngine, make_request
 
 TOKENS = 120
@@ -57,8 +58,8 @@ def test_drafts_do_not_change_the_output(without_drafts, drafts, least):
 
 @pytest.mark.parametrize("defect", DEFECTS)
 def test_planted_defects_change_the_output(without_drafts, defect, monkeypatch):
-    for name in ("_verify", "stage"):  # to be restored
-        monkeypatch.setattr(Engine, name, getattr(Engine, name))
+    for owner, name in ((RowOps, "verify_uniform"), (Engine, "stage")):  # to be restored
+        monkeypatch.setattr(owner, name, getattr(owner, name))
     DEFECTS[defect]()
     assert ToyEngine(K).serve(requests(), tokens=TOKENS) != without_drafts
 

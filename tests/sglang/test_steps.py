@@ -126,8 +126,9 @@ def test_ranks_take_the_tokens_of_the_first_one(monkeypatch):
     assert ToyEngine(K).serve([make()], tokens=40) == expected
     monkeypatch.setattr(group, "broadcast", lambda tensor, **_: tensor.copy_(sent.pop(0)))
     other = ToyEngine(K)  # a rank whose logits differ
-    own = other.engine._verify
-    monkeypatch.setattr(other.engine, "_verify", lambda rows, *more: own(rows.neg(), *more))
+    ops = other.engine._ops
+    own = ops.verify_uniform
+    monkeypatch.setattr(ops, "verify_uniform", lambda rows, *more: own(rows.neg(), *more))
     assert other.serve([make()], tokens=40) == expected
     assert sent == []
 

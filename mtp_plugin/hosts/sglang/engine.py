@@ -15,10 +15,10 @@ from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts.sglang.requests import Admission, admitted, facts_of, slot_tokens
 from mtp_plugin.hosts.sglang.results import DraftCounts, keep_status
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, Accepted, to_device
+from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, to_device
 from mtp_plugin.speculative.rows.options import EngineSettings
 from mtp_plugin.speculative.rows.request_slots import RequestSlots
-from mtp_plugin.speculative.rows.row_ops import WARM_UP_ROWS, DraftRows, RowOps, StepRows
+from mtp_plugin.speculative.rows.row_ops import WARM_UP_ROWS, DraftRows, RowOps
 
 _logger = logging.getLogger("sglang.srt.mtp_plugin")
 _MARK = 1e30
@@ -61,14 +61,6 @@ class Engine:
         self._slots = slots = RequestSlots(num_slots - 1, device, self.settings, padding=0)
         backend = Backend.of(self.settings.options.kernels, device)
         self._ops = RowOps(slots, self.settings, backend, self._vocab, fills_tokens=False)
-        width = self.settings.num_drafts + 1
-        self._offsets = torch.arange(width, device=device)
-        self._starts = torch.arange(num_slots + 1, device=device) * width
-        # of the rows of a step, made once
-        self._row_offsets = self._offsets.repeat(num_slots)
-        self._columns = self._offsets.to(torch.int32)
-        rows = torch.arange(num_slots * width, dtype=torch.int32, device=device)
-        self._rows = rows.view(num_slots, width)
         self._draft_step = torch.zeros((), dtype=torch.int64, device=device)
         # of relaxed acceptance; else nothing reads them
         self._prefill_lens = torch.zeros(num_slots, dtype=torch.int64, device=device)
@@ -101,15 +93,15 @@ class Engine:
 
     def warm_up(self) -> None:
         """Launch all kernels, so that no request waits until they are compiled."""
-        if self._offsets.device.type == "cuda":
+        if self._prefill_lens.is_cuda:
             self.launch_kernels()
             torch.cuda.synchronize()
 
     def launch_kernels(self) -> None:
         """Launch the kernels of all batch sizes on rows of zeros of the row of padding."""
-        width, most = len(self._offsets), len(self._prefill_lens)
+        width, most = self.settings.num_drafts + 1, len(self._prefill_lens)
         for count in [count for count in WARM_UP_ROWS if count <= most * width]:
-            slots = self._offsets.new_zeros(count)
+            slots = self._prefill_lens.new_zeros(count)
             self.follow_phase(
                 self._ops.sample(self._zeros(count, self._vocab), slots, slots),
                 SimpleNamespace(req_pool_indices=slots, seq_lens=slots),
@@ -118,14 +110,14 @@ class Engine:
                 continue
             for column in (0, 1):
                 self._drafts(self._zeros(count, self._num_drafted), slots, slots, column)
-            drafts = self._offsets.new_zeros(count * width)
+            drafts = slots.new_zeros(count * width)
             logits = self._zeros(count * width, self._vocab)
-            self._verify(logits, drafts, slots, slots.cpu().numpy(), slots)
+            self._ops.verify_uniform(logits, drafts, slots, slots, slots.cpu().numpy())
 
     def _zeros(self, rows: int, columns: int) -> torch.Tensor:
         """Return logits [rows, columns] of zeros, for which kernels are compiled as for others."""
         # they depend on whether 16 divides the stride, as it divides that of an expanded row
-        memory = self._offsets.new_zeros(1 if columns % 16 == 0 else rows, columns)
+        memory = self._prefill_lens.new_zeros(1 if columns % 16 == 0 else rows, columns)
         return memory.float().expand(rows, -1)
 
     # ---- requests
@@ -218,41 +210,16 @@ class Engine:
             )
         _edit(logits, batch.sampling_info, width, grammar_mask)
         slots, host_slots = batch.req_pool_indices, batch.req_pool_indices_cpu.numpy()
-        accepted = self._verify(logits, verify_input.draft_token, slots, host_slots, batch.seq_lens)
-        requests = len(slots)
-        predict = accepted.tokens.flatten().clamp_min(0)  # every entry is embedded
-        # SGLang needs a token of each request: one without any gets token 0, and ends
-        counts = accepted.num_accepted.clamp_min(1)
-        predict, counts, status = _of_first_rank(predict, counts, accepted.status)
-        keep_status(logits_output, status)
-        is_beyond = self._columns >= counts.unsqueeze(1)
-        index = self._rows[:requests].masked_fill(is_beyond, -1)
-        return _simulated(verify_input, logits, predict, counts, index)
-
-    def _verify(
-        self,
-        logits: torch.Tensor,
-        drafts: torch.Tensor,
-        slots: torch.Tensor,
-        host_slots: Any,
-        lens: torch.Tensor,
-    ) -> Accepted:
-        """Verify rows [R * (K+1)] of requests with ``lens`` [R] tokens before the step."""
-        requests, width = len(slots), len(self._offsets)
-        return self._ops.verify(
-            StepRows(
-                logits,
-                drafts,
-                (lens.unsqueeze(1) + self._offsets).view(-1),
-                slots.repeat_interleave(width),
-                self._row_offsets[: requests * width],
-                self._starts[: requests + 1],
-                slots,
-                host_slots,
-                lens + width,
-                self._prefill_lens,
-            )
+        accepted = self._ops.verify_uniform(
+            logits, verify_input.draft_token, batch.seq_lens, slots, host_slots
         )
+        # a request without any token has token 0, and ends
+        counts, status = accepted.num_accepted, accepted.status
+        rows: Any = accepted.rows
+        predict, index = accepted.tokens.view(-1), rows.view(-1)
+        predict, counts, index, status = _of_first_rank(predict, counts, index, status)
+        keep_status(logits_output, status)
+        return _simulated(verify_input, logits, predict, counts, index.view(-1, width))
 
     # ---- drafts
 

@@ -28,6 +28,7 @@ def accept(
     final_context: torch.Tensor | None = None,
     last_tokens: torch.Tensor | None = None,
     first_rows: torch.Tensor | None = None,
+    keeps_rows: bool = False,
     backend: Backend | str = "auto",
 ) -> Accepted:
     """Accept the leading drafts of every generation, and add one bonus token of the target.
@@ -70,6 +71,9 @@ def accept(
         last_tokens: [R] int32, any stride: set to each request's last output token, 0 without one.
         first_rows: [R] integer, any stride: the row of ``logits`` with which each request begins.
             Needs ``draft_lens``. The rows of every request must be in ``logits``.
+        keeps_rows: for an engine whose requests all have an output token and which embeds the
+            unused tail: a request without one gets token 0, and 0 fills the tail; the rows of the
+            output tokens are returned too.
 
     Returns:
         Tokens [R, K+1] int32, -1 after the accepted tokens; their number [R] int32; and a status
@@ -119,6 +123,7 @@ def accept(
         final_context=final_context,
         last_tokens=last_tokens,
         first_rows=first_rows,
+        keeps_rows=keeps_rows,
     )
 
 

@@ -28,6 +28,7 @@ def accept_reference(
     final_context: torch.Tensor | None,
     last_tokens: torch.Tensor | None,
     first_rows: torch.Tensor | None,
+    keeps_rows: bool,
 ) -> Accepted:
     if first_rows is not None and draft_lens is not None:
         rows = _uniform_rows(layout, first_rows, draft_lens)
@@ -69,7 +70,19 @@ def accept_reference(
         emitted_bonus = (accepted.num_accepted > 0) & (accepted.status == STATUS_OK)
         thinking = _next_phase(thinking, accepted.last_tokens(), emitted_bonus, rule)
         rule.set_phase(slice(0, layout.num_requests), thinking, delta)
-    return accepted
+    return _with_rows(accepted, layout, first_rows) if keeps_rows else accepted
+
+
+def _with_rows(accepted: Accepted, layout: StepLayout, first_rows: torch.Tensor | None) -> Accepted:
+    """Return the rows of the output tokens too, a token of every request, and 0 as padding."""
+    counts, device = accepted.num_accepted.clamp_min(1), accepted.tokens.device
+    if first_rows is None:
+        requests = torch.arange(layout.num_requests, device=device)
+        first_rows = requests + (requests - layout.num_contexts).clamp_min(0) * layout.draft_len
+    columns = torch.arange(layout.step_rows, device=device)
+    rows = (first_rows.unsqueeze(1) + columns).masked_fill(columns >= counts.unsqueeze(1), -1)
+    tokens = accepted.tokens.clamp_min(0)
+    return replace(accepted, tokens=tokens, num_accepted=counts, rows=rows.to(torch.int32))
 
 
 def _uniform_rows(

@@ -49,7 +49,7 @@ from mtp_plugin.ops.logit_rows.rows_triton import GREEDY_BELOW, load_slot
 from mtp_plugin.ops.logits_processor_state import LogitsProcessorState
 from mtp_plugin.ops.programmatic_launch import grid_dependency_synchronize, pdl_options
 from mtp_plugin.ops.step import Accepted, StepLayout
-from mtp_plugin.ops.top1 import Top1Partials, no_partials, split, top1_partials
+from mtp_plugin.ops.top1 import Top1Partials, split, top1_partials
 from mtp_plugin.requests.columns import request_column
 from mtp_plugin.requests.stopping import MAX_STOP_IDS
 
@@ -248,6 +248,7 @@ def accept_kernel(
     count_ptr,  # [R] int32: number of output tokens
     status_ptr,  # [R] int32
     last_ptr,  # HAS_LAST: [R] int32: last output token, 0 without one
+    output_row_ptr,  # KEEPS_ROWS: [R, K+1] int32: the row of each output token, then -1
     # updated in place
     table_ptr,  # RELAXED (written) or HAS_PROCESSING: [S, W] int32
     delta_ptr,  # RELAXED: [S] float32: the delta in force, 0 outside the thinking phase
@@ -282,6 +283,7 @@ def accept_kernel(
     HAS_TARGETS: tl.constexpr,
     HAS_FORCED_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
+    KEEPS_ROWS: tl.constexpr,
     RAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -430,8 +432,16 @@ def accept_kernel(
     count = num_matches + has_output_bonus
     tokens = tl.where(columns < num_matches, drafts, bonus)
     tokens = tl.where(columns < count, tokens, -1)
-    tl.store(token_ptr + request * (K + 1) + columns, tokens, mask=columns <= K)
-    tl.store(count_ptr + request, count)
+    out = request * (K + 1) + columns
+    if KEEPS_ROWS:
+        tokens = tl.maximum(tokens, 0)
+        num_tokens = tl.maximum(count, 1)
+        rows = tl.where(columns < num_tokens, first_row + columns, -1)
+        tl.store(output_row_ptr + out, rows, mask=columns <= K)
+        tl.store(count_ptr + request, num_tokens)
+    else:
+        tl.store(count_ptr + request, count)
+    tl.store(token_ptr + out, tokens, mask=columns <= K)
     tl.store(status_ptr + request, 1 - ok)
     if HAS_LAST:
         last = tl.where(count > 0, _at(tokens, columns, count - 1), 0)
@@ -478,18 +488,21 @@ def accept_triton(
     final_context: torch.Tensor | None,
     last_tokens: torch.Tensor | None,
     first_rows: torch.Tensor | None,
+    keeps_rows: bool,
 ) -> Accepted:
     """Two launches; one where the target tokens are given and nothing is relaxed."""
     expect_reachable(accept_kernel, "logits", logits)
     drafts = draft_tokens.reshape(-1).contiguous()
     lens = None if draft_lens is None else draft_lens.contiguous()
     rows = None if first_rows is None else first_rows.contiguous()
-    accepted = Accepted.unwritten(layout.num_requests, layout.draft_len, logits.device)
+    accepted = Accepted.unwritten(
+        layout.num_requests, layout.draft_len, logits.device, keeps_rows=keeps_rows
+    )
     rule = rules.relaxed
     pools = None if rules.processed_slots is None else rules.processed_slots.pools
     if rule is None:
         # given the target tokens, only the logits of forced drafts are read
-        partials = top1_partials(logits) if rules.choices is None else no_partials(logits)
+        partials = top1_partials(logits) if rules.choices is None else Top1Partials(logits, logits)
     else:
         partials = relaxed_partials(
             layout,
@@ -503,6 +516,7 @@ def accept_triton(
         )
     if layout.num_requests == 0:
         return accepted
+    num_blocks = 0 if partials.values is logits else partials.num_blocks
     k, forced = layout.draft_len, rules.forced_matches
     columns = None if rule is None else rule.slots.columns
     relaxed = partials if isinstance(partials, RelaxedPartials) else None
@@ -530,6 +544,7 @@ def accept_triton(
         accepted.num_accepted,
         accepted.status,
         last_tokens if last_tokens is not None else unused,
+        accepted.rows if accepted.rows is not None else unused,
         # updated in place
         slots.table if slots is not None else unused,
         rule.delta_in_force if rule is not None else unused,
@@ -537,7 +552,7 @@ def accept_triton(
         rows,
         # sizes
         layout.num_contexts,
-        partials.num_blocks,
+        num_blocks,
         logits.stride(0),
         logits.shape[1],
         0 if pools is None else pools.vocab_size,
@@ -554,7 +569,7 @@ def accept_triton(
         # constants
         K=k,
         COLUMNS=triton.next_power_of_2(k + 1),
-        NUM_BLOCKS=triton.next_power_of_2(max(partials.num_blocks, 1)),
+        NUM_BLOCKS=triton.next_power_of_2(max(num_blocks, 1)),
         STOPS=MAX_STOP_IDS,
         RELAXED=rule is not None,
         HAS_DRAFT_LENS=lens is not None,
@@ -564,6 +579,7 @@ def accept_triton(
         HAS_TARGETS=rules.choices is not None,
         HAS_FORCED_IDS=rules.forced_ids is not None,
         HAS_PROCESSING=pools is not None and (rule is not None or forced is not None),
+        KEEPS_ROWS=keeps_rows,
         RAGGED=rows is not None,
         num_warps=1 if k < 8 else 4,
         **pdl_options(logits.device),

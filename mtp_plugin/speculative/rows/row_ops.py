@@ -73,7 +73,8 @@ class RowOps:
 
     Args:
         fills_tokens: a request whose row has no finite value goes on with token 0; False: an engine
-            that ends such a request gets -1 from `sample`, and a status from `verify`.
+            that ends such a request gets -1 from `sample`, a status from verification, and what
+            `accept` keeps with ``keeps_rows``.
     """
 
     def __init__(
@@ -96,6 +97,8 @@ class RowOps:
         self._make_verifier()
         self._no_contexts = torch.zeros(0, dtype=torch.int32, device=device)
         self._columns = torch.arange(self.num_drafts + 1, device=device)
+        # [1] int64: its maximum with tokens is `valid_ids` of them in one launch
+        self._zero = self._columns[:1]
         ids = settings.draft_ids
         self._num_drafted = vocab if ids is None else len(ids)
         self._draft_ids: torch.Tensor | None = None
@@ -133,7 +136,8 @@ class RowOps:
 
     def _make_verifier(self) -> None:
         modes = self.slots.modes
-        self._verifier = Verifier(modes, keeps_sums=False, fills_tokens=self.fills_tokens)
+        fills = self.fills_tokens
+        self._verifier = Verifier(modes, keeps_sums=False, fills_tokens=fills, keeps_rows=not fills)
         self._relaxed = next((m for m in modes if isinstance(m, RelaxedVerification)), None)
         self._names = {code: name for name, code in (codes() | custom_codes()).items()}
 
@@ -188,7 +192,7 @@ class RowOps:
             slots = self.slots.of_padded(draft.indices, draft.is_padding)
         if self.draft_probs is None:
             drafts = sample_tokens(logits, rows, slots, vocab_ids=ids, backend=backend)
-            drafts = valid_ids(drafts)
+            drafts = torch.maximum(drafts, self._zero)
             return drafts if self._columns_of is None else self._columns_of[drafts]
         truncation = self._truncation(logits)
         drafts = sample_tokens(
@@ -210,7 +214,7 @@ class RowOps:
             self.draft_probs[kept, step, : logits.shape[1]] = probs
         else:
             self.draft_probs[kept.unsqueeze(1), step, ids.to(torch.int64)] = probs
-        return valid_ids(drafts)
+        return torch.maximum(drafts, self._zero)
 
     def _truncation(self, logits: torch.Tensor) -> torch.Tensor:
         return torch.empty(
@@ -227,10 +231,49 @@ class RowOps:
 
     def verify(self, step: StepRows) -> Accepted:
         """Sample the target tokens of all rows, and accept the leading drafts of every request."""
+        self._prepare()
+        return self._verifier.verify(self._inputs(step), backend=self.backend)
+
+    def verify_uniform(
+        self,
+        logits: torch.Tensor,
+        drafts: torch.Tensor,
+        positions: torch.Tensor,
+        indices: torch.Tensor,
+        host_indices: Any,
+    ) -> Accepted:
+        """As `verify`, where all requests have K drafts and have finished their prompts.
+
+        Args:
+            logits: [R * (K+1), V]. drafts: [R * (K+1)] as in `StepRows`. positions: [R] of each
+                request's first input token. indices, host_indices: [R] slots.
+        """
+        self._prepare()
+        slots, requests = self.slots, indices.shape[0]
+        drafts = drafts.view(requests, -1)[:, 1:]
+        of_requests = slots.of(indices)
+        if slots.has_draft_limit[host_indices].any():
+            limits = of_requests.read(DRAFT_LIMIT, slice(0, requests))
+            drafts = drafts.masked_fill(self._columns[:-1] >= limits.unsqueeze(1), -1)
+        return self._verifier.verify(
+            VerificationInputs(
+                StepLayout((), requests, self.num_drafts, self._no_contexts),
+                logits,
+                drafts.contiguous(),
+                slots=of_requests,
+                sampling_kind=SamplingKind.SAMPLED,
+                methods=self._methods_of(host_indices),
+                draft_probs=self.draft_probs,
+                delta_in_force=slots.delta_in_force,
+                rows=LogitRows(0, self.num_drafts + 1, positions),
+            ),
+            backend=self.backend,
+        )
+
+    def _prepare(self) -> None:
         self._wait_for_kernels()
         if self._verifier.modes is not self.slots.modes:
             self._make_verifier()
-        return self._verifier.verify(self._inputs(step), backend=self.backend)
 
     def _inputs(self, step: StepRows) -> VerificationInputs:
         slots, drafts = self.slots, step.drafts

@@ -42,6 +42,7 @@ class Verifier:
         keeps_sums: also return log-sum-exp partials, from which log-probabilities are computed.
         fills_tokens: in steps that sample, a request whose row has no finite logit gets token 0;
             by default it gets none, and `STATUS_NO_FINITE_LOGIT`.
+        keeps_rows: as in `accept`.
 
     Raises:
         ConfigError: no modes, or modes with different draft rules.
@@ -55,6 +56,7 @@ class Verifier:
         keeps_scores: bool = False,
         keeps_sums: bool = True,
         fills_tokens: bool = False,
+        keeps_rows: bool = False,
     ) -> None:
         expect(len(modes) > 0, ConfigError, "verification: expected at least one mode, got none")
         self.modes = tuple(modes)
@@ -62,6 +64,7 @@ class Verifier:
         self.keeps_scores = keeps_scores
         self.keeps_sums = keeps_sums
         self.fills_tokens = fills_tokens
+        self.keeps_rows = keeps_rows
         self._methods = frozenset[str]().union(*(mode.methods for mode in modes))
         self.draft_rule: DraftRule = modes[0].draft_rule
         others = [mode.name for mode in modes if mode.draft_rule is not self.draft_rule]
@@ -158,7 +161,7 @@ class Verifier:
         )
         accepted = self._accept(inputs, rules, last_tokens, backend)
         if not self.keeps_scores or inputs.truncation is None:
-            return replace(accepted, sums=sums)
+            return accepted if sums is None else replace(accepted, sums=sums)
         scores = processed_scores(logits, rows, slots, inputs.truncation, forced, backend=backend)
         return replace(accepted, scores=scores)
 
@@ -189,6 +192,7 @@ class Verifier:
             final_context=inputs.final_context,
             last_tokens=last_tokens,
             first_rows=inputs.first_rows,
+            keeps_rows=self.keeps_rows,
             backend=backend,
         )
         for mode in modes:

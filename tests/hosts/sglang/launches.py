@@ -52,7 +52,8 @@ def run_steps(engine: Engine, vocab: int, drafts: int, token_map: torch.Tensor |
             drafted = torch.zeros(rows, dtype=torch.int64)
             for column in (0, 1):
                 engine._drafts(torch.zeros(count, columns), slots, positions, column)
-            engine._verify(torch.zeros(rows, vocab), drafted, slots, slots.numpy(), positions)
+            logits = torch.zeros(rows, vocab)
+            engine._ops.verify_uniform(logits, drafted, positions, slots, slots.numpy())
 
 
 def main() -> None:

@@ -192,7 +192,9 @@ class Case:
             forced_ids=self.forced_ids if kind == "chosen" else None,
         )
 
-    def accept(self, rules: AcceptanceRules | str, backend: Backend) -> Outcome:
+    def accept(
+        self, rules: AcceptanceRules | str, backend: Backend, *, keeps_rows: bool = False
+    ) -> Outcome:
         """The step on slots of its own: those of the case stay what they are."""
         if isinstance(rules, str):
             rules = self.rules(rules)
@@ -202,6 +204,7 @@ class Case:
             **self.options,
             "last_tokens": following[:, 0],
             "first_rows": self.first_rows,
+            "keeps_rows": keeps_rows,
         }
         after = None if before is None else copied(before)
         rules = replace(rules, relaxed=after)

@@ -68,6 +68,32 @@ def test_all_match_the_example_for_small_vocabularies(
     check_example(case if seed is None else ragged(case, seed), kind)
 
 
+@settings(max_examples=28)
+@given(kind=EVERY_KIND, case=small_cases, seed=RAGGED)
+def test_rows_of_output_tokens_come_with_a_token_of_each_request(
+    kind: str, case: Case, seed: int | None
+) -> None:
+    case = case if seed is None else ragged(case, seed)
+    rules, requests = case.rules(kind), case.layout.num_requests
+    for backend in Backend:
+        plain, following, *phase = case.accept(rules, backend)
+        kept, last, *later = case.accept(rules, backend, keeps_rows=True)
+        assert plain.rows is None
+        assert kept.rows is not None
+        assert kept.rows.dtype == torch.int32
+        assert torch.equal(kept.tokens, plain.tokens.clamp_min(0))
+        assert torch.equal(kept.num_accepted, plain.num_accepted.clamp_min(1))
+        assert torch.equal(kept.status, plain.status)
+        assert torch.equal(last, following)
+        for before, after in zip(phase, later, strict=True):
+            assert before is after is None or torch.equal(before, after)
+        for request in range(requests):
+            count = int(kept.num_accepted[request])
+            rows = (case.rows_of(request) + [-1] * case.layout.step_rows)[:count]
+            rows += [-1] * (case.layout.step_rows - count)
+            assert kept.rows[request].tolist() == rows
+
+
 @pytest.mark.parametrize("kind", ["relaxed", "mixed", "chosen"])
 def test_implementations_agree_where_distances_decide(kind: str) -> None:
     """Smooth rows, with phases, stop ids, ragged drafts: few are too close, many are decided."""
