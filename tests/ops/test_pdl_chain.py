@@ -171,7 +171,7 @@ def run(
             )
         propose(state.draft_logits[column], place, backend=backend)
     results = {field.name: getattr(accepted, field.name) for field in fields(accepted)}
-    del results["scores"], results["sums"]  # of draws alone
+    del results["scores"], results["sums"], results["rows"]  # of other calls alone
     for name in ("positions", "last_rows", "states"):
         results[name] = getattr(first, name)
     results["ids"] = first.ids[: len(state.input_ids)]  # the others are of later depths
