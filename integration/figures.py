@@ -531,16 +531,26 @@ def replay_table(found: Json) -> str:
     return _table(head, rows)
 
 
+_OTHERS = "K = 3, no overlap", "K = 3, two GPUs"
+
+
 def in_sglang() -> str:
     """The plugin inside SGLang: equal outputs and step times."""
     found, steps = result("sglang-0.5.17-proof"), result("sglang-0.5.17-steps")
-    again = found["second_run"]
+    latest = found["third_run"]
+    others = latest["overlap_off"], latest["tensor_parallel"]
     reports = {
-        name.replace("_", " "): (row["k3"], again["cases"][name]["k1"], found["executor"].get(name))
-        for name, row in found["cases"].items()
+        name.replace("_", " "): (
+            row["k3"],
+            row["k1"],
+            *(other["cases"].get(name, {}).get("k3") for other in others),
+            found["executor"].get(name),
+        )
+        for name, row in latest["cases"].items()
     }
-    random = found["random"]["k3"], again["random"]["k1"], None
-    storm = again["storm"], None, None
+    random, serial = latest["random"], others[0]
+    reports["random requests"] = random["k3"], random["k1"], serial["random"]["k3"], None, None
+    reports["storm"] = latest["storm"], None, serial["storm"], None, None
 
     def equal(report: Json | None) -> str:
         if report is None:
@@ -549,11 +559,8 @@ def in_sglang() -> str:
         return f"{report['equal']} + {report['ties']} of {report['compared']}{other}"
 
     outputs = _table(
-        ["outputs of K = 0: equal + near ties", "K = 3", "K = 1", "embedded executor"],
-        [
-            [name, *map(equal, row)]
-            for name, row in {**reports, "random requests": random, "storm": storm}.items()
-        ],
+        ["outputs of K = 0: equal + near ties", "K = 3", "K = 1", *_OTHERS, "embedded executor"],
+        [[name, *map(equal, row)] for name, row in reports.items()],
     )
     engines = {"SGLang 0.5.17": "sglang", "with the plugin": "plugin"}
     ratios = {key: {"plugin": each} for key, each in steps["ratio"].items()}
