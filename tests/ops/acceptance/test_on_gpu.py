@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from mtp_plugin.ops.acceptance import accept
+from mtp_plugin.ops.acceptance.accept_reference import _with_rows
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import Accepted
 from tests.ops.acceptance.cases import (
@@ -64,6 +65,10 @@ def test_ragged_rows_of_real_shapes(batch: int, k: int, vocab: int, kind: str) -
     first = case.accept(kind, Backend.TRITON)
     for _ in range(5):  # a race would show
         assert_same(case.accept(kind, Backend.TRITON), first)
+    kept = case.accept(kind, Backend.TRITON, keeps_rows=True).accepted
+    expected = _with_rows(first.accepted, case.layout, case.first_rows)
+    for name in ("tokens", "num_accepted", "status", "rows"):
+        assert torch.equal(getattr(kept, name), getattr(expected, name)), name
 
 
 def test_offsets_beyond_32_bits(device_memory: Callable[[int], None]) -> None:

@@ -192,13 +192,15 @@ def test_real_shapes_in_a_cuda_graph() -> None:
     """Captured once, replayed over other texts; without synchronization."""
     tokens = torch.randint(0, 4, (64, 32768), dtype=torch.int32, device=DEVICE)
     lengths = torch.randint(0, 32769, (64,), device=DEVICE)
-    rows = torch.randint(0, 64, (32,), device=DEVICE)
+    rows = torch.randperm(64, device=DEVICE)[:32]
     drafts = torch.randint(0, 4, (32, 3), device=DEVICE)
-    for more in ({}, {"rows": rows, "drafts": drafts}):
+    counts, matches, expected = drafts[:, 0], *torch.zeros(2, 64, dtype=torch.bool, device=DEVICE)
+    for more in ({}, {"rows": rows, "drafts": drafts, "num_sampled": counts}):
         run = partial(look_up_drafts, tokens, lengths, 5, **more)
-        graph, found = captured(partial(run, backend=Backend.TRITON))
+        graph, found = captured(partial(run, matches=matches, backend=Backend.TRITON))
         for _ in range(2):
             tokens.random_(0, 4)
             lengths.random_(0, 32769)
             graph.replay()
-            assert torch.equal(found, run(backend=Backend.TORCH))
+            assert torch.equal(found, run(matches=expected, backend=Backend.TORCH))
+            assert torch.equal(matches, expected)
