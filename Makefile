@@ -106,7 +106,7 @@ $(VLLM_VENV)/.installed: pyproject.toml tests/vllm/requirements.txt
 
 # not part of `test`: SGLang's own classes on the CPU, without its kernels; the environment takes 2 GB
 test-sglang: $(SGLANG_VENV)/.installed
-	OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -q -c tests/sglang/pytest.ini tests/sglang
+	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -q -c tests/sglang/pytest.ini tests/sglang
 
 $(SGLANG_VENV)/.installed: pyproject.toml tests/sglang/requirements.txt
 	@$(PYTHON) -c "import sys; sys.exit(sys.version_info < (3, 11) and 'Python 3.11 or newer is needed')"

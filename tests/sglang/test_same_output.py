@@ -12,6 +12,7 @@ from integration.sglang import checks
 from integration.sglang.defects import DEFECTS
 from integration.vllm.methods import chi_square
 from mtp_plugin.hosts.sglang.engine import Engine
+from mtp_plugin.hosts.sglang.options import SglangOptions
 from mtp_plugin.infer import decode
 from mtp_plugin.requests.options import SamplingParams as ReferenceParams
 from mtp_plugin.speculative.rows.row_ops import RowOps
@@ -62,6 +63,15 @@ def test_planted_defects_change_the_output(without_drafts, defect, monkeypatch):
         monkeypatch.setattr(owner, name, getattr(owner, name))
     DEFECTS[defect]()
     assert ToyEngine(K).serve(requests(), tokens=TOKENS) != without_drafts
+
+
+def test_the_kernels_do_not_change_the_output():
+    """Those of a GPU, by Triton's interpreter: slow, so few tokens of each kind."""
+    given = requests(len(KINDS))
+    expected = ToyEngine(0).serve(given, tokens=8)
+    engine = ToyEngine(K, SglangOptions(kernels="triton"))
+    assert engine.serve(requests(len(KINDS)), tokens=8) == expected
+    assert engine.counts.acceptance_length > 1.5
 
 
 @pytest.mark.parametrize("drafts", [0, K])
