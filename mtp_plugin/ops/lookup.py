@@ -92,7 +92,7 @@ def look_up_drafts_reference(
     max_match: int,
     rows: torch.Tensor | None,
     drafts: torch.Tensor | None,
-    is_match: torch.Tensor | None,
+    matches: torch.Tensor | None,
     num_sampled: torch.Tensor | None,
 ) -> torch.Tensor:
     """Compare every column at once, token by token from the end of the match."""
@@ -108,19 +108,19 @@ def look_up_drafts_reference(
         tokens = tokens.scatter(1, places, drafts.to(torch.int64))
         width, length = width + count, length + count
     columns = torch.arange(width, device=tokens.device)  # of the last token of a match
-    matches = columns < length - 1
-    num_equal = torch.zeros_like(matches, dtype=torch.int64)
+    is_equal = columns < length - 1
+    num_equal = torch.zeros_like(is_equal, dtype=torch.int64)
     for back in range(min(max_match, width)):
         token = tokens.gather(1, (length - 1 - back).clamp_min(0))
-        matches = matches & (columns >= back) & (tokens.roll(back, dims=1) == token)
-        num_equal += matches
+        is_equal = is_equal & (columns >= back) & (tokens.roll(back, dims=1) == token)
+        num_equal += is_equal
     score = torch.where(num_equal >= min_match, num_equal * width + columns, -1)
     best = score.amax(dim=1, keepdim=True)
-    if is_match is not None:
+    if matches is not None:
         found_any = best[:, 0] >= 0
         if num_sampled is not None:
             found_any &= num_sampled != 0
-        is_match[... if rows is None else rows] = found_any
+        matches[... if rows is None else rows] = found_any
     first = best.remainder(width) + 1  # of the tokens that follow
     steps = torch.arange(k, device=tokens.device)
     found = first + steps.remainder((length - first).clamp_min(1))
