@@ -44,7 +44,7 @@ def slow_down(llm: LLM) -> None:
     forward = llm.executor.engine.forward
 
     def slowly(*args: Any) -> Any:
-        time.sleep(0.01)
+        time.sleep(0.03)
         return forward(*args)
 
     llm.executor.engine.forward = slowly  # type: ignore[method-assign]
