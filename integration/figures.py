@@ -223,7 +223,7 @@ def throughput() -> str:
         f"**{gains('t0.6-p0.95', plugin)} times the tokens per second** at T = 0.6, top-p 0.95,",
         f"and {gains('t0.6-p0.95', listed)} with a draft vocabulary of 32,768 ids; greedy",
         f"{gains('greedy', plugin)}, and {gains('greedy', listed)} (batch 1 to 128). What",
-        "vLLM alone does not have: one output per seed for any K, `min_p` and `logit_bias` with",
+        "vLLM 0.33 alone does not have: one output per seed for any K, `min_p` and `logit_bias` with",
         "drafts, and a verification method per request.",
     )
 
@@ -332,8 +332,8 @@ def choose_k() -> str:
         "One H200, bfloat16, random weights, synthetic acceptance. Dense: the model of the README",
         "in vLLM 0.24. Sparse: 24 layers of 128 experts, 8 per token, 33 GB, in vLLM 0.33 with the",
         f"plugin, {1 + sum(rates[:3]):.2f} tokens per step with K = 3 and {1 + sum(rates):.2f}",
-        "with K = 7; a row uses a third of the experts of the row before in its request. With",
-        "independent rows, the bound, K = 3 gives",
+        "with K = 7. Each row of a request (a token to verify) shares a third of its experts with",
+        "the row before it; if it shares none but by chance, which costs most, K = 3 gives",
         f"{', '.join(f'{bound[n] / likely[n]:.2f}' for n in batches)} of these tokens. After",
         f"prompts of 16,384 tokens sparse requests gain with K = 1, 3, 5, 7: {'; '.join(others)}.",
     )

@@ -158,7 +158,7 @@ def _routings(options: argparse.Namespace) -> dict[str, str]:
     if options.shape != "sparse":
         return {"router": "the model's own router, with dummy weights"}
     described = {
-        "third": "a row uses a third of the experts of the row before in its request",
+        "third": "each row shares a third of its experts with the row before it in its request",
         "random": "rows are independent, a bound",
     }
     return {name: described[name] for name in options.routing.split(",")}
