@@ -222,8 +222,8 @@ def throughput() -> str:
         "Over vLLM 0.33's own MTP it gives",
         f"**{gains('t0.6-p0.95', plugin)} times the tokens per second** at T = 0.6, top-p 0.95,",
         f"and {gains('t0.6-p0.95', listed)} with a draft vocabulary of 32,768 ids; greedy",
-        f"{gains('greedy', plugin)}, and {gains('greedy', listed)} (batch 1 to 128). What",
-        "vLLM 0.33 alone does not have: one output per seed for any K, `min_p` and `logit_bias` with",
+        f"{gains('greedy', plugin)}, and {gains('greedy', listed)} (batch 1 to 128). What vLLM",
+        "0.33 alone does not have: one output per seed for any K, `min_p` and `logit_bias` with",
         "drafts, and a verification method per request.",
     )
 
