@@ -51,6 +51,8 @@ def read_request(given: Mapping[str, Any] | None, settings: EngineSettings) -> R
     Raises:
         RequestError: lists every unknown key and impossible value.
     """
+    if given is not None and not isinstance(given, Mapping):
+        raise RequestError(f"expected a mapping, got {format_value(given)}")
     values = {
         str(key)[len(PREFIX) :]: value
         for key, value in (given or {}).items()

@@ -57,7 +57,9 @@ DELTA = refusal("relaxed_delta")
 TOPK = refusal("relaxed_topk")
 LIMIT = refusal("max_draft_len")
 SPECULATE = refusal("speculate")
-WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
+WRONG: list[tuple[EngineSettings, Any, str]] = [
+    *((SETTINGS, given, f"expected a mapping, got {given!r}") for given in (5, "mtp_x", "")),
+    (SETTINGS, [], "expected a mapping, got []"),
     (SETTINGS, {"mtp_x": 1}, f"mtp_x: {KNOWN}"),
     (SETTINGS, {"mtp_": 1}, f"mtp_: {KNOWN}"),
     (SETTINGS, {"mtp_Speculate": True}, f"mtp_Speculate: {KNOWN}"),
@@ -98,7 +100,7 @@ WRONG: list[tuple[EngineSettings, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("settings", "extra", "message"), WRONG)
 def test_wrong_options_are_refused_at_admission(
-    monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, extra: dict[str, Any], message: str
+    monkeypatch: pytest.MonkeyPatch, settings: EngineSettings, extra: Any, message: str
 ) -> None:
     exceptions = fake_vllm.install(monkeypatch)["vllm.exceptions"]
     with pytest.raises(exceptions.VLLMValidationError) as error:
@@ -365,7 +367,7 @@ def test_limits_of_finished_requests_are_forgotten() -> None:
 def test_wrong_options_inside_the_engine_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """A worker or scheduler that raises ends the engine."""
     reader = AdmittedOptions(SETTINGS)
-    for wrong in ({"mtp_max_draft_len": 9}, {"mtp_x": 1}):
+    for wrong in ({"mtp_max_draft_len": 9}, {"mtp_x": 1}, [1]):
         assert reader.read(wrong) == RequestOptions()
     assert reader.read({"mtp_max_draft_len": 2}).max_draft_len == 2
     (record,) = caplog.records
