@@ -56,7 +56,8 @@ class Engine:
         """Returns what a speculator captures in place of one draft pass, or None."""
         _logger.info(
             "mtp_plugin on: verification %(verification)s, %(drafts)s drafts per step, %(kernels)s "
-            "kernels, drafter %(drafter)s",
+            "kernels, drafter %(drafter)s, draft_len %(draft_len)s, tail %(tail)s, draft_vocab "
+            "%(draft_vocab)s",
             {**settings.summary, "kernels": backend.value},
         )
 

@@ -66,6 +66,16 @@ class VllmOptions(RowOptions):
         "out; null: all drafts are of the MTP layers; output does not change",
     )
 
+    @property
+    def summary(self) -> dict[str, str]:
+        """See `RowOptions.summary`."""
+        return {
+            **super().summary,
+            "draft_len": self.draft_len or "fixed",
+            "tail": str(self.tail.ngram if self.tail else 0),
+            "draft_vocab": str(self.draft_vocab or "all"),
+        }
+
     def no_draft_probs(self, drafter: str) -> str:
         """See `RowOptions.no_draft_probs`."""
         if not DRAFTERS.get(drafter, False):
@@ -154,7 +164,7 @@ def draft_ids_of(vllm_config: Any, options: VllmOptions) -> tuple[Sequence[int],
         ConfigError: see `resolve_draft_vocab`.
     """
     model = vllm_config.model_config
-    if options.draft_vocab is None or vllm_config.speculative_config is None:
+    if options.draft_vocab is None:
         return None
     vocab = model.get_vocab_size()
     ids = resolve_draft_vocab(

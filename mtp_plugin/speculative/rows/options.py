@@ -56,6 +56,11 @@ class RowOptions(BaseModel):
     synthetic_option: ClassVar[str] = "synthetic acceptance"
 
     @property
+    def summary(self) -> dict[str, str]:
+        """What the log and the metrics say of them."""
+        return {"verification": self.verification}
+
+    @property
     def is_relaxed(self) -> bool:
         """Whether relaxed acceptance is available."""
         return self.thinking_begin_token is not None and self.thinking_end_token is not None
@@ -91,7 +96,7 @@ class EngineSettings(Generic[Options]):
     def summary(self) -> dict[str, str]:
         """What the log and the metrics say of an engine."""
         return {
-            "verification": self.options.verification,
+            **self.options.summary,
             "drafts": str(self.num_drafts),
             "drafter": self.drafter if self.num_drafts else "none",
         }

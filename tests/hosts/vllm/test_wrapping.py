@@ -183,11 +183,20 @@ def test_the_metrics_of_the_front_end_say_that_the_plugin_is_on(
     assert not list(registry.collect())
     for _ in range(2):  # a second engine of the process
         PrometheusStatLogger(make_config({"verification": "coupled"}), [0, 1])
-    labels = {"version": __version__, "verification": "coupled", "drafts": "3", "drafter": "mtp"}
+    labels = {
+        "version": __version__,
+        **{"verification": "coupled", "drafts": "3", "drafter": "mtp"},
+        **{"draft_len": "fixed", "tail": "0", "draft_vocab": "all"},
+    }
     assert registry.get_sample_value("mtp_plugin_info", labels) == 1
     PrometheusStatLogger(make_config({"verification": "coupled"}, speculative_config=None))
     assert registry.get_sample_value("mtp_plugin_info", labels) is None
     labels |= {"drafts": "0", "drafter": "none"}
+    assert registry.get_sample_value("mtp_plugin_info", labels) == 1
+    given = {"draft_len": "auto", "tail": {"ngram": 1}, "draft_vocab": 32}
+    PrometheusStatLogger(make_config(given))
+    labels |= {"drafts": "3", "drafter": "mtp"}
+    labels |= {"draft_len": "auto", "tail": "1", "draft_vocab": "32"}
     assert registry.get_sample_value("mtp_plugin_info", labels) == 1
     add_info_metric(SimpleNamespace(), make_config())
     assert caplog.messages[-1:] == [
