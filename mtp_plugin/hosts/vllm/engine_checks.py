@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from typing import Any
@@ -11,6 +12,7 @@ from mtp_plugin.hosts.vllm.options import (
     DRAFTERS,
     DRAFTERS_SINCE,
     DYNAMIC_SINCE,
+    KEY,
     VllmOptions,
     VllmSettings,
     draft_ids_of,
@@ -29,6 +31,8 @@ MAPPED = ("eagle3", "dflash")
 OWN_SAMPLING = ("DFlash2", "LiLiCorr", "XPress")
 """In the architecture of a DFlash model that chooses drafts by a head of its own."""
 NOT_IN_V2 = ("suffix", "custom_class")
+DRAFT_IDS_VARIABLE = "VLLM_MTP_DRAFT_VOCAB"
+"""A draft vocabulary in branches of vLLM and images of others, as ``draft_token_map``."""
 
 
 def checked_settings(vllm_config: Any) -> VllmSettings | None:
@@ -60,6 +64,12 @@ def start_warnings() -> list[str]:
     warnings = []
     if where_tested() is None:
         warnings.append(untested("{}.{}".format(*release())))
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cuda() or current_platform.is_cpu()):
+        warnings.append(
+            f"the platform {current_platform.device_name!r} was not tested (tested: cuda, cpu)"
+        )
     for name in custom_codes():
         problem = load_problem(name)
         if problem is not None:
@@ -106,14 +116,11 @@ def _option_problems(options: VllmOptions, settings: VllmSettings) -> list[str]:
 
 def _draft_vocab_problems(options: VllmOptions, vllm_config: Any) -> list[str]:
     spec = vllm_config.speculative_config
-    if options.draft_vocab is None or spec is None:
+    if options.draft_vocab is None:
         return []
-    problems = []
-    if spec.method != "mtp":
-        return [
-            f"draft_vocab is served with MTP layers alone, and the speculative method is "
-            f"{spec.method!r}: leave it out"
-        ]
+    problems = _mtp_problems("draft_vocab is served with", spec)
+    if problems:
+        return problems
     try:
         draft_ids_of(vllm_config, options)
     except ConfigError as error:
@@ -123,21 +130,23 @@ def _draft_vocab_problems(options: VllmOptions, vllm_config: Any) -> list[str]:
             "draft_vocab is not supported with speculative_config.draft_lm_head_quantization: "
             "leave out one of them"
         )
-    if getattr(spec, "draft_token_map", None):
-        problems.append(
-            "draft_vocab is not supported with speculative_config.draft_token_map, vLLM's own "
-            "draft vocabulary: leave out one of them"
-        )
     return problems
+
+
+def _mtp_problems(what: str, spec: Any) -> list[str]:
+    if spec is not None and spec.method == "mtp":
+        return []
+    given = "there is no speculative_config" if spec is None else f"method is {spec.method!r}"
+    return [f"{what} MTP layers alone, and {given}: leave it out"]
 
 
 def _tail_problems(options: VllmOptions, vllm_config: Any) -> list[str]:
     if options.tail is None:
         return []
-    spec, problems = vllm_config.speculative_config, []
-    if spec is None or spec.method != "mtp":
-        given = "there is no speculative_config" if spec is None else f"method is {spec.method!r}"
-        return [f"tail follows drafts of MTP layers alone, and {given}: leave it out"]
+    spec = vllm_config.speculative_config
+    problems = _mtp_problems("tail follows drafts of", spec)
+    if problems:
+        return problems
     num_drafts = spec.num_speculative_tokens
     if options.tail.ngram >= num_drafts:
         problems.append(
@@ -188,6 +197,15 @@ def _model_problems(vllm_config: Any) -> list[str]:
 
 def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int]) -> list[str]:
     problems = _drafter_problems(vllm_config, spec, version)
+    for name, is_set in (
+        ("speculative_config.draft_token_map", getattr(spec, "draft_token_map", None)),
+        (f"the environment variable {DRAFT_IDS_VARIABLE}", os.environ.get(DRAFT_IDS_VARIABLE)),
+    ):
+        if is_set:  # vLLM maps the ids in its sampling of drafts, which the plugin replaces
+            problems.append(
+                f"{name} is not supported: leave it out; additional_config.{KEY}.draft_vocab takes "
+                "the same ids"
+            )
     method = getattr(spec, "rejection_sample_method", "standard")
     if method not in ("standard", "synthetic"):
         instead = "the plugin verifies drafts itself"

@@ -180,7 +180,7 @@ def length_problems(vllm_config: Any, options: VllmOptions) -> list[str]:
             f"{option} with num_speculative_tokens {spec.num_speculative_tokens} needs "
             f"max_num_seqs of {len(lengths)} or more, got {most}"
         )
-    if given is not None and [length for *_, length in given] != [*lengths]:
+    if given is not None and [*map(tuple, given)] != schedule_of(lengths, most):
         problems.append(
             f"{option} is not possible with a speculative_config.{SCHEDULE} of your own: "
             "leave out one of them"

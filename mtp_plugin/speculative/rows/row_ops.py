@@ -173,18 +173,27 @@ class RowOps:
 
         Returns:
             [R] int64, valid token ids, or columns after `set_draft_ids`.
+
+        Raises:
+            HostError: the draft model has another number of logits.
         """
         self._wait_for_kernels()
         backend, ids = self.backend, self._draft_ids
-        logits = draft.logits
+        logits, num_drafted = draft.logits, self._num_drafted
         if self.settings.draft_ids is not None:
             expect(
-                self._num_drafted <= logits.shape[1] <= self.settings.most_draft_columns,
+                num_drafted <= logits.shape[1] <= self.settings.most_draft_columns,
                 HostError,
                 f"draft_vocab: the draft model computes {logits.shape[1]} logits, expected "
-                f"{self._num_drafted}; leave it out",
+                f"{num_drafted}; leave it out",
             )
-            logits = logits[:, : self._num_drafted]
+            logits = logits[:, :num_drafted]
+        expect(
+            num_drafted <= logits.shape[1],
+            HostError,
+            f"the draft model computes {logits.shape[1]} logits, expected {num_drafted}: leave out "
+            "its draft vocabulary (vLLM: draft_vocab of the plugin takes the same ids)",
+        )
         rows = LogitRows.flat(draft.positions, draft.column)
         if draft.is_valid:
             slots = self.slots.of(draft.indices)

@@ -59,7 +59,9 @@ def install(
         for attribute in names:
             setattr(owner, attribute, None)
     platforms = _module(modules, "vllm.platforms")
-    platforms.current_platform = SimpleNamespace(is_cuda=lambda: False)  # type: ignore[attr-defined]
+    platforms.current_platform = SimpleNamespace(  # type: ignore[attr-defined]
+        is_cuda=lambda: False, is_cpu=lambda: True
+    )
     _module(modules, "vllm.triton_utils").HAS_TRITON = True  # type: ignore[attr-defined]
     exceptions = _module(modules, "vllm.exceptions")
     exceptions.VLLMValidationError = type("VLLMValidationError", (Exception,), {})  # type: ignore[attr-defined]

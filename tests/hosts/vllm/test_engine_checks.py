@@ -122,6 +122,7 @@ NO_MAP = (
     "the draft model has a vocabulary of {} ids without a map to the model's 900: use a draft "
     "model of the same vocabulary"
 )
+OWN_DRAFT_IDS = f"is not supported: leave it out; {OPTION}.draft_vocab takes the same ids"
 WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"use_v2_model_runner": False}, V1),
     (drafting("dspark"), f"the speculative method is 'dspark': {SERVED}"),
@@ -162,6 +163,10 @@ WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
         {"speculative_config__rejection_sample_method": "fly"},
         "speculative_config.rejection_sample_method is 'fly': leave it out, the plugin verifies "
         "drafts itself",
+    ),
+    (
+        {"speculative_config__draft_token_map": "map.pt"},
+        f"speculative_config.draft_token_map {OWN_DRAFT_IDS}",
     ),
     (
         {"speculative_config__use_local_argmax_reduction": True},
@@ -280,6 +285,25 @@ def test_configurations_that_cannot_be_served_are_refused(
     changes: dict[str, Any], problem: str
 ) -> None:
     assert message_of(make_config(**changes)) == refusal(problem)
+
+
+@pytest.mark.usefixtures("vllm_32")
+def test_a_draft_vocabulary_of_the_environment_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "VLLM_MTP_DRAFT_VOCAB"
+    monkeypatch.setenv(name, "ids.npy")
+    assert message_of(make_config()) == refusal(f"the environment variable {name} {OWN_DRAFT_IDS}")
+    assert checked_settings(make_config(speculative_config=None)) is not None
+    monkeypatch.setenv(name, "")
+    assert checked_settings(make_config()) is not None
+
+
+def test_a_platform_other_than_cuda_and_cpu_starts_with_a_warning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    platforms = fake_vllm.install(monkeypatch)["vllm.platforms"]
+    platforms.current_platform.is_cpu = lambda: False
+    platforms.current_platform.device_name = "rocm"
+    assert start_warnings() == ["the platform 'rocm' was not tested (tested: cuda, cpu)"]
 
 
 @pytest.mark.parametrize("version", ["0.25.1", "0.34.0", "0.34.0rc1.dev3+gabc", "1.0"])
@@ -407,8 +431,6 @@ def test_a_draft_vocabulary_has_stop_ids_and_thinking_tags(tmp_path: Path) -> No
         assert settings is not None
         assert settings.draft_ids == ids
         assert (settings.num_added_ids, settings.num_ranks) == (added, 2)
-        config.speculative_config = None
-        assert checked_settings(config).draft_ids is None
 
 
 @pytest.mark.usefixtures("vllm_32")
@@ -437,14 +459,13 @@ def test_a_draft_vocabulary_that_cannot_be_served_is_refused(
         ),
         (
             5,
-            {"speculative_config__draft_token_map": "map.pt"},
-            "draft_vocab is not supported with speculative_config.draft_token_map, vLLM's own "
-            "draft vocabulary: leave out one of them",
+            drafting("eagle"),
+            "draft_vocab is served with MTP layers alone, and method is 'eagle': leave it out",
         ),
         (
             5,
-            drafting("eagle"),
-            "draft_vocab is served with MTP layers alone, and the speculative method is 'eagle': "
+            {"speculative_config": None},
+            "draft_vocab is served with MTP layers alone, and there is no speculative_config: "
             "leave it out",
         ),
     ):

@@ -143,6 +143,13 @@ def test_listed_drafts_have_the_noise_of_their_ids(
         draft(ops, more, indices, positions, 1)
 
 
+def test_fewer_logits_than_ids_without_a_list_are_refused() -> None:
+    """Their columns would be read as ids; EAGLE3 scatters them to all ids before."""
+    ops, indices = make_ops(), vector([0, 1])
+    with pytest.raises(HostError, match=f"computes 60 logits, expected {VOCAB}: leave out its"):
+        draft(ops, torch.zeros(2, 60, device=DEVICE), indices, indices)
+
+
 def test_constants_are_restored_and_rows_of_requests_stay() -> None:
     """After sleep of level 2, which discards device memory."""
     ids, method = [0, 3, 9, 60], {"verification": VerifiedBy.REJECTION}

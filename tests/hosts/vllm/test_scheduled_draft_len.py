@@ -97,10 +97,14 @@ def test_an_engine_with_the_schedule_starts() -> None:
             "draft_len 'auto' is not supported with data_parallel_size 2, whose ranks must make "
             "the same number of drafts: set it to 1, or leave out draft_len",
         ),
-        (
-            {f"speculative_config__{SCHEDULE}": [[1, 8, 2]]},
-            "draft_len 'auto' is not possible with a speculative_config."
-            "num_speculative_tokens_per_batch_size of your own: leave out one of them",
+        *(
+            (
+                {f"speculative_config__{SCHEDULE}": given},
+                "draft_len 'auto' is not possible with a speculative_config."
+                "num_speculative_tokens_per_batch_size of your own: leave out one of them",
+            )
+            # no length of ours, and our lengths for other batch sizes
+            for given in ([[1, 8, 2]], [[1, 2, 0], [3, 4, 1], [5, 6, 2], [7, 8, 3]])
         ),
         (
             {"scheduler_config__max_num_seqs": 3},
