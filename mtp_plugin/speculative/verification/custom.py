@@ -177,20 +177,29 @@ def _expect_method(method: object, source: str) -> None:
     Raises:
         PluginError: it is not.
     """
-    checked: Any = method
-    if isinstance(method, type):
-        problem = "is a class; create an object of it"
-    elif not isinstance(method, CustomVerification):
-        problem = "does not derive from that class"
-    elif not isinstance(checked.description, str) or not checked.description:
-        problem = f"has description {format_value(checked.description)}, expected text"
-    elif not isinstance(checked.keeps_output, bool):
-        problem = f"has keeps_output {format_value(checked.keeps_output)}, expected True or False"
-    else:
-        return
-    raise PluginError(
-        f"{source}: expected a CustomVerification object, but {format_value(method)} {problem}"
+    try:
+        problem = _problem_of(method)
+    except Exception as error:  # of a property
+        problem = f"raised {describe_error(error)} for description or keeps_output"
+    expect(
+        problem is None,
+        PluginError,
+        f"{source}: expected a CustomVerification object, but {format_value(method)} {problem}",
     )
+
+
+def _problem_of(method: Any) -> str | None:
+    if isinstance(method, type):
+        return "is a class; create an object of it"
+    if not isinstance(method, CustomVerification):
+        return "does not derive from that class"
+    description: Any = method.description
+    keeps_output: Any = method.keeps_output
+    if not isinstance(description, str) or not description:
+        return f"has description {format_value(description)}, expected text"
+    if not isinstance(keeps_output, bool):
+        return f"has keeps_output {format_value(keeps_output)}, expected True or False"
+    return None
 
 
 def count_accepted(

@@ -302,6 +302,12 @@ class WithoutDescription(Constant):
     description = ""
 
 
+class Raising(Constant):
+    @property
+    def description(self) -> str:  # type: ignore[override]
+        raise OSError("no\nfile")
+
+
 class WithWrongFlag(Constant):
     keeps_output = "yes"  # type: ignore[assignment]
 
@@ -317,6 +323,7 @@ class WithWrongFlag(Constant):
         ("other", Constant, "is a class; create an object of it"),
         ("other", object(), "does not derive from that class"),
         ("other", WithoutDescription(), "has description '', expected text"),
+        ("other", Raising(), "raised OSError: no file for description or keeps_output"),
         ("other", WithWrongFlag(), "has keeps_output 'yes', expected True or False"),
     ],
 )
