@@ -84,6 +84,9 @@ _UNCALLED = (
     "_dummy_serial_mtp_forward",
     "_get_mtp_num_heads",
     "_get_required_logit_indices",
+    "_init_dynamic_sampling_tensors",
+    "_init_mtp_sampling_tensor",
+    "_init_mtp_sampling_tensors",
     "_router_record_bookkeeping",
     "_run_dummy_serial_mtp_forward",
     "_sample_from_logits_2d",
@@ -93,6 +96,9 @@ _UNCALLED = (
     "_verify_speculative_tokens",
 )
 """Methods that no step calls, but scripts may."""
+_COUNTS = ("num_decode_requests", "num_prefill_requests", "active_request_count")
+"""Arguments of ``_verify_speculative_tokens``."""
+_OLDER_COUNTS = ("request_in_prefill_status_tensor", "repeats", *_COUNTS)
 
 
 def _is_phase(name: str) -> bool:
@@ -537,7 +543,11 @@ class TextGenerationController:
         return indices.to(device or request_query_lengths.device)
 
     def _verify_speculative_tokens(
-        self, output_tokens: torch.Tensor, input_tokens_required: torch.Tensor, *counts: Any
+        self,
+        output_tokens: torch.Tensor,
+        input_tokens_required: torch.Tensor,
+        *counts: Any,
+        **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Accept the drafts that the target generated itself.
 
@@ -546,18 +556,21 @@ class TextGenerationController:
         rows are ``1 5 6 9 10``.
 
         Args:
-            counts: ``num_decode_requests, num_prefill_requests, active_request_count``; in the
-                older form the prefill status and the repeats precede them.
+            counts, named: ``num_decode_requests, num_prefill_requests, active_request_count``; in
+                the older form ``request_in_prefill_status_tensor, repeats`` precede them.
 
         Returns:
             ``(last_one_indices, accepted_tokens_mask, input_tokens_required)``.
         """
-        if len(counts) not in (3, 5):
+        is_older = len(counts) + len(named) == len(_OLDER_COUNTS)
+        names = _OLDER_COUNTS if is_older else _COUNTS
+        given = dict(zip(names, counts, strict=False)) | named
+        if given.keys() != set(names) or len(counts) + len(named) != len(names):
             raise RequestError(
-                "_verify_speculative_tokens: expected num_decode_requests, num_prefill_requests "
-                f"and active_request_count, got {len(counts)} values"
+                f"_verify_speculative_tokens: expected {', '.join(names)}, got {len(counts)} "
+                f"values and the names {', '.join(named) or 'none'}"
             )
-        decode, prefill, active = counts[-3:]
+        decode, prefill, active = (given[name] for name in _COUNTS)
         if decode + prefill != active:
             raise RequestError(
                 f"active_request_count: expected {decode} + {prefill} requests, got {active}"
@@ -565,6 +578,11 @@ class TextGenerationController:
         return mtp_utils_pytorch.verify_speculative_tokens(
             input_tokens_required, output_tokens, decode, prefill, self.num_speculative_tokens
         )
+
+    def _init_dynamic_sampling_tensors(self) -> None:
+        """Do nothing: the executor has allocated its tensors, of fixed addresses."""
+
+    _init_mtp_sampling_tensor = _init_mtp_sampling_tensors = _init_dynamic_sampling_tensors
 
     def _get_mtp_num_heads(self) -> int:
         """Return the number of MTP layers of the checkpoint."""

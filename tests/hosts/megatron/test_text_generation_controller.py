@@ -351,9 +351,23 @@ def test_worked_examples_of_functions_of_tensors(shared: Make) -> None:
     assert indices.tolist() == [0, 1, 2, 3, 4, 5, 7]
     a, b, c, d, e = ([10, 11, 12, 13], [20, 21, 22, 23], [30, 31, 32, 33], [40], [50])
     outputs = [11, 9, 9, 9, 21, 22, 23, 24, 9, 9, 9, 9, 41, 51]
-    for older in ((), (torch.tensor([0, 0, 0, 1, 1]), torch.tensor([4, 4, 4, 1, 1]))):
+    counts = {"num_decode_requests": 3, "num_prefill_requests": 2, "active_request_count": 5}
+    older = {
+        "request_in_prefill_status_tensor": torch.tensor([0, 0, 0, 1, 1]),
+        "repeats": torch.tensor([4, 4, 4, 1, 1]),
+        **counts,
+    }
+    for given, named in (
+        (counts.values(), {}),
+        (older.values(), {}),
+        ((), counts),
+        ((), older),
+        ([*older.values()][:2], counts),
+    ):
+        controller._init_dynamic_sampling_tensors()  # as scripts do before
+        controller._init_mtp_sampling_tensor()
         last, mask, read = controller._verify_speculative_tokens(
-            torch.tensor(outputs), torch.tensor([a + b + c + d + e]), *older, 3, 2, 5
+            torch.tensor(outputs), torch.tensor([a + b + c + d + e]), *given, **named
         )
         assert mask.int().tolist() == [1, 1, 0, 0, 1, 1, 1, 1, 1, 0, 0, 0, 1, 1]
         assert last.tolist() == [1, 7, 8, 12, 13]
@@ -918,6 +932,13 @@ WRONG_CALLS: dict[str, tuple[Callable[[Any], Any], type[Exception], str]] = {
         ),
         RequestError,
         r"active_request_count: expected 1 \+ 0 requests, got 2",
+    ),
+    "a count that is missing": (
+        lambda controller: controller._verify_speculative_tokens(
+            torch.zeros(4), torch.zeros(4), 1, num_decode_requests=1, active_request_count=1
+        ),
+        RequestError,
+        "expected num_decode_requests, .*, got 1 values and the names num_decode_requests, active",
     ),
     "model of Megatron": (
         lambda _: TextGenerationController(
