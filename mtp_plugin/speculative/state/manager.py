@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -126,6 +125,8 @@ class SlotStateManager:
         self._dummies: set[int] = set()
         self._owners: dict[int, SpecRequest] = {}
         self._not_owners: WeakValueDictionary[int, SpecRequest] = WeakValueDictionary()
+        self._held: dict[int, SpecRequest] = {}
+        """Those without weak references, until the slot of their id is free."""
 
     @staticmethod
     def bytes_per_request(vocab_size: int, pair_bytes: int = 0, num_draft_probs: int = 0) -> int:
@@ -205,12 +206,17 @@ class SlotStateManager:
                 self._disown(replaced)
             self._owners[facts.request_id] = request
         self._not_owners.pop(id(request), None)
+        self._held.pop(id(request), None)
         return slot, values, facts
 
     def _disown(self, request: SpecRequest) -> None:
         """Remember that :meth:`free_resources` of this object must not free the slot of its id."""
-        with suppress(TypeError):  # an object without weak references frees by id
+        try:
             self._not_owners[id(request)] = request
+        except TypeError:  # no weak references
+            owned = (owner.request_id for owner in self._owners.values())
+            if request.request_id in owned:
+                self._held[id(request)] = request
 
     def _expect_unique_id(self, request: SpecRequest, facts: RequestFacts) -> None:
         """Refuse a request whose id is that of another live one, because both would share a slot.
@@ -274,13 +280,16 @@ class SlotStateManager:
         Does nothing if it has none, nor for a request that was refused or that a later one with the
         same id replaced. Any other object with the id frees the slot.
         """
-        if self._not_owners.get(id(request)) is request:
+        if id(request) in self._held or self._not_owners.get(id(request)) is request:
             return
         self.slot_manager.remove_slot(request.request_id)
         self._sampling_kinds.pop(request.request_id, None)
         self._dummies.discard(request.request_id)
         self._owners.pop(request.request_id, None)
         self._row_owners.pop(request.request_id, None)
+        for key, each in list(self._held.items()):
+            if each.request_id == request.request_id:
+                del self._held[key]
         if self.logits_allocator is not None:
             self.logits_allocator.free(request.request_id)
 
@@ -309,6 +318,7 @@ class SlotStateManager:
         self._dummies.clear()
         self._owners.clear()
         self._not_owners.clear()
+        self._held.clear()
         self._row_owners.clear()
         self._contexts = ()
         if self.logits_allocator is not None:

@@ -147,10 +147,23 @@ def test_two_live_requests_with_one_id_are_refused() -> None:
     manager.prepare_resources(batch(Request(7)))
 
 
-def test_freeing_a_refused_request_keeps_the_slot_of_the_live_one() -> None:
+class WithoutWeakReferences:
+    """A request that no weak reference can refer to."""
+
+    __slots__ = ("_request",)
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        self._request = Request(*args, **fields)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)
+
+
+@pytest.mark.parametrize("kind", [Request, WithoutWeakReferences])
+def test_freeing_a_refused_request_keeps_the_slot_of_the_live_one(kind: Any) -> None:
     manager = make(max_num_requests=4)
     state = SimpleNamespace(name="GENERATION_IN_PROGRESS")
-    first, second, third = Request(7, state=state), Request(7), Request(7)
+    first, second, third = kind(7, state=state), kind(7), kind(7)
     manager.prepare_resources(batch(first))
     with pytest.raises(MetadataError, match="another live request"):
         manager.prepare_resources(batch(second))
@@ -165,6 +178,7 @@ def test_freeing_a_refused_request_keeps_the_slot_of_the_live_one() -> None:
     manager.prepare_resources(batch(second))  # the refused one, again
     manager.free_resources(second)
     assert manager.slot_manager.slot_mapping == {}
+    assert manager._held == {}
 
 
 def test_another_object_with_the_id_frees_the_slot() -> None:
