@@ -29,6 +29,8 @@ class SampleStateTensorsMTP:
     log_probs: torch.Tensor | None = None
     """[R, k+1, ENTRY_WIDTH] int32 on the host, see `requests.logprobs`: a row per request of the
     batch; None: no request wants log-probabilities."""
+    logits: torch.Tensor | None = None
+    """TensorRT-LLM's name; always None."""
 
     def values(self) -> ValuesView[torch.Tensor | None]:
         """Return every field; older executors iterate over them."""

@@ -288,9 +288,14 @@ class MTPSampler:
             The results of the other requests, in batch order.
 
         Raises:
-            ExecutorError: the state was passed before, so its tokens would be appended twice, or it
-                holds no host tensors.
+            ExecutorError: no state of `sample_async`, one that was passed before, so that its
+                tokens would be appended twice, or one without host tensors.
         """
+        expect(
+            isinstance(state, SampleStateMTP),
+            ExecutorError,
+            f"update_requests: expected a state of sample_async, got {format_value(state)}",
+        )
         if state.is_applied:
             raise ExecutorError(
                 "update_requests: this step's results were applied before; call it once for each "

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, ExecutorError
 from tests.contract_host.behaviours import GRAPH_DUMMY_ID
 from tests.contract_host.conftest import ask, free_strangers, options_of, texts
 from tests.contract_host.line_rules import LINES
@@ -189,6 +189,12 @@ def test_states_that_the_host_built_itself(make, check, monkeypatch):
 
     monkeypatch.setattr(host.executor.sampler, "update_requests", update_requests)
     check(host, [9, 7])
+    with pytest.raises(ExecutorError, match="expected a state of sample_async, got 'state'"):
+        update("state")
+    sampler = host.executor.sampler
+    fields = {sampler.mtp_plugin_requests: (), "sampler_event": None}
+    with pytest.raises(ExecutorError, match="holds no host tensors"):
+        update(sampler.SampleState(**fields))
 
 
 @newest

@@ -223,6 +223,7 @@ SAMPLER: Rows = [
     (lambda: update("next_draft_tokens", None), "holds no lengths or no drafts"),
     (lambda: build_sampler().update_requests(SampleStateMTP(cases.batch())),
      "holds no host tensors"),
+    (lambda: build_sampler().update_requests(5), "expected a state of sample_async, got 5"),
     (lambda: validate(temperature=0.7, top_p=0.5, seed=3, n=2),
      "not supported with MTP: temperature=0.7, top_p=0.5, seed=3, n=2"),
     (lambda: validate(build_sampler(hooks=SamplerHooks(always_greedy=True)), temperature=0.7, n=2),

@@ -204,6 +204,7 @@ def test_states_are_built_by_keyword() -> None:
         new_tokens=tensors[0], new_tokens_lens=tensors[1], next_draft_tokens=tensors[2]
     )
     assert [value for value in state.values() if value is not None] == tensors
+    assert (state.logits, state.log_probs) == (None, None)
 
 
 # --- device and host ---

@@ -84,8 +84,14 @@ class SamplerBody:
         return state
 
     def update_requests(self, state: Any, resource_manager: Any = None) -> None:  # noqa: ARG002
-        """Append the tokens of a step to its requests."""
+        """Append the tokens of a step to its requests.
+
+        Raises:
+            ExecutorError: no state of `sample_async`, or of the host's class.
+        """
         own = getattr(state, "mtp_plugin", None)
+        if own is None and not isinstance(state, self.SampleState):
+            own = state  # refused by name
         if own is None:
             own = state.mtp_plugin = self._received(state)
         self.mtp_plugin_sampler.update_requests(own)
@@ -105,7 +111,8 @@ class SamplerBody:
         return SampleStateMTP(
             scheduled_requests=getattr(state, "scheduled_requests", None),
             requests=list(getattr(state, "requests", None) or ()),
-            host=SampleStateTensorsMTP(
+            host=host
+            and SampleStateTensorsMTP(
                 host.new_tokens, host.new_tokens_lens, host.next_draft_tokens
             ),
             sampler_event=state.sampler_event,
