@@ -31,9 +31,22 @@ class DraftCounter:
         self._options = AdmittedOptions(settings)
         alarms = None if settings.synthetic_rates is not None else _logger
         self._withheld = WithheldDrafts(alarms, settings.drafter)
+        self._sessions: dict[str, tuple[Any, Any]] = {}
+        """Id -> request with streamed input, and its parameters of the turn that runs."""
 
     def add(self, request: Any) -> None:
-        """Keep the limit of a request that the scheduler gets."""
+        """Keep the limit of a request that the scheduler gets.
+
+        The scheduler gets later turns of a session as further requests with its id, and replaces
+        the parameters of the first one when they begin.
+        """
+        if request.request_id in self._sessions:
+            return
+        if getattr(request, "resumable", False):
+            self._sessions[request.request_id] = request, request.sampling_params
+        self._set_limit(request)
+
+    def _set_limit(self, request: Any) -> None:
         extra = getattr(request.sampling_params, "extra_args", None)
         limit = self._options.read(extra).draft_limit if extra else None
         self._withheld.set_limit(request.request_id, limit)
@@ -48,6 +61,12 @@ class DraftCounter:
         Returns:
             ids of requests without any draft, whose steps must not count.
         """
+        for name, (request, params) in list(self._sessions.items()):
+            if requests.get(name) is not request:
+                del self._sessions[name]
+            elif request.sampling_params is not params:
+                self._sessions[name] = request, request.sampling_params
+                self._set_limit(request)
         drafts = scheduled.scheduled_spec_decode_tokens
         if not drafts:
             return set()

@@ -46,7 +46,11 @@ class SamplerParts:
         return made
 
     def add_request(self, req_idx: int, *args: Any, **kwargs: Any) -> None:
-        """Stage the row of a request."""
+        """Stage the whole row of a request.
+
+        vLLM removes and adds again what it preempted, and a session with streamed input for each of
+        its turns, with the turn's parameters: their row is written again like that of a new one.
+        """
         super().add_request(req_idx, *args, **kwargs)  # type: ignore[misc]
         params, states, slots = args[self.params_index], self.req_states, self.ops.slots
         prompt_len = int(states.prompt_len.np[req_idx])

@@ -364,6 +364,37 @@ def test_limits_of_finished_requests_are_forgotten() -> None:
     assert counts(counter, 3, 0) == 3  # a request of the same id, without a limit
 
 
+def test_a_turn_of_a_session_has_its_own_limit_when_it_begins() -> None:
+    """vLLM queues later turns, and replaces the parameters of the first request by theirs."""
+    counter = DraftCounter(SETTINGS)
+    turns = [
+        SimpleNamespace(request_id="0", resumable=resumable, sampling_params=params)
+        for resumable, params in (
+            (True, SimpleNamespace(extra_args={"mtp_max_draft_len": 2})),
+            (True, SimpleNamespace(extra_args={"mtp_speculate": False})),
+            (False, SimpleNamespace(extra_args=None)),  # the end of its input
+        )
+    ]
+
+    def step(requests: dict[str, Any]) -> tuple[set[str], Any]:
+        output = SimpleNamespace(sampled_token_ids=[[7]] * len(requests))
+        drafts = {name: [7] * 3 for name in requests}
+        scheduled = SimpleNamespace(
+            scheduled_spec_decode_tokens=drafts, num_invalid_spec_tokens=None
+        )
+        return counter.correct(requests, scheduled, output), scheduled.num_invalid_spec_tokens
+
+    for turn in turns:
+        counter.add(turn)
+    session = turns[0]
+    assert step({"0": session}) == (set(), {"0": 1})
+    session.sampling_params = turns[1].sampling_params
+    assert step({"0": session}) == ({"0"}, {"0": 3})
+    assert step({}) == (set(), None)
+    counter.add(turns[2])  # the id, of another request
+    assert step({"0": turns[2]}) == (set(), None)
+
+
 def test_wrong_options_inside_the_engine_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """A worker or scheduler that raises ends the engine."""
     reader = AdmittedOptions(SETTINGS)
