@@ -52,6 +52,7 @@ class Tokenizer:
     """What SGLang reads of a tokenizer."""
 
     eos_token_id = EOS
+    bos_token_id = None
     additional_stop_token_ids = None
 
     def encode(self, text: str, **_: Any) -> list[int]:
@@ -286,14 +287,17 @@ class ToyEngine:
             for req in list(running):
                 if len(req.output_ids) >= tokens or req.finished():
                     running.remove(req)
-                    self.pool.free(req)
+                    self._free(req)
                 elif chosen.random() < retract:
                     running.remove(req)
-                    self.pool.free(req)
-                    req.kv_committed_len = 0
+                    self._free(req)
+                    req.reset_for_retract()
                     waiting.append(req)
                     self.counts.retractions += 1
         return [list(req.output_ids[:tokens]) for req in reqs]
+
+    def _free(self, req: Req) -> None:
+        self.pool.free(req)
 
     def sample(
         self, batch: Batch, logits: torch.Tensor, lens: torch.Tensor, mode: ForwardMode, **more: Any

@@ -208,7 +208,7 @@ def _add_request(original: Hook, self: Any, req: Any, *args: Any, **kwargs: Any)
 
 @_hooks(SCHEDULER, f"{_SRT}.mem_cache.memory_pool:ReqToTokenPool.alloc")
 def _alloc_slots(original: Hook, self: Any, reqs: Any, *args: Any, **kwargs: Any) -> Any:
-    new = [req for req in reqs if req.req_pool_idx is None]
+    new = [req for req in reqs if not _engine.has_row(req)]
     result = original(self, reqs, *args, **kwargs)
     if result is not None:
         for req in new:

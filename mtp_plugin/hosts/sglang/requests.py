@@ -26,9 +26,9 @@ _MASK = 2**32 - 1
 _MOST_PARENTS = 4096
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Admitted:
-    """What a request has as long as it lives, through retractions."""
+    """What a request has as long as it lives, through retractions; only its own is equal to it."""
 
     options: RequestOptions
     seed: int
@@ -112,6 +112,11 @@ def admitted(req: Any) -> Admitted:
     """Return what `Admission.admit` kept in a ``Req``."""
     found: Admitted = getattr(req, _ADMITTED)
     return found
+
+
+def row_owner(req: Any) -> tuple[Admitted | None, int]:
+    """Return whose row a ``Req`` needs: another one after each retraction."""
+    return getattr(req, _ADMITTED, None), req.retraction_count
 
 
 def draft_limit(req: Any) -> int | None:
