@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import pytest
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.managers.io_struct import GenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -111,7 +112,7 @@ def test_each_of_n_outputs_has_its_seed():
 
 def test_seeds_that_are_not_given_depend_on_the_order_alone():
     found = []
-    for _ in range(2):  # two ranks
+    for is_probed in (False, True):
         engine, reqs = ToyEngine(0, seed=5), [make_request(f"r{i}", [1]) for i in range(3)]
         for req in reqs:
             engine.admit(req)
@@ -124,6 +125,8 @@ def test_withheld_drafts_are_not_accepted():
     engine = ToyEngine(K)
     options = {"temperature": 0.8, "sampling_seed": 3, "custom_params": {"mtp_speculate": False}}
     (found,) = engine.serve([make_request("r", [1, 2], **options)], tokens=50)
+            if is_probed:
+                engine.admit(make_request(f"{HEALTH_CHECK_RID_PREFIX}_{req.rid}", [1]))
     assert engine.counts.acceptance_length == 1
     del options["custom_params"]
     assert ToyEngine(K).serve([make_request("r", [1, 2], **options)], tokens=50) == [found]

@@ -16,7 +16,8 @@ from sglang.srt.server_args import ServerArgs
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts.sglang import checks, hooks
 from mtp_plugin.hosts.sglang.engine_checks import checked_settings
-from tests.sglang.toy_engine import prepare
+from mtp_plugin.hosts.sglang.requests import admitted
+from tests.sglang.toy_engine import make_request, prepare
 
 ROOT = Path(__file__).parents[2]
 ENTRY_POINT = "[sglang.srt.plugins]\nmtp_plugin = mtp_plugin.hosts.sglang:register\n"
@@ -195,18 +196,34 @@ def test_all_problems_are_in_one_message():
         assert part in str(error.value)
 
 
-def test_a_scheduler_with_the_plugin_says_so(monkeypatch, caplog):
+@pytest.fixture
+def scheduler(monkeypatch):
+    """A scheduler before its ``__init__``, and that."""
     prepare()
     monkeypatch.setenv("MTP_PLUGIN_SGLANG", "{}")
     pool = ReqToTokenPool(4, 16, "cpu", False)
     runner = SimpleNamespace(req_to_token_pool=pool, model_config=SimpleNamespace(vocab_size=50))
-    runner.alloc_memory_pool = lambda _: None
 
-    def original(*given):
-        assert given[2] == "ports"
+    def original(self, _, ports):
+        assert ports == "ports"
+        self.random_seed = 9  # as SGLang broadcasts it from the first rank
         hooks._engine.attach(runner)
 
-    scheduler = SimpleNamespace(tp_group=SimpleNamespace(world_size=1, rank_in_group=0))
+    return SimpleNamespace(tp_group=SimpleNamespace(world_size=1, rank_in_group=0)), original
+
+
+def test_nodes_that_drew_other_seeds_give_requests_the_same(scheduler):
+    seeds = []
+    for seed in (1, 2):
+        hooks._scheduler_init(scheduler[1], scheduler[0], arguments(random_seed=seed), "ports")
+        req = make_request("r", [1])
+        hooks._engine.admit(req)
+        seeds.append(admitted(req).seed)
+    assert seeds[0] == seeds[1]
+
+
+def test_a_scheduler_with_the_plugin_says_so(monkeypatch, caplog, scheduler):
+    scheduler, original = scheduler
     with caplog.at_level("INFO"):
         hooks._scheduler_init(original, scheduler, arguments(), "ports")
     (line,) = [r.getMessage() for r in caplog.records if "mtp_plugin on" in r.getMessage()]

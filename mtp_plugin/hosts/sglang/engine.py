@@ -28,13 +28,8 @@ _MARK = 1e30
 class Engine:
     """What samples in place of SGLang in one scheduler process.
 
-    Args:
-        seed: SGLang's ``random_seed``, from which requests without a seed get theirs.
-    """
-
-    def __init__(self, settings: EngineSettings, seed: int) -> None:
+    def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings
-        self._admission = Admission(settings, seed)
         self._step: Any = None  # ForwardBatch of the rows that are being sampled
         self._sampled: torch.Tensor | None = None
         self._status: torch.Tensor | None = None
@@ -122,6 +117,10 @@ class Engine:
         return memory.float().expand(rows, -1)
 
     # ---- requests
+
+    def draw_seeds_from(self, seed: int) -> None:
+        """Begin to admit requests, which get their seeds from this one if they have none."""
+        self._admission = Admission(self.settings, seed)
 
     def admit(self, req: Any) -> str | None:
         """Read the options of a ``Req`` once, and give it a seed; returns why it is refused."""

@@ -139,30 +139,31 @@ def _is_positive(text: str) -> bool:
         return False
 
 
-def fingerprint(settings: EngineSettings) -> str:
+def fingerprint(settings: EngineSettings, seed: int) -> str:
     """Return a hash of everything that must be equal on all ranks."""
     version = import_module("mtp_plugin").__version__
-    return hashlib.sha256(f"{version} {settings!r}".encode()).hexdigest()
+    return hashlib.sha256(f"{version} {settings!r} {seed}".encode()).hexdigest()
 
 
-def expect_equal_ranks(group: Any, settings: EngineSettings) -> None:
+def expect_equal_ranks(group: Any, settings: EngineSettings, seed: int) -> None:
     """Compare the options of all ranks of tensor parallelism, which may be on other nodes.
 
     Args:
         group: SGLang's ``GroupCoordinator``.
 
     Raises:
-        HostError: a rank has other options, or runs without the plugin; names the rank.
+        HostError: a rank has other options or another seed, or runs without the plugin; names it.
     """
     if group.world_size == 1:
         return
     store = import_module("torch.distributed.distributed_c10d")._get_default_store()
-    own = fingerprint(settings)
+    own = fingerprint(settings, seed)
     store.set(f"mtp_plugin/{group.rank}", own)
     for rank in group.ranks:
         key = f"mtp_plugin/{rank}"
         try:
             store.wait([key], timedelta(seconds=_RANK_SECONDS))
+        seed: of requests without a seed.
         except RuntimeError:
             raise HostError(
                 f"mtp_plugin is on in rank {group.rank}, but not in rank {rank}: install the "
@@ -170,6 +171,7 @@ def expect_equal_ranks(group: Any, settings: EngineSettings) -> None:
             ) from None
         if store.get(key).decode() != own:
             raise HostError(
-                f"mtp_plugin has other options in rank {rank} than in rank {group.rank}: give "
-                f"{VARIABLE} the same value, and install one version, on every node"
+                f"mtp_plugin has other options, or another seed, in rank {rank} than in rank "
+                f"{group.rank}: give {VARIABLE} and --random-seed the same value, and install one "
+                "version, on every node"
             )

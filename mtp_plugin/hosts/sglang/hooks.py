@@ -182,16 +182,17 @@ def _scheduler_init(original: Hook, self: Any, server_args: Any, *args: Any, **k
 
     settings = checked_settings(server_args)
     expect_fitting(is_scheduler=True)
-    _engine = Engine(settings, server_args.random_seed)
+    _engine = Engine(settings)
     install(SCHEDULER)
     if settings.num_drafts:
         install(DRAFTS)
     original(self, server_args, *args, **kwargs)
     _engine.expect_attached()
+    _engine.draw_seeds_from(self.random_seed)  # of the first rank; each node has drawn another
     model = server_args.served_model_name if server_args.enable_metrics else None
     _engine.count_drafts(model, is_first_rank=self.tp_group.rank_in_group == 0)
     _engine.warm_up()
-    expect_equal_ranks(self.tp_group, settings)
+    expect_equal_ranks(self.tp_group, settings, self.random_seed)
     _logger.info("mtp_plugin on: %s", _engine.summary)
 
 

@@ -20,6 +20,8 @@ _ADMITTED = "_mtp_plugin"
 """Attribute of a ``Req``."""
 _CHILD = re.compile(r"(.*)_[0-9a-f]{32}", re.DOTALL)
 """``rid`` of one of the n outputs of a request, which SGLang sends one by one."""
+_HEALTH_CHECK = "HEALTH_CHECK"
+"""With which SGLang begins the ``rid`` of a probe: when it probes must change no other request."""
 _ALL = 1 << 30
 """SGLang's top_k of the whole vocabulary."""
 _MASK = 2**32 - 1
@@ -61,7 +63,7 @@ class Admission:
 
     def _seed_of(self, req: Any) -> int:
         number = self._num_requests
-        self._num_requests += 1
+        self._num_requests += not req.rid.startswith(_HEALTH_CHECK)
         seed = req.sampling_params.sampling_seed
         if seed is None:
             low, high = seed_words(None, number & 0x7FFFFFFF, self._seed)

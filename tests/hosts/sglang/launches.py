@@ -30,7 +30,7 @@ SLOTS = 70
 
 
 def make_engine(vocab: int, drafts: int, options: dict, token_map: torch.Tensor | None) -> Engine:
-    engine = Engine(EngineSettings(SglangOptions(**options), drafts, drafter="eagle"), 0)
+    engine = Engine(EngineSettings(SglangOptions(**options), drafts, drafter="eagle"))
     pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS + 1, 4))
     config = SimpleNamespace(vocab_size=vocab)
     engine.attach(SimpleNamespace(model_config=config, req_to_token_pool=pool))

@@ -100,21 +100,23 @@ class TestRanks:
         return SimpleNamespace(world_size=2, rank=rank, ranks=[0, 1])
 
     def test_equal_options_pass(self, store) -> None:
-        store.set("mtp_plugin/1", engine_checks.fingerprint(settings()))
-        expect_equal_ranks(self.rank(0), settings())
+        store.set("mtp_plugin/1", engine_checks.fingerprint(settings(), 3))
+        expect_equal_ranks(self.rank(0), settings(), 3)
 
-    def test_other_options_are_named(self, store) -> None:
-        other = settings('{"thinking_begin_token": 1, "thinking_end_token": 2}')
-        store.set("mtp_plugin/1", engine_checks.fingerprint(other))
-        with pytest.raises(HostError, match="other options in rank 1 than in rank 0"):
-            expect_equal_ranks(self.rank(0), settings())
+    @pytest.mark.parametrize(
+        ("text", "seed"), [('{"thinking_begin_token": 1, "thinking_end_token": 2}', 3), ("{}", 4)]
+    )
+    def test_other_options_or_seeds_are_named(self, store, text: str, seed: int) -> None:
+        store.set("mtp_plugin/1", engine_checks.fingerprint(settings(text), seed))
+        with pytest.raises(HostError, match="or another seed, in rank 1 than in rank 0"):
+            expect_equal_ranks(self.rank(0), settings(), 3)
 
     def test_a_rank_without_the_plugin_is_named(self) -> None:
         with pytest.raises(HostError, match="on in rank 0, but not in rank 1: install"):
-            expect_equal_ranks(self.rank(0), settings())
+            expect_equal_ranks(self.rank(0), settings(), 3)
 
     def test_one_rank_compares_nothing(self) -> None:
-        expect_equal_ranks(SimpleNamespace(world_size=1), settings())
+        expect_equal_ranks(SimpleNamespace(world_size=1), settings(), 3)
 
 
 def test_other_versions_are_refused_with_those_that_work() -> None:
