@@ -71,6 +71,15 @@ def test_options_that_the_server_prefers_are_checked(manager):
     tokenized(manager, sampling_params={"custom_params": {"mtp_max_draft_len": K}})
 
 
+@pytest.mark.parametrize("given", [5, [], ["mtp_speculate"], "mtp_speculate"])
+def test_custom_params_that_are_no_mapping_are_refused(manager, given):
+    with pytest.raises(ValueError, match="custom_params: expected a JSON object, got "):
+        tokenized(manager, sampling_params={"custom_params": given})
+    req = make_request("r", [1, 2], custom_params=given)
+    ToyEngine(K).admit(req)
+    assert req.to_finish.status_code == 400
+
+
 def test_a_custom_logit_processor_is_refused_with_drafts_alone(manager):
     manager.server_args = arguments(
         speculative_algorithm=None, speculative_num_steps=None, speculative_eagle_topk=None
@@ -116,6 +125,8 @@ def test_seeds_that_are_not_given_depend_on_the_order_alone():
         engine, reqs = ToyEngine(0, seed=5), [make_request(f"r{i}", [1]) for i in range(3)]
         for req in reqs:
             engine.admit(req)
+            if is_probed:
+                engine.admit(make_request(f"{HEALTH_CHECK_RID_PREFIX}_{req.rid}", [1]))
         found.append([admitted(req).seed for req in reqs])
     assert found[0] == found[1]
     assert len(set(found[0])) == 3
@@ -125,8 +136,6 @@ def test_withheld_drafts_are_not_accepted():
     engine = ToyEngine(K)
     options = {"temperature": 0.8, "sampling_seed": 3, "custom_params": {"mtp_speculate": False}}
     (found,) = engine.serve([make_request("r", [1, 2], **options)], tokens=50)
-            if is_probed:
-                engine.admit(make_request(f"{HEALTH_CHECK_RID_PREFIX}_{req.rid}", [1]))
     assert engine.counts.acceptance_length == 1
     del options["custom_params"]
     assert ToyEngine(K).serve([make_request("r", [1, 2], **options)], tokens=50) == [found]

@@ -12,11 +12,15 @@ from pydantic_core import ErrorDetails
 
 from mtp_plugin.config.bounded import read_text
 from mtp_plugin.config.loading import parse_yaml
-from mtp_plugin.config.messages import got, key_path, message_of
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.config.messages import got, key_path, message_of, spelled
+from mtp_plugin.errors import ConfigError, expect
 from mtp_plugin.hosts.sglang import VARIABLE
 from mtp_plugin.speculative.rows.options import EngineSettings, RowOptions
 
+_LONGEST = 2**20
+"""Characters of all options; parsing takes seconds per MB."""
+_SHOWN = 20
+"""Unknown options that a message shows."""
 DRAFTERS = ("EAGLE", "EAGLE3", "NEXTN")
 """Values of ``--speculative-algorithm`` that are served; SGLang reads NEXTN as EAGLE, with which
 MTP layers draft."""
@@ -61,8 +65,9 @@ def read_options(environment: Mapping[str, str] = os.environ) -> SglangOptions:
     """
     text, source = environment.get(VARIABLE, "").strip(), VARIABLE
     if not text.startswith("{"):
-        source = f"{VARIABLE}: {text}"
+        source = f"{VARIABLE}: {spelled(text)}"
         text = read_text(Path(text), source, "JSON, or a YAML or JSON file of options")
+    expect(len(text) <= _LONGEST, ConfigError, f"{source}: expected at most {_LONGEST} characters")
     given = parse_yaml(text, source)
     if not isinstance(given, dict):
         raise ConfigError(
@@ -70,10 +75,11 @@ def read_options(environment: Mapping[str, str] = os.environ) -> SglangOptions:
             "unset the variable to turn the plugin off"
         )
     known = SglangOptions.model_fields
-    unknown = [str(key) for key in given if key not in known]
+    unknown = [spelled(str(key)) for key in given if key not in known]
     if unknown:
         raise ConfigError(
-            f"{VARIABLE}: {', '.join(unknown)}: unknown option; known ones are {', '.join(known)}"
+            f"{VARIABLE}: {', '.join(unknown[:_SHOWN])}: unknown option; known ones are "
+            f"{', '.join(known)}"
         )
     try:
         return SglangOptions.model_validate(given)

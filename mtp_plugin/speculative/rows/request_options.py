@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from mtp_plugin.config.messages import spelled
 from mtp_plugin.errors import PluginError, RequestError, format_value
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.options.option import is_int
@@ -81,7 +82,7 @@ def read_request(given: Mapping[str, Any] | None, settings: EngineSettings) -> R
 
 def _unknown(key: str) -> str:
     known = ", ".join(f"{PREFIX}{known}" for known in _OPTIONS)
-    return f"{key}: unknown option of mtp_plugin; known ones are {known}"
+    return f"{spelled(key)}: unknown option of mtp_plugin; known ones are {known}"
 
 
 def _problems(name: str, value: Any, settings: EngineSettings) -> list[str]:

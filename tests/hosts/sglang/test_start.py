@@ -63,6 +63,10 @@ def test_options_come_as_json_or_from_a_file(tmp_path) -> None:
         ('{"verification": "block"}', "verification: block is not served in SGLang yet"),
         ('{"verification": "x"}', "verification: expected one of"),
         ('{"relaxed_topk": 4}', "relaxed acceptance needs thinking_begin_token and"),
+        ('{"a\\u001b[31m": 1}', r"MTP_PLUGIN_SGLANG: 'a\x1b[31m': unknown option"),
+        ('{"' + "a" * 999 + '": 1}', f"{'a' * 200}...: unknown option"),
+        ('{"verification": "' + "a" * 2**20 + '"}', "SGLANG: expected at most 1048576 characters"),
+        ("no\x1bwhere", r"MTP_PLUGIN_SGLANG: 'no\x1bwhere': no such file"),
         (
             '{"thinking_begin_token": 5, "thinking_end_token": 5}',
             "thinking_begin_token and thinking_end_token must differ, both are 5",
