@@ -62,6 +62,8 @@ SIMULATION = "SGLANG_SIMULATE_ACC_LEN"
 SIMULATION_MODE = "SGLANG_SIMULATE_ACC_TOKEN_MODE"
 
 
+REFUSED_FIELDS = (*_WRONG, *_WRONG_WITH_DRAFTS)
+"""A version of SGLang that lacks one of them is not served."""
 def checked_settings(
     server_args: Any, environment: Mapping[str, str] = os.environ
 ) -> EngineSettings:

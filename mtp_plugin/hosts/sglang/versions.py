@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from importlib.metadata import PackageNotFoundError, version
 
 from mtp_plugin.errors import HostError
+from mtp_plugin.hosts.sglang.engine_checks import REFUSED_FIELDS
 from mtp_plugin.speculative.host.signatures import INSTALLED, Reader, differences, read_table
 
 SERVED = {"0.5.17": "GPU and CPU", "0.5.18": "signatures alone"}
@@ -31,6 +32,7 @@ MANAGERS.tokenizer_manager:TokenizerManager._calculate_spec_decoding_metrics(
     meta_info, recv_obj, i, ...)
 MANAGERS.scheduler:Scheduler.__init__(server_args, ...)
 MANAGERS.scheduler:Scheduler._add_request_to_queue(req, ...)
+MANAGERS.scheduler:Scheduler.set_internal_state(recv_req, ...)
 MANAGERS.scheduler:Scheduler.process_batch_result(batch, result, ...)
 MANAGERS.scheduler_components.batch_result_processor:\
 SchedulerBatchResultProcessor._resolve_spec_v2_tokens(result, batch, ...)
@@ -67,8 +69,8 @@ SRT.sampling.sampling_params:SamplingParams(
     temperature, top_k, top_p, min_p, n, max_new_tokens, sampling_seed, custom_params)
 MANAGERS.schedule_batch:Req(
     rid, req_pool_idx, sampling_params, origin_input_ids, output_ids, to_finish, finished, grammar,
-    is_retracted, inflight_middle_chunks, spec_verify_ct, spec_correct_drafts_histogram,
-    custom_logit_processor, return_sampling_mask)
+    is_retracted, retraction_count, inflight_middle_chunks, spec_verify_ct,
+    spec_correct_drafts_histogram, custom_logit_processor, return_sampling_mask)
 MANAGERS.schedule_batch:ScheduleBatch(
     reqs, forward_mode, req_pool_indices, req_pool_indices_cpu, sampling_info, seq_lens)
 SRT.sampling.sampling_batch_info:SamplingBatchInfo(
@@ -79,7 +81,9 @@ SRT.mem_cache.memory_pool:ReqToTokenPool(req_to_token)
 MANAGERS.tokenizer_manager:TokenizerManager(rid_to_state, preferred_sampling_params)
 MANAGERS.utils:GenerationBatchResult(logits_output, num_correct_drafts_per_req_cpu)
 MANAGERS.scheduler_components.metrics_reporter:SchedulerMetricsReporter(num_generated_tokens)
-SRT.server_args:ServerArgs(served_model_name, enable_metrics)
+MANAGERS.scheduler:Scheduler(random_seed, tp_group)
+MANAGERS.io_struct:SetInternalStateReq(server_args)
+MANAGERS.io_struct:SetInternalStateReqOutput(updated)
 MANAGERS.tp_worker:TpModelWorker(is_draft_worker, model_runner)
 SPEC.eagle_info:EagleVerifyInput(draft_token, draft_token_num)
 SPEC.eagle_info:EagleDraftInput(topk_index)
@@ -95,7 +99,10 @@ SIGNATURES: Mapping[str, tuple[str, ...]] = {
 """``module:Class.method`` or ``module:function`` -> the first parameter names after ``self``."""
 WRAPPED = frozenset(target for target, names in _LISTED.items() if "..." in names)
 """Functions whose calls are handed on to the original."""
-NAMES: Mapping[str, tuple[str, ...]] = read_table(_ATTRIBUTES, _PACKAGES)
+NAMES: Mapping[str, tuple[str, ...]] = {
+    **read_table(_ATTRIBUTES, _PACKAGES),
+    "sglang.srt.server_args:ServerArgs": ("served_model_name", "enable_metrics", *REFUSED_FIELDS),
+}
 """``module:Class`` -> attributes of its instances; ``module`` -> names in it."""
 
 

@@ -149,3 +149,12 @@ def test_a_different_function_is_named(target: str, found: str | None, message: 
     reader._version["parameters"][target] = found
     (problem,) = problems_of("0.5.17", reader)
     assert message in problem
+
+
+@pytest.mark.parametrize("name", engine_checks.REFUSED_FIELDS)
+def test_a_refused_field_that_a_version_renames_is_named(name: str) -> None:
+    reader = signatures.stored()["0.5.17"]
+    target = "sglang.srt.server_args:ServerArgs"
+    names = reader._version["names"]
+    names[target] = ", ".join(reader.names(target) - {name})
+    assert problems_of("0.5.17", reader) == [f"sglang.srt.server_args.ServerArgs has no {name}"]
