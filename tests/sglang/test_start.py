@@ -174,6 +174,13 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_configuration_is_refused_by_name(name):
+def test_the_drafter_that_sglang_makes_of_nextn_for_gemma_4_is_named():
+    given = arguments()
+    object.__setattr__(given, "speculative_algorithm", "FROZEN_KV_MTP")
+    with pytest.raises(ConfigError, match="SGLang reads NEXTN and EAGLE so with the assistant mod"):
+        checked_settings(given, {"MTP_PLUGIN_SGLANG": "{}"})
+
+
     value, message = WRONG[name]
     given = arguments()
     assert hasattr(given, name)

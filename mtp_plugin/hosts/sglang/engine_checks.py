@@ -17,6 +17,10 @@ from mtp_plugin.speculative.rows.request_options import method_problems
 
 _RANK_SECONDS = 120
 _SERVED = "set it to EAGLE, EAGLE3 or NEXTN, or leave it out"
+_GEMMA = (
+    "SGLang reads NEXTN and EAGLE so with the assistant model of Gemma 4, whose drafts the plugin "
+    "does not serve: leave out the options --speculative-..."
+)
 
 _WRONG: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "device": (lambda value: value != "cuda", "the plugin runs on CUDA devices: set it to cuda"),
@@ -102,7 +106,8 @@ def problems_of(
                     "--speculative-num-steps"
                 )
         else:
-            problems.append(f"--speculative-algorithm is {format_value(algorithm)}: {_SERVED}")
+            what_to_do = _GEMMA if algorithm.upper() == "FROZEN_KV_MTP" else _SERVED
+            problems.append(f"--speculative-algorithm is {format_value(algorithm)}: {what_to_do}")
         mode = environment.get(SIMULATION_MODE, "fixed")
         if _is_positive(environment.get(SIMULATION, "")) and mode == "fixed":
             problems.append(
