@@ -11,6 +11,8 @@ import sglang.srt.speculative.spec_utils as spec_utils
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from mtp_plugin.errors import HostError
+from mtp_plugin.hosts.sglang import hooks
 from mtp_plugin.hosts.sglang.engine import _edit
 from mtp_plugin.hosts.sglang.options import SglangOptions
 from tests.sglang.toy_engine import VOCAB, Batch, K, ToyEngine, make_request
@@ -139,6 +141,16 @@ def test_acceptance_is_simulated_by_sglang(monkeypatch):
     engine = ToyEngine(K)
     engine.serve([make_request("r", [1, 2], temperature=0.0)], tokens=400)
     assert 2.8 < engine.counts.acceptance_length < 3.2
+
+
+def test_an_argument_of_a_step_that_is_unknown_is_refused(monkeypatch):
+    batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY)
+    monkeypatch.setattr(hooks, "_engine", SimpleNamespace(verify=lambda *_: "verified"))
+    given = (None, None, batch, None, None)
+    assert hooks._eagle_sample(*given, None, watermark_state=None, more=False) == "verified"
+    for more in ({"uno_target_max_top_k": 0}, {"watermark_state": torch.zeros(2)}):
+        with pytest.raises(HostError, match=f"arguments of eagle_sample {next(iter(more))}: leave"):
+            hooks._eagle_sample(*given, **more)
 
 
 def test_an_idle_batch_has_no_output():

@@ -358,6 +358,15 @@ def _alloc_draft_pool(original: Hook, self: Any, *args: Any, **kwargs: Any) -> A
 def _draft_forward(original: Hook, self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     with _engine.drafting(self.draft_runner, forward_batch):
         return original(self, forward_batch, *args, **kwargs)
+    further = [*enumerate(args, 4), *kwargs.items()]
+    unknown = [str(name) for name, value in further if value is not None and value is not False]
+    if unknown:
+        from mtp_plugin.errors import HostError
+
+        raise HostError(
+            f"mtp_plugin does not know the arguments of eagle_sample {', '.join(unknown)}: leave "
+            "out the option of SGLang that gives them, or unset MTP_PLUGIN_SGLANG"
+        )
 
 
 @_hooks(DRAFTS, f"{_RUNNER}.forward")
