@@ -10,6 +10,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.managers.io_struct import SetInternalStateReq
+from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.server_args import ServerArgs
 
@@ -172,8 +174,6 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_configuration_is_refused_by_name(name):
 def test_the_drafter_that_sglang_makes_of_nextn_for_gemma_4_is_named():
     given = arguments()
     object.__setattr__(given, "speculative_algorithm", "FROZEN_KV_MTP")
@@ -181,6 +181,8 @@ def test_the_drafter_that_sglang_makes_of_nextn_for_gemma_4_is_named():
         checked_settings(given, {"MTP_PLUGIN_SGLANG": "{}"})
 
 
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_configuration_is_refused_by_name(name):
     value, message = WRONG[name]
     given = arguments()
     assert hasattr(given, name)
@@ -243,6 +245,17 @@ def test_a_scheduler_with_the_plugin_says_so(monkeypatch, caplog, scheduler):
         hooks._scheduler_init(original, scheduler, arguments(), "ports")
     with pytest.raises(HostError, match="found no pools"):
         hooks._scheduler_init(lambda *_: None, scheduler, arguments(), "ports")
+
+
+@pytest.mark.parametrize("name", ["single", "acc"])
+def test_a_threshold_that_is_set_later_is_refused(name, caplog):
+    prepare()
+    name = f"speculative_accept_threshold_{name}"
+    found = Scheduler.set_internal_state(None, SetInternalStateReq(server_args={name: 0.5}))
+    assert not found.updated
+    assert f"refuses the new state: --{name.replace('_', '-')} is 0.5: it changes" in caplog.text
+    request = SetInternalStateReq(server_args={name: 1.0, "pp_max_micro_batch_size": 2})
+    assert hooks._set_internal_state(lambda _, given: given, None, request) is request
 
 
 def test_the_doctor_names_every_problem(monkeypatch, capsys):

@@ -26,7 +26,7 @@ _MARK = 1e30
 
 
 class Engine:
-    """What samples in place of SGLang in one scheduler process.
+    """What samples in place of SGLang in one scheduler process."""
 
     def __init__(self, settings: EngineSettings) -> None:
         self.settings = settings

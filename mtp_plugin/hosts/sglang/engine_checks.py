@@ -62,12 +62,12 @@ _WRONG_WITH_DRAFTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "it changes the distribution of the output: leave it out",
     ),
 }
+REFUSED_FIELDS = (*_WRONG, *_WRONG_WITH_DRAFTS)
+"""A version of SGLang that lacks one of them is not served."""
 SIMULATION = "SGLANG_SIMULATE_ACC_LEN"
 SIMULATION_MODE = "SGLANG_SIMULATE_ACC_TOKEN_MODE"
 
 
-REFUSED_FIELDS = (*_WRONG, *_WRONG_WITH_DRAFTS)
-"""A version of SGLang that lacks one of them is not served."""
 def checked_settings(
     server_args: Any, environment: Mapping[str, str] = os.environ
 ) -> EngineSettings:
@@ -93,10 +93,10 @@ def problems_of(
     """Return one line for every reason why the plugin cannot serve an engine."""
     problems = _option_problems(settings)
     algorithm = server_args.speculative_algorithm
-    wrong = dict(_WRONG)
+    fields = [*_WRONG]
     if algorithm is not None:
         if algorithm.upper() in DRAFTERS:
-            wrong.update(_WRONG_WITH_DRAFTS)
+            fields += _WRONG_WITH_DRAFTS
             if not settings.num_drafts:
                 problems.append("--speculative-num-steps is 0: set it to 1 or more")
             given, width = server_args.speculative_num_draft_tokens, settings.num_drafts + 1
@@ -114,8 +114,14 @@ def problems_of(
                 f"{SIMULATION} replaces every token by one id: also set "
                 f"{SIMULATION_MODE}=real-draft-token, or unset it"
             )
-    for name, (is_wrong, what_to_do) in wrong.items():
-        value = getattr(server_args, name, None)
+    return problems + field_problems({name: getattr(server_args, name, None) for name in fields})
+
+
+def field_problems(given: Mapping[str, Any]) -> list[str]:
+    """Return one line for every value of a field of ``ServerArgs`` that the plugin refuses."""
+    problems = []
+    for name, (is_wrong, what_to_do) in {**_WRONG, **_WRONG_WITH_DRAFTS}.items():
+        value = given.get(name)
         if value is not None and is_wrong(value):
             flag = name.replace("_", "-")
             problems.append(f"--{flag} is {format_value(value)}: {what_to_do}")
@@ -157,6 +163,7 @@ def expect_equal_ranks(group: Any, settings: EngineSettings, seed: int) -> None:
 
     Args:
         group: SGLang's ``GroupCoordinator``.
+        seed: of requests without a seed.
 
     Raises:
         HostError: a rank has other options or another seed, or runs without the plugin; names it.
@@ -170,7 +177,6 @@ def expect_equal_ranks(group: Any, settings: EngineSettings, seed: int) -> None:
         key = f"mtp_plugin/{rank}"
         try:
             store.wait([key], timedelta(seconds=_RANK_SECONDS))
-        seed: of requests without a seed.
         except RuntimeError:
             raise HostError(
                 f"mtp_plugin is on in rank {group.rank}, but not in rank {rank}: install the "

@@ -196,6 +196,20 @@ def _scheduler_init(original: Hook, self: Any, server_args: Any, *args: Any, **k
     _logger.info("mtp_plugin on: %s", _engine.summary)
 
 
+@_hooks(SCHEDULER, f"{_SCHEDULER}:Scheduler.set_internal_state")
+def _set_internal_state(original: Hook, self: Any, recv_req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Refuse what is refused at the start, as SGLang refuses other changes."""
+    from sglang.srt.managers.io_struct import SetInternalStateReqOutput
+
+    from mtp_plugin.hosts.sglang.engine_checks import field_problems
+
+    problems = field_problems(recv_req.server_args)
+    if problems:
+        _logger.error("mtp_plugin refuses the new state: %s", "; ".join(problems))
+        return SetInternalStateReqOutput(updated=False)
+    return original(self, recv_req, *args, **kwargs)
+
+
 # ---- requests
 
 
@@ -344,6 +358,15 @@ def _eagle_sample(
 ) -> Any:
     if batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
+    further = [*enumerate(args, 4), *kwargs.items()]
+    unknown = [str(name) for name, value in further if value is not None and value is not False]
+    if unknown:
+        from mtp_plugin.errors import HostError
+
+        raise HostError(
+            f"mtp_plugin does not know the arguments of eagle_sample {', '.join(unknown)}: leave "
+            "out the option of SGLang that gives them, or unset MTP_PLUGIN_SGLANG"
+        )
     return _engine.verify(verify_input, batch, logits_output, grammar_mask)
 
 
@@ -358,15 +381,6 @@ def _alloc_draft_pool(original: Hook, self: Any, *args: Any, **kwargs: Any) -> A
 def _draft_forward(original: Hook, self: Any, forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
     with _engine.drafting(self.draft_runner, forward_batch):
         return original(self, forward_batch, *args, **kwargs)
-    further = [*enumerate(args, 4), *kwargs.items()]
-    unknown = [str(name) for name, value in further if value is not None and value is not False]
-    if unknown:
-        from mtp_plugin.errors import HostError
-
-        raise HostError(
-            f"mtp_plugin does not know the arguments of eagle_sample {', '.join(unknown)}: leave "
-            "out the option of SGLang that gives them, or unset MTP_PLUGIN_SGLANG"
-        )
 
 
 @_hooks(DRAFTS, f"{_RUNNER}.forward")
