@@ -56,12 +56,16 @@ def test_a_prompt_without_finite_logit_ends_with_its_last_chunk():
 class Failing(CustomVerification):
     description = "fails"
 
+    def __init__(self, error):
+        self.error = error
+
     def num_accepted(self, logits, draft_tokens, target_tokens):  # noqa: ARG002
-        raise RuntimeError("no such model")
+        raise self.error
 
 
-def test_a_method_that_fails_ends_its_requests_alone():
-    register_verification("failing", Failing())
+@pytest.mark.parametrize("error", [RuntimeError("no such model"), SystemExit("no such model")])
+def test_a_method_that_fails_ends_its_requests_alone(error):
+    register_verification("failing", Failing(error))
     try:
         engine = ToyEngine(K)
         chosen = {"custom_params": {"mtp_verification": "failing"}}
