@@ -199,9 +199,11 @@ def test_a_grammar_gives_the_same_text_with_drafts(kind):
         for req in reqs[:3]:
             req.grammar = Alternating()
         ToyEngine(drafts).serve(reqs, tokens=40)
-        found.append([list(req.output_ids_through_stop)[:40] for req in reqs])
+        ends = [req.finished() and req.finished_reason.to_json() for req in reqs]
+        found.append((ends, [list(req.output_ids_through_stop)[:40] for req in reqs]))
     assert found[0] == found[1]
-    for tokens in found[0][:3]:
+    for end, tokens in zip(found[0][0][:3], found[0][1], strict=False):
+        assert end == {"type": "stop", "matched": EOS}
         assert [token % 2 for token in tokens] == [0, 1] * 6 + [EOS % 2]
 
 

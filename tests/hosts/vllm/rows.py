@@ -175,7 +175,7 @@ def verify(ops: RowOps, batch: Batch, unfinished: Sequence[int] = ()) -> Accepte
             indices,
             np.array(batch.indices),
             seq_lens=torch.full_like(indices, 9),
-            prefill_lens=vector([99 * (s in unfinished) for s in range(len(ops.slots.table))]),
+            prefill_lens=vector([9 + (s in unfinished) for s in range(len(ops.slots.table))]),
         )
     )
 

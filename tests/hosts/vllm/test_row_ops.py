@@ -159,13 +159,14 @@ def test_constants_are_restored_and_rows_of_requests_stay() -> None:
     positions = vector([5, 6])
     drafts = draft(ops, logits, indices, positions).tolist()
     kept, probs = ops.slots.table[:NUM_SLOTS].clone(), ops.draft_probs.clone()
-    for constant in (ops._columns, ops._draft_ids, ops.slots.table[-1]):
+    for constant in (ops._columns, ops._draft_ids, ops.slots.table[-1], ops.slots._padding):
         constant.fill_(7)
     ops.draft_probs[:, :, 1] = 0.5
     ops.restore()
     assert torch.equal(ops.slots.table[:NUM_SLOTS], kept)
     assert torch.equal(ops.draft_probs, probs)
     assert ops._columns.tolist() == [*range(NUM_DRAFTS + 1)]
+    assert ops.slots._padding == NUM_SLOTS
     assert draft(ops, logits, indices, positions).tolist() == drafts
 
 
