@@ -221,7 +221,7 @@ def scheduler(monkeypatch):
     return SimpleNamespace(tp_group=SimpleNamespace(world_size=1, rank_in_group=0)), original
 
 
-def test_nodes_that_drew_other_seeds_give_requests_the_same(scheduler):
+def test_nodes_with_seeds_of_their_own_give_requests_the_same(scheduler):
     seeds = []
     for seed in (1, 2):
         hooks._scheduler_init(scheduler[1], scheduler[0], arguments(random_seed=seed), "ports")

@@ -226,7 +226,7 @@ class ToyEngine:
         drafts = self.table + torch.randn(VOCAB, VOCAB, generator=generator) * 0.7
         settings = EngineSettings(self.options, self.num_drafts, drafter="eagle")
         self.engine = Engine(settings)
-        self.engine.draw_seeds_from(self.seed)
+        self.engine.seed_from(self.seed)
         self.pool = ReqToTokenPool(self.slots, 64, "cpu", False)
         model_config = SimpleNamespace(vocab_size=VOCAB)
         self.runner = SimpleNamespace(

@@ -118,7 +118,7 @@ class Engine:
 
     # ---- requests
 
-    def draw_seeds_from(self, seed: int) -> None:
+    def seed_from(self, seed: int) -> None:
         """Begin to admit requests, which get their seeds from this one if they have none."""
         self._admission = Admission(self.settings, seed)
 

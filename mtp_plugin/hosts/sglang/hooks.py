@@ -188,7 +188,7 @@ def _scheduler_init(original: Hook, self: Any, server_args: Any, *args: Any, **k
         install(DRAFTS)
     original(self, server_args, *args, **kwargs)
     _engine.expect_attached()
-    _engine.draw_seeds_from(self.random_seed)  # of the first rank; each node has drawn another
+    _engine.seed_from(self.random_seed)  # of the first rank: each node has one of its own
     model = server_args.served_model_name if server_args.enable_metrics else None
     _engine.count_drafts(model, is_first_rank=self.tp_group.rank_in_group == 0)
     _engine.warm_up()
