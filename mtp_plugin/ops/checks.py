@@ -47,6 +47,7 @@ def expect_tensor(
     if (
         isinstance(value, torch.Tensor)
         and value.layout is torch.strided
+        and not value.is_nested
         and not value.is_neg()
         and not value.is_conj()
         and (
@@ -80,6 +81,8 @@ def _format_given(value: object, *, with_strides: bool) -> str:
             return format_value(value)
         kind = type(value)
         return f"{kind.__module__}.{kind.__name__} {dtype} {list(shape)}; pass torch.as_tensor(...)"
+    if value.is_nested:
+        return f"nested {value.dtype} tensor on {value.device}; call to_padded_tensor(0)"
     given = f"{value.dtype} {list(value.shape)}"
     if value.layout is not torch.strided:
         return f"{value.layout} {given} on {value.device}; call to_dense()"

@@ -9,12 +9,12 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from mtp_plugin.errors import PluginError, TensorContractError, describe_error
-from mtp_plugin.ops.checks import SIGNED, expect_tensor
+from mtp_plugin.errors import PluginError, TensorContractError
+from mtp_plugin.ops.checks import SIGNED
 from mtp_plugin.ops.step import PAD_TOKEN, STATUS_OK, Accepted
 from mtp_plugin.speculative.drafting.forward_inputs import ForwardInputs
 from mtp_plugin.speculative.drafting.worker import SpecWorker
-from mtp_plugin.speculative.verification import record_failure
+from mtp_plugin.speculative.verification import call_custom, record_failure
 from mtp_plugin.verifications import next_code
 
 _logger = logging.getLogger(__name__)
@@ -62,19 +62,15 @@ def propose_drafts(
     `CustomDrafter.propose`.
 
     Raises:
-        PluginError: the drafter raised an error.
-        TensorContractError: the result has another type, shape or device.
+        PluginError, TensorContractError: as `call_custom`.
     """
-    try:
-        proposed = drafter.propose(tokens, lengths, k)
-    except Exception as error:
-        raise PluginError(f"drafter {name!r}: propose raised {describe_error(error)}") from error
-    drafts = expect_tensor(
-        f"drafter {name!r}: result of propose",
-        proposed,
+    drafts = call_custom(
+        f"drafter {name!r}",
+        "propose",
+        drafter.propose,
+        (tokens, lengths, k),
         dtype=SIGNED,
         shape=(tokens.shape[0], k),
-        device=tokens.device,
     )
     is_token = (drafts >= 0) & (drafts < vocab_size)
     return torch.where(is_token, drafts, PAD_TOKEN).to(torch.int32)

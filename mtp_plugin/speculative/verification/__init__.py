@@ -86,6 +86,7 @@ worker. One file per mode: ``strict``, ``rejection``, ``custom``, ``relaxed``, `
 from mtp_plugin.speculative.verification.custom import (
     CustomVerification,
     CustomVerificationMode,
+    call_custom,
     count_accepted,
     custom_verifications,
     failure_of,
@@ -127,6 +128,7 @@ __all__ = [
     "VerificationInputs",
     "VerificationMode",
     "Verifier",
+    "call_custom",
     "changes_text",
     "check_modes",
     "count_accepted",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -216,28 +216,49 @@ def count_accepted(
         target_tokens: [G, K+1] integer; -1: no finite logit.
 
     Raises:
-        PluginError: the method raised an error.
-        TensorContractError: the result has another type, shape or device.
+        PluginError, TensorContractError: as `call_custom`.
     """
     num_requests, draft_len = draft_tokens.shape
     # every id is valid as an index of gather, which raises otherwise, on CUDA for all requests
     is_token = (draft_tokens >= 0) & (draft_tokens < logits.shape[-1])
     drafts = torch.where(is_token, draft_tokens, 0).to(torch.int64)
     targets = target_tokens.clamp_min(0).to(torch.int64)
-    try:
-        counts = method.num_accepted(logits, drafts, targets)
-    except Exception as error:
-        raise PluginError(
-            f"verification method {name!r}: num_accepted raised {describe_error(error)}"
-        ) from error
-    checked = expect_tensor(
-        f"verification method {name!r}: result of num_accepted",
-        counts,
+    counts = call_custom(
+        f"verification method {name!r}",
+        "num_accepted",
+        method.num_accepted,
+        (logits, drafts, targets),
         dtype=INTEGERS,
         shape=(num_requests,),
-        device=logits.device,
     )
-    return checked.clamp(0, draft_len).to(torch.int32)
+    return counts.clamp(0, draft_len).to(torch.int32)
+
+
+def call_custom(
+    owner: str, name: str, method: Callable[..., object], args: tuple[Any, ...], **expected: Any
+) -> torch.Tensor:
+    """Call a method from outside the package and check its result.
+
+    Args:
+        owner, name: of the method, for messages.
+        args: of the method; the result must be on the device of the first.
+        expected: dtype and shape, as `expect_tensor`.
+
+    Raises:
+        PluginError: the method raised an error or exits the process.
+        TensorContractError: the result has another type, dtype, shape or device.
+    """
+    device = args[0].device
+    try:
+        result = method(*args)
+    except (Exception, SystemExit) as error:
+        raise PluginError(f"{owner}: {name} raised {describe_error(error)}") from error
+    what = f"{owner}: result of {name}"
+    # a subclass decides itself what an op on it does
+    if type(result) is not torch.Tensor:
+        given = format_value(result)
+        raise TensorContractError(f"{what}: expected a torch.Tensor, no subclass, got {given}")
+    return expect_tensor(what, result, device=device, **expected)
 
 
 _failures: dict[int, str] = {}

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import EntryPoint
 from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from typing_extensions import override
 
 import mtp_plugin.speculative.plugin.registry as registry
@@ -16,7 +18,12 @@ from integration.examples.lookup import LookupDrafter
 from integration.examples.top2 import Top2Verification
 from mtp_plugin import CustomDrafter, SamplingParams, register_drafter, register_verification
 from mtp_plugin.errors import ConfigError, PluginError
-from mtp_plugin.plugin import find_plugin, unregister_drafter, unregister_verification
+from mtp_plugin.plugin import (
+    find_plugin,
+    propose_drafts,
+    unregister_drafter,
+    unregister_verification,
+)
 from tests.hosts.embedded.conftest import LOOPS, VOCAB, assert_drained, pads_batches
 from tests.hosts.embedded.test_custom_verification import OPTIONS
 
@@ -157,47 +164,99 @@ def test_custom_verification_reads_the_drafts(harness, prompts):
         unregister_verification("top2")
 
 
-def fails_once(result: Any) -> Callable[..., Any]:
-    """A drafter's second step returns ``result``, or raises if that is None."""
+def fails_twice(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A drafter whose second and fifth step propose what ``make`` returns."""
     steps = iter(range(10**6))
 
     def propose(tokens: torch.Tensor, lengths: torch.Tensor, k: int) -> Any:
-        if next(steps) != 1:
-            return rows(0)(tokens, lengths, k)
-        return result if result is not None else {}["drafts"]
+        proposed = rows(0)(tokens, lengths, k)
+        return make(tokens, proposed) if next(steps) in (1, 4) else proposed
 
     return propose
 
 
+class RaisingTensor(torch.Tensor):
+    @classmethod
+    @override
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("no value")
+
+
+class RaisingAttributes:
+    @override
+    def __getattribute__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def fake(_: torch.Tensor, proposed: torch.Tensor) -> torch.Tensor:
+    with FakeTensorMode():
+        return torch.empty(proposed.shape, dtype=torch.int64)
+
+
+TENSOR = "drafter 'fails': result of propose: expected a torch.Tensor, no subclass, got "
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
 @pytest.mark.parametrize("no_overlap", LOOPS)
 @pytest.mark.parametrize(
-    ("result", "message"),
+    ("make", "message"),
     [
-        (None, "drafter 'fails': propose raised KeyError: 'drafts'"),
-        (3, "drafter 'fails': result of propose: expected signed integer tensor .*, got 3"),
-        (torch.zeros(1, 1), "result of propose: expected signed integer tensor .*float32"),
+        (lambda *_: {}["drafts"], "drafter 'fails': propose raised KeyError: 'drafts'"),
+        (lambda *_: sys.exit(3), "drafter 'fails': propose raised SystemExit: 3"),
+        (lambda *_: 3, f"{TENSOR}3"),
+        (lambda *_: RaisingAttributes(), f"{TENSOR}.*RaisingAttributes"),
+        (lambda _, proposed: proposed.as_subclass(RaisingTensor), f"{TENSOR}.*RaisingTensor"),
+        (fake, f"{TENSOR}FakeTensor"),
+        (
+            lambda _, proposed: torch.nested.nested_tensor(list(proposed)),
+            "result of propose: expected signed integer tensor .*, got nested torch.int64",
+        ),
+        (
+            lambda _, proposed: proposed.to_sparse(),
+            "result of propose: expected signed integer tensor .*, got torch.sparse_coo",
+        ),
+        (
+            lambda tokens, proposed: tokens.resize_(len(tokens) + 1, proposed.shape[1]),
+            r"result of propose: expected signed integer tensor \[\d, 3\].*, got .*\[\d, 3\]",
+        ),
+        (lambda *_: torch.zeros(1, 1), "expected signed integer tensor .*float32"),
     ],
-    ids=["raises", "number", "floats"],
+    ids=[
+        *("raises", "exits", "number", "attributes", "raising", "fake", "nested", "sparse"),
+        *("resized", "floats"),
+    ],
 )
 def test_failing_drafter_ends_the_requests_of_the_step(
-    harness, prompts, no_overlap, result, message
+    harness, prompts, no_overlap, make, message, caplog
 ):
+    """The error is logged once."""
     options = {"disable_overlap_scheduler": no_overlap}
     options |= {"cuda_graph_config": None} if "cuda_graph_config" in harness.host else {}
-    register_drafter("fails", Recorded(fails_once(result)))
+    register_drafter("fails", Recorded(fails_twice(make)))
     try:
         llm = engine(harness, "fails", **options)
         every = params(["greedy"], prompts)
-        outputs = llm.generate(prompts, every)
         expected = harness.llm(k=0).generate(prompts, every)
-        for output, plain in zip(outputs, expected, strict=True):
-            assert re.search(message, output.error), output
-            assert output.token_ids == plain.token_ids[: len(output.token_ids)]
-        assert_drained(llm)
+        for _ in range(2):
+            outputs = llm.generate(prompts, every)
+            for output, plain in zip(outputs, expected, strict=True):
+                assert re.search(message, output.error), output
+                assert output.token_ids == plain.token_ids[: len(output.token_ids)]
+            assert_drained(llm)
         later = llm.generate(prompts, every)
         assert [o.token_ids for o in later] == [o.token_ids for o in expected]
+        assert caplog.text.count("drafter 'fails' failed") == 1
     finally:
         unregister_drafter("fails")
+
+
+def test_drafter_can_be_interrupted() -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    tokens, lengths = torch.zeros(1, 2, dtype=torch.int32), torch.ones(1, dtype=torch.int64)
+    with pytest.raises(KeyboardInterrupt):
+        propose_drafts("interrupted", Recorded(interrupted), tokens, lengths, 1, VOCAB)
 
 
 # --- names and configs ---
