@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from mtp_plugin.errors import TensorContractError, expect_int
+from mtp_plugin.errors import INT32_MAX, expect_int
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.checks import INTEGERS, expect_tensor
 from mtp_plugin.ops.step import PAD_TOKEN
+
+MOST_DRAFTS = 1024
+"""The kernel stores the drafts of a row as one block."""
 
 
 def look_up_drafts(
@@ -33,9 +36,9 @@ def look_up_drafts(
     Args:
         tokens: [S, W] integer with contiguous rows; any values.
         lengths: [S] integer, any stride: valid tokens of each row, outside 0..W the nearest.
-        k: number of drafts, 0 or more; with ``matches`` 1 or more.
+        k: number of drafts, 0..1024; with ``matches`` 1 or more.
         min_match: fewest tokens that must match, 1 or more.
-        max_match: most tokens that are compared, at least ``min_match``.
+        max_match: most tokens that are compared, ``min_match``..2**31-1.
         rows: [R] integer, any stride: rows to look up, outside 0..S-1 the nearest; None: all.
         drafts: [R, M] integer with contiguous rows: tokens that follow each row; M may be 0.
         matches: [S] bool, written at the rows that are looked up: whether one occurs earlier. Of a
@@ -72,11 +75,12 @@ def look_up_drafts(
     if num_sampled is not None:
         expect_tensor("num_sampled", num_sampled, dtype=INTEGERS, shape=(requests,), device=device)
     least = 0 if matches is None else 1
-    k = expect_int("k", k, least, error=TensorContractError)
-    min_match = expect_int("min_match", min_match, 1, error=TensorContractError)
-    max_match = expect_int("max_match", max_match, min_match, error=TensorContractError)
+    k = expect_int("k", k, least, MOST_DRAFTS)
+    min_match = expect_int("min_match", min_match, 1, INT32_MAX)
+    max_match = expect_int("max_match", max_match, min_match, INT32_MAX)
     backend = Backend.of(backend, device, "backend")
-    if not (requests and num_rows and width and k):
+    has_tokens = width > 0 or (drafts is not None and drafts.shape[1] > 0)
+    if not (requests and num_rows and has_tokens and k):
         if matches is not None and num_rows:
             matches[... if rows is None else rows.to(torch.int64).clamp(0, num_rows - 1)] = False
         return tokens.new_full((requests, k), PAD_TOKEN, dtype=torch.int32)

@@ -88,7 +88,7 @@ def test_example_torch_and_triton_agree(seed, width, k, block, dtype) -> None:
 @settings(max_examples=60, deadline=None)
 @given(
     seed=st.integers(0, 2**31),
-    width=st.integers(1, 40),
+    width=st.integers(0, 40),
     pending=st.integers(0, 4),
     k=st.integers(1, 5),
     block=st.sampled_from((4, 16)),
@@ -110,7 +110,7 @@ def test_chosen_rows_are_looked_up_with_the_drafts_that_follow_them(
         clamped = min(max(row, 0), 3)
         text = texts[clamped][: lengths[clamped]] + following
         expected.append(example(text, k, least, most))
-    tokens = torch.tensor(texts, dtype=dtypes[0], device=DEVICE)
+    tokens = torch.tensor(texts, dtype=dtypes[0], device=DEVICE).view(4, width)
     given_drafts = torch.tensor(drafts, dtype=dtypes[1], device=DEVICE).view(6, pending)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(lookup_triton, "BLOCK", block)
@@ -172,9 +172,21 @@ def test_arguments(backend: Backend) -> None:
         k=2,
         backend=backend,
     )
-    for wrong in ({"k": -1}, {"k": 1, "min_match": 0}, {"k": 1, "min_match": 3, "max_match": 2}):
-        with pytest.raises(TensorContractError, match=f"{list(wrong)[-1]}: expected"):
+    for wrong in (
+        {"k": 0},
+        {"k": 1025},
+        {"k": 1, "min_match": 0},
+        {"k": 1, "min_match": 2**31},
+        {"k": 1, "min_match": 3, "max_match": 2},
+        {"k": 1, "max_match": 2**31},
+    ):
+        name, number = list(wrong.items())[-1]
+        with pytest.raises(TensorContractError, match=f"{name}: expected .*, got {number}"):
             look_up_drafts(**arguments, **wrong, backend=backend)
+    largest = {"k": 1024, "min_match": 1, "max_match": 2**31 - 1}
+    tokens, lengths = arguments["tokens"], arguments["lengths"]
+    found = look_up_drafts(tokens, lengths, **largest, backend=backend)
+    assert found.tolist() == [([3, 1, 2] * 342)[:1024], [7] * 1024]
 
 
 @pytest.mark.parametrize("backend", Backend)
