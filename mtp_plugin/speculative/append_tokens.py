@@ -50,6 +50,8 @@ def append_tokens(
     refused = row.refused
     if refused is None and facts.num_logprobs is not None and entries is None:
         refused = NO_LOGPROBS
+    if refused is None and run and min(run) < 0:
+        refused = f"the worker returned token {min(run)} for the request: expected ids of 0 or more"
     if refused is not None:
         request.py_draft_tokens = []
         ending = Ending(0, FinishReason.ERROR, refused)

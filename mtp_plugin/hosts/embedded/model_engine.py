@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, PluginError, format_value
 from mtp_plugin.hosts.embedded.attention import (
     AttentionBackend,
     AttentionLease,
@@ -95,6 +95,9 @@ class ModelEngine:
         self.max_batch_size = limits.max_batch_size
         self.device: torch.device = next(model.lm_head.parameters()).device
         self.spec_metadata = pieces.make_metadata()
+        if not callable(getattr(self.spec_metadata, "prepare", None)):
+            given = format_value(self.spec_metadata)
+            raise PluginError(f"make_metadata(): expected an object with prepare, got {given}")
         self.captured: CapturedSteps | None = None
         """Graphs of generation-only steps, see :meth:`capture`."""
         self.draft_head = model.lm_head if draft_head is None else draft_head
@@ -351,7 +354,7 @@ class ModelEngine:
         if scored is not None:
             scored.score(hidden_states, self.model.lm_head, backend=self.pieces.backend)
         with_logits = hidden_states if logit_rows is None else hidden_states[logit_rows]
-        outputs: dict[str, Any] = self.pieces.worker(
+        outputs: Any = self.pieces.worker(
             input_ids=inputs.input_ids,
             position_ids=position_ids,
             hidden_states=hidden_states,
@@ -362,6 +365,9 @@ class ModelEngine:
             spec_metadata=spec,
             mtp_layers=self.model.mtp_layers,
         )
+        if not isinstance(outputs, dict):
+            given = format_value(outputs)
+            raise PluginError(f"worker: expected a dict of the step's tensors, got {given}")
         if order is not None:
             logits = outputs.pop("logits")
             outputs = {name: value[order] for name, value in outputs.items()} | {"logits": logits}

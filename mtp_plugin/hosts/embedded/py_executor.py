@@ -8,7 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from mtp_plugin.errors import ExecutorError, RequestError, describe_error, format_value
+from mtp_plugin.errors import (
+    ExecutorError,
+    PluginError,
+    RequestError,
+    describe_error,
+    format_value,
+)
 from mtp_plugin.hosts.embedded.model_engine import ModelEngine
 from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.hosts.embedded.resources import ResourceManagers
@@ -208,9 +214,8 @@ class PyExecutor:
             return cancelled
         self.resources.prepare_resources(batch)
         outputs = self.engine.forward(batch, None, set())
-        state = self.sampler.sample_async(batch, outputs)
-        self._update_request_states(batch)
-        results = self.sampler.update_requests(state)
+        state = self._sample(batch, outputs)
+        results = self._update_requests(state)
         self.engine.pieces.finish_step(batch)
         self._fail_without_token(batch, results)
         events = self._responses(results)
@@ -229,13 +234,12 @@ class PyExecutor:
             outputs = self.engine.forward(batch, device, in_flight)
         results: Sequence[StepResult] = ()
         if previous is not None:
-            results = self.sampler.update_requests(previous.state)
+            results = self._update_requests(previous.state)
             self.engine.pieces.finish_step(previous.batch)
             self._fail_without_token(previous.batch, results, previous.epochs)
         self._launched = None
         if outputs is not None:
-            state = self.sampler.sample_async(batch, outputs)
-            self._update_request_states(batch)
+            state = self._sample(batch, outputs)
             epochs = {r.request_id: r.py_epoch for r in batch.all_requests()}
             self._launched = _Launched(batch, state, epochs)
         events = self._responses(results)
@@ -278,10 +282,23 @@ class PyExecutor:
             if previous.epochs[r.request_id] == r.py_epoch and not r.is_finished
         }
 
-    @staticmethod
-    def _update_request_states(batch: ScheduledRequests) -> None:
+    def _sample(self, batch: ScheduledRequests, outputs: dict[str, Any]) -> Any:
+        """Call ``sample_async``, check its result and update the request states."""
+        state = self.sampler.sample_async(batch, outputs)
+        if state is None or (self.overlap and getattr(state, "device", None) is None):
+            given = format_value(state)
+            raise PluginError(f"sampler: sample_async: expected a state with device, got {given}")
         for request in batch.context_requests:
             request.move_to_next_context_chunk()
+        return state
+
+    def _update_requests(self, state: Any) -> Sequence[StepResult]:
+        """Call ``update_requests`` and check its result."""
+        results: object = self.sampler.update_requests(state)
+        if isinstance(results, Sequence) and all(isinstance(r, StepResult) for r in results):
+            return results
+        given = format_value(results)
+        raise PluginError(f"sampler: update_requests: expected StepResults, got {given}")
 
     # ---- results ----------------------------------------------------------------------------
 

@@ -272,7 +272,7 @@ def record_failure(code: int, message: str) -> None:
 
 def failure_of(code: int) -> str:
     """Return the last error of the method or drafter with this code."""
-    return _failures[code]
+    return _failures.get(code, f"the worker returned status {code} for the request: unknown")
 
 
 class CustomVerificationMode(VerificationMode):

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mtp_plugin.errors import RequestError
-from mtp_plugin.hosts.embedded import SamplingParams
+from mtp_plugin.errors import PluginError, RequestError
+from mtp_plugin.hosts.embedded import SamplingParams, build
 from mtp_plugin.hosts.embedded.handle import EventStream
 from mtp_plugin.hosts.embedded.scheduler import ScheduledRequests
 from mtp_plugin.infer import decode
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason
+from mtp_plugin.speculative import plugin
 from tests.greedy import greedy_decode
 from tests.hosts.embedded.conftest import (
     LOOPS,
@@ -65,24 +66,64 @@ def padded_to(*sizes: int) -> dict:
 
 
 @pytest.mark.parametrize("no_overlap", LOOPS)
-@pytest.mark.parametrize("what", ["worker", "sampler"])
-def test_step_without_tokens_ends_its_requests(harness, prompts, no_overlap, what):
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("new_tokens_lens", 0, "the worker returned no token"),
+        ("new_tokens", -5, "the worker returned token -5 for the request"),
+        ("status", 9, "the worker returned status 9 for the request"),
+        (None, [], "the step gave the request no token"),
+    ],
+)
+def test_step_without_tokens_ends_its_requests(harness, prompts, no_overlap, name, value, message):
     """Whichever component of a plugin returns nothing, generate() does not loop forever."""
     llm = harness.llm(disable_overlap_scheduler=no_overlap)
-    if what == "worker":
+    if name is not None:
 
-        def silence(step, outputs):
-            outputs["new_tokens_lens"][step["attn_metadata"].num_contexts :] = 0
+        def spoil(step, outputs):
+            outputs[name][step["attn_metadata"].num_contexts :] = value
 
-        watch_worker(llm, after=silence)
-        expected = "the worker returned no token"
+        watch_worker(llm, after=spoil)
     else:
-        llm.executor.sampler.update_requests = lambda _: []
-        expected = "the step gave the request no token"
+        llm.executor.sampler.update_requests = lambda _: value
     for output in llm.generate(prompts[:2], greedy(max_new_tokens=8)):
         assert output.finish_reason == "error"
-        assert output.error.startswith(expected)
+        assert output.error.startswith(message)
     assert_drained(llm)
+
+
+@pytest.mark.parametrize("no_overlap", LOOPS)
+@pytest.mark.parametrize(
+    ("method", "result", "message"),
+    [
+        ("worker", None, "worker: expected a dict of the step's tensors, got None"),
+        ("sample_async", None, "sampler: sample_async: expected a state with device, got None"),
+        ("update_requests", None, "sampler: update_requests: expected StepResults, got None"),
+        ("update_requests", [3], r"sampler: update_requests: expected StepResults, got \[3\]"),
+    ],
+)
+def test_component_without_result_is_a_named_error(
+    harness, prompts, no_overlap, method, result, message
+):
+    llm = harness.llm(disable_overlap_scheduler=no_overlap)
+    if method == "worker":
+        llm.executor.engine._early_tokens = False  # as with the sampler of another plugin
+        wrap_worker(llm, lambda _: lambda **__: result)
+    else:
+        setattr(llm.executor.sampler, method, lambda *_: result)
+    with pytest.raises(PluginError, match=message):
+        llm.generate(prompts[:2], greedy(max_new_tokens=8))
+    assert_drained(llm)
+
+
+@pytest.mark.parametrize("metadata", [None, {}])
+def test_metadata_of_another_type_is_a_named_error(harness, monkeypatch, metadata):
+    def build_pieces(*args):
+        return replace(plugin.build_pieces(*args), make_metadata=lambda: metadata)
+
+    monkeypatch.setattr(build, "build_pieces", build_pieces)
+    with pytest.raises(PluginError, match=r"make_metadata\(\): expected an object with prepare"):
+        harness.llm()
 
 
 @pytest.mark.parametrize("vanilla", WORKERS)
