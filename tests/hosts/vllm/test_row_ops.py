@@ -166,7 +166,7 @@ def test_constants_are_restored_and_rows_of_requests_stay() -> None:
     assert torch.equal(ops.slots.table[:NUM_SLOTS], kept)
     assert torch.equal(ops.draft_probs, probs)
     assert ops._columns.tolist() == [*range(NUM_DRAFTS + 1)]
-    assert ops.slots._padding == NUM_SLOTS
+    assert ops.slots.of_padded(indices).slot_ids.tolist() == [6, NUM_SLOTS]
     assert draft(ops, logits, indices, positions).tolist() == drafts
 
 
