@@ -354,7 +354,7 @@ class ModelEngine:
         if scored is not None:
             scored.score(hidden_states, self.model.lm_head, backend=self.pieces.backend)
         with_logits = hidden_states if logit_rows is None else hidden_states[logit_rows]
-        outputs: Any = self.pieces.worker(
+        given: object = self.pieces.worker(
             input_ids=inputs.input_ids,
             position_ids=position_ids,
             hidden_states=hidden_states,
@@ -365,9 +365,10 @@ class ModelEngine:
             spec_metadata=spec,
             mtp_layers=self.model.mtp_layers,
         )
-        if not isinstance(outputs, dict):
-            given = format_value(outputs)
-            raise PluginError(f"worker: expected a dict of the step's tensors, got {given}")
+        if not isinstance(given, dict):
+            shown = format_value(given)
+            raise PluginError(f"worker: expected a dict of the step's tensors, got {shown}")
+        outputs: dict[str, Any] = given
         if order is not None:
             logits = outputs.pop("logits")
             outputs = {name: value[order] for name, value in outputs.items()} | {"logits": logits}

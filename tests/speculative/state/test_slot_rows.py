@@ -356,12 +356,15 @@ def test_options_are_in_their_columns() -> None:
     assert list(shown(manager, 0))[: len(in_front)] == in_front
 
 
-def test_a_preempted_request_keeps_the_length_of_its_prompt() -> None:
-    """It reads prompt and output again; tokens are counted from where its output began."""
+@pytest.mark.parametrize("frees", [True, False])
+def test_a_preempted_request_keeps_the_length_of_its_prompt(frees: bool) -> None:
+    """It reads prompt and output again; tokens are counted from where its output began. A host may
+    leave it its slot, whose row is written again."""
     manager, preempted = strict(), request(SamplingParams(min_tokens=4), [1, 2, 3])
     manager.prepare_resources(batch(preempted))
     before = shown(manager, 0)
-    manager.free_resources(preempted)
+    if frees:
+        manager.free_resources(preempted)
     for token in (4, 5):
         preempted.add_new_token(token)
     preempted.pause()
