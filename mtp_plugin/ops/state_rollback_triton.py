@@ -65,7 +65,7 @@ def _mamba_state_selective_copy_kernel(
     chunk = tl.program_id(0) % num_chunks
     request = tl.program_id(0) // num_chunks
     layer = tl.program_id(1).to(tl.int64)
-    status = tl.load(prefill_status_ptr + request).to(tl.int32)
+    status = tl.load(prefill_status_ptr + request).to(tl.int64)
     slot = tl.load(state_idx_ptr + request).to(tl.int64)
     count = tl.load(accepted_counts_ptr + request).to(tl.int64)
     in_range = (slot >= 0) & (slot < num_slots) & (count >= 0) & (count < num_counts)

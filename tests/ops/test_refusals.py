@@ -352,6 +352,22 @@ def test_progress_outside_the_end_sequence_is_clamped(name: str, progress: int) 
 
 
 @both
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16])
+@pytest.mark.parametrize("name", NAMES)
+def test_narrow_draft_tokens_are_read(name: str, dtype: torch.dtype, backend: ops.Backend) -> None:
+    op, given = getattr(ops, name), operations()[name]
+    names = list(tensor_names(given))
+    for argument in (each for each in names if re.search(r"draft_tokens|drafts(\.tokens)?$", each)):
+        expected = run_op(op, given, {"backend": backend})
+        changed = changed_arguments(given, argument, lambda t: t.to(dtype))
+        got = run_op(op, changed, {"backend": backend})
+        # results, then arguments after the call
+        for values in (expected, got):
+            del values[names.index(argument) - len(names)]
+        assert all(map(same_bits, got, expected)), argument
+
+
+@both
 @pytest.mark.parametrize("name", NAMES)
 def test_slot_ids_outside_the_table_are_the_last_slot(name: str, backend: ops.Backend) -> None:
     op, given = getattr(ops, name), operations()[name]

@@ -102,7 +102,7 @@ def bits_of(words_ptr, ids, inside):
 @triton.jit
 def _load_draft(draft_ptr, index):
     """A draft token as int32; NO_ID for one that is no valid id."""
-    draft = tl.load(draft_ptr + index)
+    draft = tl.load(draft_ptr + index).to(tl.int64)  # a narrow type does not hold NO_ID
     return tl.where((draft >= 0) & (draft < NO_ID), draft, NO_ID).to(tl.int32)
 
 

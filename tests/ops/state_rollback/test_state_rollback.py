@@ -164,6 +164,15 @@ def test_rows_that_share_a_slot(backend: Backend) -> None:
 
 
 @both
+def test_status_of_64_bits_is_not_truncated(backend: Backend) -> None:
+    current, zero = vector([[7]]), vector([0])
+    status = vector([2**32], torch.int64)
+    states = vector([[[5]]])
+    mamba_state_selective_copy(states, current, status, zero, zero, 1, backend=backend)
+    assert current.tolist() == [[7]]
+
+
+@both
 def test_a_state_of_several_chunks(backend: Backend) -> None:
     """More than one program per state, the last one partly filled."""
     size = 16 * 1024 // 4 * 2 + 5
