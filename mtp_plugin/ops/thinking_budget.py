@@ -6,7 +6,7 @@ import torch
 
 from mtp_plugin.errors import TensorContractError
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.checks import INTEGERS, SIGNED, expect_tensor
+from mtp_plugin.ops.checks import INTEGERS, SIGNED, AtLeast, expect_tensor
 from mtp_plugin.ops.logit_rows import ThinkingRule, ThinkingState
 from mtp_plugin.ops.step import Accepted, SlotRows, StepLayout, check_slots
 
@@ -77,7 +77,9 @@ def update_thinking_state(
     Raises:
         TensorContractError: a tensor of another shape, dtype or device.
     """
-    tokens = expect_tensor("accepted tokens", accepted.tokens, dtype=INTEGERS, shape=("R", "K+1"))
+    tokens = expect_tensor(
+        "accepted tokens", accepted.tokens, dtype=INTEGERS, shape=("R", AtLeast(1))
+    )
     requests, device = int(tokens.shape[0]), tokens.device
     counts = accepted.num_accepted
     expect_tensor("num_accepted", counts, dtype=INTEGERS, shape=(requests,), device=device)

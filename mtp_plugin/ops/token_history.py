@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from mtp_plugin.ops.backend import Backend
-from mtp_plugin.ops.checks import INTEGERS, expect_tensor
+from mtp_plugin.ops.checks import INTEGERS, AtLeast, expect_tensor
 from mtp_plugin.ops.logit_rows import LogitRows, update_draft_mask
 from mtp_plugin.ops.logits_processor_state import MOST_COUNTED, WORD_BITS, bit_of
 from mtp_plugin.ops.step import Accepted, SlotRows, check_slots
@@ -39,7 +39,7 @@ def update_token_history(
     """
     tokens, num_accepted = accepted.tokens, accepted.num_accepted
     expect_tensor(
-        "accepted tokens", tokens, dtype=torch.int32, shape=("R", "K+1"), contiguous="rows"
+        "accepted tokens", tokens, dtype=torch.int32, shape=("R", AtLeast(1)), contiguous="rows"
     )
     requests = int(tokens.shape[0])
     device = tokens.device
