@@ -1,4 +1,5 @@
-"""Checkpoints, read from JSON files and safetensors headers: no weight is read, no torch is needed.
+"""Checkpoints, read from JSON files and safetensors headers: no weights are loaded, no torch is
+needed.
 
 The embedded executor refuses a checkpoint with these messages, and every `doctor` prints them.
 """

@@ -43,6 +43,8 @@ THINKING_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
+OWN_HEAD = "which differs from the embedding, though tie_word_embeddings is true"
+OTHER_COPIES = "unlike the target's, with which drafts are computed"
 InVllm = Literal["drafts", "random", "refusal"]
 IN_VLLM: Mapping[InVllm, str] = {
     "drafts": "drafts",
@@ -149,6 +151,37 @@ class Checkpoint:
     def copies(self) -> frozenset[str]:
         """MTP tensors that are copies of the target's embedding and head."""
         return frozenset(name for name in self.mtp if _COPY.match(name))
+
+    @cached_property
+    def is_tied(self) -> bool:
+        """Whether `config.json` ties the head to the embedding."""
+        return self.value("tie_word_embeddings") is True
+
+    @cached_property
+    def has_own_head(self) -> bool:
+        """Whether a head is stored that differs from the embedding."""
+        names = self._shared.get("shared_head.head.weight"), self._shared.get("embed_tokens.weight")
+        one, other = (self.tensors.get(name or "") for name in names)
+        return one is not None and other is not None and one.differs(other)
+
+    @cached_property
+    def _shared(self) -> Mapping[str, str]:
+        """End of the names of copies in MTP layers -> the tensor of the target."""
+        names = {without_prefix(name): name for name in self.parts["target"]}
+        embedding = names.get("embed_tokens.weight")
+        head = next((name for name in self.parts["head"] if name.endswith(".weight")), embedding)
+        ends = {"embed_tokens.weight": embedding, "shared_head.head.weight": head}
+        return {end: name for end, name in ends.items() if name is not None}
+
+    @cached_property
+    def other_copies(self) -> list[str]:
+        """Tensors of MTP layers that differ from the target's embedding or head."""
+        return [
+            copy
+            for copy in sorted(self.copies)
+            for end, name in self._shared.items()
+            if copy.endswith(f".{end}") and self.tensors[copy].differs(self.tensors[name])
+        ]
 
     @cached_property
     def found(self) -> tuple[int, ...]:
@@ -311,12 +344,16 @@ def describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
             quantized.append(f"{title} {count}")
     is_quantized = checkpoint.quantization or any(checkpoint.quantized.values())
     method = f"{checkpoint.method or 'no method named'}: {'; '.join(quantized)}"
-    tied = checkpoint.value("tie_word_embeddings") is True
+    tied = checkpoint.is_tied
     head = (
         "lm_head" if checkpoint.parts["head"] else "tied to the embedding" if tied else "not found"
     )
+    if tied and checkpoint.has_own_head:
+        head += f", {OWN_HEAD}"
     copies = listed([name for name in mtp if name in checkpoint.copies])
     shared = f"; MTP layers store {copies}" if copies else "; MTP layers share it" if mtp else ""
+    if checkpoint.other_copies:
+        shared += f"; {listed(checkpoint.other_copies)}: {OTHER_COPIES}"
     stops = ", ".join(map(str, _stop_ids(checkpoint))) or "none"
     tags = ", ".join(f"{t} {i}" for t, i in thinking_tags(checkpoint.directory).items())
     return [
@@ -538,6 +575,15 @@ def _target_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             "original checkpoint, or set it to true if the head is the embedding",
             "refusal",
             is_of_mtp=False,
+        )
+    ties = checkpoint.family is not None and checkpoint.family.ties_head
+    if ties and checkpoint.is_tied and checkpoint.has_own_head:
+        yield Problem(
+            f"vLLM uses the embedding as the head of {checkpoint.model_type}, not lm_head.weight, "
+            f"{OWN_HEAD}: set it to false",
+            "refusal",
+            is_of_mtp=False,
+            is_of_vllm=True,
         )
 
 

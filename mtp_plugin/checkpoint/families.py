@@ -61,6 +61,8 @@ class Family:
     """What vLLM reads: every layer, the first one, or numbered sublayers of a single layer."""
     notices: Literal["norms", "layers", "tensors"] = "norms"
     """Missing tensors that vLLM refuses: norms if nothing is quantized, whole layers, or any."""
+    ties_head: bool = False
+    """Whether vLLM leaves out a stored head where the config ties it to the embedding."""
     model_type: str = ""
 
     @property
@@ -142,12 +144,15 @@ FAMILIES: Mapping[str, Family] = {
             block_config={"mlp_only_layers": [], "decoder_sparse_step": 1},
             partial_rotary=True,
         ),
-        "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text": _qwen("mtp_num_hidden_layers"),
+        "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text": _qwen(
+            "mtp_num_hidden_layers", ties_head=True
+        ),
         "exaone_moe exaone4_5": _qwen("num_nextn_predict_layers"),
         "mimo": _layers(
             "mtp_layers",
             "token_layernorm hidden_layernorm input_proj final_layernorm",
             kind=MTPFamily,
+            ties_head=True,
             block="mtp_layers.{n}.",
             traits=DraftTraits("hidden_embed"),
             # transformers has no mimo class; the target is a Qwen2 with the same config fields
@@ -163,6 +168,7 @@ FAMILIES: Mapping[str, Family] = {
         "ernie4_5_moe": Family(
             r"mtp_(?:block|emb_norm|hidden_norm|linear_proj)\.([0-9]{1,9})\.",
             ("mtp_emb_norm.{n}", "mtp_hidden_norm.{n}", "mtp_linear_proj.{n}"),
+            ties_head=True,
         ),
         "longcat_flash": _layers(
             "mtp.layers", "enorm.m hnorm.m eh_proj", "mtp.norm", default_count=1

@@ -21,6 +21,7 @@ ADAPTER_FILE = "adapter_config.json"
 SINGLE_FILE, INDEX_FILE = "model.safetensors", "model.safetensors.index.json"
 _MAX_HEADER = 100_000_000
 """Bytes of a safetensors header at most, as in safetensors."""
+_BLOCK = 4096
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -33,6 +34,31 @@ class StoredTensor:
     dtype: str
     """The header's own name, for example `BF16`."""
     shape: tuple[int, ...]
+    begin: int
+    """Its first byte in the file."""
+    size: int
+    """Bytes."""
+
+    def differs(self, other: StoredTensor) -> bool:
+        """Whether another tensor has another dtype, shape or content: of large ones, about a
+        thousand blocks at even distances are compared.
+
+        Raises:
+            CheckpointError: a file cannot be read.
+        """
+        if (self.dtype, self.shape, self.size) != (other.dtype, other.shape, other.size):
+            return True
+        try:
+            with open_regular(self.file) as one, open_regular(other.file) as two:
+                for start in range(0, self.size, max(_BLOCK, self.size // 1024)):
+                    one.seek(self.begin + start)
+                    two.seek(other.begin + start)
+                    count = min(_BLOCK, self.size - start)
+                    if one.read(count) != two.read(count):
+                        return True
+        except OSError as error:
+            raise CheckpointError(f"{self.file}: cannot be read: {error.strerror}") from error
+        return False
 
 
 def check_kind(directory: Path) -> None:
@@ -174,7 +200,7 @@ def file_headers(file: Path) -> Iterator[tuple[str, StoredTensor]]:
                 raise ValueError(f"an invalid entry of {spelled(name)}")
             if not 0 <= begin <= end <= size - 8 - length:
                 raise ValueError(f"one that ends before the data of {spelled(name)}")
-            yield name, StoredTensor(file, dtype, tuple(shape))
+            yield name, StoredTensor(file, dtype, tuple(shape), 8 + length + begin, end - begin)
     except CheckpointError:  # a ValueError too
         raise
     except KeyError as error:

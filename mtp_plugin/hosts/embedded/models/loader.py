@@ -8,6 +8,7 @@ the target and of the MTP layers alike.
 from __future__ import annotations
 
 import copy
+import logging
 import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import mtp_plugin.hosts.embedded.attention.bridge  # noqa: F401 - registers the attention functions
 from mtp_plugin.checkpoint import FLOATING, Checkpoint, read_checkpoint
+from mtp_plugin.checkpoint.check import OTHER_COPIES, OWN_HEAD
 from mtp_plugin.checkpoint.families import DraftTraits, MTPFamily
 from mtp_plugin.checkpoint.files import StoredTensor, listed
 from mtp_plugin.checkpoint.vllm_command import IN_VLLM
@@ -45,6 +47,7 @@ from mtp_plugin.hosts.embedded.models.mtp_layer import MTPLayer, TransformersAtt
 from mtp_plugin.infer.language_model import transformers_arguments
 from mtp_plugin.requests.pacing import paced
 
+_logger = logging.getLogger("mtp_plugin")
 WITHOUT_MTP = "to run without MTP, set speculative_config to null (None in Python), or type"
 _OTHER_WEIGHTS = (".bin", ".pt", ".pth")
 _STALE_BUFFER = ".rotary_emb.inv_freq"
@@ -181,15 +184,18 @@ def load_model(
 
     target.load_state_dict(
         _read_module(checked.stored, checked.target_plans, dtype_of, report),
-        strict=False,  # a tied head is left out
+        strict=False,  # a tied head may be left out
         assign=True,
     )
-    target.tie_weights()
+    _tie_head(target, checked)
     if torch.device(device).type != "cpu":
         on_progress(f"moving the target to {device}")
     target.to(device)  # type: ignore[arg-type]
     if checked.num_mtp_layers:
         on_progress(f"loading the MTP layers ({checked.num_mtp_layers})")
+        others = checked.checkpoint.other_copies
+        if others:
+            _logger.warning("%s: %s: %s", checked.directory, listed(others), OTHER_COPIES)
     layers = build_layers(target, target.config, checked.family, checked.num_mtp_layers)
     for depth, layer in enumerate(layers):
         if depth < len(checked.plans):
@@ -204,6 +210,17 @@ def load_model(
         facts=checked.facts,
         family=checked.family,
     )
+
+
+def _tie_head(target: PreTrainedModel, checked: Preflight) -> None:
+    """Tie the head where the config says so, as transformers does: not to other values."""
+    name = "lm_head.weight"
+    if target.config.tie_word_embeddings and name in checked.stored:
+        embedding: Any = target.get_input_embeddings()
+        if not torch.equal(embedding.weight, target.get_parameter(name)):
+            target.config.tie_word_embeddings = False
+            _logger.warning("%s: %s, %s", checked.directory, name, OWN_HEAD)
+    target.tie_weights()
 
 
 def check_attention(name: str) -> None:
@@ -450,8 +467,8 @@ def build_layers(
 
 
 def plan_target(target: PreTrainedModel, stored: Collection[str]) -> tuple[TensorPlan, ...]:
-    """Map each tensor of the target to its checkpoint tensors; a tied head has none."""
-    tied = target.config.tie_word_embeddings
+    """Map each tensor of the target to its checkpoint tensors; a tied head may have none."""
+    tied = target.config.tie_word_embeddings and "lm_head.weight" not in stored
     plans = _plan_tensors(target, lambda key: key, stored)
     return tuple(plan for plan in plans if not (tied and plan.module_key == "lm_head.weight"))
 

@@ -12,6 +12,8 @@ from torch import nn
 from transformers import Qwen2ForCausalLM, Qwen3NextForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from mtp_plugin.checkpoint import describe, read_checkpoint
+from mtp_plugin.checkpoint.check import OTHER_COPIES, OWN_HEAD
 from mtp_plugin.errors import CheckpointError, ConfigError
 from mtp_plugin.hosts.embedded.models import FAMILIES, LoadedModel, load_model
 
@@ -121,6 +123,45 @@ def test_tied_head(checkpoint: Checkpoint) -> None:
     assert "lm_head.weight" not in load_file(path / "model.safetensors")
     model = load_model(path)
     assert model.lm_head.weight is model.embed_tokens.weight
+
+
+@pytest.mark.parametrize("family", sorted(FAMILIES))
+def test_stored_head_that_the_config_ties(
+    edited: Edited, caplog: pytest.LogCaptureFixture, family: str
+) -> None:
+    """As in transformers, the stored head is used, unless it equals the embedding."""
+    path = edited(family, edit_config=lambda config: config.update(tie_word_embeddings=True))
+    model = load_model(path)
+    assert caplog.messages == [f"{path}: lm_head.weight, {OWN_HEAD}"]
+    checkpoint = read_checkpoint(path)
+    assert f"lm_head, {OWN_HEAD}" in dict(describe(checkpoint))["head"]
+    # vLLM's mimo ties them nevertheless
+    assert [OWN_HEAD in problem.text for problem in checkpoint.problems] == [True] * (
+        family == "mimo"
+    )
+    theirs = type(model.target).from_pretrained(path)
+    ids = torch.arange(5, 16)[None]
+    assert torch.equal(model.target(input_ids=ids).logits, theirs(input_ids=ids).logits)
+    assert not torch.equal(model.lm_head.weight, model.embed_tokens.weight)
+    caplog.clear()
+    tensors = load_file(path / "model.safetensors")
+    copies = [name for name in tensors if name.endswith("shared_head.head.weight")]
+    for name in ("lm_head.weight", *copies):
+        tensors[name] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    model = load_model(path)
+    assert model.lm_head.weight is model.embed_tokens.weight
+    assert not caplog.messages
+
+
+def test_copies_that_differ_are_reported(edited: Edited, caplog: pytest.LogCaptureFixture) -> None:
+    name = "model.layers.2.shared_head.head.weight"
+    path = edited("glm4_moe", edit_tensors=lambda tensors: tensors[name][-1].add_(1))
+    load_model(path, num_mtp_layers=0)
+    assert not caplog.messages
+    load_model(path)
+    assert caplog.messages == [f"{path}: {name}: {OTHER_COPIES}"]
+    assert dict(describe(read_checkpoint(path)))["head"].endswith(f"; {name}: {OTHER_COPIES}")
 
 
 @pytest.mark.parametrize("family", sorted(FAMILIES))
