@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import operator
+import os
 import reprlib
+import shlex
 from typing import SupportsIndex
 
 INT32_MAX = 2**31 - 1
@@ -117,10 +119,37 @@ def expect_int(
 def describe_error(error: BaseException) -> str:
     """Return the type and message of an exception in one line, even if its ``__str__`` raises."""
     try:
-        message = " ".join(str(error).split())
+        message = one_line(" ".join(str(error).split()))
     except Exception:
         message = "its message cannot be read"
     return f"{type(error).__name__}: {message}"
+
+
+LONGEST_LINE = 4000
+"""Maximum number of characters of a line that shows text of a file, a request or an operator."""
+
+
+def one_line(text: object) -> str:
+    """Return text as one line for a terminal or a log: characters that are not printable are
+    escaped, and a long text is cut."""
+    shown = str(text)
+    if len(shown) > LONGEST_LINE:
+        shown = f"{shown[:LONGEST_LINE]}..."
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in shown)
+
+
+def shell_quote(text: object) -> str:
+    """Return a word of a shell command: `shlex.quote`, or `$'...'` with escapes of bytes for text
+    with characters that are not printable."""
+    word = str(text)
+    if word.isprintable():
+        return shlex.quote(word)
+    is_plain = range(32, 127)
+    escaped = (
+        chr(byte) if byte in is_plain and byte not in b"'\\" else f"\\x{byte:02x}"
+        for byte in os.fsencode(word)
+    )
+    return f"$'{''.join(escaped)}'"
 
 
 SHOWN = 200

@@ -43,6 +43,16 @@ def _nested(depth: int) -> list[Any]:
 _own: list[Any] = []
 _own.append(_own)
 
+HOSTILE_TEXT = {
+    "a forged line": "x\nnext: rm -rf ~",
+    "an erased line": "x\r\x1b[2K\x1b]0;title\x07next: rm -rf ~",
+    "reversed text": "x\u202e~ fr- mr",
+    "line separators": "x\u2028next: rm\x85next: rm",
+    "a lone surrogate": "\ud800",
+    "1 MB": "x" * 10**6,
+    "shell characters": "$(rm -rf ~)`rm`'\"\\;&",
+}
+"""Texts of files and requests that a terminal, a log or a shell must not get as they are."""
 HOSTILE: dict[str, Any] = {
     "nothing": None,
     "a flag": True,
@@ -54,8 +64,7 @@ HOSTILE: dict[str, Any] = {
     "infinity": math.inf,
     "empty": "",
     "NUL": "\0",
-    "a lone surrogate": "\ud800",
-    "a long text": "x" * 10**5,
+    **HOSTILE_TEXT,
     "bytes": b"x\xff",
     "a list": [None],
     "a list of itself": _own,

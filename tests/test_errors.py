@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from typing import Any
 
 import pytest
 
-from mtp_plugin.errors import format_value
-from tests.hostile import HOSTILE, Evil
+from mtp_plugin.errors import LONGEST_LINE, format_value, one_line, shell_quote
+from tests.hostile import HOSTILE, HOSTILE_TEXT, Evil
 
 
 @pytest.mark.parametrize(
@@ -41,3 +43,19 @@ def test_classes_that_are_called_as_pythons_own(name: str) -> None:
 @pytest.mark.parametrize("value", HOSTILE.values(), ids=HOSTILE)
 def test_no_value_is_too_much(value: Any) -> None:
     assert 0 < len(format_value(value)) <= 410
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXT.values(), ids=HOSTILE_TEXT)
+def test_text_of_others_is_one_printable_line(text: str) -> None:
+    assert one_line(text).isprintable()
+    assert len(one_line(text)) <= LONGEST_LINE + 3
+    assert one_line("größe 語") == "größe 語"
+
+
+@pytest.mark.parametrize("text", ["a b", "größe", *HOSTILE_TEXT.values(), "\udcff\t'"])
+def test_quoted_words_are_read_back_by_a_shell(text: str) -> None:
+    if len(text) > 10**5 or text == "\ud800":  # no argument of a command
+        return
+    command = f"printf %s {shell_quote(text)}"
+    assert command.isprintable()
+    assert subprocess.check_output(["bash", "-c", command]) == os.fsencode(text)

@@ -223,7 +223,7 @@ class Checkpoint:
         given = (
             self.quantization.get(key) for key in ("quant_method", "quant_algo", "fmt", "format")
         )
-        return " ".join(dict.fromkeys(name for name in given if isinstance(name, str)))
+        return " ".join(dict.fromkeys(spelled(name) for name in given if isinstance(name, str)))
 
     @cached_property
     def _skipped(self) -> tuple[Mapping[str, set[str]], list[re.Pattern[str]]]:
@@ -321,7 +321,7 @@ def describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     where = listed(sorted({tensors[name].file.name for name in mtp}))
     lines = [
         ("checkpoint", f"{checkpoint.directory}: {len(tensors)} tensors in {files} file(s)"),
-        ("family", f"{checkpoint.model_type}{known}"),
+        ("family", f"{spelled(checkpoint.model_type)}{known}"),
         (
             "MTP layers",
             f"{checkpoint.declared} declared, {len(found)} found{where and f' in {where}'}",

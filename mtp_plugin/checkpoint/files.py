@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 
 from mtp_plugin.config.bounded import open_regular, read_bounded
 from mtp_plugin.config.messages import got, spelled
-from mtp_plugin.errors import CheckpointError
+from mtp_plugin.errors import CheckpointError, shell_quote
 
 CONFIG_FILE, GENERATION_FILE = "config.json", "generation_config.json"
 TOKENIZER_FILE, TOKENIZER_SETTINGS = "tokenizer.json", "tokenizer_config.json"
@@ -121,7 +120,7 @@ def _check_downloaded(file: Path, content: bytes) -> None:
     if content.startswith(_LFS_POINTER):
         raise CheckpointError(
             f"{file}: got a git-lfs pointer instead of the file; download it",
-            f"git -C {shlex.quote(str(file.parent))} lfs pull",
+            f"git -C {shell_quote(file.parent)} lfs pull",
         )
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from mtp_plugin import extras
+from mtp_plugin.errors import shell_quote
 
 IN_VLLM = "vLLM with this package's plugin may run it"
 """Precedes `vllm_command` in the refusal of a model."""
@@ -38,8 +38,8 @@ def vllm_command(
         drafting["model"] = str(drafter)
     flags = [("--speculative-config", drafting)] if num_drafts else []
     flags.append(("--additional-config", {"mtp_plugin": dict(options or {})}))
-    shown = " ".join(f"{name} {shlex.quote(json.dumps(value))}" for name, value in flags)
-    return with_v2_runner(f"vllm serve {shlex.quote(str(model))} {shown}")
+    shown = " ".join(f"{name} {shell_quote(json.dumps(value))}" for name, value in flags)
+    return with_v2_runner(f"vllm serve {shell_quote(model)} {shown}")
 
 
 def with_v2_runner(command: str) -> str:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from mtp_plugin.cli.opening import errors_of, load
-from mtp_plugin.errors import CheckpointError
+from mtp_plugin.errors import CheckpointError, one_line
 from mtp_plugin.tools.terminal.console import messages, output
 
 
@@ -46,5 +46,7 @@ def command(
             with errors_of(file):
                 settings = settings.resolve(read_config(settings.model).facts.num_mtp_layers)
         except CheckpointError as error:
-            log.write_line(f"warning: draft length not looked up in the checkpoint: {error}")
+            log.write_line(
+                f"warning: draft length not looked up in the checkpoint: {one_line(error)}"
+            )
     output().write(yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Annotated
 
@@ -17,7 +16,7 @@ from mtp_plugin.cli.flags import (
     draft_length,
 )
 from mtp_plugin.cli.opening import import_engine, load
-from mtp_plugin.errors import CheckpointError, ConfigError
+from mtp_plugin.errors import CheckpointError, ConfigError, shell_quote
 from mtp_plugin.tools.terminal.console import messages, output
 
 
@@ -82,4 +81,4 @@ def _arguments(
         if value is not None
         for word in (option, str(value))
     ]
-    return shlex.join([*words, *(["--no-mtp"] if no_mtp else [])])
+    return " ".join(map(shell_quote, [*words, *(["--no-mtp"] if no_mtp else [])]))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import typer
 
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, one_line
 from mtp_plugin.tools.terminal.console import OutputConsole, output, progress
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def load(
         warnings.simplefilter("always")
         settings = load_config(file, model=model, plugin_options=plugin_options)
     for warning in caught:
-        log.write_line(f"warning: {warning.message}")
+        log.write_line(f"warning: {one_line(warning.message)}")
     given = dict(overrides or {})
     if draft_len is not None:
         given["speculative_config"] = _drafting(draft_len, settings.speculative_config)

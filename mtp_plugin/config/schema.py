@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import logging
-import shlex
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing_extensions import Self, override
 
 from mtp_plugin.config.host_keys import HostKey
 from mtp_plugin.config.messages import got, key_path, message_of, problem
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, shell_quote
 
 _logger = logging.getLogger("mtp_plugin")
 
@@ -174,7 +173,7 @@ def _config_error(model: type[ConfigModel], error: ValidationError, source: str)
         )
         if Path(source).is_file():
             lines[-1] += "; check the file for TensorRT-LLM"
-            check = f"mtp-plugin doctor --host tensorrt_llm --config {shlex.quote(source)}"
+            check = f"mtp-plugin doctor --host tensorrt_llm --config {shell_quote(source)}"
     return ConfigError("\n".join(lines), next_command=check)
 
 

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from mtp_plugin.errors import ExecutorError, MTPPluginError, RequestError
+from mtp_plugin.errors import ExecutorError, MTPPluginError, RequestError, one_line
 from mtp_plugin.hosts.embedded import LLM, RequestHandle, RequestOutput, SamplingParams, StepEvent
 from mtp_plugin.hosts.embedded.results import TimedEvent
 from mtp_plugin.requests.thinking import ThinkingEnd, resolve_thinking_end
@@ -370,5 +370,5 @@ class EngineService:
         if not isinstance(error, ExecutorError):
             _logger.error("a request failed", exc_info=error)
         else:
-            _logger.error("a request failed: %s", error)
+            _logger.error("a request failed: %s", one_line(error))
         return APIError(500, (None, "the engine could not finish the request"))

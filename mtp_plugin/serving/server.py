@@ -17,7 +17,7 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.flow_control import CLOSE_HEADER
 from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, one_line
 from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.serving.app import make_app
 from mtp_plugin.serving.errors import APIError
@@ -86,7 +86,7 @@ class Server(uvicorn.Server):
         self._loop = asyncio.get_running_loop()
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         port = self.servers[0].sockets[0].getsockname()[1]
-        self._log(f"serving {settings.model_name} on http://{host}:{port}")
+        self._log(f"serving {one_line(settings.model_name)} on http://{host}:{port}")
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Accept no more requests, wait for the running ones, and abort them at the deadline."""

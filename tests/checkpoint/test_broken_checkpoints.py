@@ -17,13 +17,14 @@ from mtp_plugin import LLM, extras
 from mtp_plugin.__main__ import main as cli_main
 from mtp_plugin.checkpoint import Checkpoint, describe, read_checkpoint
 from mtp_plugin.config import MTPDecodingConfig
-from mtp_plugin.errors import CheckpointError
+from mtp_plugin.errors import LONGEST_LINE, CheckpointError
 from mtp_plugin.hosts.embedded.models import preflight
 from mtp_plugin.hosts.tensorrt_llm import checks as tensorrt_llm_checks
 from mtp_plugin.hosts.tensorrt_llm import model_check as tensorrt_llm_check
 from mtp_plugin.hosts.vllm import model_check
 from mtp_plugin.hosts.vllm.checks import Examination
 from mtp_plugin.hosts.vllm.model_check import main, verdict
+from tests.hostile import HOSTILE_TEXT
 
 TINY = Path(__file__).parents[2] / "integration/tiny_model/checkpoint"
 BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I32": 4}
@@ -509,3 +510,33 @@ def test_the_doctor_of_vllm(
         '\'{"mtp_plugin": {"thinking_begin_token": 1, "thinking_end_token": 2}}\''
     )
     assert any(line.startswith("hint ") and "draft_vocab" in line for line in lines)
+
+
+@pytest.mark.parametrize("text", HOSTILE_TEXT.values(), ids=HOSTILE_TEXT)
+@pytest.mark.parametrize("form", ["vllm", "tensorrt_llm", "embedded"])
+def test_text_of_a_checkpoint_forges_no_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    form: str,
+    text: str,
+) -> None:
+    method = {"quant_method": text, "fmt": text}
+    folder = tmp_path / "a\nnext: rm"
+    folder.mkdir()
+    arguments = ["", "doctor", "--model", str(folder)]
+    monkeypatch.setattr(
+        "sys.argv", arguments if form == "embedded" else [*arguments, "--host", form]
+    )
+    for values in (
+        {"model_type": text, "tie_word_embeddings": text, "vocab_size": text},
+        {"architectures": [text], "quantization_config": method, text: 1, "eos_token_id": text},
+    ):
+        write(folder, all_of(declare(**values), quantize("lm_head", *TARGET)), index=False)
+        with pytest.raises(SystemExit):
+            cli_main()
+        lines = capsys.readouterr().out.split("\n")
+        assert lines.pop() == ""
+        assert all(line.isprintable() and len(line) < 3 * LONGEST_LINE for line in lines)
+        assert [line.startswith("next:") for line in lines] == [*[False] * (len(lines) - 1), True]
+        assert "rm -rf" not in lines[-1]

@@ -10,7 +10,7 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TextIO
 
-from mtp_plugin.errors import ConfigError, HostError
+from mtp_plugin.errors import ConfigError, HostError, one_line
 from mtp_plugin.hosts.sglang import VARIABLE
 from mtp_plugin.hosts.sglang.options import read_options
 from mtp_plugin.hosts.sglang.versions import (
@@ -71,7 +71,7 @@ def examine(environment: Mapping[str, str] = os.environ) -> Examination:
             read_options(environment)
             seen.notes.append(f"{VARIABLE}={environment[VARIABLE]}: the plugin is on")
         except ConfigError as error:
-            seen.problems.append(str(error))
+            seen.problems += str(error).splitlines()
     else:
         seen.notes.append(f"{VARIABLE} is not set: the plugin is off; '{{}}' turns it on")
     return seen
@@ -80,9 +80,9 @@ def examine(environment: Mapping[str, str] = os.environ) -> Examination:
 def show(seen: Examination, out: TextIO) -> None:
     """Write what was found, and the problems."""
     for note in seen.notes:
-        out.write(f"{note}\n")
+        out.write(f"{one_line(note)}\n")
     for problem in seen.problems:
-        out.write(f"problem: {problem}\n")
+        out.write(f"problem: {one_line(problem)}\n")
 
 
 def main() -> int:
@@ -90,5 +90,5 @@ def main() -> int:
     seen = examine()
     show(seen, sys.stdout)
     again = "mtp-plugin doctor --host sglang  # with this corrected"
-    sys.stdout.write(f"next: {again if seen.problems else COMMAND}\n")
+    sys.stdout.write(f"next: {one_line(again if seen.problems else COMMAND)}\n")
     return 1 if seen.problems else 0

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from dataclasses import dataclass, field
 from typing import TextIO
 
-from mtp_plugin.errors import MTPPluginError
+from mtp_plugin.errors import MTPPluginError, one_line, shell_quote
 from mtp_plugin.hosts.tensorrt_llm import SITECUSTOMIZE
 from mtp_plugin.hosts.tensorrt_llm.lines import LINES, line_among, looked_for
 from mtp_plugin.hosts.tensorrt_llm.seams import PACKAGE, UTILS, Found, Need, look, named
@@ -68,7 +67,7 @@ def show(seen: Examination, out: TextIO) -> None:
             holds = "yes" if found.holds else "NO"
             out.write(f"  {holds:3}  {found.need!s:{width}}  {found.found}\n")
     for problem in seen.problems:
-        out.write(f"problem: {problem}\n")
+        out.write(f"problem: {one_line(problem)}\n")
 
 
 def serve_command(
@@ -79,11 +78,11 @@ def serve_command(
     config: str | None = None,
 ) -> str:
     """Return the command that serves a checkpoint, with a file or that of the API version."""
-    hook = f"TRTLLM_MTP_PLUGIN=1 PYTHONPATH={shlex.quote(str(SITECUSTOMIZE))}"
+    hook = f"TRTLLM_MTP_PLUGIN=1 PYTHONPATH={shell_quote(SITECUSTOMIZE)}"
     if config is None and seen is not None:
         mode = "vanilla" if num_mtp_layers > 1 else "eagle"
         config = f"configs/trtllm/{seen.line}_{mode}.yaml"
-    return f"{hook} trtllm-serve {shlex.quote(model)} --config {shlex.quote(str(config))}"
+    return f"{hook} trtllm-serve {shell_quote(model)} --config {shell_quote(config)}"
 
 
 def main() -> int:
@@ -93,5 +92,5 @@ def main() -> int:
     command = "mtp-plugin doctor --host tensorrt_llm  # with this corrected"
     if not seen.problems:
         command = serve_command(seen)
-    sys.stdout.write(f"next: {command}\n")
+    sys.stdout.write(f"next: {one_line(command)}\n")
     return seen.exit_code

@@ -6,7 +6,6 @@ The file is one for ``trtllm-serve``, for any number of GPUs. Nothing is loaded.
 from __future__ import annotations
 
 import difflib
-import shlex
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -24,7 +23,7 @@ from mtp_plugin.config import (
 from mtp_plugin.config.loading import read_yaml
 from mtp_plugin.config.messages import got, spelled
 from mtp_plugin.config.speculative import is_mtp
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, one_line, shell_quote
 from mtp_plugin.hosts.tensorrt_llm.checks import OK, PROBLEM, examine, serve_command, show
 from mtp_plugin.hosts.tensorrt_llm.config import ConfigWithoutHost, decoding_config_over
 from mtp_plugin.hosts.tensorrt_llm.options import read_options
@@ -141,19 +140,19 @@ def main(config: str) -> int:
         file = read_yaml(Path(config), config, "a mapping of TensorRT-LLM's keys")
         drafting, unserved = drafting_of(file)
         problems = [*unknown_keys(file), *unserved]
-        sys.stdout.write(f"drafts         {drafting}\n")
+        sys.stdout.write(f"drafts         {one_line(drafting)}\n")
     except ConfigError as error:
         problems = str(error).splitlines()
     for problem in problems:
-        sys.stdout.write(f"problem: {problem}\n")
+        sys.stdout.write(f"problem: {one_line(problem)}\n")
     seen = examine() if look(Need(PACKAGE, "__name__")).holds else None
     if seen is None:
         sys.stdout.write(f"{PACKAGE}   not installed here: only the file was checked\n")
     else:
         show(seen, sys.stdout)
     if problems or (seen is not None and seen.problems):
-        again = f"mtp-plugin doctor --host tensorrt_llm --config {shlex.quote(config)}"
-        sys.stdout.write(f"next: {again}  # with this corrected\n")
+        again = f"mtp-plugin doctor --host tensorrt_llm --config {shell_quote(config)}"
+        sys.stdout.write(f"next: {one_line(again)}  # with this corrected\n")
         return PROBLEM
-    sys.stdout.write(f"next: {serve_command(config=config)}\n")
+    sys.stdout.write(f"next: {one_line(serve_command(config=config))}\n")
     return OK

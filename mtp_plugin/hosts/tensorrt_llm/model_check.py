@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 
 from mtp_plugin.checkpoint import Checkpoint, describe, read_checkpoint
-from mtp_plugin.errors import CheckpointError
+from mtp_plugin.errors import CheckpointError, one_line, shell_quote
 from mtp_plugin.hosts.tensorrt_llm.checks import OK, PROBLEM, examine, serve_command, show
 
 
@@ -22,23 +21,23 @@ def heads(checkpoint: Checkpoint) -> str:
 
 def main(model: str) -> int:
     """Print what was found, the problems and the command to type next; return the exit code."""
-    again = f"mtp-plugin doctor --host tensorrt_llm --model {shlex.quote(model)}"
+    again = f"mtp-plugin doctor --host tensorrt_llm --model {shell_quote(model)}"
     next_command = f"{again}  # with this corrected"
     try:
         checkpoint = read_checkpoint(model)
         lines = [*describe(checkpoint), ("TensorRT-LLM", heads(checkpoint))]
         problems = [each.text for each in checkpoint.problems if not each.is_of_vllm]
     except CheckpointError as error:
-        lines, problems = [("checkpoint", model)], [str(error)]
+        lines, problems = [("checkpoint", model)], str(error).splitlines()
         next_command = error.next_command or next_command
     for name, value in lines:
-        sys.stdout.write(f"{name:14} {value}\n")
+        sys.stdout.write(f"{name:14} {one_line(value)}\n")
     for problem in problems:
-        sys.stdout.write(f"problem: {problem}\n")
+        sys.stdout.write(f"problem: {one_line(problem)}\n")
     seen = examine()
     show(seen, sys.stdout)
     if problems or seen.problems:
-        sys.stdout.write(f"next: {next_command}\n")
+        sys.stdout.write(f"next: {one_line(next_command)}\n")
         return PROBLEM
-    sys.stdout.write(f"next: {serve_command(seen, model, len(checkpoint.found))}\n")
+    sys.stdout.write(f"next: {one_line(serve_command(seen, model, len(checkpoint.found)))}\n")
     return OK

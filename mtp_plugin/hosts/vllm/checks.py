@@ -11,7 +11,7 @@ from importlib.metadata import entry_points
 from typing import TextIO
 
 from mtp_plugin.checkpoint.vllm_command import V2_DEFAULT_SINCE, V2_RUNNER, vllm_command
-from mtp_plugin.errors import HostError
+from mtp_plugin.errors import HostError, one_line
 from mtp_plugin.hosts.vllm.options import drafters_of
 from mtp_plugin.hosts.vllm.versions import (
     NAMES,
@@ -74,7 +74,7 @@ def examine(environment: Mapping[str, str] = os.environ) -> Examination:
     except (ImportError, AttributeError) as error:
         return Examination(problems=[f"vllm cannot be imported: {error}"])
     except HostError as error:
-        return Examination(problems=[str(error)])
+        return Examination(problems=str(error).splitlines())
     seen = Examination(version, where_tested())
     seen.module, differences = nearest()
     signatures, names = SIGNATURES[seen.module], NAMES[seen.module]
@@ -140,9 +140,9 @@ def show(seen: Examination, out: TextIO) -> None:
         name = method.target.replace(":", ".")
         out.write(f"  {verdict:3}  {method.kind:7}  {name}{_shown(seen, method)}\n")
     for note in seen.notes:
-        out.write(f"{note}\n")
+        out.write(f"{one_line(note)}\n")
     for problem in seen.problems:
-        out.write(f"problem: {problem}\n")
+        out.write(f"problem: {one_line(problem)}\n")
 
 
 def _shown(seen: Examination, method: Method) -> str:
@@ -160,5 +160,5 @@ def main() -> int:
     if not seen.problems:
         sys.stdout.write(f"drafters: {', '.join(drafters_of(release()))}\n")
     again = "mtp-plugin doctor --host vllm  # with this corrected"
-    sys.stdout.write(f"next: {again if seen.problems else vllm_command('MODEL')}\n")
+    sys.stdout.write(f"next: {one_line(again if seen.problems else vllm_command('MODEL'))}\n")
     return seen.exit_code

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 from collections.abc import Iterable
 from typing import TextIO
@@ -17,7 +16,7 @@ from mtp_plugin.checkpoint import (
     thinking_tags,
     vllm_command_of,
 )
-from mtp_plugin.errors import CheckpointError
+from mtp_plugin.errors import CheckpointError, one_line, shell_quote
 from mtp_plugin.hosts.vllm.checks import OK, PROBLEM, examine, show
 
 LARGE_VOCABULARY = 65_536
@@ -47,7 +46,7 @@ def serve_command(checkpoint: Checkpoint) -> str:
 
 def main(model: str) -> int:
     """Print what was found, the problems and the command to type next; return the exit code."""
-    again = f"mtp-plugin doctor --host vllm --model {shlex.quote(model)}  # with this corrected"
+    again = f"mtp-plugin doctor --host vllm --model {shell_quote(model)}  # with this corrected"
     command = None
     try:
         checkpoint = read_checkpoint(model)
@@ -59,12 +58,16 @@ def main(model: str) -> int:
             command = serve_command(checkpoint)
             _write([*lines, *_hints(checkpoint), ("command", command)], (), sys.stdout)
     except CheckpointError as error:
-        _write([("checkpoint", model), ("vLLM", IN_VLLM["refusal"])], [str(error)], sys.stdout)
+        _write(
+            [("checkpoint", model), ("vLLM", IN_VLLM["refusal"])],
+            str(error).splitlines(),
+            sys.stdout,
+        )
         again = error.next_command or again
     seen = examine()
     show(seen, sys.stdout)
     is_good = command is not None and not seen.problems
-    sys.stdout.write(f"next: {command if is_good else again}\n")
+    sys.stdout.write(f"next: {one_line(command if is_good else again)}\n")
     return OK if is_good else PROBLEM
 
 
@@ -80,6 +83,6 @@ def _hints(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
 
 def _write(lines: Iterable[tuple[str, str]], problems: Iterable[str], out: TextIO) -> None:
     for name, value in lines:
-        out.write(f"{name:14} {value}\n")
+        out.write(f"{name:14} {one_line(value)}\n")
     for problem in problems:
-        out.write(f"problem: {problem}\n")
+        out.write(f"problem: {one_line(problem)}\n")

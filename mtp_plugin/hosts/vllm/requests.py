@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from mtp_plugin.errors import RequestError
+from mtp_plugin.errors import RequestError, one_line
 from mtp_plugin.requests.options import INT32_MAX
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
 from mtp_plugin.speculative.host import RequestFacts
@@ -40,7 +40,7 @@ class AdmittedOptions:
                 _logger.warning(
                     "a request that was not checked has wrong options, which are left out, as in "
                     "later requests: %s",
-                    error,
+                    one_line(error),
                 )
             return RequestOptions()
 

@@ -196,10 +196,12 @@ def _handle_preproc_error(
         return original(self, request, *args, **kwargs)
     from vllm.exceptions import VLLMValidationError
 
+    from mtp_plugin.errors import one_line
+
     error = sys.exc_info()[1]
     if not isinstance(error, VLLMValidationError):
         return original(self, request, *args, **kwargs)
-    _logger.warning("request %s is refused: %s", request.request_id, error)
+    _logger.warning("request %s is refused: %s", one_line(request.request_id), one_line(error))
     self._send_error_outputs_to_client([request.request_id], request.client_index)
     return None
 

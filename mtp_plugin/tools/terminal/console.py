@@ -15,7 +15,7 @@ from rich.style import Style
 from rich.text import Text
 from typing_extensions import override
 
-from mtp_plugin.errors import MTPPluginError
+from mtp_plugin.errors import MTPPluginError, one_line
 
 OK = 0
 DIFFERENT = 1
@@ -122,7 +122,7 @@ def show_error(error: Exception) -> None:
     console = messages()
     for line in str(error).splitlines() or [type(error).__name__]:
         console.write("error: ", "bold red")
-        console.write_line(line)
+        console.write_line(one_line(line))
 
 
 def can_show(characters: str, stream: IO[str]) -> bool:

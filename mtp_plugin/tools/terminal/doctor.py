@@ -13,7 +13,8 @@ import torch
 from mtp_plugin.checkpoint import describe, read_checkpoint
 from mtp_plugin.checkpoint.files import listed
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
-from mtp_plugin.errors import MTPPluginError
+from mtp_plugin.config.messages import spelled
+from mtp_plugin.errors import MTPPluginError, one_line
 from mtp_plugin.hosts.embedded.attention import HeadShape, select_backend
 from mtp_plugin.hosts.embedded.kv_cache.sizing import (
     available_bytes,
@@ -171,14 +172,14 @@ def show_diagnosis(found: Diagnosis, console: OutputConsole, arguments: str) -> 
     width = max(len(name) for name, _ in found.findings)
     for name, value in found.findings:
         console.write(f"{name:{width}}  ", "dim")
-        console.write_line(value)
+        console.write_line(one_line(value))
     for problem in found.problems:
         console.write("problem: ", "bold red")
-        console.write_line(problem)
+        console.write_line(one_line(problem))
     if not found.problems:
         console.write_line("no problems found", "green")
     console.write("next: ", "bold")
-    console.write_line(found.next_step(arguments))
+    console.write_line(one_line(found.next_step(arguments)))
 
 
 def _examine_cache(found: Diagnosis, config: LLMConfig) -> None:
@@ -192,7 +193,8 @@ def _examine_cache(found: Diagnosis, config: LLMConfig) -> None:
 
 def _add_facts(found: Diagnosis, facts: ModelFacts) -> None:
     traits = family_of(facts.model_type).traits
-    found.add("family", f"{facts.model_type} ({facts.architecture or 'no architecture named'})")
+    architecture = spelled(facts.architecture or "no architecture named")
+    found.add("family", f"{facts.model_type} ({architecture})")
     found.add(
         "draft head",
         f"concat {traits.concat}, target state {traits.target_state}, recycles {traits.recycle}, "

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import shlex
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +33,7 @@ from mtp_plugin.errors import (
     MTPPluginError,
     UnsupportedModelError,
     describe_error,
+    shell_quote,
 )
 from mtp_plugin.hosts.embedded.models.config_reader import (
     FULL_ATTENTION,
@@ -371,7 +371,7 @@ def _refuse_problems(checkpoint: Checkpoint, *, with_mtp: bool) -> None:
             raise CheckpointError(f"{where}: {problem.text}")
         raise CheckpointError(
             f"{where}: {problem.text}; {WITHOUT_MTP}",
-            f"mtp-plugin generate --model {shlex.quote(str(checkpoint.directory))} --no-mtp",
+            f"mtp-plugin generate --model {shell_quote(checkpoint.directory)} --no-mtp",
         )
 
 
