@@ -7,6 +7,7 @@ import fractions
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,28 @@ HOSTILE_TEXT = {
     "shell characters": "$(rm -rf ~)`rm`'\"\\;&",
 }
 """Texts of files and requests that a terminal, a log or a shell must not get as they are."""
+_letters = "abcdefghijklmnop"
+HOSTILE_YAML = {
+    "nested aliases": "a: &a [x]\n"
+    + "".join(f"{b}: &{b} [{f'*{a}, ' * 9}]\n" for a, b in pairwise(_letters)),
+    "nested merge keys": "a: &a {x: 1}\n"
+    + "".join(f"{b}: &{b} {{<<: [{f'*{a}, ' * 9}]}}\n" for a, b in pairwise(_letters)),
+    "an alias of itself": "a: &a [*a]",
+    "a long file": "#" * 2**21,
+}
+"""Files that no reader may expand."""
+HOSTILE_PATTERNS = {
+    "a repeat in a repeat": "re:(.*.*)*x$",
+    "a lazy repeat in a repeat": r"re:(?:\w+?)+?!",
+    "choices that overlap": "re:(a|a|a)*b",
+    "a repeated group in verbose form": "re:(?x)(a+) +b",
+    "many repeats": "re:" + ".*a" * 12 + "!",
+    "many optional characters": "re:" + "a?" * 40 + "a" * 40 + "!",
+    "many stars": "*a" * 30 + "b",
+    "a deep pattern": "re:" + "(" * 5000 + ")" * 5000,
+    "a huge count": "re:a{99999999999}",
+}
+"""Patterns of names of layers whose match takes for ever, or that cannot be compiled."""
 HOSTILE: dict[str, Any] = {
     "nothing": None,
     "a flag": True,

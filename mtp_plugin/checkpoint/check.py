@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -71,6 +73,14 @@ _LIKE_MTP = re.compile(r"(?:.*\.)?(?:mtp\w*|nextn\w*|enorm|hnorm|eh_proj)\.")
 _EXPERT = re.compile(
     r"(?P<experts>.*\.experts)\.(?:(?P<number>[0-9]{1,9})\.)?(?P<name>\w+)(?:\.(?P<leaf>.*))?"
 )
+_MAX_PATTERN, _MAX_REPEATS, _MAX_NAME = 1000, 5, 128
+"""Limits under which one match of a pattern with a name takes seconds at most."""
+_MAX_SECONDS = 20.0
+"""CPU time of all matches."""
+_ATOM = re.compile(r"\\.|\[\^?\]?(?:\\.|[^\]\\])*\]", re.DOTALL)
+"""An escape or a character class."""
+_REPEATED_GROUP = re.compile(r"\)[*+{]|\(\?[A-Za-z-]*x")
+"""Also the flag by which spaces may precede a repeat."""
 _QUANTIZED = ("F8", "F4", "F6", "I8", "U8", "I4", "U4")
 _PACKED = ("qweight", "weight_packed")
 _SCALE = re.compile(
@@ -89,6 +99,20 @@ class Problem:
     """Whether the target alone runs."""
     is_of_vllm: bool = False
     """Whether it matters in vLLM only."""
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """What the lists of layers of a quantization config mean."""
+
+    deadline: float
+    """Of all matches, in CPU time of the process."""
+    parts: dict[str, set[str]] = field(default_factory=dict)
+    """Parts of names by their last word."""
+    patterns: list[re.Pattern[str]] = field(default_factory=list)
+    """Of begins of names, for entries with `*` and for the regular expressions after `re:`."""
+    unread: list[str] = field(default_factory=list)
+    """Entries whose match may not end."""
 
 
 @dataclass(frozen=True)
@@ -226,8 +250,8 @@ class Checkpoint:
         return " ".join(dict.fromkeys(spelled(name) for name in given if isinstance(name, str)))
 
     @cached_property
-    def _skipped(self) -> tuple[Mapping[str, set[str]], list[re.Pattern[str]]]:
-        """Layers that the quantization config leaves out, see `_split_skipped`."""
+    def _skipped(self) -> Skipped:
+        """Layers that the quantization config leaves out."""
         lists = [self.quantization.get(key) for key in _SKIPPED]
         entries = [entry for entries in lists if isinstance(entries, list) for entry in entries]
         dynamic = self.quantization.get("dynamic")
@@ -237,14 +261,22 @@ class Checkpoint:
 
     def is_skipped(self, name: str) -> bool:
         """Whether the quantization config leaves out the layer of a tensor."""
-        parts, patterns = self._skipped
+        parts, patterns = self._skipped.parts, self._skipped.patterns
         words = name.split(".")
         for end, word in enumerate(words, 1):
             if word in parts and any(".".join(words[i:end]) in parts[word] for i in range(end)):
                 return True
+        if not patterns:
+            return False
+        if len(name) > _MAX_NAME or time.process_time() > self._skipped.deadline:
+            raise CheckpointError(
+                f"{self.directory / CONFIG_FILE}: the patterns of the quantization config take too "
+                f"long: expected names of up to {_MAX_NAME} characters and {_MAX_SECONDS:.0f} s, "
+                f"got to {listed([name])}"
+            )
         bare = without_prefix(name)
         names = (name, bare, name.rpartition(".")[0], bare.rpartition(".")[0])
-        return any(pattern.match(each) for pattern in patterns for each in names)
+        return any(pattern.match(each) for pattern in patterns for each in dict.fromkeys(names))
 
     @cached_property
     def differences(self) -> tuple[list[str], list[str]]:
@@ -514,38 +546,59 @@ def _canonical(name: str) -> tuple[str, ...]:
     return tuple(f"{expert['experts']}.{name}.{leaf}" for name in names)
 
 
-def _split_skipped(
-    entries: Iterable[str],
-) -> tuple[Mapping[str, set[str]], list[re.Pattern[str]]]:
-    """Return what the entries of a list of layers mean: parts of names by their last word, and
-    patterns of begins of names for those with `*` and for the regular expressions after `re:`.
+def _split_skipped(entries: Iterable[str]) -> Skipped:
+    """Return what the entries of a list of layers mean.
 
     A checkpoint may have hundreds of entries and 100,000 tensors, so that patterns are joined.
     """
-    parts: dict[str, set[str]] = {}
-    joined, single = list[str](), list[re.Pattern[str]]()
+    found = Skipped(time.process_time() + _MAX_SECONDS)
+    joined = []
     for entry in entries:
-        if entry.startswith("re:"):
-            try:
-                pattern = re.compile(entry[3:])
-            except re.error:
-                entry = entry[3:]
-            else:
-                # joined, groups would have other numbers
-                if pattern.groups or "(?" in entry:
-                    single.append(pattern)
-                else:
-                    joined.append(entry[3:])
-                continue
-        part = without_prefix(entry.strip("."))
-        if "*" not in part:
-            parts.setdefault(part.rpartition(".")[2], set()).add(part)
+        pattern = entry[3:] if entry.startswith("re:") else _pattern_of(entry)
+        if pattern is None:
+            part = without_prefix(entry.strip("."))
+            found.parts.setdefault(part.rpartition(".")[2], set()).add(part)
             continue
-        any_of = ".*".join(map(re.escape, part.split("*")))
-        joined.append(rf"(?:.*\.)?{any_of}(?:\.|\Z)")
+        repeats = _repeats(pattern)
+        if repeats > _MAX_REPEATS or time.process_time() > found.deadline:
+            found.unread.append(entry)
+            continue
+        try:
+            compiled = re.compile(pattern)
+        except (re.error, RecursionError, OverflowError):
+            found.parts.setdefault(pattern.rpartition(".")[2], set()).add(pattern)
+            continue
+        # joined, groups would have other numbers, and many slow patterns no time limit
+        if compiled.groups or "(?" in entry or repeats > 2:
+            found.patterns.append(compiled)
+        else:
+            joined.append(pattern)
     if joined:
-        single.append(re.compile("|".join(f"(?:{pattern})" for pattern in joined)))
-    return parts, single
+        found.patterns.append(re.compile("|".join(f"(?:{pattern})" for pattern in joined)))
+    return found
+
+
+def _pattern_of(entry: str) -> str | None:
+    """Return the pattern of an entry with `*`, which begins and ends at a dot; None: no `*`."""
+    part = without_prefix(entry.strip("."))
+    if "*" not in part:
+        return None
+    any_of = ".*".join(map(re.escape, re.split(r"\*+", part)))
+    begin = "" if part.startswith("*") else r"(?:.*\.)?"
+    return begin + any_of.removesuffix(".*") + ("" if part.endswith("*") else r"(?:\.|\Z)")
+
+
+def _repeats(pattern: str) -> float:
+    """Return the number of repeats of a pattern; infinity: a group is repeated, or it is too long.
+
+    A match takes as many steps as there are ways to divide a name between the repeats. With
+    repeats in a repeated group, their number grows exponentially with the length of the name.
+    """
+    bare = _ATOM.sub("x", pattern[: _MAX_PATTERN + 1])
+    if len(pattern) > _MAX_PATTERN or _REPEATED_GROUP.search(bare):
+        return math.inf
+    bare = re.sub(r"(?<=[*+?}])[?+]", "", bare.replace("(?", "("))
+    return sum(map(bare.count, "*+?{"))
 
 
 def _target_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
@@ -672,6 +725,16 @@ def _quantization_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
                 is_of_mtp=part == "mtp",
                 is_of_vllm=True,
             )
+    unread = checkpoint._skipped.unread
+    if unread:
+        yield Problem(
+            f"{len(unread)} pattern(s) of the quantization config are not read, their matches may "
+            f"not end: {listed(unread)}; expected at most {_MAX_REPEATS} repeats and no repeated "
+            "group",
+            "refusal",
+            is_of_mtp=False,
+            is_of_vllm=True,
+        )
     modules = {name.split(".")[-2] for name in checkpoint.quantized["target"] if "." in name}
     odd = [
         name

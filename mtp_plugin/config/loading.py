@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Hashable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,10 @@ from mtp_plugin.config.values import resolve_path
 from mtp_plugin.errors import ConfigError, describe_error
 
 CHECKPOINT_FILES = ("config.json", "generation_config.json", "tokenizer.json")
+MAX_NODES = 100_000
+"""Values of a file at most, those of an alias counted each time."""
+MAX_TEXT = 2**20
+"""Characters of a file at most: PyYAML takes a minute for these."""
 LONGEST_PATH = 400
 """Characters of a path that messages show."""
 
@@ -125,8 +130,28 @@ def json_schema() -> dict[str, Any]:
     return LLMConfig.model_json_schema()
 
 
+def _num_nodes(node: yaml.Node, counted: dict[yaml.Node, int]) -> int:
+    """Return the number of values in a node, with those of its aliases each time."""
+    if node not in counted:
+        counted[node] = MAX_NODES + 1  # an alias within the value of its anchor
+        items = node.value if isinstance(node.value, list) else ()
+        inner = chain.from_iterable(item if isinstance(item, tuple) else (item,) for item in items)
+        counted[node] = min(1 + sum(_num_nodes(each, counted) for each in inner), MAX_NODES + 1)
+    return counted[node]
+
+
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice and reads 1e-3 as a number."""
+    """Safe YAML that refuses a key given twice and more than `MAX_NODES` values, and reads 1e-3 as
+    a number."""
+
+    @override
+    def construct_document(self, node: yaml.Node) -> Any:
+        if _num_nodes(node, {}) > MAX_NODES:
+            raise yaml.constructor.ConstructorError(
+                problem=f"expected at most {MAX_NODES} values, each alias counted",
+                problem_mark=node.start_mark,
+            )
+        return super().construct_document(node)
 
     @override
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
@@ -168,8 +193,10 @@ def parse_yaml(text: str, source: str) -> Any:
     """Return the content of a YAML text; None: it is empty.
 
     Raises:
-        ConfigError: it is not valid YAML; the message begins with ``source``.
+        ConfigError: it is too long or not valid YAML; the message begins with ``source``.
     """
+    if len(text) > MAX_TEXT:
+        raise ConfigError(f"{source}: expected at most {MAX_TEXT} characters of YAML, got more")
     try:
         return yaml.load(text, _Loader)
     except yaml.MarkedYAMLError as error:

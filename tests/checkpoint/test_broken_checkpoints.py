@@ -24,7 +24,7 @@ from mtp_plugin.hosts.tensorrt_llm import model_check as tensorrt_llm_check
 from mtp_plugin.hosts.vllm import model_check
 from mtp_plugin.hosts.vllm.checks import Examination
 from mtp_plugin.hosts.vllm.model_check import main, verdict
-from tests.hostile import HOSTILE_TEXT
+from tests.hostile import HOSTILE_PATTERNS, HOSTILE_TEXT
 
 TINY = Path(__file__).parents[2] / "integration/tiny_model/checkpoint"
 BYTES = {"F32": 4, "BF16": 2, "F8_E4M3": 1, "I32": 4}
@@ -433,6 +433,20 @@ def test_entries_of_layers_that_are_not_quantized(
     others = [r"re:(x)\.(y)", r"re:z", "a*b"]
     config = {"quantization_config": {"ignore": [*others, entry, *others]}}
     assert Checkpoint(tmp_path, config, {}, ()).is_skipped(name) == is_skipped
+
+
+@pytest.mark.parametrize("pattern", HOSTILE_PATTERNS.values(), ids=HOSTILE_PATTERNS)
+def test_patterns_whose_match_does_not_end(tmp_path: Path, pattern: str) -> None:
+    config = {"quantization_config": {"ignore": [pattern, "re:lm"]}, "model_type": "glm4_moe"}
+    begin = time.process_time()
+    checkpoint = Checkpoint(tmp_path, config, {}, ())
+    assert not checkpoint.is_skipped(f"model.{'a' * 100}.weight")
+    assert checkpoint.is_skipped("lm_head.weight")
+    assert time.process_time() - begin < 5
+    is_reported = any("pattern(s) of the quantization" in each.text for each in checkpoint.problems)
+    assert is_reported == ("{" not in pattern)
+    with pytest.raises(CheckpointError, match="take too long: expected names of up to 128"):
+        checkpoint.is_skipped("a" * 129)
 
 
 def test_a_broken_file_of_something_else(tmp_path: Path) -> None:

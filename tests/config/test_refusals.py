@@ -28,7 +28,7 @@ from mtp_plugin.config import (
 from mtp_plugin.config.draft_vocab import resolve_draft_vocab
 from mtp_plugin.config.schema import ConfigModel
 from mtp_plugin.errors import ConfigError
-from tests.hostile import HOSTILE, is_short, suppress_short
+from tests.hostile import HOSTILE, HOSTILE_YAML, is_short, suppress_short
 
 FILES = yaml.safe_load((Path(__file__).parent / "refusals.yaml").read_text())
 FORMS = {
@@ -48,6 +48,13 @@ def test_file_is_refused(
     with pytest.raises(ConfigError) as error:
         load_config("config.yaml")
     assert str(error.value) == f"config.yaml: {message}"
+
+
+@pytest.mark.parametrize("text", HOSTILE_YAML.values(), ids=HOSTILE_YAML)
+def test_files_that_grow_are_refused_before_they_do(text: str, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text(text)
+    with pytest.raises(ConfigError, match="expected at most 1"):
+        load_config(tmp_path / "config.yaml")
 
 
 SYNTHETIC = {"verification": "synthetic", "synthetic_acceptance": (0.8, 0.6)}

@@ -51,7 +51,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     **_limits(1, 2**16, "num_attention_heads num_key_value_heads"),
     **_limits(1, 2**16, "n_routed_experts num_experts num_experts_per_tok n_group topk_group"),
     **_limits(1, 2**20, "head_dim qk_rope_head_dim"),
-    **_limits(1, 10_000, "num_hidden_layers"),
+    **_limits(1, 1000, "num_hidden_layers"),
     **_limits(0, 64, "num_nextn_predict_layers"),
     **_limits(1e-30, 1.0, "rms_norm_eps partial_rotary_factor"),
     **_limits(0.0, 100.0, "attention_dropout initializer_range"),
