@@ -5,12 +5,13 @@ from __future__ import annotations
 import io
 import json
 import re
+import zipfile
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from mtp_plugin.config.bounded import read_file, text_of
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.config.bounded import MAX_BYTES, read_file, text_of
+from mtp_plugin.errors import ConfigError, format_value
 
 KEY = "mtp.draft_vocab"
 SHOWN = 5
@@ -118,6 +119,11 @@ def _load_npy(file: io.BytesIO, where: str) -> Any:
 def _load_pt(file: io.BytesIO, where: str) -> Any:
     import torch
 
+    if file.read(2) == b"PK":  # of an older form, no tensor is larger than the file
+        size = sum(entry.file_size for entry in zipfile.ZipFile(file).infolist())
+        if size > MAX_BYTES:
+            raise ConfigError(f"{where}: expected entries of at most {MAX_BYTES} bytes, got {size}")
+    file.seek(0)
     found = torch.load(file, map_location="cpu", weights_only=True)
     return _elements(found, where) if isinstance(found, torch.Tensor) else found
 
@@ -153,6 +159,12 @@ def _token_ids(data: Any, where: str) -> list[int]:
 
 
 def _listed(items: Sequence[Any]) -> str:
-    shown = ", ".join(json.dumps(item, default=repr)[:40] for item in items[:SHOWN])
+    shown = ", ".join(_spelled(item)[:40] for item in items[:SHOWN])
     rest = len(items) - SHOWN
     return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+def _spelled(item: Any) -> str:
+    """Spell an item as JSON does; what only a pickle has may be of any size."""
+    is_short = item is None or isinstance(item, (str, bool, float))
+    return json.dumps(item) if is_short else format_value(item)

@@ -107,14 +107,24 @@ def select_ids(counts: Counter[int], always: set[int], size: int) -> list[int]:
 
 
 def write_ids(ids: list[int], file: Path) -> None:
-    """Write the JSON list that ``draft_vocab`` reads.
+    """Write the JSON list that ``draft_vocab`` reads; a file of that name is replaced at the end.
 
     Raises:
-        ConfigError: it cannot be written.
+        ConfigError: it cannot be written; a file of that name is unchanged.
     """
+    text, target = json.dumps(ids) + "\n", Path(os.path.realpath(file))
+    partial = target.with_name(f".mtp-plugin-{os.getpid()}.partial")
     try:
-        file.write_text(json.dumps(ids) + "\n")
+        if target.exists() and not target.is_file():  # a device or a pipe
+            target.write_text(text)
+            return
+        with open(partial, "w") as opened:
+            opened.write(text)
+            opened.flush()
+            os.fsync(opened.fileno())
+        os.replace(partial, target)
     except OSError as error:
+        partial.unlink(missing_ok=True)
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import resource
 from collections import Counter
 from pathlib import Path
 
@@ -10,8 +11,8 @@ import pytest
 from tokenizers import Tokenizer
 
 from mtp_plugin.config.draft_vocab import resolve_draft_vocab
-from mtp_plugin.errors import RequestError
-from mtp_plugin.tools.draft_vocab import select_ids
+from mtp_plugin.errors import ConfigError, RequestError
+from mtp_plugin.tools.draft_vocab import select_ids, write_ids
 from mtp_plugin.tools.texts import BLOCK_BYTES, read_conversations, read_texts
 from tests.cli.calls import SPECIALS, VOCAB, Run, byte_tokenizer
 
@@ -116,3 +117,20 @@ def test_messages_that_are_no_list_are_refused(tmp_path: Path, messages: str) ->
     file.write_text(f'{{"prompt": "a", "messages": {messages}}}\n')
     with pytest.raises(RequestError, match=r'line 1: expected a text, .* as "messages"$'):
         read_conversations(file, 3)
+
+
+def test_list_is_replaced_at_the_end_or_not_at_all(tmp_path: Path) -> None:
+    file, link = tmp_path / "ids.json", tmp_path / "link.json"
+    link.symlink_to(file)
+    write_ids([1, 2], link)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+    try:
+        with pytest.raises(ConfigError, match=r"link\.json: cannot be written: File too large"):
+            write_ids(list(range(10_000)), link)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert file.read_text() == "[1, 2]\n"
+    assert sorted(tmp_path.iterdir()) == [file, link]
+    with pytest.raises(ConfigError, match="cannot be written: No space left"):
+        write_ids([1], Path("/dev/full"))

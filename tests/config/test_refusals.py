@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import pytest
 import torch
@@ -90,6 +91,23 @@ def ids(content: str | bytes, vocab_size: int = 9) -> object:
 def saved_ids(value: Any) -> object:
     torch.save(value, "ids")
     return resolve_draft_vocab("ids", 9)
+
+
+def compressed_ids() -> object:
+    """A small file with entries of 72 MB."""
+    torch.save(torch.zeros(9_000_000, dtype=torch.int64), "stored")
+    with ZipFile("stored") as stored, ZipFile("ids", "w", ZIP_DEFLATED) as compressed:
+        for entry in stored.infolist():
+            compressed.writestr(entry.filename, stored.read(entry))
+    return resolve_draft_vocab("ids", 9)
+
+
+def shared_lists() -> list[Any]:
+    """Lists of lists that are 9**30 with each list counted each time."""
+    found: list[Any] = []
+    for _ in range(30):
+        found = [found] * 9
+    return found
 
 
 def pipe() -> str:
@@ -218,7 +236,9 @@ CALLS: list[tuple[Callable[[], object], str]] = [
     (lambda: saved_ids({"hot_token_id": torch.tensor([1])}),
      IDS + "expected a list of token ids, got dict"),
     (lambda: saved_ids([torch.tensor(1)]),
-     IDS + 'expected integers of at least 0, got "tensor(1)"'),
+     IDS + 'expected integers of at least 0, got tensor(1)'),
+    (lambda: saved_ids(shared_lists()), IDS + "expected integers of at least 0, got [[[[[...]..."),
+    (compressed_ids, IDS + "expected entries of at most 67108864 bytes, got 720..."),
     (lambda: saved_ids(torch.zeros(1, dtype=torch.int64).expand(2**30)),
      IDS + "expected one dimension of at most..."),
     (lambda: saved_ids(torch.tensor([1]).to_sparse()), IDS + "cannot be loaded: ..."),
