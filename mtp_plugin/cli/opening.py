@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import json
+import os
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 import typer
 
 from mtp_plugin.errors import ConfigError, one_line
-from mtp_plugin.tools.terminal.console import OutputConsole, output, progress
+from mtp_plugin.tools.terminal.console import INTERRUPTED, OutputConsole, output, progress
 
 if TYPE_CHECKING:
     from mtp_plugin.config import LLMConfig
@@ -61,13 +64,35 @@ def import_engine(log: OutputConsole) -> None:
         collects = gc.isenabled()
         gc.disable()
         try:
-            import_module("mtp_plugin.hosts.embedded.llm")
+            with _exit_at_interrupt(log):
+                import_module("mtp_plugin.hosts.embedded.llm")
             from mtp_plugin.hosts.embedded.gc_freeze import of_process
 
             of_process.freeze_imports()
         finally:
             if collects:
                 gc.enable()
+
+
+@contextmanager
+def _exit_at_interrupt(log: OutputConsole) -> Iterator[None]:
+    """End the process at Ctrl-C: torch swallows any exception while it imports numpy."""
+
+    def interrupted(*_: object) -> NoReturn:
+        if log.is_terminal:
+            log.show_cursor()
+        os.write(2, b"\ninterrupted\n" if log.is_terminal else b"interrupted\n")
+        os._exit(INTERRUPTED)
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupted)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextmanager

@@ -160,3 +160,35 @@ def test_ctrl_c_ends_the_process_cleanly(config: Callable[..., str]) -> None:
     assert expected.decode().endswith("interrupted\n")
     assert "Traceback" not in expected.decode()
     assert b"identical" not in out
+
+
+SWALLOWED = """
+import atexit, gc, os, signal, sys
+from mtp_plugin.cli import opening
+from mtp_plugin.tools.terminal.console import messages
+
+def import_module(name):
+    try:
+        os.kill(os.getpid(), signal.SIGINT) if sys.argv[1:] else None
+        return len(name)
+    except KeyboardInterrupt:
+        pass
+
+opening.import_module = import_module
+atexit.register(lambda: print(gc.get_freeze_count() < 1000))
+opening.import_engine(messages())
+print(gc.get_freeze_count() > 1000, signal.getsignal(signal.SIGINT).__name__)
+"""
+
+
+@pytest.mark.usefixtures("interruptible")
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [((), (0, "True default_int_handler\nTrue\n")), (("interrupt",), (130, ""))],
+)
+def test_ctrl_c_during_imports(arguments: tuple[str, ...], expected: tuple[int, str]) -> None:
+    """torch swallows the exception while it imports numpy; imports are frozen until the exit."""
+    command = [sys.executable, "-c", SWALLOWED, *arguments]
+    ended = subprocess.run(command, capture_output=True, timeout=60, check=False, text=True)
+    assert (ended.returncode, ended.stdout) == expected
+    assert ended.stderr.endswith("interrupted\n") == bool(arguments)

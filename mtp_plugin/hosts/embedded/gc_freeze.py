@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import weakref
 from collections.abc import Callable
@@ -27,6 +28,8 @@ class GCFreeze:
     def freeze_imports(self) -> None:
         """Freeze imported modules; for the commands of this package, not for host processes."""
         gc.freeze()
+        # Triton reports what is frozen at exit as leaks
+        atexit.register(gc.unfreeze)
         self._num_imported = gc.get_freeze_count()
 
     def hold(self, owner: object) -> Callable[[], Any]:
