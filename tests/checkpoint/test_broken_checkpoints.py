@@ -461,6 +461,15 @@ def test_a_broken_file_of_something_else(tmp_path: Path) -> None:
         read_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize(("given", "shown"), [([5, 6], "5, 6"), (None, "0")])
+def test_stop_ids_of_the_generation_config_go_first(
+    tmp_path: Path, given: object, shown: str
+) -> None:
+    write(tmp_path, declare(eos_token_id=0), index=False)
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    assert dict(describe(read_checkpoint(tmp_path)))["vocabulary"].endswith(f"stop ids {shown}")
+
+
 def test_files_that_are_no_files(tmp_path: Path) -> None:
     """Neither JSON nor safetensors are read from pipes, which may never end."""
     write(tmp_path, declare(), index=False)

@@ -225,7 +225,7 @@ def test_doctor_on_a_damaged_checkpoint(
 @pytest.mark.parametrize(
     ("file", "content", "message"),
     [
-        ("config.json", {"num_hidden_layers": 9999}, "config.json says num_hidden_layers = 9999"),
+        ("config.json", {"num_hidden_layers": 999}, "config.json says num_hidden_layers = 999"),
         ("config.json", {"hidden_act": 5}, "hidden_act: expected one of 'silu'"),
         ("generation_config.json", {"eos_token_id": -1}, "eos_token_id: expected ids below"),
         ("tokenizer_config.json", {"tokenizer_class": 5}, "tokenizer_class: expected text or null"),

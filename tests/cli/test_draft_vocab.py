@@ -83,6 +83,17 @@ def test_truncation_and_padding_of_the_tokenizer_change_nothing(
     assert "180 tokens counted, 30 held out" in expected[0]
 
 
+def test_stop_ids_of_both_configs_are_in_the_list(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "tokenizer.json").write_bytes((checkpoint / "tokenizer.json").read_bytes())
+    (tmp_path / "config.json").write_text('{"eos_token_id": 201}')
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [202, 203]}')
+    (tmp_path / "text.txt").write_text("zzz\n" * 10 * BLOCK_BYTES)
+    given = ("--texts", str(tmp_path / "text.txt"), "--size", "10")
+    assert draft_vocab(run, tmp_path, tmp_path, *given)[1][-7:] == [201, 202, 203, *SPECIAL_IDS]
+
+
 def test_most_frequent_ids_are_selected_and_sorted() -> None:
     assert select_ids(Counter({9: 5, 4: 1, 3: 2, 5: 1}), {7}, 4) == [3, 4, 7, 9]
     assert select_ids(Counter({9: 5}), {7}, 4) == [0, 1, 7, 9]
