@@ -19,7 +19,7 @@ MAX_PROBLEMS = 10
 """Maximum number of problems in a message."""
 MAX_MESSAGE_CHARS = 1000
 """Maximum length of the description of a problem."""
-OPTION_NAMES = {*OPTIONS, "max_tokens"}
+OPTION_NAMES = {*OPTIONS, *(name for option in OPTIONS.values() for name in option.elsewhere)}
 TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
@@ -27,6 +28,7 @@ from mtp_plugin.requests.options import (
 )
 from mtp_plugin.requests.options.option import integral
 from mtp_plugin.serving.errors import APIError, Problem, problem_of
+from mtp_plugin.speculative.rows.request_options import PREFIX, RequestOptions
 
 REFUSED = {
     **dict.fromkeys(
@@ -39,6 +41,10 @@ REFUSED = {
     "logits_processors": "logits processors are not supported",
 }
 """Fields of other servers that are refused with a reason."""
+PLUGIN_OBJECTS = ("vllm_xargs", "custom_params")
+"""Fields with the plugin's options of a request in vLLM and SGLang."""
+PLUGIN_KEYS = {f"{PREFIX}{option.name}": option.name for option in fields(RequestOptions)}
+"""Their keys, and the fields of these names here."""
 TEMPLATE_VARIABLES_REFUSED = ("chat_template", "tokenize")
 
 
@@ -86,8 +92,10 @@ class EngineFields(_Model):
     skip_special_tokens: Any = None
     spaces_between_special_tokens: Any = None
     add_special_tokens: Any = None
+    detokenize: Any = None
     temperature: Any = 1.0
     top_p: Any = None
+    top_p_min: Any = None
     top_k: Any = None
     min_p: Any = None
     seed: Any = None
@@ -100,6 +108,7 @@ class EngineFields(_Model):
     bad_words: Any = None
     prompt_logprobs: Any = None
     thinking_token_budget: Any = None
+    thinking_budget: Any = None
     n: Any = None
     best_of: Any = None
     use_beam_search: Any = None
@@ -136,6 +145,13 @@ class EngineFields(_Model):
             )
         return value
 
+    @field_validator("detokenize")
+    @classmethod
+    def _is_on(cls, value: Any) -> Any:
+        if value is False:
+            raise ValueError("a response has its text; return_token_ids adds the ids")
+        return value
+
     @field_validator("logit_bias")
     @classmethod
     def _has_ids(cls, value: dict[str, Any] | None) -> Any:
@@ -160,17 +176,6 @@ class GenerationBody(EngineFields):
     return_token_ids: bool = False
     return_draft_segments: bool = False
     response_format: Object | None = None
-
-    @model_validator(mode="before")
-    @classmethod
-    def _reads_older_name(cls, value: Any) -> Any:
-        if not isinstance(value, dict) or "speculative" not in value:
-            return value
-        value = dict(value)
-        older = value.pop("speculative")
-        if value.setdefault("speculate", older) != older:
-            raise ValueError("speculative is speculate under another name; leave one out")
-        return value
 
     @field_validator("max_completion_tokens")
     @classmethod
@@ -428,9 +433,10 @@ def parse_body(kind: type[Body], content: Mapping[str, Any]) -> tuple[Body | Non
     given, and so do those of other servers whose value changes nothing.
     """
     given = {name: value for name, value in content.items() if value is not None}
+    refused = list(_move_options(given)) if issubclass(kind, GenerationBody) else []
     names = (IGNORED_OPTIONS.keys() & given.keys()) - kind.model_fields.keys()
     ignored = {name: ignored_problem(name, given.pop(name)) for name in sorted(names)}
-    refused: list[Problem] = [(name, reason) for name, reason in ignored.items() if reason]
+    refused += [(name, reason) for name, reason in ignored.items() if reason]
     try:
         return kind.model_validate(given), refused
     except ValidationError as error:
@@ -453,6 +459,29 @@ def parse_body(kind: type[Body], content: Mapping[str, Any]) -> tuple[Body | Non
         return kind.model_validate(valid), listed
     except ValidationError:
         return None, listed
+
+
+def _move_options(given: dict[str, Any]) -> Iterator[Problem]:
+    """Move options under other names to their fields; yields why they cannot be moved."""
+    moved = [("speculative", "speculate", given.pop("speculative", None))]
+    for place in PLUGIN_OBJECTS:
+        options = given.pop(place, {})
+        if not isinstance(options, dict):
+            yield place, f"{place}: expected an object, got {format_value(options)}"
+            continue
+        unknown = [key for key in options if key not in PLUGIN_KEYS]
+        if unknown:
+            known = ", ".join(PLUGIN_KEYS)
+            yield place, f"{place}: expected keys of {known}, got {format_value(unknown[0])}"
+        for key, field in PLUGIN_KEYS.items():
+            value = options.get(key)
+            # vLLM's arguments have no booleans
+            if field == "speculate" and value in (0, 1):
+                value = bool(value)
+            moved.append((f"{place}.{key}", field, value))
+    for name, field, value in moved:
+        if value is not None and given.setdefault(field, value) != value:
+            yield field, f"{name} is {field} under another name; leave one out"
 
 
 def sampling_params(body: GenerationBody) -> tuple[SamplingParams, list[Problem]]:

@@ -47,6 +47,7 @@ def requested(sampling: dict[str, Any] | None = None, **fields: Any) -> list[str
         {"top_k": [1], "top_p_decay": [1.0], "top_p_min": [1e-6], "top_p_reset_ids": [-1]},
         {"top_p_min": [float(np.float32(1e-6))]},  # as a host in C++ has it
         {"top_p_min": np.float32(1e-6)},
+        {"top_p_min": [0.0]},
     ],
 )
 def test_what_changes_nothing_is_taken(sampling: dict[str, Any] | None) -> None:

@@ -208,7 +208,9 @@ ELSEWHERE: dict[str, tuple[str, tuple[Any, ...], tuple[Any, ...]]] = {
     "skip_clone": ("False or True", (False, True), (None, 2)),
     "spaces_between_special_tokens": ("True or False", (True, False), (None, 2)),
     "truncate_prompt_tokens": ("None or -1", (None, -1), (5, 0)),
-    "metadata parallel_tool_calls service_tier store user": ("anything", (None, {}, "a"), ()),
+    "metadata parallel_tool_calls prediction service_tier store user": (
+        "anything", (None, {}, "a"), ()
+    ),
     "modalities": ("None or ['text']", (None, ["text"]), (["text", "audio"], "text")),
     "prompt_cache_key prompt_cache_retention safety_identifier verbosity cache_salt request_id "
     "rid extra_key": ("None or any text", (None, "", "a"), (3,)),
@@ -285,6 +287,8 @@ def test_lists_and_none_are_as_good_as_tuples() -> None:
         ({"logit_bias": {np.int64(3): np.float32(0.5)}}, {"logit_bias": {3: 0.5}}),
         ({"allowed_token_ids": range(3)}, {"allowed_token_ids": (0, 1, 2)}),
         ({"bad_words": [range(3, 5)]}, {"bad_words": ((3, 4),)}),
+        ({"end_id": np.int64(-1), "ignore_eos": False}, {"ignore_eos": True}),
+        ({"thinking_budget": 5}, {"thinking_token_budget": 5}),
     ],
     ids=str,
 )
@@ -597,6 +601,7 @@ def test_as_many_tokens_as_there_is_room_for(name: str) -> None:
         {"length_penalty": None},
         {"no_repeat_ngram_size": 0},
         {"top_p_decay": 1.0, "top_p_min": 1e-6, "top_p_reset_ids": -1, "temperature": 1.0},
+        {"top_p_min": 0.0},
         {"logits_processors": []},
         {"logits_processor": None},
         {"structured_outputs": None},

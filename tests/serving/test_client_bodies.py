@@ -56,3 +56,23 @@ def test_integral_floats_give_what_integers_give(short: Running) -> None:
 def test_both_names_of_the_maximum_number_of_tokens(short: Running, name: str) -> None:
     body = {"prompt": "class A:\n", "ignore_eos": True, name: 3}
     assert short.post("/v1/completions", **body).json()["usage"]["completion_tokens"] == 3
+
+
+@pytest.mark.parametrize("place", ["vllm_xargs", "custom_params"])
+@pytest.mark.parametrize(
+    ("given", "most"),
+    [
+        ({"mtp_speculate": True}, 3),
+        ({"mtp_max_draft_len": 1}, 1),
+        ({"mtp_speculate": False}, 0),
+        ({"mtp_speculate": 0}, 0),
+    ],
+)
+def test_plugin_options_as_in_vllm_and_sglang(
+    short: Running, place: str, given: dict[str, Any], most: int
+) -> None:
+    body = {"prompt": "class A:\n", "temperature": 0, "ignore_eos": True, "max_tokens": 12}
+    answer = short.post("/v1/completions", **body, **{place: given}).json()
+    found = answer["metrics"]["speculative_decoding"]
+    assert found["num_draft_tokens"] <= most * found["num_spec_steps"]
+    assert (found["num_draft_tokens"] > 0) == (most > 0)

@@ -117,7 +117,11 @@ class SamplingParams:
     )
     include_stop_str_in_output: bool = row(False, FLAG, "keep the stop string in the output")
     ignore_eos: bool = row(
-        False, FLAG, "continue after the model's EOS ids", host_reads=("py_end_id",)
+        False,
+        FLAG,
+        "continue after the model's EOS ids",
+        host_reads=("py_end_id",),
+        differs="end_id=-1 in TensorRT-LLM, which is read too",
     )
     # ---- text
     skip_special_tokens: bool = row(
@@ -185,6 +189,7 @@ class SamplingParams:
         own_kernel=True,
         column=int,
         empty=-1,
+        elsewhere=("thinking_budget",),
         enabled_by="set begin_thinking_phase_token and end_thinking_phase_token of "
         "speculative_config, or use a tokenizer with <think> and </think>",
     )
@@ -366,7 +371,12 @@ class SamplingParams:
         None, ANYTHING, "decay of top_p", "config.top_p_decay", neutral=1
     )
     top_p_min: float | None = row(
-        None, ANYTHING, "lower limit of the decay of top_p", "config.top_p_min", neutral=1e-6
+        None,
+        ANYTHING,
+        "lower limit of the decay of top_p",
+        "config.top_p_min",
+        neutral=1e-6,
+        host_neutral=lambda share: share == 0,
     )
     top_p_reset_ids: int | None = row(
         None, ANYTHING, "token ids that reset top_p", "config.top_p_reset_ids", neutral=-1
@@ -389,6 +399,7 @@ class SamplingParams:
     # ---- names in other engines, moved to the fields above
     max_tokens: int | None = None
     speculative: bool | None = None
+    thinking_budget: int | None = None
     random_seed: int | None = None
     embedding_bias: Any = None
     bad: Any = None

@@ -58,6 +58,7 @@ IGNORED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
     "metadata": (object,),
     "modalities": (None, ["text"]),
     "parallel_tool_calls": (object,),
+    "prediction": (object,),  # a text that a drafter may propose
     "prompt_cache_key": (None, str),
     "prompt_cache_retention": (None, str),
     "safety_identifier": (None, str),
@@ -100,6 +101,9 @@ IGNORED_OPTIONS: Mapping[str, tuple[Any, ...]] = {
 """Options that only other engines have, with the accepted values, which have no effect. A type
 means every value of it."""
 
+NO_END_ID = -1
+"""TensorRT-LLM's ``end_id`` for ``ignore_eos=True``."""
+
 WORDS_OF_TYPES: Mapping[type, str] = {int: "any integer", str: "any text", object: "anything"}
 """What a type among the accepted values means."""
 
@@ -111,6 +115,7 @@ MORE_NEUTRAL_VALUES: Mapping[str, Callable[[Any], bool]] = {
     "no_repeat_ngram_size": lambda size: is_int(size) and (size < 0 or size >= 1 << 30),
     "prompt_logprobs": lambda number: number is False,
     "thinking_token_budget": lambda budget: is_int(budget) and budget == -1,
+    "top_p_min": lambda share: is_number(share) and share == 0,
 }
 """Neutral values of other engines, in addition to the neutral value of the option."""
 
@@ -180,6 +185,9 @@ def named_here(
     is given under two names with different values. A None under another name counts as ours.
     """
     problems = []
+    end_id = plain(given.get("end_id"))
+    if is_int(end_id) and end_id == NO_END_ID:
+        given = {**given, "end_id": None, "ignore_eos": True}
     for name in [name for name in given if name not in names]:
         if name not in IGNORED_OPTIONS:
             shown = name if len(name) <= SHOWN else format_value(name)
