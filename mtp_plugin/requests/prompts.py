@@ -22,6 +22,13 @@ def place_of(number: int, count: int) -> str:
     return f"prompt {number} of {count}"
 
 
+def is_one_prompt(prompts: Prompt | Sequence[Prompt]) -> bool:
+    """Whether this is one prompt, not a sequence of them; a sequence of integers is one."""
+    if isinstance(prompts, (str, Mapping)):
+        return True
+    return len(prompts) > 0 and all(isinstance(item, int) for item in prompts)
+
+
 def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
     """Return one prompt or several as a list; a sequence of integers is one prompt.
 
@@ -38,7 +45,7 @@ def prompts_of(prompts: Prompt | Sequence[Prompt]) -> list[PlainPrompt]:
         )
     _expect_short(prompts, "prompts")
     items = list(prompts)
-    if items and all(isinstance(item, int) for item in items):
+    if is_one_prompt(prompts):
         return [items]  # type: ignore[list-item]
     for number, item in enumerate(items, 1):
         where = place_of(number, len(items))

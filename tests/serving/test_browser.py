@@ -132,7 +132,7 @@ def test_page_compares_a_prompt_without_and_with_mtp(
     server: Running, llm: LLM, tmp_path: Path
 ) -> None:
     prompt = "class HTTPServer:\n"
-    (expected,) = llm.generate(prompt, SamplingParams(max_tokens=32))
+    expected = llm.generate(prompt, SamplingParams(max_tokens=32))
     with opened_page(server, tmp_path) as tab:
         wait_until(lambda: text_of(tab, "#model") == "tiny")
         set_value(tab, "temperature", 0)

@@ -135,7 +135,7 @@ def test_token_ids_and_echo_are_streamed(server: Running, llm: LLM) -> None:
     assert first["choices"][0]["text"] == PROMPT
     ids = llm.get_tokenizer().encode(PROMPT)
     assert first["choices"][0]["prompt_token_ids"] == ids
-    (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=8))
+    expected = llm.generate(PROMPT, SamplingParams(max_tokens=8))
     found = [t for chunk in rest for t in chunk["choices"][0].get("token_ids", [])]
     assert found == expected.token_ids
 
@@ -183,7 +183,7 @@ def test_prompt_logprobs_have_the_format_of_vllm(server: Running) -> None:
 def test_temperature_defaults_to_1_and_tokens_to_16(server: Running, llm: LLM) -> None:
     answer = server.post("/v1/completions", prompt=PROMPT, seed=4, ignore_eos=True).json()
     params = SamplingParams(max_tokens=16, temperature=1.0, seed=4, ignore_eos=True)
-    (expected,) = llm.generate(PROMPT, params)
+    expected = llm.generate(PROMPT, params)
     assert answer["choices"][0]["text"] == expected.text
     assert answer["usage"]["completion_tokens"] == 16
 
@@ -258,7 +258,7 @@ def test_verification_method_and_relaxed_acceptance_of_a_request() -> None:
             {"temperature": 0, "relaxed_topk": 2, "relaxed_delta": 0.5},
             {"temperature": 0, "relaxed_acceptance": False},
         ):
-            (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=12, **fields))
+            expected = llm.generate(PROMPT, SamplingParams(max_tokens=12, **fields))
             answer = server.post("/v1/completions", **options, **fields)
             assert answer.status_code == 200, answer.text
             assert answer.json()["choices"][0]["text"] == expected.text

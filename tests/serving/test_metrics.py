@@ -114,7 +114,7 @@ def test_queries_of_the_dashboard_name_metrics_that_exist(server: Running) -> No
 def test_throughput_is_logged_while_there_are_requests(llm: LLM) -> None:
     throughput = Throughput(llm)
     assert throughput.line() is None
-    (output,) = llm.generate("class A:\n", SamplingParams(max_tokens=20))
+    output = llm.generate("class A:\n", SamplingParams(max_tokens=20))
     length = re.escape(f"{output.acceptance.acceptance_length:.2f} tokens per step")
     pattern = (
         r"[\d.]+ prompt and [1-9][\d.]* output tokens/s, 0 running, 0 waiting, KV cache 0.0%, "

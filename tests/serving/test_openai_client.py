@@ -24,7 +24,7 @@ def client(server: Running) -> Iterator[openai.OpenAI]:
 
 def test_completion_is_the_output_of_generate(client: openai.OpenAI, llm: LLM) -> None:
     answer = client.completions.create(model="tiny", prompt=PROMPT, max_tokens=24, temperature=0)
-    (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=24))
+    expected = llm.generate(PROMPT, SamplingParams(max_tokens=24))
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (expected.text, expected.finish_reason)
     assert (answer.object, answer.model) == ("text_completion", "tiny")
@@ -54,7 +54,7 @@ def test_streamed_completion_has_several_tokens_per_chunk(client: openai.OpenAI,
         stream_options={"include_usage": True},
     )
     *chunks, last = list(stream)
-    (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=24))
+    expected = llm.generate(PROMPT, SamplingParams(max_tokens=24))
     assert "".join(chunk.choices[0].text for chunk in chunks) == expected.text
     assert chunks[-1].choices[0].finish_reason == "length"
     assert last.choices == []
@@ -115,7 +115,7 @@ def test_n_gives_several_choices(client: openai.OpenAI, llm: LLM) -> None:
 
 
 def test_logprobs_of_both_styles(client: openai.OpenAI, llm: LLM) -> None:
-    (expected,) = llm.generate(PROMPT, SamplingParams(max_tokens=6, logprobs=2))
+    expected = llm.generate(PROMPT, SamplingParams(max_tokens=6, logprobs=2))
     values = [m[t].logprob for t, m in zip(expected.token_ids, expected.logprobs, strict=True)]
     answer = client.completions.create(
         model="tiny", prompt=PROMPT, max_tokens=6, temperature=0, logprobs=2

@@ -18,7 +18,8 @@ def conversations_of(messages: Sequence[Message] | Sequence[Sequence[Message]]) 
         RequestError: not a list of messages, or of lists of messages; a template would render
             anything else to an empty text.
     """
-    is_one = isinstance(messages, Mapping) or (messages and isinstance(messages[0], Mapping))
+    is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+    is_one = not is_list or (messages and isinstance(messages[0], Mapping))
     conversations: list[Any] = [messages] if is_one else list(messages)
     for conversation in conversations or [conversations]:
         is_list = isinstance(conversation, Sequence) and not isinstance(conversation, str)

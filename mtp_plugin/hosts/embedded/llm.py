@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, overload
 
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, RequestError, expect_int, format_value
@@ -37,7 +37,7 @@ from mtp_plugin.hosts.embedded.scheduler import ChunkPolicy, whole_budget
 from mtp_plugin.hosts.embedded.tokenising import Submission
 from mtp_plugin.requests.foreign_names import OF_LLM, counterpart
 from mtp_plugin.requests.options import SamplingParams
-from mtp_plugin.requests.prompts import Prompt, params_of
+from mtp_plugin.requests.prompts import Prompt, is_one_prompt, params_of
 from mtp_plugin.requests.stop_callback import StopCallback
 from mtp_plugin.speculative.plugin import SpeculativePieces
 
@@ -148,13 +148,27 @@ class LLM:
 
     # ---- use --------------------------------------------------------------------------------
 
+    @overload
+    def generate(  # type: ignore[overload-overlap] # a text is a sequence of texts
+        self,
+        prompts: Prompt,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> RequestOutput: ...
+    @overload
+    def generate(
+        self,
+        prompts: Sequence[Prompt],
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]: ...
     def generate(
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
         use_tqdm: bool = True,
-    ) -> list[RequestOutput]:
-        """Run prompts to completion and return their outputs in the order of the prompts.
+    ) -> RequestOutput | list[RequestOutput]:
+        """Run prompts to completion; return the output of one, or a list in the order of several.
 
         Args:
             use_tqdm: for several prompts, show a progress bar on standard error if that is a
@@ -176,7 +190,8 @@ class LLM:
                 self._engine.drop(submission)
                 raise
         samples = groupby(requests, key=lambda request: request.prompt_index)
-        return [RequestOutput.of(*of_prompt) for _, of_prompt in samples]
+        outputs = [RequestOutput.of(*of_prompt) for _, of_prompt in samples]
+        return outputs[0] if is_one_prompt(prompts) else outputs
 
     def chat(
         self,

@@ -100,7 +100,7 @@ class Room:
         self.other.abort()
         self.stream.close()
         del self.other
-        if not llm.executor.is_closed and len(llm.generate([1, 2], GREEDY)[0].token_ids) != 5:
+        if not llm.executor.is_closed and len(llm.generate([1, 2], GREEDY).token_ids) != 5:
             return "broken"
         deadline = time.monotonic() + TIME_LIMIT_S / 4
         while llm.blocks.num_free_blocks != llm.blocks.num_blocks or llm.executor.has_work:

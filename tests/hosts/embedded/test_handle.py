@@ -88,7 +88,7 @@ def test_a_reader_that_is_cancelled_loses_nothing_for_the_others(harness, target
 def test_other_calls_take_a_handle_along(harness, target, prompts) -> None:
     llm = harness.llm()
     handle = llm.submit(prompts[0], greedy(6))
-    (output,) = llm.generate(prompts[1], greedy(30))
+    output = llm.generate(prompts[1], greedy(30))
     assert handle.is_finished
     assert output.token_ids == target.greedy(prompts[1], 30)
     steps = llm.executor.num_steps

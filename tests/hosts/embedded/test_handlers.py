@@ -151,7 +151,7 @@ def generate(
         ended.abort()
         for _ in llm.stream([[9]], EDITED):
             pass
-        (output,) = llm.generate("&'", EDITED)
+        output = llm.generate("&'", EDITED)
         return len(output.token_ids) == EDITED.max_new_tokens, other
     return False, other
 
@@ -192,5 +192,5 @@ def test_nothing_is_lost_wherever_a_handler_raises(
         assert wait_until(lambda: other.is_finished), (code, offset)  # noqa: B023
         assert all(is_free(lock, other_thread) for lock in locks), (code, offset)
         assert_nothing_left(llm)
-    (output,) = llm.generate([1, 2, 3], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    output = llm.generate([1, 2, 3], SamplingParams(max_new_tokens=3, ignore_eos=True))
     assert output.token_ids == target.greedy([1, 2, 3], 3)

@@ -240,7 +240,7 @@ def test_threads_that_leave_as_they_like_leave_nothing(
 
     def stay(number: int) -> None:
         for _ in range(6):
-            (output,) = llm.generate(prompts[number], greedy(12))
+            output = llm.generate(prompts[number], greedy(12))
             found.append(output.token_ids == truth[number])
 
     def leave(seed: int) -> None:

@@ -108,14 +108,20 @@ def test_outputs_come_in_the_prompts_order(harness, target, prompts, vanilla) ->
 @pytest.mark.parametrize(
     ("prompt", "ids"),
     [
-        ([5, 6, 7], [[5, 6, 7]]),
-        ((5, 6), [[5, 6]]),
+        ([5, 6, 7], [5, 6, 7]),
+        ((5, 6), [5, 6]),
+        ("&'", [6, 7]),
+        ({"prompt": "&'"}, [6, 7]),
+        ([], []),
+        (["&'"], [[6, 7]]),
         ([[5], [6, 7]], [[5], [6, 7]]),
-        ("&'", [[6, 7]]),
     ],
 )
 def test_one_prompt_or_several(harness, target, prompt, ids) -> None:
+    """One prompt has one output, as in TensorRT-LLM; a list has a list."""
     outputs = harness.llm(tokenizer=Pieces()).generate(prompt, greedy(4))
+    if not isinstance(outputs, list):
+        outputs, ids = [outputs], [ids]
     assert [o.prompt_token_ids for o in outputs] == ids
     assert [o.token_ids for o in outputs] == [target.greedy(p, 4) for p in ids]
 

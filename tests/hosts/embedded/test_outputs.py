@@ -25,7 +25,7 @@ def trained() -> LLM:
 
 
 def test_fields_of_the_first_sequence_are_fields_of_the_output(trained: LLM) -> None:
-    (output,) = trained.generate("class HTTPServer:\n", SamplingParams(max_tokens=9, logprobs=1))
+    output = trained.generate("class HTTPServer:\n", SamplingParams(max_tokens=9, logprobs=1))
     (completion,) = output.outputs
     assert isinstance(completion, CompletionOutput)
     assert (completion.index, output.finished, output.prompt) == (0, True, "class HTTPServer:\n")
@@ -40,7 +40,7 @@ def test_fields_of_the_first_sequence_are_fields_of_the_output(trained: LLM) -> 
 
 def test_output_can_be_pickled(trained: LLM) -> None:
     params = SamplingParams(max_tokens=4, logprobs=1, prompt_logprobs=1)
-    (output,) = trained.generate("class HTTPServer:\n", params)
+    output = trained.generate("class HTTPServer:\n", params)
     kept = pickle.loads(pickle.dumps(output))
     assert kept == output
     assert kept.logprobs == output.logprobs != []
@@ -87,8 +87,8 @@ def test_stop_reason_of_an_eos_id_is_none(harness, target) -> None:
 @pytest.mark.parametrize(
     ("prompts", "ids", "texts"),
     [
-        ({"prompt": "&'"}, [[6, 7]], ["&'"]),
-        ({"prompt_token_ids": [6, 7]}, [[6, 7]], [None]),
+        ([{"prompt": "&'"}], [[6, 7]], ["&'"]),
+        ([{"prompt_token_ids": [6, 7]}], [[6, 7]], [None]),
         ([{"prompt": "&"}, [7], "&'"], [[6], [7], [6, 7]], ["&", None, "&'"]),
     ],
 )
@@ -147,12 +147,12 @@ class Marked(Pieces):
 def test_text_options(harness) -> None:
     llm = harness.llm(tokenizer=Marked())
     allowed = greedy(4, allowed_token_ids=(6,))
-    (hidden,) = llm.generate("a", allowed)
-    (shown,) = llm.generate("a", greedy(4, allowed_token_ids=(6,), skip_special_tokens=False))
+    hidden = llm.generate("a", allowed)
+    shown = llm.generate("a", greedy(4, allowed_token_ids=(6,), skip_special_tokens=False))
     assert (hidden.text, shown.text) == ("", "&&&&")
-    (without,) = llm.generate("a", greedy(4, add_special_tokens=False))
+    without = llm.generate("a", greedy(4, add_special_tokens=False))
     assert hidden.prompt_token_ids == [1, *without.prompt_token_ids]
-    (no_text,) = llm.generate("a", greedy(4, detokenize=False))
+    no_text = llm.generate("a", greedy(4, detokenize=False))
     assert (no_text.text, len(no_text.token_ids)) == ("", 4)
     with pytest.raises(RequestError, match="stop needs detokenize=True"):
         llm.generate("a", greedy(4, detokenize=False, stop="a"))
@@ -171,7 +171,7 @@ def test_chat_renders_the_template(trained: LLM) -> None:
     assert trained.get_tokenizer() is trained.tokenizer
 
 
-@pytest.mark.parametrize("messages", [[], "hello", [3], [{"content": "a"}]])
+@pytest.mark.parametrize("messages", [[], "hello", None, 3, [3], [{"content": "a"}]])
 def test_chat_of_something_else_is_refused(trained: LLM, messages: Any) -> None:
     with pytest.raises(RequestError, match=r"^messages: expected "):
         trained.chat(messages, chat_template=TEMPLATE)

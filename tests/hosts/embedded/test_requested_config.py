@@ -82,7 +82,7 @@ def test_a_checkpoint_drafts_by_itself(harness, target, capsys, kind, by_name) -
     with llm:
         assert draft_len(llm.config) == 3
         assert not llm.config.speculative_config.use_mtp_vanilla
-        (output,) = llm.generate([1, 2, 3], SHORT)
+        output = llm.generate([1, 2, 3], SHORT)
     assert output.token_ids == target.greedy([1, 2, 3], 6)
     assert output.acceptance.num_drafted > 0
     assert (llm.config.max_batch_size, llm.max_seq_len) == (4, 64)
@@ -114,7 +114,7 @@ def test_a_seed_with_a_checkpoint(harness, drafting) -> None:
 
 def test_a_checkpoint_without_mtp_layers(plain, capsys) -> None:
     with LLM(plain, **SMALL) as llm:
-        (output,) = llm.generate([1, 2, 3], SHORT)
+        output = llm.generate([1, 2, 3], SHORT)
     assert output.acceptance.num_drafted == 0
     assert capsys.readouterr().err == (
         "speculative_config: none given, no MTP layers: decoding without drafts\n"
@@ -219,7 +219,7 @@ def test_a_tokenizer_by_its_folder(harness, monkeypatch, tmp_path: Path) -> None
     (tmp_path / "tokenizer.json").write_text("{}")
     for folder in (str(tmp_path), tmp_path):
         with LLM(harness.path, model=harness.model, tokenizer=folder, **SMALL) as llm:
-            (output,) = llm.generate("a text", SHORT)
+            output = llm.generate("a text", SHORT)
         assert (output.prompt_token_ids, output.text) == ([7, 8], "xxxxxx")
     assert requested == [tmp_path] * 2
 
