@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
+import resource
 import socket
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import h11
 import uvicorn
@@ -34,7 +37,14 @@ PEER_CHECK_SECONDS = 0.1
 ABORT_SECONDS = 5
 """Time that aborted requests have to send their last events."""
 REPORT_SECONDS = 10
-"""Time between two lines about throughput and acceptance."""
+"""Time between two lines about throughput and acceptance, and about too many connections."""
+MAX_FILES = 2**16
+"""Maximum number of open files that the server asks for."""
+BACKLOG = 128
+"""Connections that the system holds until they are accepted; all of them are accepted at once."""
+SPARE_FILES = 128
+"""Open files for other uses than connections."""
+OUT_OF_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
 class Server(uvicorn.Server):
@@ -48,18 +58,20 @@ class Server(uvicorn.Server):
     def __init__(
         self, app: FastAPI, settings: ServerSettings, log: Callable[[str], object] = _logger.info
     ) -> None:
+        self._warn_rarely = _rarely(_logger.warning)
         super().__init__(
             uvicorn.Config(
                 app,
                 host=settings.host,
                 port=settings.port,
-                http=_protocol(settings),
+                http=_protocol(settings, self._warn_rarely),
                 ws="none",
                 lifespan="off",
                 log_config=None,
                 log_level="warning",
                 access_log=False,
                 server_header=False,
+                backlog=BACKLOG,
                 proxy_headers=False,
                 timeout_keep_alive=int(settings.idle_seconds),
                 timeout_graceful_shutdown=int(settings.drain_seconds) + ABORT_SECONDS,
@@ -84,6 +96,7 @@ class Server(uvicorn.Server):
         except OSError as error:
             raise _cannot_listen(settings, error) from None
         self._loop = asyncio.get_running_loop()
+        self._loop.set_exception_handler(self._on_loop_error)
         host = f"[{settings.host}]" if ":" in settings.host else settings.host
         port = self.servers[0].sockets[0].getsockname()[1]
         self._log(f"serving {one_line(settings.model_name)} on http://{host}:{port}")
@@ -110,6 +123,14 @@ class Server(uvicorn.Server):
             self._loop.call_soon_threadsafe(self._disconnect_all)
         super().handle_exit(sig, frame)
 
+    def _on_loop_error(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """Log one line for many connections that cannot be accepted, not a traceback for each."""
+        error = context.get("exception")
+        if isinstance(error, OSError) and error.errno in OUT_OF_FILES and "socket" in context:
+            self._warn_rarely(f"no connection is accepted: {error.strerror}; see ulimit -n")
+        else:
+            loop.default_exception_handler(context)
+
     def _disconnect_all(self) -> None:
         for connection in list(self.server_state.connections):
             connection.transport.abort()
@@ -120,6 +141,31 @@ class Server(uvicorn.Server):
         line = self._throughput.line()
         if line is not None:
             self._log(line)
+
+
+def _rarely(log: Callable[[str], object]) -> Callable[[str], None]:
+    """Return a function that logs at most one line per `REPORT_SECONDS`."""
+    due = 0.0
+
+    def log_if_due(line: str) -> None:
+        nonlocal due
+        if time.monotonic() >= due:
+            due = time.monotonic() + REPORT_SECONDS
+            log(line)
+
+    return log_if_due
+
+
+def _max_files(limit: int) -> int:
+    return MAX_FILES if limit == resource.RLIM_INFINITY else min(limit, MAX_FILES)
+
+
+def _raise_file_limit() -> None:
+    """Raise the limit of open files, on which that of connections depends."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if _max_files(soft) < _max_files(hard):
+        with suppress(OSError, ValueError):  # the lower limit stays
+            resource.setrlimit(resource.RLIMIT_NOFILE, (_max_files(hard), hard))
 
 
 def bind(settings: ServerSettings) -> socket.socket:
@@ -163,15 +209,17 @@ def serve(
     """
     if not settings.is_loopback and settings.api_key is None:
         _logger.warning("%s: every machine that reaches it can use this server", settings.host)
+    _raise_file_limit()
     with reserved or bind(settings) as reserved, suppress(KeyboardInterrupt):
         Server(make_app(llm, settings), settings, log).run([reserved])
 
 
 class CountedConnection(h11.Connection):
-    """A connection that refuses a body of very small chunks, which would take long to parse."""
+    """A connection that refuses a body of very small chunks, which would take long to parse, and
+    one of two lengths, which a proxy may read in another way."""
 
     refusal: APIError | None = None
-    """Why the body is not read further."""
+    """Why nothing more is read: 400 for the headers of a request, 413 for its body."""
 
     def __init__(self, settings: ServerSettings) -> None:
         super().__init__(h11.SERVER)
@@ -193,16 +241,22 @@ class CountedConnection(h11.Connection):
             RemoteProtocolError: the request is invalid, or its body is refused.
         """
         event = super().next_event()
-        if isinstance(event, h11.Data):
+        if isinstance(event, h11.Request):
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in event.headers}:
+                self._refuse(400, "expected Content-Length or Transfer-Encoding, got both")
+        elif isinstance(event, h11.Data):
             self._num_chunks += event.chunk_start
             self._num_content_bytes += len(event.data)
-            message = self._problem() if event.chunk_start else None
-            if message is not None:
-                self.refusal = APIError(413, (None, message), headers=HEADERS)
-                raise h11.RemoteProtocolError(message)
+            problem = self._problem() if event.chunk_start else None
+            if problem is not None:
+                self._refuse(413, problem)
         elif isinstance(event, h11.EndOfMessage):
             self._clear()
         return event
+
+    def _refuse(self, status: int, message: str) -> NoReturn:
+        self.refusal = APIError(status, (None, message), headers=HEADERS)
+        raise h11.RemoteProtocolError(message)
 
     def _problem(self) -> str | None:
         least, most = self._settings.min_chunk_bytes, 2 * self._settings.max_body_bytes
@@ -216,13 +270,19 @@ class CountedConnection(h11.Connection):
         )
 
 
-def _protocol(settings: ServerSettings) -> type[H11Protocol]:
-    """Return uvicorn's protocol with a deadline for each phase in which it waits for the client.
+def _protocol(settings: ServerSettings, warn: Callable[[str], None]) -> type[H11Protocol]:
+    """Return uvicorn's protocol with a limit of connections, and deadlines.
 
-    These are the headers of a request, the rest of a body after its response, and the reading of
-    the response. `read_json` limits the time of a body that it reads, uvicorn that of an idle
-    connection. A client that closes its sending side after a request gets its response.
+    A deadline is for each phase in which it waits for the client: the headers of a request, the
+    rest of a body after its response, and the reading of the response. `read_json` limits the time
+    of a body that it reads, uvicorn that of an idle connection. A client that closes its sending
+    side after a request gets its response.
+
+    Args:
+        warn: called for each connection above the limit.
     """
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    max_connections = max(1, _max_files(soft) - BACKLOG - SPARE_FILES)
 
     class TimedProtocol(H11Protocol):
         conn: CountedConnection
@@ -233,6 +293,12 @@ def _protocol(settings: ServerSettings) -> type[H11Protocol]:
         def connection_made(self, transport: Any) -> None:
             super().connection_made(transport)
             self.conn = CountedConnection(settings)
+            if len(self.connections) > max_connections:
+                message = f"at most {max_connections} connections are served"
+                warn(f"{message}; more need a higher ulimit -n")
+                headers = {**HEADERS, "Retry-After": "1"}
+                self._end_with(APIError(503, (None, message), headers=headers))
+                return
             self._set_deadline(settings.header_seconds)
 
         def data_received(self, data: bytes) -> None:
@@ -283,13 +349,16 @@ def _protocol(settings: ServerSettings) -> type[H11Protocol]:
             self._watch_writing()
 
         def send_400_response(self, msg: str) -> None:
-            if self.conn.refusal is not None:
-                self._refuse_body(self.conn.refusal)
+            refusal = self.conn.refusal
+            if refusal is not None and refusal.status == 413:
+                self._refuse_body(refusal)
                 return
             if self.cycle is not None:
                 self.cycle.disconnected = True  # what the application still sends is dropped
                 self.cycle.message_event.set()
-            if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            if refusal is not None:
+                self._end_with(refusal)
+            elif self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 super().send_400_response(msg)
             else:
                 self.transport.close()
@@ -302,6 +371,14 @@ def _protocol(settings: ServerSettings) -> type[H11Protocol]:
             self.cycle.disconnected = True  # what the application still sends is dropped
             self.cycle.response_started = self.cycle.response_complete = True
             self.cycle.message_event.set()
+            self._send(error)
+
+        def _end_with(self, error: APIError) -> None:
+            self._send(error)
+            self.transport.close()
+
+        def _send(self, error: APIError) -> None:
+            """Send an error that does not come from the application."""
             response = error.response()
             headers = [*response.raw_headers, CLOSE_HEADER]
             status = response.status_code

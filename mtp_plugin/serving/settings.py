@@ -15,7 +15,7 @@ class ServerSettings:
     """Where the server listens, what it serves, and its limits.
 
     Raises:
-        ConfigError: a number of seconds is negative or not finite.
+        ConfigError: the address is empty; a number of seconds is negative or not finite.
     """
 
     model_name: str = "model"
@@ -57,6 +57,11 @@ class ServerSettings:
     """A shutdown waits this long for running requests, then it aborts them."""
 
     def __post_init__(self) -> None:
+        if not self.host:
+            raise ConfigError(
+                "--listen: expected an address such as 127.0.0.1, or 0.0.0.0 for all interfaces, "
+                "got ''"
+            )
         for each in fields(self):
             value = getattr(self, each.name)
             is_number = isinstance(value, (int, float)) and 0 <= value < math.inf

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import re
+import resource
 import socket
 import threading
+import time
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
 from mtp_plugin import LLM
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.serving import ServerSettings, bind
+from mtp_plugin.serving import server as server_module
 from tests.serving.conftest import Running, running, tiny_llm, wait_until
 
 COMPLETIONS = "/v1/completions"
@@ -52,6 +57,13 @@ def test_deadlines_are_finite(seconds: float) -> None:
     message = re.escape(f"drain_seconds: expected a number of seconds >= 0, got {seconds!r}")
     with pytest.raises(ConfigError, match=message):
         ServerSettings(drain_seconds=seconds)
+
+
+def test_empty_address_is_refused() -> None:
+    """A socket would listen on all interfaces."""
+    message = "--listen: expected an address such as 127.0.0.1, or 0.0.0.0 for all interfaces"
+    with pytest.raises(ConfigError, match=message):
+        ServerSettings(host="")
 
 
 def test_ports_that_cannot_be_bound_are_refused() -> None:
@@ -182,6 +194,67 @@ def test_connection_with_a_refused_body_is_closed(guarded: Running) -> None:
         assert b"413 " in connection.recv(4096)
         connection.sendall(b"1\r\na\r\n")
         assert is_closed(connection)
+
+
+def test_body_with_two_lengths_gets_400_and_is_closed(guarded: Running) -> None:
+    with connect(guarded) as connection:
+        connection.sendall(
+            b"POST /health HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+            b"Content-Length: 5\r\n\r\n"
+        )
+        answer = b"".join(iter(partial(connection.recv, 4096), b""))  # until it is closed
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"expected Content-Length or Transfer-Encoding, got both" in answer
+
+
+def test_connections_above_the_limit_get_503(
+    llm: LLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(server_module, "MAX_FILES", 260)
+    with running(llm) as server:
+        served = [connect(server) for _ in range(4)]
+        for _ in range(3):
+            with connect(server) as connection:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 503 ")
+                assert is_closed(connection)
+        for connection in served:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200 OK" in connection.recv(4096)
+            connection.close()
+        wait_until(lambda: not server.server.server_state.connections)
+        assert server.get("/health").status_code == 200
+    assert caplog.text.count("at most 4 connections are served") == 1
+
+
+def test_log_without_open_files_has_one_line(llm: LLM, caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with running(llm) as server:
+        waiting = [socket.socket() for _ in range(20)]
+        free = os.dup(0)
+        os.close(free)
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+            for connection in waiting:
+                connection.connect(("127.0.0.1", int(server.url.rpartition(":")[2])))
+            time.sleep(1.5)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for connection in waiting:
+            connection.sendall(b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n")
+            assert b"200 OK" in connection.recv(4096)
+            connection.close()
+    assert caplog.text.count("no connection is accepted: Too many open files") == 1
+    assert len(caplog.records) == 1
+
+
+def test_limit_of_open_files_is_raised() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, hard))
+        server_module._raise_file_limit()
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == server_module._max_files(hard)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_slow_tokenizer_gets_503_and_its_request_is_dropped(
