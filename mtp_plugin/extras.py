@@ -23,7 +23,7 @@ DISPLAY_PACKAGES = ("typer", "rich")
 """Needed to parse arguments and show results."""
 COMMAND_LINE_PACKAGES = (*MODEL_PACKAGES, *DISPLAY_PACKAGES)
 """Needed by the command line."""
-SERVE_PACKAGES = ("fastapi", "uvicorn", "prometheus_client")
+SERVE_PACKAGES = ("fastapi", "h11", "uvicorn", "prometheus_client")
 """Needed by the server, in the extra ``serve``."""
 
 TRANSFORMERS_RANGE = ((5, 17), (5, 25))
