@@ -21,7 +21,7 @@ from mtp_plugin.cli.flags import (
     one_model,
 )
 from mtp_plugin.cli.opening import errors_of, import_engine, load
-from mtp_plugin.errors import ConfigError
+from mtp_plugin.errors import ConfigError, format_value
 from mtp_plugin.extras import SERVE_PACKAGES, require
 from mtp_plugin.tools.terminal.console import OutputConsole, messages, progress
 
@@ -183,5 +183,7 @@ def _read(option: str, file: Path) -> str:
 
 def _read_prefix(name: str) -> str:
     if not name.isidentifier() or not name.isascii():
-        raise ConfigError(f"--metrics-prefix: expected a name such as vllm, got {name!r}")
+        raise ConfigError(
+            f"--metrics-prefix: expected a name such as vllm, got {format_value(name)}"
+        )
     return f"{name}:"

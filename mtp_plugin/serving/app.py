@@ -17,6 +17,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from mtp_plugin import __version__
+from mtp_plugin.errors import format_value
 from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.serving import page
 from mtp_plugin.serving.errors import APIError, Problem, json_response
@@ -176,7 +177,7 @@ class Endpoints:
         model = getattr(body, "model", None)
         expected = self._settings.model_name
         if model not in (None, expected):
-            message = f"model: {model[:100]!r} is not served, expected {expected!r}"
+            message = f"model: {format_value(model)} is not served, expected {expected!r}"
             if not problems:
                 raise APIError(404, ("model", message), code="model_not_found")
             problems.append(("model", message))

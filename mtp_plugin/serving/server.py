@@ -187,7 +187,7 @@ def bind(settings: ServerSettings) -> socket.socket:
 
 def _cannot_listen(settings: ServerSettings, error: Exception) -> ConfigError:
     reason = getattr(error, "strerror", None) or error
-    where = f"{settings.host}:{settings.port}"
+    where = f"{one_line(settings.host)}:{settings.port}"
     return ConfigError(f"cannot listen on {where}: {reason}; give another --listen or --port")
 
 

@@ -69,6 +69,8 @@ def test_empty_address_is_refused() -> None:
 def test_ports_that_cannot_be_bound_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"^cannot listen on 127.0.0.1:70000: .*0-65535"):
         bind(ServerSettings(port=70000))
+    with pytest.raises(ConfigError, match=r"^cannot listen on a\\nb:80: "):
+        bind(ServerSettings(host="a\nb", port=80))
 
 
 def test_api_key_guards_everything_but_health(guarded: Running) -> None:
