@@ -73,7 +73,7 @@ def test_options_that_the_server_prefers_are_checked(manager):
 
 @pytest.mark.parametrize("given", [5, [], ["mtp_speculate"], "mtp_speculate"])
 def test_custom_params_that_are_no_mapping_are_refused(manager, given):
-    with pytest.raises(ValueError, match="custom_params: expected a JSON object, got "):
+    with pytest.raises(ValueError, match="custom_params: expected a mapping, got "):
         tokenized(manager, sampling_params={"custom_params": given})
     req = make_request("r", [1, 2], custom_params=given)
     ToyEngine(K).admit(req)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mtp_plugin.errors import RequestError, expect, format_value
+from mtp_plugin.errors import RequestError
 from mtp_plugin.requests.options import INT32_MAX
 from mtp_plugin.requests.seeds import sample_seed, seed_words
 from mtp_plugin.requests.stopping import StopRule
@@ -93,14 +93,9 @@ def request_problem(request: Any, settings: EngineSettings) -> str | None:
     """
     if not hasattr(request, "custom_logit_processor"):
         return None
-    problems, given = [], request.sampling_params.custom_params
+    problems = []
     try:
-        expect(
-            given is None or isinstance(given, Mapping),
-            RequestError,
-            f"expected a JSON object, got {format_value(given)}",
-        )
-        read_request(given, settings)
+        read_request(request.sampling_params.custom_params, settings)
     except RequestError as error:
         problems.append(f"custom_params: {error}")
     if request.custom_logit_processor and settings.num_drafts:
