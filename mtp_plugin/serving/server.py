@@ -39,7 +39,7 @@ ABORT_SECONDS = 5
 REPORT_SECONDS = 10
 """Time between two lines about throughput and acceptance, and about too many connections."""
 MAX_FILES = 2**16
-"""Maximum number of open files that the server asks for."""
+"""Maximum number of open files of the server."""
 BACKLOG = 128
 """Connections that the system holds until they are accepted; all of them are accepted at once."""
 SPARE_FILES = 128
