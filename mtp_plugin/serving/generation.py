@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from mtp_plugin.errors import ExecutorError, MTPPluginError, RequestError, one_line
 from mtp_plugin.hosts.embedded import LLM, RequestHandle, RequestOutput, SamplingParams, StepEvent
-from mtp_plugin.hosts.embedded.results import TimedEvent
+from mtp_plugin.hosts.embedded.call import TimedEvent
 from mtp_plugin.requests.thinking import ThinkingEnd, resolve_thinking_end
 from mtp_plugin.requests.tokenizer import encode, named_failures
 from mtp_plugin.serving.errors import APIError, Problem, problem_of

@@ -11,8 +11,8 @@ from itertools import chain, islice
 from typing import Any, TypeVar
 
 from mtp_plugin.hosts.embedded import RequestOutput, StepEvent
+from mtp_plugin.hosts.embedded.call import TimedEvent
 from mtp_plugin.hosts.embedded.outputs import CompletionOutput
-from mtp_plugin.hosts.embedded.results import TimedEvent
 from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.requests.logprobs import Logprob, Logprobs, PromptLogprobs, TokenLogprobs
 from mtp_plugin.serving.errors import APIError, encode_json

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import lru_cache, partial
 from typing import Any
 
 from mtp_plugin.errors import ExecutorError, MTPPluginError, RequestError, format_value
+from mtp_plugin.hosts.embedded.call import Call
 from mtp_plugin.hosts.embedded.models import ModelFacts
 from mtp_plugin.hosts.embedded.py_executor import PyExecutor
 from mtp_plugin.hosts.embedded.request import LlmRequest
-from mtp_plugin.hosts.embedded.tokenising import Submission, TokenizerLock
 from mtp_plugin.requests.detokenizer import RequestText
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS, SamplingParams
 from mtp_plugin.requests.prompts import PlainPrompt, Prompt, params_of, place_of, prompts_of
@@ -47,7 +48,6 @@ class Admission:
         pieces: draft length, served options and acceptance label.
         tokenizer: has ``encode`` and ``decode``; None: prompts are token ids, outputs have no text.
         max_seq_len: maximum number of tokens of a request, prompt included.
-        is_stepping_here: see `TokenizerLock`.
     """
 
     def __init__(
@@ -58,7 +58,6 @@ class Admission:
         *,
         tokenizer: Any,
         max_seq_len: int,
-        is_stepping_here: Callable[[], bool] = lambda: False,
     ) -> None:
         self._executor = executor
         self._facts = facts
@@ -73,7 +72,10 @@ class Admission:
             if tokenizer is None
             else lru_cache(maxsize=2**16)(partial(_token_text, self._detokenizer))
         )
-        self.tokenizer_lock = TokenizerLock(is_stepping_here)
+        self._lock = threading.RLock()
+        """Lets one thread at a time use the tokenizer, which need not be thread-safe."""
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="mtp-tokenizing")
+        """Tokenizes for event loops."""
 
     # ---- requests ---------------------------------------------------------------------------
 
@@ -97,30 +99,33 @@ class Admission:
             requests += samples
         return requests
 
-    def make_pending(
-        self, prompt: Prompt, sampling_params: SamplingParams | Sequence[SamplingParams] | None
-    ) -> PendingRequest:
-        """Return a request whose strings are tokenised later, by the first thread that needs it.
+    def make_call(
+        self,
+        prompt: Prompt,
+        sampling_params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        in_thread: bool,
+    ) -> Call:
+        """Return the call of one prompt.
+
+        Args:
+            in_thread: strings are tokenised in a thread, whose errors the call raises.
 
         Raises:
-            RequestError: lists every reason that can be found without the tokenizer.
+            RequestError: lists every reason; with ``in_thread`` those that need no tokenizer.
         """
         (plain,) = prompts_of([prompt])
         (params,) = params_of(sampling_params, 1)
         ids = self._reserve_ids(params)
-        pending = PendingRequest(ids, plain, params, self)
-        if self._tokenizer is None or not _has_texts(plain, params):
-            pending.make()
-            pending.result()
-            return pending
+        if not in_thread or self._tokenizer is None or not _has_texts(plain, params):
+            return Call.of(self.make(ids, plain, params))
         with _named_errors(ids[0]):
             if isinstance(plain, str):
                 self._check_text(plain)
             else:
                 self._check_ids(plain)
             self._validated(params, () if isinstance(plain, str) else plain, tokenise=False)
-            self.tokenizer_lock.check_not_held(ids[0])
-        return pending
+        return Call(ids, self._pool.submit(self.make, ids, plain, params))
 
     def _reserve_ids(self, params: SamplingParams) -> list[int]:
         """Return an id for each of the ``n`` sequences of a prompt; one if there are too many."""
@@ -139,9 +144,8 @@ class Admission:
             RequestError: calls the prompt by ``place``, else by its first id.
         """
         with _named_errors(ids[0], place):
-            make = partial(self._tokenise, ids, prompt, params)
-            needs_lock = _has_texts(prompt, params)
-            requests = self.tokenizer_lock.run(ids[0], make) if needs_lock else make()
+            with self._lock if _has_texts(prompt, params) else nullcontext():
+                requests = self._tokenise(ids, prompt, params)
             for request in requests:
                 self._executor.check_fits(request)
             return requests
@@ -403,73 +407,6 @@ class Admission:
 
     def _encode(self, text: str) -> list[int]:
         return encode(self._tokenizer, text, add_special_tokens=False)
-
-
-class PendingRequest(Submission):
-    """The requests of a prompt, made by the first thread that needs them.
-
-    Args:
-        request_ids, prompt, params: arguments of `Admission.make`.
-        admission: makes the requests.
-    """
-
-    def __init__(
-        self,
-        request_ids: Sequence[int],
-        prompt: PlainPrompt,
-        params: SamplingParams,
-        admission: Admission,
-    ) -> None:
-        super().__init__(request_ids)
-        self._prompt = prompt
-        self._params = params
-        self._admission = admission
-
-    def make(self) -> None:
-        """Make the requests in this thread, unless a thread has begun to."""
-        if not self.claim():
-            return
-        try:
-            requests = self._admission.make(self.request_ids, self._prompt, self._params)
-        except Exception as error:
-            self.made.set_exception(error)
-            del self  # the error refers to this frame
-        except BaseException:
-            message = f"request {self.request_ids[0]}: its tokenising was interrupted"
-            self.made.set_exception(ExecutorError(message))
-            raise
-        else:
-            self.made.set_result(requests)
-
-    def make_in_pool(self) -> None:
-        """Have the requests made by another thread, unless a thread has begun to."""
-        self._admission.tokenizer_lock.pool.submit(self.make)
-
-    def check_can_wait(self) -> None:
-        """Refuse to wait for requests that this thread is making, or that need its tokenizer.
-
-        Raises:
-            ExecutorError, RequestError: see above.
-        """
-        if self.made.done():
-            return
-        self._admission.tokenizer_lock.check_not_held(self.request_ids[0])
-        maker = self._makers.get(None)
-        if maker is not None and maker[0] == threading.get_ident() and not self.made.done():
-            raise ExecutorError(
-                f"request {self.request_ids[0]}: this thread is making it, nothing can wait for it "
-                f"within that"
-            )
-
-    def result(self) -> list[LlmRequest]:
-        """Return the requests: make them in this thread, or wait for the thread that makes them.
-
-        Raises:
-            RequestError: they cannot be served, or see :meth:`check_can_wait`.
-        """
-        self.check_can_wait()
-        self.make()
-        return self.made.result()
 
 
 @contextmanager

@@ -7,18 +7,17 @@ import logging
 import os
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
+from functools import partial
 from queue import Empty, SimpleQueue
 
 import torch
 
 from mtp_plugin.errors import ExecutorError
+from mtp_plugin.hosts.embedded.call import Call
 from mtp_plugin.hosts.embedded.py_executor import PyExecutor, StepEvent
-from mtp_plugin.hosts.embedded.request import LlmRequest
-from mtp_plugin.hosts.embedded.results import Results
-from mtp_plugin.hosts.embedded.tokenising import Submission
 
 _logger = logging.getLogger(__name__)
 
@@ -38,94 +37,83 @@ request after the other is not held up."""
 EXIT_SECONDS = 10.0
 """Maximum time that the interpreter's exit waits for a running step."""
 
-
-Command = list[LlmRequest] | int | tuple[tuple[int, ...], Future[None]] | None
-"""Start requests; abort a request; abort requests without readers, and report when that took
-effect; wake up."""
+Command = Callable[[], object] | None
+"""What a caller wants, run between two steps; None: wake up."""
 
 
 class Engine:
     """Runs the steps of an executor in a thread of its own, on behalf of callers in any thread.
 
-    All methods but :meth:`shutdown` return without waiting, and may be called at any moment: by a
-    signal handler, the garbage collector, or within a step. Submissions and aborts enter a queue,
-    which is processed between two steps. The thread refers weakly to this object, so that it ends,
-    and all memory is freed, when the last reference to it is dropped.
+    What callers want enters an inbox of functions, which are called between two steps, so that all
+    methods but :meth:`shutdown` return without waiting, also within a step and in the garbage
+    collector. The thread refers weakly to this object, so that it ends, and all memory is freed,
+    when the last reference to it is dropped.
     """
 
     def __init__(self, executor: PyExecutor, device: torch.device) -> None:
         self._executor = executor
-        self._commands: SimpleQueue[Command] = SimpleQueue()
-        self._results: dict[int, Results] = {}
-        """Results of unfinished requests, also of those that are still being tokenised."""
-        self._running: dict[int, Results] = {}
-        """Those of requests in the executor; used by the engine thread alone."""
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._calls: dict[int, Call] = {}
+        """Calls of unfinished requests, also of those that are still being made."""
+        # used by the engine thread alone
+        self._running: set[int] = set()
+        self._aborted: set[int] = set()
+        """Requests that were aborted before they were made."""
+        self._has_cancelled = False
+        self._freed: list[Future[None]] = []
+        """To be set once the requests that were cancelled are ended."""
         self._is_closing = self._is_closed = False
         self.captures_when_idle = False
         """See `LLM.capture_when_idle`."""
         self._pid = os.getpid()
-        wake = self._commands.put
-        reference = weakref.ref(self, lambda _: wake(None))
+        put = self._inbox.put
+        reference = weakref.ref(self, lambda _: put(None))
         stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._thread = threading.Thread(
-            target=_run, args=(reference, self._commands, stream), name="mtp-engine", daemon=True
+            target=_run, args=(reference, self._inbox, stream), name="mtp-engine", daemon=True
         )
         _engines.add(self)
         self._thread.start()
 
-    # ---- submission -------------------------------------------------------------------------
+    # ---- callers ----------------------------------------------------------------------------
 
-    def submit(self, submission: Submission, results: Results) -> None:
-        """Submit requests, which enter the same step, once they are made.
+    def submit(self, call: Call) -> None:
+        """Have the requests of a call enter one step, once they are made.
 
         Raises:
             ExecutorError: the executor was shut down, or this process was forked.
         """
-        request_ids = submission.request_ids
         if self._is_forked:
             raise ExecutorError(FORKED)
         if self._is_closing or self._executor.is_closed:
             raise ExecutorError(SHUT_DOWN)
-        self._results.update(dict.fromkeys(request_ids, results))
+        self._calls.update(dict.fromkeys(call.request_ids, call))
         if self._is_closed:  # since the check above
-            self._fail(request_ids, ExecutorError(SHUT_DOWN))
-
-        def start(made: Future[list[LlmRequest]]) -> None:
-            error = made.exception()
-            if isinstance(error, Exception):
-                self._fail(request_ids, error)
-            else:
-                self._commands.put(made.result())
-
-        if submission.made.done():
-            start(submission.made)  # a callback would lose the error of a signal handler
-        else:
-            submission.made.add_done_callback(start)
-
-    # ---- ending -----------------------------------------------------------------------------
+            self._fail(call.request_ids, ExecutorError(SHUT_DOWN))
+        call.made.add_done_callback(lambda _: self._inbox.put(partial(self._start, call)))
 
     def abort(self, request_id: int) -> bool:
         """Abort a request; False: no unfinished request has this id."""
-        if request_id not in self._results:
+        if request_id not in self._calls:
             return False
-        self._commands.put(request_id)
+        self._inbox.put(partial(self._cancel, request_id))
         return True
 
-    def drop(self, submission: Submission) -> Future[None]:
-        """Abort requests without readers; those that are not made yet never will be.
+    def drop(self, call: Call) -> Future[None]:
+        """Abort the requests of a call without readers; those not made yet never will be.
 
         Returns:
             A future that is done once their resources are freed; within a step, at once.
         """
-        submission.claim()
-        request_ids = submission.request_ids
-        done: Future[None] = Future()
-        if any(request_id in self._results for request_id in request_ids):
-            self._commands.put((request_ids, done))
+        freed: Future[None] = Future()
+        if any(request_id in self._calls for request_id in call.request_ids):
+            call.made.cancel()
+            self._inbox.put(partial(self._drop, call, freed))
             if not (self._is_closed or self._is_forked or self.is_current_thread):
-                return done
-        _set_done(done)
-        return done
+                return freed
+            freed = Future()
+        freed.set_result(None)
+        return freed
 
     def shutdown(self, timeout: float | None = None) -> None:
         """End every request with an error and close the executor; within a step, when it ends.
@@ -134,20 +122,18 @@ class Engine:
             timeout: maximum number of seconds to wait for a running step.
         """
         self._is_closing = True
-        self._commands.put(None)
+        self.wake()
         if not self.is_current_thread and not self._is_forked:
             self._thread.join(timeout)
+
+    def wake(self) -> None:
+        """Have the engine thread look at what has changed."""
+        self._inbox.put(None)
 
     @property
     def is_running(self) -> bool:
         """Whether requests can be submitted."""
         return self._thread.is_alive() and not self._is_closing and not self._executor.is_closed
-
-    # ---- waiting ----------------------------------------------------------------------------
-
-    def wake(self) -> None:
-        """Continue with the steps if they wait for a reader."""
-        self._commands.put(None)
 
     @property
     def is_current_thread(self) -> bool:
@@ -172,109 +158,107 @@ class Engine:
     # ---- the engine thread ------------------------------------------------------------------
 
     def _iterate(self, command: Command, *, is_idle: bool) -> float | None:
-        """Process the queue, then run a step, or capture a CUDA graph if there was no command for
+        """Empty the inbox, then run a step, or capture a CUDA graph if there was no command for
         `IDLE_SECONDS` and `captures_when_idle`.
 
         Returns:
             How many seconds to wait for the next command; None: until there is one.
         """
-        dropped = self._process(command)
+        self._empty_inbox(command)
         if self._is_closing or self._executor.is_closed:
             self._close()
-        for done in dropped:
-            _set_done(done)
-        if self._is_closed:
             return None
         if is_idle and self.captures_when_idle:
             self._executor.capture_next()
-        if all(results.is_full for results in self._running.values()):
+        if not self._running:
             captures = self.captures_when_idle and self._executor.can_capture
             return IDLE_SECONDS if captures else None
-        try:
-            events = self._executor.step()
-        except BaseException as error:
-            known = error if isinstance(error, Exception) else ExecutorError(INTERRUPTED)
-            self._fail(list(self._running), known)
-            del known  # its traceback refers to this frame
-        else:
-            self._deliver(events)
+        self._deliver_of(self._executor.step)
         return 0.0
 
-    def _process(self, command: Command) -> list[Future[None]]:
-        """Process ``command`` and the queue, and return the futures to set."""
-        dropped = []
-        has_aborted = False
+    def _empty_inbox(self, command: Command) -> None:
         while True:
-            if isinstance(command, list):
-                for request in command:
-                    has_aborted |= self._enqueue(request)
-            elif isinstance(command, int):
-                has_aborted |= self._abort(command, is_dropped=False)
-            elif isinstance(command, tuple):
-                for request_id in command[0]:
-                    has_aborted |= self._abort(request_id, is_dropped=True)
-                dropped.append(command[1])
+            if command is not None:
+                command()
             try:
-                command = self._commands.get_nowait()
+                command = self._inbox.get_nowait()
             except Empty:
                 break
-        if has_aborted:
+        if self._has_cancelled:
+            self._has_cancelled = False
+            self._deliver_of(self._executor.end_cancelled)
+        freed, self._freed = self._freed, []
+        for each in freed:
+            with suppress(InvalidStateError):  # its reader was cancelled
+                each.set_result(None)
+
+    def _start(self, call: Call) -> None:
+        if call.made.cancelled() or not self._calls.keys() >= set(call.request_ids):
+            return  # it was dropped, or the engine was closed
+        error = call.made.exception()
+        if error is not None:
+            self._fail(call.request_ids, _known(error))
+            return
+        for request in call.made.result():
+            request_id = request.request_id
             try:
-                self._deliver(self._executor.end_cancelled())
-            except Exception as error:
-                self._fail(list(self._running), error)
-        return dropped
+                self._executor.enqueue(request)
+            except Exception as problem:
+                self._fail([request_id], problem)
+                continue
+            self._running.add(request_id)
+            if request_id in self._aborted:
+                self._aborted.discard(request_id)
+                self._cancel(request_id)
 
-    def _enqueue(self, request: LlmRequest) -> bool:
-        """Whether the request was aborted while it was made."""
-        request_id = request.request_id
-        results = self._results.get(request_id)
-        if results is None:
-            return False
+    def _cancel(self, request_id: int) -> None:
+        if request_id in self._running:
+            self._has_cancelled |= self._executor.cancel(request_id)
+        elif request_id in self._calls:
+            self._aborted.add(request_id)
+
+    def _drop(self, call: Call, freed: Future[None]) -> None:
+        for request_id in call.request_ids:
+            if request_id in self._running:
+                self._cancel(request_id)
+            elif self._calls.pop(request_id, None) is not None:
+                self._aborted.discard(request_id)
+                call.end()
+        self._freed.append(freed)
+
+    def _deliver_of(self, step: Callable[[], list[StepEvent]]) -> None:
+        """Deliver the events of a step; its error ends all running requests."""
         try:
-            self._executor.enqueue(request)
-        except Exception as error:
-            self._fail([request_id], error)
-            return False
-        self._running[request_id] = results
-        return request_id in results.aborted and self._executor.cancel(request_id)
-
-    def _abort(self, request_id: int, *, is_dropped: bool) -> bool:
-        """Whether the request was running."""
-        results = self._results.get(request_id)
-        if results is not None and request_id not in self._running:
-            # it is still being made, or its submission was interrupted
-            if not is_dropped:
-                results.aborted.add(request_id)
-            elif self._results.pop(request_id, None) is not None:
-                results.num_unfinished -= 1
-                results.put([])
-        return self._executor.cancel(request_id)
+            events = step()
+        except BaseException as error:
+            self._fail(self._running, _known(error))
+        else:
+            self._deliver(events)
 
     def _deliver(self, events: list[StepEvent]) -> None:
-        shares: dict[Results, list[StepEvent]] = {}
+        shares: dict[Call, list[StepEvent]] = {}
         for event in events:
-            results = self._running.get(event.request_id)
-            if results is None:
+            if event.request_id not in self._running:
                 continue
-            shares.setdefault(results, []).append(event)
+            shares.setdefault(self._calls[event.request_id], []).append(event)
             if event.finish_reason is not None:
-                results.num_unfinished -= 1
-                del self._running[event.request_id]
-                self._results.pop(event.request_id, None)
-        for results, share in shares.items():
-            results.put(share)
-            if results.is_abandoned is not None and results.is_abandoned():
-                self._commands.put((tuple(event.request_id for event in share), Future()))
+                self._running.discard(event.request_id)
+                del self._calls[event.request_id]
+        for call, share in shares.items():
+            call.put(share)
+            if call.is_abandoned():
+                self.drop(call)
 
-    def _fail(self, request_ids: Sequence[int], error: Exception) -> None:
+    def _fail(self, request_ids: Iterable[int], error: Exception) -> None:
         """End requests that are not in the executor with an error."""
-        failed = {self._results.pop(request_id, None) for request_id in request_ids}
-        for request_id in request_ids:
-            self._running.pop(request_id, None)
-        for results in failed:
-            if results is not None:
-                results.fail(error)
+        failed: dict[Call | None, None] = {}
+        for request_id in list(request_ids):
+            self._running.discard(request_id)
+            self._aborted.discard(request_id)
+            failed[self._calls.pop(request_id, None)] = None
+        for call in failed:
+            if call is not None:
+                call.end(error)
 
     def _close(self) -> None:
         if not self._executor.is_closed:
@@ -283,9 +267,12 @@ class Engine:
             except Exception:
                 _logger.exception("the shutdown of the executor failed")
         self._is_closed = True  # what is submitted from now on fails by itself
-        self._fail(list(self._results), ExecutorError(SHUT_DOWN))
-        for done in self._process(None):
-            _set_done(done)
+        self._fail(self._calls, ExecutorError(SHUT_DOWN))
+        self._empty_inbox(None)
+
+
+def _known(error: BaseException) -> Exception:
+    return error if isinstance(error, Exception) else ExecutorError(INTERRUPTED)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -300,7 +287,7 @@ def _stop_engines() -> None:
 
 def _run(
     engine_of: Callable[[], Engine | None],
-    commands: SimpleQueue[Command],
+    inbox: SimpleQueue[Command],
     stream: torch.cuda.Stream | None,
 ) -> None:
     """Serve an engine until it is closed or dropped."""
@@ -311,10 +298,7 @@ def _run(
         command: Command = None
         is_idle = False
         seconds: float | None = None
-        while True:
-            engine = engine_of()
-            if engine is None:
-                return
+        while (engine := engine_of()) is not None:
             try:
                 seconds = engine._iterate(command, is_idle=is_idle)
             except BaseException:
@@ -323,13 +307,9 @@ def _run(
             if engine._is_closed:
                 return
             del engine  # while the thread waits, it keeps nothing alive
-            try:
-                command = commands.get(timeout=seconds) if seconds != 0.0 else None
-                is_idle = False
-            except Empty:
-                command, is_idle = None, True
-
-
-def _set_done(done: Future[None]) -> None:
-    with suppress(InvalidStateError):
-        done.set_result(None)
+            command, is_idle = None, False
+            if seconds != 0.0:
+                try:
+                    command = inbox.get(timeout=seconds)
+                except Empty:
+                    is_idle = True

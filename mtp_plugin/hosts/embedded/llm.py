@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any, overload
 from mtp_plugin.config import LLMConfig
 from mtp_plugin.errors import ConfigError, RequestError, expect_int, format_value
 from mtp_plugin.hosts.embedded import gc_freeze
-from mtp_plugin.hosts.embedded.admission import Admission, PendingRequest
+from mtp_plugin.hosts.embedded.admission import Admission
 from mtp_plugin.hosts.embedded.build import BuiltExecutor, build_executor
+from mtp_plugin.hosts.embedded.call import Call
 from mtp_plugin.hosts.embedded.chat import Message, conversations_of, render_chat
 from mtp_plugin.hosts.embedded.engine import Engine
 from mtp_plugin.hosts.embedded.handle import (
     AsyncEventStream,
-    EventStream,
     GenerationHandle,
     RequestHandle,
 )
@@ -27,14 +27,13 @@ from mtp_plugin.hosts.embedded.metrics import PREFIX, Metric, read_metrics
 from mtp_plugin.hosts.embedded.models import LoadedModel
 from mtp_plugin.hosts.embedded.outputs import RequestOutput
 from mtp_plugin.hosts.embedded.progress import Progress, batch_progress, loading_progress
+from mtp_plugin.hosts.embedded.py_executor import StepEvent
 from mtp_plugin.hosts.embedded.request import LlmRequest
 from mtp_plugin.hosts.embedded.requested_config import (
     load_requested_tokenizer,
     read_requested_config,
 )
-from mtp_plugin.hosts.embedded.results import Results
 from mtp_plugin.hosts.embedded.scheduler import ChunkPolicy, whole_budget
-from mtp_plugin.hosts.embedded.tokenising import Submission
 from mtp_plugin.requests.foreign_names import OF_LLM, counterpart
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import Prompt, is_one_prompt, params_of
@@ -133,14 +132,13 @@ class LLM:
         self.blocks = built.blocks
         self.pools = built.pools
         self.seq_slots = built.seq_slots
-        self._engine = engine = Engine(built.executor, built.device)
+        self._engine = Engine(built.executor, built.device)
         self._admission = Admission(
             built.executor,
             built.model.facts,
             built.pieces,
             tokenizer=built.tokenizer,
             max_seq_len=built.max_seq_len,
-            is_stepping_here=lambda: engine.is_current_thread,
         )
         self._thaw: Callable[[], object] = (
             gc_freeze.of_process.hold(self) if built.device.type == "cuda" else lambda: None
@@ -181,13 +179,13 @@ class LLM:
         self._engine.check_can_wait()
         requests = self._admission.make_requests(prompts, sampling_params)
         with batch_progress(len(requests), use_tqdm) as report:
-            results, submission = Results(len(requests), report=report), Submission.of(requests)
+            call = Call.of(requests, report)
             try:
                 if requests:
-                    self._engine.submit(submission, results)
-                    results.result()
+                    self._engine.submit(call)
+                    call.result()
             except BaseException:
-                self._engine.drop(submission)
+                self._engine.drop(call)
                 raise
         samples = groupby(requests, key=lambda request: request.prompt_index)
         outputs = [RequestOutput.of(*of_prompt) for _, of_prompt in samples]
@@ -261,13 +259,12 @@ class LLM:
         self,
         prompts: Prompt | Sequence[Prompt],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-    ) -> EventStream:
+    ) -> Iterator[list[StepEvent]]:
         """Iterate over the events of every step; an event has 0 to K+1 tokens of one request.
 
         ``prompt_index`` of an event is the index of its prompt in ``prompts``; request ids
-        increase over the life of the object. Closing or dropping the iterator aborts unfinished
-        requests and frees their resources. A reader that lags by more than a few steps gets the
-        events of several steps merged into one event per request.
+        increase over the life of the object. The requests start with the first ``next()``; closing
+        or dropping the iterator, a generator, aborts unfinished ones and frees their resources.
 
         Raises:
             RequestError: a prompt or option cannot be served; nothing was started.
@@ -275,21 +272,45 @@ class LLM:
                 thread.
         """
         requests = self._admission.make_requests(prompts, sampling_params)
-        return EventStream(requests, self._engine, self)
+        return self._read(Call.of(requests))
+
+    def _read(self, call: Call) -> Iterator[list[StepEvent]]:
+        self._engine.check_can_wait()
+        self._engine.submit(call)
+        try:
+            while steps := call.wait():
+                for _, events in steps:
+                    yield events
+                    self._engine.check_can_wait()  # the next step may be requested within one
+        finally:
+            self._engine.drop(call).result()
 
     def stream_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> AsyncEventStream:
         """Iterate asynchronously over the events of one request; concurrent calls share the batch.
 
-        Leaving the iteration early cancels the request. The prompt is tokenised in a thread when
-        the iteration starts; checks that need no tokenizer are made here.
+        Leaving the iteration early cancels the request, which starts with the iteration. The
+        prompt is tokenised in a thread; checks that need no tokenizer are made here.
 
         Raises:
             RequestError, ExecutorError: see :meth:`stream`; of the tokenizer: from the iterator.
         """
-        pending = self._admission.make_pending(prompt, sampling_params)
-        return AsyncEventStream(pending, self._engine, self)
+        call = self._admission.make_call(prompt, sampling_params, in_thread=True)
+        return AsyncEventStream(call.request_ids, self._read_async(call))
+
+    async def _read_async(self, call: Call) -> AsyncGenerator[StepEvent, None]:
+        self._engine.check_can_wait()
+        self._engine.submit(call)
+        call.is_abandoned = asyncio.get_running_loop().is_closed
+        try:
+            while steps := await call.wait_async(0):
+                del call.steps[: len(steps)]
+                for _, events in steps:
+                    for event in events:
+                        yield event
+        finally:
+            await asyncio.wrap_future(self._engine.drop(call))
 
     def generate_async(
         self,
@@ -309,8 +330,8 @@ class LLM:
         Raises:
             RequestError, ExecutorError: see :meth:`submit`.
         """
-        pending = self._pending(prompt, sampling_params)
-        return GenerationHandle(pending, self._engine, self, streaming=streaming)
+        call = self._admission.make_call(prompt, sampling_params, in_thread=_is_in_event_loop())
+        return GenerationHandle(call, self._engine, self, streaming=streaming)
 
     if not TYPE_CHECKING:  # a checker reports unknown names itself
 
@@ -332,14 +353,8 @@ class LLM:
             RequestError: a prompt or option cannot be served; nothing was started.
             ExecutorError: the executor was shut down.
         """
-        return RequestHandle(self._pending(prompt, sampling_params), self._engine, self)
-
-    def _pending(self, prompt: Prompt, params: SamplingParams | None) -> PendingRequest:
-        """Return a request to submit, which is made already if no event loop runs here."""
-        pending = self._admission.make_pending(prompt, params)
-        if not _is_in_event_loop():
-            pending.result()
-        return pending
+        call = self._admission.make_call(prompt, sampling_params, in_thread=_is_in_event_loop())
+        return RequestHandle(call, self._engine, self)
 
     def abort(self, request_id: int) -> bool:
         """Cancel a request of any call, from any thread, without waiting.

@@ -402,5 +402,5 @@ def test_call_that_ends_early_leaves_nothing(
     assert found == expected
     assert_drained(llm)
     assert_idle(llm)
-    assert wait_until(lambda: not llm._engine._results)
+    assert wait_until(lambda: not llm._engine._calls)
     assert llm.executor.num_finished[FinishReason.LENGTH] == complete

@@ -8,7 +8,6 @@ import json
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,9 +16,8 @@ import pytest
 import torch
 
 from mtp_plugin.errors import ExecutorError
-from mtp_plugin.hosts.embedded import results
 from mtp_plugin.hosts.embedded.engine import WITHIN_A_STEP
-from tests.hosts.embedded.conftest import TRAINED, assert_drained, wait_until
+from tests.hosts.embedded.conftest import TRAINED, assert_drained
 from tests.hosts.embedded.test_llm_api import Pieces, by_request, greedy
 
 
@@ -166,40 +164,7 @@ def test_callback_may_submit_and_abort_but_not_wait(harness, target) -> None:
 # --- (e) slow readers ---
 
 
-@pytest.mark.parametrize("no_overlap", [True, False])
-def test_slow_reader_holds_few_events_and_gets_every_token(
-    harness, target, prompts, no_overlap
-) -> None:
-    llm = harness.llm(disable_overlap_scheduler=no_overlap, tokenizer=Pieces())
-    slow = llm.stream(prompts[:2], greedy(60, logprobs=1))
-    steps = [next(slow)]
-    (other,) = llm.generate([prompts[2]], greedy(60))
-    unread = len(slow._results.steps)
-    assert unread <= results.UNREAD_STEPS + 2
-    steps += slow
-    assert by_request(steps) == {i: target.greedy(prompts[i], 60) for i in (0, 1)}
-    for i in (0, 1):
-        events = [event for step in steps for event in step if event.request_id == i]
-        text = "".join(event.text for event in events)
-        assert text == Pieces().decode(target.greedy(prompts[i], 60), skip_special_tokens=True)
-        assert sum(len(event.logprobs) for event in events) == 60
-    assert other.token_ids == target.greedy(prompts[2], 60)
-    assert_drained(llm)
-
-
-def test_steps_wait_for_a_reader_that_is_alone(harness) -> None:
-    llm = harness.llm()
-    stream = llm.stream([[1, 2, 3]], greedy(100))
-    next(stream)
-    assert wait_until(lambda: stream._results.is_full)
-    num_steps = llm.executor.num_steps
-    time.sleep(0.1)
-    assert llm.executor.num_steps == num_steps < 8
-    stream.close()
-    assert_drained(llm)
-
-
-def test_reader_that_lags_gets_the_events_before_a_failing_step(harness, prompts) -> None:
+def test_reader_that_lags_gets_the_events_before_a_failing_step(harness, target, prompts) -> None:
     llm = harness.llm()
 
     def fail(_: Any) -> None:
@@ -213,21 +178,24 @@ def test_reader_that_lags_gets_the_events_before_a_failing_step(harness, prompts
         llm.generate([prompts[1]], greedy(100))  # the steps go on
     with pytest.raises(RuntimeError, match="broken kernel"):
         steps.extend(stream)
-    assert by_request(steps) == {0: stream._submission.made.result()[0].output_token_ids}
+    tokens = by_request(steps)[0]
+    assert tokens == target.greedy(prompts[0], 100)[: len(tokens)]
+    assert len(tokens) > 12
     assert_drained(llm)
 
 
-def test_requests_submitted_while_the_steps_wait_for_a_reader_are_served(
-    harness, target, prompts
-) -> None:
-    llm = harness.llm()
-    stream = llm.stream([prompts[0]], greedy(60))
-    steps = [next(stream)]
-    assert wait_until(lambda: stream._results.is_full)
-    handle = llm.submit(prompts[1], greedy(20))
-    assert handle.result().token_ids == target.greedy(prompts[1], 20)
-    steps += stream
-    assert by_request(steps) == {0: target.greedy(prompts[0], 60)}
+def test_request_that_arrives_while_a_step_fails_is_served(harness, target, prompts) -> None:
+    llm, late = harness.llm(), []
+
+    def fail(_: Any) -> None:
+        if not late:
+            late.append(llm.submit(prompts[1], greedy(20)))
+            raise RuntimeError("broken kernel")
+
+    watch_steps(llm, fail)
+    with pytest.raises(RuntimeError, match="broken kernel"):
+        llm.generate([prompts[0]], greedy(20))
+    assert late[0].result().token_ids == target.greedy(prompts[1], 20)
     assert_drained(llm)
 
 
@@ -244,23 +212,6 @@ def test_request_submitted_in_a_step_that_preempts_another_is_served(
     outputs = llm.generate(prompts[:4], greedy(60))
     assert [o.token_ids for o in outputs] == [target.greedy(p, 60) for p in prompts[:4]]
     assert late.pop().result().token_ids == target.greedy([4, 5], 20)
-    assert_drained(llm)
-
-
-def test_slow_async_reader_holds_few_events(harness, target) -> None:
-    llm = harness.llm()
-    truth = target.greedy([1, 2], 110)
-
-    async def main() -> list[int]:
-        slow = llm.stream_async([1, 2], greedy(110))
-        tokens = list((await anext(slow)).token_ids)
-        for _ in range(3):
-            llm.generate([[3]], greedy(110))  # blocks the event loop
-        async for event in slow:
-            tokens += event.token_ids
-        return tokens
-
-    assert asyncio.run(asyncio.wait_for(main(), 60)) == truth
     assert_drained(llm)
 
 

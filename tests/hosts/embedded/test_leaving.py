@@ -23,7 +23,7 @@ def assert_nothing_left(llm: LLM) -> None:
     """Neither blocks nor slots, nor a request or a step that somebody would have to finish."""
     assert_drained(llm)
     assert_idle(llm)
-    assert wait_until(lambda: not llm._engine._results)
+    assert wait_until(lambda: not llm._engine._calls)
 
 
 class Given:
@@ -141,7 +141,7 @@ def test_nothing_is_left_when_an_event_loop_ends(
 
 def assert_nothing_left_soon(llm: LLM) -> None:
     """As when a thread still tokenises that has no waiting caller."""
-    llm._admission.tokenizer_lock.pool.submit(lambda: None).result(30)
+    llm._admission._pool.submit(lambda: None).result(30)
     assert_nothing_left(llm)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -12,7 +13,7 @@ import pytest
 from mtp_plugin.errors import ConfigError, RequestError
 from mtp_plugin.hosts.embedded import LLM, LlmRequest, SamplingParams
 from mtp_plugin.hosts.embedded.admission import Admission
-from mtp_plugin.hosts.embedded.handle import EventStream
+from mtp_plugin.hosts.embedded.call import Call
 from mtp_plugin.infer import decode
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.requests.seeds import seed_words
@@ -184,7 +185,7 @@ def test_bad_words_that_leave_nothing_after_the_prompt() -> None:
         "without bad_words and bad_token_ids$"
     )
     admits = admission(tokenizer=Words())
-    for make in (admits.make_requests, admits.make_pending):
+    for make in (admits.make_requests, partial(admits.make_call, in_thread=True)):
         for more in ({}, {"stop": ["bc"]}):
             with pytest.raises(RequestError, match=message):
                 make([3, 4], SamplingParams(**options, **more))
@@ -252,11 +253,7 @@ def test_drafts_are_counted_as_requested(harness, prompts) -> None:
         for most, stop in enumerate(stops)
     ]
     requests = llm.make_requests(prompts[2:6], params)
-    last = {
-        event.request_id: event
-        for step in EventStream(requests, llm._engine, llm)
-        for event in step
-    }
+    last = {event.request_id: event for step in llm._read(Call.of(requests)) for event in step}
     for most, request in enumerate(requests):
         event, stats = last[request.request_id], request.py_acceptance
         assert event.finish_reason is FinishReason.END_ID

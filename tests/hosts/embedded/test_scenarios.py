@@ -12,7 +12,7 @@ import torch
 
 from mtp_plugin.errors import PluginError, RequestError
 from mtp_plugin.hosts.embedded import SamplingParams, build
-from mtp_plugin.hosts.embedded.handle import EventStream
+from mtp_plugin.hosts.embedded.call import Call
 from mtp_plugin.hosts.embedded.scheduler import ScheduledRequests
 from mtp_plugin.infer import decode
 from mtp_plugin.requests.states import CUDA_GRAPH_DUMMY_REQUEST_ID, FinishReason
@@ -446,7 +446,7 @@ def test_r26_a_stop_string_over_two_accepted_runs(harness, target, prompts, no_o
     script(llm, {0: prompt + truth}, lambda *_: 3)
     params = greedy(max_new_tokens=24, stop=(stop,), include_stop_str_in_output=include)
     (request,) = llm.make_requests([prompt], [params])
-    events = [event for step in EventStream([request], llm._engine, llm) for event in step]
+    events = [event for step in llm._read(Call.of([request])) for event in step]
     assert max(len(event.token_ids) for event in events) == 4
     assert [token for event in events for token in event.token_ids] == truth[: first + 3]
     assert request.finish_reason is FinishReason.STOP_WORDS

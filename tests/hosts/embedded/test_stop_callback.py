@@ -10,7 +10,7 @@ import pytest
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
-from mtp_plugin.hosts.embedded.handle import EventStream
+from mtp_plugin.hosts.embedded.call import Call
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.sampler import MTPSampler
 from tests.hosts.embedded.conftest import LOOPS, WORKERS, assert_drained
@@ -70,7 +70,7 @@ def test_a_rule_that_cuts_is_a_stop_id(harness, target, prompts, no_overlap, van
         text: dict[int, str] = {}
         reasons = {}
         requests = llm.make_requests(prompts, [greedy(logprobs=1)] * len(prompts))
-        for events in EventStream(requests, llm._engine, llm):
+        for events in llm._read(Call.of(requests)):
             for event in events:
                 assert len(event.logprobs or ()) == len(event.token_ids)
                 ids.setdefault(event.request_id, []).extend(event.token_ids)

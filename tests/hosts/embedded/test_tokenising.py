@@ -189,7 +189,7 @@ def test_what_needs_no_tokenizer_is_refused_at_the_call(harness, prompt, options
 
     asyncio.run(main())
     assert_idle(llm)
-    assert not llm._engine._results
+    assert not llm._engine._calls
 
 
 def test_a_vocabulary_is_read_once_for_its_size(harness) -> None:
@@ -295,7 +295,7 @@ def test_errors_of_tokens_are_raised_where_they_are_awaited(
     with pytest.raises(RequestError, match=f"^request 1: {message}"):
         llm.submit(prompt, greedy(**options))
     assert_idle(llm)
-    assert not llm._engine._results
+    assert not llm._engine._calls
 
 
 # --- handles ---
@@ -362,7 +362,7 @@ def test_abandoned_prompts_are_not_tokenised(harness) -> None:
     assert tokenizer.texts == ["&'", "d"]
     assert_drained(llm)
     assert_idle(llm)
-    assert not llm._engine._results
+    assert not llm._engine._calls
 
 
 def test_a_handle_outlives_its_loop(harness, target) -> None:
