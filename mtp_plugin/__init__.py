@@ -8,7 +8,7 @@ import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from mtp_plugin.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from mtp_plugin.config import CudaGraphConfig as CudaGraphConfig
@@ -118,7 +118,7 @@ if not TYPE_CHECKING:  # a checker reads the imports above
 
     def __getattr__(name: str) -> Any:
         if name not in _MODULES:
-            from mtp_plugin.requests.foreign_names import OF_PACKAGE, counterpart
+            from mtp_plugin.hosts.embedded.foreign_names import OF_PACKAGE, counterpart
 
             hint = counterpart(name, OF_PACKAGE)
             # Python replaces an AttributeError of ``from mtp_plugin import name`` by its own text

@@ -18,6 +18,7 @@ from mtp_plugin.hosts.embedded.build import BuiltExecutor, build_executor
 from mtp_plugin.hosts.embedded.call import Call
 from mtp_plugin.hosts.embedded.chat import Message, conversations_of, render_chat
 from mtp_plugin.hosts.embedded.engine import Engine
+from mtp_plugin.hosts.embedded.foreign_names import OF_LLM, counterpart
 from mtp_plugin.hosts.embedded.handle import (
     AsyncEventStream,
     GenerationHandle,
@@ -34,7 +35,6 @@ from mtp_plugin.hosts.embedded.requested_config import (
     read_requested_config,
 )
 from mtp_plugin.hosts.embedded.scheduler import ChunkPolicy, whole_budget
-from mtp_plugin.requests.foreign_names import OF_LLM, counterpart
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.requests.prompts import Prompt, is_one_prompt, params_of
 from mtp_plugin.requests.stop_callback import StopCallback

@@ -1,0 +1,3 @@
+"""The version of the package, which the build, adapters and metrics read."""
+
+__version__ = "0.1.0"
