@@ -11,10 +11,10 @@ from typing import Annotated
 
 import typer
 
-from mtp_plugin import __version__
 from mtp_plugin.cli import bench, config, doctor, draft_vocab, generate, parity, serve, tune
 from mtp_plugin.tools.command_group import CommandGroup
 from mtp_plugin.tools.terminal.console import output, run_to_the_end
+from mtp_plugin.version import __version__
 
 app = typer.Typer(
     name="mtp-plugin",

@@ -365,21 +365,12 @@ def _read_draft_sample_method(data: dict[Any, Any]) -> Iterator[Problem]:
 @functools.cache  # a config is resolved more than once
 def _warn_if_nothing_is_relaxed(relaxes: bool, topk: int, delta: float) -> None:
     """Warn instead of raising, because TensorRT-LLM takes these values."""
-    if not relaxes:
-        if (topk, delta) == (1, 0):
-            return
-        message = "false, so that relaxed_topk and relaxed_delta change nothing"
-    elif topk == 1:
-        raised = "relaxed_topk" if delta else "relaxed_topk and relaxed_delta"
-        message = f"a relaxed_topk of 1 is strict acceptance; raise {raised}"
-    elif delta == 0:
-        message = (
-            "a relaxed_delta of 0 is strict acceptance but for ties: only drafts as probable as "
-            "the best token pass; raise relaxed_delta"
-        )
-    else:
+    if (topk > 1 and delta > 0) if relaxes else (topk, delta) == (1, 0):
         return
-    _logger.warning("use_relaxed_acceptance_for_thinking: %s", message)
+    _logger.warning(
+        "use_relaxed_acceptance_for_thinking relaxes nothing unless it is true, relaxed_topk is "
+        "above 1 and relaxed_delta is above 0"
+    )
 
 
 @functools.lru_cache(maxsize=8)

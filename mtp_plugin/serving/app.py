@@ -16,7 +16,6 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from mtp_plugin import __version__
 from mtp_plugin.errors import format_value
 from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.serving import page
@@ -38,6 +37,7 @@ from mtp_plugin.serving.reasoning import ReasoningSplit
 from mtp_plugin.serving.responses import ChatWriter, CompletionWriter, Writer
 from mtp_plugin.serving.security import Guard, read_json
 from mtp_plugin.serving.settings import ServerSettings
+from mtp_plugin.version import __version__
 
 _logger = logging.getLogger(__name__)
 T = TypeVar("T")

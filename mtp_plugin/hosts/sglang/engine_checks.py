@@ -14,6 +14,7 @@ from mtp_plugin.hosts.sglang import VARIABLE
 from mtp_plugin.hosts.sglang.options import DRAFTERS, read_settings
 from mtp_plugin.speculative.rows.options import EngineSettings
 from mtp_plugin.speculative.rows.request_options import method_problems
+from mtp_plugin.version import __version__
 
 _RANK_SECONDS = 120
 _SERVED = "set it to EAGLE, EAGLE3 or NEXTN, or leave it out"
@@ -154,8 +155,7 @@ def _is_positive(text: str) -> bool:
 
 def fingerprint(settings: EngineSettings, seed: int) -> str:
     """Return a hash of everything that must be equal on all ranks."""
-    version = import_module("mtp_plugin").__version__
-    return hashlib.sha256(f"{version} {settings!r} {seed}".encode()).hexdigest()
+    return hashlib.sha256(f"{__version__} {settings!r} {seed}".encode()).hexdigest()
 
 
 def expect_equal_ranks(group: Any, settings: EngineSettings, seed: int) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from functools import cache
-from importlib import import_module
 from typing import Any
 
 from mtp_plugin.hosts.vllm.options import read_settings
@@ -18,6 +17,7 @@ from mtp_plugin.speculative.metrics.alarms import (
 )
 from mtp_plugin.speculative.rows.draft_counts import WithheldDrafts
 from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.version import __version__
 
 _logger = logging.getLogger("vllm.mtp_plugin")
 _STAT_LOGGER = ("_counter_cls", "engine_indexes", "spec_decoding_prom")
@@ -94,9 +94,7 @@ def add_info_metric(stat_logger: Any, vllm_config: Any) -> None:
             "%s is left out: PrometheusStatLogger of this vLLM has no _gauge_cls", INFO_METRIC
         )
         return
-    # by name: hosts import neither each other nor what imports them
-    version = import_module("mtp_plugin").__version__
-    labels = {"version": version, **settings.summary}
+    labels = {"version": __version__, **settings.summary}
     gauge, shown = _info_gauge(make, tuple(labels))
     values = tuple(labels.values())
     if shown - {values} and hasattr(gauge, "clear"):  # of an engine that this process had before

@@ -18,7 +18,7 @@ from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.early_compile import CompileJob
 from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.sampling import TRUNCATION_SIZE, keep_draft_probs, sample_tokens
-from mtp_plugin.ops.step import Accepted, SamplingKind, StepLayout
+from mtp_plugin.ops.step import Accepted, SamplingKind, SlotRows, StepLayout
 from mtp_plugin.speculative.rows.options import EngineSettings
 from mtp_plugin.speculative.rows.request_slots import DRAFT_LIMIT, RequestSlots
 from mtp_plugin.speculative.verification import (
@@ -241,7 +241,36 @@ class RowOps:
     def verify(self, step: StepRows) -> Accepted:
         """Sample the target tokens of all rows, and accept the leading drafts of every request."""
         self._prepare()
-        return self._verifier.verify(self._inputs(step), backend=self.backend)
+        slots, drafts = self.slots, step.drafts
+        if slots.has_draft_limit[step.host_indices].any():
+            limits = slots.of(step.row_indices).read(DRAFT_LIMIT, slice(0, len(drafts)))
+            drafts = drafts.masked_fill(step.offsets > limits, -1)
+        requests, width = step.indices.shape[0], self.num_drafts + 1
+        lens = first_rows = full_rows = None
+        if len(drafts) == requests * width:
+            drafts = drafts.view(requests, width)[:, 1:]
+        else:
+            first_rows = step.cu_num_logits[:-1]
+            lens = step.cu_num_logits[1:] - first_rows - 1
+            rows = (first_rows.unsqueeze(1) + self._columns).clamp_max(len(drafts) - 1)  # [R, K+1]
+            drafts, full_rows = drafts[rows[:, 1:]], rows.view(-1)
+        methods = self._methods_of(step.host_indices)
+        of_requests = slots.of(step.indices)
+        if methods != _COUPLED or self._relaxed is not None:
+            # the token of an unfinished prompt is no output: no step and no phase follows from it
+            unfinished = step.seq_lens < step.prefill_lens[step.indices.to(torch.int64)]
+            of_requests = slots.of_padded(step.indices.masked_fill(unfinished, -1))
+        return self._verify(
+            step.logits,
+            drafts,
+            LogitRows.flat(step.positions),
+            of_requests,
+            methods,
+            draft_lens=lens,
+            row_slots=slots.of(step.row_indices),
+            first_rows=first_rows,
+            full_rows=full_rows,
+        )
 
     def verify_uniform(
         self,
@@ -264,61 +293,38 @@ class RowOps:
         if slots.has_draft_limit[host_indices].any():
             limits = of_requests.read(DRAFT_LIMIT, slice(0, requests))
             drafts = drafts.masked_fill(self._columns[:-1] >= limits.unsqueeze(1), -1)
-        return self._verifier.verify(
-            VerificationInputs(
-                StepLayout((), requests, self.num_drafts, self._no_contexts),
-                logits,
-                drafts.contiguous(),
-                slots=of_requests,
-                sampling_kind=SamplingKind.SAMPLED,
-                methods=self._methods_of(host_indices),
-                draft_probs=self.draft_probs,
-                delta_in_force=slots.delta_in_force,
-                rows=LogitRows(0, self.num_drafts + 1, positions),
-            ),
-            backend=self.backend,
+        rows = LogitRows(0, self.num_drafts + 1, positions)
+        methods = self._methods_of(host_indices)
+        return self._verify(logits, drafts.contiguous(), rows, of_requests, methods)
+
+    def _verify(
+        self,
+        logits: torch.Tensor,
+        drafts: torch.Tensor,
+        rows: LogitRows,
+        slots: SlotRows,
+        methods: frozenset[str],
+        **ragged: Any,
+    ) -> Accepted:
+        """Verify drafts [R, K]; ``ragged``: what describes requests with fewer."""
+        inputs = VerificationInputs(
+            StepLayout((), drafts.shape[0], self.num_drafts, self._no_contexts),
+            logits,
+            drafts,
+            slots=slots,
+            sampling_kind=SamplingKind.SAMPLED,
+            methods=methods,
+            draft_probs=self.draft_probs,
+            delta_in_force=self.slots.delta_in_force,
+            rows=rows,
+            **ragged,
         )
+        return self._verifier.verify(inputs, backend=self.backend)
 
     def _prepare(self) -> None:
         self._wait_for_kernels()
         if self._verifier.modes is not self.slots.modes:
             self._make_verifier()
-
-    def _inputs(self, step: StepRows) -> VerificationInputs:
-        slots, drafts = self.slots, step.drafts
-        if slots.has_draft_limit[step.host_indices].any():
-            limits = slots.of(step.row_indices).read(DRAFT_LIMIT, slice(0, len(drafts)))
-            drafts = drafts.masked_fill(step.offsets > limits, -1)
-        requests, width = step.indices.shape[0], self.num_drafts + 1
-        lens = first_rows = full_rows = None
-        if len(drafts) == requests * width:
-            drafts = drafts.view(requests, width)[:, 1:]
-        else:
-            first_rows = step.cu_num_logits[:-1]
-            lens = step.cu_num_logits[1:] - first_rows - 1
-            rows = (first_rows.unsqueeze(1) + self._columns).clamp_max(len(drafts) - 1)  # [R, K+1]
-            drafts, full_rows = drafts[rows[:, 1:]], rows.view(-1)
-        methods = self._methods_of(step.host_indices)
-        of_requests = slots.of(step.indices)
-        if methods != _COUPLED or self._relaxed is not None:
-            # the token of an unfinished prompt is no output: no step and no phase follows from it
-            unfinished = step.seq_lens < step.prefill_lens[step.indices.to(torch.int64)]
-            of_requests = slots.of_padded(step.indices.masked_fill(unfinished, -1))
-        return VerificationInputs(
-            StepLayout((), requests, self.num_drafts, self._no_contexts),
-            step.logits,
-            drafts,
-            draft_lens=lens,
-            slots=of_requests,
-            sampling_kind=SamplingKind.SAMPLED,
-            methods=methods,
-            draft_probs=self.draft_probs,
-            delta_in_force=slots.delta_in_force,
-            rows=LogitRows.flat(step.positions),
-            row_slots=slots.of(step.row_indices),
-            first_rows=first_rows,
-            full_rows=full_rows,
-        )
 
     def _methods_of(self, host_indices: Any) -> frozenset[str]:
         """Return the verification methods of requests; ``coupled`` for one that the modes lack."""

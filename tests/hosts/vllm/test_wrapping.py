@@ -698,6 +698,7 @@ def test_only_the_standard_library_is_loaded_while_off() -> None:
     ours = {name for name in loaded if name.split(".")[0] == "mtp_plugin"}
     assert ours <= {
         "mtp_plugin",
+        "mtp_plugin.version",
         "mtp_plugin.hosts",
         "mtp_plugin.hosts.vllm",
         "mtp_plugin.hosts.vllm.wrapping",
