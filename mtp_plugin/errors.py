@@ -144,12 +144,9 @@ def shell_quote(text: object) -> str:
     word = str(text)
     if word.isprintable():
         return shlex.quote(word)
-    is_plain = range(32, 127)
-    escaped = (
-        chr(byte) if byte in is_plain and byte not in b"'\\" else f"\\x{byte:02x}"
-        for byte in os.fsencode(word)
-    )
-    return f"$'{''.join(escaped)}'"
+    special = {byte: f"\\x{byte:02x}" for byte in (*range(32), *range(127, 256))}
+    special |= {ord("\n"): "\\n", ord("'"): "\\'", ord("\\"): "\\\\"}
+    return f"$'{''.join(special.get(byte, chr(byte)) for byte in os.fsencode(word))}'"
 
 
 SHOWN = 200

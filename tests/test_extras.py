@@ -206,7 +206,7 @@ def test_the_script_is_the_same_entry() -> None:
 
 
 def test_tools_that_compare_need_models() -> None:
-    last = without(("transformers",), "import mtp_plugin.tools.parity").stderr.splitlines()[-1]
+    last = without(("transformers",), "import mtp_plugin.tools.check").stderr.splitlines()[-1]
     assert last.endswith(message("the embedded executor (mtp_plugin.LLM)", "transformers"))
 
 

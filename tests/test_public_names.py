@@ -79,7 +79,7 @@ def test_the_package_alone_loads_nothing() -> None:
     names = {"mtp_plugin", "torch", "transformers", "triton", "pydantic", "yaml"}
     command = [sys.executable, "-c", loaded.format(names)]
     done = subprocess.run(command, check=True, capture_output=True, text=True)
-    assert done.stdout == "mtp_plugin\n"
+    assert done.stdout == "mtp_plugin mtp_plugin.version\n"
 
 
 def test_pieces_need_neither_triton_nor_transformers() -> None:

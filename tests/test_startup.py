@@ -34,7 +34,7 @@ finally:
     [
         ["--help"],
         ["--version"],
-        *([command, "--help"] for command in ("generate", "parity", "config", "doctor", "bench")),
+        *([command, "--help"] for command in ("generate", "config", "doctor", "bench")),
     ],
     ids=" ".join,
 )

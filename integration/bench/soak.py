@@ -31,8 +31,7 @@ from mtp_plugin.hosts.embedded import LLM, LlmRequest, SamplingParams
 from mtp_plugin.requests.pacing import paced
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.tools.report import Report
-from mtp_plugin.tools.terminal.decoding import PromptResult
+from mtp_plugin.tools.check import PromptResult, document
 
 TOKENS_PER_BLOCK = 16
 KV_SHARE = 0.4
@@ -250,8 +249,10 @@ def random_chunks(seed: int) -> Callable[[LlmRequest, int], int]:
     return chunk
 
 
-def soak(subject: Subject, options: SoakOptions, on_progress: Callable[[str], None]) -> Report:
-    """Run the traffic, then the checks.
+def soak(
+    subject: Subject, options: SoakOptions, on_progress: Callable[[str], None]
+) -> dict[str, Any]:
+    """Run the traffic, then the checks; return the JSON document.
 
     Raises:
         BenchmarkError: the lengths exceed the model's, or a request failed or does not finish.
@@ -305,9 +306,9 @@ def soak(subject: Subject, options: SoakOptions, on_progress: Callable[[str], No
     ]
     check, ties = run.outputs.check(Reference(subject), prompts)
     checks.append(check)
-    return Report(
-        command="soak",
-        ran={
+    return document(
+        "soak",
+        {
             "name": subject.name,
             "machine": describe_machine(subject.device),
             "model": subject.as_dict(),
@@ -316,8 +317,8 @@ def soak(subject: Subject, options: SoakOptions, on_progress: Callable[[str], No
             "acceptance_length": whole.acceptance_length,
             "ties": ties,
         },
-        identical=all(check.holds for check in checks),
-        results=[check._asdict() for check in checks],
+        all(check.holds for check in checks),
+        [check._asdict() for check in checks],
     )
 
 

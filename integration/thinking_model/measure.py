@@ -24,10 +24,11 @@ from transformers import AutoTokenizer
 from integration.bench.machine import describe_machine, store
 from integration.thinking_model.problems import BEGIN, END, Problem, problems
 from mtp_plugin import LLM, SamplingParams
+from mtp_plugin.config import LLMConfig
 from mtp_plugin.hosts.embedded.models import LoadedModel, load_model
-from mtp_plugin.infer import SamplingRule
+from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.tools.parity import Oracle, TieRule, measure_gap, transformers_attention
+from mtp_plugin.tools.check import PromptResult, Reference
 
 HERE = Path(__file__).parent
 CHECKPOINT = HERE / "checkpoint"
@@ -194,8 +195,8 @@ def check_lossless(plain: Solved, drafted: Solved, work: Workload) -> dict[str, 
         model = load_model(work.checkpoint, num_mtp_layers=1)
         for index in differ:
             params = plain.setting.params(index, work.max_tokens)
-            rule = SamplingRule(params, work.answers.encode(work.items[index].prompt))
-            gap = gap_of_first_difference(model, rule, *pairs[index])
+            prompt = work.answers.encode(work.items[index].prompt)
+            gap = gap_of_first_difference(model, params, prompt, *pairs[index])
             if not gap <= TIE:
                 raise MeasurementError(
                     f"{drafted.setting.name}: the output of problem {index} differs from decoding "
@@ -205,18 +206,20 @@ def check_lossless(plain: Solved, drafted: Solved, work: Workload) -> dict[str, 
 
 
 def gap_of_first_difference(
-    model: LoadedModel, rule: SamplingRule, plain: Sequence[int], drafted: Sequence[int]
+    model: LoadedModel,
+    params: SamplingParams,
+    prompt: list[int],
+    plain: list[int],
+    drafted: list[int],
 ) -> float:
     """Return how far apart the scores of the first two different tokens are in the reference."""
     shared = sum(
         1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(plain, drafted, strict=False))
     )
-    if shared == min(len(plain), len(drafted)):
-        return math.inf
-    with transformers_attention(model), torch.inference_mode():
-        measured = measure_gap(Oracle(model), TieRule(torch.float32), rule, plain)
-        gaps = [measured(shared, ids[shared], plain[shared]).gap for ids in (plain, drafted)]
-    return max(math.inf if gap is None else abs(gap) for gap in gaps)
+    reference = Reference(model, params, MAX_SEQ_LEN, LLMConfig(model=str(CHECKPOINT)))
+    result = PromptResult(prompt, drafted, "", FinishReason.LENGTH, AcceptanceStats(0))
+    gap = reference.measure(result, plain, shared).gap
+    return math.inf if gap is None else abs(gap)
 
 
 # --- report ---

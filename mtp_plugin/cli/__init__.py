@@ -1,5 +1,5 @@
-"""The command line: ``mtp-plugin generate``, ``serve``, ``parity``, ``config``, ``doctor``,
-``draft-vocab`` and ``tune``.
+"""The command line: ``mtp-plugin generate``, ``serve``, ``config``, ``doctor``, ``draft-vocab`` and
+``tune``.
 
 Each command is a file; its function's docstring is its help. torch and transformers take seconds to
 import, pydantic and yaml half the time of ``--help``: each command imports what it needs.
@@ -27,12 +27,12 @@ app = typer.Typer(
 )
 app.command("generate")(generate.command)
 app.command("serve")(serve.command)
-app.command("parity")(parity.command)
 app.command("config")(config.command)
 app.command("doctor")(doctor.command)
 app.command("draft-vocab")(draft_vocab.command)
 app.command("tune")(tune.command)
 app.command("bench", hidden=True, context_settings=bench.CONTEXT)(bench.command)
+app.command("parity", hidden=True, context_settings=bench.CONTEXT)(parity.command)
 
 
 def main() -> None:

@@ -101,7 +101,7 @@ MinP = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class RequestFlags:
-    """The flags of ``generate`` and ``parity`` that become `SamplingParams`."""
+    """The flags of ``generate`` that become `SamplingParams`."""
 
     max_new_tokens: Annotated[
         int | None,
@@ -109,7 +109,7 @@ class RequestFlags:
             "--max-new-tokens",
             "-n",
             metavar="N",
-            help="Maximum number of output tokens per prompt. Default: 128, of parity 64.",
+            help="Maximum number of output tokens per prompt. Default: 128.",
         ),
     ] = None
     ignore_eos: Annotated[
@@ -124,8 +124,8 @@ class RequestFlags:
         typer.Option(
             "--seed",
             metavar="N",
-            help="Seed of sampling. Default: from the prompt's number. Random prompts of parity "
-            "depend on it, too.",
+            help="Seed of sampling. Default: from the prompt's number. Random prompts depend on "
+            "it, too.",
         ),
     ] = None
     repetition_penalty: Annotated[
@@ -223,6 +223,8 @@ def one_model(argument: Path | None, option: Path | None) -> Path | None:
     """Return the checkpoint that is given as MODEL or as --model, or both."""
     if argument is not None and option not in (None, argument):
         raise typer.BadParameter(f"expected one checkpoint, got {argument} and --model {option}")
+    if argument is not None and argument.suffix in (".yaml", ".yml"):
+        raise typer.BadParameter(f"{argument} is a config file; type: --config {argument}")
     return argument or option
 
 
@@ -248,3 +250,19 @@ def numbers(text: str | None, option: str, least: int = 1) -> tuple[int, ...]:
             param_hint=option,
         )
     return numbers
+
+
+def grid_of(given: list[str]) -> dict[str, tuple[int, ...] | tuple[str, ...]]:
+    """Return the values of ``--grid`` by name: numbers of k and batch, names of dtype."""
+    found: dict[str, tuple[int, ...] | tuple[str, ...]] = {}
+    for text in given:
+        name, _, values = text.partition("=")
+        if name not in ("k", "batch", "dtype") or not values:
+            raise typer.BadParameter(
+                f"expected k=N,N or batch=N,N or dtype=NAME,NAME, got {text!r}", param_hint="--grid"
+            )
+        if name == "dtype":
+            found[name] = names(values, ("auto", "float32", "bfloat16", "float16"), "--grid dtype")
+        else:
+            found[name] = numbers(values, f"--grid {name}", least=int(name == "batch"))
+    return found

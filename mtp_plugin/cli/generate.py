@@ -10,7 +10,10 @@ import typer
 from mtp_plugin.cli.flags import (
     AsJson,
     ConfigFile,
+    Device,
     DraftLength,
+    Dtype,
+    Graphs,
     ModelArgument,
     NoMTP,
     PluginOptions,
@@ -19,10 +22,11 @@ from mtp_plugin.cli.flags import (
     RequestFlags,
     SameModel,
     draft_length,
+    grid_of,
     one_model,
     with_request_flags,
 )
-from mtp_plugin.cli.opening import errors_of, finish, import_engine, load
+from mtp_plugin.cli.opening import engine_options, errors_of, finish, import_engine, load
 from mtp_plugin.tools.terminal.console import messages, output
 
 
@@ -36,13 +40,25 @@ def command(
     no_mtp: NoMTP = False,
     prompt: Prompts = None,
     prompt_file: PromptFile = None,
+    num_prompts: Annotated[
+        int | None,
+        typer.Option(
+            "--num-prompts",
+            metavar="N",
+            min=1,
+            max=100_000,
+            help="The first N prompts; if there are fewer, also random excerpts of them, or random "
+            "token ids if there are none.",
+        ),
+    ] = None,
     *,
     request: RequestFlags,
     compare: Annotated[
         bool,
         typer.Option(
             "--compare/--no-compare",
-            help="Also decode without MTP, to compare the speed and every output token.",
+            help="Also decode without MTP, to compare the speed and every output token, with its "
+            "log-probabilities if requested.",
         ),
     ] = True,
     compare_drafts: Annotated[
@@ -53,6 +69,28 @@ def command(
             "executor, to compare outputs and acceptance length.",
         ),
     ] = False,
+    grid: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--grid",
+            metavar="NAME=VALUES",
+            help="Compare all combinations of k=0,3 and batch=1,8 and dtype=float32,bfloat16 in "
+            "one table, without the texts; may be given repeatedly.",
+        ),
+    ] = None,
+    tie_tolerance: Annotated[
+        float,
+        typer.Option(
+            "--tie-tolerance",
+            metavar="ULPS",
+            help="bfloat16 and float16: logits this many units in the last place apart, at the "
+            "higher one's magnitude, are a tie. In float32 only sampled tokens within the rounding "
+            "of the noise are ties; 0: no ties.",
+        ),
+    ] = 4.0,
+    dtype: Dtype = None,
+    device: Device = None,
+    graphs: Graphs = None,
     marks: Annotated[
         bool | None,
         typer.Option(
@@ -69,6 +107,9 @@ def command(
     color; the others follow in order. Without a prompt, standard input is read if it is a pipe,
     else prompts.json in the parent directory of the checkpoint.
 
+    The reference decodes each prompt alone, without MTP and without the executor. In half precision
+    a token may differ if two logits are equal up to rounding; such ties are counted.
+
     Exit code 1: the output differs from decoding without MTP, or cannot be written. 2: a named
     error.
     """
@@ -77,21 +118,46 @@ def command(
 
     log = messages()
     model = one_model(model, model_option)
-    draft_len = draft_length(k, no_mtp)
+    draft_len, combinations = draft_length(k, no_mtp), grid_of(grid or [])
+    if not tie_tolerance >= 0:
+        raise typer.BadParameter(f"--tie-tolerance: expected at least 0 ulps, got {tie_tolerance}")
     if model is not None:
         read_ahead(model)
     choices: list[str] = []
-    settings = load(config, log, model, plugin_options, choices.append, draft_len=draft_len)
+    settings = load(
+        config,
+        log,
+        model,
+        plugin_options,
+        choices.append,
+        draft_len=draft_len,
+        overrides=engine_options(dtype, device, graphs),
+    )
     if model is None:
         read_ahead(settings.model)
-    prompts = read_prompts(prompt or (), prompt_file, Path(settings.model), log.write_line)
+    prompts = read_prompts(
+        prompt or (),
+        prompt_file,
+        Path(settings.model),
+        log.write_line,
+        optional=num_prompts is not None,
+    )
     params = request.params(max_new_tokens=128)
     with errors_of(config):
         import_engine(log)
-        from mtp_plugin.tools.terminal.generating import GenerateOptions, run_generate
+        from mtp_plugin.tools.terminal.generating import Generation
 
-        options = GenerateOptions(
-            prompts, params, marks=marks, compare=compare, compare_drafts=compare_drafts
+        generation = Generation(
+            prompts,
+            params,
+            log,
+            None if as_json else output(),
+            num_prompts,
+            combinations,
+            marks=marks,
+            compare=compare,
+            compare_drafts=compare_drafts,
+            tie_ulps=tie_tolerance,
         )
-        report = run_generate(settings, options, None if as_json else output(), log, choices)
-    finish(report, as_json=as_json)
+        generation.run(settings, choices)
+    finish(generation, as_json=as_json)

@@ -105,6 +105,18 @@ def test_doctor_ends_with_a_command_for_other_models(
     assert next_of(run, "-m", str(odd)) == f"mtp-plugin tune --host embedded --model {odd}"
 
 
+def test_doctor_ends_with_a_prompt_in_the_form_of_the_chat_template(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    chat, prompt = tmp_path / "chat", "User's: Once upon a time\\n<think>"
+    shutil.copytree(checkpoint, chat)
+    (chat / "chat_template.jinja").write_text("User's: {{ messages[-1].content }}\n<think>")
+    escaped = prompt.replace("'", "\\'")
+    assert next_of(run, "-m", str(chat)).endswith(f" --prompt $'{escaped}'")
+    (chat / "chat_template.jinja").write_text("{{ raise_exception('no') }}")
+    assert next_of(run, "-m", str(chat)).endswith(" --prompt 'Once upon a time'")
+
+
 def test_doctor_ends_with_a_command_where_nothing_can_be_read(
     run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

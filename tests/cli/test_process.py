@@ -38,7 +38,7 @@ def test_a_reader_that_leaves_ends_the_process_quietly(config: Callable[..., str
 WRITING = (
     ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare", "--json"),
     ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--no-compare"),
-    ("parity", "-c", "CONFIG", "-p", "ab", "-n", "2", "--k", "1", "--json"),
+    ("generate", "-c", "CONFIG", "-p", "ab", "-n", "2", "--grid", "k=1", "--json"),
     ("doctor", "-c", "CONFIG"),
     ("config", "CONFIG"),
 )
@@ -106,9 +106,9 @@ def test_output_that_goes_nowhere_is_one_line(way: str, message: str) -> None:
     "arguments",
     [
         ("doctor", "-c", "CONFIG"),
-        ("parity", "-c", "CONFIG", "-p", "ab", "-n", "4"),
+        ("generate", "-c", "CONFIG", "-p", "ab", "-n", "4", "--grid", "k=1"),
     ],
-    ids=["doctor", "parity"],
+    ids=["doctor", "generate"],
 )
 def test_a_report_that_nothing_reads_ends_the_process_quietly(
     config: Callable[..., str], arguments: tuple[str, ...]

@@ -13,7 +13,7 @@ import yaml
 from tests.cli.calls import EAGLE, VANILLA, VOCAB, Run, open_empty_pipe
 
 GENERATE = ("generate", "-c", "CONFIG")
-PARITY = ("parity", "-c", "CONFIG")
+GRID = (*GENERATE, "-p", "ab", "--grid")
 CHOSEN = ("generate", "-m", "MODEL", "-p", "ab")
 LIST = ["draft-vocab", "--tokenizer", "MODEL", "--out", "ids.json", "--size", "8"]
 LIST += ["--texts", "a.txt"]
@@ -44,7 +44,15 @@ ROWS: list[tuple[tuple[str, ...] | list[str], dict[str, Any], str]] = [
     (("generate", "-m", "MODEL", "--k", "1", "--no-mtp"), {},
      "--k and --no-mtp exclude each other"),
     (("generate", "-c", "a.yaml", "-p", "ab"), {"a.yaml": FOUR}, MORE_LAYERS),
-    (("parity", "-c", "a.yaml", "-p", "ab"), {"a.yaml": FOUR}, MORE_LAYERS),
+    (("generate", "a.yaml", "-p", "ab"), {}, "a.yaml is a config file; type: --config a.yaml"),
+    ((*GRID, "worker=eagle"), {}, "expected k=N,N or batch=N,N or dtype=NAME,NAME, got"),
+    ((*GRID, "k"), {}, "expected k=N,N or batch=N,N or dtype=NAME,NAME, got 'k'"),
+    ((*GRID, "k=1,x"), {}, "expected whole numbers above -1 with commas between, got '1,x'"),
+    ((*GRID, "batch=0"), {}, "expected whole numbers above 0 with commas between, got '0'"),
+    ((*GRID, "dtype=fp8"), {}, "with commas between, got 'fp8'"),
+    ((*GRID, "k=17"), {}, "max_draft_len: should be less than or equal to 16, got 17"),
+    ((*GENERATE, "-p", "x", "--tie-tolerance", "nan"), {}, "expected at least 0 ulps, got nan"),
+    (("parity", "-c", "CONFIG", "--worker", "eagle"), {}, "give use_mtp_vanilla in a YAML file"),
     (("config", "a.yaml"), {"a.yaml": FOUR}, MORE_LAYERS),
     # requests; a refusal has no line about drafting
     ((*CHOSEN, "-n", "0"), {},
@@ -59,9 +67,9 @@ ROWS: list[tuple[tuple[str, ...] | list[str], dict[str, Any], str]] = [
     ((*GENERATE, "-p", "a", "-p", "x" * 600), {}, f"error: prompt 2 of 2: {LONG}"),
     # prompts; an empty one is found before a weight is loaded
     ((*GENERATE, "-p", ""), {}, f"error: prompt 1 of 1: {EMPTY}"),
-    ((*PARITY, "-p", "a", "-p", ""), {}, f"error: prompt 2 of 2: {EMPTY}"),
+    ((*GENERATE, "-p", "a", "-p", ""), {}, f"error: prompt 2 of 2: {EMPTY}"),
     ((*GENERATE, "--prompt-file", "one.txt"), {"one.txt": ""}, f"error: prompt 1 of 1: {EMPTY}"),
-    ((*PARITY, "--prompt-file", "-"), {}, f"error: prompt 1 of 1: {EMPTY}"),
+    ((*GENERATE, "--num-prompts", "2", "--prompt-file", "-"), {}, f"error: prompt 1 of 1: {EMPTY}"),
     ((*GENERATE, "-p", "a", "--prompt-file", "many.json"), {"many.json": MANY},
      f"error: prompt 3 of 4: {EMPTY}"),
     ((*CHOSEN, "--prompt-file", "no.txt"), {}, "error: prompt file no.txt: no such file"),

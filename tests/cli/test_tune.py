@@ -326,7 +326,7 @@ def test_config_to_paste_of_the_embedded_executor(checkpoint: Path) -> None:
     ("speculative", "arguments", "message"),
     [
         (EAGLE, ("--batch-sizes", "1,x"), "expected whole numbers above 0"),
-        (EAGLE, ("--k", "99"), "--k: expected at most 16 drafts, got 99"),
+        (EAGLE, ("--k", "99"), "max_draft_len: should be less than or equal to 16, got 99"),
         (EAGLE, ("--dtype", "int8"), "dtype: should be 'auto', "),
         (EAGLE, ("--drafter", "ngram"), "--drafter is not for --host embedded"),
         (EAGLE, ("--at-once", "2"), "--at-once is not for --host embedded"),

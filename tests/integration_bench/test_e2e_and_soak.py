@@ -30,7 +30,7 @@ from integration.bench.soak import (
 from mtp_plugin.hosts.embedded import LLM
 from mtp_plugin.requests.states import FinishReason
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.tools.terminal.decoding import PromptResult
+from mtp_plugin.tools.check import PromptResult
 
 CHECKPOINT = Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint"
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from integration.bench.case import BenchmarkError
 from mtp_plugin.errors import expect
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.requests.states import FinishReason
-from mtp_plugin.tools.terminal.decoding import PromptResult, decoded
+from mtp_plugin.tools.check import PromptResult, decoded
 
 
 @dataclass(frozen=True)

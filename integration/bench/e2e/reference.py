@@ -8,11 +8,11 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from integration.bench.e2e.subject import Subject
+from mtp_plugin.config import LLMConfig
 from mtp_plugin.requests.options import SamplingParams
 from mtp_plugin.speculative.metrics.acceptance import AcceptanceStats
-from mtp_plugin.tools.comparison import KnownTexts, PlainDecoding
-from mtp_plugin.tools.parity import TIE_ULPS, transformers_attention
-from mtp_plugin.tools.terminal.decoding import PromptResult
+from mtp_plugin.tools import check
+from mtp_plugin.tools.check import PromptResult
 
 RANDOM_WEIGHTS_ULPS = 16.0
 """The highest logits of random weights are closer together than half precision resolves: executor
@@ -44,38 +44,34 @@ class Reference:
 
     def __init__(self, subject: Subject) -> None:
         self._subject = subject
-        self._known: dict[SamplingParams, KnownTexts] = {}
-        self._tie_ulps = TIE_ULPS if subject.is_trained else RANDOM_WEIGHTS_ULPS
+        self._known: dict[SamplingParams, check.KnownTexts] = {}
+        self._tie_ulps = check.TIE_ULPS if subject.is_trained else RANDOM_WEIGHTS_ULPS
 
     def compare(self, results: Sequence[PromptResult], params: Sequence[SamplingParams]) -> Match:
         """Compare tokens and log-probabilities, except for rounding ties."""
         num_ties, mismatches = 0, []
         model = self._subject.model
-        with transformers_attention(model):
-            for number, (result, given) in enumerate(zip(results, params, strict=True), 1):
-                text = replace(given.without_drafts(), logprobs=None)
-                plain = PlainDecoding(
-                    model,
-                    given.without_drafts(),
-                    model.facts.max_position_embeddings,
-                    None,
-                    known=self._known.setdefault(text, {}),
-                )
-                # a request has a seed of its own, whatever its number
-                (verdict,) = plain.verdicts([replace(result, number=0)], self._tie_ulps)
-                num_ties += len(verdict.ties)
-                other = verdict.difference
-                if other is not None:
-                    mismatches.append(
-                        f"request {number}, token {other.position + 1}: {other.token}, expected "
-                        f"{other.expected}"
-                    )
-                if given.logprobs is not None:
-                    (found,) = plain.logprobs([result], "raw", self._tie_ulps)
-                    mismatches += [
-                        f"request {number}, token {one.position + 1}: logprob of {one.token}"
-                        for one in found.mismatches
-                    ]
+        for number, (result, given) in enumerate(zip(results, params, strict=True), 1):
+            text = replace(given.without_drafts(), logprobs=None)
+            reference = check.Reference(
+                model,
+                given.without_drafts(),
+                model.facts.max_position_embeddings,
+                LLMConfig(model=self._subject.path),
+                tie_ulps=self._tie_ulps,
+                known=self._known.setdefault(text, {}),
+            )
+            # a request has a seed of its own, whatever its number
+            _, found = reference.compare([replace(result, number=0)])
+            if given.logprobs is not None:
+                found += reference.compare_logprobs([result])[1]
+            num_ties += sum(each.is_tie for each in found)
+            for each in found:
+                what = f"{each.token}, expected {each.expected}"
+                if each.kind != check.TOKEN:
+                    what = f"logprob of {each.token}"
+                if not each.is_tie:
+                    mismatches.append(f"request {number}, token {each.position}: {what}")
         return Match(
             f"target-only decoding of {len(results)} requests",
             sum(len(result.token_ids) for result in results),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
@@ -14,8 +15,9 @@ from mtp_plugin.checkpoint import describe, read_checkpoint
 from mtp_plugin.checkpoint.files import listed
 from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.config.messages import spelled
-from mtp_plugin.errors import MTPPluginError, one_line
+from mtp_plugin.errors import MTPPluginError, RequestError, one_line, shell_quote
 from mtp_plugin.hosts.embedded.attention import HeadShape, select_backend
+from mtp_plugin.hosts.embedded.chat import render_chat
 from mtp_plugin.hosts.embedded.kv_cache.sizing import (
     available_bytes,
     configured_blocks,
@@ -59,6 +61,8 @@ from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole
 
 T = TypeVar("T")
 
+EXAMPLE = "Once upon a time"
+
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
 
@@ -71,7 +75,8 @@ class Diagnosis:
     problems: list[str] = field(default_factory=list)
     next_command: str | None = None
     """The command that the first problem with one names."""
-    has_tokenizer: bool = False
+    example: str | None = None
+    """A prompt in the form that the model expects; None: there is no tokenizer."""
 
     @property
     def exit_code(self) -> int:
@@ -98,8 +103,8 @@ class Diagnosis:
         """Return the command to type next, given the options of this one."""
         if self.problems:
             return self.next_command or f"mtp-plugin doctor {arguments}  # with this corrected"
-        if self.has_tokenizer:
-            return f"mtp-plugin generate {arguments} --prompt 'Once upon a time'"
+        if self.example is not None:
+            return f"mtp-plugin generate {arguments} --prompt {shell_quote(self.example)}"
         return f"mtp-plugin tune --host embedded {arguments}"  # its prompts are token ids
 
     def holds(self, check: Callable[[], object]) -> bool:
@@ -222,7 +227,13 @@ def _examine_device(found: Diagnosis, config: LLMConfig) -> None:
 
 def _examine_tokenizer(found: Diagnosis, checked: CheckedConfig) -> Any:
     tokenizer = read_tokenizer(checked)
-    found.has_tokenizer = tokenizer is not None
+    if tokenizer is not None:
+        found.example = EXAMPLE
+        messages = [{"role": "user", "content": EXAMPLE}]
+        with suppress(RequestError):  # no chat template, or one that needs other messages
+            found.example = render_chat(tokenizer, messages, add_generation_prompt=True)
+        if encode(tokenizer, ""):  # it begins every prompt itself
+            found.example = found.example.removeprefix(tokenizer.bos_token or "")
     found.add(
         "tokenizer",
         f"none: prompts must be token ids{unread_tokenizer(checked.directory)}"

@@ -25,7 +25,12 @@ STANDARD_INPUT = Path("-")
 
 
 def read_prompts(
-    given: Sequence[str], file: Path | None, model: Path, report: Callable[[str], None]
+    given: Sequence[str],
+    file: Path | None,
+    model: Path,
+    report: Callable[[str], None],
+    *,
+    optional: bool = False,
 ) -> list[str]:
     """Return the prompts: those given and those of the file, else standard input, else bundled.
 
@@ -34,6 +39,7 @@ def read_prompts(
         file: .txt (one prompt), .json (a list), or - for standard input (one prompt).
         model: checkpoint directory; bundled prompts are searched for in its parent folder.
         report: called with a line that explains an unexpected choice.
+        optional: whether there may be no prompt; standard input is not read then.
 
     Raises:
         RequestError: the file cannot be read, a prompt is empty, or there is no prompt.
@@ -42,30 +48,18 @@ def read_prompts(
     prompts = [*given, *([] if file is None else prompts_of_file(file))]
     if prompts:
         return _not_empty(prompts, model)
-    if file is None and (text := _piped_text(report)):
+    if file is None and not optional and (text := _piped_text(report)):
         return [text]
     bundled = model.parent / BUNDLED
     if file is None and bundled.is_file():
         report(f"no prompt was given: taking those of {bundled}")
         return _not_empty(prompts_of_file(bundled), model)
+    if optional:
+        return []
     raise RequestError(
         "no prompt: give --prompt TEXT or --prompt-file FILE, or pipe one in "
         f"(and there is no {bundled})"
     )
-
-
-def prompts_for_comparison(given: Sequence[str], file: Path | None, model: Path) -> list[str]:
-    """Return the prompts given and those of the file, else the bundled ones, which may be none.
-
-    Raises:
-        RequestError: the file cannot be read, or a prompt is empty.
-        CheckpointError: a prompt is empty and the tokenizer cannot encode it.
-    """
-    prompts = [*given, *([] if file is None else prompts_of_file(file))]
-    bundled = model.parent / BUNDLED
-    if not prompts and file is None and bundled.is_file():
-        prompts = prompts_of_file(bundled)
-    return _not_empty(prompts, model)
 
 
 def _not_empty(prompts: list[str], model: Path) -> list[str]:

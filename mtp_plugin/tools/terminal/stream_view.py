@@ -2,130 +2,118 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from mtp_plugin.hosts.embedded import StepEvent
-from mtp_plugin.requests.detokenizer import Segment
 from mtp_plugin.speculative.metrics.acceptance import Label
 from mtp_plugin.tools.terminal.console import OutputConsole, can_show
 
-DRAFT_STYLE = "green"
-QUIET_STYLE = "dim"
+DRAFT_STYLE, QUIET_STYLE = "green", "dim"
 PROMPT_TAIL = 600
 """Characters of a prompt that are shown."""
 
 
 class StreamView:
-    """Show the outputs of a batch one after another, in the order of the prompts.
-
-    The first unfinished output is streamed. The others are buffered until those before them have
-    finished.
+    """Show the outputs of a batch in the order of the prompts: the first unfinished one is
+    streamed, the others wait until those before them have finished.
 
     Args:
-        console: where to write.
         prompts: shown above each output.
         marks: put accepted drafts between marks if the console has no colors; None: only in a
             terminal.
+        left_out: tokens without text, as thinking tags may be; the text after one is on a new line.
     """
 
     def __init__(
-        self, console: OutputConsole, prompts: Sequence[str], *, marks: bool | None = None
+        self,
+        console: OutputConsole,
+        prompts: Sequence[str],
+        *,
+        marks: bool | None = None,
+        left_out: Collection[int] = (),
     ) -> None:
-        self._console = console
-        self._prompts = prompts
-        self._rule, opening, closing = "──", "«", "»"
-        if not can_show(self._rule + opening + closing, console.file):
-            self._rule, opening, closing = "--", "<<", ">>"
+        self._console, self._prompts, self._left_out = console, prompts, left_out
+        is_wide = can_show("──«»", console.file)
+        self._rule, opening, closing = ("──", "«", "»") if is_wide else ("--", "<<", ">>")
         marks = console.is_terminal if marks is None else marks
         self._marks = (opening, closing) if marks and not console.has_colors else ("", "")
-        self._waiting: list[list[Segment]] = [[] for _ in prompts]
-        self._num_tokens = [0] * len(prompts)
-        self._endings: list[str | None] = [None] * len(prompts)
-        self._current = 0
-        self._started = False
+        self._waiting: list[list[StepEvent]] = [[] for _ in prompts]
+        self._current = self._num_tokens = 0
         self._label: Label | None = None
-        self._in_draft = False
+        self._started = self._in_draft = self._breaks = False
         self._at_line_start = True
-        self._explain()
+        if console.has_colors:
+            console.write("accepted drafts", DRAFT_STYLE)
+            console.write_line(" are green", QUIET_STYLE)
+        elif marks:
+            console.write_line(f"{opening}accepted drafts{closing} are between marks")
 
     def show(self, events: Sequence[tuple[int, StepEvent]]) -> None:
         """Add a step's events, each with the index of its prompt."""
         for index, event in events:
-            self._waiting[index] += event.segments
-            self._num_tokens[index] += len(event.token_ids)
+            self._waiting[index].append(event)
             self._label = self._label or event.label
-            if event.finish_reason is not None:
-                self._endings[index] = event.finish_reason.value
-        self._flush()
+        while self._current < len(self._prompts):
+            if not self._started:
+                self._start()
+            ending = None
+            for event in self._waiting[self._current]:
+                self._write_event(event)
+                ending = event.finish_reason
+            self._waiting[self._current] = []
+            if ending is None:
+                return
+            self.close()
+            count = f"{self._num_tokens} {'token' if self._num_tokens == 1 else 'tokens'}"
+            self._title(f"{count}, finish reason: {ending.value}")
+            self._current += 1
 
     def close(self) -> None:
         """Finish the current line."""
-        if self._current < len(self._prompts) and self._started:
-            self._end_draft()
+        if self._started:
+            self._set_draft(False)
             self._end_line()
+        self._started = False
 
-    def _explain(self) -> None:
-        opening, closing = self._marks
-        if self._console.has_colors:
-            self._console.write("accepted drafts", DRAFT_STYLE)
-            self._console.write_line(" are green", QUIET_STYLE)
-        elif opening:
-            self._console.write_line(f"{opening}accepted drafts{closing} are between marks")
-
-    def _flush(self) -> None:
-        while self._current < len(self._prompts):
-            index = self._current
-            if not self._started:
-                self._start(index)
-            for segment in self._waiting[index]:
-                self._write(segment)
-            self._waiting[index] = []
-            ending = self._endings[index]
-            if ending is None:
-                return
-            self._end_draft()
-            self._end_line()
-            count = self._num_tokens[index]
-            self._title(f"{count} {'token' if count == 1 else 'tokens'}, finish reason: {ending}")
-            self._current += 1
-            self._started = False
-
-    def _start(self, index: int) -> None:
-        prompt = self._prompts[index]
-        shown = prompt if len(prompt) <= PROMPT_TAIL else f"... {prompt[-PROMPT_TAIL:]}"
+    def _start(self) -> None:
+        prompt = self._prompts[self._current]
         self._console.write_line("")
-        self._title(f"prompt {index + 1} of {len(self._prompts)}")
-        self._write_text(shown, QUIET_STYLE)
+        self._title(f"prompt {self._current + 1} of {len(self._prompts)}")
+        shown = prompt if len(prompt) <= PROMPT_TAIL else f"... {prompt[-PROMPT_TAIL:]}"
+        self._write(shown, QUIET_STYLE)
         self._end_line()
-        label = ""
-        if self._label is not None:
-            whose = ", not the model's" if self._label.is_drawn else ""
-            label = f" ({self._label.name}{whose})"
-        self._title(f"output{label}")
-        self._started = True
+        label = self._label
+        whose = ", not the model's" if label is not None and label.is_drawn else ""
+        self._title("output" if label is None else f"output ({label.name}{whose})")
+        self._started, self._num_tokens, self._breaks = True, 0, False
 
-    def _write(self, segment: Segment) -> None:
-        if segment.from_draft and not self._in_draft:
-            self._write_text(self._marks[0])
-            self._in_draft = True
-        elif not segment.from_draft:
-            self._end_draft()
-        self._write_text(segment.text, DRAFT_STYLE if segment.from_draft else None)
+    def _write_event(self, event: StepEvent) -> None:
+        self._num_tokens += len(event.token_ids)
+        tag = next((n for n, t in enumerate(event.token_ids, 1) if t in self._left_out), None)
+        for segment in event.segments:
+            # a step's drafts count from 1, then comes a token of the target
+            if tag is not None and not 0 < segment.draft_position <= tag:
+                self._breaks, tag = True, None
+            if self._breaks and not segment.text.startswith("\n"):
+                self._end_line()
+            self._breaks = False
+            self._set_draft(segment.from_draft)
+            self._write(segment.text, DRAFT_STYLE if segment.from_draft else None)
+        self._breaks = self._breaks or tag is not None
 
-    def _end_draft(self) -> None:
-        if self._in_draft:
-            self._write_text(self._marks[1])
-            self._in_draft = False
+    def _set_draft(self, is_draft: bool) -> None:
+        if is_draft is not self._in_draft:
+            self._write(self._marks[0 if is_draft else 1])
+            self._in_draft = is_draft
 
-    def _write_text(self, text: str, style: str | None = None) -> None:
+    def _write(self, text: str, style: str | None = None) -> None:
         if text:
             self._console.write(text, style)
             self._at_line_start = text.endswith("\n")
 
     def _end_line(self) -> None:
         if not self._at_line_start:
-            self._console.write_line("")
-            self._at_line_start = True
+            self._write("\n")
 
     def _title(self, text: str) -> None:
         self._console.write_line(f"{self._rule} {text}", QUIET_STYLE)

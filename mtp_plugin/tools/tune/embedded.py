@@ -12,9 +12,9 @@ from mtp_plugin.config import LLMConfig, MTPDecodingConfig
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.embedded import LLM, SamplingParams, StepEvent
 from mtp_plugin.hosts.embedded.models import read_config
-from mtp_plugin.tools.cells import make_grid
-from mtp_plugin.tools.comparison import expect_same_text, make_prompts
-from mtp_plugin.tools.terminal.decoding import run_requests
+from mtp_plugin.speculative.host import DecodingOptions
+from mtp_plugin.speculative.verification import label_of
+from mtp_plugin.tools.check import make_prompts, reshaped, run_requests
 from mtp_plugin.tools.tune.answer import BY_PROBABILITY, Answer, Setting, make_schedule
 from mtp_plugin.tools.tune.engine import EngineFailedError, Request, StepClock, encode_prompts
 
@@ -43,14 +43,20 @@ class EmbeddedHost:
                 "tune: expected MTP layers to draft with, got none; use a checkpoint with MTP "
                 "layers and a config with speculative_config"
             )
-        expect_same_text("tune", config, SamplingParams())
         most = max(batch_size, config.max_batch_size)
-        cells = make_grid(config, layers, ks=lengths, batch_sizes=(most,))
-        largest = max(cells, key=lambda cell: cell.k)
-        if not isinstance(largest.config.speculative_config, MTPDecodingConfig):
-            raise ConfigError(f"tune: expected drafts of MTP layers, got {largest.worker}")
-        self.num_drafts = num_drafts or (0, largest.k)
-        self._config, self._speculative = largest.config, largest.config.speculative_config
+        self._config = reshaped(config, k=max(lengths, default=None), batch=most).resolve(layers)
+        speculative = self._config.speculative_config
+        if not isinstance(speculative, MTPDecodingConfig):
+            kind = None if speculative is None else speculative.decoding_type
+            raise ConfigError(f"tune: expected drafts of MTP layers, got {kind}")
+        label = label_of(DecodingOptions.read(speculative, defer_thinking_end=True))
+        if label is not None:
+            raise ConfigError(
+                f"tune: {label.name} acceptance changes the text by design; expected a config with "
+                "strict acceptance"
+            )
+        self.num_drafts = num_drafts or (0, speculative.draft_len)
+        self._speculative = speculative
         self._is_greedy = is_greedy
         self._model: Any = None
         self._tokenizer: Any = None

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from mtp_plugin.errors import ConfigError, ExecutorError, MTPPluginError, PluginError, RequestError
 from mtp_plugin.hosts.embedded import LLM, SamplingParams
 from mtp_plugin.hosts.embedded.models import load_model
-from mtp_plugin.tools.comparison import make_prompts
+from mtp_plugin.tools.check import make_prompts
 from tests.hosts.embedded.conftest import VOCAB, assert_drained, assert_idle
 
 END = VOCAB - 1

@@ -75,4 +75,4 @@ def test_executor_agrees_with_the_reference(package: Path, monkeypatch: pytest.M
         "{decoding_type: MTP, max_draft_len: 2, mtp: {kernels: triton}}\n"
     )
     options = ["--temperature", "1", "--option", "positive_bias=2", "--max-new-tokens", "4"]
-    run(package, "mtp_plugin", "parity", "--config", str(config), "--num-prompts", "1", *options)
+    run(package, "mtp_plugin", "generate", "--config", str(config), "--num-prompts", "1", *options)

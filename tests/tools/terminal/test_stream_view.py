@@ -47,6 +47,18 @@ def test_the_first_unfinished_text_is_live_and_the_others_wait() -> None:
     assert written(console).endswith("1«23»4\n")
 
 
+def test_text_after_a_tag_that_is_left_out_is_on_a_new_line() -> None:
+    """Tag 2 is a draft, a token of its own, and before a line break of the text."""
+    console = plain_console()
+    view = StreamView(console, ["p"], left_out={2})
+    shown = [Segment("9.", 1), Segment("17", 3), Segment("6", 0)]
+    view.show([(0, StepEvent(0, [7, 2, 8, 9], shown, None))])
+    view.show([(0, StepEvent(0, [2], [], None)), (0, event(("x", False)))])
+    view.show([(0, StepEvent(0, [2], [], None)), (0, event(("\ny", False)))])
+    view.show([(0, event(end=FinishReason.LENGTH))])
+    assert "output\n9.\n176\nx\ny\n── " in written(console)
+
+
 def test_drafts_of_neighbouring_runs_share_a_mark() -> None:
     console = plain_console()
     view = StreamView(console, ["p"], marks=True)
