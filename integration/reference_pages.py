@@ -28,7 +28,7 @@ from mtp_plugin.config import (
 from mtp_plugin.hosts.embedded.models import FAMILIES
 from mtp_plugin.hosts.sglang.options import SglangOptions
 from mtp_plugin.hosts.vllm.options import VllmOptions
-from mtp_plugin.hosts.vllm.versions import TESTED, nearest
+from mtp_plugin.hosts.vllm.versions import TESTED, differences
 from mtp_plugin.requests.options import OPTIONS
 from mtp_plugin.speculative.rows.request_options import PREFIX, RequestOptions
 
@@ -184,9 +184,9 @@ def vllm_versions() -> str:
     """What the plugin finds in each recorded version of vLLM."""
     rows = []
     for version, reader in stored().items():
-        module, problems = nearest(reader)
+        problems = differences(reader)
         minor = ".".join(version.split(".")[:2])
-        fits = f"fits (`{module}.py`)" if not problems else f"refused: {len(problems)} differences"
+        fits = f"refused: {len(problems)} differences" if problems else "fits"
         rows.append([version, fits, TESTED.get(minor, "no")])
     return table(["vLLM", "signatures", "tested"], rows)
 

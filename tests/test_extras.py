@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mtp_plugin import extras
-from mtp_plugin.checkpoint.vllm_command import vllm_command, with_v2_runner
+from mtp_plugin.checkpoint.vllm_command import vllm_command
 from mtp_plugin.errors import MissingExtraError, MTPPluginError
 from tests.fresh import Ended, run_code
 
@@ -93,7 +93,7 @@ while names:
     for found in pkgutil.iter_modules(getattr(module, "__path__", ())):
         name = module.__name__.removeprefix("mtp_plugin.") + "." + found.name
         # subclasses of the host's own classes, and the controller over the embedded executor
-        if name not in ("hosts.tensorrt_llm.models", "hosts.vllm.v24", "hosts.vllm.v32",
+        if name not in ("hosts.tensorrt_llm.models", "hosts.vllm.engine", "hosts.vllm.sampler",
                         "hosts.embedded", "hosts.megatron.embedded_context",
                         "hosts.megatron.text_generation_controller"):
             names.append(name)
@@ -268,30 +268,11 @@ def test_server_names_its_own_extra(package: str) -> None:
     assert last == f"mtp_plugin.errors.MissingExtraError: {want}"
 
 
-def test_command_of_vllm_is_that_of_its_page(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(extras, "version_of", lambda _: "0.26.0")
+def test_command_of_vllm_is_that_of_its_page() -> None:
     for file in (VLLM_PAGE, Path(__file__).parents[1] / "README.md"):
         page = file.read_text().replace("\\\n", " ")
-        variable = re.search(r"export (VLLM_USE_V2_MODEL_RUNNER=1)", page)
         serve = re.search(r"^vllm serve MODEL .*", page, re.MULTILINE)
-        assert variable is not None
         assert serve is not None
-        assert shlex.split(vllm_command("MODEL")) == [variable[1], *shlex.split(serve[0])]
+        assert shlex.split(vllm_command("MODEL")) == shlex.split(serve[0])
     assert "--speculative-config" not in vllm_command("MODEL", 0)
     assert "'two words'" in vllm_command("two words")
-
-
-@pytest.mark.parametrize(
-    ("installed", "command"),
-    [
-        ("0.24.0", "VLLM_USE_V2_MODEL_RUNNER=1 vllm serve M"),
-        ("0.32.0", "vllm serve M"),
-        ("1.0.dev3", "vllm serve M"),
-        ("", "vllm serve M  # vLLM 0.24 to 0.26: set VLLM_USE_V2_MODEL_RUNNER=1"),
-    ],
-)
-def test_commands_of_vllm_set_the_runner_only_where_it_is_needed(
-    monkeypatch: pytest.MonkeyPatch, installed: str, command: str
-) -> None:
-    monkeypatch.setattr(extras, "version_of", lambda _: installed)
-    assert with_v2_runner("vllm serve M") == command

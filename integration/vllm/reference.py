@@ -93,8 +93,8 @@ def first_difference(request: Request, expected: dict[str, Any]) -> int | None:
     """Return the position of the first token that differs; None: the outputs are equal.
 
     An aborted request must have the first tokens of the expected output. The tokens of a step that
-    follow a stop string (before 0.32), or a token that the grammar rejects, are no difference: vLLM
-    appends them.
+    follow a stop string, or a token that the grammar rejects, are no difference: vLLM may append
+    them.
     """
     got, wanted = request["result"].get("tokens", []), expected["tokens"]
     ends = [expected["completions"][0], *request["result"].get("completions", {}).values()]
@@ -143,10 +143,8 @@ def other_differences(
 def _ends_in_same_step(request: Request, got: dict[str, Any], wanted: dict[str, Any]) -> bool:
     """Whether the outputs differ only since with drafts one step has more of their tokens.
 
-    A step with a token that the grammar rejects (before 0.32, any token after the grammar's end)
-    ends with an error even if a stop token follows or precedes it, but with "stop" if a token of
-    the step completes a stop string. Of two stop strings that a step completes, versions before
-    0.32 take the first of the list.
+    A step with a token that the grammar rejects ends with an error even if a stop token follows or
+    precedes it, but with "stop" if a token of the step completes a stop string.
     """
     stops = request["params"].get("stop", [])
     text = got["text"]

@@ -143,12 +143,11 @@ def right_drafts(flags: Sequence[bool], rate: float, seed: int) -> list[int]:
 
 def patch() -> None:
     """Replace what the plugin samples; an entry point, which vLLM calls in every process."""
-    from mtp_plugin.hosts.vllm.sampler_parts import SamplerParts
     from mtp_plugin.speculative.rows.row_ops import RowOps
 
     if hasattr(RowOps, KEY):
         return
-    init, add = RowOps.__init__, SamplerParts.add_request
+    init = RowOps.__init__
     sample, verify, sample_drafts = RowOps.sample, RowOps.verify, RowOps.sample_drafts
 
     def init_(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -156,10 +155,15 @@ def patch() -> None:
         table = self.slots.table
         shape = (self.num_drafts + 1, len(table), WIDTH)  # the text, then the drafts of each column
         setattr(self, KEY, torch.full(shape, 2, dtype=torch.int64, device=table.device))
+        from mtp_plugin.hosts.vllm.sampler import PluginSampler  # front ends do not load it
 
-    def add_(self: Any, req_idx: int, *args: Any, **kwargs: Any) -> None:
-        add(self, req_idx, *args, **kwargs)
-        given = (args[self.params_index].extra_args or {}).get(KEY)
+        if not hasattr(PluginSampler, KEY):
+            setattr(PluginSampler, KEY, PluginSampler.add_request)
+            PluginSampler.add_request = add_
+
+    def add_(self: Any, req_idx: int, params: Any) -> None:
+        getattr(self, KEY)(req_idx, params)
+        given = (params.extra_args or {}).get(KEY)
         if given is None:
             return
         tables, first = getattr(self.ops, KEY), int(self.req_states.prompt_len.np[req_idx])
@@ -190,7 +194,6 @@ def patch() -> None:
     replaced = {"__init__": init_, "sample": sample_, "verify": verify_, KEY: None}
     for name, function in {**replaced, "sample_drafts": sample_drafts_}.items():
         setattr(RowOps, name, function)
-    SamplerParts.add_request = add_  # type: ignore[method-assign]
 
 
 def run_texts(llm: Any, *, texts: list[dict[str, Any]]) -> dict[str, Any]:

@@ -6,8 +6,8 @@ python -m integration.vllm.signatures latest                # the newest one of 
 python -m integration.vllm.signatures --store 0.33.0        # and adds it to signatures.json
 python -m integration.vllm.signatures                       # the stored versions
 
-Prints which module of the plugin fits, or every difference to the nearest one, and what optional
-parts lack; the exit status is 1 if one of the versions does not fit or cannot be read.
+Prints whether the plugin fits, or every difference, and what optional parts lack; the exit status
+is 1 if one of the versions does not fit or cannot be read.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin.hosts.vllm.versions import NAMES, PARTS, SIGNATURES, nearest, part_problems
+from mtp_plugin.hosts.vllm.versions import NAMES, PARTS, SIGNATURES, differences, part_problems
 from mtp_plugin.speculative.host.signatures import Reader
 
 STORED = Path(__file__).with_name("signatures.json")
@@ -129,11 +129,11 @@ class Stored:
 
 
 def to_store(reader: Reader) -> dict[str, Any]:
-    """Return what `Stored` needs of a version: the targets of all modules, names that one needs."""
-    tables = [*SIGNATURES.values(), *(wrapped for wrapped, _ in PARTS.values())]
+    """Return what `Stored` needs of a version: the targets and names that an engine needs."""
+    tables = [SIGNATURES, *(wrapped for wrapped, _ in PARTS.values())]
     targets = sorted({target for table in tables for target in table})
     wanted: dict[str, set[str]] = {}
-    for table in (*NAMES.values(), *(names for _, names in PARTS.values())):
+    for table in (NAMES, *(names for _, names in PARTS.values())):
         for target, names in table.items():
             wanted.setdefault(target, set()).update(names)
     found = {target: reader.parameters(target) for target in targets}
@@ -153,15 +153,11 @@ def stored() -> dict[str, Stored]:
 
 
 def report(version: str, reader: Reader) -> list[str]:
-    """Return which module fits a version, or the differences to the nearest one; then those of
-    `PARTS`, which versions before 0.32 lack."""
-    name, problems = nearest(reader)
-    if problems:
-        first = f"vllm {version}: no module fits; the nearest is {name}:"
-    else:
-        first = f"vllm {version}: {name} fits"
-        parts = () if name == "v24" else PARTS
-        problems = [f"{part}: {p}" for part in parts for p in part_problems(part, reader)]
+    """Return whether a version fits, and the differences, else those of `PARTS`."""
+    problems = differences(reader)
+    first = f"vllm {version}: does not fit:" if problems else f"vllm {version}: fits"
+    if not problems:
+        problems = [f"{part}: {p}" for part in PARTS for p in part_problems(part, reader)]
     return [first, *(f"  {p}" for p in problems)]
 
 

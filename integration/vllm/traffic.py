@@ -254,7 +254,7 @@ def _problems(request: Request, result: dict[str, Any], is_aborted: bool) -> lis
         found.append(f"{max(result['new_tokens'])} tokens in a step, at most {most} are allowed")
     if not is_aborted:
         reason, wanted = result["completions"][0]["finish_reason"], request["params"]["max_tokens"]
-        # 0.24 ends requests by an error that ignore the end of their grammar, without drafts too
+        # vLLM ends requests by an error that ignore the end of their grammar, without drafts too
         is_structured = "structured_outputs" in request["params"]
         is_expected = {
             "length": len(tokens) == wanted,

@@ -45,7 +45,7 @@ class StubEngine:
         on_wait()
         if self.k == 2:
             raise EngineFailedError("ValueError: too large")
-        return {"vllm": "0.32.0", "device": "cpu", "dtype": "float32", "has_schedule": True}
+        return {"vllm": "0.32.0", "device": "cpu", "dtype": "float32"}
 
     def encode(self, given: list[Any]) -> list[list[int]]:
         return [[1, 2] for _ in given]

@@ -6,14 +6,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from mtp_plugin.hosts.vllm.options import DYNAMIC_SINCE
 from mtp_plugin.hosts.vllm.scheduled_draft_len import schedule_of
-from mtp_plugin.hosts.vllm.versions import release
 from mtp_plugin.hosts.vllm.wrapping import GRAPHS
 
 pytest.importorskip("vllm")
-if release() < DYNAMIC_SINCE:
-    pytest.skip("this vLLM captures graphs of one length", allow_module_level=True)
 
 
 def manager_of(num_drafts: int, most: int) -> SimpleNamespace:

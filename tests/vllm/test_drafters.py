@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from mtp_plugin.hosts.vllm.options import drafters_of
-from mtp_plugin.hosts.vllm.versions import release
 from tests.vllm.engines import HEADS, MIXED_HEADS, MIXED_METHODS, OF_HEADS, OF_NGRAM
 from tests.vllm.test_losslessness import acceptance_length, tokens
 
 pytest.importorskip("vllm")
 
-pytestmark = pytest.mark.skipif(len(drafters_of(release())) == 1, reason="MTP alone is served")
 LEAST = {"draft_model": 1.9, "ngram": 1.1, "eagle": 1.3, "eagle3": 1.3, "dflash": 1.3}
 """Acceptance length of sampled requests. The weights of `HEADS` are random: the noise of another
 position or seed gives less than 1.1. A third of their requests has a bias, which drafts do not

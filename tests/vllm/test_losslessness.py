@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from mtp_plugin.hosts.vllm.options import DYNAMIC_SINCE
-from mtp_plugin.hosts.vllm.versions import release
 from tests.vllm.engines import BIASED, JOBS, PLAIN
 
 pytest.importorskip("vllm")
@@ -41,10 +39,6 @@ def test_min_p_and_logit_bias_give_the_same_output_with_drafts(results, report, 
 
 @pytest.mark.engines("k0", "dynamic")
 def test_draft_lengths_by_batch_size_do_not_change_the_output(results, report):
-    if release() < DYNAMIC_SINCE:
-        with pytest.raises(RuntimeError, match="num_speculative_tokens_per_batch_size needs vLLM"):
-            results("dynamic")
-        return
     for phase in ("plain", *BIASED):
         found, whole = tokens(results("dynamic"), phase), tokens(results("k0"), phase)
         assert list(map(len, found)) == 2 * list(range(4, 36, 4))
@@ -63,10 +57,6 @@ def test_draft_lengths_by_batch_size_do_not_change_the_output(results, report):
 @pytest.mark.engines("k0", "copies_k0", "tail_k7")
 def test_a_tail_of_copied_text_does_not_change_the_output(results, report):
     """Greedy, coupled, and by rejection and block where only one token is possible."""
-    if release() < DYNAMIC_SINCE:
-        with pytest.raises(RuntimeError, match="tail needs vLLM"):
-            results("tail_k7")
-        return
     tail, plain = results("tail_k7"), tokens(results("k0"))
     assert tokens(tail) == plain
     copies = tokens(results("copies_k0"), "copies")
@@ -85,8 +75,6 @@ def test_a_tail_of_copied_text_does_not_change_the_output(results, report):
 @pytest.mark.engines("tail_k7")
 @pytest.mark.parametrize("phase", ["copies", "one copy"])
 def test_copied_tokens_are_accepted_after_those_of_the_mtp_layers(results, phase):
-    if release() < DYNAMIC_SINCE:
-        pytest.skip("a tail is refused")
     result = results("tail_k7")[phase]
     for method in range(2):  # greedy and sampled; rejection and block
         outputs = result["outputs"][method::2]
@@ -97,10 +85,6 @@ def test_copied_tokens_are_accepted_after_those_of_the_mtp_layers(results, phase
 
 @pytest.mark.engines("k0", "auto")
 def test_measured_draft_lengths_do_not_change_the_output(results, report):
-    if release() < DYNAMIC_SINCE:
-        with pytest.raises(RuntimeError, match="draft_len 'auto' needs vLLM"):
-            results("auto")
-        return
     for phase in ("plain", "both", "random"):
         assert tokens(results("auto"), phase) == tokens(results("k0"), phase)
     counters, outputs = (results("auto")["plain"][name] for name in ("counters", "outputs"))

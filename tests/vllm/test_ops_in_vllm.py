@@ -1,4 +1,4 @@
-"""Our sampler and verifier with vLLM's own request states, without an engine; any supported vLLM.
+"""Our sampler and verifier with vLLM's own request states, without an engine.
 
 Batches are stubs with the attributes of vLLM's ``InputBatch``; kernels run in Triton's interpreter.
 """
@@ -28,28 +28,25 @@ if SHIM.exists() and str(SHIM) not in sys.path:
     runpy.run_path(str(SHIM / "sitecustomize.py"))
 
 import vllm.v1.worker.cpu.shm  # noqa: E402, F401 - replaces pinned memory
-import vllm.v1.worker.gpu.metrics.logits as vllm_logits  # noqa: E402
 import vllm.v1.worker.gpu.sample.sampler as vllm_sampler  # noqa: E402
 import vllm.v1.worker.gpu.sample.states as vllm_states  # noqa: E402
 from vllm import SamplingParams  # noqa: E402
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch  # noqa: E402
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
+from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext  # noqa: E402
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
-from mtp_plugin.errors import HostError  # noqa: E402
+from mtp_plugin.hosts.vllm import sampler as our_sampler  # noqa: E402
 from mtp_plugin.hosts.vllm.engine import Engine  # noqa: E402
 from mtp_plugin.hosts.vllm.options import VllmOptions  # noqa: E402
-from mtp_plugin.hosts.vllm.requests import MAX_BIASED_TOKENS  # noqa: E402
-from mtp_plugin.hosts.vllm.sampler_parts import PREFILL  # noqa: E402
-from mtp_plugin.hosts.vllm.versions import fitting_module, release, where_tested  # noqa: E402
+from mtp_plugin.hosts.vllm.requests import MAX_BIASED_TOKENS, PREFILL  # noqa: E402
+from mtp_plugin.hosts.vllm.sampler import PluginSampler, PluginVerifier  # noqa: E402
+from mtp_plugin.hosts.vllm.versions import differences, where_tested  # noqa: E402
 from mtp_plugin.ops.backend import Backend  # noqa: E402
 from mtp_plugin.speculative.rows.options import EngineSettings  # noqa: E402
 from mtp_plugin.speculative.rows.request_slots import RequestSlots  # noqa: E402
 from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps  # noqa: E402
 
-VERSION = fitting_module()
-IS_32 = VERSION.__name__.endswith("v32")
-NEEDS_32 = pytest.mark.skipif(not IS_32, reason="older versions have no such drafts")
 CPU = torch.device("cpu")
 VOCAB = 64
 MAX_REQUESTS = 8
@@ -76,31 +73,21 @@ def truncation_in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_vllm_sampler(states: RequestState, mode: str) -> vllm_sampler.Sampler:
-    if mode.endswith("_logits") and release() == (0, 24):
-        pytest.skip("vLLM 0.24 has no such mode")
-    config = [SimpleNamespace(reasoning_config=None)] if IS_32 else []
-    return vllm_sampler.Sampler(*config, MAX_REQUESTS, VOCAB, CPU, states, mode)
+    config = SimpleNamespace(reasoning_config=None)
+    return vllm_sampler.Sampler(config, MAX_REQUESTS, VOCAB, CPU, states, mode)
 
 
-def add_to(sampler: vllm_sampler.Sampler, index: int, params: SamplingParams) -> None:
-    prompt_len = [] if IS_32 else [len(PROMPT)]
-    sampler.add_request(index, *prompt_len, params)
-
-
-def rows_of(batch: SimpleNamespace) -> tuple[object, ...]:
-    """The arguments of ``apply_sampling_params`` after the logits."""
-    rows = {
-        "expanded_idx_mapping": batch.expanded_idx_mapping,
-        "idx_mapping": batch.idx_mapping,
-        "idx_mapping_np": batch.idx_mapping_np,
-        "pos": batch.positions,
-        "input_ids": batch.input_ids,
-        "expanded_local_pos": batch.expanded_local_pos,
-        "seq_lens_upper_bound_np": batch.seq_lens_cpu_upper_bound.numpy(),
-    }
-    if not IS_32:
-        del rows["idx_mapping"], rows["seq_lens_upper_bound_np"]
-    return tuple(rows.values())
+def rows_of(batch: SimpleNamespace) -> LogitsContext:
+    """The rows of a batch, whose fields are arguments of ``apply_sampling_params`` too."""
+    return LogitsContext(
+        expanded_idx_mapping=batch.expanded_idx_mapping,
+        idx_mapping=batch.idx_mapping,
+        idx_mapping_np=batch.idx_mapping_np,
+        expanded_local_pos=batch.expanded_local_pos,
+        input_ids=batch.input_ids,
+        pos=batch.positions,
+        seq_lens_upper_bound_np=batch.seq_lens_cpu_upper_bound.numpy(),
+    )
 
 
 def make_request_states() -> RequestState:
@@ -122,8 +109,8 @@ class Harness:
             RequestSlots(MAX_REQUESTS, CPU, self.settings), self.settings, self.backend, VOCAB
         )
         given = make_vllm_sampler(self.states, self.mode)
-        self.sampler = VERSION.PluginSampler.replacing(given, self.ops)
-        self.verifier = VERSION.PluginVerifier(self.sampler, SPEC, CPU)
+        self.sampler = PluginSampler(given, self.ops)
+        self.verifier = PluginVerifier(self.sampler, SPEC, CPU)
 
     def add(self, *params: SamplingParams, outputs: Sequence[int] = ()) -> Harness:
         """Add requests with `PROMPT`, and with ``outputs`` as after a preemption."""
@@ -134,7 +121,7 @@ class Harness:
             self.indices.append(self.states.req_id_to_index[name])
             # as the wrapper of ``RequestState.add_request`` does
             vars(self.states).setdefault(PREFILL, {})[self.indices[-1]] = tokens
-            add_to(self.sampler, self.indices[-1], each)
+            self.sampler.add_request(self.indices[-1], each)
         self.states.apply_staged_writes()
         self.sampler.apply_staged_writes()
         return self
@@ -191,7 +178,7 @@ def seeded(seed: int, **options: object) -> SamplingParams:
 
 def test_the_installed_version_is_tested() -> None:
     assert where_tested() is not None
-    assert (release() >= (0, 32)) == IS_32
+    assert not differences()
 
 
 @BACKENDS
@@ -259,9 +246,9 @@ def test_processed_logprobs_are_those_of_vllm(drafts: list[list[int]]) -> None:
     found = call(logits, batch).logprobs_tensors
     theirs = make_vllm_sampler(harness.states, "processed_logprobs")
     for index, each in zip(harness.indices, params, strict=True):
-        add_to(theirs, index, each)
+        theirs.add_request(index, each)
     theirs.apply_staged_writes()
-    processed = theirs.apply_sampling_params(logits.clone(), *rows_of(batch))
+    processed = theirs.apply_sampling_params(logits.clone(), **vars(rows_of(batch)))
     expected = processed.log_softmax(1).gather(1, found.logprob_token_ids.long())
     torch.testing.assert_close(found.logprobs, expected)
 
@@ -341,7 +328,7 @@ def test_a_bias_and_min_p_are_applied_to_every_row_of_their_request(
     expected = logits.clone()
     expected[2:6, 20:30] += 40.0
     batch = harness.batch([[5], [21, 22, 23], [6, 7]])
-    processed = harness.sampler.processed(logits, *rows_of(batch))
+    processed = harness.sampler.processed(logits, rows_of(batch))
     assert torch.equal(processed, expected)  # neither temperature nor min_p
     alone = [Harness(backend=backend, settings=settings).add(each) for each in params]
     outputs = tokens_of(harness.verifier(logits, batch))
@@ -363,23 +350,13 @@ def test_a_worker_holds_as_many_biased_tokens_as_are_admitted() -> None:
 def test_temperature_that_vllm_applies_elsewhere_is_not_applied_twice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As if a version had moved the arithmetic out of ``SamplingStates``."""
-    original = vllm_sampler.Sampler.apply_sampling_params
-
-    def moved(self: vllm_sampler.Sampler, logits: torch.Tensor, *rows: object, **more: object):
-        edited = original(self, logits, *rows, **more)
-        return edited / self.sampling_states.temperature.gpu[rows[0].long()][:, None]
-
-    monkeypatch.setattr(vllm_sampler.Sampler, "apply_sampling_params", moved)
-    if not IS_32:
-        with pytest.raises(HostError, match="mtp_plugin would apply them twice"):
-            Harness()
-        return
+    """vLLM's method, which ends with temperature and min_p, is not called."""
+    monkeypatch.setattr(vllm_sampler.Sampler, "apply_sampling_params", None)
     params = SamplingParams(temperature=0.5, seed=1, bad_words=["a"])
     params._bad_words_token_ids = [[3]]
     harness = Harness().add(params)
     logits = make_logits(1)
-    processed = harness.sampler.processed(logits, *rows_of(harness.batch([[]])))
+    processed = harness.sampler.processed(logits, rows_of(harness.batch([[]])))
     assert torch.equal(processed[0, 4:], logits[0, 4:])
     assert processed[0, 3] == -torch.inf
 
@@ -393,7 +370,6 @@ def test_wrong_options_that_reach_the_worker_are_left_out() -> None:
     assert tokens_of(output) == tokens_of(right.verifier(logits, right.batch([[1, 2, 3]])))
 
 
-@NEEDS_32
 @BACKENDS
 def test_invalid_drafts_are_rejected(backend: Backend) -> None:
     harness = Harness(backend=backend).add(seeded(1), seeded(2))
@@ -410,7 +386,6 @@ def test_invalid_drafts_are_rejected(backend: Backend) -> None:
     assert tokens_of(output) == [targets[0:2], targets[4:8]]
 
 
-@NEEDS_32
 def test_placeholders_of_prompts_are_rejected() -> None:
     """Drafts at positions within the prompt are no drafts."""
     harness = Harness().add(SamplingParams(temperature=0.0))
@@ -458,7 +433,7 @@ def test_nans_are_counted_by_request_and_before_processing(
     def count(logits: torch.Tensor) -> torch.Tensor:  # vLLM's kernel needs a GPU
         return logits.isnan().sum(1).to(torch.int32)
 
-    for module in (vllm_logits, vllm_sampler):
+    for module in (our_sampler, vllm_sampler):
         monkeypatch.setattr(module, "get_num_nans", count)
     harness = Harness(backend=backend).add(seeded(1, repetition_penalty=1.2), seeded(2))
     logits = make_logits(4)
@@ -569,7 +544,7 @@ def test_batches_without_logits_processors_copy_no_logits() -> None:
     harness = Harness().add(seeded(1, top_k=5), seeded(2, repetition_penalty=2.0))
     logits = make_logits(1)
     rows = rows_of(harness.batch([[]]))
-    assert harness.sampler.processed(logits, *rows) is logits
+    assert harness.sampler.processed(logits, rows) is logits
 
 
 def make_engine(spec: object, rates: tuple[float, ...] | None = None) -> Engine:
@@ -587,14 +562,14 @@ def make_engine(spec: object, rates: tuple[float, ...] | None = None) -> Engine:
 
 def test_an_engine_with_drafts_has_both_sampler_and_verifier() -> None:
     engine = make_engine(SPEC)
-    assert isinstance(engine.sampler, VERSION.PluginSampler)
-    assert isinstance(engine.verifier, VERSION.PluginVerifier)
+    assert isinstance(engine.sampler, PluginSampler)
+    assert isinstance(engine.verifier, PluginVerifier)
     assert engine.ops.num_drafts == NUM_DRAFTS
 
 
 def test_an_engine_without_drafts_has_no_verifier() -> None:
     engine = make_engine(None)
-    assert isinstance(engine.sampler, VERSION.PluginSampler)
+    assert isinstance(engine.sampler, PluginSampler)
     assert engine.verifier is None
     assert engine.ops.num_drafts == 0
 
@@ -610,7 +585,6 @@ def test_synthetic_acceptance_of_an_engine(rates: list[float], length: int) -> N
     assert output.num_sampled.tolist() == [length] * 2
 
 
-@NEEDS_32
 def test_sample_draft_reads_the_logits_of_the_speculator() -> None:
     engine = make_engine(SPEC)
     logits = make_logits(2)
@@ -633,7 +607,7 @@ def test_sample_draft_reads_the_logits_of_the_speculator() -> None:
 
 def test_sample_draft_has_the_noise_of_the_row_that_verifies_it() -> None:
     """The first draft follows the token at the request's last position, where the target's rows
-    begin; older versions count the positions of drafts from one before."""
+    begin."""
     engine = make_engine(SPEC)
     harness = Harness()
     harness.states, harness.sampler = engine.sampler.req_states, engine.sampler
@@ -641,9 +615,8 @@ def test_sample_draft_has_the_noise_of_the_row_that_verifies_it() -> None:
     batch = harness.batch([[0], [0]])
     logits = make_logits(4)
     first = logits[[0, 2]]
-    model = SimpleNamespace(compute_logits=lambda _: first)
-    speculator = SimpleNamespace(model=model, compute_draft_logits=lambda *_: first)
-    positions = batch.positions[[0, 2]] - (0 if IS_32 else 1)
+    speculator = SimpleNamespace(compute_draft_logits=lambda *_: first)
+    positions = batch.positions[[0, 2]]
     unused = torch.zeros(2)
     drafts = engine.sample_draft(
         speculator, None, positions, batch.idx_mapping, unused, unused, unused, None

@@ -95,10 +95,15 @@ WRONG: list[tuple[Any, dict[str, Any], dict[str, Any], str]] = [
         "speculative_config.use_local_argmax_reduction is not supported: set it to false. Change "
         "this, or turn the plugin off by leaving out additional_config.mtp_plugin.",
     ),
+    (
+        {},
+        {"method": "custom_class", "model": "a.B"},
+        {},
+        "'custom_class', which vLLM's V2 model runner does not have",
+    ),
+    ({}, {"parallel_drafting": True}, {}, "speculative_config.parallel_drafting is not supported"),
     # by vLLM itself
-    ({}, {"method": "custom_class", "model": "a.B"}, {}, "speculative method 'custom_class'"),
     ({}, {"use_heterogeneous_vocab": True}, {}, "only works with method='draft_model'"),
-    ({}, {"parallel_drafting": True}, {}, "does not yet support: parallel drafting"),
 ]
 """``additional_config.mtp_plugin``, ``speculative_config``, arguments of the engine, and a part of
 the message."""
@@ -125,7 +130,9 @@ def config_of(given: Any, speculative: dict[str, Any], engine: dict[str, Any]) -
 
 def test_a_v1_model_runner_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
-    with pytest.raises(ConfigError, match="set the environment variable VLLM_USE_V2_MODEL_RUNNER"):
+    with pytest.raises(
+        ConfigError, match="unset the environment variable VLLM_USE_V2_MODEL_RUNNER"
+    ):
         checked_settings(config_of({}, {}, {}))
 
 

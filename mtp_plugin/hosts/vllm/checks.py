@@ -10,14 +10,15 @@ from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TextIO
 
-from mtp_plugin.checkpoint.vllm_command import V2_DEFAULT_SINCE, V2_RUNNER, vllm_command
+from mtp_plugin.checkpoint.vllm_command import vllm_command
 from mtp_plugin.errors import HostError, one_line
-from mtp_plugin.hosts.vllm.options import drafters_of
+from mtp_plugin.hosts.vllm.options import DRAFTERS
 from mtp_plugin.hosts.vllm.versions import (
     NAMES,
+    OLDEST,
     SIGNATURES,
+    differences,
     mismatch,
-    nearest,
     refusal,
     release,
     untested,
@@ -50,8 +51,6 @@ class Examination:
 
     version: str | None = None
     tested_on: str | None = None
-    module: str | None = None
-    """Our module for this version, or the nearest one."""
     methods: list[Method] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
@@ -70,28 +69,27 @@ def examine(environment: Mapping[str, str] = os.environ) -> Examination:
     """
     try:
         version = str(import_module("vllm").__version__)
-        major_minor = release()
+        release()
     except (ImportError, AttributeError) as error:
         return Examination(problems=[f"vllm cannot be imported: {error}"])
     except HostError as error:
         return Examination(problems=str(error).splitlines())
+    problems = differences()
+    if problems and release() < OLDEST:
+        return Examination(problems=[refusal(problems)])
     seen = Examination(version, where_tested())
-    seen.module, differences = nearest()
-    signatures, names = SIGNATURES[seen.module], NAMES[seen.module]
-    methods = [Method(target, mismatch(target, known)) for target, known in signatures.items()]
-    methods += [Method(target, missing_names(target, known)) for target, known in names.items()]
+    methods = [Method(target, mismatch(target, known)) for target, known in SIGNATURES.items()]
+    methods += [Method(target, missing_names(target, known)) for target, known in NAMES.items()]
     seen.methods = sorted(methods, key=lambda method: method.kind != "wrapped")
-    if differences:
-        seen.problems.append(refusal(version, differences))
+    if problems:
+        seen.problems.append(refusal(problems))
     elif seen.tested_on is None:
         seen.notes.append(f"warning: {untested(version)}")
-    _examine_environment(seen, environment, major_minor)
+    _examine_environment(seen, environment)
     return seen
 
 
-def _examine_environment(
-    seen: Examination, environment: Mapping[str, str], version: tuple[int, int]
-) -> None:
+def _examine_environment(seen: Examination, environment: Mapping[str, str]) -> None:
     if not entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME):
         seen.problems.append(
             f"the entry point {PLUGIN_NAME} of the group {PLUGIN_GROUP} is missing: in "
@@ -100,21 +98,11 @@ def _examine_environment(
     plugins = environment.get(PLUGINS)
     if plugins is not None and PLUGIN_NAME not in plugins.split(","):
         seen.problems.append(f"{PLUGINS}={plugins} leaves out {PLUGIN_NAME}: add it, or unset it")
-    has_triton = _has_triton()
-    if not has_triton:
+    if not _has_triton():
         seen.problems.append(
             "vLLM has switched Triton off here (vllm.triton_utils.HAS_TRITON is false), which its "
             "V2 model runner needs: run this where the GPU of the engine is, with triton installed"
         )
-    runner = environment.get(V2_RUNNER)
-    if runner is not None and runner.strip().lower() in ("0", "false"):
-        seen.problems.append(f"{V2_RUNNER}={runner} selects the V1 model runner: set it to 1")
-    elif runner is not None:
-        seen.notes.append(f"{V2_RUNNER}={runner}")
-    elif version < V2_DEFAULT_SINCE:
-        seen.notes.append(f"{V2_RUNNER} is not set: set it to 1 for every engine with the plugin")
-    elif has_triton:
-        seen.notes.append(f"{V2_RUNNER} is not set: this version uses the V2 runner by default")
 
 
 def _has_triton() -> bool:
@@ -130,7 +118,7 @@ def show(seen: Examination, out: TextIO) -> None:
     if seen.version is not None:
         fits = "does not fit" if is_different else "fits"
         tested = "not tested" if seen.tested_on is None else f"tested on {seen.tested_on}"
-        out.write(f"vllm {seen.version}, {tested}: module {seen.module} {fits}\n")
+        out.write(f"vllm {seen.version}, {tested}: {fits}\n")
     kinds = [method.kind for method in seen.methods]
     if kinds and not is_different:
         wrapped = kinds.count("wrapped")
@@ -138,15 +126,15 @@ def show(seen: Examination, out: TextIO) -> None:
     for method in seen.methods if is_different else ():
         verdict = "NO" if method.problem else "yes"
         name = method.target.replace(":", ".")
-        out.write(f"  {verdict:3}  {method.kind:7}  {name}{_shown(seen, method)}\n")
+        out.write(f"  {verdict:3}  {method.kind:7}  {name}{_shown(method)}\n")
     for note in seen.notes:
         out.write(f"{one_line(note)}\n")
     for problem in seen.problems:
         out.write(f"problem: {one_line(problem)}\n")
 
 
-def _shown(seen: Examination, method: Method) -> str:
-    names = NAMES[seen.module or ""].get(method.target)
+def _shown(method: Method) -> str:
+    names = NAMES.get(method.target)
     if names is not None:
         return f"  has {', '.join(names)}" if method.problem is None else f"  {method.problem}"
     found = INSTALLED.parameters(method.target)
@@ -158,7 +146,7 @@ def main() -> int:
     seen = examine()
     show(seen, sys.stdout)
     if not seen.problems:
-        sys.stdout.write(f"drafters: {', '.join(drafters_of(release()))}\n")
+        sys.stdout.write(f"drafters: {', '.join(DRAFTERS)}\n")
     again = "mtp-plugin doctor --host vllm  # with this corrected"
     sys.stdout.write(f"next: {one_line(again if seen.problems else vllm_command('MODEL'))}\n")
     return seen.exit_code

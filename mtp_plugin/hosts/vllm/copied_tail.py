@@ -1,4 +1,4 @@
-"""A tail of copied text after the drafts of MTP layers (vLLM 0.32 and newer).
+"""A tail of copied text after the drafts of MTP layers.
 
 Of K drafts the MTP layers make the first M; the others are what followed the longest earlier
 occurrence of the request's last tokens, its MTP drafts included, in its own prompt and output. All

@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.hosts.vllm.copied_tail import CopiedTail
 from mtp_plugin.hosts.vllm.options import VllmSettings
-from mtp_plugin.hosts.vllm.versions import fitting_module
+from mtp_plugin.hosts.vllm.sampler import PluginSampler, PluginVerifier, draft_rows
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.early_compile import CompileJob
 from mtp_plugin.speculative.rows.request_slots import RequestSlots
@@ -35,25 +35,18 @@ class Engine:
         device: torch.device,
         precompilation: CompileJob | None = None,
     ) -> None:
-        version = fitting_module()
         spec = vllm_config.speculative_config
         slots = RequestSlots(vllm_config.scheduler_config.max_num_seqs, device, settings)
         backend = Backend.of(settings.options.kernels, device)
         vocab = vllm_config.model_config.get_vocab_size()
         self.ops = RowOps(slots, settings, backend, vocab)
         self.ops.precompilation = precompilation
-        self.sampler = version.PluginSampler.replacing(sampler, self.ops)
-        self.verifier = None
-        if spec is not None:
-            self.verifier = version.PluginVerifier(self.sampler, spec, device)
         self.tail: CopiedTail | None = None
         if settings.options.tail is not None and spec is not None:
             length = settings.options.tail.ngram
             self.tail = CopiedTail(self.ops, sampler.req_states, length, vocab)
-        self.sampler.tail = self.tail
-        self._draft_rows = version.draft_rows
-        self.draft_loop = version.draft_loop
-        """Returns what a speculator captures in place of one draft pass, or None."""
+        self.sampler = PluginSampler(sampler, self.ops, self.tail)
+        self.verifier = None if spec is None else PluginVerifier(self.sampler, spec, device)
         _logger.info(
             "mtp_plugin on: verification %(verification)s, %(drafts)s drafts per step, %(kernels)s "
             "kernels, drafter %(drafter)s, draft_len %(draft_len)s, tail %(tail)s, draft_vocab "
@@ -63,7 +56,7 @@ class Engine:
 
     def sample_draft(self, speculator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Sample the drafts of one pass, in place of ``DraftModelSpeculator.sample_draft``."""
-        return self.ops.sample_drafts(self._draft_rows(speculator, *args, **kwargs))
+        return self.ops.sample_drafts(draft_rows(speculator, *args, **kwargs))
 
     def restore(self) -> None:
         """Write what sleep of level 2 discards and no request writes again."""

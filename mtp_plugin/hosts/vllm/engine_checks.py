@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 from dataclasses import replace
 from typing import Any
 
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.vllm.options import (
     DRAFTERS,
-    DRAFTERS_SINCE,
-    DYNAMIC_SINCE,
     KEY,
     VllmOptions,
     VllmSettings,
     draft_ids_of,
-    drafters_of,
     read_settings,
 )
 from mtp_plugin.hosts.vllm.scheduled_draft_len import length_problems
@@ -24,8 +20,6 @@ from mtp_plugin.hosts.vllm.versions import release, untested, where_tested
 from mtp_plugin.speculative.rows.request_options import load_problem, method_problems
 from mtp_plugin.verifications import codes, custom_codes
 
-PIPELINE_SINCE = (0, 32)
-"""Earlier versions send no draft tokens to earlier pipeline stages."""
 MAPPED = ("eagle3", "dflash")
 """Drafters whose checkpoints may have a map of draft ids (``d2t``)."""
 OWN_SAMPLING = ("DFlash2", "LiLiCorr", "XPress")
@@ -83,16 +77,15 @@ def problems_of(vllm_config: Any, settings: VllmSettings) -> list[str]:
     problems = _option_problems(options, settings) + _thinking_problems(options, vllm_config)
     problems += _draft_vocab_problems(options, vllm_config)
     problems += _tail_problems(options, vllm_config)
-    version = release()
     if not vllm_config.use_v2_model_runner:
         problems.append(
-            "the engine uses the V1 model runner: set the environment variable "
-            "VLLM_USE_V2_MODEL_RUNNER=1 (vLLM reports what that runner does not support)"
+            "the engine uses the V1 model runner: unset the environment variable "
+            "VLLM_USE_V2_MODEL_RUNNER if it is 0; else vLLM's log says what the V2 runner lacks"
         )
     problems += _model_problems(vllm_config)
     spec = vllm_config.speculative_config
     if spec is not None:
-        problems += _speculative_problems(vllm_config, spec, version)
+        problems += _speculative_problems(vllm_config, spec)
         problems += length_problems(vllm_config, options)
     elif options.draft_len is not None:
         problems.append(
@@ -195,8 +188,8 @@ def _model_problems(vllm_config: Any) -> list[str]:
     return problems
 
 
-def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int]) -> list[str]:
-    problems = _drafter_problems(vllm_config, spec, version)
+def _speculative_problems(vllm_config: Any, spec: Any) -> list[str]:
+    problems = _drafter_problems(vllm_config, spec)
     for name, is_set in (
         ("speculative_config.draft_token_map", getattr(spec, "draft_token_map", None)),
         (f"the environment variable {DRAFT_IDS_VARIABLE}", os.environ.get(DRAFT_IDS_VARIABLE)),
@@ -227,40 +220,19 @@ def _speculative_problems(vllm_config: Any, spec: Any, version: tuple[int, int])
         is_own = name == "parallel_drafting" and spec.method == "dflash"
         if getattr(spec, name, False) and not is_own:
             problems.append(f"speculative_config.{name} is not supported: set it to false")
-    if getattr(spec, "num_speculative_tokens_per_batch_size", None) and version < DYNAMIC_SINCE:
-        problems.append(
-            "speculative_config.num_speculative_tokens_per_batch_size needs vLLM "
-            f"{DYNAMIC_SINCE[0]}.{DYNAMIC_SINCE[1]} or newer, whose V2 model runner reads it: "
-            "leave it out"
-        )
-    stages = vllm_config.parallel_config.pipeline_parallel_size
-    if stages > 1 and version < PIPELINE_SINCE:
-        problems.append(
-            f"pipeline_parallel_size is {stages}: drafts with pipeline parallelism need vLLM "
-            f"{PIPELINE_SINCE[0]}.{PIPELINE_SINCE[1]} or newer; set it to 1 or leave out "
-            "speculative_config"
-        )
     return problems
 
 
-def _drafter_problems(vllm_config: Any, spec: Any, version: tuple[int, int]) -> list[str]:
+def _drafter_problems(vllm_config: Any, spec: Any) -> list[str]:
     method = spec.method
-    known = drafters_of(version)
-    if method not in known:
+    if method not in DRAFTERS:
         why = "" if method not in NOT_IN_V2 else ", which vLLM's V2 model runner does not have"
-        if method in DRAFTERS:
-            why = ", which needs vLLM {}.{} or newer".format(*DRAFTERS_SINCE)
-        expected = ", ".join(map(repr, known))
+        expected = ", ".join(map(repr, DRAFTERS))
         return [
             f"the speculative method is {method!r}{why}: set speculative_config.method to "
             f"{expected}, or leave out speculative_config"
         ]
     problems = []
-    if set(re.findall(r"\d+", str(getattr(spec, "speculative_token_tree", None)))) > {"0"}:
-        problems.append(
-            "speculative_config.speculative_token_tree has branches: leave it out, the plugin "
-            "verifies one sequence of drafts"
-        )
     if not DRAFTERS[method] and getattr(spec, "draft_sample_method", "") == "probabilistic":
         problems.append(
             "speculative_config.draft_sample_method 'probabilistic' is not supported with "

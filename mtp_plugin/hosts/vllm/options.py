@@ -26,10 +26,6 @@ DRAFTERS: Mapping[str, bool] = {
 }
 """Methods of ``speculative_config`` that are served -> whether the probabilities of drafts can be
 kept: DFlash samples all drafts of a request in one call, n-grams have no probabilities."""
-DRAFTERS_SINCE = (0, 32)
-"""Before, MTP is the only drafter that is served."""
-DYNAMIC_SINCE = (0, 32)
-"""Before, the V2 model runner makes the same number of drafts in every step."""
 
 
 class TailOptions(BaseModel):
@@ -56,8 +52,8 @@ class VllmOptions(RowOptions):
     draft_len: Literal["auto"] | None = Field(
         default=None,
         description="auto: every step makes 0 to num_speculative_tokens drafts, the number with "
-        "the most tokens per second by measured step times and acceptance (vLLM 0.32 and newer); "
-        "null: num_speculative_tokens; output does not change",
+        "the most tokens per second by measured step times and acceptance; null: "
+        "num_speculative_tokens; output does not change",
     )
     tail: TailOptions | None = Field(
         default=None,
@@ -90,11 +86,6 @@ class VllmOptions(RowOptions):
 
 
 VllmSettings: TypeAlias = EngineSettings[VllmOptions]
-
-
-def drafters_of(version: tuple[int, int]) -> tuple[str, ...]:
-    """Return the methods of ``speculative_config`` that are served with a version of vLLM."""
-    return tuple(DRAFTERS) if version >= DRAFTERS_SINCE else ("mtp",)
 
 
 def drafter_config(text: str) -> dict[str, str]:

@@ -17,6 +17,8 @@ from mtp_plugin.speculative.rows.request_slots import row_facts
 _logger = logging.getLogger("vllm.mtp_plugin")
 MAX_BIASED_TOKENS = 1024
 """Of a request; more of them would end vLLM's workers."""
+PREFILL = "_mtp_plugin_prefill"
+"""Attribute of vLLM's ``RequestState``: request state index -> ids of a new request's prefill."""
 
 
 class AdmittedOptions:

@@ -1,4 +1,4 @@
-"""The number of drafts of each step, chosen in the scheduler's process (vLLM 0.32 and newer).
+"""The number of drafts of each step, chosen in the scheduler's process.
 
 vLLM captures CUDA graphs for the lengths of ``num_speculative_tokens_per_batch_size``, and its
 workers make ``SchedulerOutput.num_spec_tokens_to_schedule`` drafts, which the next step verifies.
@@ -13,9 +13,9 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from mtp_plugin.hosts.vllm.auto_draft_len import AutoDraftLengths
-from mtp_plugin.hosts.vllm.options import DYNAMIC_SINCE, VllmOptions, read_options
+from mtp_plugin.hosts.vllm.options import VllmOptions, read_options
 from mtp_plugin.hosts.vllm.tail_gate import TailGate
-from mtp_plugin.hosts.vllm.versions import mismatch, release
+from mtp_plugin.hosts.vllm.versions import mismatch
 from mtp_plugin.speculative.host.signatures import missing_names
 
 Schedule = list[tuple[int, int, int]]
@@ -96,8 +96,6 @@ def expected_schedule(vllm_config: Any) -> Schedule | None:
     lengths = lengths_used(options, spec.num_speculative_tokens)
     if not lengths or vllm_config.parallel_config.data_parallel_size > 1:
         return None
-    if release() < DYNAMIC_SINCE:
-        return None
     most = vllm_config.scheduler_config.max_num_seqs
     return schedule_of(lengths, most) if len(lengths) <= most else None
 
@@ -160,12 +158,6 @@ def length_problems(vllm_config: Any, options: VllmOptions) -> list[str]:
     if not lengths:
         return []
     option = "tail" if options.draft_len is None else "draft_len 'auto'"
-    version = "{}.{}".format(*DYNAMIC_SINCE)
-    if release() < DYNAMIC_SINCE:
-        return [
-            f"{option} needs vLLM {version} or newer, which can change the number of "
-            "drafts between two steps: leave it out"
-        ]
     problems = []
     given = getattr(spec, SCHEDULE, None)
     if getattr(parallel, "data_parallel_size", 1) > 1:

@@ -1,6 +1,6 @@
-"""Which vLLM is installed, and which of our modules fits it.
+"""Which vLLM is installed, and whether it fits.
 
-`SIGNATURES` and `NAMES` list all that a module of ours uses of vLLM, `PARTS` what an engine can do
+`SIGNATURES` and `NAMES` list all that every engine uses of vLLM, `PARTS` what an engine can do
 without. They are compared with what is imported here, and with wheels by
 ``python -m integration.vllm.signatures``.
 Further parameters may follow: :mod:`mtp_plugin.speculative.host.signatures`.
@@ -12,17 +12,17 @@ import functools
 import inspect
 import re
 from collections.abc import Callable, Mapping
-from importlib import import_module
-from types import ModuleType
 from typing import Any, TypeVar
 
 from mtp_plugin.errors import HostError
 from mtp_plugin.speculative.host import signatures
 from mtp_plugin.speculative.host.signatures import INSTALLED, Names, Reader, Signatures
 
-TESTED = {"0.24": "GPU and CPU", "0.26": "CPU", "0.32": "CPU", "0.33": "GPU and CPU"}
+TESTED = {"0.32": "CPU", "0.33": "GPU and CPU"}
 """Versions that start without a warning, and where they were tested."""
-FITTING = "0.24 to 0.26, or 0.32 and newer"
+OLDEST = (0, 32)
+FITTING = "0.32 and newer"
+INSTALL = 'pip install "vllm>=0.32"'
 
 _GPU = "vllm.v1.worker.gpu"
 
@@ -33,7 +33,7 @@ def _read(text: str) -> dict[str, tuple[str, ...]]:
 
 
 # a method that ends with ``...`` is only wrapped
-_COMMON = _read("""
+_TABLE = _read("""
 vllm.v1.worker.worker_base:WorkerBase.__init__(vllm_config, local_rank, rank, ...)
 vllm.v1.engine.input_processor:InputProcessor.__init__(vllm_config, ...)
 vllm.v1.engine.input_processor:InputProcessor._validate_params(params, ...)
@@ -63,36 +63,6 @@ GPU.spec_decode.speculator:DraftModelSpeculator.load_model(...)
 GPU.states:RequestState.add_request(req_id, prompt_len, all_token_ids, ...)
 GPU.input_batch:get_num_sampled_and_rejected(
     num_sampled, seq_lens, cu_num_logits, idx_mapping, prefill_len)
-""")
-_V24 = _read("""
-GPU.sample.sampler:Sampler.add_request(req_idx, prompt_len, sampling_params, ...)
-GPU.sample.sampler:Sampler.apply_sampling_params(
-    logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
-    skip_top_k_top_p)
-GPU.sample.sampler:Sampler.sample(
-    logits, expanded_idx_mapping, idx_mapping_np, pos, input_ids, expanded_local_pos,
-    return_logprobs)
-GPU.sample.logit_bias:LogitBiasState.apply_logit_bias(
-    logits, expanded_idx_mapping, idx_mapping_np, pos)
-GPU.sample.logit_bias:apply_logit_bias(
-    logits, expanded_idx_mapping, pos, num_allowed_token_ids, allowed_token_ids, num_logit_bias,
-    logit_bias_token_ids, logit_bias, min_lens, num_stop_token_ids, stop_token_ids)
-GPU.spec_decode.rejection_sampler:RejectionSampler.__call__(logits, input_batch, draft_logits)
-GPU.spec_decode.rejection_sampler:RejectionSampler._get_logprobs_tensors(
-    input_batch, sampled, num_sampled, logits)
-GPU.spec_decode.speculator:DraftModelSpeculator.sample_draft(
-    hidden_states, positions, idx_mapping, temperature, seeds, draft_step, draft_logits)
-GPU.spec_decode.speculator:DraftModelSpeculator._build_draft_attn_metadata(
-    num_reqs, num_reqs_padded, num_tokens_padded, num_query_per_req, causal)
-GPU.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator._generate_draft(
-    num_reqs, num_tokens_padded, attn_metadata, slot_mappings, num_tokens_across_dp,
-    cudagraph_runtime_mode)
-GPU.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator._multi_step_decode(
-    num_reqs, skip_attn, batch_desc, ...)
-GPU.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator.capture(...)
-GPU.attn_utils:build_slot_mappings_by_layer(slot_mappings, kv_cache_config)
-""")
-_V32 = _read("""
 GPU.sample.sampler:Sampler.add_request(req_idx, sampling_params, ...)
 GPU.sample.states:SamplingStates.add_request(...)
 GPU.sample.thinking_budget:ThinkingBudgetState.apply(logits, ctx)
@@ -113,15 +83,10 @@ GPU.spec_decode.speculator:DraftModelSpeculator.sample_draft(
     spec_step_idx)
 GPU.spec_decode.speculator:DraftModelSpeculator.compute_draft_logits(hidden_states, spec_step_idx)
 """)
-_TABLES = {"v24": {**_COMMON, **_V24}, "v32": {**_COMMON, **_V32}}
-SIGNATURES: Mapping[str, Signatures] = {
-    module: {target: tuple(n for n in names if n != "...") for target, names in table.items()}
-    for module, table in _TABLES.items()
+SIGNATURES: Signatures = {
+    target: tuple(name for name in names if name != "...") for target, names in _TABLE.items()
 }
-"""Module of ours -> signatures that it needs."""
-WRAPPED = frozenset(
-    target for table in _TABLES.values() for target, names in table.items() if "..." in names
-)
+WRAPPED = frozenset(target for target, names in _TABLE.items() if "..." in names)
 """Methods whose calls are handed on to the original."""
 SAMPLE_DRAFT = f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.sample_draft"
 VERIFY = f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__"
@@ -168,31 +133,15 @@ PARTS: Mapping[str, tuple[Signatures, Names]] = {
     "new weights": (_NEW_WEIGHTS, {}),
     "metrics": (_METRICS, {}),
 }
-"""What an engine can do without -> the methods that are wrapped for it, and attributes; all are in
-vLLM 0.32 and newer."""
+"""What an engine can do without -> the methods that are wrapped for it, and attributes."""
 
-_COMMON_NAMES = _read("""
+NAMES: Names = _read("""
 GPU.sample.states(NO_LOGPROBS)
 GPU.sample.states:SamplingStates(seeds)
 GPU.states:RequestState(prefill_len, prompt_len, req_id_to_index)
 GPU.model_runner:GPUModelRunner(is_last_pp_rank, model_state, sampler)
 GPU.spec_decode.rejection_sampler:RejectionSampler(sampler)
 GPU.spec_decode.speculator:DraftModelSpeculator(model, model_state, vllm_config)
-""")
-_V24_NAMES = _read("""
-GPU.sample.sampler:Sampler(
-    compute_nans, logprobs_mode, req_states, sampling_states, bad_words_state, logit_bias_state,
-    penalties_state)
-GPU.sample.bad_words:BadWordsState(num_bad_words)
-GPU.sample.penalties:PenaltiesState(use_penalty)
-GPU.sample.logit_bias:LogitBiasState(
-    allowed_token_ids, logit_bias, logit_bias_token_ids, min_lens, num_allowed_token_ids,
-    num_logit_bias, num_stop_token_ids, stop_token_ids, use_logit_bias)
-GPU.input_batch:InputBatch(
-    cu_num_logits, expanded_idx_mapping, expanded_local_pos, idx_mapping, idx_mapping_np, input_ids,
-    logits_indices, num_reqs, positions, seq_lens)
-""")
-_V32_NAMES = _read("""
 GPU.sample.sampler:Sampler(
     compute_nans, logprobs_mode, req_states, sampling_states, logits_processors,
     needs_logits_processing, thinking_budget_state)
@@ -200,11 +149,6 @@ GPU.input_batch:InputBatch(
     cu_num_logits, expanded_idx_mapping, expanded_local_pos, idx_mapping, idx_mapping_np, input_ids,
     logits_indices, num_reqs, positions, seq_lens, cu_num_logits_np, seq_lens_cpu_upper_bound)
 """)
-NAMES: Mapping[str, Names] = {
-    "v24": {**_COMMON_NAMES, **_V24_NAMES},
-    "v32": {**_COMMON_NAMES, **_V32_NAMES},
-}
-"""Module of ours -> attributes that it needs."""
 
 
 def release() -> tuple[int, int]:
@@ -234,9 +178,9 @@ def versions_tested() -> str:
     return "; ".join(f"{', '.join(names)} on {place}" for place, names in tested.items())
 
 
-def differences(module: str, reader: Reader = INSTALLED) -> list[str]:
-    """Return one line for everything that a module of ours needs and that is missing or differs."""
-    return signatures.differences(SIGNATURES[module], NAMES[module], WRAPPED, reader)
+def differences(reader: Reader = INSTALLED) -> list[str]:
+    """Return one line for everything that an engine needs and that is missing or differs."""
+    return signatures.differences(SIGNATURES, NAMES, WRAPPED, reader)
 
 
 def mismatch(target: str, names: tuple[str, ...], reader: Reader = INSTALLED) -> str | None:
@@ -250,39 +194,31 @@ def part_problems(part: str, reader: Reader = INSTALLED) -> list[str]:
     return signatures.differences(wrapped, names, wrapped, reader)
 
 
-def nearest(reader: Reader = INSTALLED) -> tuple[str, list[str]]:
-    """Return the name of the module of ours with the fewest differences, and these."""
-    found = {name: differences(name, reader) for name in SIGNATURES}
-    name = min(found, key=lambda name: len(found[name]))
-    return name, found[name]
-
-
-def refusal(version: str, problems: list[str]) -> str:
-    """Return the message for a version that does not fit."""
+def refusal(problems: list[str]) -> str:
+    """Return the message for an installed version that does not fit."""
+    version, instead = "{}.{}".format(*release()), "leave out additional_config.mtp_plugin"
+    if release() < OLDEST:
+        return (
+            f"mtp_plugin does not fit vLLM {version}: it needs vLLM {FITTING}; type {INSTALL}, or "
+            f"{instead}"
+        )
     return (
-        f"mtp_plugin does not fit vLLM {version}: {'; '.join(problems)}. Install vLLM {FITTING}, "
-        "or leave out additional_config.mtp_plugin"
+        f"mtp_plugin does not fit vLLM {version}: {'; '.join(problems)}. Install vLLM "
+        f"{list(TESTED)[-1]}, or {instead}"
     )
 
 
-def fitting_module() -> ModuleType:
-    """Return our module for the installed vLLM.
-
-    Raises:
-        HostError: no module fits; names what differs from the nearest one.
-    """
-    name, problems = nearest()
+def expect_fitting() -> None:
+    """Raise `HostError` if the installed vLLM does not fit; names what differs."""
+    problems = differences()
     if problems:
-        raise HostError(refusal("{}.{}".format(*release()), problems))
-    return import_module(f"mtp_plugin.hosts.vllm.{name}")
+        raise HostError(refusal(problems))
 
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def replaces(
-    target: str, module: str, *, unused: tuple[str, ...] = ()
-) -> Callable[[_Method], _Method]:
+def replaces(target: str, *, unused: tuple[str, ...] = ()) -> Callable[[_Method], _Method]:
     """Decorate what takes the place of a method of vLLM, with the recorded parameters.
 
     Further arguments are left out at their defaults, and those of ``unused`` at any value.
@@ -290,7 +226,7 @@ def replaces(
     Raises:
         HostError: when called with another value; names the argument.
     """
-    names = SIGNATURES[module][target]
+    names = SIGNATURES[target]
     known = frozenset(names)
 
     def decorate(function: _Method) -> _Method:

@@ -29,8 +29,6 @@ FRONT_END: dict[str, Method] = {}
 DRAFT_LENGTHS: dict[str, Method] = {}
 """For an engine whose numbers of drafts the plugin chooses, which checks that there are these."""
 WORKER: dict[str, Method] = {}
-DRAFT_LOOP: dict[str, Method] = {}
-"""For vLLM before 0.32, which has no such class and captures its draft loop by itself."""
 TAIL: dict[str, Method] = {}
 """For a tail of copied text, which checks that there are these."""
 GRAPHS: dict[str, Method] = {}
@@ -45,13 +43,11 @@ _ENGINE = "_mtp_plugin_engine"
 _COUNTER = "_mtp_plugin_counter"
 LENGTHS = "_mtp_plugin_draft_lengths"
 _ADMISSION = "_mtp_plugin_admission"
-_LOOP = "_mtp_plugin_captured_draft_loop"
 _SERVES_ALL: ContextVar[bool] = ContextVar("mtp_plugin_serves_all", default=False)
 """Whether the request that is validated belongs to an engine with the plugin."""
 _WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
 _GPU = "vllm.v1.worker.gpu"
 _DRAFTS = f"{_GPU}.spec_decode.speculator:DraftModelSpeculator"
-_AUTOREGRESSIVE = f"{_GPU}.spec_decode.autoregressive.speculator:AutoRegressiveSpeculator"
 _OF_TARGET = f"{_GPU}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
 
 
@@ -70,9 +66,9 @@ def wrap_start() -> None:
 
 
 def wrap_worker() -> None:
-    """Wrap the methods of `WORKER`, which `fitting_module` found, and those of `DRAFT_LOOP`,
-    `GRAPHS`, `TAIL` and `NEW_WEIGHTS` that there are; a repeated call changes nothing."""
-    for table in (WORKER, DRAFT_LOOP, GRAPHS, TAIL, NEW_WEIGHTS):
+    """Wrap the methods of `WORKER`, which `expect_fitting` found, and those of `GRAPHS`, `TAIL` and
+    `NEW_WEIGHTS` that there are; a repeated call changes nothing."""
+    for table in (WORKER, GRAPHS, TAIL, NEW_WEIGHTS):
         _wrap_all(table)
 
 
@@ -89,9 +85,9 @@ def _wraps(table: dict[str, Method], target: str) -> Callable[[Method], Method]:
 @_wraps(START, _WORKER_INIT)
 def _worker_init(original: Method, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
     if _settings(vllm_config) is not None:
-        from mtp_plugin.hosts.vllm.versions import fitting_module
+        from mtp_plugin.hosts.vllm.versions import expect_fitting
 
-        fitting_module()
+        expect_fitting()
         wrap_worker()
         _warn(*args, **kwargs)
         _compile_early(vllm_config, *args, **kwargs)
@@ -286,11 +282,11 @@ def _custom_sampler(original: Method, self: Any, sampler: Any, *args: Any, **kwa
     settings = _settings(self.vllm_config)
     if settings is None:
         return given
+    if given is not None:
+        raise _own_sampler(self)
     from mtp_plugin.hosts.vllm.early_kernels import of_worker
     from mtp_plugin.hosts.vllm.engine import Engine
 
-    if given is not None:
-        raise _own_sampler(self)
     engine = Engine(self.vllm_config, settings, sampler, self.device, of_worker())
     setattr(self, _ENGINE, engine)
     return engine.sampler, engine.verifier
@@ -342,37 +338,6 @@ def _add_request_state(
     prefill = self.__dict__.setdefault("_mtp_plugin_prefill", {})
     prefill[self.req_id_to_index[req_id]] = all_token_ids
     return result
-
-
-@_wraps(DRAFT_LOOP, f"{_AUTOREGRESSIVE}.capture")
-def _speculator_capture(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
-    engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
-    run_passes = None if engine is None else engine.draft_loop(self)
-    if run_passes is None:
-        return original(self, *args, **kwargs)
-    # captured in place of a single pass
-    self._generate_draft = run_passes
-    try:
-        result = original(self, *args, **kwargs)
-    finally:
-        del self._generate_draft
-    setattr(self, _LOOP, True)
-    return result
-
-
-@_wraps(DRAFT_LOOP, f"{_AUTOREGRESSIVE}._multi_step_decode")
-def _multi_step_decode(
-    original: Method,
-    self: Any,
-    num_reqs: int,
-    skip_attn: bool,
-    batch_desc: Any,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    if getattr(self, _LOOP, False) and batch_desc.cg_mode.name == "FULL":
-        return self.decode_cudagraph_manager.run_fullgraph(batch_desc)
-    return original(self, num_reqs, skip_attn, batch_desc, *args, **kwargs)
 
 
 @_wraps(GRAPHS, f"{_GPU}.cudagraph_utils:CudaGraphManager._init_candidates")

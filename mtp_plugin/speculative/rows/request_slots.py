@@ -124,14 +124,9 @@ class RequestSlots:
         """Return the slots of indices [N], all valid."""
         return self._table.rows_of(indices)
 
-    def of_padded(self, indices: torch.Tensor, is_padding: torch.Tensor | None = None) -> SlotRows:
-        """Return the slots of indices [N] of which some are padding.
-
-        Args:
-            is_padding: [N] bool; None: indices below 0.
-        """
-        is_padding = indices < 0 if is_padding is None else is_padding
-        return self.of(torch.where(is_padding, self._padding, indices))
+    def of_padded(self, indices: torch.Tensor) -> SlotRows:
+        """Return the slots of indices [N], below 0 for padding, whose rows may hold NaN."""
+        return self.of(torch.where(indices < 0, self._padding, indices))
 
 
 def engine_modes(settings: EngineSettings, device: torch.device) -> tuple[VerificationMode, ...]:

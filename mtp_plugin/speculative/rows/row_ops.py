@@ -57,13 +57,11 @@ class DraftRows(NamedTuple):
     """The rows that propose one draft of each of R requests; with DFlash all drafts, R * K rows."""
 
     logits: torch.Tensor  # [R, V]; with a draft vocabulary [R, V' or more], columns of padding last
-    indices: torch.Tensor  # [R] slots, below 0 or any for padding rows
+    indices: torch.Tensor  # [R] slots, below 0 for padding rows
     positions: torch.Tensor  # [R]
     column: int  # the draft follows the token at position + column
     step: torch.Tensor
     """[] integer, on the device: which draft of the step it is. With DFlash [R * K], not read."""
-    is_padding: torch.Tensor | None = None
-    """[R] bool: rows that may hold NaN; None: those with an index below 0."""
     is_valid: bool = False
     """Whether rows of padding have the slot of padding, so that no launch has to look for them."""
 
@@ -198,7 +196,7 @@ class RowOps:
         if draft.is_valid:
             slots = self.slots.of(draft.indices)
         else:
-            slots = self.slots.of_padded(draft.indices, draft.is_padding)
+            slots = self.slots.of_padded(draft.indices)
         if self.draft_probs is None:
             drafts = sample_tokens(logits, rows, slots, vocab_ids=ids, backend=backend)
             drafts = torch.maximum(drafts, self._zero)

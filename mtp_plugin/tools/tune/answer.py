@@ -124,11 +124,8 @@ class Answer:
         return {**drafting, "--additional-config": plugin}
 
 
-def find_answer(measurements: Sequence[Measurement], has_schedule: bool) -> Answer | None:
-    """Return the best setting over all batch sizes, which count the same.
-
-    Args:
-        has_schedule: K may depend on the batch size.
+def find_answer(measurements: Sequence[Measurement]) -> Answer | None:
+    """Return the best setting over all batch sizes, which count the same; K may depend on them.
 
     Returns:
         None: there is no number for K = 0.
@@ -140,12 +137,11 @@ def find_answer(measurements: Sequence[Measurement], has_schedule: bool) -> Answ
     sizes = sorted(off.step_ms)
     best = {size: max(found.tokens_per_second(size) for found in valid) for size in sizes}
     candidates = [dict.fromkeys(sizes, found) for found in valid]
-    if has_schedule:
-        groups: dict[Setting, list[Measurement]] = {}
-        for found in valid:
-            if found is not off:
-                groups.setdefault(replace(found.setting, num_drafts=0), [off]).append(found)
-        candidates += [{size: _best_at(size, group) for size in sizes} for group in groups.values()]
+    groups: dict[Setting, list[Measurement]] = {}
+    for found in valid:
+        if found is not off:
+            groups.setdefault(replace(found.setting, num_drafts=0), [off]).append(found)
+    candidates += [{size: _best_at(size, group) for size in sizes} for group in groups.values()]
 
     def share(candidate: Mapping[int, Measurement]) -> float:
         return statistics.geometric_mean(

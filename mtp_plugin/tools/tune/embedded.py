@@ -136,7 +136,6 @@ class EmbeddedEngine:
             "device": str(llm.device),
             "dtype": str(dtype).removeprefix("torch."),
             "max_num_seqs": llm.config.max_batch_size,
-            "has_schedule": True,
         }
 
     def encode(self, prompts: list[Any]) -> list[list[int]]:

@@ -17,7 +17,6 @@ from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin.checkpoint.vllm_command import V2_RUNNER
 from mtp_plugin.errors import ConfigError, ExecutorError, HostError
 from mtp_plugin.tools.texts import text_of_message
 from mtp_plugin.tools.tune.answer import Setting
@@ -143,7 +142,6 @@ def _serve(
     connection: Any, setting: Setting, arguments: list[str], log: str, cache: str | None
 ) -> None:
     os.setpgid(0, 0)  # `close` ends the whole group; Ctrl-C goes to the parent alone
-    os.environ.setdefault(V2_RUNNER, "1")
     if cache is not None:
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         root = os.environ.get(CACHE_ROOT) or os.path.join(caches, "vllm")
@@ -212,9 +210,6 @@ def _described(engine: Any) -> dict[str, Any]:
     import vllm
     from vllm.platforms import current_platform
 
-    from mtp_plugin.hosts.vllm.options import DYNAMIC_SINCE
-    from mtp_plugin.hosts.vllm.versions import release
-
     config = engine.vllm_config
     text_config = config.model_config.hf_text_config
     return {
@@ -222,7 +217,6 @@ def _described(engine: Any) -> dict[str, Any]:
         "device": current_platform.get_device_name(),
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "max_num_seqs": config.scheduler_config.max_num_seqs,
-        "has_schedule": release() >= DYNAMIC_SINCE,
         "num_mtp_layers": getattr(text_config, "num_nextn_predict_layers", None),
     }
 

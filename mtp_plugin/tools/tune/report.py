@@ -13,7 +13,6 @@ from typing import Any
 
 import yaml
 
-from mtp_plugin.checkpoint.vllm_command import with_v2_runner
 from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole
 from mtp_plugin.tools.tune.answer import (
     BY_PROBABILITY,
@@ -38,7 +37,7 @@ class TuneReport:
     @cached_property
     def answer(self) -> Answer | None:
         """What to use; None: there are no numbers for K = 0."""
-        return find_answer(self.tuning.measurements, self.tuning.facts.get("has_schedule", False))
+        return find_answer(self.tuning.measurements)
 
     @property
     def exit_code(self) -> int:
@@ -154,4 +153,4 @@ class TuneReport:
         words = ["vllm", "serve", model, *others]
         for name, value in answer.options().items():
             words += [name, json.dumps(value)]
-        out.write_line(with_v2_runner(shlex.join(words)))
+        out.write_line(shlex.join(words))

@@ -124,7 +124,7 @@ class Tuning:
             left = [each for each in left if not self._skips(each[1])]
         settings = [setting for _, settings in left for setting in settings]
         self.measurements += [Measurement(setting, NO_REFERENCE) for setting in settings]
-        answer = find_answer(self.measurements, self.facts.get("has_schedule", False))
+        answer = find_answer(self.measurements)
         if not self.options.embedded and answer is not None and answer.setting.num_drafts:
             alone = answer.setting.without_plugin()
             self._run_group([(alone, [alone])], len(engines))

@@ -28,11 +28,10 @@ def install(
     """Put a ``vllm`` into ``sys.modules`` whose functions return their arguments.
 
     Args:
-        signatures: ``module:Class.method`` -> parameters; default: those of vLLM 0.32. The names
-            that the plugin needs are those of the module of ours with the most of them.
+        signatures: ``module:Class.method`` -> parameters; default: those of vLLM 0.32, whose names
+            are set if any of them are given.
     """
-    signatures = signatures or SIGNATURES["v32"]
-    fits = max(NAMES, key=lambda name: len(SIGNATURES[name].keys() & signatures.keys()))
+    signatures = signatures or SIGNATURES
     root = ModuleType("vllm")
     root.__version__ = version  # type: ignore[attr-defined]
     modules = {"vllm": root}
@@ -48,10 +47,8 @@ def install(
             setattr(module, owner_name, type(owner_name, (), {"__module__": name}))
         function = make_function(method, ("self", *parameters))
         setattr(getattr(module, owner_name), method, function)
-    for target, names in NAMES[fits].items():
+    for target, names in NAMES.items() if SIGNATURES.keys() & signatures.keys() else ():
         name, _, owner_name = target.partition(":")
-        if not SIGNATURES[fits].keys() & signatures.keys():
-            break
         owner: Any = _module(modules, name)
         if owner_name and not hasattr(owner, owner_name):
             setattr(owner, owner_name, type(owner_name, (), {"__module__": name}))

@@ -30,59 +30,54 @@ def output_of(seen: Examination) -> list[str]:
     return out.getvalue().splitlines()
 
 
-@pytest.mark.parametrize(
-    ("version", "module", "place", "runner"),
-    [
-        ("0.24.0", "v24", "GPU and CPU", "set it to 1 for every engine with"),
-        ("0.26.0", "v24", "CPU", "set it to 1 for every engine with"),
-        ("0.32.0", "v32", "CPU", "this version uses the V2 runner"),
-    ],
-)
-def test_supported_versions(
-    monkeypatch: pytest.MonkeyPatch, version: str, module: str, place: str, runner: str
-) -> None:
-    fake_vllm.install(monkeypatch, version, SIGNATURES[module])
+def test_a_supported_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm.install(monkeypatch)
     seen = examine({})
-    first, methods, note = output_of(seen)
-    assert first == f"vllm {version}, tested on {place}: module {module} fits"
-    wrapped, used = len(START) + len(WORKER), len(SIGNATURES[module]) + len(NAMES[module])
+    first, methods = output_of(seen)
+    assert first == "vllm 0.32.0, tested on CPU: fits"
+    wrapped, used = len(START) + len(WORKER), len(SIGNATURES) + len(NAMES)
     assert methods == f"methods: {wrapped} wrapped, {used - wrapped} used, all as expected"
-    assert note.startswith(f"VLLM_USE_V2_MODEL_RUNNER is not set: {runner}")
     assert seen.exit_code == 0
 
 
+def test_an_older_version_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_vllm.install(monkeypatch, "0.26.0", {DRAFTS: ("states",)})
+    (line,) = output_of(examine({}))
+    assert line.startswith("problem: mtp_plugin does not fit vLLM 0.26: it needs vLLM 0.32 and")
+
+
 def test_a_missing_method(monkeypatch: pytest.MonkeyPatch) -> None:
-    signatures = {name: s for name, s in SIGNATURES["v32"].items() if name != DRAFTS}
+    signatures = {name: s for name, s in SIGNATURES.items() if name != DRAFTS}
     fake_vllm.install(monkeypatch, "0.32.0", signatures)
     seen = examine({})
     lines = output_of(seen)
     name = DRAFTS.replace(":", ".")
-    assert lines[0] == "vllm 0.32.0, tested on CPU: module v32 does not fit"
+    assert lines[0] == "vllm 0.32.0, tested on CPU: does not fit"
     assert f"  NO   wrapped  {name}  missing" in lines
-    assert len(lines) > len(SIGNATURES["v32"])  # with those that fit
-    assert lines[-1].startswith(f"problem: mtp_plugin does not fit vLLM 0.32.0: {name} is missing")
+    assert len(lines) > len(SIGNATURES)  # with those that fit
+    assert lines[-1].startswith(f"problem: mtp_plugin does not fit vLLM 0.32: {name} is missing")
     assert seen.exit_code == 1
 
 
 def test_other_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_vllm.install(monkeypatch, "0.34.0", {**SIGNATURES["v32"], DRAFTS: ("states", "rows")})
+    fake_vllm.install(monkeypatch, "0.34.0", {**SIGNATURES, DRAFTS: ("states", "rows")})
     seen = examine({})
     lines = output_of(seen)
     name = DRAFTS.replace(":", ".")
-    assert lines[0] == "vllm 0.34.0, not tested: module v32 does not fit"
+    assert lines[0] == "vllm 0.34.0, not tested: does not fit"
     assert f"  NO   wrapped  {name}  (states=None, rows=None)" in lines
     (problem,) = seen.problems
     assert f"{name}(states=None, rows=None) was expected to have the parameters (hidden" in problem
-    assert "Install vLLM 0.24 to 0.26, or 0.32 and newer" in problem
+    assert "Install vLLM 0.33" in problem
 
 
 def test_an_untested_version(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm.install(monkeypatch, "0.34.0")
     seen = examine({})
-    assert output_of(seen)[0] == "vllm 0.34.0, not tested: module v32 fits"
+    assert output_of(seen)[0] == "vllm 0.34.0, not tested: fits"
     assert not seen.problems
     assert seen.notes[0].startswith(
-        "warning: vLLM 0.34.0 was not tested (tested: 0.24, 0.33 on GPU and CPU; "
+        "warning: vLLM 0.34.0 was not tested (tested: 0.32 on CPU; 0.33 on GPU and CPU)"
     )
     assert seen.exit_code == 0
 
@@ -91,15 +86,11 @@ def test_an_untested_version(monkeypatch: pytest.MonkeyPatch) -> None:
     ("environment", "problem"),
     [
         (
-            {"VLLM_USE_V2_MODEL_RUNNER": "0"},
-            "VLLM_USE_V2_MODEL_RUNNER=0 selects the V1 model runner: set it to 1",
-        ),
-        (
             {"VLLM_PLUGINS": "a,b"},
             "VLLM_PLUGINS=a,b leaves out mtp_plugin: add it, or unset it",
         ),
         ({"VLLM_PLUGINS": ""}, "VLLM_PLUGINS= leaves out mtp_plugin: add it, or unset it"),
-        ({"VLLM_PLUGINS": "a,mtp_plugin", "VLLM_USE_V2_MODEL_RUNNER": "1"}, None),
+        ({"VLLM_PLUGINS": "a,mtp_plugin"}, None),
     ],
 )
 def test_environment_variables(
@@ -108,8 +99,6 @@ def test_environment_variables(
     fake_vllm.install(monkeypatch)
     seen = examine(environment)
     assert seen.problems == ([] if problem is None else [problem])
-    if problem is None:
-        assert output_of(seen)[-1] == "VLLM_USE_V2_MODEL_RUNNER=1"
 
 
 def test_triton_that_vllm_has_switched_off_is_a_problem(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mtp_plugin.errors import HostError
-from mtp_plugin.hosts.vllm.sampler_parts import keep_allowed_ids, without_tokens
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.sampling import DraftedBy, VerifiedBy
 from mtp_plugin.speculative.rows.row_ops import valid_ids
@@ -280,28 +279,6 @@ def test_no_op_writes_logits(backend: Backend) -> None:
     verify(ops, batch)
     draft(ops, batch.logits, *batch.expanded(), 0)
     assert torch.equal(batch.logits, before)
-
-
-def test_rows_without_query_tokens_are_marked_as_padding() -> None:
-    starts = torch.tensor([0, 4, 5, 5, 5, 5])  # of a captured batch of 4 with room for 5
-    assert without_tokens(starts, 4).tolist() == [False, False, True, True]
-    slots = make_ops().slots
-    indices = torch.tensor([7, 2, 7, 3])
-    given = slots.of_padded(indices, without_tokens(starts, 4)).slot_ids.tolist()
-    assert given == [7, 2, len(slots.table) - 1, len(slots.table) - 1]
-    assert slots.of_padded(indices - 3).slot_ids.tolist() == [4, len(slots.table) - 1, 4, 0]
-
-
-def test_only_allowed_ids_keep_their_logits() -> None:
-    logits = torch.arange(18.0).view(3, 6)
-    ids = torch.tensor([[4, 1, 4, 5], [3, 3, 3, 3], [5, 0, 0, 0]], dtype=torch.int32)
-    keep_allowed_ids(logits, torch.tensor([3, 0, 1], dtype=torch.int32), ids)
-    inf = float("inf")
-    assert logits.tolist() == [
-        [-inf, 1, -inf, -inf, 4, -inf],
-        [6, 7, 8, 9, 10, 11],
-        [-inf, -inf, -inf, -inf, -inf, 17],
-    ]
 
 
 class HostReads(TorchDispatchMode):

@@ -32,7 +32,7 @@ UPDATE = "vllm.v1.core.sched.scheduler:Scheduler.update_from_output"
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
     more = {AFTER_SCHEDULE: ("scheduler_output",), CONFIG_INIT: ()}
-    modules = fake_vllm.install(monkeypatch, signatures={**SIGNATURES["v32"], **more})
+    modules = fake_vllm.install(monkeypatch, signatures={**SIGNATURES, **more})
     outputs = ModuleType("vllm.v1.core.sched.output")
     outputs.SchedulerOutput = type("SchedulerOutput", (), {SCHEDULED[1][0]: 0})  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, outputs.__name__, outputs)
@@ -118,16 +118,11 @@ def test_what_cannot_be_served_is_refused(changes: dict[str, Any], problem: str)
     assert f"mtp_plugin is on, but {problem}. Change this" in str(error.value)
 
 
-def test_a_vllm_that_cannot_change_the_number_is_refused(
-    monkeypatch: pytest.MonkeyPatch, vllm: dict[str, ModuleType]
-) -> None:
+def test_a_vllm_that_cannot_change_the_number_is_refused(vllm: dict[str, ModuleType]) -> None:
     with pytest.raises(ConfigError, match="of the plugin, which was loaded too late: leave"):
         checked_settings(make_config(AUTO))
     del vllm["vllm.v1.core.sched.scheduler"].Scheduler._update_after_schedule
     with pytest.raises(ConfigError, match="_update_after_schedule is missing: leave it out"):
-        checked_settings(prepared())
-    fake_vllm.install(monkeypatch, "0.31.0")
-    with pytest.raises(ConfigError, match=r"draft_len 'auto' needs vLLM 0\.32 or newer, which"):
         checked_settings(prepared())
 
 
@@ -272,11 +267,3 @@ def test_a_tail_that_cannot_be_served_is_refused(
     with pytest.raises(ConfigError) as error:
         checked_settings(prepared({"tail": {"ngram": length}}, **SEVEN, **changes))
     assert f"is on, but {problem}. Change this" in str(error.value)
-
-
-def test_a_tail_needs_a_vllm_that_changes_the_number_of_drafts(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    fake_vllm.install(monkeypatch, "0.26.0")
-    with pytest.raises(ConfigError, match=r"is on, but tail needs vLLM 0\.32 or newer, which"):
-        checked_settings(prepared({"tail": {"ngram": 4}}, **SEVEN))

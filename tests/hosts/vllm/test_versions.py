@@ -6,7 +6,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,9 +21,8 @@ from mtp_plugin.hosts.vllm.versions import (
     SIGNATURES,
     WRAPPED,
     differences,
-    fitting_module,
+    expect_fitting,
     mismatch,
-    nearest,
     part_problems,
     release,
     replaces,
@@ -33,28 +32,16 @@ from mtp_plugin.speculative.host.signatures import INSTALLED
 from tests.hosts.vllm import fake_vllm
 
 SAMPLER = "vllm.v1.worker.gpu.sample.sampler:Sampler"
-INSTEAD = "Install vLLM 0.24 to 0.26, or 0.32 and newer, or leave out additional_config.mtp_plugin"
+INSTEAD = "Install vLLM 0.33, or leave out additional_config.mtp_plugin"
 NUM_NANS = "vllm.v1.worker.gpu.metrics.logits:get_num_nans"
 
 
-@pytest.mark.parametrize("name", SIGNATURES)
-def test_the_module_of_the_found_signatures_is_returned(
-    monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    module = ModuleType(f"mtp_plugin.hosts.vllm.{name}")  # the real one needs vLLM
-    monkeypatch.setitem(sys.modules, module.__name__, module)
-    fake_vllm.install(monkeypatch, signatures=SIGNATURES[name])
-    assert fitting_module() is module
-    for other in set(SIGNATURES) - {name}:
-        assert differences(other)
-
-
 def test_methods_with_other_parameters_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    signatures = dict(SIGNATURES["v32"])
+    signatures = dict(SIGNATURES)
     signatures[f"{SAMPLER}.add_request"] = ("req_idx", "params", "lora")
     fake_vllm.install(monkeypatch, "0.33.0", signatures)
     with pytest.raises(HostError) as error:
-        fitting_module()
+        expect_fitting()
     assert str(error.value) == (
         "mtp_plugin does not fit vLLM 0.33: vllm.v1.worker.gpu.sample.sampler.Sampler.add_request"
         "(req_idx=None, params=None, lora=None) was expected to have the parameters (req_idx, "
@@ -62,28 +49,26 @@ def test_methods_with_other_parameters_are_named(monkeypatch: pytest.MonkeyPatch
     )
 
 
-def test_the_nearest_version_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
-    signatures = dict(SIGNATURES["v24"])
-    del signatures[f"{SAMPLER}.sample"]
-    fake_vllm.install(monkeypatch, "0.24.0", signatures)
+def test_an_older_version_is_one_sentence_with_the_command_that_installs_a_served_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake_vllm.install(monkeypatch, "0.26.0", {"vllm.engine:run": ("x",)})
     with pytest.raises(HostError) as error:
-        fitting_module()
-    assert str(error.value).count("missing") == 1
-    assert "expected" not in str(error.value)
-
-
-def test_a_package_without_any_of_the_modules_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_vllm.install(monkeypatch, "0.8.5", {"vllm.engine:run": ("x",)})
-    with pytest.raises(HostError, match=r"does not fit vLLM 0\.8: .* is missing"):
-        fitting_module()
+        expect_fitting()
+    assert str(error.value) == (
+        "mtp_plugin does not fit vLLM 0.26: it needs vLLM 0.32 and newer; type pip install "
+        '"vllm>=0.32", or leave out additional_config.mtp_plugin'
+    )
+    fake_vllm.install(monkeypatch, "0.26.0")
+    expect_fitting()  # what fits is recognized by its signatures
 
 
 @pytest.mark.parametrize(
     ("version", "expected"),
     [
         ("0.32.0", (0, 32)),
-        ("0.24.0rc1", (0, 24)),
-        ("0.26.1.dev5+g1234.cu130", (0, 26)),
+        ("0.32.0rc1", (0, 32)),
+        ("0.33.1.dev5+g1234.cu130", (0, 33)),
         ("1.2", (1, 2)),
     ],
 )
@@ -111,70 +96,54 @@ def test_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Recorded:
-    """A version with all that the module v32 needs, but for given parameters and names."""
+    """A version with all that an engine needs, but for given parameters and names."""
 
     def __init__(self, parameters: Any = (), without: tuple[str, ...] = ()) -> None:
-        self._parameters = {**SIGNATURES["v32"], **dict(parameters)}
+        self._parameters = {**SIGNATURES, **dict(parameters)}
         self._without = without
 
     def parameters(self, target: str) -> tuple[str, ...] | None:
         return self._parameters.get(target)
 
     def names(self, target: str) -> frozenset[str] | None:
-        return frozenset(NAMES["v32"].get(target, ())).difference(self._without)
+        return frozenset(NAMES.get(target, ())).difference(self._without)
 
 
-@pytest.mark.parametrize("target", SIGNATURES["v32"])
+@pytest.mark.parametrize("target", SIGNATURES)
 @pytest.mark.parametrize("further", ["more", "more=None", "*more", "**more"])
 def test_parameters_that_follow_the_known_ones(target: str, further: str) -> None:
     """Any of a method that is only wrapped, optional ones of the others."""
-    found = {target: (*SIGNATURES["v32"][target], further)}
+    found = {target: (*SIGNATURES[target], further)}
     fits = target in WRAPPED or further != "more"
-    assert (not differences("v32", Recorded(found))) == fits
+    assert (not differences(Recorded(found))) == fits
     assert target not in REPLACED or target not in WRAPPED
 
 
 def test_parameters_that_come_earlier_are_refused() -> None:
-    for target, names in SIGNATURES["v32"].items():
+    for target, names in SIGNATURES.items():
         problem = mismatch(target, names, Recorded({target: ("more=None", *names)}))
         assert (problem is None) == (names == ())
 
 
-@pytest.mark.parametrize("target", NAMES["v32"])
+@pytest.mark.parametrize("target", NAMES)
 def test_attributes_that_are_missing_are_named(target: str) -> None:
-    name = NAMES["v32"][target][-1]
-    found = differences("v32", Recorded(without=(name,)))
+    name = NAMES[target][-1]
+    found = differences(Recorded(without=(name,)))
     assert f"{target.replace(':', '.')} has no {name}" in found
 
 
 STORED = {
-    "0.24.0": ("v24", []),
-    "0.25.1": ("v24", []),
-    "0.26.0": ("v24", []),
-    "0.27.1": ("v24", ["_get_logprobs_tensors", "_build_draft_attn_metadata"]),
-    "0.28.0": (
-        "v24",
-        [
-            "Sampler.apply_sampling_params",
-            "Sampler.sample",
-            "_get_logprobs_tensors",
-            "_build_draft_attn_metadata",
-        ],
-    ),
-    "0.31.0": ("v32", ["RejectionSampler.__call__", "sample_draft", "compute_draft_logits"]),
-    "0.32.0": ("v32", []),
-    "0.33.0": ("v32", []),
+    "0.31.0": ["RejectionSampler.__call__", "sample_draft", "compute_draft_logits"],
+    "0.32.0": [],
+    "0.33.0": [],
 }
 
 
 def test_versions_of_vllm_that_fit() -> None:
-    found = {version: nearest(reader) for version, reader in stored().items()}
+    found = {version: differences(reader) for version, reader in stored().items()}
     assert found.keys() == STORED.keys()
-    for version, (module, methods) in STORED.items():
-        name, problems = found[version]
-        assert name == module
-        assert len(problems) == len(methods)
-        for problem, method in zip(problems, methods, strict=True):
+    for version, methods in STORED.items():
+        for problem, method in zip(found[version], methods, strict=True):
             assert problem.partition("(")[0].partition(" ")[0].endswith(method)
 
 
@@ -183,7 +152,7 @@ def test_parts_that_an_engine_can_do_without_are_compared(part: str) -> None:
     versions = stored()
     assert [part_problems(part, versions[name]) for name in ("0.32.0", "0.33.0")] == [[], []]
     fits, *problems = report("0.34.0", Recorded())  # without any of them
-    assert fits == "vllm 0.34.0: v32 fits"
+    assert fits == "vllm 0.34.0: fits"
     for target in PARTS[part][0]:
         assert f"  {part}: {target.replace(':', '.')} is missing" in problems
 
@@ -229,8 +198,8 @@ def test_the_command_prints_every_difference(
 ) -> None:
     assert main([]) == 1  # stored ones do not fit
     lines = capsys.readouterr().out.splitlines()
-    assert "vllm 0.33.0: v32 fits" in lines
-    assert "vllm 0.28.0: no module fits; the nearest is v24:" in lines
+    assert "vllm 0.33.0: fits" in lines
+    assert "vllm 0.31.0: does not fit:" in lines
     assert main([str(tmp_path)]) == 1
 
 
@@ -267,10 +236,10 @@ def test_arguments_that_are_not_known_are_taken_at_their_defaults(
     modules = fake_vllm.install(monkeypatch)
     owner: Any = modules[SAMPLE_DRAFT.partition(":")[0]].DraftModelSpeculator
     scope: dict[str, Any] = {}
-    names = SIGNATURES["v32"][SAMPLE_DRAFT]
+    names = SIGNATURES[SAMPLE_DRAFT]
     exec(f"def f(self, {', '.join(names)}, num_steps=1, mask=None): ...", scope)
     owner.sample_draft = scope["f"]
-    ours = replaces(SAMPLE_DRAFT, "v32")(lambda _owner, *args, **kwargs: (args, kwargs))
+    ours = replaces(SAMPLE_DRAFT)(lambda _owner, *args, **kwargs: (args, kwargs))
     assert ours(None, *names) == (names, {})
     assert ours(None, *names, 1) == (names, {})
     assert ours(None, *names, num_steps=1, mask=None) == (names, {})
@@ -285,19 +254,17 @@ def test_arguments_that_are_not_known_are_taken_at_their_defaults(
     ):
         with pytest.raises(HostError, match=shown):
             ours(None, *names, *args, **kwargs)
-    ours = replaces(SAMPLE_DRAFT, "v32", unused=("num_steps",))(lambda _owner, *args: args)
+    ours = replaces(SAMPLE_DRAFT, unused=("num_steps",))(lambda _owner, *args: args)
     assert ours(None, *names, num_steps=3) == names  # DFlash in 0.33
     with pytest.raises(HostError, match="mask=None alone"):
         ours(None, *names, num_steps=3, mask=1)
 
 
 def test_every_replacement_takes_unknown_arguments() -> None:
-    """Read as text: the modules need vLLM."""
-    folder = Path(release.__code__.co_filename).parent
-    for name in SIGNATURES:
-        text = (folder / f"{name}.py").read_text(encoding="utf-8")
-        for constant in ("SAMPLE", "SAMPLE_DRAFT", "VERIFY"):
-            assert re.search(rf'@replaces\({constant}, "{name}"(, unused=.+)?\)\n', text)
+    """Read as text: the module needs vLLM."""
+    text = Path(release.__code__.co_filename).with_name("sampler.py").read_text(encoding="utf-8")
+    for constant in ("SAMPLE", "SAMPLE_DRAFT", "VERIFY"):
+        assert re.search(rf"@replaces\({constant}(, unused=.+)?\)\n", text)
 
 
 def test_attributes_of_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,13 +21,12 @@ from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm import register, versions
 from mtp_plugin.hosts.vllm.draft_layers import check_map
 from mtp_plugin.hosts.vllm.metrics import add_alarm_metric, add_info_metric
-from mtp_plugin.hosts.vllm.sampler_parts import PREFILL
+from mtp_plugin.hosts.vllm.requests import PREFILL
 from mtp_plugin.hosts.vllm.tail_gate import MATCHES
 from mtp_plugin.hosts.vllm.versions import SIGNATURES
 from mtp_plugin.hosts.vllm.wrapping import (
     _ENGINE,
     DRAFT_LENGTHS,
-    DRAFT_LOOP,
     FRONT_END,
     GRAPHS,
     NEW_WEIGHTS,
@@ -67,9 +66,6 @@ WRAPPED_IN_WORKERS = [
 
 @pytest.fixture
 def vllm(monkeypatch: pytest.MonkeyPatch) -> dict[str, ModuleType]:
-    for name in ("v24", "v32"):  # these need the real package
-        module = ModuleType(f"mtp_plugin.hosts.vllm.{name}")
-        monkeypatch.setitem(sys.modules, module.__name__, module)
     return fake_vllm.install(monkeypatch)
 
 
@@ -95,20 +91,18 @@ def off_config(additional: object) -> SimpleNamespace:
 def test_the_wrapped_methods_are_the_documented_ones() -> None:
     assert list(START) == WRAPPED_IN_EVERY_PROCESS
     assert list(WORKER) == [LOAD_MODEL, *WRAPPED_IN_WORKERS]
-    for signatures in SIGNATURES.values():
-        assert {*START, *WORKER} <= signatures.keys()
-    assert DRAFT_LOOP.keys() <= SIGNATURES["v24"].keys()
+    assert {*START, *WORKER} <= SIGNATURES.keys()
     parts = (TAIL, DRAFT_LENGTHS, GRAPHS, NEW_WEIGHTS, FRONT_END)
     compared = [target for wrapped, _ in versions.PARTS.values() for target in wrapped]
     assert sorted(compared) == sorted(target for part in parts for target in part)
     readme = PAGE.read_text(encoding="utf-8")
-    tables = (START, WORKER, DRAFT_LOOP, TAIL, NEW_WEIGHTS, FRONT_END, DRAFT_LENGTHS, GRAPHS)
+    tables = (START, WORKER, TAIL, NEW_WEIGHTS, FRONT_END, DRAFT_LENGTHS, GRAPHS)
     for target in (target for table in tables for target in table):
         assert f"`{target.partition(':')[2]}`" in readme
 
 
 def test_register_wraps_the_documented_methods_alone(vllm: dict[str, ModuleType]) -> None:
-    every = [target for target in SIGNATURES["v32"] if "." in target.partition(":")[2]]
+    every = [target for target in SIGNATURES if "." in target.partition(":")[2]]
     before = {target: function_of(vllm, target) for target in every}
     register()
     changed = [target for target in every if function_of(vllm, target) is not before[target]]
@@ -306,7 +300,7 @@ def test_wrappers_return_the_original_result_while_off(
     speculator.vllm_config = config  # without the attribute ``model``, which is not read
     assert speculator.load_model("target") == ("target",)
     speculator.model_state = state
-    names = SIGNATURES["v32"][WRAPPED_IN_WORKERS[2]]
+    names = SIGNATURES[WRAPPED_IN_WORKERS[2]]
     assert speculator.sample_draft(*names) == names
     assert speculator.sample_draft(**dict(zip(names, names, strict=True))) == names
 
@@ -527,7 +521,7 @@ def test_a_worker_on_a_cuda_device_compiles_kernels_early(
 def test_missing_methods_are_noticed_only_while_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, missing: str
 ) -> None:
-    signatures = {name: s for name, s in SIGNATURES["v32"].items() if name != missing}
+    signatures = {name: s for name, s in SIGNATURES.items() if name != missing}
     modules = fake_vllm.install(monkeypatch, signatures=signatures)
     with caplog.at_level(logging.DEBUG):
         register()
@@ -538,7 +532,7 @@ def test_missing_methods_are_noticed_only_while_on(
         worker.__init__(make_config())
     assert str(error.value) == (
         f"mtp_plugin does not fit vLLM 0.32: {missing.replace(':', '.')} is missing. Install "
-        "vLLM 0.24 to 0.26, or 0.32 and newer, or leave out additional_config.mtp_plugin"
+        "vLLM 0.33, or leave out additional_config.mtp_plugin"
     )
 
 
@@ -570,9 +564,7 @@ def test_a_tail_of_copied_text_reaches_proposals_graphs_and_outputs(
     assert list(TAIL) == [propose, capture, get_output]
     assert "TargetDependentARSpeculator.propose is missing" in versions.part_problems("tail")[0]
     more = {propose: (*versions.TAIL[propose], "dummy_run", "num_speculative_tokens")}
-    modules = fake_vllm.install(
-        monkeypatch, signatures={**SIGNATURES["v32"], **versions.TAIL, **more}
-    )
+    modules = fake_vllm.install(monkeypatch, signatures={**SIGNATURES, **versions.TAIL, **more})
     output = object_of(modules, get_output)
     type(output).get_output = lambda _: SimpleNamespace()
     wrap_worker()
@@ -608,7 +600,7 @@ def test_methods_that_give_new_weights_let_drafts_follow(
     monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     """Some versions lack them; what raised may have loaded some weights."""
-    modules = fake_vllm.install(monkeypatch, signatures={**SIGNATURES["v32"], target: ("tags",)})
+    modules = fake_vllm.install(monkeypatch, signatures={**SIGNATURES, target: ("tags",)})
     marked: list[str] = []
     monkeypatch.setattr(f"{DRAFT_HEAD}.mark_stale", lambda: marked.append("stale"))
     wrap_worker()
@@ -630,7 +622,6 @@ def test_an_untested_version_that_fits_starts_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, rank: int, count: int
 ) -> None:
     modules = fake_vllm.install(monkeypatch, "0.99.0")
-    monkeypatch.setitem(sys.modules, "mtp_plugin.hosts.vllm.v32", ModuleType("v32"))
     register()
     object_of(modules, WORKER_INIT).__init__(vllm_config=make_config(), local_rank=0, rank=rank)
     assert caplog.text.count("vLLM 0.99 was not tested") == count
@@ -708,7 +699,7 @@ def test_only_the_standard_library_is_loaded_while_off() -> None:
 
 
 def test_an_engine_with_the_plugin_loads_no_reading_of_other_hosts() -> None:
-    parts = ("early_kernels", "engine_checks", "draft_layers", "metrics", "sampler_parts")
+    parts = ("early_kernels", "engine_checks", "draft_layers", "metrics", "copied_tail")
     names = ", ".join(f"mtp_plugin.hosts.vllm.{part}" for part in parts)
     loaded = modules_after(f"import sys; sys.path += {sys.path!r}; import {names}")
     host = "mtp_plugin.speculative.host"

@@ -33,26 +33,15 @@ def test_tokens_per_second_follow_from_step_time_and_acceptance() -> None:
 
 def test_answer_is_off_if_drafts_are_hardly_faster() -> None:
     slow = measured(1, 1.79 * 2, 1.79 * 2.2, 1.79 * 4)
-    answer = find_answer([slow, OFF], has_schedule=True)
+    answer = find_answer([slow, OFF])
     assert answer is not None
     assert answer.setting == Setting(0)
     assert answer.options() == {"--additional-config": {"mtp_plugin": {}}}
 
 
-def test_answer_is_the_best_k_over_all_batch_sizes_without_a_schedule() -> None:
-    # K = 3 is best at batch 1 and 8, and slower than K = 0 at batch 64
-    small, large = measured(1, 2.4, 2.7, 5.0), measured(3, 2.8, 3.0, 20.0)
-    answer = find_answer([small, large, OFF], has_schedule=False)
-    assert answer is not None
-    assert answer.setting == Setting(1)
-    assert answer.speed_up[64] == pytest.approx(1.8 * 4 / 5)
-    config = {"method": "mtp", "num_speculative_tokens": 1}
-    assert answer.options()["--speculative-config"] == config
-
-
 def test_schedule_has_the_best_k_of_each_batch_size() -> None:
     small, large = measured(1, 2.4, 2.7, 5.0), measured(3, 2.8, 3.0, 20.0)
-    answer = find_answer([small, large, OFF], has_schedule=True)
+    answer = find_answer([small, large, OFF])
     assert answer is not None
     assert answer.options()["--speculative-config"] == {
         "method": "mtp",
@@ -68,7 +57,7 @@ def test_method_and_vocabulary_are_part_of_the_options() -> None:
         replace(measured(3, 2.6, 2.8, 4.8, method="block", vocab=512), acceptance=(0.9, 0.8, 0.7)),
         OFF,
     ]
-    answer = find_answer(found, has_schedule=True)
+    answer = find_answer(found)
     assert answer is not None
     assert answer.options() == {
         "--speculative-config": {
@@ -80,7 +69,7 @@ def test_method_and_vocabulary_are_part_of_the_options() -> None:
     }
     # the vocabulary alone gains less than the tolerance
     found[2] = replace(found[2], step_ms={1: 2.78, 8: 2.98, 64: 4.95})
-    answer = find_answer(found, has_schedule=True)
+    answer = find_answer(found)
     assert answer is not None
     assert answer.setting.draft_vocab is None
 
@@ -98,10 +87,10 @@ def test_a_draft_length_loses_if_it_is_slower_at_every_batch_size() -> None:
 
 def test_setting_without_numbers_is_left_out() -> None:
     failed = replace(measured(3, 1.0, 1.0, 1.0), problem="outputs differ")
-    answer = find_answer([failed, OFF], has_schedule=True)
+    answer = find_answer([failed, OFF])
     assert answer is not None
     assert answer.setting == Setting(0)
-    assert find_answer([failed, replace(OFF, problem="failed")], has_schedule=True) is None
+    assert find_answer([failed, replace(OFF, problem="failed")]) is None
 
 
 def test_vllm_alone_is_no_answer_and_compared_at_the_sizes_of_its_k() -> None:
@@ -111,7 +100,7 @@ def test_vllm_alone_is_no_answer_and_compared_at_the_sizes_of_its_k() -> None:
     assert config == best.setting.speculative_config()
     assert alone.setting.engine == alone.setting
     found = [best, alone, OFF]
-    answer = find_answer(found, has_schedule=True)
+    answer = find_answer(found)
     assert answer is not None
     assert (answer.setting, answer.by_batch_size[64]) == (best.setting, Setting(0))
     assert plugin_gain(answer, found) == pytest.approx({1: 2.0 / 2.8, 8: 2.0})

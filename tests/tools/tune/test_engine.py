@@ -235,7 +235,6 @@ def test_connection_error_of_an_engine_is_reported(
 
     for name in ("setpgid", "dup2"):
         monkeypatch.setattr(os, name, lambda *_given: None)
-    monkeypatch.setenv(engines.V2_RUNNER, "1")
     monkeypatch.setattr(engines, "_engine_arguments", fail)
     connection = SimpleNamespace(send=sent.append)
     engines._serve(connection, Setting(0), [], str(tmp_path / "log"), None)

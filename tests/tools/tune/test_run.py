@@ -59,7 +59,7 @@ class StubEngine:
         on_wait()
         if self.setting.num_drafts in self.failing:
             raise self.failing[self.setting.num_drafts]
-        described = {"dtype": "bfloat16", "max_num_seqs": 4, "has_schedule": True}
+        described = {"dtype": "bfloat16", "max_num_seqs": 4}
         return {**described, "num_mtp_layers": self.num_mtp_layers}
 
     def encode(self, given: list[str]) -> list[list[int]]:
