@@ -21,8 +21,7 @@ from mtp_plugin.speculative.host.signatures import INSTALLED, Names, Reader, Sig
 TESTED = {"0.32": "CPU", "0.33": "GPU and CPU"}
 """Versions that start without a warning, and where they were tested."""
 OLDEST = (0, 32)
-FITTING = "0.32 and newer"
-INSTALL = 'pip install "vllm>=0.32"'
+"""What older versions are told to install."""
 
 _GPU = "vllm.v1.worker.gpu"
 
@@ -198,9 +197,10 @@ def refusal(problems: list[str]) -> str:
     """Return the message for an installed version that does not fit."""
     version, instead = "{}.{}".format(*release()), "leave out additional_config.mtp_plugin"
     if release() < OLDEST:
+        oldest = "{}.{}".format(*OLDEST)
         return (
-            f"mtp_plugin does not fit vLLM {version}: it needs vLLM {FITTING}; type {INSTALL}, or "
-            f"{instead}"
+            f"mtp_plugin does not fit vLLM {version}: it needs vLLM {oldest} or newer; type pip "
+            f'install "vllm>={oldest}", or {instead}'
         )
     return (
         f"mtp_plugin does not fit vLLM {version}: {'; '.join(problems)}. Install vLLM "

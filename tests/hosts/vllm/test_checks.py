@@ -43,7 +43,7 @@ def test_a_supported_version(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_older_version_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_vllm.install(monkeypatch, "0.26.0", {DRAFTS: ("states",)})
     (line,) = output_of(examine({}))
-    assert line.startswith("problem: mtp_plugin does not fit vLLM 0.26: it needs vLLM 0.32 and")
+    assert line.startswith("problem: mtp_plugin does not fit vLLM 0.26: it needs vLLM 0.32 or ")
 
 
 def test_a_missing_method(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,7 +56,7 @@ def test_an_older_version_is_one_sentence_with_the_command_that_installs_a_serve
     with pytest.raises(HostError) as error:
         expect_fitting()
     assert str(error.value) == (
-        "mtp_plugin does not fit vLLM 0.26: it needs vLLM 0.32 and newer; type pip install "
+        "mtp_plugin does not fit vLLM 0.26: it needs vLLM 0.32 or newer; type pip install "
         '"vllm>=0.32", or leave out additional_config.mtp_plugin'
     )
     fake_vllm.install(monkeypatch, "0.26.0")
