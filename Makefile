@@ -51,7 +51,18 @@ MEGATRON_VENV := .venv-megatron
 # the built package, installed in an environment with nothing else
 WHEEL_VENV := .venv-wheel
 
-.PHONY: setup demo test test-fast test-full $(TRITONS:%=test-triton-%) test-vllm test-sglang test-megatron test-clients test-wheel lint results clean
+# the border: what host engines use of the package, in an environment without transformers; then the rest
+PLUGIN_VENV := .venv-plugin
+PLUGIN_TESTS := $(addprefix tests/,checkpoint config hosts/megatron hosts/sglang hosts/tensorrt_llm hosts/vllm interpreter \
+	ops requests speculative)
+# files there that compare with the executor or with transformers
+WITH_EXECUTOR := $(addprefix tests/,checkpoint/test_broken_checkpoints.py hosts/megatron/test_text_generation_controller.py \
+	hosts/vllm/test_scheduled_draft_len.py hosts/vllm/test_verification.py hosts/vllm/test_wrapping.py \
+	ops/logits_processing/test_recipe.py ops/sampling/rejection/test_rejection.py requests/test_detokenizer.py \
+	speculative/host/test_request.py speculative/state/test_logits_processor_allocator.py \
+	speculative/state/test_slot_rows.py speculative/test_plugin.py)
+
+.PHONY: setup demo test test-fast test-plugin test-executor test-full $(TRITONS:%=test-triton-%) test-vllm test-sglang test-megatron test-clients test-wheel lint results clean
 
 setup: $(STAMP)
 
@@ -77,6 +88,22 @@ test: $(STAMP)
 # at most 2 minutes on two cores
 test-fast: $(STAMP)
 	$(PYTEST) $(FAST)
+
+# what needs torch alone
+test-plugin: $(PLUGIN_VENV)/.installed
+	$(PLUGIN_VENV)/bin/python -m pytest -q -n $(WORKERS) $(PLUGIN_TESTS) $(WITH_EXECUTOR:%=--ignore=%)
+
+# the tests that `test-plugin` leaves out
+test-executor: $(STAMP)
+	$(PYTEST) $(WITH_EXECUTOR)
+	$(PYTEST) tests integration $(PLUGIN_TESTS:%=--ignore=%)
+
+$(PLUGIN_VENV)/.installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv --clear $(PLUGIN_VENV)
+	$(PLUGIN_VENV)/bin/python -m pip install --quiet -c constraints.txt torch
+	$(PLUGIN_VENV)/bin/python -m pip install --quiet -c constraints.txt -e . hypothesis numpy pytest pytest-asyncio pytest-timeout \
+		pytest-xdist
+	@touch $@
 
 # also every combination of worker, loop and draft length
 test-full: $(STAMP)
@@ -176,6 +203,6 @@ results: $(STAMP)
 	$(BIN)/python -m integration.figures
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(MEGATRON_VENV) $(CLIENTS_VENV) $(WHEEL_VENV) $(TRITONS:%=.triton-%) build dist *.egg-info .coverage
+	rm -rf $(VENV) $(PLUGIN_VENV) $(VLLM_VENV) $(SGLANG_VENV) $(MEGATRON_VENV) $(CLIENTS_VENV) $(WHEEL_VENV) $(TRITONS:%=.triton-%) build dist *.egg-info .coverage
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -20,7 +20,6 @@ SIDE_CLASS = re.compile(r"\b_Side\b")
 ALLOWED = {
     "is_drawn": "public field of the label of synthetic results, and a JSON key",
     '"asks"': "JSON key of benchmark results",
-    "log-odds": "standard term of statistics",
 }
 ALLOWED_NAMES = re.compile("|".join(map(re.escape, ALLOWED)))
 

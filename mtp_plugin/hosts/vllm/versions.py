@@ -21,7 +21,7 @@ from mtp_plugin.speculative.host.signatures import INSTALLED, Names, Reader, Sig
 TESTED = {"0.32": "CPU", "0.33": "GPU and CPU"}
 """Versions that start without a warning, and where they were tested."""
 OLDEST = (0, 32)
-"""What older versions are told to install."""
+"""What the refusal of an older version says to install."""
 
 _GPU = "vllm.v1.worker.gpu"
 

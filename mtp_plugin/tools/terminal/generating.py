@@ -261,20 +261,20 @@ class Generation:
     def as_dict(self) -> dict[str, Any]:
         """Return the JSON document."""
         is_promised = all(e.num_equal is not None and e.is_promised for e in self.checked)
-        asked = {
+        ran = {
             "sampling_params": self.params.requested_options(),
             "tie_tolerance_ulps": self.tie_ulps,
         }
         results: list[Any] = [_as_json_of(one) for one in self.checked]
         if not self.grid:
             plain = None if self.plain is None else _as_json_run(self.plain)
-            asked |= {**results[0], "run_without_mtp": plain}
+            ran |= {**results[0], "run_without_mtp": plain}
             results = [
                 {"prompt": prompt, **as_json(result)}
                 for prompt, result in zip(self.prompts, self.checked[0].run.results, strict=True)
             ]
         identical = self.exit_code == OK if is_promised else None
-        return document("generate", asked, identical, results)
+        return document("generate", ran, identical, results)
 
 
 def _draft_len(config: LLMConfig) -> int:
