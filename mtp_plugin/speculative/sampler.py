@@ -291,11 +291,10 @@ class MTPSampler:
             ExecutorError: no state of `sample_async`, one that was passed before, so that its
                 tokens would be appended twice, or one without host tensors.
         """
-        expect(
-            isinstance(state, SampleStateMTP),
-            ExecutorError,
-            f"update_requests: expected a state of sample_async, got {format_value(state)}",
-        )
+        given: object = state  # whatever a host passes
+        if not isinstance(given, SampleStateMTP):
+            given = format_value(given)
+            raise ExecutorError(f"update_requests: expected a state of sample_async, got {given}")
         if state.is_applied:
             raise ExecutorError(
                 "update_requests: this step's results were applied before; call it once for each "
