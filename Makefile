@@ -83,7 +83,7 @@ demo: $(EXECUTOR)
 	@$(DEMO) --config configs/tiny_eagle.yaml --seed 3 --max-new-tokens 96 --prompt "$(DEMO_CODE)"
 
 test: $(STAMP)
-	$(PYTEST)
+	$(PYTEST) --durations=40
 
 # at most 2 minutes on two cores
 test-fast: $(STAMP)
