@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from contextlib import suppress
 from pathlib import Path
+from threading import Thread
 from typing import Annotated
 
 import typer
@@ -114,7 +117,6 @@ def command(
     error.
     """
     from mtp_plugin.tools.terminal.prompts import read_prompts
-    from mtp_plugin.tools.terminal.read_ahead import read_ahead
 
     log = messages()
     model = one_model(model, model_option)
@@ -122,7 +124,7 @@ def command(
     if not tie_tolerance >= 0:
         raise typer.BadParameter(f"--tie-tolerance: expected at least 0 ulps, got {tie_tolerance}")
     if model is not None:
-        read_ahead(model)
+        Thread(target=_read_ahead, args=(Path(model),), daemon=True).start()
     choices: list[str] = []
     settings = load(
         config,
@@ -134,7 +136,7 @@ def command(
         overrides=engine_options(dtype, device, graphs),
     )
     if model is None:
-        read_ahead(settings.model)
+        Thread(target=_read_ahead, args=(Path(settings.model),), daemon=True).start()
     prompts = read_prompts(
         prompt or (),
         prompt_file,
@@ -161,3 +163,11 @@ def command(
         )
         generation.run(settings, choices)
     finish(generation, as_json=as_json)
+
+
+def _read_ahead(checkpoint: Path) -> None:
+    """Have the system read the weights while Python imports modules; loading reports errors."""
+    with suppress(OSError, ValueError, AttributeError):
+        for file in filter(Path.is_file, checkpoint.glob("*.safetensors")):
+            with file.open("rb") as weights:
+                os.posix_fadvise(weights.fileno(), 0, 0, os.POSIX_FADV_WILLNEED)
