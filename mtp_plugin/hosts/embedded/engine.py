@@ -35,7 +35,7 @@ IDLE_SECONDS = 0.2
 """Time without a command after which a pending CUDA graph is captured; a client that sends one
 request after the other is not held up."""
 EXIT_SECONDS = 10.0
-"""Maximum time that the interpreter's exit waits for a running step."""
+"""Maximum time that the interpreter's exit, or the end of a stream, waits for a running step."""
 
 Command = Callable[[], object] | None
 """What a caller wants, run between two steps; None: wake up."""

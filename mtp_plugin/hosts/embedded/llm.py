@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from concurrent.futures import wait
 from contextlib import ExitStack
 from dataclasses import replace
 from itertools import groupby
@@ -17,7 +18,7 @@ from mtp_plugin.hosts.embedded.admission import Admission
 from mtp_plugin.hosts.embedded.build import BuiltExecutor, build_executor
 from mtp_plugin.hosts.embedded.call import Call
 from mtp_plugin.hosts.embedded.chat import Message, conversations_of, render_chat
-from mtp_plugin.hosts.embedded.engine import Engine
+from mtp_plugin.hosts.embedded.engine import EXIT_SECONDS, Engine
 from mtp_plugin.hosts.embedded.foreign_names import OF_LLM, counterpart
 from mtp_plugin.hosts.embedded.handle import (
     AsyncEventStream,
@@ -283,7 +284,8 @@ class LLM:
                     yield events
                     self._engine.check_can_wait()  # the next step may be requested within one
         finally:
-            self._engine.drop(call).result()
+            # not longer: the garbage collector may run this in a thread that the step waits for
+            wait([self._engine.drop(call)], EXIT_SECONDS)
 
     def stream_async(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
