@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Union
 
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from mtp_plugin.tools.tune.embedded import EmbeddedEngine, EmbeddedHost
 
 WARM_UP_TOKENS = 16
-MAX_WAVES = 16
-"""Batches of one size at most, while there are fewer steps than wanted."""
+MIN_TURNS, MAX_TURNS = 2, 16
+"""Batches of one size at least, and at most while there are fewer steps than wanted."""
 TIE_MARGINS = {"float32": 0.01}
 TIE_MARGIN = 0.25
 """A token is a tie if raising its logit, and lowering that of the other token, by so much gives it.
@@ -126,8 +127,10 @@ class Tuning:
         self.measurements += [Measurement(setting, NO_REFERENCE) for setting in settings]
         answer = find_answer(self.measurements)
         if not self.options.embedded and answer is not None and answer.setting.num_drafts:
-            alone = answer.setting.without_plugin()
-            self._run_group([(alone, [alone])], len(engines))
+            settings = [answer.setting, answer.setting.without_plugin()]
+            # the answer is measured again if both can take turns
+            settings = settings if self.options.at_once > 1 else settings[1:]
+            self._run_group([(each.engine, [each]) for each in settings], len(engines))
 
     def _skips(self, settings: Sequence[Setting]) -> bool:
         """Leave out an engine whose settings all have a reason; returns whether it is left out."""
@@ -164,9 +167,14 @@ class Tuning:
                 self._wait(process, setting)
                 for process, (setting, _) in zip(processes, group, strict=True)
             ]
+            timed = []
             for process, (_, settings), problem in zip(processes, group, problems, strict=True):
                 why = problem if problem or self._has_reference() else NO_REFERENCE
                 self._run_engine(process, settings, why)
+                end = len(self.measurements)
+                timed += [(process, number) for number in range(end - len(settings), end)]
+            for size in self.options.batch_sizes:
+                self._time_steps(timed, size)
 
     def _start(self, setting: Setting, number: int, *, is_alone: bool) -> Engine:
         if self.options.embedded is not None:
@@ -178,12 +186,12 @@ class Tuning:
 
     def _run_engine(self, process: Engine, settings: list[Setting], problem: str | None) -> None:
         measured: list[Measurement] = []
-        end = self._num_done + self._num_batches(settings)
+        end = self._num_done + len(settings)
         try:
             if problem is not None:
                 raise EngineFailedError(problem)
             for setting in settings:
-                found = self._measure(process, setting)
+                found = self._accepted(process, setting)
                 if setting.num_drafts and setting.has_plugin:
                     self._progress(f"{setting}: comparing outputs", 0)
                     found = self._compared(process, found)
@@ -212,7 +220,8 @@ class Tuning:
             self._num_done += _START_UNITS
         return None
 
-    def _measure(self, process: Engine, setting: Setting) -> Measurement:
+    def _accepted(self, process: Engine, setting: Setting) -> Measurement:
+        """Measure the acceptance, and keep the outputs."""
         options, count = self.options, len(self._prompts)
         if not options.is_greedy:
             count = max(count, MIN_SAMPLED)
@@ -224,29 +233,42 @@ class Tuning:
         if setting.has_plugin and is_compared_greedy and not options.is_greedy:
             greedy = self._requests(setting, len(self._prompts), temperature=0.0)
             self._outputs[setting, True] = process.run(greedy)["tokens"]
-        step_ms = {}
-        for size in options.batch_sizes:
-            self._progress(f"{setting}: step time, batch {size}", 1)
-            times = self._time_steps(process, setting, size)
-            if not times:
-                raise EngineFailedError(
+        return Measurement(setting, acceptance=tuple(found["acceptance"]))
+
+    def _time_steps(self, timed: Sequence[tuple[Engine, int]], size: int) -> None:
+        """Time steps of a batch size: batches of the engines in turns, so that another load of the
+        machine slows down all of them. ``timed`` has numbers of measurements, which it completes.
+        """
+        num_tokens = max(self.options.max_new_tokens, WARM_UP_TOKENS)
+        times: dict[int, list[float]] = {number: [] for _, number in timed}
+        for turn, (process, number) in product(range(MAX_TURNS), timed):
+            found = self.measurements[number]
+            is_done = turn >= MIN_TURNS and len(times[number]) >= self.options.num_steps
+            if found.problem is not None or is_done:
+                self._num_done += not turn
+                continue
+            try:
+                if not turn:
+                    self._progress(f"{found.setting}: step time, batch {size}", 1)
+                    process.run(
+                        self._requests(found.setting, size, WARM_UP_TOKENS, ignore_eos=True)
+                    )
+                requests = self._requests(found.setting, size, num_tokens, ignore_eos=True)
+                times[number] += process.run(requests)["step_ms"]
+            except EngineFailedError as error:
+                self.measurements[number] = Measurement(found.setting, str(error))
+        for number, measured in times.items():
+            found = self.measurements[number]
+            if measured and found.problem is None:
+                step_ms = {**found.step_ms, size: statistics.median(measured)}
+                self.measurements[number] = replace(found, step_ms=step_ms)
+            elif found.problem is None:
+                problem = (
                     f"no step generates for {size} requests at once: expected batch sizes of at "
                     f"most max_num_seqs ({self.facts['max_num_seqs']}), and "
                     "--max-new-tokens for several steps"
                 )
-            step_ms[size] = statistics.median(times)
-        return Measurement(setting, None, step_ms, tuple(found["acceptance"]))
-
-    def _time_steps(self, process: Engine, setting: Setting, size: int) -> list[float]:
-        process.run(self._requests(setting, size, WARM_UP_TOKENS, ignore_eos=True))
-        num_tokens = max(self.options.max_new_tokens, WARM_UP_TOKENS)
-        requests = self._requests(setting, size, num_tokens, ignore_eos=True)
-        times: list[float] = []
-        for _ in range(MAX_WAVES):
-            times += process.run(requests)["step_ms"]
-            if len(times) >= self.options.num_steps:
-                break
-        return times
+                self.measurements[number] = Measurement(found.setting, problem)
 
     def _requests(
         self, setting: Setting, count: int, max_tokens: int | None = None, **changed: Any
@@ -310,7 +332,8 @@ class Tuning:
     def _progress(self, text: str, units: int) -> None:
         engines = list(self.options.engines().values())
         if len(engines) > 1 and self.options.embedded is None:
-            engines.append([Setting(0)])  # for vLLM without the plugin
+            # for vLLM without the plugin, and what takes turns with it
+            engines += [[Setting(0)]] * min(2, self.options.at_once)
         total = len(engines) * _START_UNITS + sum(map(self._num_batches, engines))
         self.report(f"{progress_bar(self._num_done / total)} {text}")
         self._num_done += units

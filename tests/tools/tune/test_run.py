@@ -112,7 +112,23 @@ def test_settings_are_measured_and_compared_with_k_0(engine: type[StubEngine]) -
     assert (two.num_outputs, two.num_equal, two.problem) == (2, 2, None)
     assert lines[0].startswith("[....................]   0% K = 0: starting")
     # the share that is left is for vLLM without the plugin
-    assert lines[-1] == "[###############.....]  75% K = 3, coupled: comparing outputs"
+    assert lines[-1] == "[##############......]  71% K = 3, coupled: step time, batch 4"
+
+
+def test_steps_of_engines_are_timed_in_turns(
+    engine: type[StubEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    timed: list[int] = []
+    run_batch = engine.run
+
+    def recorded(self: StubEngine, given: list[Request]) -> dict[str, Any]:
+        if given and given[0][1]["max_tokens"] == 32 and "ignore_eos" in given[0][1]:
+            timed.append(self.setting.num_drafts)
+        return run_batch(self, given)
+
+    monkeypatch.setattr(engine, "run", recorded)
+    tune(max_new_tokens=32, batch_sizes=(1,), at_once=2)
+    assert timed == [0, 2, 0, 2, 3, 3]
 
 
 @pytest.mark.parametrize(("at_once", "measured"), [(1, [0, 1, 2]), (2, [0, 1, 2, 3])])
@@ -170,8 +186,8 @@ def test_vllm_without_the_plugin_is_measured_at_the_best_k(engine: type[StubEngi
     tuning, lines = tune(draft_vocabs=(None, 8), at_once=8)
     best = Setting(3)
     assert engine.started[0] == Setting(0)
-    assert engine.started[-1] == replace(best, has_plugin=False)
-    assert engine.caches[-1] is None
+    assert engine.started[-2:] == [best, replace(best, has_plugin=False)]
+    assert engine.caches[-2:] == ["mtp_plugin-tune-6", "mtp_plugin-tune-7"]
     found = tuning.measurements[-1]
     assert (found.setting.has_plugin, found.problem, found.num_outputs) == (False, None, 0)
     assert lines[-1].endswith("K = 3, vLLM without the plugin: step time, batch 4")
