@@ -129,9 +129,9 @@ def command(
             "--at-once",
             metavar="N",
             min=1,
-            help="Start so many engines at the same time, which share the GPU: give vLLM "
-            "--gpu-memory-utilization and --kv-cache-memory-bytes that fit. They are measured in "
-            "turn.",
+            help="Start so many engines at the same time, whose steps are timed in turns. They "
+            "share the GPU: give vLLM --gpu-memory-utilization and --kv-cache-memory-bytes that "
+            "fit, or --config a kv_cache_config.",
         ),
     ] = 1,
     logs: Annotated[
@@ -159,7 +159,8 @@ def command(
     last lines are for its config. Step times are medians of steps in which all requests generate.
     Acceptance is counted up to the end of each output. A setting has numbers only if its outputs
     are identical to those of K = 0, near ties apart; rejection and block are compared with greedy
-    requests.
+    requests. It is marked *, and not recommended, if its gain exceeds its tokens per step, as on a
+    busy machine.
 
     Exit code 1: a setting has no numbers; the reason is printed. 2: a named error.
     """
@@ -179,7 +180,6 @@ def command(
     of_vllm = {
         "--drafter": drafter != "mtp",
         "--logs": logs is not None,
-        "--at-once": at_once != 1,
         "-- ARGS": bool(engine_arguments),
     }
     for name, is_given in (of_embedded if host == "vllm" else of_vllm).items():
@@ -214,7 +214,10 @@ def command(
         if problem := OPTIONS[name].problem(f"--{name.replace('_', '-')}", value):
             raise RequestError(problem)
     if host == "vllm" and find_spec("vllm") is None:
-        raise HostError("tune: vllm is not installed; run it in the environment of vLLM")
+        raise HostError(
+            "tune: vllm is not installed; run it in the environment of vLLM, or with --host "
+            "embedded --model DIR"
+        )
     from mtp_plugin.tools.tune.prompts import tune_prompts
 
     log = messages()

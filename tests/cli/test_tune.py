@@ -29,21 +29,24 @@ class StubEngine:
     """K drafts take K ms longer; K = 2 does not start."""
 
     arguments: list[str]
-    slower = 8 / 7
-    """Steps of vLLM without the plugin."""
+    slower: float = 8 / 7
+    """Steps of vLLM without the plugin; 0: it does not start."""
+    busy = 1.0
+    """Steps of K = 0."""
+    rate = 0.7
 
     def __init__(
         self, setting: Setting, arguments: list[str], log: Path, cache: str | None
     ) -> None:
         self.k = setting.num_drafts
-        self.time = 1 if setting.has_plugin else self.slower
+        self.time = (1.0 if self.k else self.busy) if setting.has_plugin else self.slower
         assert cache is None
         log.touch()
         type(self).arguments = arguments
 
     def result(self, on_wait: Any) -> dict[str, Any]:
         on_wait()
-        if self.k == 2:
+        if self.k == 2 or not self.time:
             raise EngineFailedError("ValueError: too large")
         return {"vllm": "0.32.0", "device": "cpu", "dtype": "float32"}
 
@@ -53,7 +56,11 @@ class StubEngine:
     def run(self, given: list[Any]) -> dict[str, Any]:
         # drafts of a batch of 64 take too long
         step_ms = [self.time * (4.0 + self.k * (10 if len(given) == 64 else 1))]
-        return {"tokens": [[1] for _ in given], "step_ms": step_ms, "acceptance": [0.7] * self.k}
+        return {
+            "tokens": [[1] for _ in given],
+            "step_ms": step_ms,
+            "acceptance": [self.rate] * self.k,
+        }
 
     def close(self) -> None:
         pass
@@ -121,6 +128,31 @@ def test_plugin_that_does_not_gain(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         "the plugin does not gain at T = 0.6: 1.01 (tokens per second over K = 1, vLLM without "
         "the plugin; batch 1: 1.01)"
     )
+
+
+def test_vllm_alone_that_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StubEngine, "slower", 0)
+    result = run("tune", "--model", "M", "--k", "1", "--batch-sizes", "1")
+    assert result.code == 1
+    assert result.out.splitlines()[-2] == (
+        "what the plugin gains is not known, since vLLM alone failed: the gains above are over "
+        "K = 0 with the plugin"
+    )
+
+
+def test_gain_that_acceptance_does_not_explain(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StubEngine, "busy", 2.47 * 5 / 4)
+    monkeypatch.setattr(StubEngine, "rate", 0.0)
+    given = ("--model", "M", "--k", "1", "--batch-sizes", "1", "--drafter", "ngram")
+    lines = run("tune", *given).out.splitlines()
+    assert lines[4].endswith("K = 1, coupled, ngram *")
+    assert lines[-4:-1] == [
+        "* K = 1, coupled, ngram: not recommended, 2.47 times as fast as K = 0 at batch 1, more "
+        "than its 1.00 tokens per step explain: was the machine busy? measure again on an idle one",
+        "engines ran one after the other, so that another load of the machine counts as a "
+        "difference; --at-once N measures N of them in turns, if they fit on the device",
+        "answer: leave drafts off, no setting without * is clearly faster than K = 0",
+    ]
 
 
 def test_default_draft_lengths(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,7 +226,7 @@ def test_tune_needs_vllm(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(sys.modules, "vllm")
     result = run("tune", "--model", "M")
     assert result.code == 2
-    assert "vllm is not installed" in result.err
+    assert "vllm is not installed; run it in the environment of vLLM, or with --host" in result.err
 
 
 # --- the embedded executor ---
@@ -241,7 +273,9 @@ def test_table_methods_and_config_to_paste(
 ) -> None:
     monkeypatch.setattr(tuning, "MIN_SAMPLED", 2)
     file = config({**EAGLE, "mtp": {"verification": "rejection"}})
-    result = embedded_run("-c", file, *SHORT, *BY_METHOD, "--k", "1", "--draft-vocab", "9")
+    result = embedded_run(
+        "-c", file, *SHORT, *BY_METHOD, "--k", "1", "--draft-vocab", "9", "--at-once", "3"
+    )
     assert result.code == 0, result.err
     lines = result.out.splitlines()
     assert lines[0] == "embedded executor, float32 on cpu"
@@ -329,7 +363,6 @@ def test_config_to_paste_of_the_embedded_executor(checkpoint: Path) -> None:
         (EAGLE, ("--k", "99"), "max_draft_len: should be less than or equal to 16, got 99"),
         (EAGLE, ("--dtype", "int8"), "dtype: should be 'auto', "),
         (EAGLE, ("--drafter", "ngram"), "--drafter is not for --host embedded"),
-        (EAGLE, ("--at-once", "2"), "--at-once is not for --host embedded"),
         (EAGLE, ("--", "--model-impl", "x"), "-- ARGS is not for --host embedded"),
         (RELAXED, (), "tune: relaxed acceptance changes the text by design"),
         (None, (), "tune: expected MTP layers to draft with, got none"),

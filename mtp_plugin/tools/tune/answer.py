@@ -15,6 +15,8 @@ BY_PROBABILITY = METHODS[1:]
 """They need ``draft_sample_method: probabilistic``; sampled outputs are not those of K = 0."""
 TOLERANCE = 0.02
 """Of settings that are no more than this share slower than the best one, the simplest is taken."""
+STEP_TOLERANCE = 0.05
+"""Steps with drafts may be faster than those without by this share, which is noise."""
 
 
 @dataclass(frozen=True)
@@ -124,22 +126,44 @@ class Answer:
         return {**drafting, "--additional-config": plugin}
 
 
+def find_off(measurements: Sequence[Measurement]) -> Measurement | None:
+    """Return the measurement of K = 0, if it has numbers."""
+    valid = (found for found in measurements if found.problem is None)
+    return next((found for found in valid if not found.setting.num_drafts), None)
+
+
+def unexplained_gains(found: Measurement, off: Measurement) -> dict[int, float]:
+    """Return tokens per second over those of K = 0, by batch size where they exceed the tokens per
+    step. These are the bound: a step with drafts computes all that one without them computes."""
+    return {
+        size: found.tokens_per_second(size) / off.tokens_per_second(size)
+        for size, step_ms in found.step_ms.items()
+        if step_ms < (1 - STEP_TOLERANCE) * off.step_ms[size]
+    }
+
+
 def find_answer(measurements: Sequence[Measurement]) -> Answer | None:
     """Return the best setting over all batch sizes, which count the same; K may depend on them.
+
+    No gain exceeds the tokens per step; a setting with unexplained gains is left out.
 
     Returns:
         None: there is no number for K = 0.
     """
-    valid = [found for found in measurements if found.problem is None and found.setting.has_plugin]
-    off = next((found for found in valid if not found.setting.num_drafts), None)
+    off = find_off(measurements)
     if off is None:
         return None
+    valid = [
+        replace(found, step_ms={n: max(ms, off.step_ms[n]) for n, ms in found.step_ms.items()})
+        for found in measurements
+        if found.problem is None and found.setting.has_plugin and not unexplained_gains(found, off)
+    ]
     sizes = sorted(off.step_ms)
     best = {size: max(found.tokens_per_second(size) for found in valid) for size in sizes}
     candidates = [dict.fromkeys(sizes, found) for found in valid]
     groups: dict[Setting, list[Measurement]] = {}
     for found in valid:
-        if found is not off:
+        if found.setting.num_drafts:
             groups.setdefault(replace(found.setting, num_drafts=0), [off]).append(found)
     candidates += [{size: _best_at(size, group) for size in sizes} for group in groups.values()]
 

@@ -18,8 +18,11 @@ from mtp_plugin.tools.tune.answer import (
     BY_PROBABILITY,
     TOLERANCE,
     Answer,
+    Measurement,
     find_answer,
+    find_off,
     plugin_gain,
+    unexplained_gains,
 )
 from mtp_plugin.tools.tune.run import Tuning
 
@@ -51,6 +54,7 @@ class TuneReport:
             {
                 **asdict(found),
                 "acceptance_length": found.acceptance_length,
+                "unexplained_gains": self._unexplained(found),
                 "tokens_per_second": {n: found.tokens_per_second(n) for n in found.step_ms},
             }
             for found in self.tuning.measurements
@@ -91,8 +95,22 @@ class TuneReport:
                 kind = "greedy outputs" if found.setting.method in BY_PROBABILITY else "outputs"
                 counts = f"{found.num_equal} of {found.num_outputs}"
                 out.write_line(f"{found.setting}: {kind} identical to K = 0: {counts}{ties}")
+        for found in self.tuning.measurements:
+            if gains := self._unexplained(found):
+                size, gain = max(gains.items(), key=lambda each: each[1])
+                out.write_line(
+                    f"* {found.setting}: not recommended, {gain:.2f} times as fast as K = 0 at "
+                    f"batch {size}, more than its {found.acceptance_length:.2f} tokens per step "
+                    "explain: was the machine busy? measure again on an idle one",
+                    "bold red",
+                )
         for left_out, why in self.tuning.skipped.items():
             out.write_line(f"{left_out}: not measured, {why}")
+        if self.tuning.options.at_once == 1:
+            out.write_line(
+                "engines ran one after the other, so that another load of the machine counts as a "
+                "difference; --at-once N measures N of them in turns, if they fit on the device"
+            )
         self._show_answer(out)
 
     def _options(self, answer: Answer) -> dict[str, Any]:
@@ -103,11 +121,16 @@ class TuneReport:
     def _plugin_gain(self, answer: Answer) -> dict[int, float]:
         return plugin_gain(answer, self.tuning.measurements)
 
+    def _unexplained(self, found: Measurement) -> dict[int, float]:
+        off = find_off(self.tuning.measurements)
+        return {} if off is None else unexplained_gains(found, off)
+
     def _rows(self) -> Iterator[tuple[str, ...]]:
         valid = [found for found in self.tuning.measurements if found.problem is None]
         valid.sort(key=lambda found: found.setting.num_drafts)
         for size in self.tuning.options.batch_sizes if valid else ():
-            best = max(found.tokens_per_second(size) for found in valid)
+            explained = [found for found in valid if not self._unexplained(found)]
+            best = max(found.tokens_per_second(size) for found in explained)
             for found in valid:
                 speed = found.tokens_per_second(size)
                 yield (
@@ -117,7 +140,7 @@ class TuneReport:
                     f"{speed / best:.0%}",
                     f"{found.acceptance_length:.2f}",
                     " ".join(f"{rate:.2f}" for rate in found.acceptance),
-                    str(found.setting),
+                    f"{found.setting}{' *' if self._unexplained(found) else ''}",
                 )
 
     def _show_answer(self, out: OutputConsole) -> None:
@@ -132,7 +155,9 @@ class TuneReport:
                     f"answer, batch {size}: {setting}, {gain:.2f} times as fast as K = 0"
                 )
         else:
-            out.write_line("answer: leave drafts off, no setting is clearly faster than K = 0")
+            marked = any(map(self._unexplained, self.tuning.measurements))
+            which = "no setting without *" if marked else "no setting"
+            out.write_line(f"answer: leave drafts off, {which} is clearly faster than K = 0")
         if gains := self._plugin_gain(answer):
             gain = statistics.geometric_mean(gains.values())
             temperature = self.tuning.options.sampling.get("temperature")
@@ -144,6 +169,12 @@ class TuneReport:
             out.write_line(
                 f"the plugin {verdict} (tokens per second over {answer.setting.without_plugin()}; "
                 f"{shown})"
+            )
+        elif answer.setting.num_drafts and self.tuning.options.embedded is None:
+            out.write_line(
+                "what the plugin gains is not known, since vLLM alone failed: the gains above are "
+                "over K = 0 with the plugin",
+                "bold red",
             )
         if self.tuning.options.embedded is not None:
             options = yaml.safe_dump(self._options(answer), width=math.inf, sort_keys=False)

@@ -13,6 +13,7 @@ from mtp_plugin.tools.tune.answer import (
     losing_length,
     make_schedule,
     plugin_gain,
+    unexplained_gains,
 )
 
 OFF = Measurement(Setting(0), step_ms={1: 2.0, 8: 2.2, 64: 4.0})
@@ -91,6 +92,20 @@ def test_setting_without_numbers_is_left_out() -> None:
     assert answer is not None
     assert answer.setting == Setting(0)
     assert find_answer([failed, replace(OFF, problem="failed")]) is None
+
+
+@pytest.mark.parametrize(
+    ("share", "rate", "k"), [(0.96, 0.7, 3), (0.9, 0.7, 0), (0.96, 0.0, 0), (0.4, 0.0, 0)]
+)
+def test_no_gain_exceeds_the_tokens_per_step(share: float, rate: float, k: int) -> None:
+    fast = measured(3, *(share * ms for ms in OFF.step_ms.values()))
+    fast = replace(fast, acceptance=(rate, rate, rate))
+    gains = [1 / share * (1 + 3 * rate)] * 3 if share < 0.95 else []
+    assert list(unexplained_gains(fast, OFF).values()) == pytest.approx(gains)
+    answer = find_answer([fast, OFF])
+    assert answer is not None
+    assert answer.setting.num_drafts == k
+    assert list(answer.speed_up.values()) == pytest.approx([1 + k * rate] * 3)
 
 
 def test_vllm_alone_is_no_answer_and_compared_at_the_sizes_of_its_k() -> None:
