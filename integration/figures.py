@@ -218,13 +218,20 @@ def throughput() -> str:
         return f"{min(rates):.2f} to {max(rates):.2f}"
 
     plugin, listed = list(NEWEST)[2:]
+    (default, with_top_p), (other, other_with_top_p) = map(
+        coupled_over, ("vllm", "vllm_probabilistic")
+    )
     return _text(
-        "Over vLLM 0.33's own MTP it gives",
+        "Over vLLM 0.33's own MTP its shorter steps give",
         f"**{gains('t0.6-p0.95', plugin)} times the tokens per second** at T = 0.6, top-p 0.95,",
         f"and {gains('t0.6-p0.95', listed)} with a draft vocabulary of 32,768 ids; greedy",
-        f"{gains('greedy', plugin)}, and {gains('greedy', listed)} (batch 1 to 128). What vLLM",
-        "0.33 alone does not have: one output per seed for any K, `min_p` and `logit_bias` with",
-        "drafts, and a verification method per request.",
+        f"{gains('greedy', plugin)}, and {gains('greedy', listed)} (batch 1 to 128). Acceptance",
+        f"comes on top: at T = 0.8 (trained tiny model) a step outputs {default:.2f} times the",
+        f"tokens of vLLM's default, greedy drafts, and {other:.3g} times those of its",
+        f"`probabilistic` drafts; {with_top_p:.2f} and {other_with_top_p:.2f} with top-p 0.95.",
+        "What vLLM 0.33 alone does not have: one output per seed for any K, `min_p` and",
+        "`logit_bias` with drafts, a draft vocabulary of MTP layers, and a verification",
+        "method per request.",
     )
 
 
@@ -236,7 +243,8 @@ def throughput_setting() -> str:
         "K is the number of drafts per step, T the sampling temperature (0: greedy). One H200;",
         f"{model['family']} with {model['weights']} {model['dtype']} weights,",
         f"{model['num_hidden_layers']} layers, hidden size {model['hidden_size']}, vocabulary",
-        f"{model['vocab_size']}, one MTP layer. Acceptance is synthetic and the same for all:",
+        f"{model['vocab_size']}, one MTP layer. The chart compares step times alone:",
+        "acceptance is synthetic and the same for all,",
         f"{1 + sum(found['synthetic_acceptance']):.3f} tokens per step.",
     )
 
@@ -266,23 +274,29 @@ def throughput_chart() -> str:
 
 def when_it_pays() -> str:
     """Tokens per second over decoding without MTP, by batch size, for the guide."""
-    found = result("vllm-0.24-throughput")["tokens_per_second"]
+    rates = {"vLLM 0.33": _dense_over_off("vllm"), "vLLM 0.33 with the plugin": _dense_over_off()}
     rows = [
-        [name, *(f"{on / found['off'][key][i]:.2f}" for i, on in enumerate(found["k3"][key]))]
-        for name, key in (("vLLM 0.24, K = 3", "vllm"), ("embedded executor, K = 3", "mtp_plugin"))
+        [f"{name}, K = 3", *(f"{gain:.2f}" for gain in row.values())] for name, row in rates.items()
     ]
+    found = result("vllm-0.24-throughput")["tokens_per_second"]
+    gains = (on / found["off"]["mtp_plugin"][i] for i, on in enumerate(found["k3"]["mtp_plugin"]))
+    rows.append(["embedded executor, K = 3", *(f"{gain:.2f}" for gain in gains)])
     for label, (name, case_name) in STEPS.items():
         if label != "K = 3":
-            gains = [speed_up(name, case_name, batch) for batch in E2E_BATCHES]
-            rows.append([f"embedded executor, {label}", *(f"{gain:.2f}" for gain in gains), "-"])
+            of_case = [speed_up(name, case_name, batch) for batch in E2E_BATCHES]
+            rows.append([f"embedded executor, {label}", *(f"{gain:.2f}" for gain in of_case), "-"])
     batches = [f"batch {batch}" for batch in (*E2E_BATCHES, 128)]
     head = ["tokens per second over MTP off, greedy", *batches]
     long = [speed_up("e2e-8gb-long", "eagle-k3", batch) for batch in LONG_BATCHES]
+    steps = result("vllm-0.33-steps")
+    tokens = 1 + sum(steps["synthetic_acceptance"])
+    _, *quartiles = steps["ratio"]["greedy"]["vllm, no drafts"][-1]
     about = _text(
-        "Earlier results: one H200, the model of the README, synthetic acceptance of 2.852 tokens",
-        "per step with K = 3; the last two rows are from another run. After prompts of 7,000",
-        f"tokens, with K = 3 and 32,768 draft ids: {_each(long, 2)} at batch",
-        f"{_each(LONG_BATCHES, 0)}.",
+        "One H200, the model of the README, synthetic acceptance of 2.852 tokens per step with",
+        "K = 3. Turns of batch 128 differ: the quartiles of vLLM's gain are",
+        f"{' and '.join(f'{tokens * each:.2f}' for each in quartiles)}. The rows of the embedded executor are earlier results, the last two from another",
+        "run. After prompts of 7,000 tokens, with K = 3 and 32,768 draft ids, it gains",
+        f"{_each(long, 2)} at batch {_each(LONG_BATCHES, 0)}.",
     )
     return f"{_table(head, rows)}\n\n{about}"
 
@@ -291,12 +305,12 @@ SPARSE = "vllm-0.33-draft-lengths-sparse"
 """Tokens per second by K of a model with experts in every layer."""
 
 
-def _dense_over_off() -> dict[int, float]:
-    """Return tokens per second over those without MTP by batch, dense, K = 3."""
-    document = result("vllm-0.24-throughput")
-    found = document["tokens_per_second"]
-    rates = zip(document["batches"], found["k3"]["vllm"], found["off"]["vllm"], strict=True)
-    return {batch: on / off for batch, on, off in rates}
+def _dense_over_off(engine: str = "mtp_plugin") -> dict[int, float]:
+    """Return tokens per second over those without MTP by batch, dense, greedy, K = 3."""
+    rates = newest_rates("greedy")
+    gains = zip(rates[engine], rates["vllm, no drafts"], strict=True)
+    batches = result("vllm-0.33-steps")["batches"]
+    return {batch: on / off for batch, (on, off) in zip(batches, gains, strict=True)}
 
 
 def _sparse(prompts: str, routing: str) -> dict[Any, dict[int, float]]:
@@ -321,7 +335,7 @@ def choose_k() -> str:
     dense, sparse = _dense_over_off(), _sparse_over_off()
     batches = list(sparse[1])
     best = {batch: max(row[batch] for row in sparse.values()) for batch in batches}
-    head = ["tokens per second over MTP off", *(f"batch {batch}" for batch in batches)]
+    head = ["tokens per second over MTP off, greedy", *(f"batch {batch}" for batch in batches)]
     rows = [["dense, K = 3", *(f"{dense[n]:.2f}" if n in dense else "-" for n in batches)]]
     for k, row in sparse.items():
         cells = [f"**{row[n]:.2f}**" if row[n] == best[n] else f"{row[n]:.2f}" for n in batches]
@@ -330,12 +344,11 @@ def choose_k() -> str:
     likely, bound = _sparse("short", "third")[3], _sparse("short", "random")[3]
     others = [f"batch {n}: {', '.join(f'{long[k][n]:.2f}' for k in long)}" for n in long[1]]
     about = _text(
-        "One H200, bfloat16, random weights, synthetic acceptance. Dense: the model of the README",
-        "in vLLM 0.24 (earlier results). Sparse: 24 layers of 128 experts, 8 per token, 33 GB, in",
-        f"vLLM 0.33 with the plugin, {1 + sum(rates[:3]):.2f} tokens per step with K = 3 and",
-        f"{1 + sum(rates):.2f} with K = 7. Each row of a request (a token to verify) shares a",
-        "third of its experts with the row before it; if it shares none but by chance, which costs",
-        "most, K = 3 gives",
+        "One H200, vLLM 0.33 with the plugin, bfloat16, random weights, synthetic acceptance of",
+        f"{1 + sum(rates[:3]):.2f} tokens per step with K = 3 and {1 + sum(rates):.2f} with K = 7.",
+        "Dense: the model of the README. Sparse: 24 layers of 128 experts, 8 per token, 33 GB.",
+        "Each row of a request (a token to verify) shares a third of its experts with the",
+        "row before it; if it shares none but by chance, which costs most, K = 3 gives",
         f"{', '.join(f'{bound[n] / likely[n]:.2f}' for n in batches)} of these tokens. After",
         f"prompts of 16,384 tokens sparse requests gain with K = 1, 3, 5, 7: {'; '.join(others)}.",
     )
@@ -346,7 +359,7 @@ def draft_lengths_chart() -> str:
     """The chart of the guide: the gain of K = 3 by batch, dense and sparse."""
     gains = {"dense model": _dense_over_off(), "sparse model": _sparse_over_off()[3]}
     return bar_chart(
-        "Three drafts (K = 3) in vLLM, dense and sparse models",
+        "Three drafts (K = 3) in vLLM 0.33 with the plugin, dense and sparse models",
         "tokens per second over MTP off; batch: requests that run at the same time",
         ["K = 3"],
         [
@@ -358,23 +371,37 @@ def draft_lengths_chart() -> str:
 
 def which_method() -> str:
     """Acceptance length by verification method inside vLLM, for the guide."""
-    lengths = result("vllm-0.24-plugin")["acceptance_length"]
     engines = {
-        "vLLM (greedy drafts)": "vllm",
-        "plugin, `coupled`": "mtp_plugin",
-        "plugin, `rejection`": "mtp_plugin_rejection",
-        "plugin, `block`": "mtp_plugin_block",
+        "vLLM (greedy drafts, its default)": "vllm",
+        "vLLM, `draft_sample_method: probabilistic`": "vllm_probabilistic",
+        "plugin, `coupled`": "coupled",
+        "plugin, `rejection`": "rejection",
+        "plugin, `block`": "block",
     }
-    keys = ("t0.8", "t0.8-p0.95")
+    found = result("vllm-0.33-methods")["methods"]
     rows = [
-        [name, *(f"{lengths[key][engine]:.2f}" for key in keys)] for name, engine in engines.items()
+        [name, *(f"{each['acceptance_length']:.2f}" for each in found[engine].values())]
+        for name, engine in engines.items()
     ]
     head = [
-        "acceptance length, K = 3, trained tiny model, earlier results in vLLM 0.24",
+        "acceptance length, K = 3, trained tiny model, vLLM 0.33",
         "T = 0.8",
         "T = 0.8, top-p 0.95",
     ]
-    return f"{_table(head, rows)}\n"
+    probabilistic = " and ".join(f"{each:.3g}" for each in coupled_over("vllm_probabilistic"))
+    greedy = " and ".join(f"{each:.2f}" for each in coupled_over("vllm"))
+    about = _text(
+        f"`coupled` has {greedy} times the tokens per step of vLLM's default, and {probabilistic}",
+        "times those of its probabilistic drafts, which leave out top-p.",
+    )
+    return f"{_table(head, rows)}\n\n{about}"
+
+
+def coupled_over(engine: str) -> list[float]:
+    """Return tokens per step of `coupled` over those of another method, without and with top-p."""
+    found = result("vllm-0.33-methods")["methods"]
+    pairs = zip(found["coupled"].values(), found[engine].values(), strict=True)
+    return [ours["acceptance_length"] / theirs["acceptance_length"] for ours, theirs in pairs]
 
 
 def vllm_all() -> str:

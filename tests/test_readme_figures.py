@@ -19,6 +19,7 @@ from integration.figures import (
     PAGES,
     RESULTS,
     STEPS,
+    coupled_over,
     named_blocks,
     of_kind,
     of_methods,
@@ -95,6 +96,13 @@ def test_the_cut_vocabulary_is_that_of_its_rows() -> None:
 def test_every_kind_of_requests_was_compared(kind: str) -> None:
     for batch in E2E_BATCHES[1:] if kind == "one-sampled" else E2E_BATCHES:
         assert of_kind("e2e-8gb-request-kinds", f"eagle-k3/b{batch}", kind)["matched"]
+
+
+def test_limit_of_coupled_is_that_of_its_file() -> None:
+    page = " ".join(TEXTS[ROOT / "mtp_plugin" / "hosts" / "vllm" / "README.md"].split())
+    whole, with_top_p = coupled_over("vllm_probabilistic")
+    assert f"{whole:.3f} of the acceptance length" in page
+    assert f"at T = 0.8, and {with_top_p:.2f} with top-p 0.95" in page
 
 
 def test_how_verification_methods_were_compared() -> None:
