@@ -294,7 +294,8 @@ def when_it_pays() -> str:
     about = _text(
         "One H200, the model of the README, synthetic acceptance of 2.852 tokens per step with",
         "K = 3. Turns of batch 128 differ: the quartiles of vLLM's gain are",
-        f"{' and '.join(f'{tokens * each:.2f}' for each in quartiles)}. The rows of the embedded executor are earlier results, the last two from another",
+        f"{' and '.join(f'{tokens * each:.2f}' for each in quartiles)}. The rows of the",
+        "embedded executor are earlier results, the last two from another",
         "run. After prompts of 7,000 tokens, with K = 3 and 32,768 draft ids, it gains",
         f"{_each(long, 2)} at batch {_each(LONG_BATCHES, 0)}.",
     )
