@@ -43,6 +43,8 @@ class StubEngine:
     certain: int = 0
     """The token at a difference that is no tie."""
     acceptance = 0.5
+    ending: int | None = None
+    """The K whose engine ends while its steps are timed."""
     num_mtp_layers = 1
 
     def __init__(
@@ -68,7 +70,9 @@ class StubEngine:
     def run(self, given: list[Request]) -> dict[str, Any]:
         k = self.setting.num_drafts
         tokens = [self.output(prompt, options) for prompt, options in given]
-        step_ms = [9.0, 2.0 + k, 2.0 + k] if given else []
+        if k == self.ending and given and "ignore_eos" in given[0][1]:
+            raise EngineFailedError("the process ended")
+        step_ms = [9.0, 2.0 + k, 2.0 + k] if 0 < len(given) <= 4 else []
         return {"tokens": tokens, "step_ms": step_ms, "acceptance": [self.acceptance] * k}
 
     def output(self, prompt: list[int], options: dict[str, Any]) -> list[int]:
@@ -161,6 +165,17 @@ def test_engine_that_fails_leaves_the_other_settings(engine: type[StubEngine]) -
     assert lines[-1].endswith(" K = 3, coupled: starting, 0 s")
     assert engine.caches == ["mtp_plugin-tune-1", "mtp_plugin-tune-2", None]
     assert not engine.running
+
+
+def test_engine_that_fails_while_steps_are_timed(engine: type[StubEngine]) -> None:
+    engine.ending = 2
+    tuning, lines = tune(at_once=3, batch_sizes=(1, 4, 8))
+    problems = [found.problem for found in tuning.measurements]
+    assert problems[1] == "the process ended"
+    for problem in (problems[0], problems[2]):
+        assert problem is not None
+        assert problem.startswith("no step generates for 8 requests at once: expected batch sizes")
+    assert lines[-1].endswith("K = 3, coupled: step time, batch 8")
 
 
 @pytest.mark.usefixtures("engine")
