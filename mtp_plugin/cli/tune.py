@@ -99,8 +99,8 @@ def command(
         typer.Option(
             "--drafter",
             metavar="NAME[,MODEL]",
-            help="mtp, draft_model, eagle, eagle3, dflash or ngram, with the draft model if it "
-            "is not part of MODEL.",
+            help="mtp, draft_model, eagle, eagle3, dspark, dflash or ngram, with the draft model "
+            "if it is not part of MODEL.",
         ),
     ] = "mtp",
     draft_vocab: Annotated[

@@ -1,4 +1,5 @@
-"""A Llama with random weights, and draft models for it: EAGLE, EAGLE3 and DFlash."""
+"""A Llama with random weights, and draft models for it: EAGLE, EAGLE3, DFlash, DFlash2 and
+DSpark."""
 
 from __future__ import annotations
 
@@ -11,6 +12,8 @@ from integration.vllm.engine_process import write_one_mtp_layer
 
 TOKENIZER = Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint"
 HIDDEN, INTERMEDIATE, HEAD, NUM_HEADS, VOCAB, DRAFTED = 64, 128, 32, 2, 2048, 1536
+RANK, TAPS, GROUP = 8, 2, 16
+PARALLEL = ("dflash", "dflash2", "dspark")
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -45,6 +48,30 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "model_type": "qwen3",
         "num_hidden_layers": 1,
         "dflash_config": {"mask_token_id": 2, "target_layer_ids": [0, 1, 2], "causal": True},
+    },
+    "dspark": {
+        **LLAMA,
+        "architectures": ["Qwen3DSparkModel"],
+        "model_type": "qwen3",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": DRAFTED,
+        "markov_rank": RANK,
+        "mask_token_id": 2,
+        "target_layer_ids": [0, 1, 2],
+        "is_causal": True,
+    },
+}
+
+
+CONFIGS["dflash2"] = {
+    **CONFIGS["dflash"],
+    "architectures": ["DFlash2DraftModel"],
+    "dflash_config": {
+        **CONFIGS["dflash"]["dflash_config"],
+        "conv_kernel_size": TAPS,
+        "conv_group_size": GROUP,
+        "selector_rank": RANK,
+        "selector_top_k": 4,
     },
 }
 
@@ -81,20 +108,33 @@ def write(folder: Path, name: str) -> str:
             add(f"{layer}input_layernorm", HIDDEN)
         if name == "eagle3":
             add(f"{layer}hidden_norm", HIDDEN)
-        if name == "dflash":
+        if name in PARALLEL:
             for norm in "qk":
                 add(f"{layer}self_attn.{norm}_norm", HEAD)
+        if name == "dflash2":
+            for convolved in ("attention", "mlp"):
+                part = f"{layer}{convolved}_conv."
+                add(f"{part}kernel_projection", 2 * TAPS * HIDDEN // GROUP, HIDDEN)
+                tensors[f"{part}base_kernel"] = torch.randn(2, TAPS, HIDDEN, generator=rng)
     if name == "llama":
         add("model.embed_tokens", VOCAB, HIDDEN)
         add("model.norm", HIDDEN)
         add("lm_head", VOCAB, HIDDEN, scale=0.04)
     else:
         add("fc", HIDDEN, (2 if name == "eagle" else 3) * HIDDEN)
-    if name in ("eagle3", "dflash"):
+    if name in ("eagle3", *PARALLEL):
         add("norm", HIDDEN)
-    if name == "dflash":
+    if name in PARALLEL:
         add("hidden_norm", HIDDEN)
-    if name == "eagle3":
+    if name == "dflash2":
+        add("candidate_selector.hidden_projection", RANK, HIDDEN)
+        for side in ("predecessor", "successor"):
+            book = 0.12 * torch.randn(VOCAB, RANK, generator=rng)
+            tensors[f"candidate_selector.{side}_codebook"] = book
+    if name == "dspark":
+        add("markov_head.markov_w1", VOCAB, RANK)
+        add("markov_head.markov_w2", DRAFTED, RANK)
+    if name in ("eagle3", "dspark"):
         add("lm_head", DRAFTED, HIDDEN, scale=0.04)
         tensors["d2t"] = torch.full((DRAFTED,), VOCAB - DRAFTED)
         tensors["d2t"][: DRAFTED // 2] = 0

@@ -381,7 +381,7 @@ def model_job(name: str, num_drafts: int, *, wide: bool = False, on: bool = True
     return made | {"wide_dummy_weights": wide}
 
 
-HEADS = ("draft_model", "eagle", "eagle3", "dflash")
+HEADS = ("draft_model", "eagle", "eagle3", "dflash", "dflash2", "dspark")
 """Drafters of the Llama of `draft_models`, which is its own draft model."""
 OF_NGRAM: Phases = {
     **PLAIN,
@@ -415,7 +415,7 @@ def head_job(name: str, num_drafts: int) -> dict[str, Any]:
         drafts = "llama" if name == "draft_model" else name
         models.append(drafts)
         engine["speculative_config"] = {
-            "method": name,
+            "method": name.removesuffix("2"),
             "model": f"{RANDOM_MODELS}/{drafts}",
             "num_speculative_tokens": num_drafts,
         }
@@ -425,7 +425,7 @@ def head_job(name: str, num_drafts: int) -> dict[str, Any]:
     return job(0, phases, **engine) | {"random_models": models}
 
 
-MIXED_HEADS = ("draft_model", "eagle3")
+MIXED_HEADS = ("draft_model", "eagle3", "dspark")
 """With requests of ``rejection`` and ``block``."""
 
 EMBEDDED = {

@@ -547,7 +547,9 @@ def test_batches_without_logits_processors_copy_no_logits() -> None:
     assert harness.sampler.processed(logits, rows) is logits
 
 
-def make_engine(spec: object, rates: tuple[float, ...] | None = None) -> Engine:
+def make_engine(
+    spec: object, rates: tuple[float, ...] | None = None, keeps_draft_probs: bool = False
+) -> Engine:
     config = SimpleNamespace(
         speculative_config=spec,
         scheduler_config=SimpleNamespace(max_num_seqs=MAX_REQUESTS),
@@ -555,7 +557,7 @@ def make_engine(spec: object, rates: tuple[float, ...] | None = None) -> Engine:
     )
     given = make_vllm_sampler(make_request_states(), "raw_logprobs")
     settings = EngineSettings(
-        VllmOptions(kernels="reference"), NUM_DRAFTS if spec else 0, synthetic_rates=rates
+        VllmOptions(kernels="reference"), NUM_DRAFTS if spec else 0, keeps_draft_probs, rates
     )
     return Engine(config, settings, given, CPU)
 
@@ -621,6 +623,32 @@ def test_sample_draft_has_the_noise_of_the_row_that_verifies_it() -> None:
     drafts = engine.sample_draft(
         speculator, None, positions, batch.idx_mapping, unused, unused, unused, None
     )
+    dspark = SimpleNamespace(model=None, _step_cols=torch.arange(NUM_DRAFTS))
+    same = engine.sample_logits(dspark, first, batch.idx_mapping, positions + 1, step=0)
+    assert same.tolist() == drafts.tolist()
     output = engine.verifier(logits, harness.batch([[int(draft)] for draft in drafts]))
     assert output.num_sampled.tolist() == [2, 2]
     assert output.sampled_token_ids[:, 0].tolist() == drafts.tolist()
+
+
+def test_dspark_drafts_are_target_ids_and_keep_their_probabilities() -> None:
+    """Draft id i is the target's 2 i; the last request is padding."""
+    engine = make_engine(SPEC, keeps_draft_probs=True)
+    harness = Harness()
+    harness.states, harness.sampler = engine.sampler.req_states, engine.sampler
+    methods = {"mtp_verification": "rejection"}, {"mtp_verification": "block"}
+    harness.add(*(seeded(1, extra_args=method) for method in methods))
+    model = SimpleNamespace(draft_id_to_target_id=torch.arange(VOCAB // 2))
+    speculator = SimpleNamespace(
+        model=model, vocab_size=VOCAB, _step_cols=torch.arange(NUM_DRAFTS, dtype=torch.int32)
+    )
+    logits = make_logits(3)[:, : VOCAB // 2]
+    slots = harness.batch([[0], [0]]).idx_mapping.long()
+    columns = torch.stack([torch.tensor([*slots, -1]), torch.zeros(3, dtype=torch.int64)], 1)
+    drafts = engine.sample_logits(speculator, logits, columns[:, 0], torch.tensor([5, 5, 0]), 1)
+    kept = engine.ops.draft_probs
+    assert kept is not None
+    torch.testing.assert_close(kept[slots, 1, ::2], (logits[:2] / 0.8).softmax(1))
+    assert kept[slots, 1, 1::2].count_nonzero() == 0
+    assert (kept[slots, 1, drafts[:2]] > 0).all()
+    assert kept[slots][:, [0, 2]].count_nonzero() == 0

@@ -45,6 +45,8 @@ def prepare(speculator: Any, target: Any, settings: EngineSettings) -> None:
     """
     if settings.draft_ids is not None:
         _reduce_heads(speculator, target, settings.draft_ids, settings.num_added_ids)
+    if settings.drafter == "dspark":  # kernels of a model's own would leave out `sample_drafts`
+        speculator.model.sample_sequential = None
     check_map(speculator.model)
     _fuse_layers(speculator.model)
 

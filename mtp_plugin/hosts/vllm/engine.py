@@ -9,7 +9,7 @@ import torch
 
 from mtp_plugin.hosts.vllm.copied_tail import CopiedTail
 from mtp_plugin.hosts.vllm.options import VllmSettings
-from mtp_plugin.hosts.vllm.sampler import PluginSampler, PluginVerifier, draft_rows
+from mtp_plugin.hosts.vllm.sampler import PluginSampler, PluginVerifier, draft_rows, dspark_rows
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.early_compile import CompileJob
 from mtp_plugin.speculative.rows.request_slots import RequestSlots
@@ -57,6 +57,10 @@ class Engine:
     def sample_draft(self, speculator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Sample the drafts of one pass, in place of ``DraftModelSpeculator.sample_draft``."""
         return self.ops.sample_drafts(draft_rows(speculator, *args, **kwargs))
+
+    def sample_logits(self, speculator: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Sample one draft of every request, in place of ``DSparkSpeculator._sample_logits``."""
+        return self.ops.sample_drafts(dspark_rows(speculator, *args, **kwargs))
 
     def restore(self) -> None:
         """Write what sleep of level 2 discards and no request writes again."""

@@ -6,6 +6,7 @@ import os
 from dataclasses import replace
 from typing import Any
 
+from mtp_plugin.checkpoint.families import FAMILIES
 from mtp_plugin.errors import ConfigError
 from mtp_plugin.hosts.vllm.options import (
     DRAFTERS,
@@ -20,10 +21,11 @@ from mtp_plugin.hosts.vllm.versions import release, untested, where_tested
 from mtp_plugin.speculative.rows.request_options import load_problem, method_problems
 from mtp_plugin.verifications import codes, custom_codes
 
-MAPPED = ("eagle3", "dflash")
+MAPPED = ("eagle3", "dflash", "dspark")
 """Drafters whose checkpoints may have a map of draft ids (``d2t``)."""
-OWN_SAMPLING = ("DFlash2", "LiLiCorr", "XPress")
-"""In the architecture of a DFlash model that chooses drafts by a head of its own."""
+OWN_SAMPLING = ("LiLiCorr", "XPress")
+"""In the architecture of a DFlash model that chooses drafts by a head of its own, and was not
+tried. DFlash2 has such a head too: vLLM's kernel chooses its drafts."""
 NOT_IN_V2 = ("suffix", "custom_class")
 DRAFT_IDS_VARIABLE = "VLLM_MTP_DRAFT_VOCAB"
 """A draft vocabulary in branches of vLLM and images of others, as ``draft_token_map``."""
@@ -202,7 +204,7 @@ def _speculative_problems(vllm_config: Any, spec: Any) -> list[str]:
     method = getattr(spec, "rejection_sample_method", "standard")
     if method not in ("standard", "synthetic"):
         instead = "the plugin verifies drafts itself"
-        if method in codes():
+        if method in codes() and DRAFTERS.get(spec.method, False):
             instead = (
                 f'and set "verification": "{method}" in additional_config.mtp_plugin, which needs '
                 '"draft_sample_method": "probabilistic" in speculative_config'
@@ -216,18 +218,29 @@ def _speculative_problems(vllm_config: Any, spec: Any) -> list[str]:
         "use_heterogeneous_vocab",
         "parallel_drafting",
     ):
-        # vLLM sets parallel_drafting for DFlash, which samples its drafts as the others do
-        is_own = name == "parallel_drafting" and spec.method == "dflash"
+        # vLLM sets parallel_drafting for DFlash and DSpark
+        is_own = name == "parallel_drafting" and spec.method in ("dflash", "dspark")
         if getattr(spec, name, False) and not is_own:
             problems.append(f"speculative_config.{name} is not supported: set it to false")
     return problems
+
+
+def _has_mtp_layers(config: Any) -> bool:
+    family = FAMILIES.get(str(getattr(config, "model_type", None)))
+    if family is None:
+        return False
+    given = (getattr(config, key, None) for key in family.keys)
+    return bool(next((n for n in given if n is not None), family.default_count))
 
 
 def _drafter_problems(vllm_config: Any, spec: Any) -> list[str]:
     method = spec.method
     if method not in DRAFTERS:
         why = "" if method not in NOT_IN_V2 else ", which vLLM's V2 model runner does not have"
-        expected = ", ".join(map(repr, DRAFTERS))
+        model = vllm_config.model_config
+        has_mtp = any(map(_has_mtp_layers, (model.hf_config, model.hf_text_config)))
+        served = [name for name in DRAFTERS if has_mtp or name != "mtp"]
+        expected = ", ".join(map(repr, served))
         return [
             f"the speculative method is {method!r}{why}: set speculative_config.method to "
             f"{expected}, or leave out speculative_config"

@@ -20,6 +20,7 @@ DRAFTERS: Mapping[str, bool] = {
     "draft_model": True,
     "eagle": True,
     "eagle3": True,
+    "dspark": True,
     "dflash": False,
     "ngram": False,
     "ngram_gpu": False,
@@ -99,7 +100,7 @@ def drafter_config(text: str) -> dict[str, str]:
         raise ConfigError(f"drafter: expected one of {', '.join(DRAFTERS)}, got {name!r}")
     if name.startswith("ngram") and model:
         raise ConfigError(f"drafter: {name} has no draft model, got {model!r}: leave it out")
-    if not name.startswith(("mtp", "ngram")) and not model:
+    if not name.startswith(("mtp", "dspark", "ngram")) and not model:
         raise ConfigError(f"drafter: {name} needs a draft model: {name},MODEL")
     return {"method": name, "model": model} if model else {"method": name}
 

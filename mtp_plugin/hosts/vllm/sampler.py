@@ -1,5 +1,5 @@
-"""What samples, verifies and drafts in place of vLLM's ``Sampler``, ``RejectionSampler`` and
-``DraftModelSpeculator.sample_draft``."""
+"""What samples, verifies and drafts in place of vLLM's ``Sampler``, ``RejectionSampler``,
+``DraftModelSpeculator.sample_draft`` and ``DSparkSpeculator._sample_logits``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 
 from mtp_plugin.hosts.vllm.copied_tail import CopiedTail
 from mtp_plugin.hosts.vllm.requests import PREFILL, AdmittedOptions, request_facts
-from mtp_plugin.hosts.vllm.versions import SAMPLE, SAMPLE_DRAFT, VERIFY, replaces
+from mtp_plugin.hosts.vllm.versions import SAMPLE, SAMPLE_DRAFT, SAMPLE_LOGITS, VERIFY, replaces
 from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps, StepRows, valid_ids
 
 PROCESSED = ("processed_logprobs", "processed_logits")
@@ -236,3 +236,23 @@ def draft_rows(
     """Read a call of ``sample_draft``."""
     logits = speculator.compute_draft_logits(hidden_states, spec_step_idx)
     return DraftRows(logits, idx_mapping, sample_src_positions, 0, draft_step)
+
+
+@replaces(SAMPLE_LOGITS)
+def dspark_rows(
+    speculator: Any,
+    logits: torch.Tensor,
+    idx_map: torch.Tensor,
+    sample_pos: torch.Tensor,
+    step: int,
+) -> DraftRows:
+    """Read a call of ``_sample_logits``, whose positions are those of the drafts themselves.
+
+    With a map of draft ids, logits [R, V'] become [R, V], as vLLM samples them.
+    """
+    offsets = getattr(speculator.model, "draft_id_to_target_id", None)
+    if offsets is not None:
+        ids = offsets + torch.arange(len(offsets), device=offsets.device)
+        full = logits.new_full((len(logits), speculator.vocab_size), -torch.inf)
+        logits = full.index_copy_(1, ids, logits)
+    return DraftRows(logits, idx_map, sample_pos - 1, 0, speculator._step_cols[step])

@@ -90,7 +90,8 @@ WRAPPED = frozenset(target for target, names in _TABLE.items() if "..." in names
 SAMPLE_DRAFT = f"{_GPU}.spec_decode.speculator:DraftModelSpeculator.sample_draft"
 VERIFY = f"{_GPU}.spec_decode.rejection_sampler:RejectionSampler.__call__"
 SAMPLE = f"{_GPU}.sample.sampler:Sampler.sample"
-REPLACED = (SAMPLE_DRAFT, VERIFY, SAMPLE)
+SAMPLE_LOGITS = f"{_GPU}.spec_decode.dspark.speculator:DSparkSpeculator._sample_logits"
+REPLACED = (SAMPLE_DRAFT, VERIFY, SAMPLE, SAMPLE_LOGITS)
 """Methods whose original is not called: they take further arguments at their defaults alone."""
 
 TAIL = _read("""
@@ -125,11 +126,16 @@ vllm.v1.worker.gpu_worker:Worker.update_weights()
 vllm.v1.worker.gpu_worker:Worker.finish_weight_update()
 vllm.v1.worker.gpu_worker:Worker.wake_up(tags)
 """)
+_DSPARK = {SAMPLE_LOGITS: ("logits", "idx_map", "sample_pos", "step")}
+_DSPARK_NAMES = _read("""
+GPU.spec_decode.dspark.speculator:DSparkSpeculator(_step_cols, model, model_state, vocab_size)
+""")
 _METRICS = _read("vllm.v1.metrics.loggers:PrometheusStatLogger.__init__(vllm_config)")
 PARTS: Mapping[str, tuple[Signatures, Names]] = {
     "tail": (TAIL, _TAIL_NAMES),
     "draft_len": (_DRAFT_LEN, _DRAFT_LEN_NAMES),
     "new weights": (_NEW_WEIGHTS, {}),
+    "dspark": (_DSPARK, _DSPARK_NAMES),
     "metrics": (_METRICS, {}),
 }
 """What an engine can do without -> the methods that are wrapped for it, and attributes."""
@@ -190,7 +196,7 @@ def mismatch(target: str, names: tuple[str, ...], reader: Reader = INSTALLED) ->
 def part_problems(part: str, reader: Reader = INSTALLED) -> list[str]:
     """Return one line for everything that one of `PARTS` needs and that differs."""
     wrapped, names = PARTS[part]
-    return signatures.differences(wrapped, names, wrapped, reader)
+    return signatures.differences(wrapped, names, wrapped.keys() - set(REPLACED), reader)
 
 
 def refusal(problems: list[str]) -> str:
@@ -208,9 +214,9 @@ def refusal(problems: list[str]) -> str:
     )
 
 
-def expect_fitting() -> None:
-    """Raise `HostError` if the installed vLLM does not fit; names what differs."""
-    problems = differences()
+def expect_fitting(drafter: str = "") -> None:
+    """Raise `HostError` if the installed vLLM does not fit a drafter; names what differs."""
+    problems = differences() + (part_problems(drafter) if drafter in PARTS else [])
     if problems:
         raise HostError(refusal(problems))
 
@@ -226,7 +232,7 @@ def replaces(target: str, *, unused: tuple[str, ...] = ()) -> Callable[[_Method]
     Raises:
         HostError: when called with another value; names the argument.
     """
-    names = SIGNATURES[target]
+    names = {**SIGNATURES, **_DSPARK}[target]
     known = frozenset(names)
 
     def decorate(function: _Method) -> _Method:

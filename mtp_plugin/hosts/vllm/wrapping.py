@@ -33,6 +33,8 @@ TAIL: dict[str, Method] = {}
 """For a tail of copied text, which checks that there are these."""
 GRAPHS: dict[str, Method] = {}
 """For an engine whose numbers of drafts the plugin chooses."""
+DSPARK: dict[str, Method] = {}
+"""For DSpark drafts, whose module is imported for these alone."""
 NEW_WEIGHTS: dict[str, Method] = {}
 """Not all versions have all of them."""
 
@@ -84,11 +86,14 @@ def _wraps(table: dict[str, Method], target: str) -> Callable[[Method], Method]:
 
 @_wraps(START, _WORKER_INIT)
 def _worker_init(original: Method, self: Any, vllm_config: Any, *args: Any, **kwargs: Any) -> Any:
-    if _settings(vllm_config) is not None:
+    settings = _settings(vllm_config)
+    if settings is not None:
         from mtp_plugin.hosts.vllm.versions import expect_fitting
 
-        expect_fitting()
+        expect_fitting(settings.drafter)
         wrap_worker()
+        if settings.drafter == "dspark":
+            _wrap_all(DSPARK)
         _warn(*args, **kwargs)
         _compile_early(vllm_config, *args, **kwargs)
     return original(self, vllm_config, *args, **kwargs)
@@ -321,6 +326,14 @@ def _sample_draft(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any
     if engine is None:
         return original(self, *args, **kwargs)
     return engine.sample_draft(self, *args, **kwargs)
+
+
+@_wraps(DSPARK, f"{_GPU}.spec_decode.dspark.speculator:DSparkSpeculator._sample_logits")
+def _sample_logits(original: Method, self: Any, *args: Any, **kwargs: Any) -> Any:
+    engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
+    if engine is None:
+        return original(self, *args, **kwargs)
+    return engine.sample_logits(self, *args, **kwargs)
 
 
 @_wraps(WORKER, f"{_GPU}.states:RequestState.add_request")

@@ -39,7 +39,7 @@ WRONG_OPTIONS: list[tuple[Any, str]] = [
     (
         {"drafter": "lookup"},
         f"{OPTION}.drafter: registered drafters run in the embedded executor alone: leave it out, "
-        "and choose one of mtp, draft_model, eagle, eagle3, dflash, ngram, ngram_gpu with "
+        "and choose one of mtp, draft_model, eagle, eagle3, dspark, dflash, ngram, ngram_gpu with "
         "speculative_config.method",
     ),
     ({"verification": 1}, f"{OPTION}.verification: should be a valid string, got 1"),
@@ -101,8 +101,8 @@ V1 = (
     "if it is 0; else vLLM's log says what the V2 runner lacks"
 )
 SERVED = (
-    "set speculative_config.method to 'mtp', 'draft_model', 'eagle', 'eagle3', 'dflash', 'ngram', "
-    "'ngram_gpu', or leave out speculative_config"
+    "set speculative_config.method to 'draft_model', 'eagle', 'eagle3', 'dspark', 'dflash', "
+    "'ngram', 'ngram_gpu', or leave out speculative_config"
 )
 
 
@@ -118,6 +118,8 @@ def drafting(method: str, model: Any = None, **changes: Any) -> dict[str, Any]:
 
 
 MAPPED = draft_model(hf_config=SimpleNamespace(draft_vocab_size=300))
+DFLASH2 = draft_model(architectures=["DFlash2DraftModel"])
+MTP_LAYERS = {"num_nextn_predict_layers": 1}
 NO_MAP = (
     "the draft model has a vocabulary of {} ids without a map to the model's 900: use a draft "
     "model of the same vocabulary"
@@ -125,7 +127,27 @@ NO_MAP = (
 OWN_DRAFT_IDS = f"is not supported: leave it out; {OPTION}.draft_vocab takes the same ids"
 WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
     ({"use_v2_model_runner": False}, V1),
-    (drafting("dspark"), f"the speculative method is 'dspark': {SERVED}"),
+    (drafting("medusa"), f"the speculative method is 'medusa': {SERVED}"),
+    (
+        drafting("medusa")
+        | {"model_config__hf_config": SimpleNamespace(model_type="glm4_moe", **MTP_LAYERS)},
+        "the speculative method is 'medusa': " + SERVED.replace("to ", "to 'mtp', ", 1),
+    ),
+    (drafting("dspark", draft_model(800)), NO_MAP.format(800)),
+    (
+        drafting("dspark", enable_adaptive_verification=True),
+        "speculative_config.enable_adaptive_verification is not supported: set it to false",
+    ),
+    (
+        drafting("dflash", DFLASH2, draft_sample_method="probabilistic"),
+        "speculative_config.draft_sample_method 'probabilistic' is not supported with 'dflash', "
+        "whose draft probabilities are not kept: leave it out",
+    ),
+    (
+        drafting("dflash", rejection_sample_method="block"),
+        "speculative_config.rejection_sample_method is 'block': leave it out, the plugin verifies "
+        "drafts itself",
+    ),
     (
         drafting("suffix") | {"use_v2_model_runner": False},
         f"{V1}; the speculative method is 'suffix', which vLLM's V2 model runner does not have: "
@@ -135,8 +157,8 @@ WRONG_CONFIGS: list[tuple[dict[str, Any], str]] = [
     (drafting("eagle", MAPPED), NO_MAP.format(300)),
     (drafting("eagle3", draft_model(800)), NO_MAP.format(800)),
     (
-        drafting("dflash", draft_model(architectures=["DFlash2DraftModel"])),
-        "the draft model DFlash2DraftModel chooses drafts by a head of its own: use another draft "
+        drafting("dflash", draft_model(architectures=["LiLiCorrDraftModel"])),
+        "the draft model LiLiCorrDraftModel chooses drafts by a head of its own: use another draft "
         "model, or leave out speculative_config",
     ),
     (
@@ -333,6 +355,9 @@ def test_an_entry_point_that_cannot_be_loaded_gives_a_warning(
         drafting("eagle"),
         drafting("eagle3", MAPPED),
         drafting("dflash", MAPPED, parallel_drafting=True),
+        drafting("dflash", DFLASH2, parallel_drafting=True),
+        drafting("dspark", MAPPED, parallel_drafting=True),
+        drafting("dspark", draft_sample_method="probabilistic"),
         drafting("ngram"),
     ],
 )
@@ -340,7 +365,8 @@ def test_drafters_that_are_served(monkeypatch: pytest.MonkeyPatch, changes: dict
     fake_vllm.install(monkeypatch)
     method = changes.get("speculative_config__method", "mtp")
     config = make_config(**changes)
-    assert checked_settings(config) == EngineSettings(VllmOptions(), 3, drafter=method)
+    keeps = config.speculative_config.draft_sample_method == "probabilistic"
+    assert checked_settings(config) == EngineSettings(VllmOptions(), 3, keeps, drafter=method)
 
 
 @pytest.mark.usefixtures("vllm_32")
@@ -461,5 +487,5 @@ def test_readme_lists_every_option() -> None:
 def test_readme_names_every_refused_feature() -> None:
     readme = (Path(vllm_host.__file__).parent / "README.md").read_text(encoding="utf-8")
     names = [name.partition("__")[2] for changes, _ in WRONG_CONFIGS for name in changes]
-    described = {"", "method", "runner_type", "is_diffusion", "draft_model_config"}
+    described = {"", "method", "runner_type", "is_diffusion", "draft_model_config", "hf_config"}
     assert [name for name in names if name not in described and f"`{name}" not in readme] == []

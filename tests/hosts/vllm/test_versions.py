@@ -263,7 +263,7 @@ def test_arguments_that_are_not_known_are_taken_at_their_defaults(
 def test_every_replacement_takes_unknown_arguments() -> None:
     """Read as text: the module needs vLLM."""
     text = Path(release.__code__.co_filename).with_name("sampler.py").read_text(encoding="utf-8")
-    for constant in ("SAMPLE", "SAMPLE_DRAFT", "VERIFY"):
+    for constant in ("SAMPLE", "SAMPLE_DRAFT", "SAMPLE_LOGITS", "VERIFY"):
         assert re.search(rf"@replaces\({constant}(, unused=.+)?\)\n", text)
 
 

@@ -27,6 +27,7 @@ from mtp_plugin.hosts.vllm.versions import SIGNATURES
 from mtp_plugin.hosts.vllm.wrapping import (
     _ENGINE,
     DRAFT_LENGTHS,
+    DSPARK,
     FRONT_END,
     GRAPHS,
     NEW_WEIGHTS,
@@ -92,12 +93,11 @@ def test_the_wrapped_methods_are_the_documented_ones() -> None:
     assert list(START) == WRAPPED_IN_EVERY_PROCESS
     assert list(WORKER) == [LOAD_MODEL, *WRAPPED_IN_WORKERS]
     assert {*START, *WORKER} <= SIGNATURES.keys()
-    parts = (TAIL, DRAFT_LENGTHS, GRAPHS, NEW_WEIGHTS, FRONT_END)
+    parts = (TAIL, DRAFT_LENGTHS, GRAPHS, NEW_WEIGHTS, DSPARK, FRONT_END)
     compared = [target for wrapped, _ in versions.PARTS.values() for target in wrapped]
     assert sorted(compared) == sorted(target for part in parts for target in part)
     readme = PAGE.read_text(encoding="utf-8")
-    tables = (START, WORKER, TAIL, NEW_WEIGHTS, FRONT_END, DRAFT_LENGTHS, GRAPHS)
-    for target in (target for table in tables for target in table):
+    for target in (target for table in (START, WORKER, *parts) for target in table):
         assert f"`{target.partition(':')[2]}`" in readme
 
 
@@ -534,6 +534,38 @@ def test_missing_methods_are_noticed_only_while_on(
         f"mtp_plugin does not fit vLLM 0.32: {missing.replace(':', '.')} is missing. Install "
         "vLLM 0.33, or leave out additional_config.mtp_plugin"
     )
+
+
+@pytest.mark.parametrize("has_dspark", [False, True])
+def test_dspark_is_wrapped_for_its_drafts_alone(
+    monkeypatch: pytest.MonkeyPatch, has_dspark: bool
+) -> None:
+    """A vLLM without the class serves the other drafters."""
+    (target,) = DSPARK
+    signatures, attributes = versions.PARTS["dspark"]
+    modules = fake_vllm.install(
+        monkeypatch, signatures={**SIGNATURES, **(signatures if has_dspark else {})}
+    )
+    register()
+    object_of(modules, WORKER_INIT).__init__(make_config())
+    draft_model = SimpleNamespace(get_vocab_size=lambda: 900, architectures=[])
+    config = make_config(
+        speculative_config__method="dspark", speculative_config__draft_model_config=draft_model
+    )
+    worker = object_of(modules, WORKER_INIT)
+    if not has_dspark:
+        with pytest.raises(HostError, match=r"DSparkSpeculator\._sample_logits is missing"):
+            worker.__init__(config)
+        return
+    assert not hasattr(function_of(modules, target), "__wrapped__")
+    speculator: Any = object_of(modules, target)
+    for name in attributes[target.rpartition(".")[0]]:
+        setattr(type(speculator), name, None)
+    worker.__init__(config)
+    assert speculator._sample_logits(*signatures[target]) == signatures[target]
+    engine = SimpleNamespace(sample_logits=lambda *given, step: (given, step))
+    speculator.model_state = SimpleNamespace(**{_ENGINE: engine})
+    assert speculator._sample_logits(1, step=2) == ((speculator, 1), 2)
 
 
 def test_norms_stay_as_they_are_in_a_vllm_without_such_ops(
