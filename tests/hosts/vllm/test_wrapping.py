@@ -19,8 +19,9 @@ from mtp_plugin import __version__
 from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts import vllm as vllm_host
 from mtp_plugin.hosts.vllm import register, versions
-from mtp_plugin.hosts.vllm.draft_layers import check_map
+from mtp_plugin.hosts.vllm.draft_layers import check_map, prepare
 from mtp_plugin.hosts.vllm.metrics import add_alarm_metric, add_info_metric
+from mtp_plugin.hosts.vllm.options import VllmOptions
 from mtp_plugin.hosts.vllm.requests import PREFILL
 from mtp_plugin.hosts.vllm.tail_gate import MATCHES
 from mtp_plugin.hosts.vllm.versions import SIGNATURES
@@ -37,6 +38,7 @@ from mtp_plugin.hosts.vllm.wrapping import (
     misspelt_keys,
     wrap_worker,
 )
+from mtp_plugin.speculative.rows.options import EngineSettings
 from tests.hosts.vllm import fake_vllm
 from tests.hosts.vllm.fake_vllm import make_config
 
@@ -566,6 +568,10 @@ def test_dspark_is_wrapped_for_its_drafts_alone(
     engine = SimpleNamespace(sample_logits=lambda *given, step: (given, step))
     speculator.model_state = SimpleNamespace(**{_ENGINE: engine})
     assert speculator._sample_logits(1, step=2) == ((speculator, 1), 2)
+    model = SimpleNamespace(sample_sequential="kernels of the model's own, which 0.33 prefers")
+    settings = EngineSettings(VllmOptions(), 3, drafter="dspark")
+    prepare(SimpleNamespace(model=model), None, settings)
+    assert model.sample_sequential is None
 
 
 def test_norms_stay_as_they_are_in_a_vllm_without_such_ops(
