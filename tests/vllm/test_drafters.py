@@ -9,12 +9,12 @@ from tests.vllm.test_losslessness import acceptance_length, tokens
 
 pytest.importorskip("vllm")
 
-LEAST = {"draft_model": 1.9, "ngram": 1.1, "dflash2": 1.0} | dict.fromkeys(
+LEAST = {"draft_model": 1.9, "ngram": 1.1, "dflash2": 0.9} | dict.fromkeys(
     ("eagle", "eagle3", "dflash", "dspark"), 1.3
 )
 """Acceptance length of sampled requests. The weights of `HEADS` are random: the noise of another
 position or seed gives less than 1.1. A third of their requests has a bias, which drafts do not
-see. Drafts of DFlash2 are greedy."""
+see. Drafts of DFlash2 are greedy: none of a random head is accepted."""
 
 
 def param(name: str, without: str) -> object:
