@@ -615,7 +615,7 @@ def test_sample_draft_has_the_noise_of_the_row_that_verifies_it() -> None:
     harness.states, harness.sampler = engine.sampler.req_states, engine.sampler
     harness.add(seeded(1), seeded(2, top_k=7))
     batch = harness.batch([[0], [0]])
-    logits = make_logits(4)
+    logits = make_logits(4) / 10  # nearly flat: other noise gives other tokens
     first = logits[[0, 2]]
     speculator = SimpleNamespace(compute_draft_logits=lambda *_: first)
     positions = batch.positions[[0, 2]]
