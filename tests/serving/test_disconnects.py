@@ -50,6 +50,8 @@ def test_client_that_ends_its_sending_side_gets_its_response(server: Running, st
     body = json.dumps({**LONG, "stream": stream, "max_tokens": 24}).encode()
     address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
     with socket.create_connection(address, timeout=60) as connection:
+        # the end comes with the request: a later one would end a stream that has begun
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CORK, 1)
         connection.sendall(
             b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n"
             b"Connection: close\r\nContent-Type: application/json\r\n\r\n%s" % (len(body), body)
