@@ -154,7 +154,7 @@ def _expect_vector(name: str, tensor: torch.Tensor, size: int) -> None:
 class Accepted:
     """Accepted tokens of every request of a step."""
 
-    tokens: torch.Tensor  # [R, K+1] int32, PAD_TOKEN after the accepted tokens; with ``rows`` 0
+    tokens: torch.Tensor  # [R, K+1] int32, PAD_TOKEN after the accepted tokens; 0 where filled
     num_accepted: torch.Tensor  # [R] int32: output tokens, accepted drafts plus the bonus
     status: torch.Tensor
     """[R] int32: STATUS_OK, STATUS_NO_FINITE_LOGIT, or the code of a verification method that
@@ -174,10 +174,15 @@ class Accepted:
         device: torch.device | str,
         *,
         keeps_rows: bool = False,
+        dtype: torch.dtype = torch.int32,
     ) -> Accepted:
-        """Allocate the tensors for R ``requests`` and K = ``max_draft_len``."""
+        """Allocate the tensors for R ``requests`` and K = ``max_draft_len``.
+
+        Args:
+            dtype: of the tokens.
+        """
         return cls(
-            tokens=torch.empty(requests, max_draft_len + 1, dtype=torch.int32, device=device),
+            tokens=torch.empty(requests, max_draft_len + 1, dtype=dtype, device=device),
             num_accepted=torch.empty(requests, dtype=torch.int32, device=device),
             status=torch.empty(requests, dtype=torch.int32, device=device),
             rows=(

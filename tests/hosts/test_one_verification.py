@@ -163,7 +163,7 @@ def test_methods_give_the_same_in_every_host(
         probs = torch.rand(7, K, VOCAB, generator=generator).softmax(-1).to(DEVICE)
         expected, table = in_executor(methods, batch, probs, backend)
         found, slots = in_vllm(methods, batch, probs, backend)
-        assert torch.equal(found.tokens, expected.tokens)
+        assert found.tokens.tolist() == expected.tokens.clamp_min(0).tolist()  # no -1 is embedded
         assert torch.equal(found.num_accepted, expected.num_accepted)
         total += int(found.num_accepted.sum()) - 6
         for name in ("thinking", "draft_step"):  # written by the step

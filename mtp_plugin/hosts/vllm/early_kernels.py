@@ -72,8 +72,8 @@ def launch_kernels(
     padded = -(-vocab // VOCAB_PADDING) * VOCAB_PADDING
     # memory that nothing writes takes none
     memory = torch.from_numpy(np.zeros(most * width * padded, np.float32))
-    indices = torch.zeros(most * width, dtype=torch.int32)
-    positions = torch.zeros(most * width, dtype=torch.int64)
+    numbers = torch.zeros(most * width, dtype=torch.int32)
+    indices = positions = torch.zeros(most * width, dtype=torch.int64)
     num_drafted, num_columns, is_listed = draft_vocab or (0, 0, False)
     draft_ids = torch.arange(num_drafted, dtype=torch.int32) if is_listed else None
     for dtype in dtypes:
@@ -90,14 +90,14 @@ def launch_kernels(
             for count in (uniform, ragged) if num_drafts else ():
                 step = StepRows(
                     logits[:count],
-                    drafts=indices[:count],
+                    drafts=numbers[:count],
                     positions=positions[:count],
                     row_indices=indices[:count],
-                    offsets=indices[:count],
+                    offsets=numbers[:count],
                     cu_num_logits=starts,
                     indices=indices[:rows],
                     host_indices=np.zeros(rows, dtype=np.int32),
-                    seq_lens=indices[:rows],
-                    prefill_lens=indices[:rows],
+                    seq_lens=numbers[:rows],
+                    prefill_lens=numbers[:rows],
                 )
                 ops.verify(step)

@@ -20,7 +20,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
 from mtp_plugin.hosts.vllm.copied_tail import CopiedTail
 from mtp_plugin.hosts.vllm.requests import PREFILL, AdmittedOptions, request_facts
 from mtp_plugin.hosts.vllm.versions import SAMPLE, SAMPLE_DRAFT, SAMPLE_LOGITS, VERIFY, replaces
-from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps, StepRows, valid_ids
+from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps, StepRows
 
 PROCESSED = ("processed_logprobs", "processed_logits")
 """Values of ``logprobs_mode`` that need the logits after all sampling options."""
@@ -120,7 +120,7 @@ class PluginSampler(Sampler):  # type: ignore[misc]
             seq_lens_upper_bound_np,
         )
         processed = self.processed(logits, rows)
-        tokens = valid_ids(self.ops.sample(processed, expanded_idx_mapping, pos))
+        tokens = self.ops.sample(processed, expanded_idx_mapping, pos)
         return tokens, self.scored(logits, processed, rows) if return_logprobs else logits
 
     def __call__(self, logits: torch.Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
@@ -190,7 +190,7 @@ class PluginVerifier(RejectionSampler):  # type: ignore[misc]
                 prefill_lens,
             )
         )
-        tokens, num_sampled = valid_ids(accepted.tokens), accepted.num_accepted
+        tokens, num_sampled = accepted.tokens, accepted.num_accepted
         logprobs = None
         most = sampler.sampling_states.max_num_logprobs(batch.idx_mapping_np)
         if most != NO_LOGPROBS:

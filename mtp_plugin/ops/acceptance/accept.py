@@ -29,6 +29,7 @@ def accept(
     last_tokens: torch.Tensor | None = None,
     first_rows: torch.Tensor | None = None,
     keeps_rows: bool = False,
+    fills: torch.dtype | None = None,
     backend: Backend | str = "auto",
 ) -> Accepted:
     """Accept the leading drafts of every generation, and add one bonus token of the target.
@@ -74,6 +75,7 @@ def accept(
         keeps_rows: for an engine whose requests all have an output token and which embeds the
             unused tail: a request without one gets token 0, and 0 fills the tail; the rows of the
             output tokens are returned too.
+        fills: for an engine that embeds every id: the dtype of the tokens, 0 in place of -1.
 
     Returns:
         Tokens [R, K+1] int32, -1 after the accepted tokens; their number [R] int32; and a status
@@ -124,6 +126,7 @@ def accept(
         last_tokens=last_tokens,
         first_rows=first_rows,
         keeps_rows=keeps_rows,
+        fills=fills,
     )
 
 

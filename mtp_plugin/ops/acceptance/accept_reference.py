@@ -29,6 +29,7 @@ def accept_reference(
     last_tokens: torch.Tensor | None,
     first_rows: torch.Tensor | None,
     keeps_rows: bool,
+    fills: torch.dtype | None,
 ) -> Accepted:
     if first_rows is not None and draft_lens is not None:
         rows = _uniform_rows(layout, first_rows, draft_lens)
@@ -70,7 +71,11 @@ def accept_reference(
         emitted_bonus = (accepted.num_accepted > 0) & (accepted.status == STATUS_OK)
         thinking = _next_phase(thinking, accepted.last_tokens(), emitted_bonus, rule)
         rule.set_phase(slice(0, layout.num_requests), thinking, delta)
-    return _with_rows(accepted, layout, first_rows) if keeps_rows else accepted
+    if keeps_rows:
+        accepted = _with_rows(accepted, layout, first_rows)
+    if fills is not None:
+        accepted = replace(accepted, tokens=accepted.tokens.clamp_min(0).to(fills))
+    return accepted
 
 
 def _with_rows(accepted: Accepted, layout: StepLayout, first_rows: torch.Tensor | None) -> Accepted:

@@ -233,7 +233,7 @@ def accept_kernel(
     weight_ptr,  # RELAXED: [rows, num_blocks] float32: sum of exp(value - block maximum)
     ahead_ptr,  # RELAXED: [rows, num_blocks] int32: tokens that precede the draft
     logits_ptr,  # RELAXED or HAS_FORCED: [rows, vocab] floating
-    draft_ptr,  # [G, K] integer, contiguous
+    draft_ptr,  # [G, K] integer, contiguous rows
     draft_len_ptr,  # HAS_DRAFT_LENS: [G] integer
     final_ptr,  # HAS_FINAL: [C] bool
     slot_ptr,  # RELAXED or HAS_PROCESSING: [>= R] integer
@@ -244,7 +244,7 @@ def accept_kernel(
     bias_ptr,  # HAS_PROCESSING: [P, pool_vocab] float32
     allowed_ptr,  # HAS_PROCESSING: [P, num_words(pool_vocab) + 1] int32: a bit per id, their number
     # outputs
-    token_ptr,  # [R, K+1] int32, -1 after the output tokens
+    token_ptr,  # [R, K+1] integer, -1 after the output tokens; FILLS: 0
     count_ptr,  # [R] int32: number of output tokens
     status_ptr,  # [R] int32
     last_ptr,  # HAS_LAST: [R] int32: last output token, 0 without one
@@ -258,6 +258,7 @@ def accept_kernel(
     num_contexts,  # C
     num_blocks,
     row_stride,
+    draft_stride,
     vocab,
     pool_vocab,
     last_stride,
@@ -284,6 +285,7 @@ def accept_kernel(
     HAS_FORCED_IDS: tl.constexpr,
     HAS_PROCESSING: tl.constexpr,
     KEEPS_ROWS: tl.constexpr,
+    FILLS: tl.constexpr,
     RAGGED: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -317,7 +319,7 @@ def accept_kernel(
     if HAS_FORCED_IDS:
         forced_ids = tl.load(forced_id_ptr + first_row + columns, mask=columns < num_rows, other=-1)
     drafted = (columns < K) & (request >= num_contexts)
-    drafts = tl.load(draft_ptr + generation * K + columns, mask=drafted, other=-1)
+    drafts = tl.load(draft_ptr + generation * draft_stride + columns, mask=drafted, other=-1)
     if HAS_DRAFT_LENS:
         draft_len = tl.load(draft_len_ptr + generation, mask=request >= num_contexts, other=0)
     if HAS_FORCED:
@@ -433,8 +435,9 @@ def accept_kernel(
     tokens = tl.where(columns < num_matches, drafts, bonus)
     tokens = tl.where(columns < count, tokens, -1)
     out = request * (K + 1) + columns
-    if KEEPS_ROWS:
+    if FILLS:
         tokens = tl.maximum(tokens, 0)
+    if KEEPS_ROWS:
         num_tokens = tl.maximum(count, 1)
         rows = tl.where(columns < num_tokens, first_row + columns, -1)
         tl.store(output_row_ptr + out, rows, mask=columns <= K)
@@ -489,16 +492,21 @@ def accept_triton(
     last_tokens: torch.Tensor | None,
     first_rows: torch.Tensor | None,
     keeps_rows: bool,
+    fills: torch.dtype | None,
 ) -> Accepted:
     """Two launches; one where the target tokens are given and nothing is relaxed."""
     expect_reachable(accept_kernel, "logits", logits)
-    drafts = draft_tokens.reshape(-1).contiguous()
+    rule, k = rules.relaxed, layout.draft_len
+    if rule is not None or draft_tokens.dim() == 1 or draft_tokens.stride(1) != 1:
+        draft_tokens = draft_tokens.reshape(-1).contiguous()
+    drafts, draft_stride = draft_tokens, draft_tokens.stride(0) if draft_tokens.dim() > 1 else k
     lens = None if draft_lens is None else draft_lens.contiguous()
     rows = None if first_rows is None else first_rows.contiguous()
     accepted = Accepted.unwritten(
-        layout.num_requests, layout.draft_len, logits.device, keeps_rows=keeps_rows
+        *(layout.num_requests, k, logits.device),
+        keeps_rows=keeps_rows,
+        dtype=fills or torch.int32,
     )
-    rule = rules.relaxed
     pools = None if rules.processed_slots is None else rules.processed_slots.pools
     if rule is None:
         # given the target tokens, only the logits of forced drafts are read
@@ -517,7 +525,7 @@ def accept_triton(
     if layout.num_requests == 0:
         return accepted
     num_blocks = 0 if partials.values is logits else partials.num_blocks
-    k, forced = layout.draft_len, rules.forced_matches
+    forced = rules.forced_matches
     columns = None if rule is None else rule.slots.columns
     relaxed = partials if isinstance(partials, RelaxedPartials) else None
     slots = rules.processed_slots if rule is None else rule.slots
@@ -554,6 +562,7 @@ def accept_triton(
         layout.num_contexts,
         num_blocks,
         logits.stride(0),
+        draft_stride,
         logits.shape[1],
         0 if pools is None else pools.vocab_size,
         0 if last_tokens is None else last_tokens.stride(0),
@@ -580,6 +589,7 @@ def accept_triton(
         HAS_FORCED_IDS=rules.forced_ids is not None,
         HAS_PROCESSING=pools is not None and (rule is not None or forced is not None),
         KEEPS_ROWS=keeps_rows,
+        FILLS=keeps_rows or fills is not None,
         RAGGED=rows is not None,
         num_warps=1 if k < 8 else 4,
         **pdl_options(logits.device),

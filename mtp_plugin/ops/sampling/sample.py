@@ -26,6 +26,7 @@ def sample_tokens(
     vocab_ids: torch.Tensor | None = None,
     truncation: torch.Tensor | None = None,
     sums: RowSums | None = None,
+    fills: torch.dtype | None = None,
     backend: Backend | str = "auto",
 ) -> torch.Tensor:
     """Sample one token per row with the temperature, top-k, top-p, min-p and seed of its request.
@@ -49,6 +50,7 @@ def sample_tokens(
         truncation: [N, TRUNCATION_SIZE] float32, written: the kept tokens of every row.
         sums: written: log-sum-exp partials of rows whose request returns log-probabilities. Only
             for rows of the target without pools.
+        fills: for an engine that embeds every id: the dtype of the tokens, 0 in place of -1.
 
     Returns:
         [N] int32; -1 for a row without finite value or +inf.
@@ -90,4 +92,5 @@ def sample_tokens(
         vocab_ids=vocab_ids,
         truncation=truncation,
         sums=sums,
+        fills=fills,
     )

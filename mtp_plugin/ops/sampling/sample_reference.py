@@ -31,6 +31,7 @@ def sample_tokens_reference(
     vocab_ids: torch.Tensor | None,
     truncation: torch.Tensor | None,
     sums: RowSums | None,
+    fills: torch.dtype | None,
 ) -> torch.Tensor:
     owners, indices, _ = rows.owners()
     requests = slice(0, rows.num_requests)
@@ -61,7 +62,9 @@ def sample_tokens_reference(
     if sums is not None:
         _fill_sums(values, slots.read("logprobs", requests)[owners] >= 0, sums)
     token = ids.to(torch.int64)[column]
-    return torch.where((scores > -torch.inf).any(dim=1), token, -1).to(torch.int32)
+    missing = -1 if fills is None else 0
+    sampled = torch.where((scores > -torch.inf).any(dim=1), token, missing)
+    return sampled.to(fills or torch.int32)
 
 
 def noise_steps(slots: SlotRows, requests: slice) -> torch.Tensor:

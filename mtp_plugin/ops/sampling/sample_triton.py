@@ -385,7 +385,7 @@ def sample_finish_kernel(
     chunk_sum_ptr,  # HAS_TRUNCATION: [N, num_chunks] float32: sums of rows without truncation
     raw_sum_ptr,  # HAS_SUMS: [N, num_chunks] float32: sums at temperature 1
     # outputs
-    token_ptr,  # [N] int32: sampled tokens, -1: no finite logit
+    token_ptr,  # [N] integer: sampled tokens, MISSING: no finite logit
     truncation_ptr,  # HAS_TRUNCATION: [N, TRUNCATION_SIZE] float32
     row_sum_ptr,  # HAS_SUMS: [N] float32: sum of exp(x - maximum)
     # scratch
@@ -423,6 +423,7 @@ def sample_finish_kernel(
     HAS_TRUNCATION: tl.constexpr,
     HAS_SUMS: tl.constexpr,
     WARPS: tl.constexpr,  # of a program
+    MISSING: tl.constexpr,  # token of a row without finite value
     PDL: tl.constexpr,
 ):
     """Phase 2: the token of a row, its truncation, and its sum of weights for log-probabilities."""
@@ -543,7 +544,7 @@ def sample_finish_kernel(
     token = sampled
     if HAS_IDS:
         token = tl.load(vocab_ids_ptr + sampled, mask=sampled < vocab, other=NO_COLUMN)
-    tl.store(token_ptr + row, tl.where(token == NO_COLUMN, -1, token))
+    tl.store(token_ptr + row, tl.where(token == NO_COLUMN, MISSING, token))
     if HAS_TRUNCATION:
         tl.store(truncation_ptr + row * TRUNCATION_SIZE, row_max)
         tl.store(truncation_ptr + row * TRUNCATION_SIZE + 1, limit)
@@ -561,12 +562,13 @@ def sample_tokens_triton(
     vocab_ids: torch.Tensor | None,
     truncation: torch.Tensor | None,
     sums: RowSums | None,
+    fills: torch.dtype | None,
 ) -> torch.Tensor:
     """Two launches: a scan of all rows, and one that finishes each row."""
     expect_reachable(sample_scan_kernel, "logits", logits)
     num_rows, vocab = logits.shape
     pools, device = slots.pools, logits.device
-    tokens = torch.empty(num_rows, dtype=torch.int32, device=device)
+    tokens = torch.empty(num_rows, dtype=fills or torch.int32, device=device)
     if num_rows == 0:
         return tokens
     ahead, drafts = rows.ahead, rows.drafts
@@ -590,6 +592,7 @@ def sample_tokens_triton(
             slots.slot_ids.stride(0),
             slots.table.shape[0],
         ),
+        -1 if fills is None else 0,
         has_ids=vocab_ids is not None,
         has_ahead=ahead is not None,
         has_drafts=drafts is not None,
@@ -654,6 +657,7 @@ def _plan(
     device: torch.device,
     sizes: tuple[int, ...],
     strides: tuple[int, ...],
+    missing: int,
     **has: bool,
 ) -> _Plan:
     """Return the launches of all steps with the same shapes.
@@ -661,6 +665,7 @@ def _plan(
     Args:
         sizes, strides: of the kernels, before and after ``vocab`` and ``num_blocks``; of these the
             size of the pools.
+        missing: the token of a row without finite value.
         has: constants of the kernels, in lower case.
     """
     is_few, has_processing = num_rows <= row_sums.FEW_ROWS, has["has_processing"]
@@ -694,6 +699,7 @@ def _plan(
         "BOUNDS": bounds,
         "PADDED_BOUNDS": triton.next_power_of_2(num_bounds),
         "WARPS": warps,
+        "MISSING": missing,
         "num_warps": warps,
         "maxnreg": ALL_REGISTERS if has_room else REGISTERS,
     }

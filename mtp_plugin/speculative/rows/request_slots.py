@@ -126,6 +126,8 @@ class RequestSlots:
 
     def of_padded(self, indices: torch.Tensor) -> SlotRows:
         """Return the slots of indices [N], below 0 for padding, whose rows may hold NaN."""
+        if self._padding_row == len(self.table) - 1:  # where an id outside the table is
+            return self.of(indices)
         return self.of(torch.where(indices < 0, self._padding, indices))
 
 

@@ -95,8 +95,6 @@ class RowOps:
         self._make_verifier()
         self._no_contexts = torch.zeros(0, dtype=torch.int32, device=device)
         self._columns = torch.arange(self.num_drafts + 1, device=device)
-        # [1] int64: its maximum with tokens is `valid_ids` of them in one launch
-        self._zero = self._columns[:1]
         ids = settings.draft_ids
         self._num_drafted = vocab if ids is None else len(ids)
         self._draft_ids: torch.Tensor | None = None
@@ -155,13 +153,15 @@ class RowOps:
                 token. vocab_ids: as in `sample_tokens`.
 
         Returns:
-            [N] int32, valid token ids; for a row without finite value 0, or -1 without
-            `fills_tokens`.
+            [N] int64, valid token ids, 0 for a row without finite value; without `fills_tokens`
+            int32, -1 for it.
         """
         self._wait_for_kernels()
         rows, slots = LogitRows.flat(positions), self.slots.of(indices)
-        tokens = sample_tokens(logits, rows, slots, vocab_ids=vocab_ids, backend=self.backend)
-        return tokens.clamp_min(0) if self.fills_tokens else tokens
+        fills = torch.int64 if self.fills_tokens else None
+        return sample_tokens(
+            logits, rows, slots, vocab_ids=vocab_ids, fills=fills, backend=self.backend
+        )
 
     def sample_drafts(self, draft: DraftRows) -> torch.Tensor:
         """Sample a draft token per row.
@@ -198,8 +198,9 @@ class RowOps:
         else:
             slots = self.slots.of_padded(draft.indices)
         if self.draft_probs is None:
-            drafts = sample_tokens(logits, rows, slots, vocab_ids=ids, backend=backend)
-            drafts = torch.maximum(drafts, self._zero)
+            drafts = sample_tokens(
+                logits, rows, slots, vocab_ids=ids, fills=torch.int64, backend=backend
+            )
             return drafts if self._columns_of is None else self._columns_of[drafts]
         truncation = self._truncation(logits)
         drafts = sample_tokens(
@@ -209,19 +210,20 @@ class RowOps:
             as_drafts=True,
             vocab_ids=ids,
             truncation=truncation,
+            fills=torch.int64,
             backend=backend,
         )
         # kept as draft 0, then moved: a captured graph serves every draft of a step
         first = LogitRows.flat(draft.positions)
         keep_draft_probs(logits, first, slots, truncation, self._last_probs, backend=backend)
-        kept = slots.slot_ids.to(torch.int64)
+        kept = slots.of(slice(None))
         step = draft.step.to(torch.int64).view(1)  # as a scalar the host would read it
         probs = self._last_probs[kept, 0]
         if ids is None:
             self.draft_probs[kept, step, : logits.shape[1]] = probs
         else:
             self.draft_probs[kept.unsqueeze(1), step, ids.to(torch.int64)] = probs
-        return torch.maximum(drafts, self._zero)
+        return drafts
 
     def _truncation(self, logits: torch.Tensor) -> torch.Tensor:
         return torch.empty(
@@ -341,8 +343,3 @@ class RowOps:
         delta = self.slots.delta_in_force
         if self._relaxed is not None and delta is not None:
             self._relaxed.follow_phase(tokens, is_output, self.slots.of_padded(indices), delta)
-
-
-def valid_ids(tokens: torch.Tensor) -> torch.Tensor:
-    """Return token ids as int64, with 0 in place of -1: engines embed every id."""
-    return tokens.clamp_min(0).to(torch.int64)

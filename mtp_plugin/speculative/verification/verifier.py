@@ -40,8 +40,9 @@ class Verifier:
         thinking: the rule of thinking budgets; None: budgets are not supported.
         keeps_scores: also return the processed scores, for ``logprobs_mode: processed``.
         keeps_sums: also return log-sum-exp partials, from which log-probabilities are computed.
-        fills_tokens: in steps that sample, a request whose row has no finite logit gets token 0;
-            by default it gets none, and `STATUS_NO_FINITE_LOGIT`.
+        fills_tokens: for an engine that embeds every id: in steps that sample, a request whose row
+            has no finite logit gets token 0, and tokens are int64, 0 after the accepted ones. By
+            default it gets none, and `STATUS_NO_FINITE_LOGIT`.
         keeps_rows: as in `accept`.
 
     Raises:
@@ -142,6 +143,7 @@ class Verifier:
             slots if inputs.row_slots is None else inputs.row_slots,
             truncation=inputs.truncation,
             sums=sums,
+            fills=torch.int32 if self._fills_choices(inputs) else None,
             backend=backend,
         )
         forced = None
@@ -181,7 +183,7 @@ class Verifier:
             if mode.methods and not mode.reads_method and len(self._methods) > 1:
                 decided = _of_own_requests(mode, inputs, rules, decided)
             rules = decided
-        if self.fills_tokens and rules.choices is not None:
+        if self.fills_tokens and rules.choices is not None and not self._fills_choices(inputs):
             rules = replace(rules, choices=rules.choices.clamp_min(0))
         accepted = accept(
             inputs.layout,
@@ -193,11 +195,16 @@ class Verifier:
             last_tokens=last_tokens,
             first_rows=inputs.first_rows,
             keeps_rows=self.keeps_rows,
+            fills=torch.int64 if self.fills_tokens else None,
             backend=backend,
         )
         for mode in modes:
             mode.mark_failed(inputs, accepted)
         return accepted
+
+    def _fills_choices(self, inputs: VerificationInputs) -> bool:
+        """Whether sampling fills the target tokens: no mode has to know which rows have none."""
+        return self.fills_tokens and not any(m.reads_rows for m in self._requested(inputs))
 
     def _requested(self, inputs: VerificationInputs) -> list[VerificationMode]:
         """Return the modes that requests of the step may need."""

@@ -57,7 +57,7 @@ def run_steps(settings: EngineSettings, vocab: int) -> None:
     width, padded = settings.num_drafts + 1, -(-vocab // 64) * 64
     columns = padded if settings.draft_ids is None else settings.most_draft_columns
     for count in range(1, SLOTS + 1):
-        indices, positions = torch.arange(count, dtype=torch.int32), torch.randint(1, 99, (count,))
+        indices, positions = torch.arange(count), torch.randint(1, 99, (count,))
         if settings.num_drafts:
             logits = torch.zeros(count, columns, dtype=torch.bfloat16)[:, :vocab]
             ops.sample_drafts(DraftRows(logits, indices, positions, 0, torch.tensor(1)))
@@ -66,17 +66,17 @@ def run_steps(settings: EngineSettings, vocab: int) -> None:
             tokens = ops.sample(logits[:count], indices, positions)
             ops.follow_phase(tokens, indices, tokens >= 0)
             for rows in (count * width, count * width - 1) if settings.num_drafts else ():
-                of_rows = torch.zeros(rows, dtype=torch.int32)
+                of_rows = torch.zeros(rows, dtype=torch.int32)  # vLLM's dtypes
                 step = StepRows(
                     logits[:rows],
                     drafts=of_rows,
                     positions=of_rows.to(torch.int64),
-                    row_indices=of_rows,
+                    row_indices=of_rows.to(torch.int64),
                     offsets=of_rows,
                     cu_num_logits=torch.arange(count + 1, dtype=torch.int32) * width,
                     indices=indices,
                     host_indices=np.arange(count),
-                    seq_lens=indices,
+                    seq_lens=indices.to(torch.int32),
                     prefill_lens=torch.zeros(SLOTS, dtype=torch.int32),
                 )
                 ops.verify(step)

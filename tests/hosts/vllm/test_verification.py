@@ -150,7 +150,7 @@ def test_relaxed_acceptance_equals_accept_on_uniform_rows(sizes: list[int], seed
             batch.logits[rows],
             drafts,
             AcceptanceRules(
-                choices=sample(other, batch)[rows],
+                choices=sample(other, batch).to(torch.int32)[rows],
                 relaxed=RelaxedRule(
                     rule_slots.of(vector(batch.indices)), rule_slots.delta_in_force, BEGIN, END
                 ),

@@ -192,9 +192,7 @@ class Case:
             forced_ids=self.forced_ids if kind == "chosen" else None,
         )
 
-    def accept(
-        self, rules: AcceptanceRules | str, backend: Backend, *, keeps_rows: bool = False
-    ) -> Outcome:
+    def accept(self, rules: AcceptanceRules | str, backend: Backend, **returned: Any) -> Outcome:
         """The step on slots of its own: those of the case stay what they are."""
         if isinstance(rules, str):
             rules = self.rules(rules)
@@ -204,14 +202,15 @@ class Case:
             **self.options,
             "last_tokens": following[:, 0],
             "first_rows": self.first_rows,
-            "keeps_rows": keeps_rows,
+            **returned,
         }
         after = None if before is None else copied(before)
         rules = replace(rules, relaxed=after)
+        drafts = self.drafts
+        if returned:  # with the last token of every request before its drafts
+            drafts = torch.nn.functional.pad(drafts, (1, 0))[:, 1:]
         with poisoned_memory():
-            accepted = accept(
-                self.layout, self.logits, self.drafts, rules, **given, backend=backend
-            )
+            accepted = accept(self.layout, self.logits, drafts, rules, **given, backend=backend)
         if before is None or after is None:
             return Outcome(accepted, following, None, None)
         assert_nothing_else_written(before, after, range(requests))

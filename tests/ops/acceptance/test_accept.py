@@ -70,7 +70,7 @@ def test_all_match_the_example_for_small_vocabularies(
 
 @settings(max_examples=28)
 @given(kind=EVERY_KIND, case=small_cases, seed=RAGGED)
-def test_rows_of_output_tokens_come_with_a_token_of_each_request(
+def test_rows_of_output_tokens_and_valid_ids_are_returned_if_wanted(
     kind: str, case: Case, seed: int | None
 ) -> None:
     case = case if seed is None else ragged(case, seed)
@@ -78,7 +78,10 @@ def test_rows_of_output_tokens_come_with_a_token_of_each_request(
     for backend in Backend:
         plain, following, *phase = case.accept(rules, backend)
         kept, last, *later = case.accept(rules, backend, keeps_rows=True)
-        assert plain.rows is None
+        filled = case.accept(rules, backend, fills=torch.int64).accepted
+        assert plain.rows is filled.rows is None
+        assert torch.equal(filled.tokens, plain.tokens.clamp_min(0).to(torch.int64))
+        assert torch.equal(filled.num_accepted, plain.num_accepted)
         assert kept.rows is not None
         assert kept.rows.dtype == torch.int32
         assert torch.equal(kept.tokens, plain.tokens.clamp_min(0))

@@ -139,6 +139,7 @@ class Batch:
         *,
         truncation: torch.Tensor | None = None,
         sums: RowSums | None = None,
+        fills: torch.dtype | None = None,
     ) -> torch.Tensor:
         with poisoned_memory():
             return sample_tokens(
@@ -149,6 +150,7 @@ class Batch:
                 vocab_ids=self.vocab_ids,
                 truncation=truncation,
                 sums=sums,
+                fills=fills,
                 backend=backend,
             )
 

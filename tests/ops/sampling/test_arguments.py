@@ -100,6 +100,18 @@ def test_no_rows(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokens.dtype == torch.int32
 
 
+@pytest.mark.parametrize("backend", Backend)
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_rows_without_a_finite_value_are_filled(backend: Backend, dtype: torch.dtype) -> None:
+    batch = Batch.of(3, 300, contexts=1, generations=4, width=3)
+    batch.logits[::4] = float("nan")
+    tokens = batch.tokens(backend)
+    assert -1 in tokens.tolist()
+    filled = batch.tokens(backend, fills=dtype)
+    assert filled.dtype == dtype
+    assert filled.tolist() == tokens.clamp_min(0).tolist()
+
+
 def test_rows_of_a_step_have_the_next_token_index() -> None:
     """Chunks of 3 and 1 tokens, two generations of K + 1 = 3 rows: the token index of each row."""
     positions = vector([5, 6, 7, 0, 20, 21, 22, 9, 9, 9])
