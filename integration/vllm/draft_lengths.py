@@ -66,7 +66,7 @@ SMALL: dict[str, Any] = {
 KV_BYTES = {"sparse": 29 << 30, "8gb": 42 << 30}
 """For 32 requests of 16k tokens."""
 START_SECONDS, SECONDS = 300.0, 120.0
-"""Until an engine is ready, and of one batch."""
+"""Until an engine is ready, by default, and of one batch."""
 STANDARD_ERRORS = 4.0
 """Difference of a measured acceptance length from the configured one, at most."""
 MARGIN = 0.01
@@ -83,6 +83,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--osl", type=int, default=192)
     parser.add_argument("--turns", type=int, default=2)
     parser.add_argument("--sampled", action="store_true", help="T = 0.6, top-p 0.95, not greedy")
+    parser.add_argument("--attention-backend", help="of vLLM, as TRITON_ATTN (vLLM's choice)")
+    parser.add_argument("--no-prefix-caching", action="store_true")
+    parser.add_argument("--kv-gib", type=int, help="KV cache, default: for 32 prompts of 16k")
+    parser.add_argument("--start-seconds", type=float, default=START_SECONDS)
     add_common_options(parser)
     options = parser.parse_args()
     if options.routing and options.shape != "sparse":
@@ -119,6 +123,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "prompt_tokens": PROMPTS if on_gpu else dict.fromkeys(PROMPTS, 16),
         "output_tokens": options.osl,
         "turns": options.turns,
+        "attention_backend": options.attention_backend,
+        "prefix_caching": not options.no_prefix_caching,
+        "kv_bytes": _kv_bytes(options),
         "routing": _routings(options),
         "timed": "median of steps in which all requests generate, then of the turns; tokens per "
         "second by the configured acceptance length",
@@ -135,7 +142,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 outputs = start_outputs(folder, on_gpu, {}, _schedule)
                 stack.callback(outputs.close)
                 found["outputs"] = compare_outputs(outputs, on_gpu, LENGTHS)
-            found["engines"][name] = engine.wait_until_ready(START_SECONDS)
+            found["engines"][name] = engine.wait_until_ready(options.start_seconds)
             store(options.json, found)
             for cell in _cells(options, name, found):
                 _measure(engine, options, cell, found["model"]["vocab_size"])
@@ -284,6 +291,10 @@ def _schedule(most: int) -> dict[str, Any]:
     return {"num_speculative_tokens_per_batch_size": [*ranges, [len(LENGTHS), most, LENGTHS[-1]]]}
 
 
+def _kv_bytes(options: argparse.Namespace) -> int:
+    return int(options.kv_gib << 30) if options.kv_gib else KV_BYTES[options.shape]
+
+
 def _batches(options: argparse.Namespace, prompts: str) -> tuple[int, ...]:
     return tuple(map(int, options.batches.split(","))) if options.batches else BATCHES[prompts]
 
@@ -304,14 +315,14 @@ def _start(
         skip_tokenizer_init=True,
         dtype=model["torch_dtype"],
         max_num_seqs=most,
-        enable_prefix_caching=True,  # long prompts are computed once
+        enable_prefix_caching=not options.no_prefix_caching,  # long prompts are computed once
         speculative_config={
             "rejection_sample_method": "synthetic",
             "synthetic_acceptance_rates": ACCEPTANCE,
             **_schedule(most),
         },
     )
-    settings.pop("attention_backend", None)
+    settings["attention_backend"] = options.attention_backend
     if on_gpu:
         # a full graph of every batch and K
         sizes = sorted({batch * (k + 1) for batch in batches for k in lengths})
@@ -319,7 +330,7 @@ def _start(
             "max_model_len": max(PROMPTS[each] for each in names) + options.osl + 16,
             "max_num_batched_tokens": 8192,
             "gpu_memory_utilization": 0.1,  # `kv_cache_memory_bytes` counts
-            "kv_cache_memory_bytes": KV_BYTES[options.shape],
+            "kv_cache_memory_bytes": _kv_bytes(options),
             "compilation_config": {"cudagraph_capture_sizes": sizes},
         }
     route = options.routing.split(",")[0] if options.shape == "sparse" else None
