@@ -192,22 +192,50 @@ def _throughput(rows: Sequence[str]) -> str:
 
 
 NEWEST = {
-    "vLLM without MTP": "vllm, no drafts",
+    "vLLM without MTP": "off",
     "vLLM with MTP": "vllm",
-    "with the plugin": "mtp_plugin",
-    "with the plugin, 32,768 draft ids": "mtp_plugin, draft_vocab 32768",
+    "with the plugin": "plugin",
+    "with the plugin, 32,768 draft ids": "draft_vocab",
 }
 """Engines of the README's chart."""
+NEWEST_FILE = "vllm-0.33-steps"
+
+
+def groups_of_steps() -> dict[str, Json]:
+    """Return the groups of engines of `integration.vllm.steps`, of one file or of several."""
+    files = sorted(RESULTS.glob(f"{NEWEST_FILE}*.json"))
+    groups = {name: each for path in files for name, each in result(path.stem)["groups"].items()}
+    return {name: group for name, group in groups.items() if "step_ms" in group}
+
+
+def idle_group(groups: dict[str, Json], *engines: str) -> Json:
+    """Return the first group with these engines that makes a headline: its outputs are as
+    configured, and other processes left the CPU to it.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for group in groups.values():
+        is_sound = group.get("matched", True) and not group.get("busy") and "error" not in group
+        if is_sound and set(engines) <= set(group["step_ms"]["greedy"]):
+            return group
+    raise ValueError(
+        f"{NEWEST_FILE}: no group of {', '.join(engines)} is matched and not busy; measure it "
+        "again on an idle machine: python -m integration.vllm.steps --group NAME"
+    )
 
 
 def newest_rates(key: str) -> dict[str, list[float]]:
     """Return tokens per second over those of vLLM 0.33 with MTP, by engine and batch."""
-    found = result("vllm-0.33-steps")
-    tokens = 1 + sum(found["synthetic_acceptance"])
-    ratios = {name: [each[0] for each in rows] for name, rows in found["ratio"][key].items()}
-    ratios["vllm"] = [1.0] * len(found["batches"])
-    ratios["vllm, no drafts"] = [tokens * each for each in ratios["vllm, no drafts"]]
-    return {name: [1 / each for each in rows] for name, rows in ratios.items()}
+    groups = groups_of_steps()
+    with_drafts = idle_group(groups, "vllm", "plugin", "draft_vocab")["ratio"][key]
+    off = idle_group(groups, "vllm", "off")["ratio"][key]["off"]
+    tokens = 1 + sum(result(NEWEST_FILE)["synthetic_acceptance"])
+    return {
+        "off": [1 / (tokens * each[0]) for each in off],
+        "vllm": [1.0] * len(off),
+        **{name: [1 / each[0] for each in with_drafts[name]] for name in ("plugin", "draft_vocab")},
+    }
 
 
 def throughput() -> str:
@@ -237,7 +265,7 @@ def throughput() -> str:
 
 def throughput_setting() -> str:
     """What the chart of the README was measured with."""
-    found = result("vllm-0.33-steps")
+    found = result(NEWEST_FILE)
     model = found["model"]
     return _text(
         "K is the number of drafts per step, T the sampling temperature (0: greedy). One H200;",
@@ -251,7 +279,7 @@ def throughput_setting() -> str:
 
 def throughput_chart() -> str:
     """The chart of the README: vLLM without MTP, with MTP and with the plugin."""
-    found = result("vllm-0.33-steps")
+    found = result(NEWEST_FILE)
     panels = []
     for title, key in (("greedy", "greedy"), ("T = 0.6, top-p 0.95", "t0.6-p0.95")):
         rates = newest_rates(key)
@@ -288,13 +316,13 @@ def when_it_pays() -> str:
     batches = [f"batch {batch}" for batch in (*E2E_BATCHES, 128)]
     head = ["tokens per second over MTP off, greedy", *batches]
     long = [speed_up("e2e-8gb-long", "eagle-k3", batch) for batch in LONG_BATCHES]
-    steps = result("vllm-0.33-steps")
-    tokens = 1 + sum(steps["synthetic_acceptance"])
-    _, *quartiles = steps["ratio"]["greedy"]["vllm, no drafts"][-1]
+    tokens = 1 + sum(result(NEWEST_FILE)["synthetic_acceptance"])
+    group = idle_group(groups_of_steps(), "vllm", "plugin", "off")
+    _, *quartiles = group["ratio_to_off"]["greedy"]["vllm"][-1]
     about = _text(
         "One H200, the model of the README, synthetic acceptance of 2.852 tokens per step with",
         "K = 3. Turns of batch 128 differ: the quartiles of vLLM's gain are",
-        f"{' and '.join(f'{tokens * each:.2f}' for each in quartiles)}. The rows of the",
+        f"{' and '.join(f'{tokens / each:.2f}' for each in quartiles[::-1])}. The rows of the",
         "embedded executor are earlier results, the last two from another",
         "run. After prompts of 7,000 tokens, with K = 3 and 32,768 draft ids, it gains",
         f"{_each(long, 2)} at batch {_each(LONG_BATCHES, 0)}.",
@@ -306,12 +334,12 @@ SPARSE = "vllm-0.33-draft-lengths-sparse"
 """Tokens per second by K of a model with experts in every layer."""
 
 
-def _dense_over_off(engine: str = "mtp_plugin") -> dict[int, float]:
+def _dense_over_off(engine: str = "plugin") -> dict[int, float]:
     """Return tokens per second over those without MTP by batch, dense, greedy, K = 3."""
-    rates = newest_rates("greedy")
-    gains = zip(rates[engine], rates["vllm, no drafts"], strict=True)
-    batches = result("vllm-0.33-steps")["batches"]
-    return {batch: on / off for batch, (on, off) in zip(batches, gains, strict=True)}
+    found = result(NEWEST_FILE)
+    tokens = 1 + sum(found["synthetic_acceptance"])
+    ratios = idle_group(groups_of_steps(), "plugin", "off")["ratio_to_off"]["greedy"][engine]
+    return {batch: tokens / each[0] for batch, each in zip(found["batches"], ratios, strict=True)}
 
 
 def _sparse(prompts: str, routing: str) -> dict[Any, dict[int, float]]:
@@ -497,21 +525,29 @@ def in_vllm() -> str:
 
 def in_newest_vllm() -> str:
     """The plugin inside the newest vLLM that was measured: step times, ratios and first tokens."""
-    found = result("vllm-0.33-steps")
     engines = {
         "vLLM 0.33": "vllm",
-        "with the plugin": "mtp_plugin",
-        "with `draft_vocab` of 32,768 ids": "mtp_plugin, draft_vocab 32768",
-        "vLLM 0.33 without MTP": "vllm, no drafts",
+        "with the plugin": "plugin",
+        "with `draft_vocab` of 32,768 ids": "draft_vocab",
+        "vLLM, `draft_lm_head_quantization: fp8`": "vllm_fp8",
+        "the same with the plugin": "plugin_fp8",
+        "vLLM, `draft_sample_method: probabilistic`": "vllm_probabilistic",
+        "vLLM 0.33 without MTP": "off",
     }
-    first = {
-        name: [turn["first_token_median"] for turn in turns]
-        for name, turns in found["arrivals_ms"].items()
-    }
+    groups = groups_of_steps()
+    found: Json = {"batches": result(NEWEST_FILE)["batches"]}
+    first: dict[str, list[float]] = {}
+    for group in reversed(groups.values()):  # of an engine in several groups the first one is shown
+        for kind in ("step_ms", "ratio", "kernels"):
+            for key, of_engine in group.get(kind, {}).items():
+                found.setdefault(kind, {}).setdefault(key, {}).update(of_engine)
+        for name, each in group.get("arrivals", {}).items():
+            first[name] = [turn["first_token_median"] for turn in each["turns"]]
     text = _text(
         "First token of 30 prompts of 384 tokens that arrive among 16 running requests, median of",
         f"each of three turns: vLLM {_each(first['vllm'], 1)} ms,",
-        f"with the plugin {_each(first['mtp_plugin'], 1)} ms.",
+        f"with the plugin {_each(first['plugin'], 1)} ms.",
+        *(f"Beside other processes: group {name}." for name in groups if groups[name].get("busy")),
     )
     return f"{_steps(found, engines, found['ratio'])}\n\n{text}"
 
@@ -520,18 +556,24 @@ def _steps(found: Json, engines: dict[str, str], ratios: Json) -> str:
     """Return a table of step times.
 
     Args:
-        engines: name in the table -> name in the file. ratios: medians first, by kind of requests,
-            engine and batch.
+        found: ``step_ms`` by kind of requests, engine and batch; ``kernels`` where steps were
+            traced.
+        engines: name in the table -> name in the file; those that were not measured are left out.
+        ratios: medians first, by kind of requests, engine and batch.
     """
     rows = []
     for label, key in {"greedy": "greedy", "T = 0.6, top-p 0.95": "t0.6-p0.95"}.items():
         for engine, name in engines.items():
             given = ratios[key].get(name)
+            traces = found.get("kernels", {}).get(key, {}).get(name)
             cells = [
-                f"{ms:.2f}" + (f" ({given[i][0]:.2f}x)" if given else "")
-                for i, ms in enumerate(found["step_ms"][key][name])
+                f"{ms:.2f}"
+                + (f" ({given[i][0]:.2f}x)" if given else "")
+                + (f", kernels {traces[i]['kernel_ms']:.2f}" if traces and traces[i] else "")
+                for i, ms in enumerate(found["step_ms"][key].get(name, []))
             ]
-            rows.append([f"{label}: {engine}", *cells])
+            if cells:
+                rows.append([f"{label}: {engine}", *cells])
     head = ["milliseconds of a step, K = 3", *(f"batch {size}" for size in found["batches"])]
     return _table(head, rows)
 
