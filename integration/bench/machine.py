@@ -7,6 +7,8 @@ import json
 import os
 import platform
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -44,6 +46,23 @@ def describe_machine(device: torch.device) -> dict[str, Any]:
             "memory_bytes": properties.total_memory,
         }
     return described
+
+
+def load_of_others() -> float:
+    """Return the share of CPU time that other processes take, 0 to 1, also inside a container: a
+    thread on each core that this process may use hashes for some milliseconds, which takes as much
+    CPU time as time if the core is its own."""
+    data = bytes(32 << 20)
+
+    def own_share(core: int) -> float:
+        os.sched_setaffinity(0, {core})  # of this thread
+        begun, used = time.perf_counter(), time.thread_time()
+        hashlib.sha256(data)  # without the interpreter's lock
+        return (time.thread_time() - used) / (time.perf_counter() - begun)
+
+    cores = os.sched_getaffinity(0)
+    with ThreadPoolExecutor(len(cores)) as pool:
+        return max(0.0, 1 - sum(pool.map(own_share, cores)) / len(cores))
 
 
 def store(path: Path | None, document: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -178,6 +178,14 @@ def engine_settings(
     return settings | more
 
 
+def cores_of_each(num_engines: int) -> list[list[int]]:
+    """Return the CPU cores of each engine: an even part of those that this process may use, or none
+    if there are too few."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = len(cores) // num_engines
+    return [cores[n * each : (n + 1) * each] for n in range(num_engines)]
+
+
 class EngineProcess:
     """One engine; functions ``(llm, **arguments)`` run in its process, one at a time.
 
@@ -187,6 +195,7 @@ class EngineProcess:
         in_process: without vLLM's own process for the engine core, so that functions can read its
             state.
         before: called in the process before vLLM loads the model.
+        cores: the only CPU cores that it uses; empty: all that this process may use.
     """
 
     def __init__(
@@ -197,6 +206,7 @@ class EngineProcess:
         *,
         in_process: bool = False,
         before: Callable[[], Any] | None = None,
+        cores: Sequence[int] = (),
     ) -> None:
         self.name = name
         self.log = folder / f"{name}.log"
@@ -209,7 +219,7 @@ class EngineProcess:
         context = multiprocessing.get_context("spawn")
         self._connection, other = context.Pipe()
         self._process = context.Process(
-            target=_serve, args=(other, settings, env, str(self.log), before)
+            target=_serve, args=(other, settings, env, str(self.log), before, cores)
         )
         self._process.start()
         other.close()
@@ -276,8 +286,11 @@ def _serve(
     env: dict[str, str],
     log: str,
     before: Callable[[], Any] | None,
+    cores: Sequence[int],
 ) -> None:
     os.setpgid(0, 0)  # `close` ends the whole group
+    if cores:
+        os.sched_setaffinity(0, cores)
     os.environ.update(env)
     with open(log, "w") as output:
         os.dup2(output.fileno(), sys.stdout.fileno())

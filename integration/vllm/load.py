@@ -26,11 +26,18 @@ def text_prompts(llm: Any, texts: list[str], count: int, length: int) -> list[li
     return prompts
 
 
-def run_batch(llm: Any, *, requests: list[Request], until_first_end: bool = False) -> Any:
+NUM_UNTRACED = 5
+"""Steps in which all requests generate before the traced ones."""
+
+
+def run_batch(
+    llm: Any, *, requests: list[Request], until_first_end: bool = False, num_traced: int = 0
+) -> Any:
     """Run one batch.
 
     Args:
         until_first_end: abort the rest when the first request has finished.
+        num_traced: trace so many steps with vLLM's profiler, then abort all.
 
     Returns:
         tokens of each request, ``step_ms`` of the steps in which every request generates, the
@@ -59,8 +66,13 @@ def run_batch(llm: Any, *, requests: list[Request], until_first_end: bool = Fals
         if emitted:
             if were_running and emitted == len(requests) and last is not None and not finished:
                 step_ms.append(1000 * (now - last))
+                if num_traced and len(step_ms) == NUM_UNTRACED:
+                    llm.start_profile()
             last = now
-        if until_first_end and finished:
+        is_traced = num_traced > 0 and len(step_ms) == NUM_UNTRACED + num_traced
+        if is_traced:
+            llm.stop_profile()
+        if is_traced or (until_first_end and finished):
             engine.abort_request([str(number) for number in range(len(requests))])
     return {
         "tokens": tokens,
