@@ -52,7 +52,7 @@ def load_of_others() -> float:
     """Return the share of CPU time that other processes take, 0 to 1, also inside a container: a
     thread on each core that this process may use hashes for some milliseconds, which takes as much
     CPU time as time if the core is its own."""
-    data = bytes(32 << 20)
+    data = bytes(64 << 20)
 
     def own_share(core: int) -> float:
         os.sched_setaffinity(0, {core})  # of this thread

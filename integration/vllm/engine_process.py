@@ -78,6 +78,8 @@ def prepare(folder: Path, on_gpu: bool, plugins: Mapping[str, str] | None = None
     if on_gpu:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         os.environ.setdefault("TRITON_CACHE_DIR", str(folder / "triton"))
+        # CUPTI that starts again after a trace may fail with CUDA graphs
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")
     else:
         os.environ.update(CPU_ENVIRONMENT)
 

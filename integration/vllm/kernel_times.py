@@ -36,8 +36,10 @@ def trace_steps(
     Args:
         folder: the one of `profiler_config`; the trace is read and removed.
     """
+    for left in folder.glob("*.pt.trace.json"):  # of a run that failed
+        left.unlink()
     run_batch(llm, requests=requests, num_traced=num_steps)
-    (path,) = folder.resolve().glob("*.pt.trace.json")
+    (path,) = folder.glob("*.pt.trace.json")
     events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
     path.unlink()
     return kernel_times(events, len(requests))
@@ -45,15 +47,20 @@ def trace_steps(
 
 def kernel_times(events: list[dict[str, Any]], batch: int) -> dict[str, Any] | None:
     """Return medians over the traced steps in which ``batch`` requests generate; None: the trace
-    has no kernels of such steps.
+    has no kernels, as on a CPU.
 
     A step lasts from its first kernel to the first kernel of the next one. ``kernel_ms``: time in
     which a kernel runs, several at a time count once. ``idle_us``: time without kernels, copies and
     fills; the profiler makes it longer. ``names``: [name, count, microseconds] per step.
+
+    Raises:
+        ValueError: there are kernels, but no such steps.
     """
     events = [event for event in events if event.get("ph") == "X"]
     work = sorted((e for e in events if e.get("cat") in WORK), key=lambda e: e["ts"])
     kernels = [e for e in work if e["cat"] == "kernel"]
+    if not kernels:
+        return None
     first = {e["args"]["correlation"]: e["ts"] for e in reversed(kernels)}
     launches = sorted(
         (e["ts"], first[e["args"]["correlation"]])
@@ -72,7 +79,10 @@ def kernel_times(events: list[dict[str, Any]], batch: int) -> dict[str, Any] | N
                 begins.append((min(kernel for _, kernel in launched), generates))
     steps = [(begin, end) for (begin, found), (end, _) in pairwise(sorted(begins)) if found]
     if not steps:
-        return None
+        raise ValueError(
+            f"trace: expected steps in which {batch} requests generate, got {len(kernels)} kernels "
+            f"and {len(begins)} other steps"
+        )
     spent: Counter[str] = Counter()
     count: Counter[str] = Counter()
     lasted, by_kernels, idle = [], [], []

@@ -1,4 +1,4 @@
-"""Functions that run in an engine's process: whole batches, their step times and outputs."""
+"""Functions that run in an engine's process: whole batches and prompts that arrive, their times."""
 
 from __future__ import annotations
 
@@ -79,4 +79,58 @@ def run_batch(
         "step_ms": step_ms,
         "median_ms": round(statistics.median(step_ms), 3) if step_ms else None,
         "acceptance_length": acceptance_length(before, counters(llm)),
+    }
+
+
+def run_arrivals(llm: Any, *, running: list[list[int]], new: list[list[int]]) -> dict[str, Any]:
+    """Return times of prompts that arrive among running requests, in milliseconds.
+
+    One prompt arrives after every third step. ``first_token_ms`` has one value per prompt;
+    ``first_token_steps`` is the median number of steps from arrival to first token, ``gap`` the
+    longest time between two steps.
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    engine = llm.llm_engine
+
+    def add(identifier: str, prompt: list[int], length: int) -> None:
+        params = sampling_params({"ignore_eos": True, "detokenize": False, "max_tokens": length})
+        params.temperature, params.output_kind = 0.0, RequestOutputKind.DELTA
+        engine.add_request(identifier, {"prompt_token_ids": prompt}, params)
+
+    for number, prompt in enumerate(running):
+        add(f"r{number}", prompt, 350)
+    waiting: dict[str, tuple[float, int]] = {}
+    first: list[float] = []
+    steps: list[int] = []
+    gaps: list[float] = []
+    last, count, num_added = time.perf_counter(), 0, 0
+    while len(first) < len(new):
+        outputs = [o for o in engine.step() if o.outputs[0].token_ids]
+        now = time.perf_counter()
+        if not outputs:
+            continue
+        count += 1
+        if count > 20:  # all running requests generate
+            gaps.append(now - last)
+            if count % 3 == 0 and num_added < len(new):
+                waiting[f"n{num_added}"] = time.perf_counter(), count
+                add(f"n{num_added}", new[num_added], 8)
+                num_added += 1
+        last = now
+        for output in outputs:
+            begun = waiting.pop(output.request_id.split("-")[0], None)
+            if begun is not None:
+                first.append(now - begun[0])
+                steps.append(count - begun[1])
+    engine.abort_request([f"r{number}" for number in range(len(running))])
+    while engine.has_unfinished_requests():
+        engine.step()
+    tenths = statistics.quantiles(first, n=10)
+    return {
+        "first_token_ms": [1000 * each for each in first],
+        "first_token_median": round(1000 * statistics.median(first), 2),
+        "first_token_p90": round(1000 * tenths[-1], 2),
+        "first_token_steps": statistics.median(steps),
+        "gap": round(1000 * max(gaps), 2),
     }

@@ -17,7 +17,6 @@ import argparse
 import random
 import statistics
 import sys
-import time
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -40,8 +39,7 @@ from integration.vllm.engine_process import (
     wait_for,
 )
 from integration.vllm.kernel_times import profiler_config, trace_steps
-from integration.vllm.load import run_batch
-from integration.vllm.requests import sampling_params
+from integration.vllm.load import run_arrivals, run_batch
 
 NUM_DRAFTS = 3
 ACCEPTANCE = RATES[:NUM_DRAFTS]
@@ -69,7 +67,7 @@ GROUPS = {
 ISL, OSL = 128, 128
 RUNNING, ARRIVING, ARRIVING_ISL = 16, 30, 384
 NUM_TRACED = 20
-MOST_LOAD = 0.05
+MOST_LOAD = 0.1
 """Share of CPU time that other processes take, mean of the turns."""
 LONG = 400.0
 Cells = dict[str, dict[int, dict[str, Any]]]
@@ -131,10 +129,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
             sys.stdout.write(f"{error}\n")
             result["error"] = str(error).partition("\n")[0]
             result.setdefault("matched", False)
+        found["complete"] = group == options.group[-1]
         store(options.json, found)
-    found["complete"] = True
-    store(options.json, found)
-    store(options.kernels, names)
+        store(options.kernels, names)
     return found
 
 
@@ -158,7 +155,8 @@ def _measure_group(
     result["engines"] = {name: each.wait_until_ready() for name, each in engines.items()}
     wait_for(options.wait)
     rng, vocab = random.Random(0), model["vocab_size"]
-    prompts = [[rng.randrange(2, vocab) for _ in range(ISL)] for _ in range(max(batches))]
+    count = max(*batches, RUNNING)
+    prompts = [[rng.randrange(2, vocab) for _ in range(ISL)] for _ in range(count)]
     loads: list[float] = []
     for label, sampling in SAMPLING.items():
         cells = _steps(engines, _requests(prompts, sampling), batches, options.turns, vocab, loads)
@@ -247,6 +245,8 @@ def _steps(
                 got = engines[name].call(
                     run_batch, LONG, requests=requests[:batch], until_first_end=True
                 )
+                if got["median_ms"] is None:
+                    raise EngineError(f"engine {name}: never did all {batch} requests generate")
                 cell = cells[name][batch]
                 cell["matched"] &= all(0 <= x < vocab for ids in got["tokens"] for x in ids)
                 if turn:  # the first one compiles
@@ -257,29 +257,27 @@ def _steps(
 
 
 def _add(result: dict[str, Any], label: str, cells: Cells) -> None:
-    """Add medians, ratios to vLLM and to no drafts, and acceptance lengths of one sampling."""
-    kinds = ("step_ms", "ratio", "ratio_to_off", "acceptance_length")
-    rows: dict[str, dict[str, Any]] = {kind: {} for kind in kinds}
+    """Add step times, ratios to vLLM and to no drafts, and acceptance lengths of one sampling."""
+    rows: dict[str, dict[str, Any]] = {"step_ms": {}, "acceptance_length": {}}
     for name, of_batch in cells.items():
-        k = ENGINES[name].get("num_drafts", NUM_DRAFTS)
+        by_turn = [cell["step_ms"] for cell in of_batch.values()]
+        lengths = [cell["acceptance_length"] for cell in of_batch.values()]
+        rows["step_ms"][name] = [round(statistics.median(each), 3) for each in by_turn]
+        rows["acceptance_length"][name] = [round(statistics.fmean(each), 3) for each in lengths]
         for kind, reference in (("ratio", "vllm"), ("ratio_to_off", "off")):
             if name != reference and reference in cells:
-                rows[kind][name] = [
-                    ratio(cell["step_ms"], cells[reference][batch]["step_ms"])
-                    for batch, cell in of_batch.items()
-                ]
-        for kind in ("step_ms", "acceptance_length"):
-            digits = [round(statistics.median(cell[kind]), 3) for cell in of_batch.values()]
-            rows[kind][name] = digits
-        for cell in of_batch.values():
-            # each turn may have the same random numbers
-            length, error = expected_length(k, cell["tokens"])
-            found = statistics.fmean(cell["acceptance_length"])
-            cell["matched"] &= abs(found - length) <= STANDARD_ERRORS * error
-            result["matched"] = result.get("matched", True) and cell["matched"]
+                theirs = [cell["step_ms"] for cell in cells[reference].values()]
+                ratios = [ratio(*pair) for pair in zip(by_turn, theirs, strict=True)]
+                rows.setdefault(kind, {})[name] = ratios
+        for cell, of_turn in zip(of_batch.values(), lengths, strict=True):
+            # turns may have the same random numbers
+            num_tokens = cell["tokens"] * len(set(of_turn))
+            length, error = expected_length(ENGINES[name].get("num_drafts", NUM_DRAFTS), num_tokens)
+            cell["matched"] &= abs(statistics.fmean(of_turn) - length) <= STANDARD_ERRORS * error
+        is_matched = all(cell["matched"] for cell in of_batch.values())
+        result["matched"] = result.get("matched", True) and is_matched
     for kind, row in rows.items():
-        if row:
-            result.setdefault(kind, {})[label] = row
+        result.setdefault(kind, {})[label] = row
 
 
 def load_of(loads: list[float]) -> dict[str, Any]:
@@ -313,60 +311,6 @@ def _arrivals(
                 turns[name].append(got)
     return {
         name: {"first_token_ms": _quartiles(first[name]), "turns": turns[name]} for name in engines
-    }
-
-
-def run_arrivals(llm: Any, *, running: list[list[int]], new: list[list[int]]) -> dict[str, Any]:
-    """Return times of prompts that arrive among running requests, in milliseconds.
-
-    One prompt arrives after every third step. ``first_token_ms`` has one value per prompt;
-    ``first_token_steps`` is the median number of steps from arrival to first token, ``gap`` the
-    longest time between two steps.
-    """
-    from vllm.sampling_params import RequestOutputKind
-
-    engine = llm.llm_engine
-
-    def add(identifier: str, prompt: list[int], length: int) -> None:
-        params = sampling_params({"ignore_eos": True, "detokenize": False, "max_tokens": length})
-        params.temperature, params.output_kind = 0.0, RequestOutputKind.DELTA
-        engine.add_request(identifier, {"prompt_token_ids": prompt}, params)
-
-    for number, prompt in enumerate(running):
-        add(f"r{number}", prompt, 350)
-    waiting: dict[str, tuple[float, int]] = {}
-    first: list[float] = []
-    steps: list[int] = []
-    gaps: list[float] = []
-    last, count, num_added = time.perf_counter(), 0, 0
-    while len(first) < len(new):
-        outputs = [o for o in engine.step() if o.outputs[0].token_ids]
-        now = time.perf_counter()
-        if not outputs:
-            continue
-        count += 1
-        if count > 20:  # all running requests generate
-            gaps.append(now - last)
-            if count % 3 == 0 and num_added < len(new):
-                waiting[f"n{num_added}"] = time.perf_counter(), count
-                add(f"n{num_added}", new[num_added], 8)
-                num_added += 1
-        last = now
-        for output in outputs:
-            begun = waiting.pop(output.request_id.split("-")[0], None)
-            if begun is not None:
-                first.append(now - begun[0])
-                steps.append(count - begun[1])
-    engine.abort_request([f"r{number}" for number in range(len(running))])
-    while engine.has_unfinished_requests():
-        engine.step()
-    tenths = statistics.quantiles(first, n=10)
-    return {
-        "first_token_ms": [1000 * each for each in first],
-        "first_token_median": round(1000 * statistics.median(first), 2),
-        "first_token_p90": round(1000 * tenths[-1], 2),
-        "first_token_steps": statistics.median(steps),
-        "gap": round(1000 * max(gaps), 2),
     }
 
 
