@@ -203,8 +203,8 @@ NEWEST_FILE = "vllm-0.33-steps"
 
 def groups_of_steps() -> dict[str, Json]:
     """Return the groups of engines of `integration.vllm.steps`, of one file or of several."""
-    files = sorted(RESULTS.glob(f"{NEWEST_FILE}*.json"))
-    groups = {name: each for path in files for name, each in result(path.stem)["groups"].items()}
+    files = sorted(path.stem for path in RESULTS.glob(f"{NEWEST_FILE}*.json"))
+    groups = {name: each for file in files for name, each in result(file)["groups"].items()}
     return {name: group for name, group in groups.items() if "step_ms" in group}
 
 

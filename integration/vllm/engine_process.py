@@ -122,7 +122,7 @@ def measured(
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     with tempfile.TemporaryDirectory() as temporary:
         try:
-            return measure(options, options.folder or Path(temporary))
+            return measure(options, (options.folder or Path(temporary)).resolve())
         except EngineError as error:
             sys.stdout.write(f"{error}\nFAILED\n")
             return None

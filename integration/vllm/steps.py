@@ -341,7 +341,8 @@ def _line(result: dict[str, Any], label: str, name: str, i: int) -> str:
     trace = dict(enumerate(result.get("kernels", {}).get(label, {}).get(name, []))).get(i)
     if trace is None:
         return f"{text} no kernels traced"
-    return f"{text} kernels {trace['kernel_ms']:.3f} ms, beside {trace['beside_us']:.0f} us"
+    beside, idle = trace["beside_us"], trace["idle_us"]
+    return f"{text} kernels {trace['kernel_ms']:.3f} ms, beside {beside:.0f} us, idle {idle:.0f}"
 
 
 def main() -> int:
