@@ -39,7 +39,7 @@ from integration.vllm.engine_process import (
     write_one_mtp_layer,
 )
 from integration.vllm.load import Request, run_batch, text_prompts
-from integration.vllm.reference import find_ties
+from integration.vllm.reference import differing, find_ties
 from integration.vllm.routing import PLUGIN, ROUTINGS, choose, set_draft_len
 from integration.vllm.soak import prompt_texts
 from mtp_plugin.hosts.vllm.scheduled_draft_len import lengths_of
@@ -261,15 +261,7 @@ def outputs_by_length(
         if k == 0:
             expected = ran["tokens"]
             continue
-        unequal = []
-        for number, (got, wanted) in enumerate(zip(ran["tokens"], expected, strict=True)):
-            if got != wanted:
-                at = next(
-                    n for n, pair in enumerate(zip(got, wanted, strict=True)) if len(set(pair)) > 1
-                )
-                request = {**requests[number], "number": number, "result": {"tokens": got}}
-                prompt = requests[number]["prompt"]
-                unequal.append((request, {"tokens": wanted, "prompt_token_ids": prompt}, at))
+        unequal = differing(requests, ran["tokens"], expected)
         setattr(core.scheduler, LENGTHS_OF, None)
         set_draft_len(core, 0)
         ties = find_ties(llm, unequal, MARGIN)

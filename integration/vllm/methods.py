@@ -156,7 +156,9 @@ def _compare_distributions(
     found: dict[str, Any],
 ) -> None:
     for label, sampling in SAMPLING.items():
-        expected = _sample(engines["k0"], prompt, sampling, {}, options.samples, first_seed=0)
+        expected = sampled_tokens(
+            engines["k0"], prompt, sampling, {}, options.samples, first_seed=0
+        )
         others = {"without drafts": ("k0", sampling, {})}
         # must be found different, or the test shows nothing
         others["control: higher temperature"] = ("k0", {**sampling, "temperature": 1.2}, {})
@@ -164,7 +166,7 @@ def _compare_distributions(
             if METHODS[name][0] in engines and not name.startswith("vllm"):
                 others[name] = (METHODS[name][0], sampling, METHODS[name][1])
         for name, (engine_name, options_of, extra) in others.items():
-            got = _sample(
+            got = sampled_tokens(
                 engines[engine_name], prompt, options_of, extra, options.samples, first_seed=10**6
             )
             tests = {key: chi_square(got[key], expected[key]) for key in expected}
@@ -186,7 +188,7 @@ def _requests(
     ]
 
 
-def _sample(
+def sampled_tokens(
     engine: EngineProcess,
     prompt: list[int],
     sampling: dict[str, Any],

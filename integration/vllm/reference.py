@@ -110,6 +110,21 @@ def first_difference(request: Request, expected: dict[str, Any]) -> int | None:
     return None if is_whole else shorter
 
 
+def differing(
+    requests: list[Request], got: list[list[int]], expected: list[list[int]]
+) -> list[Unequal]:
+    """Return the requests of a batch whose tokens ``got`` are not those ``expected``; their prompts
+    are token ids."""
+    found: list[Unequal] = []
+    for number, (request, ours, wanted) in enumerate(zip(requests, got, expected, strict=True)):
+        if ours != wanted:
+            pairs = enumerate(zip(ours, wanted, strict=False))
+            at = next((n for n, (a, b) in pairs if a != b), min(len(ours), len(wanted)))
+            given = {**request, "number": number, "result": {"tokens": ours}}
+            found.append((given, {"tokens": wanted, "prompt_token_ids": request["prompt"]}, at))
+    return found
+
+
 def other_differences(
     request: Request, expected: dict[str, Any], logprob_tolerance: float
 ) -> list[str]:

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from integration.vllm import draft_models
 from integration.vllm.engine_process import COMMON_ENVIRONMENT, CPU_ENVIRONMENT, SHIM
-from tests.vllm import draft_models
 from tests.vllm.engines import JOBS, RANDOM_MODELS, ROOT, counted_ids
 
 LIMIT_SECONDS = 1200

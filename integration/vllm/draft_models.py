@@ -1,16 +1,18 @@
-"""A Llama with random weights, and draft models for it: EAGLE, EAGLE3, DFlash, DFlash2 and
-DSpark."""
+"""A Llama with random weights, and draft models for it: EAGLE, EAGLE3, DFlash, DFlash2 and DSpark;
+and the tiny model with quantized weights, or in a longer context."""
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
-from integration.vllm.engine_process import write_one_mtp_layer
+from integration.vllm.engine_process import CHECKPOINT, ROOT, write_one_mtp_layer
 
-TOKENIZER = Path(__file__).parents[2] / "integration" / "tiny_model" / "checkpoint"
+TINY = ROOT / CHECKPOINT
+"""With the tokenizer of all."""
 HIDDEN, INTERMEDIATE, HEAD, NUM_HEADS, VOCAB, DRAFTED = 64, 128, 32, 2, 2048, 1536
 RANK, TAPS, GROUP = 8, 2, 16
 PARALLEL = ("dflash", "dflash2", "dspark")
@@ -75,12 +77,57 @@ CONFIGS["dflash2"] = {
     },
 }
 
+YARN = {
+    "max_position_embeddings": 8192,
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 2048,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    },
+}
+"""Extends the tiny model's context."""
+SYMMETRIC = {"symmetric": True, "dynamic": False}
+QUANTIZED: dict[str, dict[str, Any]] = {
+    "fp8": {
+        "format": "float-quantized",
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", **SYMMETRIC},
+        "input_activations": {
+            "num_bits": 8,
+            "type": "float",
+            "strategy": "token",
+            "symmetric": True,
+            "dynamic": True,
+        },
+    },
+    "int4": {
+        "format": "pack-quantized",
+        "weights": {
+            "num_bits": 4,
+            "type": "int",
+            "strategy": "group",
+            "group_size": 32,
+            **SYMMETRIC,
+        },
+    },
+}
+"""Groups of compressed-tensors."""
+
 
 def write(folder: Path, name: str) -> str:
-    """Write the checkpoint ``name`` of `CONFIGS` with the tiny model's tokenizer, or the tiny model
-    with ``one_mtp_layer``; its folder."""
+    """Write a checkpoint; its folder.
+
+    Args:
+        name: of `CONFIGS`; or of the tiny model: ``tiny`` as it is, ``one_mtp_layer``, ``yarn``
+            (config.json with `YARN`), or a key of `QUANTIZED`, with ``_mtp``: MTP layers too.
+    """
+    if name == "tiny":
+        return str(TINY)
     if name == "one_mtp_layer":
         return write_one_mtp_layer(folder / name)
+    if name not in CONFIGS:
+        return _write_tiny(folder / name, *name.partition("_")[::2])
     import torch
     from safetensors.torch import save_file
 
@@ -142,6 +189,55 @@ def write(folder: Path, name: str) -> str:
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
     for file in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(TOKENIZER / file, path / file)
+        shutil.copyfile(TINY / file, path / file)
     save_file(tensors, path / "model.safetensors", {"format": "pt"})
     return str(path)
+
+
+def _write_tiny(path: Path, kind: str, quantized_mtp: str) -> str:
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(TINY, path, dirs_exist_ok=True)
+    config = json.loads((TINY / "config.json").read_text())
+    if kind == "yarn":
+        del config["rope_scaling"], config["rope_theta"], config["partial_rotary_factor"]
+        config |= YARN
+    else:
+        first, count = config["num_hidden_layers"], config["num_nextn_predict_layers"]
+        mtp = "|".join(str(first + n) for n in range(count))
+        ignored = r"lm_head|.*(eh_proj|mlp\.gate|shared_head\.head)"
+        if not quantized_mtp:
+            ignored += rf"|model\.layers\.({mtp})\..*"
+        tensors: dict[str, Any] = {}
+        for key, x in load_file(path / "model.safetensors").items():
+            module = key.removesuffix(".weight")
+            is_kept = re.fullmatch(ignored, module) or not module.endswith("_proj")
+            tensors |= {key: x} if is_kept else _quantized(key, x.float(), kind)
+        save_file(tensors, path / "model.safetensors", {"format": "pt"})
+        config["quantization_config"] = {
+            "quant_method": "compressed-tensors",
+            "quantization_status": "compressed",
+            "format": QUANTIZED[kind]["format"],
+            "config_groups": {"group_0": {"targets": ["Linear"], **QUANTIZED[kind]}},
+            "ignore": [f"re:({ignored})$"],
+        }
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def _quantized(key: str, x: Any, kind: str) -> dict[str, Any]:
+    """Return the tensors of a weight [N, K]: FP8 by row, or int4 by 32 columns, eight an int32."""
+    import torch
+
+    if kind == "fp8":
+        scale = x.abs().amax(1, keepdim=True) / 448
+        return {key: (x / scale).to(torch.float8_e4m3fn), f"{key}_scale": scale}
+    groups = x.unflatten(1, (-1, 32))
+    scale = groups.abs().amax(2, keepdim=True) / 7
+    values = (groups / scale).round().long() + 8
+    packed = (values.view(len(x), -1, 8) << torch.arange(0, 32, 4)).sum(2).to(torch.int32)
+    return {
+        f"{key}_packed": packed,
+        f"{key}_scale": scale[..., 0].bfloat16(),
+        f"{key}_shape": torch.tensor(x.shape),
+    }
