@@ -9,13 +9,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from integration.vllm.engine_process import CHECKPOINT, ROOT, write_one_mtp_layer
+from integration.vllm.engine_process import CHECKPOINT, ROOT, has_gpu, write_one_mtp_layer
 
 TINY = ROOT / CHECKPOINT
 """With the tokenizer of all."""
 HIDDEN, INTERMEDIATE, HEAD, NUM_HEADS, VOCAB, DRAFTED = 64, 128, 32, 2, 2048, 1536
 RANK, TAPS, GROUP = 8, 2, 16
-PARALLEL = ("dflash", "dflash2", "dspark")
+PARALLEL = ("dflash", "dflash_full", "dflash2", "dspark")
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -65,11 +65,13 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
+_OF_DFLASH = CONFIGS["dflash"]["dflash_config"]
+CONFIGS["dflash_full"] = {**CONFIGS["dflash"], "dflash_config": {**_OF_DFLASH, "causal": False}}
 CONFIGS["dflash2"] = {
     **CONFIGS["dflash"],
     "architectures": ["DFlash2DraftModel"],
     "dflash_config": {
-        **CONFIGS["dflash"]["dflash_config"],
+        **_OF_DFLASH,
         "conv_kernel_size": TAPS,
         "conv_group_size": GROUP,
         "selector_rank": RANK,
@@ -208,6 +210,8 @@ def _write_tiny(path: Path, kind: str, quantized_mtp: str) -> str:
         ignored = r"lm_head|.*(eh_proj|mlp\.gate|shared_head\.head)"
         if not quantized_mtp:
             ignored += rf"|model\.layers\.({mtp})\..*"
+        if not has_gpu():  # kernels of quantized experts need AMX there
+            ignored += r"|.*\.experts\..*"
         tensors: dict[str, Any] = {}
         for key, x in load_file(path / "model.safetensors").items():
             module = key.removesuffix(".weight")

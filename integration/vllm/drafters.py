@@ -12,6 +12,7 @@ Exit code 1: an engine failed, an output differs by more than a near tie, or a d
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import threading
 import time
@@ -45,6 +46,7 @@ CASES: dict[str, tuple[str, str, str]] = {
     "eagle": ("llama", "eagle", "eagle"),
     "eagle3": ("llama", "eagle3", "eagle3"),
     "dflash": ("llama", "dflash", "dflash"),
+    "dflash_full": ("llama", "dflash", "dflash_full"),
     "dflash2": ("llama", "dflash", "dflash2"),
     "dspark": ("llama", "dspark", "dspark"),
     "half": ("half", "mtp", "tiny"),
@@ -56,15 +58,11 @@ CASES: dict[str, tuple[str, str, str]] = {
     "context_overrides": ("yarn", "mtp", "tiny"),
 }
 """Model, drafter, and the checkpoint of the drafts, for MTP layers that of the model. ``_mtp``:
-with quantized MTP layers. ``context_overrides``: `YARN` is not in config.json, but given by
+with quantized MTP layers. ``dflash_full``: attention that is not causal, which a CPU lacks. ``context_overrides``: `YARN` is not in config.json, but given by
 ``hf_overrides``, which vLLM applies to the model alone."""
 HALF = ("half", "fp8", "int4")
 """Models of 16 bits: kernels of quantized weights have no float32."""
-METHODS: dict[str, dict[str, Any]] = {
-    "coupled": {},
-    "rejection": {"mtp_verification": "rejection"},
-    "block": {"mtp_verification": "block"},
-}
+METHODS = ("coupled", "rejection", "block")
 SAMPLING: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
     {"temperature": 0.8},
@@ -86,14 +84,15 @@ def arguments() -> argparse.Namespace:
     add_common_options(parser)
     options = parser.parse_args()
     options.cases = options.cases.split(",")
-    if unknown := set(options.cases) - set(CASES):
-        parser.error(f"--cases: unknown {', '.join(unknown)}; known ones are {', '.join(CASES)}")
+    if set(options.cases) - set(CASES):
+        parser.error(f"--cases: expected some of {', '.join(CASES)}")
     return options
 
 
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run the cases, those of one model side by side; rows are printed and stored as they come."""
     prepare(folder, has_gpu())
+    os.environ.setdefault("TRITON_F32_DEFAULT", "tf32x3")  # see `soak`
     machine = describe_machine(torch.device("cuda" if has_gpu() else "cpu"))
     found: dict[str, Any] = {"machine": machine, "engines": {}, "rows": []}
     names = {part for case in options.cases for part in CASES[case][::2]}
@@ -118,7 +117,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         try:
             for name in engines:
                 try:
-                    found["engines"][name] = engines[name].wait_until_ready()
+                    described = engines[name].wait_until_ready()
+                    with lock:
+                        found["engines"][name] = described
                     if name in cases:
                         compare(engines[name], engines[without], name, tell)
                 except EngineError as error:
@@ -164,12 +165,14 @@ def settings_of(name: str, model: str, paths: dict[str, str], half: str) -> dict
 def requests_of(prompts: list[list[int]], method: str) -> list[Request]:
     """Return a request per prompt; those of rejection and block have one possible token."""
     one_token = {} if method == "coupled" else {"min_p": 1.0}
-    requests = []
-    for n, prompt in enumerate(prompts):
-        sampling = SAMPLING[n % 3] | (one_token if n % 3 else {})
-        options = {"max_tokens": LENGTH + n % 17, "seed": n, **sampling}
-        requests.append({"prompt": prompt, "params": options})
-    return requests
+    return [
+        {
+            "prompt": prompt,
+            "params": {"max_tokens": LENGTH + n % 17, "seed": n, **SAMPLING[n % 3]}
+            | (one_token if n % 3 else {}),
+        }
+        for n, prompt in enumerate(prompts)
+    ]
 
 
 def compare(engine: EngineProcess, without: EngineProcess, case: str, tell: Any) -> None:
@@ -182,37 +185,36 @@ def compare(engine: EngineProcess, without: EngineProcess, case: str, tell: Any)
     margin = 0.1 if model in HALF else 0.01 if has_gpu() else 0.001
     texts, length = (prompt_texts() * 4, 3000) if model == "yarn" else (prompt_texts(), 64)
     prompts = without.call(text_prompts, SECONDS, texts=texts, count=REQUESTS, length=length)
-    for method, extra in METHODS.items() if DRAFTERS[drafter] else [("coupled", {})]:
+    for method in METHODS if DRAFTERS[drafter] else METHODS[:1]:
         started, requests = time.monotonic(), requests_of(prompts, method)
-        with_extra = [
-            {**each, "params": {**each["params"], "extra_args": extra}} for each in requests
-        ]
-        engine.start_call(run_batch, requests=with_extra)
+        extra = {"mtp_verification": method}
+        by_method = [{**r, "params": {**r["params"], "extra_args": extra}} for r in requests]
+        engine.start_call(run_batch, requests=by_method)
         expected = without.call(run_batch, SECONDS, requests=requests)["tokens"]
         ran = engine.result(SECONDS)
-        unequal = differing(with_extra, ran["tokens"], expected)
+        unequal = differing(by_method, ran["tokens"], expected)
         ties = without.call(find_ties, SECONDS, unequal=unequal, margin=margin)
+        others = [
+            {"request": each["number"], "params": each["params"], "token": at}
+            for each, _, at in unequal
+            if str(each["number"]) not in ties
+        ]
         row: dict[str, Any] = {
             "case": case,
             "method": method,
             "requests": len(requests),
-            "tokens": sum(map(len, expected)),
             "equal": len(requests) - len(unequal),
             "near_ties": len(ties),
             "margin": margin,
-            "others": [
-                {"request": each["number"], "params": each["params"], "token": at}
-                for each, _, at in unequal
-                if str(each["number"]) not in ties
-            ],
+            "others": others,
             "acceptance_length": ran["acceptance_length"],
         }
-        if extra:
-            counts, others = (
+        if method != "coupled":
+            counts, drafted = (
                 sampled_tokens(each, prompts[0][:64], FREE, options, SAMPLES, first_seed=first)
                 for each, options, first in ((without, {}, 0), (engine, extra, 10**6))
             )
-            tests = [chi_square(others[key], counts[key])[0] for key in counts]
+            tests = [chi_square(drafted[key], counts[key])[0] for key in counts]
             row["least_p"] = min(1.0, min(tests) * len(tests))
         tell(row | {"seconds": round(time.monotonic() - started, 1)})
 

@@ -241,7 +241,8 @@ class EngineProcess:
 
     def start_call(self, function: Callable[..., Any], **arguments: Any) -> None:
         """Run a function in the process; `result` returns what it returns."""
-        self._connection.send((function, arguments))
+        with contextlib.suppress(ConnectionError):  # the process has ended: `result` says so
+            self._connection.send((function, arguments))
 
     def result(self, timeout: float) -> Any:
         """Return the result of the last call.
