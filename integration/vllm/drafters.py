@@ -57,9 +57,9 @@ CASES: dict[str, tuple[str, str, str]] = {
     "context": ("yarn", "mtp", "yarn"),
     "context_overrides": ("yarn", "mtp", "tiny"),
 }
-"""Model, drafter, and the checkpoint of the drafts, for MTP layers that of the model. ``_mtp``:
-with quantized MTP layers. ``dflash_full``: attention that is not causal, which a CPU lacks. ``context_overrides``: `YARN` is not in config.json, but given by
-``hf_overrides``, which vLLM applies to the model alone."""
+"""Model, drafter, and the checkpoint of the drafts, for MTP layers that of the model. ``_mtp``: the
+MTP layers are quantized too; ``dflash_full``: attention that is not causal, which a CPU lacks;
+``context_overrides``: `YARN` by ``hf_overrides``, which vLLM applies to the model alone."""
 HALF = ("half", "fp8", "int4")
 """Models of 16 bits: kernels of quantized weights have no float32."""
 METHODS = ("coupled", "rejection", "block")
