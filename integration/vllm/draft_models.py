@@ -117,17 +117,40 @@ QUANTIZED: dict[str, dict[str, Any]] = {
 """Groups of compressed-tensors."""
 
 
+GEMMA4: dict[str, Any] = {
+    "model_type": "gemma4_text",
+    "vocab_size": VOCAB,
+    "vocab_size_per_layer_input": 0,
+    "hidden_size": HIDDEN,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": INTERMEDIATE,
+    "num_attention_heads": NUM_HEADS,
+    "num_key_value_heads": NUM_HEADS,
+    "head_dim": HEAD,
+    "global_head_dim": HEAD,
+    "sliding_window": 64,
+    "max_position_embeddings": 512,
+    "initializer_range": 0.12,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+"""``gemma4``, and its ``gemma4_assistant`` of half the layers."""
+
+
 def write(folder: Path, name: str) -> str:
     """Write a checkpoint; its folder.
 
     Args:
-        name: of `CONFIGS`; or of the tiny model: ``tiny`` as it is, ``one_mtp_layer``, ``yarn``
-            (config.json with `YARN`), or a key of `QUANTIZED`, with ``_mtp``: MTP layers too.
+        name: of `CONFIGS`, or see `GEMMA4`; or of the tiny model: ``tiny`` as it is,
+            ``one_mtp_layer``, ``yarn`` (config.json with `YARN`), or a key of `QUANTIZED`, with
+            ``_mtp``: MTP layers too.
     """
     if name == "tiny":
         return str(TINY)
     if name == "one_mtp_layer":
         return write_one_mtp_layer(folder / name)
+    if name.startswith("gemma4"):
+        return _write_gemma4(folder / name, name.endswith("assistant"))
     if name not in CONFIGS:
         return _write_tiny(folder / name, *name.partition("_")[::2])
     import torch
@@ -190,9 +213,32 @@ def write(folder: Path, name: str) -> str:
     path = folder / name
     path.mkdir(parents=True, exist_ok=True)
     (path / "config.json").write_text(json.dumps(config))
+    _copy_tokenizer(path)
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    return str(path)
+
+
+def _copy_tokenizer(path: Path) -> None:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copyfile(TINY / file, path / file)
-    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+
+
+def _write_gemma4(path: Path, is_assistant: bool) -> str:
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    kinds = ["sliding_attention", "full_attention"]
+    if is_assistant:
+        text = {**GEMMA4, "num_hidden_layers": 2, "layer_types": kinds}
+        config = AutoConfig.for_model(
+            "gemma4_assistant", text_config=text, backbone_hidden_size=HIDDEN
+        )
+    else:
+        text = {**GEMMA4, "num_hidden_layers": 4, "layer_types": 2 * kinds}
+        config = AutoConfig.for_model(**text)
+    AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    _copy_tokenizer(path)
     return str(path)
 
 

@@ -42,6 +42,7 @@ from mtp_plugin.hosts.vllm.options import DRAFTERS
 CASES: dict[str, tuple[str, str, str]] = {
     "mtp": ("tiny", "mtp", "tiny"),
     "mtp_one_layer": ("tiny", "mtp", "one_mtp_layer"),
+    "gemma4": ("gemma4", "mtp", "gemma4_assistant"),
     "draft_model": ("llama", "draft_model", "llama"),
     "eagle": ("llama", "eagle", "eagle"),
     "eagle3": ("llama", "eagle3", "eagle3"),
@@ -150,7 +151,7 @@ def settings_of(name: str, model: str, paths: dict[str, str], half: str) -> dict
         spec["attention_backend"] = "TRITON_ATTN"
     if name in CASES:
         _, method, drafts = CASES[name]
-        if method == "mtp":
+        if method == "mtp" and model != "gemma4":
             settings["model"] = paths[drafts]
         else:
             drafter = f"{method},{paths[drafts]}"
