@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from mtp_plugin.hosts.vllm.scheduled_draft_len import schedule_of
-from mtp_plugin.hosts.vllm.wrapping import GRAPHS
+from mtp_plugin.hosts.vllm.wrapping import GRAPHS, UNDRAFTED
 
 pytest.importorskip("vllm")
 
@@ -91,7 +91,7 @@ def test_every_batch_has_a_graph_at_every_number_of_drafts(
         return sum(mode.name == "FULL" and len(d) for mode, d in manager._capture_descs.items())
 
     alone, captured = found(), count()
-    (arrange,) = GRAPHS.values()  # what a worker calls in place of vLLM's method
+    arrange, capture = GRAPHS.values()  # what a worker calls in place of vLLM's methods
     arrange(CudaGraphManager._init_candidates, manager)
     report(
         f"{num_drafts} drafts, {most} requests: {count()} graphs, vLLM {captured}; without a graph "
@@ -101,3 +101,15 @@ def test_every_batch_has_a_graph_at_every_number_of_drafts(
     assert count() <= captured
     steps = {desc for descs in manager._candidates.values() for desc in descs}
     assert steps <= {desc for descs in manager._capture_descs.values() for desc in descs}
+
+    def record(manager, forward):
+        manager.graphs |= {
+            desc: forward for descs in manager._capture_descs.values() for desc in descs
+        }
+
+    manager.graphs = {}
+    capture(record, manager, lambda skip_sample=False: skip_sample)
+    graphs = getattr(manager, UNDRAFTED)
+    for size, num_tokens, each in batches:
+        desc = CudaGraphManager.dispatch(manager, size, num_tokens, each, 0)
+        assert graphs[desc]() == (each == 1)

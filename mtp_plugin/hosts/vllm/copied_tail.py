@@ -65,7 +65,7 @@ class CopiedTail:
 
     def propose(
         self,
-        propose: Callable[..., torch.Tensor],
+        propose: Callable[[int], torch.Tensor],
         input_batch: Any,
         num_sampled: torch.Tensor,
         num_drafts: int | None,
@@ -74,14 +74,14 @@ class CopiedTail:
         """Return the drafts [R, K] int64 of a step.
 
         Args:
-            propose: of vLLM's speculator; takes ``num_speculative_tokens`` alone.
+            propose: of vLLM's speculator; takes the number of drafts alone.
             num_sampled: [R]; 0: the prompt is not finished.
             num_drafts: of this step; None: K.
             is_dummy: no requests: only kernels are compiled.
         """
         num_drafts = self._ops.num_drafts if num_drafts is None else num_drafts
         num_mtp = min(num_drafts, self.num_mtp)
-        drafts = propose(num_speculative_tokens=num_mtp)
+        drafts = propose(num_mtp)
         indices = input_batch.idx_mapping
         if is_dummy:
             for count in range(self.num_mtp + 1):  # a kernel each

@@ -8,8 +8,11 @@ a step.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
+from inspect import signature
+from itertools import chain
 from typing import Any, Protocol
 
 from mtp_plugin.hosts.vllm.auto_draft_len import AutoDraftLengths
@@ -145,6 +148,34 @@ def _is_kept(desc: Any, descs: list[Any]) -> bool:
     if each is None or size in (1, 2, 4) or size % (8 if size < 256 else 16) == 0:
         return True
     return bool(size == max(d.num_reqs for d in descs if d.uniform_token_count == each))
+
+
+def capture_undrafted(
+    manager: Any, forward: Callable[..., Any], capture: Callable[..., Any]
+) -> dict[Any, Any] | None:
+    """Capture the first draft pass also for steps that make no drafts, without the draft head.
+
+    That pass then keeps the KV cache of the draft layers alone; vLLM's graph of it samples a draft,
+    which nobody reads.
+
+    Args:
+        manager: vLLM's ``SpeculatorCudaGraphManager`` after ``capture``, unchanged.
+        forward: what it captured. capture: captures another one.
+
+    Returns:
+        all graphs of such steps; None: ``forward`` has no ``skip_sample`` (later passes, vLLM
+        0.32), or the manager no batches of one token each, as after a step without drafts.
+    """
+    kept, graphs = manager._capture_descs, manager.graphs
+    of_one = [desc for desc in chain(*kept.values()) if desc.uniform_token_count == 1]
+    if not of_one or "skip_sample" not in signature(forward).parameters:
+        return None
+    manager._capture_descs, manager.graphs = {of_one[0].cg_mode: of_one}, {}
+    try:
+        capture(partial(forward, skip_sample=True))
+        return {**graphs, **manager.graphs}
+    finally:
+        manager._capture_descs, manager.graphs = kept, graphs
 
 
 def length_problems(vllm_config: Any, options: VllmOptions) -> list[str]:

@@ -111,14 +111,17 @@ _DRAFT_LEN = _read("""
 vllm.config.vllm:VllmConfig.__post_init__()
 vllm.v1.core.sched.scheduler:Scheduler._update_after_schedule(scheduler_output)
 GPU.cudagraph_utils:CudaGraphManager._init_candidates()
+GPU.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager.capture(forward_fn)
 """)
 _DRAFT_LEN_NAMES = _read("""
 vllm.config.speculative:SpeculativeConfig(num_speculative_tokens_per_batch_size)
 vllm.v1.core.sched.output:SchedulerOutput(
     num_invalid_spec_tokens, num_spec_tokens_to_schedule, scheduled_spec_decode_tokens)
 GPU.cudagraph_utils:BatchExecutionDescriptor(
-    num_active_loras, num_reqs, num_tokens, uniform_token_count)
-GPU.cudagraph_utils:CudaGraphManager(_candidates, _capture_descs)
+    cg_mode, num_active_loras, num_reqs, num_tokens, uniform_token_count)
+GPU.cudagraph_utils:CudaGraphManager(_candidates, _capture_descs, graphs)
+GPU.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator(
+    prefill_cudagraph_manager)
 """)
 _NEW_WEIGHTS = _read("""
 GPU.model_runner:GPUModelRunner.reload_weights(weights_iterator, weights_path)

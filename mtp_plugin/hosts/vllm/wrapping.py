@@ -45,12 +45,15 @@ _ENGINE = "_mtp_plugin_engine"
 _COUNTER = "_mtp_plugin_counter"
 LENGTHS = "_mtp_plugin_draft_lengths"
 _ADMISSION = "_mtp_plugin_admission"
+UNDRAFTED = "_mtp_plugin_undrafted"
+"""Attribute of vLLM's manager of the first draft pass: its graphs for steps without drafts."""
 _SERVES_ALL: ContextVar[bool] = ContextVar("mtp_plugin_serves_all", default=False)
 """Whether the request that is validated belongs to an engine with the plugin."""
 _WORKER_INIT = "vllm.v1.worker.worker_base:WorkerBase.__init__"
 _GPU = "vllm.v1.worker.gpu"
 _DRAFTS = f"{_GPU}.spec_decode.speculator:DraftModelSpeculator"
 _OF_TARGET = f"{_GPU}.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator"
+_DRAFT_GRAPHS = f"{_GPU}.spec_decode.target_dependent_ar.cudagraph_utils:SpeculatorCudaGraphManager"
 
 
 def wrap_start() -> None:
@@ -364,6 +367,19 @@ def _init_candidates(original: Method, self: Any, *args: Any, **kwargs: Any) -> 
     return result
 
 
+@_wraps(GRAPHS, f"{_DRAFT_GRAPHS}.capture")
+def _capture_pass(original: Method, self: Any, forward_fn: Any, *args: Any, **kwargs: Any) -> Any:
+    result = original(self, forward_fn, *args, **kwargs)
+    if _is_on(self.vllm_config):
+        from mtp_plugin.hosts.vllm.scheduled_draft_len import capture_undrafted
+
+        graphs = capture_undrafted(
+            self, forward_fn, lambda forward: original(self, forward, *args, **kwargs)
+        )
+        setattr(self, UNDRAFTED, graphs)
+    return result
+
+
 @_wraps(TAIL, f"{_OF_TARGET}.propose")
 def _propose(
     original: Method,
@@ -380,12 +396,24 @@ def _propose(
     **kwargs: Any,
 ) -> Any:
     given = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled)
-    call = functools.partial(
+    run = functools.partial(
         original, self, input_batch, *given, *args, dummy_run=dummy_run, **kwargs
     )
+
+    def call(num_speculative_tokens: int | None) -> Any:
+        manager: Any = getattr(self, "prefill_cudagraph_manager", None)
+        undrafted = getattr(manager, UNDRAFTED, None) if num_speculative_tokens == 0 else None
+        if undrafted is None:
+            return run(num_speculative_tokens=num_speculative_tokens)
+        graphs, manager.graphs = manager.graphs, undrafted
+        try:
+            return run(num_speculative_tokens=num_speculative_tokens)
+        finally:
+            manager.graphs = graphs
+
     engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
     if engine is None or engine.tail is None:
-        return call(num_speculative_tokens=num_speculative_tokens)
+        return call(num_speculative_tokens)
     return engine.tail.propose(call, input_batch, num_sampled, num_speculative_tokens, dummy_run)
 
 

@@ -614,7 +614,7 @@ def test_a_tail_of_copied_text_reaches_proposals_graphs_and_outputs(
     speculator.model_state = SimpleNamespace(**{_ENGINE: SimpleNamespace(tail=tail)})
     call, *given = speculator.propose(*range(6), num_speculative_tokens=7)
     assert given == [0, 5, 7, False]
-    assert call(num_speculative_tokens=3) == (*range(6), False, 3)
+    assert call(3) == (*range(6), False, 3)
 
     during: list[Any] = []
 
@@ -631,6 +631,47 @@ def test_a_tail_of_copied_text_reaches_proposals_graphs_and_outputs(
     for kept, expected in (({}, {}), (kept_matches, {MATCHES: [True, False]})):
         output.sampler_output = SimpleNamespace(**kept)
         assert vars(output.get_output()) == expected
+
+
+def test_a_step_without_drafts_replays_the_first_pass_without_the_draft_head(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Modelled on 0.33, whose graphs ignore ``skip_sample``; 0.32's pass has no such argument."""
+    (_, capture), (propose, *_) = GRAPHS, TAIL
+    signatures = {**SIGNATURES, **versions.PARTS["draft_len"][0], **versions.TAIL}
+    modules = fake_vllm.install(monkeypatch, signatures=signatures)
+    manager, speculator = object_of(modules, capture), object_of(modules, propose)
+    mixed, one, four = (SimpleNamespace(uniform_token_count=n, cg_mode=n) for n in (None, 1, 4))
+
+    def record(self: Any, forward_fn: Any, state: Any) -> None:
+        found = [desc for descs in self._capture_descs.values() for desc in descs]
+        self.graphs |= {id(desc): (state, forward_fn) for desc in found}
+
+    def replay(self: Any, desc: Any, *_given: Any, **_named: Any) -> Any:
+        state, forward = self.prefill_cudagraph_manager.graphs[id(desc)]
+        return state, forward()
+
+    type(manager).capture, type(speculator).propose = record, replay
+    wrap_worker()
+    on, off = make_config(), off_config({})
+    for config, forward, expected in (
+        (on, lambda skip_sample=False: skip_sample, [(one, 0)]),
+        (on, lambda: False, []),
+        (off, lambda skip_sample=False: skip_sample, []),
+    ):
+        manager = object_of(modules, capture)
+        manager.vllm_config, manager.graphs = config, (graphs := {})
+        manager._capture_descs = {"mixed": [mixed], "full": [one, four]}
+        manager.capture(forward, "state")
+        speculator.prefill_cudagraph_manager = manager
+        cases = [(desc, drafts) for desc in (mixed, one, four) for drafts in (None, 0, 3)]
+        skipped = {
+            (id(desc), drafts): speculator.propose(desc, *[None] * 5, num_speculative_tokens=drafts)
+            for desc, drafts in cases
+        }
+        assert skipped == {(id(d), k): ("state", (d, k) in expected) for d, k in cases}
+        assert manager.graphs is graphs
+        assert manager._capture_descs == {"mixed": [mixed], "full": [one, four]}
 
 
 @pytest.mark.parametrize("target", NEW_WEIGHTS)
