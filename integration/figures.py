@@ -201,6 +201,11 @@ NEWEST = {
 NEWEST_FILE = "vllm-0.33-steps"
 
 
+def _gpu(name: str) -> str:
+    """Return the GPU of a result file, as "H200"."""
+    return str(result(name)["machine"]["gpu"].split()[1])
+
+
 def groups_of_steps() -> dict[str, Json]:
     """Return the groups of engines of `integration.vllm.steps`, of one file or of several."""
     files = sorted(path.stem for path in RESULTS.glob(f"{NEWEST_FILE}*.json"))
@@ -268,7 +273,8 @@ def throughput_setting() -> str:
     found = result(NEWEST_FILE)
     model = found["model"]
     return _text(
-        "K is the number of drafts per step, T the sampling temperature (0: greedy). One H200;",
+        "K is the number of drafts per step, T the sampling temperature (0: greedy). One",
+        f"{_gpu(NEWEST_FILE)};",
         f"{model['family']} with {model['weights']} {model['dtype']} weights,",
         f"{model['num_hidden_layers']} layers, hidden size {model['hidden_size']}, vocabulary",
         f"{model['vocab_size']}, one MTP layer. The chart compares step times alone:",
@@ -320,8 +326,8 @@ def when_it_pays() -> str:
     group = idle_group(groups_of_steps(), "vllm", "plugin", "off")
     _, *quartiles = group["ratio_to_off"]["greedy"]["vllm"][-1]
     about = _text(
-        "One H200, the model of the README, synthetic acceptance of 2.852 tokens per step with",
-        "K = 3. Turns of batch 128 differ: the quartiles of vLLM's gain are",
+        f"One {_gpu(NEWEST_FILE)}, the model of the README, synthetic acceptance of {tokens:.3f}",
+        "tokens per step with K = 3. Turns of batch 128 differ: the quartiles of vLLM's gain are",
         f"{' and '.join(f'{tokens / each:.2f}' for each in quartiles[::-1])}. The rows of the",
         "embedded executor are earlier results, the last two from another",
         "run. After prompts of 7,000 tokens, with K = 3 and 32,768 draft ids, it gains",
@@ -373,7 +379,8 @@ def choose_k() -> str:
     likely, bound = _sparse("short", "third")[3], _sparse("short", "random")[3]
     others = [f"batch {n}: {', '.join(f'{long[k][n]:.2f}' for k in long)}" for n in long[1]]
     about = _text(
-        "One H200, vLLM 0.33 with the plugin, bfloat16, random weights, synthetic acceptance of",
+        f"One {_gpu(SPARSE)}, vLLM 0.33 with the plugin, bfloat16, random weights, synthetic",
+        "acceptance of",
         f"{1 + sum(rates[:3]):.2f} tokens per step with K = 3 and {1 + sum(rates):.2f} with K = 7.",
         "Dense: the model of the README. Sparse: 24 layers of 128 experts, 8 per token, 33 GB.",
         "Each row of a request (a token to verify) shares a third of its experts with the",
