@@ -51,7 +51,8 @@ def kernel_times(events: list[dict[str, Any]], batch: int) -> dict[str, Any] | N
 
     A step lasts from its first kernel to the first kernel of the next one. ``kernel_ms``: time in
     which a kernel runs, several at a time count once. ``idle_us``: time without kernels, copies and
-    fills; the profiler makes it longer. ``names``: [name, count, microseconds] per step.
+    fills; the profiler makes it longer. ``launches``: of kernels, those of a graph count once.
+    ``names``: [name, count, microseconds] per step.
 
     Raises:
         ValueError: there are kernels, but no such steps.
@@ -71,12 +72,10 @@ def kernel_times(events: list[dict[str, Any]], batch: int) -> dict[str, Any] | N
     for event in events:
         if event.get("cat") == "user_annotation" and event["name"].startswith("execute_"):
             end = event["ts"] + event["dur"]
-            launched = launches[
-                bisect_left(launches, (event["ts"],)) : bisect_left(launches, (end,))
-            ]
-            if launched:
+            own = launches[bisect_left(launches, (event["ts"],)) : bisect_left(launches, (end,))]
+            if own:
                 generates = event["name"].startswith(f"execute_context_0(0)_generation_{batch}(")
-                begins.append((min(kernel for _, kernel in launched), generates))
+                begins.append((min(kernel for _, kernel in own), generates))
     steps = [(begin, end) for (begin, found), (end, _) in pairwise(sorted(begins)) if found]
     if not steps:
         raise ValueError(
@@ -85,19 +84,21 @@ def kernel_times(events: list[dict[str, Any]], batch: int) -> dict[str, Any] | N
         )
     spent: Counter[str] = Counter()
     count: Counter[str] = Counter()
-    lasted, by_kernels, idle = [], [], []
+    lasted, by_kernels, idle, launched = [], [], [], []
     for begin, end in steps:
         inside = work[bisect_left(work, begin, key=_begin) : bisect_left(work, end, key=_begin)]
-        own = [e for e in inside if e["cat"] == "kernel"]
+        run = [e for e in inside if e["cat"] == "kernel"]
         lasted.append(end - begin)
-        by_kernels.append(_union(own))
+        by_kernels.append(_union(run))
         idle.append(end - begin - _union(inside))
-        for event in own:
+        launched.append(len({event["args"]["correlation"] for event in run}))
+        for event in run:
             spent[event["name"]] += event["dur"]
             count[event["name"]] += 1
     return {
         "steps": len(steps),
         "kernels": round(count.total() / len(steps)),
+        "launches": statistics.median(launched),
         "kernel_ms": round(statistics.median(by_kernels) / 1000, 3),
         "idle_us": round(statistics.median(idle), 1),
         "traced_step_ms": round(statistics.median(lasted) / 1000, 3),

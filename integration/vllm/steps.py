@@ -341,8 +341,10 @@ def _line(result: dict[str, Any], label: str, name: str, i: int) -> str:
     trace = dict(enumerate(result.get("kernels", {}).get(label, {}).get(name, []))).get(i)
     if trace is None:
         return f"{text} no kernels traced"
-    beside, idle = trace["beside_us"], trace["idle_us"]
-    return f"{text} kernels {trace['kernel_ms']:.3f} ms, beside {beside:.0f} us, idle {idle:.0f}"
+    return (
+        f"{text} kernels {trace['kernel_ms']:.3f} ms, {trace['launches']:.0f} launches, beside "
+        f"{trace['beside_us']:.0f} us, idle {trace['idle_us']:.0f}"
+    )
 
 
 def main() -> int:

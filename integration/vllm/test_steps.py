@@ -39,6 +39,7 @@ def test_kernels_of_steps_in_which_all_requests_generate() -> None:
     assert found == {
         "steps": 2,
         "kernels": 3,
+        "launches": 2,
         "kernel_ms": 0.07,
         "idle_us": 125.0,
         "traced_step_ms": 0.2,
