@@ -186,7 +186,8 @@ def compare(engine: EngineProcess, without: EngineProcess, case: str, tell: Any)
     margin = 0.1 if model in HALF else 0.01 if has_gpu() else 0.001
     texts, length = (prompt_texts() * 4, 3000) if model == "yarn" else (prompt_texts(), 64)
     prompts = without.call(text_prompts, SECONDS, texts=texts, count=REQUESTS, length=length)
-    for method in METHODS if DRAFTERS[drafter] else METHODS[:1]:
+    has_all = DRAFTERS[drafter] and model not in (*HALF, "yarn")
+    for method in METHODS if has_all else METHODS[:1]:
         started, requests = time.monotonic(), requests_of(prompts, method)
         extra = {"mtp_verification": method}
         by_method = [{**r, "params": {**r["params"], "extra_args": extra}} for r in requests]
