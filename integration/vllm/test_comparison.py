@@ -12,6 +12,7 @@ import pytest
 
 from integration.vllm.methods import LEAST_P, chi_square
 from integration.vllm.reference import (
+    differing,
     first_difference,
     logprob_difference,
     other_differences,
@@ -108,6 +109,16 @@ def test_of_two_stop_strings_of_a_step_the_first_of_the_list_may_end_the_output(
     assert other_differences(ours, without, 0.01) == []
     ours["params"] = {"stop": ["self", first]}
     assert len(other_differences(ours, without, 0.01)) == 2
+
+
+def test_requests_of_a_batch_differ_at_a_token_or_an_end() -> None:
+    requests = [{"prompt": [n], "params": {}} for n in range(4)]
+    found = differing(requests, [[1, 2], [1, 3], [1], [5]], [[1, 2], [1, 2], [1, 2], [5]])
+    assert [(r["number"], r["result"]["tokens"], at) for r, _, at in found] == [
+        (1, [1, 3], 1),
+        (2, [1], 1),
+    ]
+    assert found[0][1] == {"tokens": [1, 2], "prompt_token_ids": [1]}
 
 
 def test_finish_reasons_and_logprobs_are_compared() -> None:
