@@ -60,7 +60,7 @@ CASES: dict[str, tuple[str, str, str]] = {
 }
 """Model, drafter, and the checkpoint of the drafts, for MTP layers that of the model. ``_mtp``: the
 MTP layers are quantized too; ``dflash_full``: attention that is not causal, which a CPU lacks;
-``context_overrides``: `YARN` by ``hf_overrides``, which vLLM applies to the model alone."""
+``context_overrides``: `YARN` by ``hf_overrides``, not in config.json."""
 HALF = ("half", "fp8", "int4")
 """Models of 16 bits: kernels of quantized weights have no float32."""
 METHODS = ("coupled", "rejection", "block")
