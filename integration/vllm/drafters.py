@@ -5,6 +5,7 @@ an extended context. An engine without drafts runs the requests of each case too
 0.8, and with top-p. A line per case and method tells how many outputs are equal token by token,
 near ties (see `find_ties`) and others. Requests of rejection and block are greedy or have ``min_p``
 1, so that one token is possible at every position; p is the least of chi-square tests of others.
+Drafts of random heads are seldom accepted but for the noise that coupled requests share with them.
 
 Exit code 1: an engine failed, an output differs by more than a near tie, or a distribution differs.
 """
