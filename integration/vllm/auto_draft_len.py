@@ -4,14 +4,17 @@ integration.vllm.auto_draft_len --json FILE``.
 One engine with random weights and synthetic acceptance. In every phase a number of requests
 generate texts of equal length: in each of ``ROUNDS`` rounds with each number of drafts fixed, in
 another order each time, then with the number chosen by the plugin, whose measurements last over all
-phases. A second engine, without MTP layers, is "off". Tokens are counted by the configured
-acceptance, which has no noise, and times are those between the outputs of two steps; all phases of
-one engine share its CUDA graphs.
+phases. The best fixed number is chosen by the even rounds, and compared in the odd ones. A second
+engine, without MTP layers, is "off". Tokens are counted by the configured acceptance, which has no
+noise, and times are those between the outputs of two steps, in the process of the engine core.
+
+Before that, steps of 0 drafts take turns with those of "off": what they take more, with the draft
+head in the graph of the draft pass ("before") and without it ("after", see `capture_undrafted`).
 
 A third engine, of the trained tiny model, generates with 0 drafts and with the plugin's choice.
 ``matched``: these outputs are equal, or differ by a rounding tie, and in every phase the tokens are
 as many as the acceptance rates give. Exit code 1: that fails, or on a GPU a phase has fewer tokens
-per second than ``GOAL`` of the best fixed number.
+per second than ``GOAL`` of the best fixed number, or a step of 0 drafts takes ``MOST_EXTRA`` more.
 """
 
 from __future__ import annotations
@@ -19,16 +22,18 @@ from __future__ import annotations
 import argparse
 import math
 import random
+import statistics
 import sys
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from integration.bench.machine import describe_machine, store
+from integration.bench.machine import describe_machine, load_of_others, store
 from integration.shapes import ACCEPTANCE, vllm_config, write_config
 from integration.vllm.draft_lengths import (
     SECONDS,
@@ -53,13 +58,16 @@ from integration.vllm.load import Request
 from integration.vllm.requests import sampling_params
 from integration.vllm.routing import PLUGIN, choose
 from mtp_plugin.hosts.vllm.scheduled_draft_len import lengths_of
-from mtp_plugin.hosts.vllm.wrapping import LENGTHS
+from mtp_plugin.hosts.vllm.wrapping import LENGTHS, UNDRAFTED
 
 PHASES = (1, 8, 32, 128, 64, 16, 4, 1)
-GOAL = 0.98
-ROUNDS = 3
+GOAL = 0.97
+MOST_EXTRA = 200.0
+"""Microseconds at each of ``--without-drafts``."""
+ROUNDS = 6
 ROUTING = "third"
 """Of the shape sparse, see `integration.vllm.routing`."""
+UTILITIES = {"auto_draft_len": "integration.vllm.auto_draft_len:register"}
 Step = tuple[int, float, int]
 """Verified drafts, seconds since the output of the step before, and output tokens."""
 
@@ -71,10 +79,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--shape", choices=("sparse", "8gb"), default="8gb")
     parser.add_argument("--num-drafts", type=int, default=3 if small else 7)
     parser.add_argument("--phases", default="1,4,1" if small else ",".join(map(str, PHASES)))
+    parser.add_argument("--rounds", type=int, default=2 if small else ROUNDS)
     parser.add_argument("--steps", type=int, default=20 if small else 80, help="of a text")
-    parser.add_argument("--texts", type=int, default=2 if small else 4, help="of auto in a round")
+    parser.add_argument("--texts", type=int, default=2, help="of auto in a round")
+    parser.add_argument(
+        "--without-drafts", default="1" if small else "1,8", help="numbers of requests"
+    )
+    parser.add_argument("--turns", type=int, default=2 if small else 10, help="without drafts")
     parser.add_argument("--input", type=int, default=128, help="token ids of a prompt")
-    parser.add_argument("--no-off", action="store_true", help="leave out the engine without MTP")
     add_common_options(parser)
     return parser.parse_args()
 
@@ -114,10 +126,48 @@ class Recorder:
         self._last = now
 
 
+def register() -> None:
+    """Add what the calls below need to vLLM: a plugin of vLLM, in all of its processes."""
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.worker.worker_base import WorkerBase
+
+    EngineCore.start_phase, EngineCore.end_phase = start_phase, end_phase
+    WorkerBase.replay_undrafted = replay_undrafted
+
+
+def start_phase(core: Any, size: int, length: int | None) -> None:
+    """Record the steps of an engine core; see `run_phase`."""
+    scheduler = core.scheduler
+    if not hasattr(core, "chosen_lengths"):
+        core.chosen_lengths = lengths_of(scheduler.vllm_config)
+    lengths = core.chosen_lengths if length is None else length
+    setattr(scheduler, LENGTHS, Recorder(lengths, size))
+
+
+def end_phase(core: Any) -> list[Step]:
+    """Return ``Recorder.steps``."""
+    steps: list[Step] = getattr(core.scheduler, LENGTHS).steps
+    return steps
+
+
+def replay_undrafted(worker: Any, do_replay: bool) -> bool:
+    """Choose whether steps of 0 drafts leave out the draft head; returns whether they can."""
+    manager = worker.model_runner.speculator.prefill_cudagraph_manager
+    graphs = vars(manager).setdefault("undrafted", getattr(manager, UNDRAFTED, None))
+    setattr(manager, UNDRAFTED, graphs if do_replay else None)
+    return graphs is not None
+
+
+def choose_graphs(llm: Any, *, do_replay: bool) -> bool:
+    """Call `replay_undrafted`."""
+    found: bool = llm.collective_rpc("replay_undrafted", args=(do_replay,))[0]
+    return found
+
+
 def run_phase(
     llm: Any, *, requests: list[Request], length: int | None, num_steps: int
 ) -> list[Step]:
-    """Generate for some steps, in the process of the engine.
+    """Generate for some steps.
 
     Args:
         length: fixed number of drafts; None: the plugin's choice.
@@ -125,22 +175,22 @@ def run_phase(
     Returns:
         ``Recorder.steps``.
     """
-    engine = llm.llm_engine
-    scheduler = engine.engine_core.engine_core.scheduler
-    chosen = vars(scheduler).get(LENGTHS) or lengths_of(scheduler.vllm_config)
-    recorder = Recorder(chosen if length is None else length, len(requests))
-    setattr(scheduler, LENGTHS, recorder)
+    from vllm.sampling_params import RequestOutputKind
+
+    engine, core = llm.llm_engine, llm.llm_engine.engine_core
+    core.call_utility("start_phase", len(requests), length)
     names = [str(number) for number in range(len(requests))]
     for name, request in zip(names, requests, strict=True):
         params = sampling_params({"ignore_eos": True, "detokenize": False, **request["params"]})
+        params.output_kind = RequestOutputKind.DELTA
         engine.add_request(name, {"prompt_token_ids": request["prompt"]}, params)
-    while len(recorder.steps) < num_steps and engine.has_unfinished_requests():
-        engine.step()
+    count = 0
+    while count <= num_steps and engine.has_unfinished_requests():
+        count += len(engine.step()) == len(requests)
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
-    setattr(scheduler, LENGTHS, chosen)
-    return recorder.steps
+    return [tuple(step) for step in core.call_utility("end_phase")]
 
 
 def tokens_per_second(steps: list[Step], size: int) -> float:
@@ -162,8 +212,9 @@ def is_as_configured(steps: list[Step], size: int) -> bool:
 def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run all phases, which are stored as they come; returns the document."""
     on_gpu = has_gpu()
-    prepare(folder, on_gpu, PLUGIN)
-    sizes = [int(size) for size in options.phases.split(",")]
+    prepare(folder, on_gpu, {**PLUGIN, **UTILITIES})
+    phases, alone = _sizes(options.phases), _sizes(options.without_drafts)
+    sizes = [*alone, *phases]
     shape = vllm_config(options.shape) | ({} if on_gpu else SMALL)
     longest = options.input + _most_steps(options) * (1 + options.num_drafts)
     engines: dict[str, EngineProcess] = {}
@@ -179,14 +230,16 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "model": {"weights": "dummy", **shape},
         "num_drafts": options.num_drafts,
         "acceptance": ACCEPTANCE[: options.num_drafts],
-        "input": options.input,
+        **{name: getattr(options, name) for name in ("input", "rounds", "steps", "texts", "turns")},
         "goal": GOAL,
         "outputs": {},
         "engines": {},
+        "load": {},
+        "without_drafts": [],
         "phases": [],
     }
     try:
-        for name in ("auto", "off")[: 1 if options.no_off else 2]:
+        for name in ("auto", "off"):
             engines[name] = _start(name, options, shape, sizes, longest, folder)
         engines["outputs"] = start_outputs(folder, on_gpu, {"draft_len": "auto"})
         found["outputs"] = compare_outputs(engines["outputs"], on_gpu, (0, None))
@@ -194,34 +247,22 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         for name, engine in engines.items():
             found["engines"][name] = engine.wait_until_ready(START_SECONDS)
         wait_for(options.wait)
+        found["load"]["first"] = round(load_of_others(), 3)
         rng = random.Random(0)
         prompts = [
             [rng.randrange(2, shape["vocab_size"]) for _ in range(options.input)]
             for _ in range(max(sizes))
         ]
-        lengths = range(options.num_drafts + 1)
-        for size in sizes:
-            params = {"temperature": 0.0, "max_tokens": longest - options.input - 1}
-            requests = [{"prompt": prompt, "params": params} for prompt in prompts[:size]]
-            fixed: dict[int, list[Step]] = {length: [] for length in lengths}
-            off: list[Step] = []
-            auto: list[Step] = []
-            run = partial(_run, engines, requests, num_steps=options.steps)
-            for turn in range(ROUNDS):
-                for length in lengths[:: -1 if turn % 2 else 1]:
-                    fixed[length] += run("auto", length)
-                if not options.no_off:
-                    off += run("off", 0)
-                for _ in range(options.texts):
-                    auto += run("auto", None)
-            found["phases"].append(_row(size, fixed, auto, off))
-            found["matched"] = is_equal(found["outputs"]) and all(
-                row["matched"] for row in found["phases"]
-            )
-            found["reached"] = all(row["auto_of_best"] >= GOAL for row in found["phases"])
-            store(options.json, found)
-            sys.stdout.write(f"{found['phases'][-1]}\n")
-            sys.stdout.flush()
+        params = {"temperature": 0.0, "max_tokens": longest - options.input - 1}
+        requests = [{"prompt": prompt, "params": params} for prompt in prompts]
+        run = partial(_run, engines, requests, num_steps=options.steps)
+        for size in alone:
+            found["without_drafts"].append(_without_drafts(engines, run, size, options.turns))
+            _store(options, found, found["without_drafts"][-1])
+        for size in phases:
+            found["phases"].append(_phase(run, size, options))
+            _store(options, found, found["phases"][-1])
+        found["load"]["last"] = round(load_of_others(), 3)
     finally:
         for engine in engines.values():
             engine.close()
@@ -230,16 +271,66 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     return found
 
 
+def _sizes(given: str) -> list[int]:
+    return [int(size) for size in given.split(",") if size]
+
+
+def _store(options: argparse.Namespace, found: dict[str, Any], row: dict[str, Any]) -> None:
+    """Store the document with its newest row, which is printed."""
+    phases = found["phases"]
+    found["matched"] = is_equal(found["outputs"]) and all(row["matched"] for row in phases)
+    found["reached"] = all(row["auto_of_best"] >= GOAL for row in phases) and all(
+        row["after"][0] <= MOST_EXTRA for row in found["without_drafts"]
+    )
+    store(options.json, found)
+    sys.stdout.write(f"{row}\n")
+    sys.stdout.flush()
+
+
 def _run(
     engines: dict[str, EngineProcess],
     requests: list[Request],
     name: str,
+    size: int,
     length: int | None,
     *,
     num_steps: int,
 ) -> list[Step]:
     call = engines[name].call
-    return call(run_phase, SECONDS, requests=requests, length=length, num_steps=num_steps)
+    return call(run_phase, SECONDS, requests=requests[:size], length=length, num_steps=num_steps)
+
+
+def _without_drafts(
+    engines: dict[str, EngineProcess], run: Callable[..., list[Step]], size: int, num_turns: int
+) -> dict[str, Any]:
+    """Return the step of an engine without MTP in milliseconds, and what one of 0 drafts takes more
+    in microseconds: median and quartiles of the turns."""
+    names = ["off", "before", "after"]
+    took: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(num_turns + 1):
+        for name in names[:: -1 if turn % 2 else 1]:
+            if name != "off":
+                is_shorter = engines["auto"].call(choose_graphs, SECONDS, do_replay=name == "after")
+            steps = run("off" if name == "off" else "auto", size, 0)
+            if turn:  # the first one compiles
+                took[name].append(statistics.median(seconds for _, seconds, _ in steps))
+    engines["auto"].call(choose_graphs, SECONDS, do_replay=True)
+    extra = {
+        name: [1e6 * (ours - off) for ours, off in zip(took[name], took["off"], strict=True)]
+        for name in names[1:]
+    }
+    return {
+        "requests": size,
+        "has_shorter_graphs": is_shorter,
+        "off_ms": round(1000 * statistics.median(took["off"]), 3),
+        **{name: _quartiles(values) for name, values in extra.items()},
+    }
+
+
+def _quartiles(values: list[float]) -> list[float]:
+    """Return median, lower and upper quartile."""
+    low, middle, high = statistics.quantiles(values, n=4, method="inclusive")
+    return [round(value, 1) for value in (middle, low, high)]
 
 
 def _most_steps(options: argparse.Namespace) -> int:
@@ -284,31 +375,45 @@ def _start(
         graphs = {n * each for n in phases for each in range(1, num_drafts + 2)}
         settings["compilation_config"] = {"cudagraph_capture_sizes": sorted(graphs)}
     before = partial(choose, ROUTING if options.shape == "sparse" else None)
-    return EngineProcess(name, settings, folder, in_process=True, before=before)
+    return EngineProcess(name, settings, folder, before=before)
 
 
-def _row(
-    size: int,
-    fixed: dict[int, list[Step]],
-    auto: list[Step],
-    off: list[Step],
+def _phase(
+    run: Callable[..., list[Step]], size: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    of_length = {length: tokens_per_second(steps, size) for length, steps in fixed.items()}
-    best = max(of_length, key=of_length.__getitem__)
-    found = tokens_per_second(auto, size)
+    lengths = range(options.num_drafts + 1)
+    fixed: dict[int, list[list[Step]]] = {length: [] for length in lengths}
+    off: list[Step] = []
+    auto: list[list[Step]] = []
+    for turn in range(options.rounds):
+        for length in lengths[:: -1 if turn % 2 else 1]:
+            fixed[length].append(run("auto", size, length))
+        off += run("off", size, 0)
+        auto.append([step for _ in range(options.texts) for step in run("auto", size, None)])
+
+    def rate(rounds: list[list[Step]]) -> float:
+        return tokens_per_second([step for steps in rounds for step in steps], size)
+
+    chosen_by, compared = slice(0, None, 2), slice(1, None, 2)
+    best = max(lengths, key=lambda length: rate(fixed[length][chosen_by]))
+    pairs = zip(auto[compared], fixed[best][compared], strict=True)
+    steps = [step for steps in auto for step in steps]
+    of_off = tokens_per_second(off, size)
     return {
         "requests": size,
         "tokens_per_second": {
-            **{f"K = {length}": round(value, 1) for length, value in of_length.items()},
-            "auto": round(found, 1),
-            **({"off": round(tokens_per_second(off, size), 1)} if off else {}),
+            **{f"K = {length}": round(rate(rounds), 1) for length, rounds in fixed.items()},
+            "auto": round(rate(auto), 1),
+            "off": round(of_off, 1),
         },
         "best": best,
-        "auto_of_best": round(found / of_length[best], 3),
-        "auto_of_off": round(found / tokens_per_second(off, size), 3) if off else None,
-        "steps": len(auto),
-        "steps_by_length": dict(sorted(Counter(length for length, *_ in auto).items())),
-        "matched": is_as_configured(auto, size),
+        "auto_of_best": round(rate(auto[compared]) / rate(fixed[best][compared]), 3),
+        "auto_of_best_by_round": [round(rate([a]) / rate([b]), 3) for a, b in pairs],
+        "first_round_of_best": round(rate(auto[:1]) / rate(fixed[best]), 3),
+        "auto_of_off": round(rate(auto) / of_off, 3),
+        "steps": len(steps),
+        "steps_by_length": dict(sorted(Counter(length for length, *_ in steps).items())),
+        "matched": is_as_configured(steps, size),
     }
 
 
@@ -318,20 +423,32 @@ def main() -> int:
     found = measured(measure, options)
     if found is None:
         return 1
-    names = list(found["phases"][0]["tokens_per_second"])
-    heads = " ".join(f"{name:>9}" for name in names)
-    sys.stdout.write(f"tokens/s  {heads}  of best  of off  steps by K\n")
-    for row in found["phases"]:
-        values = " ".join(f"{value:9.1f}" for value in row["tokens_per_second"].values())
-        off = row["auto_of_off"] or float("nan")
+    for row in found["without_drafts"]:
         sys.stdout.write(
-            f"{row['requests']:8}  {values}  {row['auto_of_best']:7.3f} {off:7.3f}  "
-            f"{row['steps_by_length']}\n"
+            f"{row['requests']} requests: {row['off_ms']} ms without MTP; 0 drafts take more, in "
+            "microseconds: "
+            + ", ".join(
+                "{} {:.0f} ({:.0f} to {:.0f})".format(name, *row[name])
+                for name in ("before", "after")
+            )
+            + "\n"
+        )
+    names = [*(f"K = {length}" for length in range(found["num_drafts"] + 1)), "auto", "off"]
+    heads = " ".join(f"{name:>9}" for name in names)
+    sys.stdout.write(f"tokens/s  {heads}  best  of best  by round  of off  steps by K\n")
+    for row in found["phases"]:
+        values = " ".join(f"{row['tokens_per_second'][name]:9.1f}" for name in names)
+        sys.stdout.write(
+            f"{row['requests']:8}  {values}  {row['best']:4} {row['auto_of_best']:8.3f}  "
+            f"{row['auto_of_best_by_round']} {row['auto_of_off']:7.3f}  {row['steps_by_length']}\n"
         )
     outputs = found["outputs"].get("auto", "FAILED")
     sys.stdout.write(f"outputs of the tiny model, next to 0 drafts: {outputs}\n")
     reached = "yes" if found["reached"] else "no"
-    sys.stdout.write(f"at least {GOAL} of the best K in each phase: {reached}\n")
+    sys.stdout.write(
+        f"at least {GOAL} of the best K in each phase, 0 drafts at most {MOST_EXTRA:.0f} us: "
+        f"{reached}\nload of other processes: {found['load']}\n"
+    )
     sys.stdout.write("matched\n" if found["matched"] else "FAILED: not matched\n")
     return 0 if found["matched"] and (found["reached"] or not has_gpu()) else 1
 
