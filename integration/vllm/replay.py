@@ -256,6 +256,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--copied", type=float, default=0.9, help="rate of right MTP drafts of tokens that copy"
     )
+    parser.add_argument("--start-seconds", type=float, default=START_LIMIT)
     add_common_options(parser)
     return parser.parse_args()
 
@@ -276,7 +277,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "acceptance": ACCEPTANCE,
         **{name: getattr(options, name) for name in ("turns", "isl", "osl", "copied")},
         "engines": {},
-        "load": {},
         "copied_share": {},
         "runs": {},
     }
@@ -295,9 +295,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 shares += flags
             found["copied_share"][name] = round(statistics.mean(shares), 3)
         for name, engine in engines.items():
-            found["engines"][name] = engine.wait_until_ready(START_LIMIT)
+            found["engines"][name] = engine.wait_until_ready(options.start_seconds)
         wait_for(options.wait)
-        found["load"]["first"] = round(load_of_others(), 3)
         for batch in batches:
             for name in GOALS:
                 first = 0 if name == "edits" else 1  # turn 0 compiles and does not count
@@ -309,7 +308,6 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                 store(options.json, found)
                 sys.stdout.write(f"{_shown(name, batch, run)}\n")
                 sys.stdout.flush()
-        found["load"]["last"] = round(load_of_others(), 3)
     finally:
         for engine in engines.values():
             engine.close()
@@ -376,6 +374,7 @@ def _take_turns(
         "best": best,
         "tail_over_best": round(middle, 3),
         "quartiles": [round(low, 3), round(high, 3)],
+        "load": round(load_of_others(), 3),
         "matched": is_equal,
     }
 
@@ -384,7 +383,7 @@ def _shown(name: str, batch: int, run: dict[str, Any]) -> str:
     low, high = run["quartiles"]
     return (
         f"{name}, batch {batch}: tail over {run['best']} {run['tail_over_best']:.3f} ({low:.3f} to "
-        f"{high:.3f}), goal {GOALS[name]:.2f}"
+        f"{high:.3f}), goal {GOALS[name]:.2f}; load of other processes {run['load']}"
     )
 
 
@@ -397,7 +396,6 @@ def main() -> int:
     lines = [
         replay_table(found),
         *(_shown(name, *each) for name, runs in found["runs"].items() for each in runs.items()),
-        f"load of other processes: {found['load']}",
         f"goals reached: {'yes' if found['reached'] else 'no'}",
         "matched" if found["matched"] else "FAILED: an output is not its text",
     ]
