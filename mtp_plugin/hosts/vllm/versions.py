@@ -96,7 +96,8 @@ REPLACED = (SAMPLE_DRAFT, VERIFY, SAMPLE, SAMPLE_LOGITS)
 
 TAIL = _read("""
 GPU.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator.propose(
-    input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled)
+    input_batch, attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled,
+    num_rejected, last_sampled, next_prefill_tokens, temperature, seeds)
 GPU.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator.capture()
 GPU.async_utils:AsyncOutput.get_output()
 """)
@@ -121,7 +122,7 @@ GPU.cudagraph_utils:BatchExecutionDescriptor(
     cg_mode, num_active_loras, num_reqs, num_tokens, uniform_token_count)
 GPU.cudagraph_utils:CudaGraphManager(_candidates, _capture_descs, graphs)
 GPU.spec_decode.target_dependent_ar.speculator:TargetDependentARSpeculator(
-    prefill_cudagraph_manager)
+    prefill_cudagraph_manager, temperature, seeds)
 """)
 _NEW_WEIGHTS = _read("""
 GPU.model_runner:GPUModelRunner.reload_weights(weights_iterator, weights_path)

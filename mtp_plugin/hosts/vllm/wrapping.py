@@ -390,14 +390,23 @@ def _propose(
     last_hidden_states: Any,
     aux_hidden_states: Any,
     num_sampled: Any,
+    num_rejected: Any,
+    last_sampled: Any,
+    next_prefill_tokens: Any,
+    temperature: Any,
+    seeds: Any,
     *args: Any,
     num_speculative_tokens: int | None = None,
     dummy_run: bool = False,
     **kwargs: Any,
 ) -> Any:
+    engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
+    if engine is not None:
+        temperature, seeds = self.temperature, self.seeds  # not read: nothing is copied into them
     given = (attn_metadata, slot_mappings, last_hidden_states, aux_hidden_states, num_sampled)
+    more = (num_rejected, last_sampled, next_prefill_tokens, temperature, seeds, *args)
     run = functools.partial(
-        original, self, input_batch, *given, *args, dummy_run=dummy_run, **kwargs
+        original, self, input_batch, *given, *more, dummy_run=dummy_run, **kwargs
     )
 
     def call(num_speculative_tokens: int | None) -> Any:
@@ -411,7 +420,6 @@ def _propose(
         finally:
             manager.graphs = graphs
 
-    engine = getattr(getattr(self, "model_state", None), _ENGINE, None)
     if engine is None or engine.tail is None:
         return call(num_speculative_tokens)
     return engine.tail.propose(call, input_batch, num_sampled, num_speculative_tokens, dummy_run)

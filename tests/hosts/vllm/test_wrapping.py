@@ -607,14 +607,21 @@ def test_a_tail_of_copied_text_reaches_proposals_graphs_and_outputs(
     type(output).get_output = lambda _: SimpleNamespace()
     wrap_worker()
     speculator = object_of(modules, propose)
-    assert speculator.propose(*range(6), num_speculative_tokens=3) == (*range(6), False, 3)
+    given = [*range(11)]
+    assert speculator.propose(*given, num_speculative_tokens=3) == (*given, False, 3)
     assert speculator.capture() == ()
 
     tail = SimpleNamespace(num_mtp=3, propose=lambda *given: given)
-    speculator.model_state = SimpleNamespace(**{_ENGINE: SimpleNamespace(tail=tail)})
-    call, *given = speculator.propose(*range(6), num_speculative_tokens=7)
-    assert given == [0, 5, 7, False]
-    assert call(3) == (*range(6), False, 3)
+    engine = SimpleNamespace(tail=tail)
+    speculator.model_state = SimpleNamespace(**{_ENGINE: engine})
+    speculator.temperature, speculator.seeds = "own temperature", "own seeds"
+    own = (*given[:9], "own temperature", "own seeds")  # so that vLLM copies nothing
+    call, *got = speculator.propose(*given, num_speculative_tokens=7)
+    assert got == [0, 5, 7, False]
+    assert call(3) == (*own, False, 3)
+    engine.tail = None
+    assert speculator.propose(*given, num_speculative_tokens=3) == (*own, False, 3)
+    engine.tail = tail
 
     during: list[Any] = []
 
@@ -666,7 +673,9 @@ def test_a_step_without_drafts_replays_the_first_pass_without_the_draft_head(
         speculator.prefill_cudagraph_manager = manager
         cases = [(desc, drafts) for desc in (mixed, one, four) for drafts in (None, 0, 3)]
         skipped = {
-            (id(desc), drafts): speculator.propose(desc, *[None] * 5, num_speculative_tokens=drafts)
+            (id(desc), drafts): speculator.propose(
+                desc, *[None] * 10, num_speculative_tokens=drafts
+            )
             for desc, drafts in cases
         }
         assert skipped == {(id(d), k): ("state", (d, k) in expected) for d, k in cases}
