@@ -351,8 +351,8 @@ def _take_turns(
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
     is_equal = True
     for turn in turns:
-        for name, engine in engines.items():
-            got = engine.call(run_texts, LIMIT, texts=texts)
+        for name in [*engines][:: -1 if turn % 2 else 1]:
+            got = engines[name].call(run_texts, LIMIT, texts=texts)
             is_equal &= got["num_equal"] == len(texts)
             if turn:
                 runs[name].append(got)
