@@ -85,6 +85,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--without-drafts", default="1" if small else "1,8", help="numbers of requests"
     )
+    parser.add_argument("--no-off", action="store_true", help="leave out the engine without MTP")
     parser.add_argument("--turns", type=int, default=2 if small else 10, help="without drafts")
     parser.add_argument("--input", type=int, default=128, help="token ids of a prompt")
     parser.add_argument("--attention-backend", help="of vLLM, as TRITON_ATTN (vLLM's choice)")
@@ -215,7 +216,8 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Run all phases, which are stored as they come; returns the document."""
     on_gpu = has_gpu()
     prepare(folder, on_gpu, {**PLUGIN, **UTILITIES})
-    phases, alone = _sizes(options.phases), _sizes(options.without_drafts)
+    phases = _sizes(options.phases)
+    alone = [] if options.no_off else _sizes(options.without_drafts)
     sizes = [*alone, *phases]
     shape = vllm_config(options.shape) | ({} if on_gpu else SMALL)
     longest = options.input + _most_steps(options) * (1 + options.num_drafts)
@@ -241,7 +243,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "phases": [],
     }
     try:
-        for name in ("auto", "off"):
+        for name in ("auto", "off")[: 1 if options.no_off else 2]:
             engines[name] = _start(name, options, shape, sizes, longest, folder)
         engines["outputs"] = start_outputs(folder, on_gpu, {"draft_len": "auto"})
         found["outputs"] = compare_outputs(engines["outputs"], on_gpu, (0, None))
@@ -389,7 +391,8 @@ def _phase(
     for turn in range(options.rounds):
         for length in lengths[:: -1 if turn % 2 else 1]:
             fixed[length].append(run("auto", size, length))
-        off += run("off", size, 0)
+        if not options.no_off:
+            off += run("off", size, 0)
         auto.append([step for _ in range(options.texts) for step in run("auto", size, None)])
 
     def rate(rounds: list[list[Step]]) -> float:
@@ -399,19 +402,19 @@ def _phase(
     best = max(lengths, key=lambda length: rate(fixed[length][chosen_by]))
     pairs = zip(auto[compared], fixed[best][compared], strict=True)
     steps = [step for steps in auto for step in steps]
-    of_off = tokens_per_second(off, size)
+    of_off = tokens_per_second(off, size) if off else None
     return {
         "requests": size,
         "tokens_per_second": {
             **{f"K = {length}": round(rate(rounds), 1) for length, rounds in fixed.items()},
             "auto": round(rate(auto), 1),
-            "off": round(of_off, 1),
+            **({"off": round(of_off, 1)} if of_off else {}),
         },
         "best": best,
         "auto_of_best": round(rate(auto[compared]) / rate(fixed[best][compared]), 3),
         "auto_of_best_by_round": [round(rate([a]) / rate([b]), 3) for a, b in pairs],
         "first_round_of_best": round(rate(auto[:1]) / rate(fixed[best]), 3),
-        "auto_of_off": round(rate(auto) / of_off, 3),
+        "auto_of_off": round(rate(auto) / of_off, 3) if of_off else None,
         "steps": len(steps),
         "steps_by_length": dict(sorted(Counter(length for length, *_ in steps).items())),
         "matched": is_as_configured(steps, size),
@@ -434,14 +437,12 @@ def main() -> int:
             )
             + "\n"
         )
-    names = [*(f"K = {length}" for length in range(found["num_drafts"] + 1)), "auto", "off"]
-    heads = " ".join(f"{name:>9}" for name in names)
-    sys.stdout.write(f"tokens/s  {heads}  best  of best  by round  of off  steps by K\n")
     for row in found["phases"]:
-        values = " ".join(f"{row['tokens_per_second'][name]:9.1f}" for name in names)
+        rates = " ".join(f"{name} {rate:.1f}" for name, rate in row["tokens_per_second"].items())
         sys.stdout.write(
-            f"{row['requests']:8}  {values}  {row['best']:4} {row['auto_of_best']:8.3f}  "
-            f"{row['auto_of_best_by_round']} {row['auto_of_off']:7.3f}  {row['steps_by_length']}\n"
+            f"{row['requests']} requests, tokens/s: {rates}; auto {row['auto_of_best']:.3f} of K = "
+            f"{row['best']} (rounds {row['auto_of_best_by_round']}), {row['auto_of_off']} of off; "
+            f"steps by K {row['steps_by_length']}\n"
         )
     outputs = found["outputs"].get("auto", "FAILED")
     sys.stdout.write(f"outputs of the tiny model, next to 0 drafts: {outputs}\n")
