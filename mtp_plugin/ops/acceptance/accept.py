@@ -30,6 +30,7 @@ def accept(
     first_rows: torch.Tensor | None = None,
     keeps_rows: bool = False,
     fills: torch.dtype | None = None,
+    checked: bool = False,
     backend: Backend | str = "auto",
 ) -> Accepted:
     """Accept the leading drafts of every generation, and add one bonus token of the target.
@@ -76,6 +77,7 @@ def accept(
             unused tail: a request without one gets token 0, and 0 fills the tail; the rows of the
             output tokens are returned too.
         fills: for an engine that embeds every id: the dtype of the tokens, 0 in place of -1.
+        checked: as in `sample_tokens`.
 
     Returns:
         Tokens [R, K+1] int32, -1 after the accepted tokens; their number [R] int32; and a status
@@ -88,6 +90,37 @@ def accept(
     Source: greedy verification of Stern et al. 2018, Blockwise Parallel Decoding; relaxed
     acceptance and the layout of rows of TensorRT-LLM.
     """
+    if not checked:
+        _check(
+            *(layout, logits, draft_tokens, rules, draft_lens),
+            *(final_context, last_tokens, first_rows),
+        )
+    backend = Backend.of(backend, logits.device, "backend")
+    implementation = backend.dispatch(accept_reference)
+    return implementation(
+        layout,
+        logits,
+        draft_tokens,
+        rules,
+        draft_lens=draft_lens,
+        final_context=final_context,
+        last_tokens=last_tokens,
+        first_rows=first_rows,
+        keeps_rows=keeps_rows,
+        fills=fills,
+    )
+
+
+def _check(
+    layout: StepLayout,
+    logits: torch.Tensor,
+    draft_tokens: torch.Tensor,
+    rules: AcceptanceRules,
+    draft_lens: torch.Tensor | None,
+    final_context: torch.Tensor | None,
+    last_tokens: torch.Tensor | None,
+    first_rows: torch.Tensor | None,
+) -> None:
     _check_rows(layout, logits, draft_tokens, draft_lens, first_rows)
     device, rows = logits.device, logits.shape[0]
     requests, generations = layout.num_requests, layout.num_generations
@@ -114,20 +147,6 @@ def accept(
         check_slots(rules.relaxed.slots, requests, device, RELAXED_COLUMNS)
         delta, slots = rules.relaxed.delta_in_force, AtLeast(rules.relaxed.slots.table.shape[0])
         expect_tensor("delta_in_force", delta, dtype=torch.float32, shape=(slots,), device=device)
-    backend = Backend.of(backend, device, "backend")
-    implementation = backend.dispatch(accept_reference)
-    return implementation(
-        layout,
-        logits,
-        draft_tokens,
-        rules,
-        draft_lens=draft_lens,
-        final_context=final_context,
-        last_tokens=last_tokens,
-        first_rows=first_rows,
-        keeps_rows=keeps_rows,
-        fills=fills,
-    )
 
 
 def _check_rows(

@@ -27,6 +27,7 @@ def sample_tokens(
     truncation: torch.Tensor | None = None,
     sums: RowSums | None = None,
     fills: torch.dtype | None = None,
+    checked: bool = False,
     backend: Backend | str = "auto",
 ) -> torch.Tensor:
     """Sample one token per row with the temperature, top-k, top-p, min-p and seed of its request.
@@ -51,6 +52,7 @@ def sample_tokens(
         sums: written: log-sum-exp partials of rows whose request returns log-probabilities. Only
             for rows of the target without pools.
         fills: for an engine that embeds every id: the dtype of the tokens, 0 in place of -1.
+        checked: tensors of these shapes, dtypes and layouts have passed before, and pass unchecked.
 
     Returns:
         [N] int32; -1 for a row without finite value or +inf.
@@ -62,6 +64,32 @@ def sample_tokens(
     Source: Philox-4x32-10 (Salmon et al. 2011); top-p (Holtzman et al. 2020); min-p (Nguyen et al.
     2024); coupled drafts (Daliri et al. 2024, drafter-invariant speculative decoding).
     """
+    if not checked:
+        _check(logits, rows, slots, role, as_drafts, vocab_ids, truncation, sums)
+    backend = Backend.of(backend, logits.device, "backend")
+    return backend.dispatch(sample_tokens_reference)(
+        logits,
+        rows,
+        slots,
+        role=role,
+        as_drafts=as_drafts,
+        vocab_ids=vocab_ids,
+        truncation=truncation,
+        sums=sums,
+        fills=fills,
+    )
+
+
+def _check(
+    logits: torch.Tensor,
+    rows: LogitRows,
+    slots: SlotRows,
+    role: Role,
+    as_drafts: bool,
+    vocab_ids: torch.Tensor | None,
+    truncation: torch.Tensor | None,
+    sums: RowSums | None,
+) -> None:
     rows.check_logits(logits)
     named = [column.name for column in DRAFT_COLUMNS] if as_drafts else ()
     check_slots(slots, rows.num_requests, logits.device, named)
@@ -82,15 +110,3 @@ def sample_tokens(
         expect_vocab(logits, vocab_ids)
     if slots.pools is not None:
         slots.pools.check(logits.device, logits.shape[1] if vocab_ids is None else None)
-    backend = Backend.of(backend, logits.device, "backend")
-    return backend.dispatch(sample_tokens_reference)(
-        logits,
-        rows,
-        slots,
-        role=role,
-        as_drafts=as_drafts,
-        vocab_ids=vocab_ids,
-        truncation=truncation,
-        sums=sums,
-        fills=fills,
-    )

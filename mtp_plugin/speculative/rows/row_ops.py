@@ -8,6 +8,7 @@ coupled requests depends on neither K nor the batch.
 from __future__ import annotations
 
 import logging
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ WARM_UP_ROWS = (1, 2, 24, 34, 192, 265, 512)
 the sampling kernels are tiled differently, and 2, as the drafts of one request are not aligned."""
 
 _COUPLED = frozenset(("coupled",))
+_MOST_CHECKED = 4096
 
 
 @dataclass(frozen=True)
@@ -95,6 +97,8 @@ class RowOps:
         self._make_verifier()
         self._no_contexts = torch.zeros(0, dtype=torch.int32, device=device)
         self._columns = torch.arange(self.num_drafts + 1, device=device)
+        self._layouts: dict[Hashable, StepLayout] = {}
+        """Of steps that have passed the checks of the ops: these take longer than the launches."""
         ids = settings.draft_ids
         self._num_drafted = vocab if ids is None else len(ids)
         self._draft_ids: torch.Tensor | None = None
@@ -307,10 +311,16 @@ class RowOps:
         **ragged: Any,
     ) -> Accepted:
         """Verify drafts [R, K]; ``ragged``: what describes requests with fewer."""
+        key = (logits.shape, logits.stride(), logits.dtype, drafts.shape, drafts.dtype, methods)
+        layout = self._layouts.get(key)
+        checked = layout is not None
+        if layout is None:
+            layout = StepLayout((), drafts.shape[0], self.num_drafts, self._no_contexts)
         inputs = VerificationInputs(
-            StepLayout((), drafts.shape[0], self.num_drafts, self._no_contexts),
+            layout,
             logits,
             drafts,
+            checked=checked,
             slots=slots,
             sampling_kind=SamplingKind.SAMPLED,
             methods=methods,
@@ -319,7 +329,12 @@ class RowOps:
             rows=rows,
             **ragged,
         )
-        return self._verifier.verify(inputs, backend=self.backend)
+        accepted = self._verifier.verify(inputs, backend=self.backend)
+        if not checked:
+            if len(self._layouts) == _MOST_CHECKED:
+                self._layouts.clear()
+            self._layouts[key] = layout
+        return accepted
 
     def _prepare(self) -> None:
         self._wait_for_kernels()

@@ -51,6 +51,7 @@ class VerificationInputs:
     final_context: torch.Tensor | None = None  # [C] bool: ends its prompt; None: all do
     draft_probs: torch.Tensor | None = None  # [S, K, V] float32, see `ProposedDrafts`
     delta_in_force: torch.Tensor | None = None  # [S] float32, see `RelaxedRule`
+    checked: bool = False  # a step of the same shapes, dtypes and layouts has passed all checks
     prompt_ids: torch.Tensor | None = None
     """[>= rows of prompts] integer: prompt chunks that may begin or end a thinking phase; None:
     slots have the phase after the prompts."""

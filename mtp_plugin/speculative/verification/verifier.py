@@ -144,6 +144,7 @@ class Verifier:
             truncation=inputs.truncation,
             sums=sums,
             fills=torch.int32 if self._fills_choices(inputs) else None,
+            checked=inputs.checked,
             backend=backend,
         )
         forced = None
@@ -196,6 +197,7 @@ class Verifier:
             first_rows=inputs.first_rows,
             keeps_rows=self.keeps_rows,
             fills=torch.int64 if self.fills_tokens else None,
+            checked=inputs.checked,
             backend=backend,
         )
         for mode in modes:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from importlib import import_module
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mtp_plugin.errors import HostError
+from mtp_plugin.errors import HostError, TensorContractError
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.sampling import DraftedBy, VerifiedBy
 from tests.hosts.vllm.rows import (
@@ -299,3 +301,18 @@ def test_draft_sampling_can_be_captured(keeps_draft_probs: bool) -> None:
     with HostReads() as reads:
         draft(ops, logits, indices, positions, step=1)
     assert reads.count == 0
+
+
+def test_steps_of_known_shapes_are_not_checked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A new dtype is, and so is a step that failed before."""
+    ops, batch = make_ops(), make_batch(0, [2, 1, 4])
+    accepted = verify(ops, batch).tokens.tolist()
+    with pytest.raises(TensorContractError, match="logits: expected floating"):
+        verify(ops, replace(batch, logits=batch.logits.to(torch.int32)))
+    with monkeypatch.context() as patch:
+        for module in ("sampling.sample", "acceptance.accept"):
+            patch.setattr(import_module(f"mtp_plugin.ops.{module}"), "_check", None)
+        assert verify(ops, batch).tokens.tolist() == accepted
+        for again in (replace(batch, logits=batch.logits.double()), make_batch(0, [2, 1])):
+            with pytest.raises(TypeError):
+                verify(ops, again)
