@@ -7,8 +7,8 @@ near ties (see `find_ties`) and others. Requests of rejection and block are gree
 1, so that one token is possible at every position; p is the least of chi-square tests of others.
 Drafts of random heads are seldom accepted but for the noise that coupled requests share with them.
 
-Exit code 1: an engine failed, a distribution differs, or an output by more than a near tie where none
-of 16 bits does without drafts at another batch.
+Exit code 1: an engine failed, a distribution differs, or an output by more than a near tie where
+none of 16 bits does without drafts at another batch.
 """
 
 from __future__ import annotations
