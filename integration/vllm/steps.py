@@ -60,9 +60,9 @@ ENGINES: dict[str, dict[str, Any]] = {
 }
 """``off``: vLLM without drafts. ``vllm`` is what the others are compared with."""
 GROUPS = {
-    "main": ("vllm", "plugin", "draft_vocab"),
+    "main": ("vllm", "plugin", "draft_vocab", "off"),
     "fp8": ("vllm", "vllm_fp8", "plugin_fp8"),
-    "probabilistic": ("vllm", "vllm_probabilistic", "plugin", "off"),
+    "probabilistic": ("vllm", "vllm_probabilistic", "plugin"),
 }
 ISL, OSL = 128, 128
 RUNNING, ARRIVING, ARRIVING_ISL = 16, 30, 384
