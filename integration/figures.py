@@ -554,7 +554,7 @@ def in_newest_vllm() -> str:
         "First token of 30 prompts of 384 tokens that arrive among 16 running requests, median of",
         f"each of three turns: vLLM {_each(first['vllm'], 1)} ms,",
         f"with the plugin {_each(first['plugin'], 1)} ms.",
-        *(f"Beside other processes: group {name}." for name in groups if groups[name].get("busy")),
+        *(f"Under other load: group {name}." for name in groups if groups[name].get("busy")),
     )
     return f"{_steps(found, engines, found['ratio'])}\n\n{text}"
 

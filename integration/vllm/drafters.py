@@ -2,7 +2,7 @@
 
 A Llama with heads of random weights, and the tiny model with its MTP layers: plain, quantized, in
 an extended context. An engine without drafts runs the requests of each case too: greedy, at T =
-0.8, and with top-p. A line per case and method tells how many outputs are equal token by token,
+0.8, and with top-p. A line per case and method says how many outputs are equal token by token,
 near ties (see `find_ties`) and others. Requests of rejection and block are greedy or have ``min_p``
 1, so that one token is possible at every position; p is the least of chi-square tests of others.
 Drafts of random heads are seldom accepted but for the noise that coupled requests share with them.
@@ -104,7 +104,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     paths = {name: write(folder, "tiny" if name == "half" else name) for name in names}
     lock = threading.Lock()
 
-    def tell(row: dict[str, Any]) -> None:
+    def report(row: dict[str, Any]) -> None:
         with lock:
             found["rows"].append(row)
             store(options.json, found)
@@ -126,9 +126,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
                     with lock:
                         found["engines"][name] = described
                     if name in cases:
-                        compare(engines[name], engines[without], name, tell)
+                        compare(engines[name], engines[without], name, report)
                 except EngineError as error:
-                    tell({"case": name, "error": str(error)})
+                    report({"case": name, "error": str(error)})
         finally:
             for engine in engines.values():
                 engine.close()
@@ -180,7 +180,7 @@ def requests_of(prompts: list[list[int]], method: str) -> list[Request]:
     ]
 
 
-def compare(engine: EngineProcess, without: EngineProcess, case: str, tell: Any) -> None:
+def compare(engine: EngineProcess, without: EngineProcess, case: str, report: Any) -> None:
     """Run the requests of a case with both engines, method by method.
 
     Raises:
@@ -233,7 +233,7 @@ def compare(engine: EngineProcess, without: EngineProcess, case: str, tell: Any)
             )
             tests = [chi_square(drafted[key], counts[key])[0] for key in counts]
             row["least_p"] = min(1.0, min(tests) * len(tests))
-        tell(row | {"seconds": round(time.monotonic() - started, 1)})
+        report(row | {"seconds": round(time.monotonic() - started, 1)})
 
 
 def line_of(row: dict[str, Any]) -> str:

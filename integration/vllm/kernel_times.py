@@ -32,6 +32,7 @@ def trace_steps(
     llm: Any, *, requests: list[Request], num_steps: int, folder: Path
 ) -> dict[str, Any] | None:
     """Run a batch, trace some of its steps and return `kernel_times`; runs in the engine's process.
+    None also if the profiler, which has failed once in thirty traces, wrote no file.
 
     Args:
         folder: the one of `profiler_config`; the trace is read and removed.
@@ -39,7 +40,9 @@ def trace_steps(
     for left in folder.glob("*.pt.trace.json"):  # of a run that failed
         left.unlink()
     run_batch(llm, requests=requests, num_traced=num_steps)
-    (path,) = folder.glob("*.pt.trace.json")
+    path = next(folder.glob("*.pt.trace.json"), None)
+    if path is None:
+        return None
     events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
     path.unlink()
     return kernel_times(events, len(requests))

@@ -4,7 +4,7 @@ Random weights in bfloat16, K = 3, the same synthetic acceptance in all engines.
 group start together, each on CPU cores of its own, and take turns on one GPU: batches and engines
 in ascending order, then in descending order. Each turn gives a ratio to vLLM's step of the same
 turn; the median with quartiles is reported. After the timed turns, steps are traced: the time of
-their kernels, and what a step takes beside them. ``busy``: other processes took more than
+their kernels, and what a step takes outside of them. ``busy``: other processes took more than
 ``MOST_LOAD`` of the CPU time. ``matched``: all ids are valid and acceptance lengths are the
 configured ones. Exit code 1: an engine failed, or a group is not matched.
 
@@ -180,7 +180,7 @@ def _measure_group(
                 if trace is not None:
                     names[f"{group} {label} {name} batch {batch}"] = trace.pop("names")
                     step_ms = result["step_ms"][label][name][i]
-                    trace["beside_us"] = round(1000 * (step_ms - trace["kernel_ms"]), 1)
+                    trace["outside_us"] = round(1000 * (step_ms - trace["kernel_ms"]), 1)
                 traces.append(trace)
         store(options.json, found)
 
@@ -342,8 +342,8 @@ def _line(result: dict[str, Any], label: str, name: str, i: int) -> str:
     if trace is None:
         return f"{text} no kernels traced"
     return (
-        f"{text} kernels {trace['kernel_ms']:.3f} ms, {trace['launches']:.0f} launches, beside "
-        f"{trace['beside_us']:.0f} us, idle {trace['idle_us']:.0f}"
+        f"{text} kernels {trace['kernel_ms']:.3f} ms, {trace['launches']:.0f} launches, outside "
+        f"{trace['outside_us']:.0f} us, idle {trace['idle_us']:.0f}"
     )
 
 

@@ -13,7 +13,7 @@ from integration.vllm.steps import MOST_LOAD, load_of, ratio
 
 def step(at: float, name: str) -> list[dict[str, Any]]:
     """Return the events of one step: a graph of two kernels and a third one on another stream that
-    runs beside the second, for 70 us, and a copy of 5 us; all begin 50 us after their launches."""
+    runs with the second, for 70 us, and a copy of 5 us; all begin 50 us after their launches."""
 
     def event(cat: str, ts: float, dur: float, name: str, **args: int) -> dict[str, Any]:
         return {"ph": "X", "cat": cat, "ts": ts, "dur": dur, "name": name, "args": args}
@@ -51,7 +51,7 @@ def test_kernels_of_steps_in_which_all_requests_generate() -> None:
 
 
 @pytest.mark.parametrize(("loads", "is_busy"), [([0.0, 0.02, 0.2], False), ([0.04, 0.2], True)])
-def test_a_run_beside_other_load_is_marked(loads: list[float], is_busy: bool) -> None:
+def test_a_run_under_other_load_is_marked(loads: list[float], is_busy: bool) -> None:
     found = load_of(loads)
     assert found["busy"] == is_busy
     assert found["load"] == {

@@ -155,8 +155,8 @@ def capture_undrafted(
 ) -> dict[Any, Any] | None:
     """Capture the first draft pass also for steps that make no drafts, without the draft head.
 
-    That pass then keeps the KV cache of the draft layers alone; vLLM's graph of it samples a draft,
-    which nobody reads.
+    That pass then keeps the KV cache of the draft layers alone; vLLM's graph of it samples a draft
+    that is not read.
 
     Args:
         manager: vLLM's ``SpeculatorCudaGraphManager`` after ``capture``, unchanged.
