@@ -5,18 +5,15 @@ The embedded executor refuses a checkpoint with these messages, and every `docto
 """
 
 from mtp_plugin.checkpoint.check import (
-    FLOATING,
-    IN_VLLM,
     Checkpoint,
-    InVllm,
-    Problem,
     describe,
-    is_quantized,
     read_checkpoint,
     thinking_tags,
     vllm_command_of,
 )
 from mtp_plugin.checkpoint.families import FAMILIES, SEPARATE_DRAFTERS
+from mtp_plugin.checkpoint.problems import IN_VLLM, InVllm, Problem
+from mtp_plugin.checkpoint.tensor_names import FLOATING, is_quantized
 
 __all__ = [
     "FAMILIES",

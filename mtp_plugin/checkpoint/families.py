@@ -63,6 +63,10 @@ class Family:
     """Missing tensors that vLLM refuses: norms if nothing is quantized, whole layers, or any."""
     ties_head: bool = False
     """Whether vLLM leaves out a stored head where the config ties it to the embedding."""
+    ties_by_default: bool = False
+    """Whether the head is the embedding where the config does not say it."""
+    has_plain_projection: bool = True
+    """Whether vLLM never quantizes the projection of embedding and hidden state."""
     model_type: str = ""
 
     @property

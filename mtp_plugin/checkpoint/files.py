@@ -152,7 +152,12 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-def read_index(file: Path) -> dict[str, str]:
+def read_index(file: Path, names: Iterable[str]) -> list[str]:
+    """Read the names of the files in an index, each of which is one of ``names``.
+
+    Raises:
+        CheckpointError: it cannot be read, or names something else.
+    """
     index = read_json(file)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict):
@@ -162,7 +167,15 @@ def read_index(file: Path) -> dict[str, str]:
         raise CheckpointError(
             f"{file}: expected plain names of .safetensors files next to it, got {got(odd[0])}"
         )
-    return weight_map
+    named = sorted(set(weight_map.values()))
+    absent = [name for name in named if name not in names]
+    if absent:
+        whole = f"; if {SINGLE_FILE} is whole, remove the index" if SINGLE_FILE in names else ""
+        raise CheckpointError(
+            f"{file}: names {len(absent)} file(s) that are not there: {listed(absent)}; download "
+            f"them{whole}"
+        )
+    return named
 
 
 def _is_plain(file: object) -> bool:

@@ -187,7 +187,7 @@ def test_the_target_is_that_of_the_checked_files(
     further = {"num_labels": 10**9, "time_step_limit": [0.0, float("inf")]}
     path = edited("glm4_moe", lambda config: config.update(ACTING, **further))
     assert read_config(path).unread == (*ACTING, *further)
-    shutil.copy(checkpoint("glm4_moe", seed=1) / "model.safetensors", path / "other.safetensors")
+    shutil.copy(checkpoint("glm4_moe", seed=1) / "model.safetensors", path / "a.safetensors")
     (path / "generation_config.json").write_text(
         '{"eos_token_id": [7], "custom_generate": "org/generate", "temperature": "hot"}'
     )
