@@ -11,11 +11,12 @@ from mtp_plugin.checkpoint.check import (
     thinking_tags,
     vllm_command_of,
 )
-from mtp_plugin.checkpoint.families import FAMILIES, SEPARATE_DRAFTERS
+from mtp_plugin.checkpoint.families import DSPARK, FAMILIES, SEPARATE_DRAFTERS
 from mtp_plugin.checkpoint.problems import IN_VLLM, InVllm, Problem
 from mtp_plugin.checkpoint.tensor_names import FLOATING, is_quantized
 
 __all__ = [
+    "DSPARK",
     "FAMILIES",
     "FLOATING",
     "IN_VLLM",

@@ -9,7 +9,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from mtp_plugin.checkpoint.families import FAMILIES, SEPARATE_DRAFTERS, Family, without_prefix
+from mtp_plugin.checkpoint.families import (
+    DSPARK,
+    FAMILIES,
+    SEPARATE_DRAFTERS,
+    Family,
+    without_prefix,
+)
 from mtp_plugin.checkpoint.files import (
     CONFIG_FILE,
     GENERATION_FILE,
@@ -33,7 +39,7 @@ from mtp_plugin.checkpoint.problems import (
     problems_of,
 )
 from mtp_plugin.checkpoint.skipped import Skipped
-from mtp_plugin.checkpoint.tensor_names import COPY, is_quantized
+from mtp_plugin.checkpoint.tensor_names import COPY, HEAD, is_quantized
 from mtp_plugin.checkpoint.vllm_command import vllm_command
 from mtp_plugin.config.messages import got, spelled
 from mtp_plugin.errors import CheckpointError
@@ -45,7 +51,6 @@ THINKING_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
-UNKNOWN_FAMILY = "not known, the names of this family's MTP layers are in no table of this package"
 OTHER_COPIES = "unlike the target's, with which drafts are computed"
 
 _COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -162,7 +167,7 @@ class Checkpoint:
         """Names of the tensors of each part."""
         parts: dict[Part, list[str]] = {part: [] for part in PARTS}
         for name in self.tensors:
-            is_head = without_prefix(name).startswith(("lm_head.", "head."))
+            is_head = HEAD.match(without_prefix(name)) is not None
             parts["mtp" if name in self.mtp else "head" if is_head else "target"].append(name)
         return parts
 
@@ -260,7 +265,7 @@ def describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     lines = [
         ("checkpoint", f"{checkpoint.directory}: {len(tensors)} tensors in {files} file(s)"),
         ("family", spelled(checkpoint.model_type)),
-        ("MTP layers", layers if checkpoint.family else UNKNOWN_FAMILY),
+        ("MTP layers", layers if checkpoint.family else _unknown(checkpoint.model_type)),
     ]
     if checkpoint.repeated:
         lines.append(
@@ -308,6 +313,14 @@ def describe(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     ]
 
 
+def _unknown(model_type: str) -> str:
+    if model_type in SEPARATE_DRAFTERS:
+        return "a drafter for another checkpoint"
+    if model_type in DSPARK:
+        return "not examined, they are stages of DSpark"
+    return "not known, the table of this package lacks the family"
+
+
 def thinking_tags(directory: Path) -> dict[str, int]:
     """Return the tags that begin and end thinking with their ids; empty: the tokenizer has none."""
     ids: dict[object, object] = {}
@@ -335,12 +348,16 @@ def vllm_command_of(directory: Path, config: Mapping[str, Any], **options: int) 
     """
     model_type = str(config.get("model_type"))
     if model_type in SEPARATE_DRAFTERS:
-        return vllm_command("TARGET", drafter=directory)
+        method = SEPARATE_DRAFTERS[model_type]
+        return vllm_command("TARGET", drafter=directory, method=method)
     given = (section.get(key) for section in _sections(config) for key in _COUNT_KEYS)
     default = int(model_type in FAMILIES)
     layers = next((n for n in given if isinstance(n, int)), default)
     # vLLM refuses 3 drafts by 2 layers
-    return vllm_command(directory, layers if layers in (0, 2) else 3, options=options)
+    method = "dspark" if model_type in DSPARK else "mtp"
+    return vllm_command(
+        directory, layers if layers in (0, 2) else 3, method=method, options=options
+    )
 
 
 def _sections(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], ...]:

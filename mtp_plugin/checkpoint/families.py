@@ -106,16 +106,16 @@ class MTPFamily(Family):
 def _deepseek(norm: str, kind: type[Family] = Family, **others: Any) -> Family:
     own = tuple(f"layers.{{n}}.{name}" for name in ("enorm", "hnorm", "eh_proj", norm))
     pattern = r"layers\.([0-9]{1,9})\."
-    return kind(pattern, own, block="layers.{n}.", is_absolute=True, **others)
+    return kind(pattern, own, is_absolute=True, **{"block": "layers.{n}.", **others})
 
 
 def _qwen(*keys: str, kind: type[Family] = Family, **others: Any) -> Family:
     once = ("mtp.pre_fc_norm_embedding", "mtp.pre_fc_norm_hidden", "mtp.fc", "mtp.norm")
     pattern = r"mtp\.(?:layers\.([0-9]{1,9})\.)?"
     default = int("num_nextn_predict_layers" not in keys)
-    return kind(
-        pattern, (), once, "mtp.layers.{n}.", "", keys=keys, default_count=default, **others
-    )
+    names: dict[str, Any] = {"block": "mtp.layers.{n}.", "prefix": "", "once": once}
+    counts: dict[str, Any] = {"keys": keys, "default_count": default}
+    return kind(pattern, has_plain_projection=False, **{**names, **counts, **others})
 
 
 def _layers(stem: str, own: str, *once: str, kind: type[Family] = Family, **others: Any) -> Family:
@@ -126,6 +126,8 @@ def _layers(stem: str, own: str, *once: str, kind: type[Family] = Family, **othe
 
 
 _NEMOTRON = ("enorm", "hnorm", "eh_proj")
+_QWEN4 = ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "fc_embedding", "fc_hidden")
+_INKLING = ("hidden_norm", "embed_norm", "input_proj")
 _ALL_SPARSE = {"first_k_dense_replace": 0}
 """MTP blocks are always mixtures of experts, also after dense targets."""
 FAMILIES: Mapping[str, Family] = {
@@ -142,7 +144,19 @@ FAMILIES: Mapping[str, Family] = {
         "glm_ocr": _deepseek("shared_head.norm", prefix="model.language_model."),
         "bailing_hybrid": _deepseek("final_layernorm", notices="layers"),
         "hy_v3": _deepseek("final_layernorm"),
-        "step3p5 step3p7": _deepseek("transformer.shared_head.norm", notices="tensors"),
+        "hy_v4": _layers("mtp_layers", "enorm hnorm eh_proj final_layernorm", reads="first"),
+        "glm5_next": _deepseek(
+            "shared_head.norm", prefix="model.language_model.", notices="layers"
+        ),
+        "dots3_note": _deepseek(
+            "shared_head.norm", notices="layers", default_count=1, has_plain_projection=False
+        ),
+        "kimi_k3": _deepseek(
+            "shared_head.norm", prefix="language_model.model.", block=None, notices="layers"
+        ),
+        "step3p5 step3p7 step5 step5_vl": _deepseek(
+            "transformer.shared_head.norm", notices="tensors"
+        ),
         "qwen3_next": _qwen(
             kind=MTPFamily,
             block_config={"mlp_only_layers": [], "decoder_sparse_step": 1},
@@ -150,6 +164,16 @@ FAMILIES: Mapping[str, Family] = {
         ),
         "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text": _qwen(
             "mtp_num_hidden_layers", ties_head=True
+        ),
+        "intern_s2_preview": _qwen("mtp_num_hidden_layers", ties_head=True),
+        "interns2_mobius": _qwen("mtp_num_hidden_layers", ties_head=True, block=None),
+        "qwen4_exp qwen4_exp_text": Family(
+            r"mtp\.(?:layers\.([0-9]{1,9})\.)?",
+            once=tuple(f"mtp.{name}" for name in _QWEN4),
+            prefix="",
+            keys=("mtp_num_hidden_layers", "num_nextn_predict_layers"),
+            default_count=1,
+            has_plain_projection=False,
         ),
         "exaone_moe exaone4_5": _qwen("num_nextn_predict_layers"),
         "mimo": _layers(
@@ -173,21 +197,39 @@ FAMILIES: Mapping[str, Family] = {
             r"mtp_(?:block|emb_norm|hidden_norm|linear_proj)\.([0-9]{1,9})\.",
             ("mtp_emb_norm.{n}", "mtp_hidden_norm.{n}", "mtp_linear_proj.{n}"),
             ties_head=True,
+            ties_by_default=True,
         ),
         "longcat_flash": _layers(
-            "mtp.layers", "enorm.m hnorm.m eh_proj", "mtp.norm", default_count=1
+            "mtp.layers",
+            "enorm.m hnorm.m eh_proj",
+            "mtp.norm",
+            default_count=1,
+            has_plain_projection=False,
         ),
-        "nemotron_h": Family(
+        "nemotron_h nemotron_h_puzzle": Family(
             r"mtp\.layers\.([0-9]{1,9})\.",
             once=tuple(f"mtp.layers.0.{name}" for name in _NEMOTRON),
             prefix="",
             reads="sublayers",
+            has_plain_projection=False,
         ),
-        "deepseek_v4": _layers("mtp", "enorm hnorm e_proj h_proj", prefix=""),
+        "deepseek_v4": _layers(
+            "mtp", "enorm hnorm e_proj h_proj", prefix="", has_plain_projection=False
+        ),
         "minimax_m3_vl": _layers(
-            "mtp.layers", "enorm hnorm eh_proj final_layernorm", keys=("num_mtp_modules",)
+            "mtp.layers",
+            "enorm hnorm eh_proj final_layernorm",
+            keys=("num_mtp_modules",),
+            has_plain_projection=False,
         ),
-        "inkling": _layers("mtp.layers", "hidden_norm embed_norm input_proj", "mtp.chain_norm"),
+        "inkling_mm_model inkling_model": Family(
+            r"mtp\.(?:layers\.([0-9]{1,9})|chain_norm)\.",  # the norm is an option of the config
+            tuple(
+                f"mtp.layers.{{n}}.{name}" for name in ("hidden_norm", "embed_norm", "input_proj")
+            ),
+            notices="tensors",
+            has_plain_projection=False,
+        ),
     }.items()
     for model_type in model_types.split()
 }
@@ -206,7 +248,7 @@ NOT_RUNNABLE: Mapping[str, str] = {
     "gemma4_assistant": "its drafter reads the target's KV cache and has none of its own",
     "glm_moe_dsa": "its layers use a sparse attention indexer",
     "hy_v3": "its layer class has not been tried here",
-    "inkling": "its MTP blocks have convolution states and a chain norm of their own",
+    "inkling_mm_model": "its MTP blocks have convolution states and a chain norm of their own",
     "longcat_flash": "its decoder layers hold two attention blocks",
     "mimo_v2_flash": "its layers use sliding windows and its depths are not chained",
     "minimax_m3_vl": "its MTP layers use sparse attention",
@@ -218,8 +260,16 @@ NOT_RUNNABLE: Mapping[str, str] = {
 }
 """Why it does not run others, by `model_type`."""
 
-SEPARATE_DRAFTERS = frozenset({"gemma4_assistant"})
-"""Those whose checkpoint has the MTP layers of another checkpoint."""
+SEPARATE_DRAFTERS: Mapping[str, str] = {
+    "gemma4_assistant": "mtp",
+    "gemma4_unified_assistant": "mtp",
+    "muse_glimmer_assistant": "dflash",
+}
+"""Those whose checkpoint has the MTP layers, or the draft head, of another checkpoint -> the method
+of vLLM."""
+
+DSPARK = frozenset({"deepseek_v41"})
+"""Those whose MTP layers are stages of DSpark, which vLLM refuses as method `mtp`."""
 
 _PREFIX = re.compile(r"(?:(?:model|language_model)\.)*")
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from mtp_plugin.checkpoint.families import SEPARATE_DRAFTERS, MTPFamily, without_prefix
+from mtp_plugin.checkpoint.families import MTPFamily, without_prefix
 from mtp_plugin.checkpoint.files import INDEX_FILE, SINGLE_FILE, StoredTensor, listed
 from mtp_plugin.checkpoint.skipped import MAX_REPEATS
 from mtp_plugin.checkpoint.tensor_names import (
@@ -178,8 +178,7 @@ def _target_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             is_of_mtp=False,
         )
     given, family = checkpoint.value("tie_word_embeddings"), checkpoint.family
-    is_whole = family is not None and checkpoint.model_type not in SEPARATE_DRAFTERS
-    is_untied = given is False or (is_whole and not checkpoint.is_tied)
+    is_untied = given is False or (family is not None and not checkpoint.is_tied)
     if is_untied and not checkpoint.parts["head"]:
         default = "" if given is False else f" for {checkpoint.model_type} where it is not given"
         yield Problem(
@@ -188,7 +187,7 @@ def _target_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             "refusal",
             is_of_mtp=False,
         )
-    missing = [*_missing_of_target(checkpoint)] if is_whole and stored and absent is None else []
+    missing = [*_missing_of_target(checkpoint)] if family and stored and absent is None else []
     if missing:
         yield Problem(
             f"{len(missing)} tensor(s) of the target are missing: {listed(missing)}; {ORIGINAL}",
@@ -313,7 +312,7 @@ def _expected_shapes(checkpoint: Checkpoint) -> Iterator[tuple[str, Collection[t
     """Yield tensors whose shapes vLLM asserts, each with the shapes that fit."""
     family = checkpoint.family
     hidden, rows = checkpoint.number("hidden_size"), checkpoint.number("vocab_size")
-    if family is None or not hidden or not rows or checkpoint.model_type in SEPARATE_DRAFTERS:
+    if family is None or not hidden or not rows:
         return
     has_heads = any("shared_head" in name for name in family.own)  # others do not read copies
     copies = sorted(checkpoint.copies) if has_heads else ()

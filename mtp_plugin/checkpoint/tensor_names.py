@@ -8,6 +8,7 @@ from mtp_plugin.checkpoint.files import StoredTensor
 
 FLOATING = ("F32", "F16", "BF16")
 TARGET_LAYER = re.compile(r"layers\.([0-9]{1,9})\.(.*)")
+HEAD = re.compile(r"(?:lm_)?head\.|(?:.*\.)?unembed\.")
 COPY = re.compile(r"(?:.*\.)?(?:embed_tokens|shared_head\.(?:head|output))\.")
 """Copies of the target's embedding and head, or a head per layer."""
 LIKE_MTP = re.compile(r"(?:.*\.)?(?:mtp\w*|nextn\w*|enorm|hnorm|eh_proj)\.")

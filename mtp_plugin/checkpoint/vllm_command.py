@@ -18,6 +18,7 @@ def vllm_command(
     num_drafts: int = 3,
     *,
     drafter: str | Path | None = None,
+    method: str = "mtp",
     options: Mapping[str, Any] | None = None,
 ) -> str:
     """Return the shell command that serves a checkpoint in vLLM with this package's plugin.
@@ -25,9 +26,10 @@ def vllm_command(
     Args:
         num_drafts: drafts per step; 0: the checkpoint has no MTP layers.
         drafter: another checkpoint with the MTP layers; None: ``model`` has them.
+        method: of drafting.
         options: of the plugin.
     """
-    drafting: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": num_drafts}
+    drafting: dict[str, Any] = {"method": method, "num_speculative_tokens": num_drafts}
     if drafter is not None:
         drafting["model"] = str(drafter)
     flags = [("--speculative-config", drafting)] if num_drafts else []

@@ -12,6 +12,8 @@ from mtp_plugin.hosts.tensorrt_llm.checks import OK, PROBLEM, examine, serve_com
 def heads(checkpoint: Checkpoint) -> str:
     """Return how TensorRT-LLM drafts with the MTP layers of a checkpoint."""
     number = min(checkpoint.declared, len(checkpoint.found))
+    if checkpoint.family is None:
+        return "not known, the table of this package lacks the family"
     if number == 0:
         return "no MTP layers to draft with"
     if number == 1:

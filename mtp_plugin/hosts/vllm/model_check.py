@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from importlib.util import find_spec
 from typing import TextIO
 
 from mtp_plugin.checkpoint import (
+    DSPARK,
     IN_VLLM,
     SEPARATE_DRAFTERS,
     Checkpoint,
@@ -16,9 +18,11 @@ from mtp_plugin.checkpoint import (
     thinking_tags,
     vllm_command_of,
 )
+from mtp_plugin.config.messages import spelled
 from mtp_plugin.errors import CheckpointError, one_line, shell_quote
-from mtp_plugin.hosts.vllm.checks import OK, PROBLEM, examine, show
+from mtp_plugin.hosts.vllm.checks import OK, PROBLEM, Examination, examine, show
 
+NOT_HERE = "vllm is not installed here: what is said of it follows from the files of the checkpoint"
 LARGE_VOCABULARY = 65_536
 """From this number of ids on, a draft pass is mostly the product with the head."""
 
@@ -32,9 +36,11 @@ def verdict(checkpoint: Checkpoint) -> str:
         return IN_VLLM[worst]
     if checkpoint.model_type in SEPARATE_DRAFTERS:
         return "drafts for another checkpoint"
-    if not checkpoint.declared:
-        return "runs without drafts, there are no MTP layers"
-    return IN_VLLM[worst] if checkpoint.family else "drafts, if it knows this family"
+    if checkpoint.model_type in DSPARK:
+        return "refuses method mtp, drafts with dspark"
+    if checkpoint.family is None:
+        return f"not known, whether it drafts with family {spelled(checkpoint.model_type)}"
+    return IN_VLLM[worst] if checkpoint.declared else "runs without drafts, there are no MTP layers"
 
 
 def serve_command(checkpoint: Checkpoint) -> str:
@@ -64,7 +70,7 @@ def main(model: str) -> int:
             sys.stdout,
         )
         again = error.next_command or again
-    seen = examine()
+    seen = examine() if find_spec("vllm") else Examination(notes=[NOT_HERE])
     show(seen, sys.stdout)
     is_good = command is not None and not seen.problems
     sys.stdout.write(f"next: {one_line(command if is_good else again)}\n")
