@@ -18,6 +18,8 @@ from pydantic import BaseModel, TypeAdapter
 from pydantic.fields import FieldInfo
 
 from integration.vllm.signatures import stored
+from mtp_plugin.checkpoint import FAMILIES as KNOWN
+from mtp_plugin.checkpoint import SEPARATE_DRAFTERS
 from mtp_plugin.config import (
     CudaGraphConfig,
     KVCacheConfig,
@@ -61,26 +63,42 @@ MODELS = {
     "deepseek_v3": "DeepSeek-V3, R1, V3.1",
     "deepseek_v32": "DeepSeek-V3.2",
     "deepseek_v4": "DeepSeek-V4",
+    "dots3_note": "dots.3",
     "ernie4_5_moe": "ERNIE-4.5",
+    "exaone4_5": "EXAONE-4.5",
     "exaone_moe": "K-EXAONE",
     "gemma4_assistant": "Gemma-4 assistants",
+    "gemma4_unified_assistant": "Gemma-4 unified assistants",
     "glm4_moe": "GLM-4.5, 4.6, 4.7",
     "glm4_moe_lite": "GLM-4.7-Flash",
+    "glm5_next": "GLM-5 Next",
     "glm_moe_dsa": "GLM-5",
+    "glm_ocr": "GLM-OCR",
     "hy_v3": "Hy3",
-    "inkling": "Inkling",
+    "hy_v4": "Hy4",
+    "inkling_mm_model": "Inkling",
+    "intern_s2_preview": "Intern-S2 Preview",
+    "interns2_mobius": "Intern-S2 Mobius",
+    "kimi_k3": "Kimi K3",
     "longcat_flash": "LongCat-Flash",
     "mimo": "MiMo-7B",
     "mimo_v2_flash": "MiMo-V2-Flash",
     "minimax_m3_vl": "MiniMax-M3",
     "nemotron_h": "Nemotron-3",
+    "nemotron_h_puzzle": "Nemotron-3 Puzzle",
+    "pangu_ultra_moe": "openPangu Ultra MoE",
     "qwen3_5": "Qwen3.5 dense",
     "qwen3_5_moe": "Qwen3.5 MoE",
     "qwen3_next": "Qwen3-Next",
+    "qwen4_exp": "Qwen4",
     "step3p5": "Step-3.5",
     "step3p7": "Step-3.7",
+    "step5": "Step-5",
 }
 """Public models of each family."""
+_SAME_MODELS = {"inkling_model", "mimo_v2", "qwen3_5_text", "qwen3_5_moe_text", "qwen4_exp_text"}
+_SAME_MODELS |= {"step5_vl", "muse_glimmer_assistant"}
+"""Families of parts of these models, and a drafter that has no MTP layers."""
 EMBEDDED = {
     "deepseek_v3": "yes (MLA: exact, slow on a GPU)",
     "glm4_moe": "yes",
@@ -98,7 +116,8 @@ def families() -> str:
         rows.setdefault(answer, []).append(f"{MODELS[name]} (`{name}`)")
     ordered = sorted(rows, key=lambda answer: (answer[0] == "no", _ORDER.index(answer[1])))
     head = ["model family (`model_type`)", "embedded executor", "vLLM with the plugin"]
-    others = ", ".join(f"{MODELS[name]} (`{name}`)" for name in sorted(set(MODELS) - set(VLLM)))
+    known = {*KNOWN, *SEPARATE_DRAFTERS} - _SAME_MODELS - set(VLLM)
+    others = ", ".join(f"{MODELS[name]} (`{name}`)" for name in sorted(known))
     return (
         table(head, [[", ".join(rows[answer]), *answer] for answer in ordered])
         + f"\nThe plugin should serve these in vLLM too; none was tried: {others}.\n"
