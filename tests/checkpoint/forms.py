@@ -489,3 +489,47 @@ CHECKPOINTS: dict[str, tuple[Edit, dict[str, Any], str, str]] = {
         f"PATH/{INDEX}: expected plain names of .safetensors files next to it, got 'a/../",
     ),
 }
+
+O_PROJ, Q_PROJ = "model.layers.12.self_attn.o_proj", "model.layers.12.self_attn.q_proj"
+UP_PROJ = "model.layers.12.mlp.experts.0.up_proj"
+LEFT_OUT: list[tuple[str, str, str, bool]] = [
+    # method, entry of the list, module, whether vLLM leaves it out
+    *(
+        (method, entry, O_PROJ, False)
+        for method in ("fp8", "compressed-tensors")
+        for entry in (
+            "model.layers.12",
+            "layers.12",
+            "o_proj",
+            "model.layers.12.self_attn",
+            "layers.12.self_attn.o_proj",
+            "*self_attn*",
+            r"re:layers\.12",
+        )
+    ),
+    *((method, O_PROJ, O_PROJ, True) for method in ("fp8", "compressed-tensors", "awq")),
+    *((m, "model.layers.12.self_attn.qkv_proj", Q_PROJ, True) for m in ("fp8", "awq")),
+    ("compressed-tensors", "model.layers.12.self_attn.qkv_proj", Q_PROJ, True),
+    ("fp8", r"re:.*\.12\..*", O_PROJ, False),
+    ("compressed-tensors", r"re:.*\.12\..*", O_PROJ, True),
+    ("compressed-tensors", r"re:.*\.12\..*", Q_PROJ, True),
+    ("compressed-tensors", r"re:.*self_attn\..*_proj$", Q_PROJ, True),
+    ("fp8", "mtp", "mtp.layers.0.self_attn.o_proj", False),
+    ("compressed-tensors", "mtp", "mtp.layers.0.self_attn.o_proj", False),
+    ("awq", "mtp", "mtp.layers.0.self_attn.o_proj", True),
+    ("fp8", "model.layers.12.mlp.experts", UP_PROJ, True),
+    ("fp8", "model.layers.12.mlp.experts.3.down_proj", UP_PROJ, True),
+    ("fp8", "experts", UP_PROJ, False),
+    ("fp8", "model.layers.1.mlp.experts", UP_PROJ, False),
+    ("compressed-tensors", "model.layers.12.mlp.experts", UP_PROJ, False),
+    ("compressed-tensors", UP_PROJ, UP_PROJ, True),
+    ("awq", "model.layers.12.mlp.experts", UP_PROJ, True),
+    ("awq", UP_PROJ, UP_PROJ, False),
+    ("awq", "layers.12.", O_PROJ, True),
+    ("awq", "layers.1", O_PROJ, True),
+    ("awq", "mlp.gate", "model.layers.12.mlp.gate_proj", True),
+    ("gptq", r"-:.*\.12\..*", O_PROJ, True),
+    ("gptq", r"-:.*\.12\..*", UP_PROJ, True),
+    ("gptq", r"-:.*q_proj", Q_PROJ, False),
+    ("gptq", r"+:.*\.12\..*", O_PROJ, False),
+]

@@ -14,6 +14,7 @@ import pytest
 from mtp_plugin import LLM, extras
 from mtp_plugin.__main__ import main as cli_main
 from mtp_plugin.checkpoint import IN_VLLM, Checkpoint, describe, read_checkpoint
+from mtp_plugin.checkpoint.skipped import Skipped
 from mtp_plugin.config import MTPDecodingConfig
 from mtp_plugin.errors import LONGEST_LINE, CheckpointError
 from mtp_plugin.hosts.embedded.models import preflight
@@ -25,6 +26,7 @@ from mtp_plugin.hosts.vllm.model_check import main, verdict
 from tests.checkpoint.forms import (
     CHECKPOINTS,
     LAYERS,
+    LEFT_OUT,
     NO_MTP,
     TARGET,
     TINY,
@@ -203,6 +205,26 @@ def test_entries_of_layers_that_are_not_quantized(
     others = [r"re:(x)\.(y)", r"re:z", "a*b"]
     config = {"quantization_config": {"ignore": [*others, entry, *others]}}
     assert Checkpoint(tmp_path, config, {}, ()).skipped.holds(name) == is_skipped
+
+
+@pytest.mark.parametrize(("method", "entry", "module", "is_left_out"), LEFT_OUT)
+def test_entries_by_the_rule_of_a_method(
+    method: str, entry: str, module: str, is_left_out: bool
+) -> None:
+    key = {"compressed-tensors": "ignore"}.get(method, "modules_to_not_convert")
+    lists = {"dynamic": {entry: {}}} if method == "gptq" else {key: [entry]}
+    assert Skipped({"quant_method": method, **lists}).holds(f"{module}.weight") == is_left_out
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq", "compressed-tensors", "gptq"])
+def test_long_lists_by_the_rule_of_a_method(method: str) -> None:
+    """As many entries as a mixture of experts has modules."""
+    names = [f"model.layers.{n // 768}.mlp.experts.{n % 768}.up_proj" for n in range(46_080)]
+    lists = {"ignore": names, "modules_to_not_convert": names}
+    skipped, begin = Skipped({"quant_method": method, **lists}), time.process_time()
+    others = [f"{name.replace('mlp', 'moe')}.weight" for name in names]
+    assert not any(skipped.holds(name) for name in others)
+    assert time.process_time() - begin < 5
 
 
 @pytest.mark.parametrize("pattern", HOSTILE_PATTERNS.values(), ids=HOSTILE_PATTERNS)

@@ -5,14 +5,19 @@ from __future__ import annotations
 import ast
 import inspect
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("vllm")
 
 from vllm.config.speculative import SpeculativeConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
+from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from mtp_plugin.hosts.vllm.versions import release
+from tests.checkpoint.forms import LEFT_OUT
 from tests.checkpoint.test_families import BY_MODEL_TYPE
 
 
@@ -34,3 +39,22 @@ def test_the_stored_model_types_are_those_of_vllm():
     }
     compared -= {"model_type", None}
     assert {name for name in compared if not name.endswith("_mtp")} == stored
+
+
+FUSED = {"qkv_proj": ["q_proj", "k_proj", "v_proj"], "gate_up_proj": ["gate_proj", "up_proj"]}
+
+
+@pytest.mark.parametrize(("method", "entry", "module", "is_left_out"), LEFT_OUT)
+def test_the_stored_entries_are_matched_as_by_vllm(method, entry, module, is_left_out):
+    stem, _, word = module.rpartition(".")
+    experts, is_expert, _ = module.partition(".experts.")
+    fused = next((name for name, parts in FUSED.items() if word in parts), word)
+    prefix = f"{experts}.experts" if is_expert else f"{stem}.{fused}"
+    if method == "gptq":
+        found = get_dynamic_override(SimpleNamespace(dynamic={entry: {}}), prefix) is False
+    elif method == "compressed-tensors":
+        found = should_ignore_layer(module if is_expert else prefix, [entry], FUSED)
+    else:
+        mode = {"awq": "substring"}.get(method, "exact")
+        found = is_layer_skipped(prefix, [entry], FUSED, match_mode=mode)
+    assert found == is_left_out
