@@ -120,7 +120,8 @@ def families() -> str:
     others = ", ".join(f"{MODELS[name]} (`{name}`)" for name in sorted(known))
     return (
         table(head, [[", ".join(rows[answer]), *answer] for answer in ordered])
-        + f"\nThe plugin should serve these in vLLM too; none was tried: {others}.\n"
+        + f"\nThe plugin should serve these in vLLM too; none was tried: {others}. What tools "
+        "do to their files: [Checkpoints](docs/checkpoints.md).\n"
     )
 
 

@@ -129,17 +129,19 @@ def _target_layers(checkpoint: Checkpoint) -> Mapping[str, set[str]]:
 
 def _incomplete_layers(checkpoint: Checkpoint) -> Iterator[str]:
     """Yield what a single layer of the target lacks of several others."""
+    layers = _target_layers(checkpoint)
     for is_mlp in (False, True):
         parts = {
             number: frozenset(n for n in names if n.startswith("mlp.") == is_mlp)
-            for number, names in _target_layers(checkpoint).items()
+            for number, names in layers.items()
         }
         counts = Counter(parts.values())
         for number, part in parts.items():
             whole = (each for each in counts if part < each and counts[each] >= _ALIKE)
             lacks = min((each - part for each in whole), key=len, default=frozenset[str]())
             if counts[part] == 1:
-                yield from (f"layers.{number}.{n}" for n in sorted(lacks) if n.endswith(".weight"))
+                names = (n for n in sorted(lacks) if n.endswith(".weight") and "indexer" not in n)
+                yield from (f"layers.{number}.{name}" for name in names)
 
 
 def _missing_experts(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[str]:
@@ -187,7 +189,7 @@ def _target_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             "refusal",
             is_of_mtp=False,
         )
-    missing = [*_missing_of_target(checkpoint)] if family and stored and absent is None else []
+    missing = [*_missing_of_target(checkpoint)] if stored and absent is None else []
     if missing:
         yield Problem(
             f"{len(missing)} tensor(s) of the target are missing: {listed(missing)}; {ORIGINAL}",
@@ -205,7 +207,12 @@ def _target_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _missing_of_target(checkpoint: Checkpoint) -> Iterator[str]:
-    """Yield the tensors that the target lacks: embedding, last norm, and parts of its layers."""
+    """Yield the tensors that the target lacks: embedding, last norm, and parts of its layers.
+
+    Of families whose MTP layers have a block of another kind, too little is known of the target.
+    """
+    if checkpoint.family is None or checkpoint.family.block is None:
+        return
     bare = {without_prefix(name): name for name in checkpoint.parts["target"]}
     layer = next(name for name in bare if TARGET_LAYER.match(name))
     prefix = bare[layer].removesuffix(layer)

@@ -138,9 +138,9 @@ class Skipped:
         return self.answers[name]
 
     def _module(self, name: str) -> str:
-        """Return the module of a tensor for which vLLM asks."""
+        """Return the module with which vLLM compares the entries."""
         experts, found, _ = name.rpartition(".experts.")
-        is_one = found and self.rule != "whole or re:"  # it asks for all experts at once
+        is_one = found and self.rule != "whole or re:"  # all experts at once
         return f"{experts}.experts" if is_one else name.rpartition(".")[0]
 
     def _is_part(

@@ -98,6 +98,25 @@ LONGEST = ["".join((PROMPTS[n:] + PROMPTS[:n])[:7]) + PROMPTS[n][:25] for n in r
 MIXED = random_requests(
     [*PROMPTS, *(each["prompt"] for each in LONG["long"]), *LONGEST], 40, seed=10, longest=48
 )
+FEW_GREEDY = [request(prompt, 16) for prompt in PROMPTS[:3]]
+STARTED = (
+    "whole",
+    "MTP layers of another model size",
+    "projection transposed",
+    "larger vocab_size",
+    "MTP layers of another vocabulary",
+    "no head, nothing said of it",
+    "a projection of the target is missing",
+    "no last norm",
+    "a projection is missing",
+    "a file of 0 bytes",
+    "a stale index",
+    "an index of absent files",
+    "a file of its own for the MTP layers",
+    "a stale whole file",
+    "a tensor in two files",
+)
+"""Forms of checkpoints that are started."""
 UNSEEDED: Phases = {
     "unseeded": [request(PROMPTS[0], 24, temperature=1.0) for _ in range(4)],
     "n": [
@@ -629,6 +648,8 @@ JOBS: dict[str, dict[str, Any]] = {
         **keeps_probs(3),
     )
     | {"module": "tests.vllm.run_server"},
+    "checkpoints": job(2, dict.fromkeys(STARTED, FEW_GREEDY), plugin=None)
+    | {"module": "tests.vllm.run_checkpoints"},
     "ngram": job(
         3,
         OF_NGRAM,

@@ -17,8 +17,9 @@ from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
 from mtp_plugin.hosts.vllm.versions import release
-from tests.checkpoint.forms import LEFT_OUT
+from tests.checkpoint.forms import CHECKPOINTS, LEFT_OUT
 from tests.checkpoint.test_families import BY_MODEL_TYPE
+from tests.vllm.engines import STARTED
 
 
 def test_the_stored_model_types_are_those_of_vllm():
@@ -58,3 +59,14 @@ def test_the_stored_entries_are_matched_as_by_vllm(method, entry, module, is_lef
         mode = {"awq": "substring"}.get(method, "exact")
         found = is_layer_skipped(prefix, [entry], FUSED, match_mode=mode)
     assert found == is_left_out
+
+
+@pytest.mark.engines("checkpoints")
+@pytest.mark.parametrize("name", STARTED)
+def test_an_engine_does_what_the_doctor_says(results, name):
+    """Its verdicts on these forms are compared by ``tests/checkpoint``."""
+    found, whole = results("checkpoints")[name], results("checkpoints")["whole"]
+    answer = "drafts" if found.get("accepted") else "drafts at random"
+    if found.get("tokens") != whole["tokens"]:
+        answer = "refuses"
+    assert answer == CHECKPOINTS[name][2], found
