@@ -276,6 +276,15 @@ def _mtp_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             whole,
             is_of_vllm=True,
         )
+    fused = [n for n in checkpoint.mtp if (e := EXPERT.fullmatch(n)) and e["number"] is None]
+    if fused and family.is_absolute:
+        yield Problem(
+            f"{len(fused)} tensor(s) of the MTP layers hold all experts: {listed(fused)}; in family "
+            f"{checkpoint.model_type} vLLM reads them one by one: split them into tensors such as "
+            "experts.0.down_proj.weight",
+            "refusal",
+            is_of_vllm=True,
+        )
     missing, extra = checkpoint.differences
     if missing:
         norms = not checkpoint.quantization and any("norm" in name for name in missing)

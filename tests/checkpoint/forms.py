@@ -198,7 +198,12 @@ CHECKPOINTS: dict[str, tuple[Edit, dict[str, Any], str, str]] = {
     # name: edit, how it is written, what vLLM does, begin of the problem
     "whole": (declare(), {}, "drafts", ""),
     "shards without an index": (declare(), {"shards": 2, "mtp_file": True}, "drafts", ""),
-    "experts as one tensor": (fuse_experts, {}, "drafts", ""),
+    "experts as one tensor": (
+        fuse_experts,
+        {},
+        "refuses",
+        "6 tensor(s) of the MTP layers hold all experts: model.layers.12.mlp.experts.",
+    ),
     "no MTP tensors": (drop(*LAYERS), {}, "refuses", NO_MTP),
     "copies alone": (leave_copies, {}, "refuses", NO_MTP),
     "no MTP tensors, quantized": (

@@ -101,6 +101,7 @@ MIXED = random_requests(
 FEW_GREEDY = [request(prompt, 16) for prompt in PROMPTS[:3]]
 STARTED = (
     "whole",
+    "experts as one tensor",
     "MTP layers of another model size",
     "projection transposed",
     "larger vocab_size",
