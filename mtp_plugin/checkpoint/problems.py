@@ -279,8 +279,8 @@ def _mtp_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     fused = [n for n in checkpoint.mtp if (e := EXPERT.fullmatch(n)) and e["number"] is None]
     if fused and family.is_absolute:
         yield Problem(
-            f"{len(fused)} tensor(s) of the MTP layers hold all experts: {listed(fused)}; in family "
-            f"{checkpoint.model_type} vLLM reads them one by one: split them into tensors such as "
+            f"{len(fused)} tensor(s) of the MTP layers hold all experts: {listed(fused)}; vLLM "
+            f"reads those of {checkpoint.model_type} one by one: split them into tensors such as "
             "experts.0.down_proj.weight",
             "refusal",
             is_of_vllm=True,

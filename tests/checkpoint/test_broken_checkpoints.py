@@ -8,6 +8,7 @@ import struct
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,7 +39,7 @@ from tests.checkpoint.forms import (
     write,
     write_file,
 )
-from tests.hostile import HOSTILE_PATTERNS, HOSTILE_TEXT
+from tests.hostile import HOSTILE, HOSTILE_PATTERNS, HOSTILE_TEXT
 
 
 def verdict_of(path: Path) -> tuple[str, list[str]]:
@@ -310,10 +311,12 @@ def test_the_doctor_of_tensorrt_llm(
         assert ended.value.code == 1
 
 
+@pytest.mark.parametrize("is_installed", [False, True])
 def test_the_doctor_of_vllm(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], is_installed: bool
 ) -> None:
-    """Large vocabularies get a hint, and the last line serves the checkpoint."""
+    """Large vocabularies get a hint, and the last line serves the checkpoint, also elsewhere."""
+    monkeypatch.setattr(model_check, "find_spec", lambda _: is_installed or None)
     monkeypatch.setattr(model_check, "examine", lambda: Examination("0.33.0", tested_on="CPU"))
     monkeypatch.setattr(extras, "version_of", lambda _: "0.33.0")
     monkeypatch.setattr(model_check, "LARGE_VOCABULARY", 2048)
@@ -325,6 +328,34 @@ def test_the_doctor_of_vllm(
         '\'{"mtp_plugin": {"thinking_begin_token": 1, "thinking_end_token": 2}}\''
     )
     assert any(line.startswith("hint ") and "draft_vocab" in line for line in lines)
+    assert (model_check.NOT_HERE in lines) != is_installed
+
+
+def is_json(value: Any) -> bool:
+    try:
+        return bool(json.dumps(value))
+    except Exception:  # whatever a hostile value raises
+        return False
+
+
+@pytest.mark.parametrize("value", [v for v in HOSTILE.values() if is_json(v)])
+def test_hostile_values_of_a_config(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], value: Any
+) -> None:
+    write(tmp_path, declare())
+    config = json.loads((tmp_path / "config.json").read_text())
+    lists = dict.fromkeys(("ignore", "modules_to_not_convert", "dynamic"), value)
+    for values in (
+        {"hidden_size": value, "vocab_size": value},
+        {"text_config": value, "tie_word_embeddings": value},
+        {"quantization_config": {"quant_method": value, "ignore": [value]}},
+        {"quantization_config": {"quant_method": "fp8", "ignored_layers": [value], **lists}},
+        {"quantization_config": {"quant_method": "gptq", "modules_in_block_to_quantize": value}},
+        {"quantization_config": {"quant_method": "compressed-tensors", **lists}},
+    ):
+        (tmp_path / "config.json").write_text(json.dumps({**config, **values}))
+        assert main(str(tmp_path)) in (0, 1)
+    assert all(line.isprintable() for line in capsys.readouterr().out.splitlines())
 
 
 @pytest.mark.parametrize("text", HOSTILE_TEXT.values(), ids=HOSTILE_TEXT)
