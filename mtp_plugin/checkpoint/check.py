@@ -31,7 +31,6 @@ from mtp_plugin.checkpoint.files import (
     read_json,
 )
 from mtp_plugin.checkpoint.problems import (
-    OWN_HEAD,
     PARTS,
     Part,
     Problem,
@@ -51,6 +50,7 @@ THINKING_TAGS = (
     ("[THINK]", "[/THINK]"),
     ("<|START_THINKING|>", "<|END_THINKING|>"),
 )
+OWN_HEAD = "which differs from the embedding, though tie_word_embeddings is true"
 OTHER_COPIES = "unlike the target's, with which drafts are computed"
 
 _COUNT_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")

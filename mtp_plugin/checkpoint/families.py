@@ -61,8 +61,6 @@ class Family:
     """What vLLM reads: every layer, the first one, or numbered sublayers of a single layer."""
     notices: Literal["norms", "layers", "tensors"] = "norms"
     """Missing tensors that vLLM refuses: norms if nothing is quantized, whole layers, or any."""
-    ties_head: bool = False
-    """Whether vLLM leaves out a stored head where the config ties it to the embedding."""
     ties_by_default: bool = False
     """Whether the head is the embedding where the config does not say it."""
     has_plain_projection: bool = True
@@ -162,11 +160,9 @@ FAMILIES: Mapping[str, Family] = {
             block_config={"mlp_only_layers": [], "decoder_sparse_step": 1},
             partial_rotary=True,
         ),
-        "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text": _qwen(
-            "mtp_num_hidden_layers", ties_head=True
-        ),
-        "intern_s2_preview": _qwen("mtp_num_hidden_layers", ties_head=True),
-        "interns2_mobius": _qwen("mtp_num_hidden_layers", ties_head=True, block=None),
+        "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text": _qwen("mtp_num_hidden_layers"),
+        "intern_s2_preview": _qwen("mtp_num_hidden_layers"),
+        "interns2_mobius": _qwen("mtp_num_hidden_layers", block=None),
         "qwen4_exp qwen4_exp_text": Family(
             r"mtp\.(?:layers\.([0-9]{1,9})\.)?",
             once=tuple(f"mtp.{name}" for name in _QWEN4),
@@ -180,7 +176,6 @@ FAMILIES: Mapping[str, Family] = {
             "mtp_layers",
             "token_layernorm hidden_layernorm input_proj final_layernorm",
             kind=MTPFamily,
-            ties_head=True,
             block="mtp_layers.{n}.",
             traits=DraftTraits("hidden_embed"),
             # transformers has no mimo class; the target is a Qwen2 with the same config fields
@@ -196,7 +191,6 @@ FAMILIES: Mapping[str, Family] = {
         "ernie4_5_moe": Family(
             r"mtp_(?:block|emb_norm|hidden_norm|linear_proj)\.([0-9]{1,9})\.",
             ("mtp_emb_norm.{n}", "mtp_hidden_norm.{n}", "mtp_linear_proj.{n}"),
-            ties_head=True,
             ties_by_default=True,
         ),
         "longcat_flash": _layers(

@@ -27,7 +27,6 @@ from mtp_plugin.config.messages import spelled
 if TYPE_CHECKING:
     from mtp_plugin.checkpoint.check import Checkpoint
 
-OWN_HEAD = "which differs from the embedding, though tie_word_embeddings is true"
 InVllm = Literal["drafts", "random", "refusal"]
 IN_VLLM: Mapping[InVllm, str] = {
     "drafts": "drafts",
@@ -195,14 +194,6 @@ def _target_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             f"{len(missing)} tensor(s) of the target are missing: {listed(missing)}; {ORIGINAL}",
             "refusal",
             is_of_mtp=False,
-        )
-    if family is not None and family.ties_head and checkpoint.is_tied and checkpoint.has_own_head:
-        yield Problem(
-            f"vLLM uses the embedding as the head of {checkpoint.model_type}, not lm_head.weight, "
-            f"{OWN_HEAD}: set it to false",
-            "refusal",
-            is_of_mtp=False,
-            is_of_vllm=True,
         )
 
 

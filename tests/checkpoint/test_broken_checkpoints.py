@@ -63,6 +63,7 @@ def test_checkpoint(tmp_path: Path, name: str) -> None:
     if problem.startswith("PATH"):
         return
     checkpoint = read_checkpoint(tmp_path)
+    assert ("warning" in dict(describe(checkpoint))) == ("two files" in name)
     in_executor = next((p for p in checkpoint.problems if not p.is_of_vllm), None)
     if in_executor is not None and not any(checkpoint.quantized.values()):
         with pytest.raises(CheckpointError) as caught:

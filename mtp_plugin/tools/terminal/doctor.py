@@ -62,6 +62,8 @@ from mtp_plugin.tools.terminal.console import DIFFERENT, OK, OutputConsole
 T = TypeVar("T")
 
 EXAMPLE = "Once upon a time"
+SHOWN = ("warning", "MTP layers", "MTP tensors", "quantization", "head", "thinking tags")
+"""What is said of a checkpoint's files."""
 
 _BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 
@@ -215,7 +217,7 @@ def _add_facts(found: Diagnosis, facts: ModelFacts) -> None:
 
 def _add_checkpoint(found: Diagnosis, model: str) -> None:
     for name, value in describe(read_checkpoint(model)):
-        if name in ("MTP layers", "MTP tensors", "quantization", "head", "thinking tags"):
+        if name in SHOWN:
             found.add(name, value)
 
 

@@ -23,10 +23,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import mtp_plugin.hosts.embedded.attention.bridge  # noqa: F401 - registers the attention functions
 from mtp_plugin.checkpoint import FLOATING, Checkpoint, read_checkpoint
-from mtp_plugin.checkpoint.check import OTHER_COPIES
+from mtp_plugin.checkpoint.check import OTHER_COPIES, OWN_HEAD
 from mtp_plugin.checkpoint.families import DraftTraits, MTPFamily
 from mtp_plugin.checkpoint.files import StoredTensor, listed
-from mtp_plugin.checkpoint.problems import OWN_HEAD
 from mtp_plugin.checkpoint.vllm_command import IN_VLLM
 from mtp_plugin.errors import (
     CheckpointError,
