@@ -218,9 +218,7 @@ FAMILIES: Mapping[str, Family] = {
         ),
         "inkling_mm_model inkling_model": Family(
             r"mtp\.(?:layers\.([0-9]{1,9})|chain_norm)\.",  # the norm is an option of the config
-            tuple(
-                f"mtp.layers.{{n}}.{name}" for name in ("hidden_norm", "embed_norm", "input_proj")
-            ),
+            tuple(f"mtp.layers.{{n}}.{name}" for name in _INKLING),
             notices="tensors",
             has_plain_projection=False,
         ),

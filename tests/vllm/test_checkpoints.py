@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
+from pathlib import Path
 from textwrap import dedent
 from types import SimpleNamespace
 
@@ -11,13 +13,21 @@ import pytest
 
 pytest.importorskip("vllm")
 
+import vllm
 from vllm.config.speculative import SpeculativeConfig
+from vllm.model_executor.layers.quantization.auto_awq import AutoAWQConfig
+from vllm.model_executor.layers.quantization.auto_gptq import AutoGPTQConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
-from vllm.model_executor.layers.quantization.utils.gptq_utils import get_dynamic_override
+from vllm.model_executor.layers.quantization.utils.gptq_utils import (
+    get_dynamic_override,
+    is_layer_gptq_quantized,
+)
 from vllm.model_executor.layers.quantization.utils.quant_utils import is_layer_skipped
 
+from mtp_plugin.checkpoint import FAMILIES
+from mtp_plugin.checkpoint.skipped import Skipped
 from mtp_plugin.hosts.vllm.versions import release
-from tests.checkpoint.forms import CHECKPOINTS, LEFT_OUT
+from tests.checkpoint.forms import CHECKPOINTS, LEFT_OUT, O_PROJ, TARGET, UP_PROJ, pack, write
 from tests.checkpoint.test_families import BY_MODEL_TYPE
 from tests.vllm.engines import STARTED
 
@@ -59,6 +69,51 @@ def test_the_stored_entries_are_matched_as_by_vllm(method, entry, module, is_lef
         mode = {"awq": "substring"}.get(method, "exact")
         found = is_layer_skipped(prefix, [entry], FUSED, match_mode=mode)
     assert found == is_left_out
+
+
+@pytest.mark.parametrize("config", [AutoAWQConfig, AutoGPTQConfig])
+def test_unquantized_layers_are_found_in_the_files_but_for_experts(tmp_path, config):
+    write(tmp_path, pack(*TARGET))
+    values = {"bits": 4, "group_size": 128, "desc_act": False, "sym": True, "zero_point": True}
+    made, method = config.from_config(values), config.__name__[4:-6].lower()
+    made.maybe_update_config(str(tmp_path))
+    for module in (O_PROJ, UP_PROJ, O_PROJ.replace("12", "3")):
+        if method == "gptq":
+            found = not is_layer_gptq_quantized(module, made.modules_in_block_to_quantize)
+        else:
+            module = module.partition(".experts.")[0] + ".experts" * ("experts" in module)
+            found = is_layer_skipped(module, made.modules_to_not_convert, match_mode="substring")
+        # GPTQ never looks up experts
+        if method == "awq" or "experts" not in module:
+            is_unquantized = ".12." in module and "experts" not in module
+            assert found == is_unquantized
+    ours = Skipped({"quant_method": method})
+    assert ours.is_found_in_files(f"{O_PROJ}.weight")
+    assert not ours.is_found_in_files(f"{UP_PROJ}.weight")
+
+
+@pytest.mark.parametrize(
+    ("family", "module"),
+    [
+        ("bailing_hybrid", "bailing_moe_mtp"),
+        ("deepseek_v3", "deepseek_mtp"),
+        ("ernie4_5_moe", "ernie_mtp"),
+        ("exaone_moe", "exaone_moe_mtp"),
+        ("glm4_moe", "glm4_moe_mtp"),
+        ("glm4_moe_lite", "glm4_moe_lite_mtp"),
+        ("hy_v3", "hy_v3_mtp"),
+        ("longcat_flash", "longcat_flash_mtp"),
+        ("mimo", "mimo_mtp"),
+        ("nemotron_h", "nemotron_h_mtp"),
+        ("qwen3_5", "qwen3_5_mtp"),
+        ("qwen3_next", "qwen3_next_mtp"),
+        ("step3p5", "step3p5_mtp"),
+    ],
+)
+def test_projections_that_vllm_never_quantizes(family, module):
+    source = Path(vllm.__file__).parent / "model_executor" / "models" / f"{module}.py"
+    is_plain = re.search(r"_proj = nn\.Linear\(\s*config\.hidden_size \* 2", source.read_text())
+    assert FAMILIES[family].has_plain_projection == bool(is_plain)
 
 
 @pytest.mark.engines("checkpoints")
