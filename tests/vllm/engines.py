@@ -109,7 +109,6 @@ STARTED = (
     "no head, nothing said of it",
     "a projection of the target is missing",
     "no last norm",
-    "a projection is missing",
     "a file of 0 bytes",
     "a stale index",
     "an index of absent files",
