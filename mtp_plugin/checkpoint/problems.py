@@ -368,7 +368,7 @@ def _quantization_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
             yield Problem(
                 f"{len(odd)} weight(s) of the {title} are quantized, {named} leaves them out: "
                 f"{listed(odd)}",
-                "random" if part == "mtp" else "refusal",
+                "refusal",
                 is_of_mtp=part == "mtp",
                 is_of_vllm=True,
             )
@@ -405,15 +405,17 @@ def _quantization_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
 
 
 def _quantized_projections(checkpoint: Checkpoint) -> Iterator[Problem]:
-    family, tensors = checkpoint.family, checkpoint.tensors
-    names = [name for name in _projections(checkpoint) if is_quantized(name, tensors[name])]
+    family = checkpoint.family
+    names = [n for n in _projections(checkpoint) if is_quantized(n, checkpoint.tensors[n])]
     if names and family is not None and family.has_plain_projection:
-        # GLM's loaders leave out a scale of this name, so that the weight is used without it
-        is_scaled = all(f"{name}_scale" in tensors for name in names)
+        # the loaders of two families skip a scale of this name, so that the weight is used without
+        is_random = checkpoint.model_type in ("glm4_moe", "glm_ocr") and all(
+            f"{name}_scale" in checkpoint.tensors for name in names
+        )
         yield Problem(
             f"{len(names)} projection(s) of the MTP layers are quantized: {listed(names)}; vLLM "
             f"never quantizes them in family {checkpoint.model_type}: store them in the dtype of "
             f"the original, and name them in {checkpoint.skipped.key}",
-            "random" if is_scaled and "glm" in checkpoint.model_type else "refusal",
+            "random" if is_random else "refusal",
             is_of_vllm=True,
         )

@@ -311,6 +311,21 @@ CHECKPOINTS: dict[str, tuple[Edit, dict[str, Any], str, str]] = {
         "drafts",
         "",
     ),
+    "MTP layers left out, though quantized": (
+        all_of(
+            quantize(*TARGET, *LAYERS),
+            quantized_by("compressed-tensors", ignore=["lm_head", r"re:.*layers\.1[234]\."]),
+        ),
+        {},
+        "refuses",
+        "57 weight(s) of the MTP layers are quantized, the quantization config (compressed-t",
+    ),
+    "projection quantized, with a scale that is skipped": (
+        all_of(quantize("model.layers.12.eh_proj", projection=True), FP8),
+        {},
+        "drafts at random",
+        "1 projection(s) of the MTP layers are quantized: model.layers.12.eh_proj.weight",
+    ),
     "begins of names left out": (
         all_of(quantize(*TARGET), quantized_by("fp8", modules_to_not_convert=["model.layers.12"])),
         {},

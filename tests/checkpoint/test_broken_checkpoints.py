@@ -151,6 +151,14 @@ def test_refused_files(
         ("deepseek_v4", "", "mtp.0.enorm mtp.0.e_proj mtp.0.h_proj"),
         ("step3p7", "model.", "layers.12.enorm layers.12.transformer.shared_head.norm"),
         ("glm_ocr", "model.language_model.", "layers.12.enorm layers.12.shared_head.norm"),
+        ("glm5_next", "model.language_model.", "layers.12.enorm layers.12.shared_head.norm"),
+        ("kimi_k3", "language_model.model.", "layers.12.enorm layers.12.shared_head.norm"),
+        ("dots3_note", "model.", "layers.12.eh_proj layers.12.shared_head.norm"),
+        ("hy_v4", "model.", "mtp_layers.0.eh_proj mtp_layers.0.final_layernorm"),
+        ("qwen4_exp", "", "mtp.fc_hidden mtp.pre_fc_norm_embedding mtp.layers.0.input_layernorm"),
+        ("interns2_mobius", "", "mtp.fc mtp.norm mtp.layers.0.input_layernorm"),
+        ("nemotron_h_puzzle", "", "mtp.layers.0.enorm mtp.layers.1.final_layernorm"),
+        ("inkling_model", "model.", "mtp.layers.0.input_proj mtp.layers.0.embed_norm"),
     ],
 )
 def test_names_of_families(tmp_path: Path, model_type: str, prefix: str, names: str) -> None:
