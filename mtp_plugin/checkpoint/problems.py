@@ -6,6 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from mtp_plugin.checkpoint.families import MTPFamily, without_prefix
@@ -39,7 +40,8 @@ PARTS: Mapping[Part, str] = {"target": "target", "mtp": "MTP layers", "head": "h
 ORIGINAL = "take the files of the original checkpoint"
 
 _EXPERT_KEYS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_num_experts")
-_MAX_EXPERTS = 2**16
+_MAX_EXPERTS, _MAX_NAMES, _MAX_KINDS = 2**16, 2**18, 64
+"""Of names that a config or a header may ask for."""
 _HEADLESS = ("fp8", "gptq", "awq")
 """Quantization methods of vLLM that leave out the head, unless `lm_head` is true."""
 _ANY_EXPERT = re.compile(r"(?<=\.experts)\.[0-9]{1,9}\.")
@@ -83,7 +85,7 @@ def differences_of(checkpoint: Checkpoint) -> tuple[list[str], list[str]]:
     extra: set[str] = set()
     kinds = [set(kind) for kind in set(map(frozenset, _target_layers(checkpoint).values()))]
     layers = [kind for kind in kinds if any(n.startswith("self_attn.") for n in kind)] or kinds
-    for depth in checkpoint.found:
+    for depth in checkpoint.found[:_MAX_KINDS]:
         own = {f"{name.format(n=checkpoint.first_layer + depth)}.weight" for name in family.own}
         missing |= own - have
         if family.block is None:
@@ -135,10 +137,11 @@ def _incomplete_layers(checkpoint: Checkpoint) -> Iterator[str]:
             for number, names in layers.items()
         }
         counts = Counter(parts.values())
+        kinds = [kind for kind, count in counts.most_common(_MAX_KINDS) if count >= _ALIKE]
         for number, part in parts.items():
-            whole = (each for each in counts if part < each and counts[each] >= _ALIKE)
-            lacks = min((each - part for each in whole), key=len, default=frozenset[str]())
             if counts[part] == 1:
+                whole = (kind - part for kind in kinds if part < kind)
+                lacks = min(whole, key=len, default=frozenset[str]())
                 names = (n for n in sorted(lacks) if n.endswith(".weight") and "indexer" not in n)
                 yield from (f"layers.{number}.{name}" for name in names)
 
@@ -152,9 +155,13 @@ def _missing_experts(checkpoint: Checkpoint, names: Iterable[str]) -> Iterator[s
             numbers = seen.setdefault((found["experts"], found["name"]), set())
             numbers.add(int(found["number"]))
     count = min(checkpoint.number(*_EXPERT_KEYS), _MAX_EXPERTS)
-    for (experts, name), numbers in seen.items():
-        for number in sorted(set(range(count)) - numbers):
-            yield f"{experts}.{number}.{name}.weight"
+    missing = (
+        f"{experts}.{number}.{name}.weight"
+        for (experts, name), numbers in seen.items()
+        for number in range(count)
+        if number not in numbers
+    )
+    yield from islice(missing, _MAX_NAMES)
 
 
 def _target_problems(checkpoint: Checkpoint) -> Iterator[Problem]:

@@ -340,6 +340,19 @@ def test_the_doctor_of_vllm(
     assert (model_check.NOT_HERE in lines) != is_installed
 
 
+@pytest.mark.parametrize(
+    "name", ["model.layers.{}.x.weight", "model.layers.3.e{}.experts.0.up_proj.weight"]
+)
+def test_headers_of_many_layers_and_experts(tmp_path: Path, name: str) -> None:
+    config = {"model_type": "glm4_moe", "num_hidden_layers": 2, "n_routed_experts": 2**16}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 1}))
+    tensors = {name.format(n): ("BF16", [1]) for n in range(20_000)}
+    write_file(tmp_path / "model.safetensors", tensors)
+    begin = time.process_time()
+    assert main(str(tmp_path)) == 1
+    assert time.process_time() - begin < 10
+
+
 def is_json(value: Any) -> bool:
     try:
         return bool(json.dumps(value))
