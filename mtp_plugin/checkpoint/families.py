@@ -144,17 +144,20 @@ FAMILIES: Mapping[str, Family] = {
         "hy_v3": _deepseek("final_layernorm"),
         "hy_v4": _layers("mtp_layers", "enorm hnorm eh_proj final_layernorm", reads="first"),
         "glm5_next": _deepseek(
-            "shared_head.norm", prefix="model.language_model.", notices="layers"
+            "shared_head.norm", prefix="model.language_model.", block=None, notices="layers"
         ),
         "dots3_note": _deepseek(
-            "shared_head.norm", notices="layers", default_count=1, has_plain_projection=False
+            "shared_head.norm",
+            block=None,
+            notices="layers",
+            default_count=1,
+            has_plain_projection=False,
         ),
         "kimi_k3": _deepseek(
             "shared_head.norm", prefix="language_model.model.", block=None, notices="layers"
         ),
-        "step3p5 step3p7 step5 step5_vl": _deepseek(
-            "transformer.shared_head.norm", notices="tensors"
-        ),
+        "step3p5 step3p7": _deepseek("transformer.shared_head.norm", notices="tensors"),
+        "step5 step5_vl": _deepseek("transformer.shared_head.norm", block=None, notices="tensors"),
         "qwen3_next": _qwen(
             kind=MTPFamily,
             block_config={"mlp_only_layers": [], "decoder_sparse_step": 1},
