@@ -49,3 +49,18 @@ def test_without_mtp_layers_of_its_own(
     checkpoint = read_checkpoint(tmp_path)
     assert verdict(checkpoint) == found
     assert (f'"method": "{method}"' in serve_command(checkpoint)) == (method is not None)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "name", "is_enough"),
+    [("hy_v4", "mtp_layers.0.enorm", True), ("glm4_moe", "layers.0.enorm", False)],
+)
+def test_one_layer_of_two_that_are_declared(
+    tmp_path: Path, model_type: str, name: str, is_enough: bool
+) -> None:
+    """Hy4 declares one more than it has."""
+    config = {"model_type": model_type, "num_nextn_predict_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    write_file(tmp_path / "model.safetensors", {f"model.{name}.weight": ("BF16", [8])})
+    problems = [problem.text for problem in read_checkpoint(tmp_path).problems]
+    assert any("declares 2 MTP layers" in text for text in problems) != is_enough
