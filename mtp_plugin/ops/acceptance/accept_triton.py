@@ -497,9 +497,11 @@ def accept_triton(
     """Two launches; one where the target tokens are given and nothing is relaxed."""
     expect_reachable(accept_kernel, "logits", logits)
     rule, k = rules.relaxed, layout.draft_len
-    if rule is not None or draft_tokens.dim() == 1 or draft_tokens.stride(1) != 1:
-        draft_tokens = draft_tokens.reshape(-1).contiguous()
-    drafts, draft_stride = draft_tokens, draft_tokens.stride(0) if draft_tokens.dim() > 1 else k
+    drafts, draft_stride = draft_tokens, k
+    if rule is None and drafts.shape == (layout.num_generations, k) and drafts.stride(1) == 1:
+        draft_stride = drafts.stride(0)
+    else:
+        drafts = drafts.reshape(-1).contiguous()
     lens = None if draft_lens is None else draft_lens.contiguous()
     rows = None if first_rows is None else first_rows.contiguous()
     accepted = Accepted.unwritten(

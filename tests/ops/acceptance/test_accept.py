@@ -19,6 +19,7 @@ from tests.ops.acceptance.cases import (
     Thinker,
     assert_implementations_agree,
     assert_matches_example,
+    assert_same,
     ragged,
     relaxed_rule,
 )
@@ -182,3 +183,11 @@ def test_thresholds_decide_as_expected_except_for_a_few_close_rows() -> None:
     is_accepted = torch.arange(k, device=DEVICE) < outcome.accepted.num_accepted.unsqueeze(1) - 1
     assert int((decided & is_accepted).sum()) > requests / 10
     assert int((decided & ~is_accepted).sum()) > requests / 10
+
+
+@pytest.mark.parametrize("backend", Backend)
+def test_drafts_in_any_shape_are_read_in_order(backend: Backend) -> None:
+    case = make_case(1, num_generations=3, k=4, vocab=33)
+    expected, flat = case.accept("strict", backend), case.drafts.reshape(-1)
+    for drafts in (flat, flat.view(1, -1), flat.view(4, 3), case.drafts.T.contiguous().T):
+        assert_same(replace(case, drafts=drafts).accept("strict", backend), expected)
