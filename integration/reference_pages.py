@@ -43,11 +43,13 @@ _BLOCK = re.compile(r"(<!-- reference: ([\w.-]+) -->\n).*?(<!-- end -->)", re.DO
 _TRAINED = "tested, trained weights, CPU and H100"
 _TESTED = "tested, random weights, CPU"
 _RAN = "ran once, random weights, CPU"
+_ON_GPU = "ran once, random weights, H200"
 VLLM = {
     "glm4_moe": _TRAINED,
     "deepseek_v3": _TESTED,
     "qwen3_5": _TESTED,
     "ernie4_5_moe": _RAN,
+    "gemma4_assistant": _ON_GPU,
     "exaone_moe": _RAN,
     "glm4_moe_lite": _RAN,
     "mimo": _RAN,
@@ -56,8 +58,8 @@ VLLM = {
     "qwen3_next": _RAN,
 }
 """How a family ran in vLLM with the plugin: ``tests/vllm`` repeats what is tested; what ran was
-compared once in vLLM 0.32, with K = 2 and K = 0."""
-_ORDER = (_TRAINED, _TESTED, _RAN)
+compared once, with and without drafts, in vLLM 0.32 on a CPU, 0.33 on a GPU."""
+_ORDER = (_TRAINED, _TESTED, _RAN, _ON_GPU)
 MODELS = {
     "bailing_hybrid": "Ling and Ring 2.5",
     "deepseek_v3": "DeepSeek-V3, R1, V3.1",
