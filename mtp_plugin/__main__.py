@@ -15,7 +15,7 @@ HOSTS = ("sglang", "tensorrt_llm", "vllm")
 def main() -> None:
     """Run the command line, or name the missing packages in one line.
 
-    ``doctor --host`` needs none of them.
+    ``doctor --host`` and ``doctor -- LINE`` need none of them.
     """
     try:
         _run()
@@ -25,6 +25,8 @@ def main() -> None:
 
 
 def _run() -> None:
+    if sys.argv[1:3] == ["doctor", "--"]:
+        sys.exit(import_module("mtp_plugin.tools.launch_line").main(sys.argv[3:]))
     host = _host_of(sys.argv[1:])
     if host is not None:
         sys.exit(_examine_host(host, sys.argv[2:]))

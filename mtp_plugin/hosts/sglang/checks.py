@@ -63,9 +63,7 @@ def examine(environment: Mapping[str, str] = os.environ) -> Examination:
             f"the entry point {PLUGIN_NAME} of the group {PLUGIN_GROUP} is missing: in the "
             "environment of SGLang and a clone of the repository, type pip install --no-deps ."
         )
-    plugins = environment.get(PLUGINS)
-    if plugins and PLUGIN_NAME not in [name.strip() for name in plugins.split(",")]:
-        seen.problems.append(f"{PLUGINS}={plugins} leaves out {PLUGIN_NAME}: add it, or unset it")
+    seen.problems += plugins_problem(environment)
     if environment.get(VARIABLE, "").strip():
         try:
             read_options(environment)
@@ -75,6 +73,14 @@ def examine(environment: Mapping[str, str] = os.environ) -> Examination:
     else:
         seen.notes.append(f"{VARIABLE} is not set: the plugin is off; '{{}}' turns it on")
     return seen
+
+
+def plugins_problem(environment: Mapping[str, str]) -> list[str]:
+    """Return whether the variable that names plugins leaves out this one, in one line or none."""
+    plugins = environment.get(PLUGINS)
+    if not plugins or PLUGIN_NAME in [name.strip() for name in plugins.split(",")]:
+        return []
+    return [f"{PLUGINS}={plugins} leaves out {PLUGIN_NAME}: add it, or unset it"]
 
 
 def show(seen: Examination, out: TextIO) -> None:

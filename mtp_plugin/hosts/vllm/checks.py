@@ -95,14 +95,20 @@ def _examine_environment(seen: Examination, environment: Mapping[str, str]) -> N
             f"the entry point {PLUGIN_NAME} of the group {PLUGIN_GROUP} is missing: in "
             "the environment of vLLM and a clone of the repository, type pip install --no-deps ."
         )
-    plugins = environment.get(PLUGINS)
-    if plugins is not None and PLUGIN_NAME not in plugins.split(","):
-        seen.problems.append(f"{PLUGINS}={plugins} leaves out {PLUGIN_NAME}: add it, or unset it")
+    seen.problems += plugins_problem(environment)
     if not _has_triton():
         seen.problems.append(
             "vLLM has switched Triton off here (vllm.triton_utils.HAS_TRITON is false), which its "
             "V2 model runner needs: run this where the GPU of the engine is, with triton installed"
         )
+
+
+def plugins_problem(environment: Mapping[str, str]) -> list[str]:
+    """Return whether the variable that names plugins leaves out this one, in one line or none."""
+    plugins = environment.get(PLUGINS)
+    if plugins is None or PLUGIN_NAME in plugins.split(","):
+        return []
+    return [f"{PLUGINS}={plugins} leaves out {PLUGIN_NAME}: add it, or unset it"]
 
 
 def _has_triton() -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -73,7 +74,9 @@ def start_warnings() -> list[str]:
     return warnings
 
 
-def problems_of(vllm_config: Any, settings: VllmSettings) -> list[str]:
+def problems_of(
+    vllm_config: Any, settings: VllmSettings, environment: Mapping[str, str] = os.environ
+) -> list[str]:
     """Return one line for every reason why the plugin cannot serve an engine."""
     options = settings.options
     problems = _option_problems(options, settings) + _thinking_problems(options, vllm_config)
@@ -87,7 +90,7 @@ def problems_of(vllm_config: Any, settings: VllmSettings) -> list[str]:
     problems += _model_problems(vllm_config)
     spec = vllm_config.speculative_config
     if spec is not None:
-        problems += _speculative_problems(vllm_config, spec)
+        problems += _speculative_problems(vllm_config, spec, environment)
         problems += length_problems(vllm_config, options)
     elif options.draft_len is not None:
         problems.append(
@@ -190,11 +193,11 @@ def _model_problems(vllm_config: Any) -> list[str]:
     return problems
 
 
-def _speculative_problems(vllm_config: Any, spec: Any) -> list[str]:
+def _speculative_problems(vllm_config: Any, spec: Any, environment: Mapping[str, str]) -> list[str]:
     problems = _drafter_problems(vllm_config, spec)
     for name, is_set in (
         ("speculative_config.draft_token_map", getattr(spec, "draft_token_map", None)),
-        (f"the environment variable {DRAFT_IDS_VARIABLE}", os.environ.get(DRAFT_IDS_VARIABLE)),
+        (f"the environment variable {DRAFT_IDS_VARIABLE}", environment.get(DRAFT_IDS_VARIABLE)),
     ):
         if is_set:  # vLLM maps the ids in its sampling of drafts, which the plugin replaces
             problems.append(
