@@ -64,9 +64,6 @@ def _examine_host(host: str, arguments: list[str]) -> int:
     if options != {"--host": host} or len(words) != 2 + 2 * len(given) or len(given) > 1:
         sys.stderr.write(f"error: --host {host} accepts no other option but --model DIR{also}\n")
         return 2
-    if host == "sglang" and given:
-        sys.stderr.write("error: --host sglang checks no checkpoint yet: leave out --model\n")
-        return 2
     ((module, *subject),) = given or [("checks",)]
     exit_code: int = import_module(f"mtp_plugin.hosts.{host}.{module}").main(*subject)
     return exit_code

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
-from mtp_plugin.checkpoint import DSPARK, SEPARATE_DRAFTERS
+from mtp_plugin.checkpoint import DSPARK, SEPARATE_DRAFTERS, Checkpoint
 from mtp_plugin.checkpoint.files import CONFIG_FILE, read_json
 from mtp_plugin.errors import CheckpointError, ConfigError, format_value
 from mtp_plugin.hosts.sglang import VARIABLE
@@ -110,15 +110,15 @@ class Vllm:
             on = "--additional-config '{\"mtp_plugin\": {}}'"
             found.missing.append(f"the plugin is not turned on: {on}")
             options["mtp_plugin"] = {}
-        if not spec:
+        if not spec and has_mtp_layers(values.get("model")):
             found.missing.append("drafts: --speculative-config, here for a model with MTP layers")
             spec["method"] = "mtp"
-        if _vllm_method(spec) == "mtp" and spec.get("num_speculative_tokens") is None:
+        if spec and _vllm_method(spec) == "mtp" and spec.get("num_speculative_tokens") is None:
             found.missing.append("num_speculative_tokens, the number of drafts a step")
             spec["num_speculative_tokens"] = DEFAULT_DRAFTS
         values |= {"speculative_config": spec, "additional_config": options}
         number = format_value(spec.get("num_speculative_tokens"))
-        found.drafts = f"{_vllm_method(spec)}, K = {number}"
+        found.drafts = f"{_vllm_method(spec)}, K = {number}" if spec else "none"
         if "kv_transfer_config" in values:
             found.notes.append(
                 "split: with --kv-transfer-config the plugin is needed where requests decode, and "
@@ -135,13 +135,13 @@ class Vllm:
         yield from plugins_problem(environment)
         spec: Values = values["speculative_config"]
         method, drafts = _vllm_method(spec), spec.get("num_speculative_tokens")
-        if type(drafts) is not int or not 1 <= drafts <= MAX_DRAFTS:
+        if spec and (type(drafts) is not int or not 1 <= drafts <= MAX_DRAFTS):
             yield (
                 f"speculative_config.num_speculative_tokens: expected 1 to {MAX_DRAFTS} drafts, "
                 f"got {format_value(drafts)}"
             )
             return
-        if method in DRAFTERS and "model" not in spec:
+        if spec and method in DRAFTERS and "model" not in spec:
             try:
                 drafter_config(method)
             except ConfigError:
@@ -159,7 +159,9 @@ class Vllm:
         switches = {name: values.get(name) for name in self.refused}
         config = SimpleNamespace(
             additional_config=values["additional_config"],
-            speculative_config=SimpleNamespace(**{**defaults, **spec, "method": method}),
+            speculative_config=SimpleNamespace(**{**defaults, **spec, "method": method})
+            if spec
+            else None,
             model_config=_as_model(model, runner_type="generate", **switches),
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=values.get("tensor_parallel_size", 1),
@@ -187,7 +189,7 @@ class Vllm:
 
     def written(self, values: Values) -> list[str]:
         """Return flags for what `complete` set."""
-        names = ("speculative_config", "additional_config")
+        names = [name for name in ("speculative_config", "additional_config") if values[name]]
         return [word for name in names for word in (flag(name), json.dumps(values[name]))]
 
 
@@ -253,6 +255,9 @@ class Sglang:
             found.missing.append(f"the plugin is not turned on: {VARIABLE}='{{}}'")
         steps, width, tokens = map(values.get, self.steps)
         if values.get("speculative_algorithm") is None:
+            if not has_mtp_layers(values.get("model_path")):
+                found.drafts = "none"
+                return
             values["speculative_algorithm"] = "EAGLE"
             found.missing.append("drafts: four flags, here for a model with MTP layers")
         elif steps is None or width is None:
@@ -281,7 +286,9 @@ class Sglang:
 
         yield from plugins_problem(environment)
         given = {name: values.get(name) for name in (*REFUSED_FIELDS, *self.steps)}
-        given["speculative_algorithm"] = _sglang_algorithm(values)
+        given["speculative_algorithm"] = (
+            _sglang_algorithm(values) if values.get("speculative_algorithm") else None
+        )
         arguments = SimpleNamespace(**given)
         on = {**environment, VARIABLE: environment.get(VARIABLE, "").strip() or "{}"}
         yield from problems_of(arguments, read_settings(arguments, on), on)
@@ -295,7 +302,8 @@ class Sglang:
 
     def written(self, values: Values) -> list[str]:
         """Return flags for what `complete` set."""
-        return [word for name in self.rewritten for word in (flag(name), str(values[name]))]
+        names = [name for name in self.rewritten if values.get(name) is not None]
+        return [word for name in names for word in (flag(name), str(values[name]))]
 
 
 Engine = Vllm | Sglang
@@ -315,10 +323,25 @@ def program_end(engine: Engine, words: Sequence[str], place: int) -> int | None:
 
 def config_of(model: object) -> dict[str, Any]:
     """Return the ``config.json`` of a folder; `UNKNOWN` for a model that is not here."""
-    with suppress(CheckpointError, OSError, ValueError):
-        if isinstance(model, str) and Path(model).is_dir():
-            return read_json(Path(model) / CONFIG_FILE)
+    with suppress(CheckpointError):
+        if is_folder(model):
+            return read_json(Path(str(model)) / CONFIG_FILE)
     return dict(UNKNOWN)
+
+
+def has_mtp_layers(model: object) -> bool:
+    """Return whether the ``config.json`` of a model declares MTP layers; true if it is not here."""
+    with suppress(CheckpointError):  # the checks of the checkpoint say it
+        return Checkpoint(Path(), config_of(model), {}, ()).declared > 0
+    return True
+
+
+def is_folder(model: object) -> bool:
+    """Return whether a model is a folder, not a name on the hub."""
+    try:
+        return isinstance(model, str) and Path(model).is_dir()
+    except (OSError, ValueError):  # a name that is too long, or has bytes that no name has
+        return False
 
 
 def _as_model(config: Mapping[str, Any], **others: Any) -> Any:

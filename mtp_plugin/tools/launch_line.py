@@ -17,7 +17,7 @@ from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
-from pathlib import Path
+from itertools import islice
 from typing import Any
 
 from mtp_plugin.checkpoint import describe, read_checkpoint
@@ -33,10 +33,20 @@ from mtp_plugin.errors import (
     shell_quote,
 )
 from mtp_plugin.hosts.sglang import VARIABLE
-from mtp_plugin.tools.launch_engines import ENGINES, Engine, Findings, Values, flag, program_end
+from mtp_plugin.tools.launch_engines import (
+    ENGINES,
+    Engine,
+    Findings,
+    Values,
+    flag,
+    is_folder,
+    program_end,
+)
 
-MAX_WORDS, MAX_JSON = 2**14, 2**20
-"""Words of a line and characters of a value in JSON, at most."""
+MAX_WORDS, MAX_JSON, MAX_KEYS = 2**14, 2**20, 16
+"""Words of a line, characters of a value in JSON, and keys of ``--name.key.key``, at most."""
+MAX_TRIED = 64
+"""What may be left out of a line at most is looked for in so many places."""
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"-[0-9.]+")
 _VERSION = re.compile(r"(vllm|sglang)\S*?[:=]v?([0-9]{1,4}\.[0-9]{1,4}(?:\.[0-9]{1,4})?)")
@@ -84,7 +94,7 @@ def read_line(words: Sequence[str]) -> Line:
         except ValueError as error:
             raise ConfigError(f"launch line: expected a shell command: {error}") from None
     expect(len(words) <= MAX_WORDS, ConfigError, f"launch line: expected at most {MAX_WORDS} words")
-    words = words[: next((n for n, word in enumerate(words) if word in _ENDS), None)]
+    words = [*words][: next((n for n, word in enumerate(words) if word in _ENDS), None)]
     for place in range(len(words)):
         for engine in ENGINES:
             end = program_end(engine, words, place)
@@ -147,7 +157,9 @@ def _parsed(text: str, flag: str) -> Any:
     """
     expect(len(text) <= MAX_JSON, ConfigError, f"{flag}: expected at most {MAX_JSON} characters")
     try:
-        return json.loads(text)
+        content = json.loads(text)
+        json.dumps(content)  # the command to type next has it
+        return content
     except (ValueError, RecursionError) as error:
         if not text.lstrip().startswith(("{", "[")):
             return text
@@ -159,6 +171,7 @@ def _parsed(text: str, flag: str) -> Any:
 
 def _set(values: Values, keys: Sequence[str], value: Any) -> None:
     """Set a value in nested mappings."""
+    expect(len(keys) <= MAX_KEYS, ConfigError, f"--{keys[0]}: expected at most {MAX_KEYS} keys")
     for key in keys[:-1]:
         inner = values.get(key)
         values[key] = values = dict(inner) if isinstance(inner, dict) else {}
@@ -175,17 +188,16 @@ def main(words: Sequence[str]) -> int:
     found = Findings()
     try:
         line = read_line(words)
-        engine, values, environment = (
-            line.engine,
-            dict(line.values),
-            {**os.environ, **line.variables},
-        )
-        values |= _own_values(line, found)
+        engine, environment = line.engine, {**os.environ, **line.variables}
+        engine.complete(dict(line.values), environment, Findings())  # before slow imports
+        values = {**line.values, **_own_values(line, found)}
         engine.complete(values, environment, found)
     except ConfigError as error:
         sys.stderr.write(f"error: {one_line(error)}\n")
         return WRONG_USE
     facts = [("drafts", found.drafts), *_checkpoint(line, values, found)]
+    if "run" in line.front[:3]:
+        found.notes.append("container: its image needs this package, see Install in the README")
     found.problems += _version_problems(line)
     for name, what in engine.unchecked.items():
         value = values.get(name)
@@ -223,6 +235,9 @@ def _own_values(line: Line, found: Findings) -> Values:
             parser, words = engine.parser([*line.words])
             read = vars(parser.parse_args(words))
         return {name: each for name, each in read.items() if each != parser.get_default(name)}
+    except ImportError as error:
+        found.notes.append(f"{engine.title} cannot be imported: {describe_error(error)}")
+        return {}
     except SystemExit:
         message = printed.getvalue().strip().rpartition("error: ")[2] or "it only prints help"
     except Exception as error:  # of any module of the engine
@@ -234,7 +249,7 @@ def _own_values(line: Line, found: Findings) -> Values:
 def _checkpoint(line: Line, values: Values, found: Findings) -> Iterator[tuple[str, str]]:
     """Yield what is said of MODEL; add its problems."""
     model, engine = values.get(line.engine.model_flag), line.engine
-    if not isinstance(model, str) or not Path(model).is_dir():
+    if not is_folder(model):
         yield "model", f"{model or 'not given'}: its files are not here, the flags alone are judged"
         command = download_command(model) if isinstance(model, str) else None
         if command is not None:
@@ -247,7 +262,15 @@ def _checkpoint(line: Line, values: Values, found: Findings) -> Iterator[tuple[s
         found.problems += str(error).splitlines()
         return
     yield from (*describe(checkpoint), (engine.title, check.verdict(checkpoint)))
-    found.problems += [problem.text for problem in checkpoint.problems]
+    found.problems += check.problems(checkpoint)
+    spec = values.get("speculative_config", {})
+    has_draft_model = values.get("speculative_draft_model_path") or spec.get("model")
+    uses_layers = found.drafts.startswith(("mtp,", "EAGLE,")) and not has_draft_model
+    if uses_layers and checkpoint.family and not checkpoint.declared:
+        found.problems.append(
+            f"{found.drafts}: the checkpoint has no MTP layers: take another one, a draft model, "
+            "or leave out the options of drafts"
+        )
 
 
 def _version_problems(line: Line) -> Iterator[str]:
@@ -273,7 +296,7 @@ def _correct(
     """Leave out what makes problems, as the adapter advises; return the names."""
     left_out = []
     number = len(problems)
-    for kind, name in [*engine.removable(values)] if problems else []:
+    for kind, name in [*islice(engine.removable(values), MAX_TRIED)] if problems else []:
         tried, variables = dict(values), dict(environment)
         if kind == "variable":
             variables.pop(name, None)

@@ -43,6 +43,11 @@ def verdict(checkpoint: Checkpoint) -> str:
     return IN_VLLM[worst] if checkpoint.declared else "runs without drafts, there are no MTP layers"
 
 
+def problems(checkpoint: Checkpoint) -> list[str]:
+    """Return one line for everything that is wrong with a checkpoint in vLLM."""
+    return [problem.text for problem in checkpoint.problems]
+
+
 def serve_command(checkpoint: Checkpoint) -> str:
     """Return the command that serves a checkpoint, with the thinking ids of its tokenizer."""
     keys = ("thinking_begin_token", "thinking_end_token")
@@ -57,9 +62,8 @@ def main(model: str) -> int:
     try:
         checkpoint = read_checkpoint(model)
         lines = [*describe(checkpoint), ("vLLM", verdict(checkpoint))]
-        problems = [problem.text for problem in checkpoint.problems]
-        if problems:
-            _write(lines, problems, sys.stdout)
+        if wrong := problems(checkpoint):
+            _write(lines, wrong, sys.stdout)
         else:
             command = serve_command(checkpoint)
             _write([*lines, *_hints(checkpoint), ("command", command)], (), sys.stdout)

@@ -1,0 +1,101 @@
+"""``mtp-plugin doctor --host sglang --model DIR``: what SGLang will do with a checkpoint."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from mtp_plugin.checkpoint import (
+    DSPARK,
+    SEPARATE_DRAFTERS,
+    Checkpoint,
+    describe,
+    read_checkpoint,
+    thinking_tags,
+)
+from mtp_plugin.config.messages import spelled
+from mtp_plugin.errors import CheckpointError, one_line, shell_quote
+from mtp_plugin.hosts.sglang import VARIABLE
+from mtp_plugin.hosts.sglang.checks import COMMAND, Examination, examine, show
+
+NOT_HERE = "sglang is not installed here: what is said of it follows from the files"
+
+ONE_LAYER = frozenset(
+    (
+        *("deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe", "glm4_moe_lite", "glm_ocr"),
+        *("bailing_hybrid", "step3p5", "step3p7"),
+    )
+)
+"""Families whose loaders refuse several MTP layers."""
+FAMILIES = ONE_LAYER.union(
+    ("deepseek_v4", "longcat_flash", "mimo", "mimo_v2", "mimo_v2_flash", "inkling_mm_model"),
+    ("ernie4_5_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
+    ("intern_s2_preview", "exaone_moe", "nemotron_h", "nemotron_h_puzzle", "hy_v3"),
+)
+"""Families whose MTP layers SGLang 0.5.17 loads; of several it runs one."""
+
+
+def verdict(checkpoint: Checkpoint) -> str:
+    """Return what SGLang will do with a checkpoint."""
+    if problems(checkpoint):
+        return "refuses to start, or drafts at random"
+    if checkpoint.model_type in SEPARATE_DRAFTERS:
+        return "drafts for another checkpoint, by algorithms that the plugin does not serve"
+    if checkpoint.model_type in DSPARK or checkpoint.family is None:
+        return f"not known, whether it drafts with family {spelled(checkpoint.model_type)}"
+    return "drafts" if checkpoint.declared else "runs without drafts, there are no MTP layers"
+
+
+def problems(checkpoint: Checkpoint) -> list[str]:
+    """Return one line for everything that is wrong with a checkpoint in SGLang."""
+    return [*_of_loaders(checkpoint)] + [
+        problem.text for problem in checkpoint.problems if not problem.is_of_vllm
+    ]
+
+
+def _of_loaders(checkpoint: Checkpoint) -> Iterator[str]:
+    family, declared = checkpoint.family, checkpoint.declared
+    if family is None or not declared:
+        return
+    if family.model_type not in FAMILIES:
+        yield f"SGLang 0.5.17 loads no MTP layers of family {family.model_type}: serve it in vLLM"
+    elif family.model_type in ONE_LAYER and declared > 1:
+        change = shell_quote(json.dumps({family.count_key: 1}))
+        yield (
+            f"SGLang loads one MTP layer of family {family.model_type}, config.json declares "
+            f"{declared}: add --json-model-override-args {change}, or set {family.count_key} to 1; "
+            "it drafts every token"
+        )
+
+
+def serve_command(checkpoint: Checkpoint) -> str:
+    """Return the command that serves a checkpoint, with the thinking ids of its tokenizer."""
+    keys = ("thinking_begin_token", "thinking_end_token")
+    options = dict(zip(keys, thinking_tags(checkpoint.directory).values(), strict=False))
+    command = COMMAND.partition(" ")[2].replace("MODEL", shell_quote(checkpoint.directory))
+    return f"{VARIABLE}={shell_quote(json.dumps(options))} {command}"
+
+
+def main(model: str) -> int:
+    """Print what was found, the problems and the command to type next; return the exit code."""
+    again = f"mtp-plugin doctor --host sglang --model {shell_quote(model)}  # with this corrected"
+    command, wrong = "", []
+    try:
+        checkpoint = read_checkpoint(model)
+        lines = [*describe(checkpoint), ("SGLang", verdict(checkpoint))]
+        wrong = problems(checkpoint)
+        command = serve_command(checkpoint)
+    except CheckpointError as error:
+        lines, wrong = [("checkpoint", model)], str(error).splitlines()
+        again = error.next_command or again
+    for name, value in lines:
+        sys.stdout.write(f"{name:14} {one_line(value)}\n")
+    for problem in wrong:
+        sys.stdout.write(f"problem: {one_line(problem)}\n")
+    seen = examine() if find_spec("sglang") else Examination(notes=[NOT_HERE])
+    show(seen, sys.stdout)
+    is_wrong = bool(wrong or seen.problems)
+    sys.stdout.write(f"next: {one_line(again if is_wrong else command)}\n")
+    return int(is_wrong)
