@@ -52,6 +52,9 @@ def _examine_host(host: str, arguments: list[str]) -> int:
         sys.stderr.write(f"error: --host: expected one of {', '.join(HOSTS)}, got {host!r}\n")
         return 2
     words = [word for given in arguments for word in given.split("=", given.startswith("--"))]
+    model = next((n for n in range(0, len(words), 2) if not words[n].startswith("-")), None)
+    if model is not None:
+        words.insert(model, "--model")
     options = dict(zip(words[::2], words[1::2], strict=False))
     subjects = {"--model": "model_check", "-m": "model_check"}
     also = ""

@@ -131,11 +131,20 @@ main()
     assert last == f"next: mtp-plugin doctor --host {host}  # with this corrected"
 
 
-@pytest.mark.parametrize(("host", "word"), [("vllm", "vllm serve"), ("sglang", "one MTP layer")])
-def test_a_checkpoint_is_checked_without_torch_and_the_engine(host: str, word: str) -> None:
+@pytest.mark.parametrize(
+    ("host", "option", "word"),
+    [
+        ("vllm", "--model=", "vllm serve"),
+        ("sglang", "--model=", "one MTP layer"),
+        ("vllm", "", "vllm serve"),
+    ],
+)
+def test_a_checkpoint_is_checked_without_torch_and_the_engine(
+    host: str, option: str, word: str
+) -> None:
     tiny = Path(__file__).parents[1] / "integration/tiny_model/checkpoint"
     code = (
-        f"import sys; sys.argv[1:] = ['doctor', '--host', {host!r}, '--model={tiny}']\n"
+        f"import sys; sys.argv[1:] = ['doctor', '--host', {host!r}, '{option}{tiny}']\n"
         "from mtp_plugin.__main__ import main; main()"
     )
     lines = without((*EXTRA, "torch", "triton", host), code).stdout.splitlines()

@@ -10,10 +10,12 @@ import typer
 from mtp_plugin.cli.flags import (
     ConfigFile,
     DraftLength,
-    ModelFolder,
+    ModelArgument,
     NoMTP,
     PluginOptions,
+    SameModel,
     draft_length,
+    one_model,
 )
 from mtp_plugin.cli.opening import import_engine, load
 from mtp_plugin.errors import CheckpointError, ConfigError, shell_quote
@@ -21,8 +23,9 @@ from mtp_plugin.tools.terminal.console import messages, output
 
 
 def command(
+    model: ModelArgument = None,
+    model_option: SameModel = None,
     config: ConfigFile = None,
-    model: ModelFolder = None,
     plugin_options: PluginOptions = None,
     k: DraftLength = None,
     no_mtp: NoMTP = False,
@@ -32,15 +35,20 @@ def command(
             "--host",
             metavar="ENGINE",
             help="sglang, tensorrt_llm or vllm: check whether the installed engine is supported; "
-            "with --model, also what it will do with the checkpoint; tensorrt_llm with --config: "
+            "with MODEL, also what it will do with the checkpoint; tensorrt_llm with --config: "
             "whether it serves the file. No other option is accepted.",
         ),
     ] = None,
 ) -> None:
     """Check whether a config and its checkpoint can run, without loading weights.
 
+    `mtp-plugin doctor -- vllm serve ...`, and the same with sglang serve, python -m
+    sglang.launch_server or docker run, says whether this command starts with the plugin, what is
+    refused and what it lacks. Variables of the environment may come first; nothing is started.
+
     The last line is the command to type next. Exit code 1: there are problems.
     """
+    model = one_model(model, model_option)
     import_engine(messages())
     from mtp_plugin.config import LLMConfig
     from mtp_plugin.tools.terminal.doctor import Diagnosis, examine, show_diagnosis

@@ -43,10 +43,10 @@ from mtp_plugin.tools.launch_engines import (
     program_end,
 )
 
-MAX_WORDS, MAX_JSON, MAX_KEYS = 2**14, 2**20, 16
-"""Words of a line, characters of a value in JSON, and keys of ``--name.key.key``, at most."""
+MAX_WORDS, MAX_LINE, MAX_JSON, MAX_KEYS = 2**14, 2**16, 2**20, 16
+"""Words of a line, characters of one in quotes and of a value, and keys of ``--name.key.key``."""
 MAX_TRIED = 64
-"""What may be left out of a line at most is looked for in so many places."""
+"""Parts of a line that are left out one by one, to find those that are refused."""
 _VARIABLE = re.compile(r"([A-Za-z_][A-Za-z0-9_]*)=(.*)", re.DOTALL)
 _NUMBER = re.compile(r"-[0-9.]+")
 _VERSION = re.compile(r"(vllm|sglang)\S*?[:=]v?([0-9]{1,4}\.[0-9]{1,4}(?:\.[0-9]{1,4})?)")
@@ -89,6 +89,8 @@ def read_line(words: Sequence[str]) -> Line:
             value is not the JSON that it has to be.
     """
     if len(words) == 1:
+        long = f"launch line: expected at most {MAX_LINE} characters in quotes"
+        expect(len(words[0]) <= MAX_LINE, ConfigError, long)
         try:
             words = shlex.split(words[0].replace("\\\n", " "))
         except ValueError as error:

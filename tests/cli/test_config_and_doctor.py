@@ -96,7 +96,7 @@ def test_doctor_ends_with_a_command_for_other_models(
     shutil.copytree(checkpoint, odd)
     content = json.loads((odd / "config.json").read_text())
     (odd / "config.json").write_text(json.dumps(content | {"model_type": "qwen3_5"}))
-    assert next_of(run, "-m", str(odd)) == vllm_command(odd)
+    assert next_of(run, str(odd)) == next_of(run, "-m", str(odd)) == vllm_command(odd)
     (odd / "config.json").write_text(json.dumps(content | {"num_key_value_heads": 3}))
     corrected = f"mtp-plugin doctor --model {odd}  # with this corrected"
     assert next_of(run, "-m", str(odd)) == corrected

@@ -12,6 +12,7 @@ from typing import TextIO
 
 from mtp_plugin.errors import ConfigError, HostError, one_line
 from mtp_plugin.hosts.sglang import VARIABLE
+from mtp_plugin.hosts.sglang.model_check import COMMAND
 from mtp_plugin.hosts.sglang.options import read_options
 from mtp_plugin.hosts.sglang.versions import (
     NAMES,
@@ -23,10 +24,6 @@ from mtp_plugin.hosts.sglang.versions import (
 )
 
 PLUGIN_GROUP, PLUGIN_NAME, PLUGINS = "sglang.srt.plugins", "mtp_plugin", "SGLANG_PLUGINS"
-COMMAND = (
-    f"{VARIABLE}='{{}}' python -m sglang.launch_server --model-path MODEL --speculative-algorithm "
-    "EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
-)
 
 
 @dataclass

@@ -18,8 +18,11 @@ from mtp_plugin.checkpoint import (
 from mtp_plugin.config.messages import spelled
 from mtp_plugin.errors import CheckpointError, one_line, shell_quote
 from mtp_plugin.hosts.sglang import VARIABLE
-from mtp_plugin.hosts.sglang.checks import COMMAND, Examination, examine, show
 
+COMMAND = (
+    f"{VARIABLE}='{{}}' python -m sglang.launch_server --model-path MODEL --speculative-algorithm "
+    "EAGLE --speculative-num-steps 3 --speculative-eagle-topk 1 --speculative-num-draft-tokens 4"
+)
 NOT_HERE = "sglang is not installed here: what is said of it follows from the files"
 
 ONE_LAYER = frozenset(
@@ -74,7 +77,8 @@ def serve_command(checkpoint: Checkpoint) -> str:
     """Return the command that serves a checkpoint, with the thinking ids of its tokenizer."""
     keys = ("thinking_begin_token", "thinking_end_token")
     options = dict(zip(keys, thinking_tags(checkpoint.directory).values(), strict=False))
-    command = COMMAND.partition(" ")[2].replace("MODEL", shell_quote(checkpoint.directory))
+    command = COMMAND if checkpoint.declared else COMMAND.partition(" --speculative")[0]
+    command = command.partition(" ")[2].replace("MODEL", shell_quote(checkpoint.directory))
     return f"{VARIABLE}={shell_quote(json.dumps(options))} {command}"
 
 
@@ -94,8 +98,14 @@ def main(model: str) -> int:
         sys.stdout.write(f"{name:14} {one_line(value)}\n")
     for problem in wrong:
         sys.stdout.write(f"problem: {one_line(problem)}\n")
-    seen = examine() if find_spec("sglang") else Examination(notes=[NOT_HERE])
-    show(seen, sys.stdout)
-    is_wrong = bool(wrong or seen.problems)
+    is_wrong = bool(wrong)
+    if find_spec("sglang"):
+        from mtp_plugin.hosts.sglang.checks import examine, show
+
+        seen = examine()
+        show(seen, sys.stdout)
+        is_wrong |= bool(seen.problems)
+    else:
+        sys.stdout.write(f"{NOT_HERE}\n")
     sys.stdout.write(f"next: {one_line(again if is_wrong else command)}\n")
     return int(is_wrong)

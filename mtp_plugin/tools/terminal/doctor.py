@@ -286,9 +286,8 @@ def _examine_memory(
 
 def _add_costs(found: Diagnosis, config: LLMConfig, plan: DraftPlan, max_seq_len: int) -> None:
     if plan.max_draft_len:
-        layers = (
-            "1 MTP layer" if plan.num_draft_layers == 1 else f"{plan.num_draft_layers} MTP layers"
-        )
+        names = {0: "a drafter without MTP layers", 1: "1 MTP layer"}
+        layers = names.get(plan.num_draft_layers, f"{plan.num_draft_layers} MTP layers")
         found.add("drafts per step", f"K = {plan.max_draft_len} by {layers}")
         speculative = config.speculative_config
         if isinstance(speculative, MTPDecodingConfig):
