@@ -241,7 +241,8 @@ def _own_values(line: Line, found: Findings) -> Values:
         found.notes.append(f"{engine.title} cannot be imported: {describe_error(error)}")
         return {}
     except SystemExit:
-        message = printed.getvalue().strip().rpartition("error: ")[2] or "it only prints help"
+        given = re.findall(r"error: (.*)", printed.getvalue())
+        message = given[-1] if given else "it only prints help"
     except Exception as error:  # of any module of the engine
         message = describe_error(error)
     found.problems.append(f"{engine.title} does not read the line: {message}")
