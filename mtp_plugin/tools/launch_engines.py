@@ -22,7 +22,8 @@ Values = dict[str, Any]
 """Name of a flag, without dashes and with underscores -> its value."""
 Names = Mapping[str, str]
 DEFAULT_DRAFTS, MAX_DRAFTS = 3, 1024
-UNKNOWN = {"model_type": "glm4_moe", "num_nextn_predict_layers": 1, "vocab_size": 2**20}
+MTP_LAYERS = "num_nextn_predict_layers"
+UNKNOWN = {"model_type": "glm4_moe", MTP_LAYERS: 1, "vocab_size": 2**20}
 """Config of a model whose files are not here: it has MTP layers."""
 
 
@@ -155,6 +156,7 @@ class Vllm:
             "synthetic_acceptance_rates": [],
             "num_speculative_tokens_per_batch_size": None,
             "draft_model_config": _as_model(config_of(spec.get("model"))),
+            "use_multi_module_mtp": lambda: min(model.get(MTP_LAYERS) or 1, drafts) > 1,
         }
         switches = {name: values.get(name) for name in self.refused}
         config = SimpleNamespace(
@@ -162,7 +164,11 @@ class Vllm:
             speculative_config=SimpleNamespace(**{**defaults, **spec, "method": method})
             if spec
             else None,
-            model_config=_as_model(model, runner_type="generate", **switches),
+            model_config=_as_model(
+                model,
+                runner_type="pooling" if values.get("runner") == "pooling" else "generate",
+                **switches,
+            ),
             parallel_config=SimpleNamespace(
                 tensor_parallel_size=values.get("tensor_parallel_size", 1),
                 data_parallel_size=values.get("data_parallel_size", 1),
