@@ -135,7 +135,8 @@ class Vllm:
 
         yield from plugins_problem(environment)
         spec: Values = values["speculative_config"]
-        method, drafts = _vllm_method(spec), spec.get("num_speculative_tokens")
+        method = _vllm_method(spec)
+        drafts: Any = spec.get("num_speculative_tokens")
         if spec and (type(drafts) is not int or not 1 <= drafts <= MAX_DRAFTS):
             yield (
                 f"speculative_config.num_speculative_tokens: expected 1 to {MAX_DRAFTS} drafts, "

@@ -260,7 +260,7 @@ def _checkpoint(line: Line, values: Values, found: Findings) -> Iterator[tuple[s
         return
     check = import_module(f"mtp_plugin.hosts.{engine.name}.model_check")
     try:
-        checkpoint = read_checkpoint(model)
+        checkpoint = read_checkpoint(str(model))
     except CheckpointError as error:
         found.problems += str(error).splitlines()
         return

@@ -11,7 +11,8 @@ from sglang.srt import models
 from sglang.srt.configs.model_config import ModelConfig
 
 from mtp_plugin.hosts.sglang.model_check import FAMILIES, ONE_LAYER
-from tests.tools.test_launch_line import LINES, run
+from tests.sglang.test_start import WRONG
+from tests.tools.test_launch_line import EAGLE, LINES, run
 
 SGLANG = [row for row in LINES if "sglang" in row[2]]
 MODELS = Path(models.__path__[0])
@@ -57,6 +58,15 @@ def test_verdict_by_the_own_parser(
     assert code == (verdict == "refused"), lines
     for word in words.split("; "):
         assert word in "\n".join(lines)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_the_word_is_that_of_the_start(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    value, message = WRONG[name]
+    flag = f"--{name.replace('_', '-')}" + ("" if value is True else f" {value}")
+    code, lines = run(capsys, f"sglang serve X/Y {EAGLE} {flag}")
+    assert code == 1
+    assert any(line.startswith(f"problem: {message}") for line in lines)
 
 
 def test_what_the_own_parser_refuses(capsys: pytest.CaptureFixture[str]) -> None:
