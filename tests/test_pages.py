@@ -23,6 +23,7 @@ from mtp_plugin.config import load_config
 from mtp_plugin.hosts.vllm.options import VllmOptions, read_settings
 from mtp_plugin.hosts.vllm.versions import versions_tested
 from mtp_plugin.speculative.rows.request_options import read_request
+from mtp_plugin.tools.launch_line import read_line
 
 ROOT = Path(__file__).parent.parent
 CHECKPOINT = "integration/tiny_model/checkpoint"
@@ -134,6 +135,9 @@ def check(words: list[str], is_short: bool) -> None:
         words = words[1:]
     name, *arguments = words
     if name == "mtp-plugin":
+        if arguments[:2] == ["doctor", "--"]:
+            read_line(arguments[2:])
+            return
         command, *options = [FILES.get(word, word) for word in arguments]
         group = typer.main.get_command(cli.app)
         # within the text, a command without any option is only named

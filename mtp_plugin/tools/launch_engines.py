@@ -53,17 +53,15 @@ class Vllm:
         "sc": "speculative_config",
         "model_tag": "model",
     }
-    unchecked: ClassVar[Names] = {
-        "pipeline_parallel_size": "pipeline parallelism",
-        "decode_context_parallel_size": "context parallelism",
-        "prefill_context_parallel_size": "context parallelism",
-        "enable_expert_parallel": "expert parallelism",
-        "enable_eplb": "expert load balancing",
-        "enable_dbo": "dual batch overlap, for which vLLM may take its V1 model runner",
-        "kv_cache_dtype": "a KV cache of another dtype",
-        "kv_offloading_size": "KV offloading",
-        "config": "the flags of this file",
-    }
+    unchecked = (
+        *(
+            "pipeline_parallel_size",
+            "decode_context_parallel_size",
+            "prefill_context_parallel_size",
+        ),
+        *("enable_expert_parallel", "enable_eplb", "enable_dbo", "kv_cache_dtype"),
+        *("kv_offloading_size", "config"),
+    )
     """Flags with which no output was compared."""
     companions: ClassVar[Names] = {}
     """A flag that may be left out -> how others begin that are of no use without it."""
@@ -218,20 +216,11 @@ class Sglang:
         "attention_context_parallel_size": "attn_cp_size",
         "speculative_draft_model": "speculative_draft_model_path",
     }
-    unchecked: ClassVar[Names] = {
-        "speculative_draft_model_path": "a draft model of its own, on a GPU",
-        "enable_lora": "LoRA",
-        "lora_paths": "LoRA",
-        "enable_hierarchical_cache": "the hierarchical cache",
-        "enable_deterministic_inference": "deterministic mode",
-        "enable_multi_layer_eagle": "several MTP layers",
-        "enable_eplb": "expert load balancing",
-        "ep_size": "expert parallelism",
-        "moe_a2a_backend": "expert parallelism",
-        "kv_cache_dtype": "a KV cache of another dtype",
-        "nnodes": "several nodes",
-        "config": "the flags of this file",
-    }
+    unchecked = (
+        *("speculative_draft_model_path", "enable_lora", "lora_paths", "enable_hierarchical_cache"),
+        *("enable_deterministic_inference", "enable_multi_layer_eagle", "enable_eplb", "ep_size"),
+        *("moe_a2a_backend", "kv_cache_dtype", "nnodes", "config"),
+    )
     companions: ClassVar[Names] = {
         "enable_dp_attention": "enable_dp_",
         "disaggregation_mode": "disaggregation_",

@@ -201,10 +201,10 @@ def main(words: Sequence[str]) -> int:
     if "run" in line.front[:3]:
         found.notes.append("container: its image needs this package, see Install in the README")
     found.problems += _version_problems(line)
-    for name, what in engine.unchecked.items():
+    for name in engine.unchecked:
         value = values.get(name)
         if value is True or value not in (None, False, 1, "auto"):
-            found.notes.append(f"unchecked: {flag(name)}: {what}")
+            found.notes.append(f"unchecked: {flag(name)}: no output was compared with it")
     refused = _problems(engine, values, environment)
     left_out = _correct(engine, values, environment, refused)
     is_corrected = refused and not _problems(engine, values, environment)
@@ -253,10 +253,13 @@ def _checkpoint(line: Line, values: Values, found: Findings) -> Iterator[tuple[s
     """Yield what is said of MODEL; add its problems."""
     model, engine = values.get(line.engine.model_flag), line.engine
     if not is_folder(model):
-        yield "model", f"{model or 'not given'}: its files are not here, the flags alone are judged"
+        yield (
+            "model",
+            f"{model or 'not given'}: its files are not here, the flags alone are checked",
+        )
         command = download_command(model) if isinstance(model, str) else None
         if command is not None:
-            yield "download", f"{command}  # then name this folder: it is judged, too"
+            yield "download", f"{command}  # then name this folder: it is checked, too"
         return
     check = import_module(f"mtp_plugin.hosts.{engine.name}.model_check")
     try:

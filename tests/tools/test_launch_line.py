@@ -72,7 +72,7 @@ def test_the_next_line_starts(capsys: pytest.CaptureFixture[str], line: str) -> 
         (f"sglang serve MODEL {EAGLE}", 1, """model-override-args '{"num_nextn_predict_layers"""),
     ],
 )
-def test_a_folder_is_judged_too(
+def test_a_folder_is_checked_too(
     capsys: pytest.CaptureFixture[str], line: str, code: int, words: str
 ) -> None:
     found, lines = run(capsys, line.replace("MODEL", str(TINY)))
