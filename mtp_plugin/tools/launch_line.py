@@ -56,6 +56,7 @@ _SWITCH = re.compile(
     r"encoder_only|speculative_(?:adaptive|use_rejection_sampling)"
 )
 """Flags without a value."""
+_CONTAINERS = frozenset(("docker", "podman", "nerdctl"))
 _ENDS = frozenset(("|", "||", "&", "&&", ";", ">", ">>", "2>&1"))
 """Words of a shell that end a command."""
 OK, PROBLEM, WRONG_USE = 0, 1, 2
@@ -73,6 +74,10 @@ class Line:
     flags: tuple[tuple[str, tuple[str, ...]], ...]
     """(name with underscores, its words) in their order; MODEL has the name ``""``."""
     values: Values
+
+    @property
+    def is_container(self) -> bool:
+        return not _CONTAINERS.isdisjoint(self.front)
 
     @property
     def variables(self) -> dict[str, str]:
@@ -96,15 +101,16 @@ def read_line(words: Sequence[str]) -> Line:
         except ValueError as error:
             raise ConfigError(f"launch line: expected a shell command: {error}") from None
     expect(len(words) <= MAX_WORDS, ConfigError, f"launch line: expected at most {MAX_WORDS} words")
-    words = [*words][: next((n for n, word in enumerate(words) if word in _ENDS), None)]
+    words = [*words]
+    ends = [place for place, word in enumerate(words) if word in _ENDS]
     for place in range(len(words)):
         for engine in ENGINES:
-            end = program_end(engine, words, place)
-            if end is not None:
-                flags = tuple(_flags(engine, words[end:]))
-                return Line(
-                    engine, tuple(words[:end]), tuple(words[end:]), flags, _values(engine, flags)
-                )
+            start = program_end(engine, words, place)
+            if start is not None:
+                front = tuple(words[max((n + 1 for n in ends if n < place), default=0) : start])
+                rest = words[start : min((n for n in ends if n > place), default=None)]
+                flags = tuple(_flags(engine, rest))
+                return Line(engine, front, tuple(rest), flags, _values(engine, flags))
     raise ConfigError(
         "launch line: expected a command with vllm serve, sglang serve, python -m "
         f"sglang.launch_server or an image of them, got {format_value(' '.join(words[:3]))}"
@@ -198,7 +204,7 @@ def main(words: Sequence[str]) -> int:
         sys.stderr.write(f"error: {one_line(error)}\n")
         return WRONG_USE
     facts = [("drafts", found.drafts), *_checkpoint(line, values, found)]
-    if "run" in line.front[:3]:
+    if line.is_container:
         found.notes.append("container: its image needs this package, see Install in the README")
     found.problems += _version_problems(line)
     for name in engine.unchecked:
@@ -206,7 +212,7 @@ def main(words: Sequence[str]) -> int:
         if value is True or value not in (None, False, 1, "auto"):
             found.notes.append(f"unchecked: {flag(name)}: no output was compared with it")
     refused = _problems(engine, values, environment)
-    left_out = _correct(engine, values, environment, refused)
+    left_out = _correct(line, values, environment, refused)
     is_corrected = refused and not _problems(engine, values, environment)
     if is_corrected and not found.problems:
         found.notes.append(f"the next line leaves out {', '.join(left_out)}")
@@ -269,7 +275,7 @@ def _checkpoint(line: Line, values: Values, found: Findings) -> Iterator[tuple[s
         return
     yield from (*describe(checkpoint), (engine.title, check.verdict(checkpoint)))
     found.problems += check.problems(checkpoint)
-    spec = values.get("speculative_config", {})
+    spec = values["speculative_config"] if engine.name == "vllm" else {}
     has_draft_model = values.get("speculative_draft_model_path") or spec.get("model")
     uses_layers = found.drafts.startswith(("mtp,", "EAGLE,")) and not has_draft_model
     if uses_layers and checkpoint.family and not checkpoint.declared:
@@ -297,21 +303,21 @@ def _problems(engine: Engine, values: Values, environment: Mapping[str, str]) ->
 
 
 def _correct(
-    engine: Engine, values: Values, environment: dict[str, str], problems: Sequence[str]
+    line: Line, values: Values, environment: dict[str, str], problems: Sequence[str]
 ) -> list[str]:
     """Leave out what makes problems, as the adapter advises; return the names."""
-    left_out = []
+    engine, left_out = line.engine, []
     number = len(problems)
     for kind, name in [*islice(engine.removable(values), MAX_TRIED)] if problems else []:
         tried, variables = dict(values), dict(environment)
         if kind == "variable":
-            variables.pop(name, None)
+            if name in line.variables:  # not one of the shell
+                del variables[name]
         elif kind == "key":
             spec = values["speculative_config"]
             tried["speculative_config"] = {key: spec[key] for key in spec if key != name}
         else:
-            begin = engine.companions.get(name, name)
-            tried = {key: values[key] for key in values if not key.startswith((name, begin))}
+            tried = {key: values[key] for key in values if not _is_of(engine, [name], key)}
         engine.complete(tried, variables, Findings())
         now = len(_problems(engine, tried, variables))
         if now < number:
@@ -323,37 +329,32 @@ def _correct(
     return left_out
 
 
+def _is_of(engine: Engine, names: Sequence[str], name: str) -> bool:
+    """Return whether a flag is one of ``names``, or of no use without them."""
+    begins = tuple(engine.companions[each] for each in names if each in engine.companions)
+    return name.partition(".")[0] in names or name.startswith(begins)
+
+
 def _command(
     line: Line, values: Values, environment: Mapping[str, str], left_out: Sequence[str]
 ) -> str:
     """Return the whole command, with what `Engine.complete` set and without what is left out."""
-    engine = line.engine
-    front = [*line.front]
+    engine, front = line.engine, [*line.front]
     for word in line.front:
         if word.partition("=")[0] in left_out:
             place = front.index(word)
             is_option = front[place - 1 : place] in (["-e"], ["--env"])
             del front[place - is_option : place + 1]
     if engine.name == "sglang" and not environment.get(VARIABLE, "").strip():
-        variable, is_container = f"{VARIABLE}={{}}", "run" in front[:3]
-        place = front.index("run") + 1 if is_container else 0
-        front[place:place] = ["-e", variable] if is_container else [variable]
-    gone = {*engine.rewritten}.union(
-        *({name, engine.companions.get(name, name)} for name in left_out)
-    )
-    kept = [
-        word
-        for name, words in line.flags
-        if not any(
-            name.partition(".")[0] == each or (each.endswith("_") and name.startswith(each))
-            for each in gone
-        )
-        for word in words
-    ]
-    command = " ".join(map(_quoted, [*front, *kept, *engine.written(values)]))
+        place = front.index("run") + 1 if line.is_container and "run" in front else 0
+        front[place:place] = [*(["-e"] if place else []), f"{VARIABLE}={{}}"]
+    gone = (*engine.rewritten, *left_out)
+    kept = [w for name, words in line.flags if not _is_of(engine, gone, name) for w in words]
+    written = engine.written(values)
+    command = " ".join(map(_quoted, [*front, *kept, *written]))
     if len(command) <= LONGEST_LINE:
         return command
-    return f"your command, with {' '.join(map(_quoted, engine.written(values)))}"
+    return f"your command, with {' '.join(map(_quoted, written))}"
 
 
 def _quoted(word: str) -> str:

@@ -99,6 +99,16 @@ def test_a_folder_without_mtp_layers(
     assert word in "\n".join(lines)
 
 
+def test_a_variable_of_the_shell_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No command that leaves it out would help."""
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    code, lines = run(capsys, f"vllm serve X/Y {MTP}")
+    assert code == 1
+    assert lines[-1].endswith("# with this corrected")
+
+
 DEEP = "[" * 100_000
 BOMBS = {
     "deep JSON": ["--speculative-config", DEEP],
