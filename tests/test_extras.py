@@ -152,6 +152,18 @@ def test_a_checkpoint_is_checked_without_torch_and_the_engine(
     assert any(word in line for line in lines)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="kernels are imported, which need Triton")
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_a_launch_line_is_checked_without_the_extra(engine: str) -> None:
+    code = (
+        f"import sys; sys.argv[1:] = ['doctor', '--', {engine!r}, 'serve', 'X/Y']\n"
+        "from mtp_plugin.__main__ import main; main()"
+    )
+    result = without((*EXTRA, engine), code)
+    assert result.returncode == 0, result.stderr
+    assert "starts with the plugin" in result.stdout
+
+
 @pytest.mark.parametrize(
     ("expected", "message"),
     [
