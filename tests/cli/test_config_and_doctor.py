@@ -218,6 +218,16 @@ def test_doctor_names_a_plugin_whose_import_ends_the_process(
     assert expected in result.out
 
 
+def test_doctor_of_a_drafter_without_mtp_layers(
+    run: Run, config: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = "integration.examples.ngram.plugin:NgramPlugin"
+    point = EntryPoint("NGRAM_TEST", name, registry.ENTRY_POINT_GROUP)
+    monkeypatch.setattr(registry, "entry_points", lambda **_: [point])
+    result = run("doctor", "-c", config({"decoding_type": "NGRAM_TEST", "max_draft_len": 3}))
+    assert "K = 3 by a drafter without MTP layers" in result.out
+
+
 def test_doctor_on_a_damaged_checkpoint(
     run: Run, config: Callable[..., str], checkpoint: Path, tmp_path: Path
 ) -> None:
