@@ -71,7 +71,7 @@ class Vllm:
         "spec_tokens": "num_speculative_tokens",
     }
     rewritten = ("speculative_config", *spec, "additional_config")
-    """Flags that `written` returns anew."""
+    """Flags that the command to type next has anew."""
     refused = ("return_sampling_mask", "enable_trace_replay", "enable_batch_sharded_sampling")
 
     def parser(self, words: list[str]) -> tuple[ArgumentParser, list[str]]:
@@ -103,7 +103,7 @@ class Vllm:
         """
         given = _mapping(values, "speculative_config")
         spec = {str(key).replace("-", "_"): value for key, value in given.items()}
-        spec |= {key: values[flag] for flag, key in self.spec.items() if flag in values}
+        spec |= {key: values.pop(name) for name, key in self.spec.items() if name in values}
         options = _mapping(values, "additional_config")
         if options.get("mtp_plugin") in (None, False):
             on = "--additional-config '{\"mtp_plugin\": {}}'"
@@ -191,11 +191,6 @@ class Vllm:
         kept = self.spec.values()
         yield from (("key", key) for key in values["speculative_config"] if key not in kept)
         yield from (("flag", name) for name in (*self.refused, "watermark_config"))
-
-    def written(self, values: Values) -> list[str]:
-        """Return flags for what `complete` set."""
-        names = [name for name in ("speculative_config", "additional_config") if values[name]]
-        return [word for name in names for word in (flag(name), json.dumps(values[name]))]
 
 
 class Sglang:
@@ -296,14 +291,20 @@ class Sglang:
         yield from (("variable", name) for name in (SIMULATION, "SGLANG_PLUGINS"))
         yield from (("flag", name) for name in REFUSED_FIELDS if name in values)
 
-    def written(self, values: Values) -> list[str]:
-        """Return flags for what `complete` set."""
-        names = [name for name in self.rewritten if values.get(name) is not None]
-        return [word for name in names for word in (flag(name), str(values[name]))]
-
 
 Engine = Vllm | Sglang
 ENGINES: tuple[Engine, ...] = (Vllm(), Sglang())
+
+
+def written(engine: Engine, values: Values) -> list[str]:
+    """Return flags for what `complete` set."""
+    given = ((name, values.get(name)) for name in engine.rewritten)
+    return [
+        word
+        for name, value in given
+        if value not in (None, {})
+        for word in (flag(name), json.dumps(value) if isinstance(value, dict) else str(value))
+    ]
 
 
 def program_end(engine: Engine, words: Sequence[str], place: int) -> int | None:

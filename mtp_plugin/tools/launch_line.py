@@ -41,6 +41,7 @@ from mtp_plugin.tools.launch_engines import (
     flag,
     is_folder,
     program_end,
+    written,
 )
 
 MAX_WORDS, MAX_LINE, MAX_JSON, MAX_KEYS = 2**14, 2**16, 2**20, 16
@@ -69,8 +70,6 @@ class Line:
     engine: Engine
     front: tuple[str, ...]
     """Variables of the environment, other programs, and the engine's."""
-    words: tuple[str, ...]
-    """What follows the program."""
     flags: tuple[tuple[str, tuple[str, ...]], ...]
     """(name with underscores, its words) in their order; MODEL has the name ``""``."""
     values: Values
@@ -109,8 +108,8 @@ def read_line(words: Sequence[str]) -> Line:
             if start is not None:
                 front = tuple(words[max((n + 1 for n in ends if n < place), default=0) : start])
                 rest = words[start : min((n for n in ends if n > place), default=None)]
-                flags = tuple(_flags(engine, rest))
-                return Line(engine, front, tuple(rest), flags, _values(engine, flags))
+                flags = (*_flags(engine, rest),)
+                return Line(engine, front, flags, _values(engine, flags))
     raise ConfigError(
         "launch line: expected a command with vllm serve, sglang serve, python -m "
         f"sglang.launch_server or an image of them, got {format_value(' '.join(words[:3]))}"
@@ -240,7 +239,7 @@ def _own_values(line: Line, found: Findings) -> Values:
         return {}
     try:
         with redirect_stdout(printed), redirect_stderr(printed):
-            parser, words = engine.parser([*line.words])
+            parser, words = engine.parser([word for _, words in line.flags for word in words])
             read = vars(parser.parse_args(words))
         return {name: each for name, each in read.items() if each != parser.get_default(name)}
     except ImportError as error:
@@ -350,11 +349,9 @@ def _command(
         front[place:place] = [*(["-e"] if place else []), f"{VARIABLE}={{}}"]
     gone = (*engine.rewritten, *left_out)
     kept = [w for name, words in line.flags if not _is_of(engine, gone, name) for w in words]
-    written = engine.written(values)
-    command = " ".join(map(_quoted, [*front, *kept, *written]))
-    if len(command) <= LONGEST_LINE:
-        return command
-    return f"your command, with {' '.join(map(_quoted, written))}"
+    new = " ".join(map(_quoted, written(engine, values)))
+    command = f"{' '.join(map(_quoted, (*front, *kept)))} {new}".rstrip()
+    return command if len(command) <= LONGEST_LINE else f"your command, with {new}"
 
 
 def _quoted(word: str) -> str:
