@@ -9,7 +9,6 @@ Further parameters may follow: :mod:`mtp_plugin.speculative.host.signatures`.
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
@@ -260,13 +259,11 @@ def _check_further(
     kwargs: Mapping[str, Any],
     unused: tuple[str, ...],
 ) -> None:
-    given = list(inspect.signature(signatures.find(target)).parameters.values())[1 + len(names) :]
-    values = dict(zip((parameter.name for parameter in given), args[len(names) :], strict=False))
-    values.update((name, value) for name, value in kwargs.items() if name not in names)
-    defaults = {parameter.name: parameter.default for parameter in given}
-    for name in values.keys() - set(unused):
-        value, default = values[name], defaults.get(name, inspect.Parameter.empty)
-        if value is not default and (type(value) is not type(default) or value != default):
+    changed = signatures.changed_arguments(
+        signatures.find(target), ("self", *names), (None, *args), kwargs
+    )
+    for name, (default, value) in changed.items():
+        if name not in unused:
             raise HostError(
                 f"{target.replace(':', '.')}: mtp_plugin knows {name}={default!r} alone, got "
                 f"{value!r}; install vLLM {list(TESTED)[-1]}, or leave out "

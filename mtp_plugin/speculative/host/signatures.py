@@ -9,7 +9,8 @@ from __future__ import annotations
 import dis
 import inspect
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import cache
 from importlib import import_module
 from types import FunctionType
 from typing import Any, Protocol
@@ -112,6 +113,34 @@ def mismatch(
         f"{shown}({', '.join(found)}) was expected to have the parameters ({', '.join(names)})"
         + ("" if target in wrapped else ", and optional ones alone after them")
     )
+
+
+def changed_arguments(
+    function: Any, names: Sequence[str], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> dict[str, tuple[Any, Any]]:
+    """Return the further arguments of a call that are not at their defaults.
+
+    Args:
+        names: the recorded parameters, also ``self``, of which ``args`` come first.
+
+    Returns:
+        Name -> default and value.
+    """
+    defaults = _defaults(function)
+    values = dict(zip([*defaults][len(names) :], args[len(names) :], strict=False))
+    values.update((name, value) for name, value in kwargs.items() if name not in names)
+    changed = {}
+    for name, value in values.items():
+        default = defaults.get(name, inspect.Parameter.empty)
+        if value is not default and (type(value) is not type(default) or value != default):
+            changed[name] = default, value
+    return changed
+
+
+@cache
+def _defaults(function: Any) -> dict[str, Any]:
+    found = inspect.signature(function).parameters
+    return {name: parameter.default for name, parameter in found.items()}
 
 
 def missing_names(target: str, names: tuple[str, ...], reader: Reader = INSTALLED) -> str | None:
