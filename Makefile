@@ -37,7 +37,8 @@ TRITONS := 3.5.1 3.8.0
 # vLLM, its versions of everything and this package
 VLLM_VENV := .venv-vllm
 # SGLang's Python files, its versions of everything and this package
-SGLANG_VENV := .venv-sglang
+SGLANG := 0.5.17
+SGLANG_VENV := .venv-sglang$(SGLANG:0.5.17=)
 # verification methods at a temperature, for `e2e --ask`
 methods = coupled-t$(1),rejection-t$(1),block-t$(1),greedy-drafts-t$(1)
 
@@ -131,7 +132,8 @@ $(VLLM_VENV)/.installed: pyproject.toml tests/vllm/requirements.txt
 	$(VLLM_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 
-# not part of `test`: SGLang's own classes on the CPU, without its kernels; the environment takes 2 GB
+# not part of `test`: SGLang's own classes on the CPU, without its kernels; the environment takes 2 GB; also with
+# SGLANG=0.5.23
 test-sglang: $(SGLANG_VENV)/.installed
 	TRITON_INTERPRET=1 OMP_NUM_THREADS=1 $(SGLANG_VENV)/bin/python -m pytest -q -c tests/sglang/pytest.ini tests/sglang
 
@@ -140,7 +142,7 @@ $(SGLANG_VENV)/.installed: pyproject.toml tests/sglang/requirements.txt
 	$(PYTHON) -m venv --clear $(SGLANG_VENV)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet torch==2.13.0 triton==3.7.1
 	$(SGLANG_VENV)/bin/python -m pip install --quiet -r tests/sglang/requirements.txt
-	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==0.5.17
+	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps sglang==$(SGLANG)
 	$(SGLANG_VENV)/bin/python -m pip install --quiet --no-deps -e .
 	@touch $@
 

@@ -30,13 +30,14 @@ def _wrong_position() -> None:
 def _stale_row() -> None:
     """Leave the row of a slot as its first request wrote it."""
     from mtp_plugin.hosts.sglang.engine import Engine
+    from mtp_plugin.hosts.sglang.requests import slot_of
 
     stage, written = Engine.stage, set()
 
     def stage_once(self: Engine, req: Any) -> None:
-        if req.req_pool_idx not in written:
+        if slot_of(req) not in written:
             stage(self, req)
-        written.add(req.req_pool_idx)
+        written.add(slot_of(req))
 
     Engine.stage = stage_once  # type: ignore[method-assign]
 

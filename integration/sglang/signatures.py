@@ -2,7 +2,7 @@
 
 python -m integration.sglang.signatures 0.5.17                 # downloads the wheel with pip
 python -m integration.sglang.signatures DIR/sglang-0.5.17-*.whl # or a folder with its files
-python -m integration.sglang.signatures --store 0.5.18         # and adds it to signatures.json
+python -m integration.sglang.signatures --store 0.5.23         # and adds it to signatures.json
 python -m integration.sglang.signatures                        # the stored versions
 
 Prints every difference; the exit status is 1 if one of the versions is not served or does not fit.
@@ -11,6 +11,7 @@ Prints every difference; the exit status is 1 if one of the versions is not serv
 from __future__ import annotations
 
 import argparse
+import ast
 import json
 import re
 import subprocess
@@ -24,6 +25,23 @@ from integration.vllm.signatures import Stored, Wheel
 from mtp_plugin.hosts.sglang.versions import NAMES, SIGNATURES, problems_of
 
 STORED = Path(__file__).with_name("signatures.json")
+_ARGUMENTS, _FIELDS = "sglang.srt.server_args:ServerArgs", "sglang.srt.arg_groups.fields."
+
+
+class SglangWheel(Wheel):
+    """Reads the fields of ``ServerArgs`` from the classes that 0.5.23 makes it of, too."""
+
+    def names(self, target: str) -> frozenset[str] | None:
+        """See `Reader.names`."""
+        found = super().names(target)
+        tree = self._module(target.partition(":")[0])
+        if target != _ARGUMENTS or found is None or tree is None:
+            return found
+        for node in tree.body:
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith(_FIELDS):
+                for alias in node.names:
+                    found |= super().names(f"{node.module}:{alias.name}") or set()
+        return found
 
 
 def to_store(reader: Wheel) -> dict[str, Any]:
@@ -52,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--store", action="store_true", help=f"add the versions to {STORED.name}")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
-        wheels = {_version(path): Wheel(path) for path in _paths(options.versions, folder)}
+        wheels = {_version(path): SglangWheel(path) for path in _paths(options.versions, folder)}
         readers: Mapping[str, Any] = wheels if options.versions else stored()
         reports = {version: problems_of(version, reader) for version, reader in readers.items()}
         if options.store:

@@ -7,7 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
-from sglang.srt.managers.io_struct import GenerateReqInput
+from sglang.srt.managers.io_struct import GenerateReqInput, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 from sglang.srt.sampling.sampling_params import SamplingParams
@@ -17,7 +17,7 @@ from mtp_plugin.hosts.sglang.requests import admitted
 from mtp_plugin.plugin import CustomVerification, register_verification, unregister_verification
 from mtp_plugin.requests.seeds import sample_seed
 from tests.sglang.test_start import arguments
-from tests.sglang.toy_engine import VOCAB, K, ToyEngine, make_request
+from tests.sglang.toy_engine import VOCAB, K, ToyEngine, make_request, prepare
 
 WRONG = {
     "mtp_verificaton": "coupled",
@@ -29,6 +29,7 @@ WRONG = {
 
 @pytest.fixture
 def manager(monkeypatch):
+    prepare()
     monkeypatch.setenv("MTP_PLUGIN_SGLANG", "{}")
     hooks.install(hooks.FRONT_END)
     made = MagicMock()
@@ -36,6 +37,7 @@ def manager(monkeypatch):
     made.sampling_params_class = SamplingParams
     made.tokenizer = SimpleNamespace(eos_token_id=7, additional_stop_token_ids=None)
     made.model_config.vocab_size = VOCAB
+    made.tokenized_generate_req_type = TokenizedGenerateReqInput
     made.server_args = arguments()
     return made
 

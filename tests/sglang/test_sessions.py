@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from array import array
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from sglang.srt.managers.io_struct import SessionParams, TokenizedGenerateReqInput
 from sglang.srt.managers.schedule_batch import ReqKvInfo
-from sglang.srt.mem_cache.chunk_cache import ChunkCache
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.session.session_controller import Session
 from sglang.srt.session.streaming_session import StreamingSession
 
 from mtp_plugin.hosts.sglang.options import SglangOptions
+from mtp_plugin.hosts.sglang.requests import slot_of
 from tests.sglang.toy_engine import EOS, VOCAB, Batch, K, Tokenizer, ToyEngine, make_request
 
 TOKENS = 15
+IS_LENT = hasattr(StreamingSession, "take")
+"""A request works on the record of its session's slot, as in 0.5.23."""
 BEGIN, END = 30, 31
 
 
@@ -26,11 +29,13 @@ class SessionEngine(ToyEngine):
 
     def __post_init__(self):
         super().__post_init__()
-        allocator = SimpleNamespace(free=lambda _: None, device="cpu")
-        pools = SimpleNamespace(
-            req_to_token_pool=self.pool, token_to_kv_pool_allocator=allocator, page_size=1
-        )
-        self.cache = StreamingSession(ChunkCache(pools))
+        pools = MagicMock(req_to_token_pool=self.pool, page_size=1)
+        pools.token_to_kv_pool_allocator.device = "cpu"
+        if not IS_LENT:
+            from sglang.srt.mem_cache.chunk_cache import ChunkCache
+
+            pools = ChunkCache(pools)
+        self.cache = StreamingSession(pools)
         self.session = Session(0, "s", streaming=True)
 
     def turn(self, ids, **options):
@@ -61,16 +66,36 @@ class SessionEngine(ToyEngine):
 
     def _prefill(self, reqs, drafts):
         for req in reqs:
-            req.init_next_round_input(self.cache)
+            self.match(req)
         super()._prefill(reqs, drafts)
         for req in reqs:
+            self.hold(req)
+
+    def match(self, req):
+        """Give a request the slot of its session."""
+        if IS_LENT:
+            ids = [*req.origin_input_ids, *req.output_ids]
+            self.cache.try_match_prefix(SimpleNamespace(req=req, key=ids[:-1]))
+        else:
+            req.init_next_round_input(self.cache)
+
+    def hold(self, req):
+        """Give a session the slot of its request."""
+        if IS_LENT:
+            self.cache.take(req)
+        else:
             req.kv = ReqKvInfo(kv_allocated_len=0, swa_evicted_seqlen=0)
 
     def _free(self, req):
         length = len(req.origin_input_ids) + len(req.output_ids)
+        if IS_LENT:
+            req.kv.kv_allocated_len = req.kv.kv_committed_len = length
+            if not self.cache.try_cache_finished_req(req):
+                self.pool.free(req)
+            return
         req.kv.kv_allocated_len = req.kv_committed_len = length
         self.cache.cache_finished_req(req, kv_len_to_handle=length)
-        if req.req_pool_idx is not None:
+        if slot_of(req) is not None:
             self.pool.free(req)
         req.kv = None
 
@@ -110,14 +135,14 @@ def test_a_retraction_takes_back_the_phase_of_a_dropped_token():
     req, _ = engine.turn([1, BEGIN], temperature=0.0)
     engine.admit(req)
     engine.pool.alloc([req])
-    req.kv = ReqKvInfo(kv_allocated_len=0, swa_evicted_seqlen=0)
+    engine.hold(req)
     ends = torch.zeros(1, VOCAB)
     ends[0, END] = 9.0
     engine.sample(Batch([req]), ends, torch.tensor([2]), ForwardMode.EXTEND)
-    slot = req.req_pool_idx
+    slot = slot_of(req)
     engine._free(req)
     req.reset_for_retract()
-    req.init_next_round_input(engine.cache)
-    assert req.req_pool_idx == slot
+    engine.match(req)
+    assert slot_of(req) == slot
     engine.serve([req], tokens=TOKENS)
     assert engine.counts.acceptance_length == K + 1

@@ -111,6 +111,8 @@ def test_the_token_of_an_unfinished_prompt_ends_no_thinking_phase():
         ends[0, END] = 9.0
         engine.sample(Batch([req]), ends, torch.tensor([chunk]), ForwardMode.EXTEND)
         req.kv_committed_len = chunk
+        if req.kv is not None:  # 0.5.23
+            req.kv.kv_allocated_len = chunk
         engine.serve([req], tokens=41)
         lengths.append(engine.counts.acceptance_length)
     assert lengths[0] == K + 1
@@ -146,11 +148,24 @@ def test_acceptance_is_simulated_by_sglang(monkeypatch):
 def test_an_argument_of_a_step_that_is_unknown_is_refused(monkeypatch):
     batch = SimpleNamespace(forward_mode=ForwardMode.TARGET_VERIFY)
     monkeypatch.setattr(hooks, "_engine", SimpleNamespace(verify=lambda *_: "verified"))
-    given = (None, None, batch, None, None)
-    assert hooks._eagle_sample(*given, None, watermark_state=None, more=False) == "verified"
-    for more in ({"uno_target_max_top_k": 0}, {"watermark_state": torch.zeros(2)}):
-        with pytest.raises(HostError, match=f"arguments of eagle_sample {next(iter(more))}: leave"):
+
+    def original(a, b, c, d=None, uno_target_max_top_k=None, *, watermark_state=None, more=True):  # noqa: ARG001
+        pytest.fail("it is replaced")
+
+    given = (original, None, batch, None, None)
+    unread = {"watermark_full_mask": False}
+    assert hooks._eagle_sample(*given, None, watermark_state=None, **unread) == "verified"
+    for more in (
+        {"uno_target_max_top_k": 0},
+        {"watermark_state": torch.zeros(2)},
+        {"more": False},
+    ):
+        with pytest.raises(
+            HostError, match=f"arguments {next(iter(more))} of sglang.*_sample: lea"
+        ):
             hooks._eagle_sample(*given, **more)
+    with pytest.raises(HostError, match="arguments uno_target_max_top_k of"):
+        hooks._eagle_sample(*given, 3)
 
 
 def test_an_idle_batch_has_no_output():

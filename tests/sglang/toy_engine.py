@@ -16,13 +16,13 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import sglang.srt.distributed.parallel_state as parallel
+import sglang.srt.layers.logprob_processor as logprobs
 import sglang.srt.managers.scheduler_components.batch_result_processor as results
 import sglang.srt.speculative.eagle_worker_common as worker_common
 import sglang.srt.speculative.eagle_worker_v2 as worker_v2
 import torch
 from sglang.srt import runtime_context
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.logprob_processor import compute_spec_v2_logprobs
 from sglang.srt.layers.sampler import create_sampler
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
@@ -41,6 +41,7 @@ from sglang.srt.speculative.spec_utils import GrammarTree, build_grammar_vocab_m
 from mtp_plugin.hosts.sglang import hooks
 from mtp_plugin.hosts.sglang.engine import Engine
 from mtp_plugin.hosts.sglang.options import SglangOptions
+from mtp_plugin.hosts.sglang.requests import slot_of
 from mtp_plugin.speculative.rows.options import EngineSettings
 
 VOCAB = 40
@@ -76,7 +77,10 @@ def prepare() -> None:
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=K + 1,
     )
-    runtime_context.publish(arguments, role="scheduler")
+    ranks = {}
+    if hasattr(runtime_context, "SpawnRanks"):  # 0.5.23
+        ranks["ranks"] = runtime_context.SpawnRanks(world_rank=0)
+    runtime_context.publish(arguments, role="scheduler", **ranks)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -87,7 +91,7 @@ def prepare() -> None:
         distributed_init_method=f"tcp://127.0.0.1:{port}",
         backend="gloo",
     )
-    parallel.initialize_model_parallel(tensor_model_parallel_size=1, backend="gloo")
+    parallel.initialize_model_parallel(backend="gloo")
     hooks.install(hooks.SCHEDULER)
     hooks.install(hooks.DRAFTS)
 
@@ -114,13 +118,14 @@ class Batch:
     forward_mode: ForwardMode
     spec_info: Any = None
     seq_lens_cpu = decoding_reqs = prefill_stats = dp_cooperation_info = None
+    mamba_track_mask_cpu = None
     return_hidden_states = False
     return_hidden_states_mode = CaptureHiddenMode.NULL
     launch_ts = 0.0
 
     def __init__(self, reqs: list[Req]) -> None:
         self.reqs = reqs
-        self.req_pool_indices_cpu = torch.tensor([req.req_pool_idx for req in reqs])
+        self.req_pool_indices_cpu = torch.tensor([slot_of(req) for req in reqs])
         self.req_pool_indices = self.req_pool_indices_cpu.clone()
         self.sampling_info = SamplingBatchInfo.from_schedule_batch(self, VOCAB)
         self.return_logprob = any(req.return_logprob for req in reqs)
@@ -145,6 +150,8 @@ class Reporter(SchedulerMetricsReporter):
         self.num_generated_tokens = self.forward_ct_decode = 0
         self.spec_num_accept_tokens = self.spec_num_forward_ct = 0
         self.spec_num_block_accept_tokens = self.spec_num_cap_tokens = 0
+        self.spec_num_correct_drafts = 0
+        self.scheduler = SimpleNamespace(enable_fpm=False)
 
     def report_prefill_stats(self, *_: Any, **__: Any) -> None:
         pass
@@ -158,7 +165,8 @@ def result_processor(reporter: Reporter) -> results.SchedulerBatchResultProcesso
     names = [one.name for one in dataclasses.fields(results.SchedulerBatchResultProcessor)]
     parts = {name: MagicMock(name=name) for name in names}
     parts |= {"metrics_reporter": reporter, "enable_overlap": False, "enable_overlap_mlx": False}
-    parts |= {"is_generation": True}
+    thinking = SimpleNamespace(think_end_ids=None, self_opened_think_start_ids=None)
+    parts |= {"is_generation": True, "model_config": thinking}
     return results.SchedulerBatchResultProcessor(**parts)
 
 
@@ -171,7 +179,7 @@ class DraftRunner(ModelRunner):
         self.msprobe_debugger = self.eplb_manager = None
         self.is_draft_worker, self.enable_elastic_ep, self.forward_pass_id = True, False, 0
         hf_config = SimpleNamespace(architectures=["X"])
-        self.model_config = SimpleNamespace(hf_config=hf_config)
+        self.model_config = SimpleNamespace(hf_config=hf_config, model_is_mrope=False)
 
     def _forward_raw(self, forward_batch: Any, *_: Any) -> Any:
         logits = self.table[forward_batch.input_ids].clone()
@@ -186,6 +194,8 @@ def draft_step(tokens: torch.Tensor, **fields: Any) -> Any:
     return SimpleNamespace(
         input_ids=tokens,
         batch_size=len(tokens),
+        moe_num_token_non_padded=None,
+        num_token_non_padded=None,
         forward_mode=ForwardMode.DECODE,
         apply_deprecated_skip_attn_backend_init=lambda _: None,
         **{"spec_info": None, **fields},
@@ -232,6 +242,8 @@ class ToyEngine:
         self.runner = SimpleNamespace(
             req_to_token_pool=self.pool,
             model_config=model_config,
+            sampling_observer=None,
+            watermark_state=None,
             sampler=create_sampler(),
             ngram_embedding_manager=SimpleNamespace(update_after_decode=lambda **_: None),
         )
@@ -436,7 +448,10 @@ class ToyEngine:
         assert predict.dtype == lens.dtype == index.dtype == torch.int32
         assert 0 <= int(predict.min()) <= int(predict.max()) < VOCAB
         if batch.return_logprob:
-            compute_spec_v2_logprobs(batch, output, predict, index, self.num_drafts)
+            if hasattr(logprobs, "compute_spec_logprobs"):  # 0.5.23
+                logprobs.compute_spec_logprobs(batch, output, predict, accept_index=index)
+            else:
+                logprobs.compute_spec_v2_logprobs(batch, output, predict, index, self.num_drafts)
         for i in range(count):
             expected = [i * width + j if j < lens[i] else -1 for j in range(width)]
             assert index[i].tolist() == expected

@@ -12,7 +12,14 @@ from typing import Any
 import torch
 
 from mtp_plugin.errors import ConfigError, HostError
-from mtp_plugin.hosts.sglang.requests import Admission, admitted, facts_of, row_owner, slot_tokens
+from mtp_plugin.hosts.sglang.requests import (
+    Admission,
+    admitted,
+    facts_of,
+    row_owner,
+    slot_of,
+    slot_tokens,
+)
 from mtp_plugin.hosts.sglang.results import DraftCounts, keep_status
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, to_device
@@ -129,13 +136,13 @@ class Engine:
     def has_row(self, req: Any) -> bool:
         """Whether a ``Req`` has a slot, and the row of it is its own: a streaming session hands its
         slot on to its next request, or to the same one after a retraction."""
-        slot = req.req_pool_idx
+        slot = slot_of(req)
         return slot is not None and self._rows.get(int(slot)) == row_owner(req)
 
     def stage(self, req: Any) -> None:
         """Write the whole row of a request that got a slot, before the next rows are sampled."""
         self._admission.admit(req)  # one that did not pass the queue
-        slot, tokens, kept = int(req.req_pool_idx), slot_tokens(req), admitted(req)
+        slot, tokens, kept = int(slot_of(req)), slot_tokens(req), admitted(req)
         self._rows[slot] = row_owner(req)
         values = self._slots.values(facts_of(req), kept.options, tokens)
         self._slots.stage(slot, values, kept.seed)

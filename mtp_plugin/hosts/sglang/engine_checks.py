@@ -42,6 +42,7 @@ _WRONG: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "prefill and decode in different engines are not supported: leave it out",
     ),
     "encoder_only": (bool, "it is not supported: leave it out"),
+    "enable_watermark": (bool, "the plugin samples without watermarks: leave it out"),
     "enable_two_batch_overlap": (bool, "it is not supported: leave it out"),
     "enable_pdmux": (bool, "it is not supported: leave it out"),
 }
@@ -53,6 +54,7 @@ _WRONG_WITH_DRAFTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
     "speculative_adaptive": (bool, "the number of drafts must not change: leave it out"),
     "speculative_use_rejection_sampling": (bool, "the plugin verifies drafts: leave it out"),
+    "speculative_use_block_verification": (bool, "the plugin verifies drafts: leave it out"),
     "speculative_accept_threshold_single": (
         lambda value: value != 1,
         "it changes the distribution of the output: leave it out (mtp_relaxed_topk and "
@@ -64,7 +66,7 @@ _WRONG_WITH_DRAFTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     ),
 }
 REFUSED_FIELDS = (*_WRONG, *_WRONG_WITH_DRAFTS)
-"""A version of SGLang that lacks one of them is not served."""
+"""A version of SGLang that lacks one of them is not served, but for those of `Version.lacks`."""
 SIMULATION = "SGLANG_SIMULATE_ACC_LEN"
 SIMULATION_MODE = "SGLANG_SIMULATE_ACC_TOKEN_MODE"
 

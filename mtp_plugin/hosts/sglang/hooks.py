@@ -120,7 +120,7 @@ def _check_server_args(original: Hook, self: Any, *args: Any, **kwargs: Any) -> 
     from mtp_plugin.hosts.sglang.engine_checks import checked_settings
     from mtp_plugin.hosts.sglang.versions import expect_fitting
 
-    settings = checked_settings(self)
+    settings = checked_settings(_resolved(self))
     result = original(self, *args, **kwargs)
     expect_fitting(is_scheduler=False)
     install(FRONT_END)
@@ -130,6 +130,17 @@ def _check_server_args(original: Hook, self: Any, *args: Any, **kwargs: Any) -> 
         settings.summary,
     )
     return result
+
+
+def _resolved(server_args: Any) -> Any:
+    """Return the fields of ``ServerArgs`` that SGLang works with."""
+    from mtp_plugin.hosts.sglang.versions import installed
+
+    if not installed().has_raw_arguments:
+        return server_args
+    from sglang.srt.arg_groups.model_override_base import resolved_view
+
+    return resolved_view(server_args)
 
 
 @_hooks(FRONT_END, f"{_TOKENIZER}._create_tokenized_object")
@@ -150,7 +161,7 @@ def _settings_of(manager: Any) -> Any:
 
     settings = vars(manager).get(_SETTINGS)
     if settings is None:
-        settings = vars(manager)[_SETTINGS] = checked_settings(manager.server_args)
+        settings = vars(manager)[_SETTINGS] = checked_settings(_resolved(manager.server_args))
     return settings
 
 
@@ -168,7 +179,8 @@ def _spec_metrics(
         limit = read_request(given, _settings_of(self)).draft_limit
         if limit:
             proposed = meta_info["spec_verify_ct"] * limit
-            meta_info["spec_num_proposed_drafts"] = meta_info["spec_proposed_drafts"] = proposed
+            for name in {"spec_num_proposed_drafts", "spec_proposed_drafts"} & meta_info.keys():
+                meta_info[name] = proposed
             meta_info["spec_accept_rate"] = meta_info["spec_num_correct_drafts"] / proposed
     return result
 
@@ -180,7 +192,8 @@ def _scheduler_init(original: Hook, self: Any, server_args: Any, *args: Any, **k
     from mtp_plugin.hosts.sglang.engine_checks import checked_settings, expect_equal_ranks
     from mtp_plugin.hosts.sglang.versions import expect_fitting
 
-    settings = checked_settings(server_args)
+    arguments = _resolved(server_args)
+    settings = checked_settings(arguments)
     expect_fitting(is_scheduler=True)
     _engine = Engine(settings)
     install(SCHEDULER)
@@ -189,7 +202,7 @@ def _scheduler_init(original: Hook, self: Any, server_args: Any, *args: Any, **k
     original(self, server_args, *args, **kwargs)
     _engine.expect_attached()
     _engine.seed_from(self.random_seed)  # of the first rank: each node has one of its own
-    model = server_args.served_model_name if server_args.enable_metrics else None
+    model = arguments.served_model_name if arguments.enable_metrics else None
     _engine.count_drafts(model, is_first_rank=self.tp_group.rank_in_group == 0)
     _engine.warm_up()
     expect_equal_ranks(self.tp_group, settings, self.random_seed)
@@ -285,10 +298,40 @@ def _preprocess_logits(
     return result
 
 
-@_hooks(SCHEDULER, f"{_SAMPLER}._sample_from_probs")
+_SAMPLE = f"{_SAMPLER}._sample_from_probs"
+
+
+@_hooks(SCHEDULER, _SAMPLE)
 def _sample_from_probs(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from mtp_plugin.hosts.sglang.versions import installed
+
     tokens = _engine.take_sampled()
-    return original(self, *args, **kwargs) if tokens is None else tokens
+    if tokens is None:
+        return original(self, *args, **kwargs)
+    _expect_defaults(_SAMPLE, original, (self, *args), kwargs)
+    return (tokens, None) if installed().samples_pairs else tokens
+
+
+def _expect_defaults(
+    target: str,
+    original: Hook,
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    unused: tuple[str, ...] = (),
+) -> None:
+    """Raise `HostError` if a replaced function is called with what its hook does not know."""
+    from mtp_plugin.errors import HostError
+    from mtp_plugin.hosts.sglang.versions import SIGNATURES
+    from mtp_plugin.speculative.host.signatures import changed_arguments
+
+    owner = ("self",) if "." in target.partition(":")[2] else ()
+    changed = changed_arguments(original, (*owner, *SIGNATURES[target]), args, kwargs)
+    unknown = [name for name in changed if name not in unused]
+    if unknown:
+        raise HostError(
+            f"mtp_plugin does not know the arguments {', '.join(unknown)} of {dotted(target)}: "
+            "leave out the option of SGLang that gives them, or unset MTP_PLUGIN_SGLANG"
+        )
 
 
 @_hooks(SCHEDULER, f"{_SCHEDULER}:Scheduler.process_batch_result")
@@ -323,8 +366,13 @@ def _resolve_tokens(
 def _update_metrics(
     original: Hook, self: Any, bs: Any, num_correct_drafts: int, *args: Any, **kwargs: Any
 ) -> Any:
+    from mtp_plugin.hosts.sglang.versions import installed
+
     requests, accepted = _engine.counts.without_limited(bs, num_correct_drafts)
-    self.num_generated_tokens += num_correct_drafts - accepted
+    if installed().counts_tokens:
+        kwargs["num_accept_tokens"] = requests + accepted
+    else:  # it counts generated tokens, too
+        self.num_generated_tokens += num_correct_drafts - accepted
     return original(self, requests, accepted, *args, **kwargs)
 
 
@@ -358,15 +406,9 @@ def _eagle_sample(
 ) -> Any:
     if batch.forward_mode.is_idle():
         return original(verify_input, batch, logits_output, grammar_mask, *args, **kwargs)
-    further = [*enumerate(args, 4), *kwargs.items()]
-    unknown = [str(name) for name, value in further if value is not None and value is not False]
-    if unknown:
-        from mtp_plugin.errors import HostError
-
-        raise HostError(
-            f"mtp_plugin does not know the arguments of eagle_sample {', '.join(unknown)}: leave "
-            "out the option of SGLang that gives them, or unset MTP_PLUGIN_SGLANG"
-        )
+    given = (verify_input, batch, logits_output, grammar_mask, *args)
+    # which nothing reads without a watermark_state
+    _expect_defaults(VERIFY, original, given, kwargs, unused=("watermark_full_mask",))
     return _engine.verify(verify_input, batch, logits_output, grammar_mask)
 
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 from mtp_plugin.errors import RequestError
+from mtp_plugin.hosts.sglang.versions import installed
 from mtp_plugin.requests.options import INT32_MAX
 from mtp_plugin.requests.seeds import sample_seed, seed_words
 from mtp_plugin.requests.stopping import StopRule
@@ -114,6 +116,11 @@ def admitted(req: Any) -> Admitted:
     """Return what `Admission.admit` kept in a ``Req``."""
     found: Admitted = getattr(req, _ADMITTED)
     return found
+
+
+def slot_of(req: Any) -> Any:
+    """Return the slot of a ``Req``; None: it has none."""
+    return attrgetter(installed().slot)(req)
 
 
 def row_owner(req: Any) -> tuple[Admitted | None, int]:

@@ -8,14 +8,60 @@ Further parameters may follow: :mod:`mtp_plugin.speculative.host.signatures`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.sglang.engine_checks import REFUSED_FIELDS
 from mtp_plugin.speculative.host.signatures import INSTALLED, Reader, differences, read_table
 
-SERVED = {"0.5.17": "GPU and CPU", "0.5.18": "signatures alone"}
-"""Versions that are served, and where they were tested."""
+
+@dataclass(frozen=True)
+class Version:
+    """What differs between the versions of SGLang that are served.
+
+    Args:
+        tested: where it was tested.
+        slot: where a ``Req`` has its slot.
+        has_raw_arguments: fields of ``ServerArgs`` are the user's, before SGLang resolves them.
+        samples_pairs: ``Sampler._sample_from_probs`` returns tokens and what it captured.
+        counts_tokens: ``update_spec_metrics`` gets the tokens of a step, which are counted already.
+        lacks: names of `NAMES` that it does not have, after the last part of their target.
+    """
+
+    tested: str
+    slot: str
+    has_raw_arguments: bool
+    samples_pairs: bool
+    counts_tokens: bool
+    lacks: tuple[str, ...]
+
+
+SERVED: Mapping[str, Version] = {
+    "0.5.17": Version(
+        tested="GPU and CPU",
+        slot="req_pool_idx",
+        has_raw_arguments=False,
+        samples_pairs=False,
+        counts_tokens=False,
+        lacks=(
+            "ReqKvInfo.req_pool_idx",
+            "ServerArgs.enable_watermark",
+            "ServerArgs.speculative_use_block_verification",
+            "model_override_base.resolved_view",
+        ),
+    ),
+    "0.5.23": Version(
+        tested="CPU",
+        slot="kv.req_pool_idx",
+        has_raw_arguments=True,
+        samples_pairs=True,
+        counts_tokens=True,
+        lacks=("Req.req_pool_idx",),
+    ),
+}
+"""Versions that are served."""
 
 _PACKAGES = {
     "SRT": "sglang.srt",
@@ -68,15 +114,17 @@ SRT.plugins.hook_registry:HookRegistry(_hooks, _patched, apply_hooks, register)
 SRT.sampling.sampling_params:SamplingParams(
     temperature, top_k, top_p, min_p, n, max_new_tokens, sampling_seed, custom_params)
 MANAGERS.schedule_batch:Req(
-    rid, req_pool_idx, sampling_params, origin_input_ids, output_ids, to_finish, finished, grammar,
-    is_retracted, retraction_count, inflight_middle_chunks, spec_verify_ct,
+    rid, req_pool_idx, kv, sampling_params, origin_input_ids, output_ids, to_finish, finished,
+    grammar, is_retracted, retraction_count, inflight_middle_chunks, spec_verify_ct,
     spec_correct_drafts_histogram, custom_logit_processor, return_sampling_mask)
+MANAGERS.schedule_batch:ReqKvInfo(req_pool_idx)
 MANAGERS.schedule_batch:ScheduleBatch(
     reqs, forward_mode, req_pool_indices, req_pool_indices_cpu, sampling_info, seq_lens)
 SRT.sampling.sampling_batch_info:SamplingBatchInfo(
     acc_additive_penalties, acc_scaling_penalties, logit_bias, return_sampling_masks)
 SRT.model_executor.forward_batch_info:ForwardBatch(
     forward_mode, positions, req_pool_indices, seq_lens)
+SRT.arg_groups.model_override_base(resolved_view)
 SRT.mem_cache.memory_pool:ReqToTokenPool(req_to_token)
 MANAGERS.tokenizer_manager:TokenizerManager(rid_to_state, preferred_sampling_params)
 MANAGERS.utils:GenerationBatchResult(logits_output, num_correct_drafts_per_req_cpu)
@@ -103,7 +151,8 @@ NAMES: Mapping[str, tuple[str, ...]] = {
     **read_table(_ATTRIBUTES, _PACKAGES),
     "sglang.srt.server_args:ServerArgs": ("served_model_name", "enable_metrics", *REFUSED_FIELDS),
 }
-"""``module:Class`` -> attributes of its instances; ``module`` -> names in it."""
+"""``module:Class`` -> attributes of its instances; ``module`` -> names in it; in `Version.lacks`
+those that a version does not have."""
 
 
 def release() -> str:
@@ -118,6 +167,30 @@ def release() -> str:
         raise HostError("SGLang is not installed here") from None
 
 
+@cache
+def installed() -> Version:
+    """Return the row of the installed SGLang.
+
+    Raises:
+        HostError: it is not served.
+    """
+    found = release()
+    if found not in SERVED:
+        raise HostError(refusal(found, problems_of(found)))
+    return SERVED[found]
+
+
+def names_of(found: str) -> dict[str, tuple[str, ...]]:
+    """Return the part of `NAMES` that a served version has."""
+    kept = {}
+    for target, names in NAMES.items():
+        owner = target.replace(":", ".").rpartition(".")[2]
+        has = tuple(name for name in names if f"{owner}.{name}" not in SERVED[found].lacks)
+        if has:
+            kept[target] = has
+    return kept
+
+
 def problems_of(
     found: str, reader: Reader = INSTALLED, is_wanted: Callable[[str], bool] = lambda _: True
 ) -> list[str]:
@@ -129,7 +202,7 @@ def problems_of(
     if found not in SERVED:
         return [f"version {found} is not served"]
     signatures = {target: names for target, names in SIGNATURES.items() if is_wanted(target)}
-    names = {target: names for target, names in NAMES.items() if is_wanted(target)}
+    names = {target: names for target, names in names_of(found).items() if is_wanted(target)}
     return differences(signatures, names, WRAPPED, reader)
 
 

@@ -13,9 +13,9 @@ import torch.distributed as dist
 
 from integration.sglang import signatures
 from mtp_plugin.errors import ConfigError, HostError
-from mtp_plugin.hosts.sglang import engine_checks, hooks
+from mtp_plugin.hosts.sglang import engine_checks, hooks, versions
 from mtp_plugin.hosts.sglang.engine_checks import checked_settings, expect_equal_ranks
-from mtp_plugin.hosts.sglang.versions import SERVED, problems_of, refusal
+from mtp_plugin.hosts.sglang.versions import SERVED, problems_of
 
 
 def arguments(**fields):
@@ -85,10 +85,17 @@ def test_drafts_are_read_from_the_configuration() -> None:
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("speculative_eagle_topk", 2), ("dp_size", 4), ("speculative_num_draft_tokens", 5)],
+    [
+        ("speculative_eagle_topk", 2),
+        ("dp_size", 4),
+        ("speculative_num_draft_tokens", 5),
+        ("enable_watermark", True),
+        ("speculative_use_block_verification", True),
+        ("sampling_backend", "intel_xpu"),
+    ],
 )
-def test_wrong_configurations_are_named(name: str, value: int) -> None:
-    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is {value}: "):
+def test_wrong_configurations_are_named(name: str, value: object) -> None:
+    with pytest.raises(ConfigError, match=f"--{name.replace('_', '-')} is {value!r}: "):
         settings(**{name: value})
 
 
@@ -123,16 +130,18 @@ class TestRanks:
         expect_equal_ranks(SimpleNamespace(world_size=1), settings(), 3)
 
 
-def test_other_versions_are_refused_with_those_that_work() -> None:
-    message = refusal("0.5.23", problems_of("0.5.23"))
-    assert "SGLang 0.5.23: version 0.5.23 is not served" in message
-    assert "Install SGLang 0.5.17 or 0.5.18, or unset MTP_PLUGIN_SGLANG" in message
+def test_other_versions_are_refused_with_those_that_work(monkeypatch) -> None:
+    monkeypatch.setattr(versions, "version", lambda _: "0.5.18")
+    versions.installed.cache_clear()
+    with pytest.raises(HostError, match=r"SGLang 0\.5\.18: version 0\.5\.18 is not serv") as error:
+        hooks._resolved(arguments())
+    assert "Install SGLang 0.5.17 or 0.5.23, or unset MTP_PLUGIN_SGLANG" in str(error.value)
 
 
 def test_the_stored_versions_fit() -> None:
-    versions = signatures.stored()
-    assert list(versions) == list(SERVED)
-    for version, reader in versions.items():
+    found = signatures.stored()
+    assert list(found) == list(SERVED)
+    for version, reader in found.items():
         assert problems_of(version, reader) == []
 
 
@@ -153,8 +162,8 @@ def test_a_different_function_is_named(target: str, found: str | None, message: 
 
 @pytest.mark.parametrize("name", engine_checks.REFUSED_FIELDS)
 def test_a_refused_field_that_a_version_renames_is_named(name: str) -> None:
-    reader = signatures.stored()["0.5.17"]
+    reader = signatures.stored()["0.5.23"]
     target = "sglang.srt.server_args:ServerArgs"
     names = reader._version["names"]
     names[target] = ", ".join(reader.names(target) - {name})
-    assert problems_of("0.5.17", reader) == [f"sglang.srt.server_args.ServerArgs has no {name}"]
+    assert problems_of("0.5.23", reader) == [f"sglang.srt.server_args.ServerArgs has no {name}"]
