@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.arg_groups.overrides import ResolvedView
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.managers.scheduler import Scheduler
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -176,8 +177,7 @@ WRONG = {
 
 
 def test_the_drafter_that_sglang_makes_of_nextn_for_gemma_4_is_named():
-    given = arguments()
-    object.__setattr__(given, "speculative_algorithm", "FROZEN_KV_MTP")
+    given = ResolvedView(arguments(), {"speculative_algorithm": "FROZEN_KV_MTP"})
     with pytest.raises(ConfigError, match="SGLang reads NEXTN and EAGLE so with the assistant mod"):
         checked_settings(given, {"MTP_PLUGIN_SGLANG": "{}"})
 
@@ -185,9 +185,8 @@ def test_the_drafter_that_sglang_makes_of_nextn_for_gemma_4_is_named():
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_configuration_is_refused_by_name(name):
     value, message = WRONG[name]
-    given = arguments()
-    assert hasattr(given, name)
-    object.__setattr__(given, name, value)
+    assert hasattr(arguments(), name)
+    given = ResolvedView(arguments(), {name: value})
     with pytest.raises(ConfigError) as error:
         checked_settings(given, {"MTP_PLUGIN_SGLANG": "{}"})
     assert str(error.value).startswith(
@@ -197,9 +196,7 @@ def test_a_wrong_configuration_is_refused_by_name(name):
 
 def test_all_problems_are_in_one_message():
     environment = {"MTP_PLUGIN_SGLANG": json.dumps({"verification": "block"})}
-    given = arguments()
-    for name in ("dp_size", "pp_size"):
-        object.__setattr__(given, name, 2)
+    given = ResolvedView(arguments(), {"dp_size": 2, "pp_size": 2})
     with pytest.raises(ConfigError) as error:
         checked_settings(given, {**environment, "SGLANG_SIMULATE_ACC_LEN": "2.5"})
     for part in ("dp-size", "pp-size", "verification: block", "SGLANG_SIMULATE_ACC_TOKEN_MODE"):
