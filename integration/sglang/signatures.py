@@ -5,7 +5,8 @@ python -m integration.sglang.signatures DIR/sglang-0.5.17-*.whl # or a folder wi
 python -m integration.sglang.signatures --store 0.5.23         # and adds it to signatures.json
 python -m integration.sglang.signatures                        # the stored versions
 
-Prints every difference; the exit status is 1 if one of the versions is not served or does not fit.
+Prints every difference and every function whose code changed; the exit status is 1 if one of the
+versions is not served or does not fit.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from pathlib import Path
 from typing import Any
 
 from integration.vllm.signatures import Stored, Wheel
-from mtp_plugin.hosts.sglang.versions import NAMES, SIGNATURES, problems_of
+from mtp_plugin.hosts.sglang.versions import (
+    BODIES,
+    NAMES,
+    SERVED,
+    SIGNATURES,
+    changed_bodies,
+    problems_of,
+)
+from mtp_plugin.speculative.host.signatures import body_hash
 
 STORED = Path(__file__).with_name("signatures.json")
 _ARGUMENTS, _FIELDS = "sglang.srt.server_args:ServerArgs", "sglang.srt.arg_groups.fields."
@@ -30,6 +39,11 @@ _ARGUMENTS, _FIELDS = "sglang.srt.server_args:ServerArgs", "sglang.srt.arg_group
 
 class SglangWheel(Wheel):
     """Reads the fields of ``ServerArgs`` from the classes that 0.5.23 makes it of, too."""
+
+    def body(self, target: str) -> str:
+        """Return `body_hash` of a function; empty if it is missing."""
+        found = self._node(target)
+        return "" if found is None else body_hash(found[1])
 
     def names(self, target: str) -> frozenset[str] | None:
         """See `Reader.names`."""
@@ -75,8 +89,10 @@ def main(arguments: list[str] | None = None) -> int:
         reports = {version: problems_of(version, reader) for version, reader in readers.items()}
         if options.store:
             _store(wheels)
+        changes = {version: _changes(version, wheel) for version, wheel in wheels.items()}
     for version, problems in reports.items():
         lines = [f"sglang {version}: {'differs' if problems else 'fits'}", *problems]
+        lines += changes.get(version, [])
         sys.stdout.write("".join(f"{line}\n" for line in lines))
     return int(any(reports.values()))
 
@@ -99,11 +115,23 @@ def _version(path: Path) -> str:
     return path.name if found is None else found[0]
 
 
-def _store(wheels: Mapping[str, Wheel]) -> None:
+def _changes(version: str, wheel: SglangWheel) -> list[str]:
+    """Return the functions to look at in a version, by the nearest served one."""
+    nearest = version if version in SERVED else list(SERVED)[-1]
+    return [
+        f"changed since {nearest}, look: {target}" for target in changed_bodies(nearest, wheel.body)
+    ]
+
+
+def _store(wheels: Mapping[str, SglangWheel]) -> None:
     versions = json.loads(STORED.read_text(encoding="utf-8")) if STORED.exists() else {}
-    versions.update((version, to_store(wheel)) for version, wheel in wheels.items())
-    text = json.dumps(dict(sorted(versions.items())), indent=1)
-    STORED.write_text(f"{text}\n", encoding="utf-8")
+    bodies = json.loads(BODIES.read_text(encoding="utf-8")) if BODIES.exists() else {}
+    for version, wheel in wheels.items():
+        versions[version] = to_store(wheel)
+        bodies[version] = " ".join(map(wheel.body, SIGNATURES))
+    for path, stored in ((STORED, versions), (BODIES, bodies)):
+        text = json.dumps(dict(sorted(stored.items())), indent=1)
+        path.write_text(f"{text}\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

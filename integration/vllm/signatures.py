@@ -39,16 +39,12 @@ class Wheel:
 
     def parameters(self, target: str) -> tuple[str, ...] | None:
         """See `Reader.parameters`."""
-        module, _, path = target.partition(":")
-        owner_name, _, method = path.partition(".")
-        found = self._find(module, owner_name)
-        if method and found is not None:
-            found = self._member(*found, method)
+        found = self._node(target)
         if found is None:
             return None
         module, node = found
         if isinstance(node, ast.FunctionDef):
-            return tuple(_parameters(node.args))[1 if method else 0 :]
+            return tuple(_parameters(node.args))["." in target.partition(":")[2] :]
         constructor = self._member(module, node, "__init__")
         if constructor is not None:
             return tuple(_parameters(constructor[1].args))[1:]
@@ -73,6 +69,13 @@ class Wheel:
                 if isinstance(inner, ast.Attribute) and isinstance(inner.ctx, ast.Store)
             )
         return frozenset(names)
+
+    def _node(self, target: str) -> tuple[str, Any] | None:
+        """Return the module that defines a target, and its node."""
+        module, _, path = target.partition(":")
+        owner, _, method = path.partition(".")
+        found = self._find(module, owner)
+        return self._member(*found, method) if method and found is not None else found
 
     def _module(self, name: str) -> ast.Module | None:
         if name not in self._modules:

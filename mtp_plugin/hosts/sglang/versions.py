@@ -7,10 +7,13 @@ Further parameters may follow: :mod:`mtp_plugin.speculative.host.signatures`.
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.sglang.engine_checks import REFUSED_FIELDS
@@ -62,6 +65,10 @@ SERVED: Mapping[str, Version] = {
     ),
 }
 """Versions that are served."""
+
+BODIES = Path(__file__).with_name("bodies.json")
+"""By version `body_hash` of each function of `SIGNATURES`, in their order."""
+_logger = logging.getLogger("sglang.srt.mtp_plugin")
 
 _PACKAGES = {
     "SRT": "sglang.srt",
@@ -206,6 +213,25 @@ def problems_of(
     return differences(signatures, names, WRAPPED, reader)
 
 
+def changed_bodies(
+    found: str,
+    body: Callable[[str], str] = INSTALLED.body,
+    is_wanted: Callable[[str], bool] = lambda _: True,
+) -> list[str]:
+    """Return the functions whose code is another one than that of a served version.
+
+    Args:
+        body: what returns `body_hash` of a target.
+        is_wanted: whether to compare a target.
+    """
+    known = json.loads(BODIES.read_text(encoding="utf-8"))[found].split()
+    return [
+        target
+        for target, expected in zip(SIGNATURES, known, strict=True)
+        if is_wanted(target) and body(target) != expected
+    ]
+
+
 def refusal(found: str, problems: list[str]) -> str:
     """Return the message for a version that does not fit."""
     return (
@@ -221,8 +247,18 @@ def expect_fitting(*, is_scheduler: bool) -> None:
         HostError: names all that differs.
     """
     found = release()
-    problems = problems_of(
-        found, is_wanted=lambda target: (target.partition(":")[0] in _FRONT_END) != is_scheduler
-    )
+
+    def is_wanted(target: str) -> bool:
+        return (target.partition(":")[0] in _FRONT_END) != is_scheduler
+
+    problems = problems_of(found, is_wanted=is_wanted)
     if problems:
         raise HostError(refusal(found, problems))
+    changed = changed_bodies(found, is_wanted=is_wanted)
+    if changed:
+        _logger.warning(
+            "mtp_plugin was not tested with the code of SGLang that is installed, %s with changes "
+            "in %s: compare outputs with and without drafts",
+            found,
+            ", ".join(changed),
+        )

@@ -6,9 +6,12 @@ handed on, else optional ones.
 
 from __future__ import annotations
 
+import ast
 import dis
+import hashlib
 import inspect
 import re
+import textwrap
 from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib import import_module
@@ -61,6 +64,34 @@ class Installed:
                     steps = dis.get_instructions(function)
                     names.update(step.argval for step in steps if step.opname == "STORE_ATTR")
         return frozenset(names)
+
+    def body(self, target: str) -> str:
+        """Return `body_hash` of a function; empty if its source is not there."""
+        try:
+            source = inspect.getsource(inspect.unwrap(find(target)))
+        except (OSError, TypeError):
+            return ""
+        return body_hash(ast.parse(textwrap.dedent(source)).body[0])
+
+
+def body_hash(function: ast.AST) -> str:
+    """Return a hash of a function that comments, docstrings and the Python do not change."""
+    return hashlib.sha256(repr(_plain(function)).encode()).hexdigest()[:8]
+
+
+def _plain(node: Any) -> Any:
+    if isinstance(node, list):
+        return [_plain(item) for item in node if not _is_docstring(item)]
+    if not isinstance(node, ast.AST):
+        return node
+    fields = [(name, _plain(value)) for name, value in ast.iter_fields(node)]
+    # newer Pythons have further fields, empty ones
+    return type(node).__name__, [field for field in fields if field[1] not in (None, [])]
+
+
+def _is_docstring(node: Any) -> bool:
+    value = node.value if isinstance(node, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
 
 
 INSTALLED = Installed()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 import re
 import subprocess
@@ -16,6 +18,7 @@ from mtp_plugin.errors import ConfigError, HostError
 from mtp_plugin.hosts.sglang import engine_checks, hooks, versions
 from mtp_plugin.hosts.sglang.engine_checks import checked_settings, expect_equal_ranks
 from mtp_plugin.hosts.sglang.versions import SERVED, problems_of
+from mtp_plugin.speculative.host.signatures import body_hash
 
 
 def arguments(**fields):
@@ -143,6 +146,18 @@ def test_the_stored_versions_fit() -> None:
     assert list(found) == list(SERVED)
     for version, reader in found.items():
         assert problems_of(version, reader) == []
+
+
+def test_changed_code_is_named() -> None:
+    for version, text in json.loads(versions.BODIES.read_text(encoding="utf-8")).items():
+        known = dict(zip(versions.SIGNATURES, text.split(), strict=True))
+        assert versions.changed_bodies(version, {**known, hooks.VERIFY: ""}.get) == [hooks.VERIFY]
+
+
+def test_comments_and_docstrings_are_no_changes() -> None:
+    texts = 'def f(a):\n    """x"""\n    return a', "def f(a): return a  # y", "def f(a): return -a"
+    one, two, other = (body_hash(ast.parse(text).body[0]) for text in texts)
+    assert one == two != other
 
 
 @pytest.mark.parametrize(
