@@ -13,6 +13,7 @@ from sglang.srt.managers.schedule_batch import FINISH_ABORT
 from sglang.srt.managers.tokenizer_manager import TokenizerManager
 
 from mtp_plugin.hosts.sglang import hooks
+from mtp_plugin.hosts.sglang.versions import installed
 from mtp_plugin.plugin import CustomVerification, register_verification, unregister_verification
 from mtp_plugin.speculative.metrics import alarms
 from tests.sglang.toy_engine import EOS, VOCAB, K, ToyEngine, make_request
@@ -223,6 +224,8 @@ def test_counts_of_drafts_leave_out_requests_with_a_limit():
     assert counts.spec_num_forward_ct == pytest.approx(free.spec_verify_ct)
     accepted = counts.spec_num_accept_tokens - counts.spec_num_forward_ct
     assert accepted == pytest.approx(free.spec_num_correct_drafts)
+    if installed().counts_tokens:
+        assert counts.spec_num_correct_drafts == free.spec_num_correct_drafts
     # SGLang counts the rest when it has the output
     drafts = sum(req.spec_num_correct_drafts for req in reqs)
     assert counts.num_generated_tokens == engine.counts.steps + drafts

@@ -148,10 +148,15 @@ def test_the_stored_versions_fit() -> None:
         assert problems_of(version, reader) == []
 
 
-def test_changed_code_is_named() -> None:
+def test_changed_code_is_named(monkeypatch, caplog) -> None:
     for version, text in json.loads(versions.BODIES.read_text(encoding="utf-8")).items():
         known = dict(zip(versions.SIGNATURES, text.split(), strict=True))
         assert versions.changed_bodies(version, {**known, hooks.VERIFY: ""}.get) == [hooks.VERIFY]
+    monkeypatch.setattr(versions, "version", lambda _: "0.5.23")
+    monkeypatch.setattr(versions, "problems_of", lambda *_, **__: [])
+    versions.expect_fitting(is_scheduler=True)  # SGLang is not installed here: all differ
+    assert hooks.VERIFY in caplog.text
+    assert "ServerArgs" not in caplog.text  # of another process
 
 
 def test_comments_and_docstrings_are_no_changes() -> None:
