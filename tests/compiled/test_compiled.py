@@ -22,6 +22,7 @@ from mtp_plugin.hosts.embedded.attention.triton import WIDE_HEAD_BYTES
 
 ROOT = Path(__file__).parents[2]
 SECONDS = 1800
+pytestmark = pytest.mark.timeout(400)  # all kernels are compiled by the first test
 BAD = "tests.compiled.refused."
 MODULES = {
     90: ("tests.compiled.launches", "tests.compiled.refused"),
