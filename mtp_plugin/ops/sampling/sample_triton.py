@@ -607,15 +607,15 @@ def sample_tokens_triton(
     chunk_results = torch.empty(num_rows, num_chunks, **float32)
     inputs = (
         logits,
-        # absent tensors are never read
-        tokens if vocab_ids is None else vocab_ids,
+        # absent tensors are never read; whatever the dtype of the tokens, the kernel is one
+        slots.table if vocab_ids is None else vocab_ids,
         rows.positions,
-        tokens if ahead is None else ahead,
-        tokens if drafts is None else drafts,
+        slots.table if ahead is None else ahead,
+        slots.table if drafts is None else drafts,
         slots.table,
         slots.slot_ids,
         *(
-            (tokens,) * 4
+            (slots.table,) * 4
             if pools is None
             else (pools.bias, pools.allowed, pools.counts, pools.seen)
         ),
