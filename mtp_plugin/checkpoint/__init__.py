@@ -8,8 +8,9 @@ from mtp_plugin.checkpoint.check import (
     Checkpoint,
     describe,
     read_checkpoint,
-    thinking_tags,
+    thinking_options,
     vllm_command_of,
+    write_report,
 )
 from mtp_plugin.checkpoint.families import DSPARK, FAMILIES, SEPARATE_DRAFTERS
 from mtp_plugin.checkpoint.problems import IN_VLLM, InVllm, Problem
@@ -27,6 +28,7 @@ __all__ = [
     "describe",
     "is_quantized",
     "read_checkpoint",
-    "thinking_tags",
+    "thinking_options",
     "vllm_command_of",
+    "write_report",
 ]

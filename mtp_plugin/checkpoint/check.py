@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -41,7 +42,7 @@ from mtp_plugin.checkpoint.skipped import Skipped
 from mtp_plugin.checkpoint.tensor_names import COPY, HEAD, is_quantized
 from mtp_plugin.checkpoint.vllm_command import vllm_command
 from mtp_plugin.config.messages import got, spelled
-from mtp_plugin.errors import CheckpointError
+from mtp_plugin.errors import CheckpointError, one_line
 
 THINKING_TAGS = (
     ("<think>", "</think>"),
@@ -319,6 +320,20 @@ def _unknown(model_type: str) -> str:
     if model_type in DSPARK:
         return "not examined, they are stages of DSpark"
     return "not known, the table of this package lacks the family"
+
+
+def write_report(facts: Iterable[tuple[str, object]], problems: Iterable[str]) -> None:
+    """Print (name, value) pairs, such as those of `describe`, and problems, a line each."""
+    for name, value in facts:
+        sys.stdout.write(f"{name:14} {one_line(value)}\n")
+    for problem in problems:
+        sys.stdout.write(f"problem: {one_line(problem)}\n")
+
+
+def thinking_options(directory: Path) -> dict[str, int]:
+    """Return the options of the adapters for the tags of `thinking_tags`."""
+    names = ("thinking_begin_token", "thinking_end_token")
+    return dict(zip(names, thinking_tags(directory).values(), strict=False))
 
 
 def thinking_tags(directory: Path) -> dict[str, int]:

@@ -240,8 +240,7 @@ def _mtp_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
     elif declared and not found:
         yield Problem(
             f"config.json declares {declared} MTP layer(s), the files have none of their tensors "
-            "(transformers leaves them out when it saves a model): take the files of the original "
-            "checkpoint",
+            f"(transformers leaves them out when it saves a model): {ORIGINAL}",
             whole,
         )
     elif declared > len(found) and family.reads != "first":
@@ -290,7 +289,7 @@ def _mtp_problems(checkpoint: Checkpoint) -> Iterator[Problem]:
         count = f" (of {experts} experts)" if any(".experts." in name for name in missing) else ""
         yield Problem(
             f"{len(missing)} tensor(s) of the MTP layers are missing: {listed(missing)}{count}; "
-            "take the files of the original checkpoint",
+            f"{ORIGINAL}",
             "refusal" if norms or family.notices == "tensors" else "random",
         )
     if extra:

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 from itertools import islice
 from typing import Any
 
-from mtp_plugin.checkpoint import describe, read_checkpoint
+from mtp_plugin.checkpoint import describe, read_checkpoint, write_report
 from mtp_plugin.checkpoint.files import download_command
 from mtp_plugin.errors import (
     LONGEST_LINE,
@@ -218,8 +218,7 @@ def main(words: Sequence[str]) -> int:
     found.problems += refused
     verdict = "does not start" if found.problems else "starts"
     facts.append(("verdict", f"{engine.title} {verdict} with the plugin"))
-    for name, value in facts:
-        sys.stdout.write(f"{name:14} {one_line(value)}\n")
+    write_report(facts, ())
     for note in found.notes:
         sys.stdout.write(f"{one_line(note)}\n")
     for kind, lines in (("missing", found.missing), ("problem", found.problems)):

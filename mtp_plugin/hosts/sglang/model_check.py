@@ -13,7 +13,8 @@ from mtp_plugin.checkpoint import (
     Checkpoint,
     describe,
     read_checkpoint,
-    thinking_tags,
+    thinking_options,
+    write_report,
 )
 from mtp_plugin.config.messages import spelled
 from mtp_plugin.errors import CheckpointError, one_line, shell_quote
@@ -75,8 +76,7 @@ def _of_loaders(checkpoint: Checkpoint) -> Iterator[str]:
 
 def serve_command(checkpoint: Checkpoint) -> str:
     """Return the command that serves a checkpoint, with the thinking ids of its tokenizer."""
-    keys = ("thinking_begin_token", "thinking_end_token")
-    options = dict(zip(keys, thinking_tags(checkpoint.directory).values(), strict=False))
+    options = thinking_options(checkpoint.directory)
     command = COMMAND if checkpoint.declared else COMMAND.partition(" --speculative")[0]
     command = command.partition(" ")[2].replace("MODEL", shell_quote(checkpoint.directory))
     return f"{VARIABLE}={shell_quote(json.dumps(options))} {command}"
@@ -94,10 +94,7 @@ def main(model: str) -> int:
     except CheckpointError as error:
         lines, wrong = [("checkpoint", model)], str(error).splitlines()
         again = error.next_command or again
-    for name, value in lines:
-        sys.stdout.write(f"{name:14} {one_line(value)}\n")
-    for problem in wrong:
-        sys.stdout.write(f"problem: {one_line(problem)}\n")
+    write_report(lines, wrong)
     is_wrong = bool(wrong)
     if find_spec("sglang"):
         from mtp_plugin.hosts.sglang.checks import examine, show

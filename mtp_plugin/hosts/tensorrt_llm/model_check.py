@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from mtp_plugin.checkpoint import Checkpoint, describe, read_checkpoint
+from mtp_plugin.checkpoint import Checkpoint, describe, read_checkpoint, write_report
 from mtp_plugin.errors import CheckpointError, one_line, shell_quote
 from mtp_plugin.hosts.tensorrt_llm.checks import OK, PROBLEM, examine, serve_command, show
 
@@ -32,10 +32,7 @@ def main(model: str) -> int:
     except CheckpointError as error:
         lines, problems = [("checkpoint", model)], str(error).splitlines()
         next_command = error.next_command or next_command
-    for name, value in lines:
-        sys.stdout.write(f"{name:14} {one_line(value)}\n")
-    for problem in problems:
-        sys.stdout.write(f"problem: {one_line(problem)}\n")
+    write_report(lines, problems)
     seen = examine()
     show(seen, sys.stdout)
     if problems or seen.problems:

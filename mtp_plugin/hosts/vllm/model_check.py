@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from importlib.util import find_spec
-from typing import TextIO
 
 from mtp_plugin.checkpoint import (
     DSPARK,
@@ -15,8 +14,9 @@ from mtp_plugin.checkpoint import (
     InVllm,
     describe,
     read_checkpoint,
-    thinking_tags,
+    thinking_options,
     vllm_command_of,
+    write_report,
 )
 from mtp_plugin.config.messages import spelled
 from mtp_plugin.errors import CheckpointError, one_line, shell_quote
@@ -50,8 +50,7 @@ def problems(checkpoint: Checkpoint) -> list[str]:
 
 def serve_command(checkpoint: Checkpoint) -> str:
     """Return the command that serves a checkpoint, with the thinking ids of its tokenizer."""
-    keys = ("thinking_begin_token", "thinking_end_token")
-    options = dict(zip(keys, thinking_tags(checkpoint.directory).values(), strict=False))
+    options = thinking_options(checkpoint.directory)
     return vllm_command_of(checkpoint.directory, checkpoint.config, **options)
 
 
@@ -63,16 +62,13 @@ def main(model: str) -> int:
         checkpoint = read_checkpoint(model)
         lines = [*describe(checkpoint), ("vLLM", verdict(checkpoint))]
         if wrong := problems(checkpoint):
-            _write(lines, wrong, sys.stdout)
+            write_report(lines, wrong)
         else:
             command = serve_command(checkpoint)
-            _write([*lines, *_hints(checkpoint), ("command", command)], (), sys.stdout)
+            write_report([*lines, *_hints(checkpoint), ("command", command)], ())
     except CheckpointError as error:
-        _write(
-            [("checkpoint", model), ("vLLM", IN_VLLM["refusal"])],
-            str(error).splitlines(),
-            sys.stdout,
-        )
+        lines = [("checkpoint", model), ("vLLM", IN_VLLM["refusal"])]
+        write_report(lines, str(error).splitlines())
         again = error.next_command or again
     seen = examine() if find_spec("vllm") else Examination(notes=[NOT_HERE])
     show(seen, sys.stdout)
@@ -89,10 +85,3 @@ def _hints(checkpoint: Checkpoint) -> Iterable[tuple[str, str]]:
             f'of {vocab_size} ids few are drafted: "draft_vocab": 32768 in mtp_plugin drafts from '
             "the lowest ones, a list of mtp-plugin draft-vocab from those of your texts",
         )
-
-
-def _write(lines: Iterable[tuple[str, str]], problems: Iterable[str], out: TextIO) -> None:
-    for name, value in lines:
-        out.write(f"{name:14} {one_line(value)}\n")
-    for problem in problems:
-        out.write(f"problem: {one_line(problem)}\n")
