@@ -12,7 +12,7 @@ from sglang.srt.configs.model_config import ModelConfig
 
 from mtp_plugin.hosts.sglang.model_check import FAMILIES, ONE_LAYER
 from tests.sglang.test_start import WRONG
-from tests.tools.test_launch_line import EAGLE, LINES, run
+from tests.tools.test_launch_line import EAGLE, LINES, check_verdict, run
 
 SGLANG = [row for row in LINES if "sglang" in row[2]]
 MODELS = Path(models.__path__[0])
@@ -54,10 +54,7 @@ LOADERS = {
 def test_verdict_by_the_own_parser(
     capsys: pytest.CaptureFixture[str], verdict: str, words: str, line: str
 ) -> None:
-    code, lines = run(capsys, line)
-    assert code == (verdict == "refused"), lines
-    for word in words.split("; "):
-        assert word in "\n".join(lines)
+    check_verdict(capsys, verdict, words, line)
 
 
 @pytest.mark.parametrize("name", WRONG)

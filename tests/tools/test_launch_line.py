@@ -41,17 +41,24 @@ def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, list[str]
     return code, lines
 
 
+def check_verdict(
+    capsys: pytest.CaptureFixture[str], verdict: str, words: str, *line: str
+) -> tuple[int, list[str]]:
+    code, lines = run(capsys, *line)
+    assert code == {"starts": 0, "refused": 1}[verdict], lines
+    for word in words.split("; "):
+        assert word in "\n".join(lines)
+    return code, lines
+
+
 @pytest.mark.parametrize(
     ("verdict", "words", "line"), LINES, ids=[str(n + 1) for n in range(len(LINES))]
 )
 def test_verdict_on_a_line(
     capsys: pytest.CaptureFixture[str], verdict: str, words: str, line: str
 ) -> None:
-    code, lines = run(capsys, *shlex.split(line))
-    assert code == {"starts": 0, "refused": 1}[verdict], lines
-    for word in words.split("; "):
-        assert word in "\n".join(lines)
-    assert run(capsys, line) == (code, lines)  # the whole command in quotes
+    found = check_verdict(capsys, verdict, words, *shlex.split(line))
+    assert run(capsys, line) == found  # the whole command in quotes
 
 
 @pytest.mark.parametrize("line", [row[2] for row in LINES])
