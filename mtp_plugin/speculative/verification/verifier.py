@@ -111,7 +111,7 @@ class Verifier:
         """
         kind = inputs.sampling_kind
         if kind is SamplingKind.GREEDY:
-            return self._accept(inputs, STRICT, last_tokens, backend)
+            return self._accept(inputs, STRICT, self._requested(inputs), last_tokens, backend)
         if kind is SamplingKind.SAMPLED:
             return self._accept_sampled(inputs, last_tokens, backend)
         rows, slots = inputs.expect_rows(), inputs.expect_slots()
@@ -128,7 +128,8 @@ class Verifier:
     ) -> Accepted:
         """Sample the target tokens, and verify the drafts with them and the modes' rules."""
         logits, rows, slots = inputs.logits, inputs.expect_rows(), inputs.expect_slots()
-        if self.keeps_scores or any(m.reads_truncation for m in self._requested(inputs)):
+        modes = self._requested(inputs)
+        if self.keeps_scores or any(mode.reads_truncation for mode in modes):
             truncation = torch.empty(
                 len(logits), TRUNCATION_SIZE, dtype=torch.float32, device=logits.device
             )
@@ -137,13 +138,15 @@ class Verifier:
         is_processed = inputs.sampling_kind is SamplingKind.PROCESSED
         is_raw = self.keeps_sums and not is_processed and not self.keeps_scores
         sums = RowSums.unwritten(logits) if is_raw else None
+        # modes that read rows have to know which have no token
+        is_filled = self.fills_tokens and not any(mode.reads_rows for mode in modes)
         target_tokens = sample_tokens(
             logits,
             rows,
             slots if inputs.row_slots is None else inputs.row_slots,
             truncation=inputs.truncation,
             sums=sums,
-            fills=torch.int32 if self._fills_choices(inputs) else None,
+            fills=torch.int32 if is_filled else None,
             checked=inputs.checked,
             backend=backend,
         )
@@ -162,7 +165,7 @@ class Verifier:
             forced_ids=forced,
             processed_slots=slots if is_processed else None,
         )
-        accepted = self._accept(inputs, rules, last_tokens, backend)
+        accepted = self._accept(inputs, rules, modes, last_tokens, backend)
         if not self.keeps_scores or inputs.truncation is None:
             return accepted if sums is None else replace(accepted, sums=sums)
         scores = processed_scores(logits, rows, slots, inputs.truncation, forced, backend=backend)
@@ -172,19 +175,20 @@ class Verifier:
         self,
         inputs: VerificationInputs,
         rules: AcceptanceRules,
+        modes: Sequence[VerificationMode],
         last_tokens: torch.Tensor | None,
         backend: Backend,
     ) -> Accepted:
         """Verify drafts by ``rules``, to which each mode adds its own."""
-        modes = self._requested(inputs)
-        if any(mode.reads_rows for mode in modes):
+        reads_rows = any(mode.reads_rows for mode in modes)
+        if reads_rows:
             inputs, rules = inputs.expand(rules)
         for mode in modes:
             decided = mode.verify(inputs, rules, backend=backend)
             if mode.methods and not mode.reads_method and len(self._methods) > 1:
                 decided = _of_own_requests(mode, inputs, rules, decided)
             rules = decided
-        if self.fills_tokens and rules.choices is not None and not self._fills_choices(inputs):
+        if self.fills_tokens and reads_rows and rules.choices is not None:
             rules = replace(rules, choices=rules.choices.clamp_min(0))
         accepted = accept(
             inputs.layout,
@@ -203,10 +207,6 @@ class Verifier:
         for mode in modes:
             mode.mark_failed(inputs, accepted)
         return accepted
-
-    def _fills_choices(self, inputs: VerificationInputs) -> bool:
-        """Whether sampling fills the target tokens: no mode has to know which rows have none."""
-        return self.fills_tokens and not any(m.reads_rows for m in self._requested(inputs))
 
     def _requested(self, inputs: VerificationInputs) -> list[VerificationMode]:
         """Return the modes that requests of the step may need."""
