@@ -292,7 +292,7 @@ class Engine:
     ) -> torch.Tensor:
         """Sample a draft per row; returns columns of the logits [R] int64."""
         return self._ops.sample_drafts(
-            DraftRows(logits, slots, positions, column, self._draft_step, is_valid=True)
+            DraftRows(logits, slots, positions, column, self._draft_step)
         )
 
 

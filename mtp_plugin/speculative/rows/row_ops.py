@@ -59,13 +59,11 @@ class DraftRows(NamedTuple):
     """The rows that propose one draft of each of R requests; with DFlash all drafts, R * K rows."""
 
     logits: torch.Tensor  # [R, V]; with a draft vocabulary [R, V' or more], columns of padding last
-    indices: torch.Tensor  # [R] slots, below 0 for padding rows
+    indices: torch.Tensor  # [R] slots; below 0: the last one, where it is that of padding
     positions: torch.Tensor  # [R]
     column: int  # the draft follows the token at position + column
     step: torch.Tensor
     """[] integer, on the device: which draft of the step it is. With DFlash [R * K], not read."""
-    is_valid: bool = False
-    """Whether rows of padding have the slot of padding, so that no launch has to look for them."""
 
 
 class RowOps:
@@ -197,10 +195,7 @@ class RowOps:
             "its draft vocabulary (vLLM: draft_vocab of the plugin takes the same ids)",
         )
         rows = LogitRows.flat(draft.positions, draft.column)
-        if draft.is_valid:
-            slots = self.slots.of(draft.indices)
-        else:
-            slots = self.slots.of_padded(draft.indices)
+        slots = self.slots.of(draft.indices)
         if self.draft_probs is None:
             drafts = sample_tokens(
                 logits, rows, slots, vocab_ids=ids, fills=torch.int64, backend=backend
