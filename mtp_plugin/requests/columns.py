@@ -9,6 +9,7 @@ from __future__ import annotations
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import IntEnum
 
 from mtp_plugin.errors import ConfigError, MetadataError, expect
 from mtp_plugin.requests.options import INT32_MAX, MAX_BAD_WORD_LEN, OPTIONS
@@ -31,6 +32,21 @@ FLOAT32_MAX = 3.4028234e38
 def within_float32(number: Number) -> Number:
     """Clamp a number to the finite range of float32."""
     return min(max(number, -FLOAT32_MAX), FLOAT32_MAX)
+
+
+class TopPMass(IntEnum):
+    """Column ``top_p_mass``: the probability mass that top-p is a share of.
+
+    Hosts differ here, and the column keeps a host's distribution. It matters for requests that have
+    top-p with top-k or min-p.
+    """
+
+    TOP_K = 0
+    """Of the tokens that top-k keeps; min-p applies after top-p."""
+    ALL = 1
+    """Of all tokens; min-p applies after top-p. SGLang without drafts."""
+    MIN_P = 2
+    """Of the tokens that top-k and min-p keep. vLLM."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +156,7 @@ REQUEST_COLUMNS = (
         for option in OPTIONS.values()
         if option.column is not None
     ),
+    SlotColumn("top_p_mass", int, TopPMass.TOP_K),
     SlotColumn("seed", int, width=2),
     *(SlotColumn(name, int, NO_ROW) for name in POOL_ROWS),
     SlotColumn(LOGIT_CHANGE, int),
@@ -150,7 +167,8 @@ REQUEST_COLUMNS = (
 )
 """The first columns of every table.
 
-``number``: index of the request, 31 bits, in order of submission. ``seed``: low and high word.
+``number``: index of the request, 31 bits, in order of submission. ``top_p_mass``: a `TopPMass`.
+``seed``: low and high word.
 `POOL_ROWS`: rows in the pools of logits-processor state. ``logit_change``: see `LOGIT_CHANGE`.
 ``recent``: the last tokens.
 ``num_thinking``: generated thinking tokens, and ``end_progress``: how many ids of the

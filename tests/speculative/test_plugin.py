@@ -537,14 +537,14 @@ def test_past_pairs_are_kept_where_layers_of_their_own_depth_read_them() -> None
 @pytest.mark.parametrize(
     ("make", "size"),
     [
-        # 71 numbers: 21, the 16 last tokens, 32 stop ids, how drafts are verified and sampled
-        (target_only, 4 * 71),
-        (eagle, 4 * 71),
+        # 72 numbers: 22, the 16 last tokens, 32 stop ids, how drafts are verified and sampled
+        (target_only, 4 * 72),
+        (eagle, 4 * 72),
         # two pairs of eight numbers of two bytes and a token
-        (vanilla, 4 * 71 + 2 * (8 * 2 + 4)),
+        (vanilla, 4 * 72 + 2 * (8 * 2 + 4)),
         (
             lambda: build(**RELAXED, begin_thinking_phase_token=3, end_thinking_phase_token=4),
-            4 * 75,
+            4 * 76,
         ),
     ],
     ids=["none", "eagle", "vanilla", "relaxed"],

@@ -34,6 +34,7 @@ from vllm import SamplingParams  # noqa: E402
 from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch  # noqa: E402
 from vllm.v1.worker.gpu.input_batch import InputBatch, InputBuffers  # noqa: E402
 from vllm.v1.worker.gpu.sample.logits_processor.interface import LogitsContext  # noqa: E402
+from vllm.v1.worker.gpu.sample.min_p import apply_min_p  # noqa: E402
 from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
 
 from mtp_plugin.hosts.vllm import sampler as our_sampler  # noqa: E402
@@ -43,9 +44,11 @@ from mtp_plugin.hosts.vllm.requests import MAX_BIASED_TOKENS, PREFILL  # noqa: E
 from mtp_plugin.hosts.vllm.sampler import PluginSampler, PluginVerifier  # noqa: E402
 from mtp_plugin.hosts.vllm.versions import differences, where_tested  # noqa: E402
 from mtp_plugin.ops.backend import Backend  # noqa: E402
+from mtp_plugin.requests.columns import TopPMass  # noqa: E402
 from mtp_plugin.speculative.rows.options import EngineSettings  # noqa: E402
 from mtp_plugin.speculative.rows.request_slots import RequestSlots  # noqa: E402
 from mtp_plugin.speculative.rows.row_ops import DraftRows, RowOps  # noqa: E402
+from tests.ops.sampling.host_truncation import check_same_tokens  # noqa: E402
 
 CPU = torch.device("cpu")
 VOCAB = 64
@@ -251,6 +254,17 @@ def test_processed_logprobs_are_those_of_vllm(drafts: list[list[int]]) -> None:
     processed = theirs.apply_sampling_params(logits.clone(), **vars(rows_of(batch)))
     expected = processed.log_softmax(1).gather(1, found.logprob_token_ids.long())
     torch.testing.assert_close(found.logprobs, expected)
+
+
+def test_kept_tokens_are_those_of_vllm() -> None:
+    def kept(
+        scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    ) -> torch.Tensor:
+        logits = scores.clone()
+        apply_min_p(logits, torch.arange(len(logits)), min_p)
+        return apply_top_k_top_p_pytorch(logits, top_k, top_p) > -torch.inf
+
+    check_same_tokens(kept, TopPMass.MIN_P)
 
 
 @BACKENDS

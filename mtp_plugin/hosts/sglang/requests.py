@@ -10,6 +10,7 @@ from typing import Any
 
 from mtp_plugin.errors import RequestError
 from mtp_plugin.hosts.sglang.versions import installed
+from mtp_plugin.requests.columns import TopPMass
 from mtp_plugin.requests.options import INT32_MAX
 from mtp_plugin.requests.seeds import sample_seed, seed_words
 from mtp_plugin.requests.stopping import StopRule
@@ -142,6 +143,7 @@ def facts_of(req: Any) -> RequestFacts:
     return row_facts(
         admitted(req).options,
         StopRule(max_length=INT32_MAX, prompt_len=len(req.origin_input_ids)),
+        TopPMass.ALL,
         temperature=0.0 if is_greedy else params.temperature,
         top_k=0 if is_greedy or params.top_k >= _ALL else params.top_k,
         top_p=params.top_p,

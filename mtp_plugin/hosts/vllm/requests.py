@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mtp_plugin.errors import RequestError, one_line
+from mtp_plugin.requests.columns import TopPMass
 from mtp_plugin.requests.options import INT32_MAX
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
 from mtp_plugin.speculative.host import RequestFacts
@@ -108,6 +109,7 @@ def request_facts(params: Any, options: RequestOptions, prompt_len: int) -> Requ
             end_ids=tuple(sorted(ends)),
             ignored_ids=tuple(sorted(stop_ids - ends)),
         ),
+        TopPMass.MIN_P,
         temperature=params.temperature,
         top_k=max(params.top_k, 0),
         top_p=params.top_p,

@@ -18,7 +18,8 @@ Words used in this package:
 2. Greedy requests (temperature below 1e-5) return the argmax; the steps below do not apply.
 3. Subtract the row's maximum and divide by the temperature.
 4. Top-k: keep the k highest scores.
-5. Top-p: of those, keep the smallest set of tokens whose cumulative probability reaches top_p.
+5. Top-p: of those, keep the smallest set of tokens whose cumulative probability reaches top_p: of
+   the mass of those tokens, or of another one, by the request's column ``top_p_mass``.
 6. Min-p: of those, keep tokens at least ``min_p`` times as likely as the most likely one. Ties at a
    threshold keep the lowest ids.
 7. Add Gumbel noise from Philox-4x32-10. The key is the request's seed; the counter is token id,

@@ -41,12 +41,15 @@ from mtp_plugin.ops.logit_rows.rows_triton import (
 )
 from mtp_plugin.ops.sampling import types
 from mtp_plugin.ops.sampling.types import DraftedBy, Role, VerifiedBy
-from mtp_plugin.requests.columns import request_column
+from mtp_plugin.requests.columns import TopPMass, request_column
 
 TEMPERATURE = tl.constexpr(request_column("temperature"))
 TOP_K = tl.constexpr(request_column("top_k"))
 TOP_P = tl.constexpr(request_column("top_p"))
 MIN_P = tl.constexpr(request_column("min_p"))
+TOP_P_MASS = tl.constexpr(request_column("top_p_mass"))
+OF_ALL = tl.constexpr(int(TopPMass.ALL))
+OF_MIN_P = tl.constexpr(int(TopPMass.MIN_P))
 SEED = tl.constexpr(request_column("seed"))
 LOGPROBS = tl.constexpr(request_column("logprobs"))
 TRUNCATION_SIZE = tl.constexpr(types.TRUNCATION_SIZE)
@@ -69,6 +72,7 @@ class Options(NamedTuple):
     top_k: tl.tensor  # 0: none
     top_p: tl.tensor  # 1: none
     min_p: tl.tensor
+    top_p_mass: tl.tensor  # `TopPMass`
     num_logprobs: tl.tensor  # top-k logprobs; below 0: no log-probabilities
 
 
@@ -111,7 +115,8 @@ def load_options(slot_row_ptr, vocab, CACHE: tl.constexpr = CACHED):
     min_p = tl.load(slot_row_ptr + MIN_P, cache_modifier=CACHE).to(tl.float32, bitcast=True)
     top_k = tl.where((top_k > 0) & (top_k < vocab), top_k, 0)
     num_logprobs = tl.load(slot_row_ptr + LOGPROBS, cache_modifier=CACHE)
-    return Options(temperature, top_k, top_p, min_p, num_logprobs)
+    top_p_mass = tl.load(slot_row_ptr + TOP_P_MASS, cache_modifier=CACHE)
+    return Options(temperature, top_k, top_p, min_p, top_p_mass, num_logprobs)
 
 
 @triton.jit

@@ -14,6 +14,7 @@ from mtp_plugin.ops.sampling.types import (
     VerifiedBy,
 )
 from mtp_plugin.ops.step import SlotRows
+from mtp_plugin.requests.columns import TopPMass
 
 _MASK = 2**32 - 1
 _MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
@@ -36,8 +37,9 @@ def sample_tokens_reference(
     owners, indices, _ = rows.owners()
     requests = slice(0, rows.num_requests)
     seed = slots.read("seed", requests)[owners]
-    temperature, top_k, top_p, min_p = (
-        slots.read(name, requests)[owners] for name in ("temperature", "top_k", "top_p", "min_p")
+    temperature, top_k, top_p, min_p, top_p_mass = (
+        slots.read(name, requests)[owners]
+        for name in ("temperature", "top_k", "top_p", "min_p", "top_p_mass")
     )
     is_greedy = temperature < GREEDY_BELOW
     roles: int | torch.Tensor = role
@@ -51,7 +53,7 @@ def sample_tokens_reference(
     values = process_logits(logits, rows, slots, vocab_ids=vocab_ids)
     scores = scaled(values, temperature)
     ids = torch.arange(logits.shape[1], device=logits.device) if vocab_ids is None else vocab_ids
-    kept = truncate(scores, top_k, top_p, min_p)
+    kept = truncate(scores, top_k, top_p, min_p, top_p_mass)
     noisy = kept + gumbel(ids, seed, indices, roles, steps)
     noisy = torch.where(is_greedy.unsqueeze(1), scores, noisy)
     # +inf is the maximum with any noise; the first of equals wins
@@ -144,9 +146,13 @@ def scaled(values: torch.Tensor, temperature: torch.Tensor) -> torch.Tensor:
 
 
 def truncate(
-    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+    scores: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    top_p_mass: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply top-k, then top-p of the rest, then min-p: -inf for tokens that are not kept.
+    """Apply top-k, then top-p of ``top_p_mass``, then min-p: -inf for tokens that are not kept.
 
     Among equal scores at a threshold the lowest ids are kept.
     """
@@ -156,7 +162,12 @@ def truncate(
     most = torch.where(top_k > 0, top_k.to(torch.int64), vocab).unsqueeze(1)
     kept = ranks < most
     weights = torch.where(kept, ordered, -torch.inf).exp()
-    total = weights.sum(dim=1, keepdim=True)
+    is_of_all, is_of_min_p = (
+        (top_p_mass == mass).unsqueeze(1) for mass in (TopPMass.ALL, TopPMass.MIN_P)
+    )
+    of_top_p = torch.where(is_of_all, ordered.exp(), weights)
+    of_top_p = of_top_p.masked_fill(is_of_min_p & (weights < min_p.unsqueeze(1)), 0.0)
+    total = of_top_p.sum(dim=1, keepdim=True)
     ahead = weights.cumsum(dim=1) - weights
     has_top_p = (top_p < 1).unsqueeze(1)
     kept &= ~has_top_p | (ahead < top_p.unsqueeze(1) * total) | (ranks == 0)

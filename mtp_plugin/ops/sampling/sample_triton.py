@@ -70,6 +70,7 @@ from mtp_plugin.ops.programmatic_launch import (
 )
 from mtp_plugin.ops.row_sums import ChunkLayout, RowSums
 from mtp_plugin.ops.sampling.row_triton import (
+    OF_ALL,
     TRUNCATION_SIZE,
     LogitRow,
     RowSample,
@@ -216,7 +217,7 @@ def _scan_blocks(
                     outputs.chunk_sum_ptr + offsets,
                     sum_chunks(by_thread, thread_max, thread_exponents, scale),
                 )
-        elif (options.top_k == 0) & (options.top_p < 1):
+        elif (options.top_p < 1) & ((options.top_k == 0) | (options.top_p_mass == OF_ALL)):
             tl.store(
                 outputs.chunk_result_ptr + offsets,
                 sum_chunks(by_thread, thread_max, thread_exponents, scale),
@@ -286,7 +287,8 @@ def sample_scan_kernel(
 
     ``chunk_result_ptr`` gets, of greedy rows, the lowest column of the chunk's maximum, as the bits
     of a float; of rows without truncation a bound of the highest noisy score, in log2 and relative
-    to the maximum's; of rows with top-p alone the sum of weights, relative to the maximum's.
+    to the maximum's; of rows with top-p of the mass of all tokens the sum of weights, relative to
+    the maximum's.
     """
     grid_dependency_synchronize_ahead(PDL)
     first_block = tl.program_id(1 - ROW_AXIS) * BLOCKS_PER_PROGRAM

@@ -13,7 +13,7 @@ least depth up to which the measure reaches the required one.
 4. Of the ids at the threshold the lowest columns are kept: the last one is found the same way.
 5. The sample is the best of phase 2 and of the kept ids in the list (`sample_list`).
 
-With top-k and top-p, phases 1 to 3 run twice: by number, then by the mass of the top k.
+With top-k and top-p, phases 1 to 3 run twice: by number, then by mass among the top k.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators, allow-untyped-calls
@@ -28,7 +28,7 @@ from mtp_plugin.ops.logit_rows.rows_triton import (
     chunk_starts,
     columns_in_chunk,
 )
-from mtp_plugin.ops.sampling.row_triton import load_values
+from mtp_plugin.ops.sampling.row_triton import OF_ALL, OF_MIN_P, load_values
 from mtp_plugin.ops.sampling.truncation_passes_triton import (
     INF_KEY,
     LIST_CAPACITY,
@@ -317,6 +317,19 @@ def _search_key(
     return low, before
 
 
+@triton.jit
+def _key_of_weight(weight):
+    """The largest key whose weight is at least ``weight``, which is above 0 and at most 1."""
+    key = tl.full([], 0, tl.int32)
+    above = tl.full([], INF_KEY, tl.int32)
+    while above - key > 1:
+        middle = key + (above - key) // 2
+        is_within = tl.exp(-middle.to(tl.float32, bitcast=True)) >= weight
+        key = tl.where(is_within, middle, key)
+        above = tl.where(is_within, above, middle)
+    return key
+
+
 @triton.jit(noinline=True)
 def sample_by_search(
     sample,
@@ -347,6 +360,24 @@ def sample_by_search(
     # the row is measured up to here: by count first, then by probability mass
     end = tl.full([], INF_KEY, tl.int32)
     by_mass = top_k == 0
+    if (sample.options.top_p_mass == OF_MIN_P) & (sample.options.min_p > 0):
+        limit = tl.minimum(limit, _key_of_weight(sample.options.min_p))
+        if by_mass:
+            end = limit
+            mass, _, _ = measure_up_to(
+                limit,
+                limit,
+                limit,
+                0,
+                True,
+                sample,
+                selected,
+                False,
+                SEARCH_TILE,
+                LAYOUT,
+                HAS_IDS,
+                HAS_PROCESSING,
+            )
     total = tl.where(by_mass, mass, sample.logit_row.vocab.to(tl.float32))
     num_listed = candidates.num_listed
     # of ids that are certainly kept and not listed
@@ -445,9 +476,10 @@ def sample_by_search(
                     HAS_IDS,
                     HAS_PROCESSING,
                 )
-            mass = tl.minimum(mass_before + num_at_limit * weight, mass_within)
             end = limit
-            total = mass
+            total = tl.minimum(mass_before + num_at_limit * weight, mass_within)
+            mass = tl.where(sample.options.top_p_mass == OF_ALL, mass, total)
+            is_truncated = top_p * mass > total
         by_mass = True
     # phase 4
     if (top_k > 0) | (top_p < 1):

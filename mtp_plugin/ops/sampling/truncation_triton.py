@@ -31,6 +31,8 @@ from mtp_plugin.ops.logit_rows.rows_triton import (
     select_chunks,
 )
 from mtp_plugin.ops.sampling.row_triton import (
+    OF_ALL,
+    OF_MIN_P,
     Cutoff,
     RowSample,
     best_noisy_column,
@@ -173,9 +175,12 @@ def _sample_few(
         mass_before += tl.sum(tl.where(is_first, weights[:, None], 0.0), axis=0)
     weights = tl.exp(-depths)
     is_kept = inside
+    is_of_min_p = options.top_p_mass == OF_MIN_P
     if options.top_k > 0:
         is_kept = is_kept & (rank < options.top_k)
-        mass = tl.sum(tl.where(is_kept, weights, 0.0), axis=0)
+    if ((options.top_k > 0) & (options.top_p_mass != OF_ALL)) | is_of_min_p:
+        is_counted = is_kept & ((weights >= options.min_p) | ~is_of_min_p)
+        mass = tl.sum(tl.where(is_counted, weights, 0.0), axis=0)
     required = tl.where(options.top_p < 1, options.top_p * mass, float("inf"))
     # the first is always kept
     is_kept = is_kept & ((mass_before < required) | (rank == 0)) & (weights >= options.min_p)
@@ -363,7 +368,7 @@ def sample_truncated(
 
     Args:
         chunk_maxima: the maxima of the row's chunks.
-        relative_sums: their sums of weights, for top-p alone.
+        relative_sums: their sums of weights, for top-p of the mass of all tokens.
         selected_ptr, pair_ptr, bound_ptr: those of the row.
 
     Returns:
@@ -385,12 +390,17 @@ def sample_truncated(
     mass = 0.0
     if options.top_k > 0:
         far = _depth_of_count(depths, options.top_k, far, STEPS_KEPT if HAS_TRUNCATION else STEPS)
-    elif options.top_p < 1:
+    # of the tokens that min-p keeps, the mass is known when they are listed
+    is_of_min_p = (options.top_p_mass == OF_MIN_P) & (options.min_p > 0)
+    is_of_all = (options.top_k == 0) | (options.top_p_mass == OF_ALL)
+    if (options.top_p < 1) & is_of_all & ~is_of_min_p:
         chunk_sums = tl.where(chunk_maxima > float("-inf"), relative_sums * tl.exp2(-depths), 0.0)
         mass = tl.sum(chunk_sums, axis=0)
-        far = _depth_of_mass(depths, chunk_sums, options.top_p * mass, LAYOUT.chunk_size)
-    # with top-k and top-p, the mass of the top k includes ids that min-p removes
-    if (options.top_k == 0) | (options.top_p >= 1):
+        far = tl.minimum(
+            far, _depth_of_mass(depths, chunk_sums, options.top_p * mass, LAYOUT.chunk_size)
+        )
+    # the mass of the top k may include ids that min-p removes
+    if is_of_all | is_of_min_p | (options.top_p >= 1):
         far = tl.minimum(far, -tl.log2(options.min_p))
     far += DEPTH_SLACK
     if HAS_TRUNCATION:
@@ -399,7 +409,7 @@ def sample_truncated(
     is_candidate = (depths <= far) & (chunks < num_chunks)
     selected = select_chunks(is_candidate, selected_ptr)
     is_nucleus = (options.top_k == 0) & (options.top_p < 1)
-    may_be_flat = is_nucleus & (options.top_p >= MIN_FLAT_TOP_P)
+    may_be_flat = is_nucleus & (options.top_p >= MIN_FLAT_TOP_P) & ~is_of_min_p
     # threads read what others wrote
     tl.debug_barrier()
 

@@ -230,8 +230,8 @@ class SamplingParams:
         draws=True,
         column=float,
         host_neutral=lambda share: share == 0,
-        differs="vLLM and newer TensorRT-LLM apply it before top-k and top-p; 1 is greedy in the "
-        "latter",
+        differs="vLLM and newer TensorRT-LLM apply it before top-k and top-p, and so does the "
+        "plugin inside them; 1 is greedy in the latter",
     )
     seed: int | None = row(
         None,

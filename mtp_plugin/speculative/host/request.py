@@ -13,7 +13,7 @@ from typing_extensions import Self
 from mtp_plugin.errors import RequestError
 from mtp_plugin.ops.step import SamplingKind
 from mtp_plugin.requests.admission import host_values
-from mtp_plugin.requests.columns import Number
+from mtp_plugin.requests.columns import Number, TopPMass
 from mtp_plugin.requests.logprobs import Logprob, TokenLogprobs
 from mtp_plugin.requests.options import OPTIONS, SamplingParams, is_greedy
 from mtp_plugin.requests.seeds import ENGINE_SEED, seed_words
@@ -46,6 +46,8 @@ class RequestFacts:
     """A dummy request, whose output is discarded."""
     refused: str | None = None
     """Why the request cannot run: incompatible options; None: it can."""
+    top_p_mass: TopPMass = TopPMass.TOP_K
+    """What top-p is a share of, in the host's own sampler."""
 
     @classmethod
     def of(
@@ -112,6 +114,8 @@ class RequestFacts:
             )
         values["prompt_len"] = self.stop.prompt_len
         values["stop_ids"] = self.stop.slot_ids or ()
+        if self.top_p_mass:
+            values["top_p_mass"] = self.top_p_mass
         return values
 
 
@@ -198,6 +202,7 @@ def read_request(request: Any, max_seq_len: int = UNBOUNDED) -> RequestFacts:
             getattr(request, name, False) for name in ("is_dummy", "is_attention_dp_dummy")
         ),
         refused=refused,
+        top_p_mass=TopPMass.MIN_P,
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from mtp_plugin.config import MTPPluginOptions
 from mtp_plugin.ops.sampling import DRAFT_COLUMNS, STEP_COLUMN
 from mtp_plugin.ops.step import SlotRows
-from mtp_plugin.requests.columns import Number, SlotColumn
+from mtp_plugin.requests.columns import Number, SlotColumn, TopPMass
 from mtp_plugin.requests.options import INT32_MAX
 from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.requests.stopping import StopRule
@@ -159,12 +159,14 @@ def engine_modes(settings: EngineSettings, device: torch.device) -> tuple[Verifi
     )
 
 
-def row_facts(options: RequestOptions, stop_rule: StopRule, **sampling: Number) -> RequestFacts:
+def row_facts(
+    options: RequestOptions, stop_rule: StopRule, top_p_mass: TopPMass, **sampling: Number
+) -> RequestFacts:
     """Return what the modes read of a request.
 
     Args:
         stop_rule: of it, end ids and the least number of tokens are read.
-        sampling: temperature, top_k, top_p and min_p.
+        top_p_mass: of the engine. sampling: temperature, top_k, top_p and min_p.
     """
     requested = {
         **sampling,
@@ -173,4 +175,4 @@ def row_facts(options: RequestOptions, stop_rule: StopRule, **sampling: Number) 
         "relaxed_delta": options.relaxed_delta,
     }
     given = {name: value for name, value in requested.items() if value is not None}
-    return RequestFacts(0, stop_rule, options=given)
+    return RequestFacts(0, stop_rule, options=given, top_p_mass=top_p_mass)

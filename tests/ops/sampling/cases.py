@@ -13,7 +13,7 @@ from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.row_sums import RowSums
 from mtp_plugin.ops.sampling import Role, sample_tokens
 from mtp_plugin.ops.step import SlotRows
-from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, SlotColumn, TableColumns, TopPMass
 from tests.op_arguments import poisoned_memory
 from tests.ops.on_device import DEVICE, POISON, vector
 from tests.ops.sampling import example
@@ -38,6 +38,7 @@ def options_of(rng: random.Random, vocab: int) -> Options:
         rng.choice(TOP_PS),
         rng.choice(MIN_PS),
         rng.choice((0, 2**64 - 1, rng.getrandbits(64), rng.getrandbits(32))),
+        rng.choice([*TopPMass]),
     )
 
 

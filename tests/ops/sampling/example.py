@@ -10,6 +10,8 @@ import math
 import struct
 from typing import NamedTuple
 
+from mtp_plugin.requests.columns import TopPMass
+
 
 class Options(NamedTuple):
     """Sampling options of a request."""
@@ -19,6 +21,7 @@ class Options(NamedTuple):
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+    top_p_mass: int = TopPMass.TOP_K
 
 
 def draw(
@@ -44,11 +47,17 @@ def draw(
 def kept(scores: list[float], options: Options) -> list[int]:
     """Columns that top-k, then top-p, then min-p keep; the highest first."""
     order = sorted(range(len(scores)), key=lambda column: (-scores[column], column))
+    everything = math.fsum(map(math.exp, scores))
     if options.top_k > 0:
         order = order[: options.top_k]
     weights = [math.exp(scores[column]) for column in order]
     if options.top_p < 1:
-        need, ahead, number = options.top_p * math.fsum(weights), 0.0, 0
+        mass = math.fsum(weights)
+        if options.top_p_mass == TopPMass.ALL:
+            mass = everything
+        elif options.top_p_mass == TopPMass.MIN_P:
+            mass = math.fsum(weight for weight in weights if weight >= options.min_p)
+        need, ahead, number = options.top_p * mass, 0.0, 0
         while number < len(order) and (number == 0 or ahead < need):
             ahead += weights[number]
             number += 1

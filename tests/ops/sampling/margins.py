@@ -10,6 +10,7 @@ import torch
 from mtp_plugin.ops.logit_rows import GREEDY_BELOW
 from mtp_plugin.ops.sampling import sample_reference as reference
 from mtp_plugin.ops.step import SlotRows
+from mtp_plugin.requests.columns import TopPMass
 from tests import near_ties
 from tests.ops.sampling.example import Options
 
@@ -70,13 +71,15 @@ def undecided(
     a cut may keep or leave."""
     options = {
         name: slots.table[slots.slot_ids[owners], slots.columns.offset(name)]
-        for name in ("temperature", "top_k", "top_p", "min_p")
+        for name in ("temperature", "top_k", "top_p", "min_p", "top_p_mass")
     }
     temperature, top_p, min_p = (
         options[name].view(torch.float32) for name in ("temperature", "top_p", "min_p")
     )
     scores = reference.scaled(logits, temperature).double()
-    sure, doubtful = _cut(scores, options["top_k"], top_p.double(), min_p.double())
+    sure, doubtful = cut(
+        scores, options["top_k"], top_p.double(), min_p.double(), options["top_p_mass"]
+    )
     noisy = scores + _noise(logits, owners, indices, slots, role, vocab_ids)
     noisy = noisy.masked_fill(~(sure | doubtful), -torch.inf)
     ordered, order = noisy.sort(dim=1, descending=True, stable=True)
@@ -89,8 +92,12 @@ def undecided(
     return hangs & ~decided_without_noise
 
 
-def _cut(
-    scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor, min_p: torch.Tensor
+def cut(
+    scores: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+    top_p_mass: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens that are certainly kept, and tokens at a threshold [N, V]; top-k is exact."""
     vocab = scores.shape[1]
@@ -98,7 +105,12 @@ def _cut(
     ranks = torch.arange(vocab, device=scores.device)
     within = ranks < torch.where(top_k > 0, top_k.long(), vocab).unsqueeze(1)
     weights = torch.where(within, ordered, -torch.inf).exp()
-    total = weights.sum(dim=1, keepdim=True)
+    of_all, of_min_p = (
+        (top_p_mass == mass).unsqueeze(1) for mass in (TopPMass.ALL, TopPMass.MIN_P)
+    )
+    of_top_p = torch.where(of_all, ordered.exp(), weights)
+    of_top_p = of_top_p.masked_fill(of_min_p & (weights < min_p.unsqueeze(1)), 0)
+    total = of_top_p.sum(dim=1, keepdim=True)
     ahead = (weights.cumsum(dim=1) - weights) / total
     over_p = torch.where((top_p < 1).unsqueeze(1) & (ranks > 0), ahead - top_p.unsqueeze(1), -1.0)
     under_min = min_p.unsqueeze(1) - weights

@@ -11,6 +11,7 @@ import triton.language as tl
 from mtp_plugin.ops.backend import Backend
 from mtp_plugin.ops.sampling import TRUNCATION_SIZE
 from mtp_plugin.ops.sampling import truncation_search_triton as search_kernel
+from mtp_plugin.requests.columns import TopPMass
 from tests.ops.on_device import DEVICE
 from tests.ops.sampling.cases import Batch, batch_of_rows
 from tests.ops.sampling.example import Options
@@ -57,6 +58,21 @@ def sample(batch: Batch) -> list[torch.Tensor]:
         (Options(1.0), 2),  # no cut
         (Options(1.0, top_k=VOCAB), 2),
         (Options(0.0, top_k=50), 2),
+        # top-p of the mass of all tokens: it cuts the top k, or does not
+        (Options(1.0, top_k=100, top_p=0.2, top_p_mass=TopPMass.ALL), 2),
+        (Options(1.0, top_k=20, top_p=0.999, top_p_mass=TopPMass.ALL), 2),
+        (Options(1.0, top_k=300, top_p=0.3, min_p=0.01, top_p_mass=TopPMass.ALL), 2),
+        (Options(1.0, top_k=2000, top_p=0.3, top_p_mass=TopPMass.ALL), 1),
+        (Options(1.0, top_k=5000, top_p=0.3, top_p_mass=TopPMass.ALL), 1),
+        (Options(1.0, top_k=6000, top_p=0.95, min_p=1e-3, top_p_mass=TopPMass.ALL), 1),
+        # of those that min-p keeps
+        (Options(1.0, top_p=0.8, min_p=0.02, top_p_mass=TopPMass.MIN_P), 3),
+        (Options(1.0, top_p=0.8, min_p=0.02, top_p_mass=TopPMass.MIN_P), 1),
+        (Options(2.0, top_p=0.6, min_p=0.02, top_p_mass=TopPMass.MIN_P), 1),
+        (Options(1.0, top_k=60, top_p=0.8, min_p=0.03, top_p_mass=TopPMass.MIN_P), 3),
+        (Options(1.0, top_k=1500, top_p=0.8, min_p=0.02, top_p_mass=TopPMass.MIN_P), 1),
+        (Options(2.0, top_k=6000, top_p=0.5, min_p=0.05, top_p_mass=TopPMass.MIN_P), 1),
+        (Options(2.0, top_k=9000, top_p=0.5, min_p=0.15, top_p_mass=TopPMass.MIN_P), 1),
     ],
     ids=str,
 )

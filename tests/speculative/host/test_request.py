@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from mtp_plugin.hosts.embedded import LlmRequest, SamplingParams
-from mtp_plugin.requests.columns import REQUEST_COLUMNS
+from mtp_plugin.requests.columns import REQUEST_COLUMNS, TopPMass
 from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.requests.states import RequestState
 from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
@@ -50,7 +50,8 @@ def sampling(**config: Any) -> SimpleNamespace:
 
 def test_a_request_that_says_nothing() -> None:
     facts = read_request(request())
-    assert facts == RequestFacts(7, StopRule(max_length=UNBOUNDED, prompt_len=3, trtllm_words=True))
+    rule = StopRule(max_length=UNBOUNDED, prompt_len=3, trtllm_words=True)
+    assert facts == RequestFacts(7, rule, top_p_mass=TopPMass.MIN_P)
     assert (facts.full_length, facts.options, facts.stats) == (UNBOUNDED, {}, None)
     assert not facts.is_dummy
     assert read_request(request(), 64).stop.max_length == 64
@@ -229,14 +230,19 @@ def test_the_engines_seed() -> None:
 
 def test_every_column_of_a_request_is_given_or_empty() -> None:
     names = [column.name for column in REQUEST_COLUMNS]
-    assert list(read_request(request()).columns()) == ["number", "prompt_len", "stop_ids"]
+    assert list(read_request(request()).columns()) == [
+        "number",
+        "prompt_len",
+        "stop_ids",
+        "top_p_mass",
+    ]
     draws = {"temperature": [0.7], "top_k": [5], "top_p": [0.9], "min_p": [0.1]}
     edits = {"repetition_penalty": [1.5], "presence_penalty": [-1], "frequency_penalty": [0.5]}
     given = {**draws, **edits}
     columns = read_request(sampling(min_length=[8], **given)).columns()
     assert {name: columns[name] for name in given} == {n: v[0] for n, v in given.items()}
     assert columns["min_tokens"] == 8
-    others = {"number", "prompt_len", "seed", "stop_ids", "min_tokens"}
+    others = {"number", "prompt_len", "seed", "stop_ids", "min_tokens", "top_p_mass"}
     assert set(columns) == others | set(given) <= set(names)
 
 
@@ -244,7 +250,8 @@ def test_columns_of_a_request() -> None:
     long_id = 2**40 + 5
     facts = read_request(request(request_id=long_id, py_end_id=2, py_stop_words_list=[[9]]))
     assert facts.request_id == long_id
-    assert facts.columns() == {"number": 5, "prompt_len": 3, "stop_ids": (2, 9)}
+    columns = {"number": 5, "prompt_len": 3, "stop_ids": (2, 9)}
+    assert facts.columns() == {**columns, "top_p_mass": TopPMass.MIN_P}
 
 
 def test_ids_that_no_slot_has_room_for_are_left_out() -> None:

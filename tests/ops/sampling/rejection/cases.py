@@ -24,7 +24,7 @@ from mtp_plugin.ops.sampling import (
     sample_tokens,
 )
 from mtp_plugin.ops.step import SlotRows
-from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS
+from mtp_plugin.requests.columns import NO_ROW, POOL_ROWS, TopPMass
 from mtp_plugin.requests.options import MAX_BAD_WORD_LEN, MAX_BAD_WORDS
 from tests.op_arguments import poisoned_memory
 from tests.ops.on_device import DEVICE, vector
@@ -40,6 +40,7 @@ READ = (
     "top_k",
     "top_p",
     "min_p",
+    "top_p_mass",
     "seed",
     "draft_step",
 )
@@ -236,7 +237,7 @@ class Batch:
         expected: list[example.Verdict | None] = []
         for generation, rows in enumerate(logits):
             request = contexts + generation
-            method, drafted_by, temperature, *truncation, seed, step = (
+            method, drafted_by, temperature, *truncation, mass, seed, step = (
                 held(self.slots, request, name) for name in READ
             )
             if method == VerifiedBy.COUPLED or temperature < GREEDY_BELOW:
@@ -246,7 +247,8 @@ class Batch:
             q = [[float(token == draft) for token in range(self.vocab)] for draft in mine]
             if drafted_by == DraftedBy.PLAIN:
                 q = pool[self.slots.slot_ids[request]].double().tolist()
-            p = [example.shares_of(row, Options(temperature, *truncation)) for row in rows]
+            options = Options(temperature, *truncation, top_p_mass=mass)
+            p = [example.shares_of(row, options) for row in rows]
             p, q = example.forced_shares(p, q, mine, forced[generation])
             number = self.draft_len
             if self.draft_lens is not None:
@@ -283,6 +285,7 @@ def _values(rng: random.Random, vocab: int) -> dict[str, object]:
         "top_k": rng.choice((0, 0, 2, 5, 60, 100, max(vocab // 2, 1))),
         "top_p": rng.choice((1.0, 1.0, 0.9, 0.5)),
         "min_p": rng.choice((0.0, 0.0, 0.05)),
+        "top_p_mass": rng.choice([*TopPMass]),
         "repetition_penalty": rng.choice((1.0, 1.5)),
         "presence_penalty": rng.choice((0.0, 0.8)),
         "frequency_penalty": rng.choice((0.0, 0.6)),
