@@ -9,6 +9,7 @@ import random
 import sys
 import traceback
 from collections import Counter
+from importlib.metadata import version
 from typing import Any
 
 from integration.sglang.engine_process import CHECKPOINT, EngineError
@@ -20,11 +21,26 @@ Prompts = list[list[int]]
 NUM_RANDOM = 150
 SAMPLES = 4096
 """Requests of a chi-square test."""
-EXECUTOR_KINDS = ("greedy", "temperature", "top_p", "top_k", "min_p", "bias", "all_options")
+EXECUTOR_KINDS = (
+    "greedy",
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "bias",
+    "all_options",
+    "top_k_top_p",
+    "min_p_top_p",
+)
 """Cases whose options the embedded executor has, with one output."""
 SECONDS = 300.0
 SOAKED, GRACE = 2000, 60.0
 """Different requests of a soak; seconds in which it has to end."""
+_OTHER_NAMES = {
+    "sampling_seed": "seed",
+    "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+}
 _SAME_NAME = ("temperature", "top_k", "top_p", "min_p", "stop", "stop_token_ids", "ignore_eos")
 
 
@@ -94,14 +110,25 @@ def compare_executor(proof: Any, executor: Executor) -> None:
             {"tokens": [tokens], "finish": output.get("finish")}
             for tokens, output in zip(executor.result(SECONDS), expected, strict=True)
         ]
-        report = proof.compare(f"{case}, executor", requests, expected, found)
+        report = proof.compare(f"{case}, executor", requests, expected, found, None)
         proof.result.setdefault("executor", {})[case] = report
 
 
+def executor_options(options: dict[str, Any]) -> dict[str, Any]:
+    """Return options of a request of SGLang under the names of this package."""
+    made = dict(options)
+    for theirs, ours in _OTHER_NAMES.items():
+        if theirs in made:
+            made[ours] = made.pop(theirs)
+    if made.get("logit_bias"):
+        made["logit_bias"] = {int(token): value for token, value in made["logit_bias"].items()}
+    return made
+
+
 def _run_executor(pipe: Any, dtype: str, cases: dict[str, list[Request]]) -> None:
-    # last: SGLang needs an older transformers than the executor
-    added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
-    sys.path.sort(key=added.__contains__)
+    if version("sglang") == "0.5.17":  # it needs an older transformers than the executor
+        added = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        sys.path.sort(key=added.__contains__)
     try:
         import torch
 
@@ -116,15 +143,8 @@ def _run_executor(pipe: Any, dtype: str, cases: dict[str, list[Request]]) -> Non
             kv_cache_config={"max_tokens": 40000},
         )
         for requests in cases.values():
-            params = []
-            for request in requests:
-                options = dict(request["sampling_params"])
-                options["seed"] = options.pop("sampling_seed")
-                options["max_tokens"] = options.pop("max_new_tokens")
-                bias = options.pop("logit_bias", None)
-                if bias:
-                    options["logit_bias"] = {int(token): value for token, value in bias.items()}
-                params.append(SamplingParams(**options))
+            options = [executor_options(request["sampling_params"]) for request in requests]
+            params = [SamplingParams(**each) for each in options]
             prompts = [request["input_ids"] for request in requests]
             outputs = llm.generate(prompts, params, use_tqdm=False)
             pipe.send((True, [list(output.outputs[0].token_ids) for output in outputs]))
@@ -178,7 +198,7 @@ def find_defects(proof: Any, requests: list[Request]) -> None:
     proof.run_all(names, requests[::-1])  # the second time, slots have had another request
     outputs = proof.run_all(["k0", *names], requests)
     for name in names:
-        report = proof.compare(name, requests, outputs["k0"], outputs[name], keeps=False)
+        report = proof.compare(name, requests, outputs["k0"], outputs[name], name, keeps=False)
         report["found"] = report["different"]
         report["different"] = int(not report["found"])  # the proof fails if it is not found
         proof.result.setdefault("defects", {})[name.removeprefix("defect-")] = report
@@ -189,7 +209,7 @@ def soak(proof: Any, prompts: Prompts) -> None:
     its outputs, and let SGLang check its pools when it is idle."""
     seconds, grammars = proof.given.seconds, proof.given.grammar != "none"
     requests = random_requests(prompts, SOAKED, longest=96, grammars=grammars, seed=9)
-    engine = proof.engines["soak"]
+    engine = proof.engines["small"]
     engine.send("soak", requests=requests, seconds=seconds, seed=1)
     known: list[Any] = []
     for first in range(0, SOAKED, 256):  # meanwhile
@@ -198,7 +218,7 @@ def soak(proof: Any, prompts: Prompts) -> None:
     served = engine.result(seconds + GRACE)
     kept = [(number % SOAKED, output) for number, output in served if not output["aborted"]]
     chosen, expected = [requests[i] for i, _ in kept], [known[i] for i, _ in kept]
-    report = proof.compare("soak", chosen, expected, [output for _, output in kept])
+    report = proof.compare("soak", chosen, expected, [output for _, output in kept], "small")
     leaks = engine.log_lines("leak detected")
     again = engine.call("run", GRACE, requests=chosen[:4])  # it ended if a slot leaked
     report |= {

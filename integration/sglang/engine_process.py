@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 import uuid
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import entry_points
 from multiprocessing.connection import Connection
@@ -74,7 +75,8 @@ class EngineProcess:
 
     Args:
         name: of its log. options: of SGLang's ``Engine``. num_drafts: K; 0: no drafts. plugin:
-            value of the plugin's variable; None: off. environment: further variables.
+            value of the plugin's variable; None: off. environment: further variables. cores: the
+            only CPU cores that it uses; empty: all that this process may use.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class EngineProcess:
         num_drafts: int,
         plugin: str | None,
         environment: dict[str, str] | None = None,
+        cores: Sequence[int] = (),
     ) -> None:
-        self.name, self.log = name, folder / f"{name}.log"
+        self.name, self.log, self.num_drafts = name, folder / f"{name}.log", num_drafts
         if num_drafts:
             options = {
                 **options,
@@ -97,7 +100,7 @@ class EngineProcess:
             }
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, str(self.log), options, plugin, environment or {})
+        arguments = (theirs, str(self.log), options, plugin, environment or {}, cores)
         self._process = context.Process(target=_serve, args=arguments)  # it starts processes
         self._process.start()
         theirs.close()  # so that its end is seen
@@ -168,8 +171,11 @@ def _serve(
     options: dict[str, Any],
     plugin: str | None,
     environment: dict[str, str],
+    cores: Sequence[int],
 ) -> None:
     os.setsid()  # so that `stop` ends what SGLang starts
+    if cores:
+        os.sched_setaffinity(0, cores)
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -233,6 +239,7 @@ async def _serve_one(engine: Any, request: dict[str, Any], patience: float | Non
             input_ids=request.get("input_ids"),
             sampling_params=dict(request["sampling_params"]),
             rid=rid,
+            **_more(request),
         )
     )
     if patience is not None:
@@ -246,13 +253,29 @@ async def _serve_one(engine: Any, request: dict[str, Any], patience: float | Non
     meta = [output["meta_info"] for output in outputs]
     return {
         "tokens": [list(output["output_ids"]) for output in outputs],
-        "texts": [output.get("text") for output in outputs],
         "finish": [info.get("finish_reason") for info in meta],
-        "prompt_tokens": meta[0].get("prompt_tokens"),
         "retractions": sum(info.get("num_retractions") or 0 for info in meta),
         "steps": sum(info.get("spec_verify_ct") or 0 for info in meta),
+        "proposed": sum(info.get("spec_num_proposed_drafts") or 0 for info in meta),
+        "accepted": sum(info.get("spec_num_correct_drafts") or 0 for info in meta),
+        "top_logprobs": [
+            [(token, logprob) for logprob, token, _ in row]
+            for row in meta[0].get("output_top_logprobs") or []
+        ],
         "aborted": patience is not None,
     }
+
+
+def _more(request: dict[str, Any]) -> dict[str, Any]:
+    """Return further arguments: of log-probabilities, and of a logit processor of SGLang."""
+    more: dict[str, Any] = {}
+    if "top_logprobs" in request:
+        more |= {"return_logprob": True, "top_logprobs_num": request["top_logprobs"]}
+    if "processor" in request:
+        from sglang.srt.sampling import custom_logit_processor as processors
+
+        more["custom_logit_processor"] = getattr(processors, request["processor"]).to_str()
+    return more
 
 
 def _soak(engine: Any, requests: list[dict[str, Any]], seconds: float, seed: int) -> list[Any]:

@@ -10,8 +10,9 @@ python -m integration.sglang.proof --options '{"disable_overlap_schedule": true}
 
 Engines run at the same time on one GPU, each in a process of its own. A token that differs is a
 near tie, and no failure, if the engine without drafts samples the other token once its logit is
-raised and that of the first lowered by half of ``--margin``. The exit status is 1 if an output
-differs, hangs or is missing.
+raised and that of the first lowered by half of ``--margin``. `integration.sglang.open_outputs`
+looks into other differences, which are no failure if the router of that token has a tie. The exit
+status is 1 if an output differs, hangs or is missing.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ import argparse
 import importlib.metadata
 import json
 import random
+import re
+import statistics
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -37,10 +41,18 @@ from integration.sglang.engine_process import (
     EngineProcess,
     prepare,
 )
+from integration.sglang.open_outputs import (
+    first_difference,
+    look_into,
+    penalty_bias,
+    without_limits,
+)
 from mtp_plugin.requests.seeds import sample_seed
 
 NUM_PROMPTS = 64
 NEW_TOKENS = 128
+AT_LEAST = {"min_new_tokens": 24, "ignore_eos": False, "stop_token_ids": [14, 16, 201, 264, 290]}
+"""Frequent tokens end the output, once it is long enough."""
 CASES: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "temperature": {"temperature": 0.8},
@@ -51,13 +63,34 @@ CASES: dict[str, dict[str, Any]] = {
     "n": {"temperature": 0.8, "n": 2},
     "stop_strings": {"temperature": 0.8, "stop": ["return", "\n\n"]},
     "all_options": {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "min_p": 0.02},
+    "top_k_top_p": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    "min_p_top_p": {"temperature": 1.0, "top_p": 0.9, "min_p": 0.05},
+    "repetition_penalty": {"temperature": 0.8, "repetition_penalty": 1.2},
+    "presence_penalty": {"temperature": 0.8, "presence_penalty": 0.6},
+    "frequency_penalty": {"temperature": 0.8, "frequency_penalty": 0.4},
+    "min_new_tokens": {"temperature": 0.8, **AT_LEAST},
+    "all_penalties": {
+        "temperature": 0.8,
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+        **AT_LEAST,
+    },
+    "logit_processor": {"temperature": 0.8, "custom_params": {"token_ids": [201, 264, 290]}},
 }
+PROCESSORS = {"logit_processor": "DisallowedTokensLogitsProcessor"}
+"""Logit processors of SGLang by case."""
+REFUSED = "custom_logit_processor: not supported with drafts"
 GRAMMAR_CASE = {"temperature": 0.8, "regex": "[a-z ]{8,40}", "ignore_eos": False}
 LIFT = 80.0
 """Added to the logits of both tokens of a near tie where a grammar forbade others."""
+MOST_ALONE = 3
+"""Outputs of a case that are sent again alone."""
 CHECKS = ("storm", "cases", "random", "executor", "chi_square", "defects", "soak")
 STRICT = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1"}
 """SGLang ends if memory or a slot leaked."""
+COUNTS = ("steps", "proposed", "accepted")
+_LOGGED = re.compile(r"\baccept len: ([\d.]+)").findall
 STORM_REQUESTS = 150
 STORM_TOKENS = 2000
 """KV tokens of the engine of the storm: fewer than its running requests need."""
@@ -114,7 +147,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     finally:
         proof.stop()
     result = proof.store()
-    sys.stdout.write(f"{json.dumps({k: v for k, v in result.items() if k != 'differences'})}\n")
+    sys.stdout.write(f"{json.dumps({k: v for k, v in result.items() if k != 'beyond_margin'})}\n")
     return 0 if result["matched"] else 1
 
 
@@ -126,11 +159,14 @@ class Proof:
         self.engines: dict[str, EngineProcess] = {}
         self.drafts = [int(k) for k in given.drafts.split(",")]
         self.executor: checks.Executor | None = None
+        self.counts: dict[str, Counter[str]] = {}
         self.result: dict[str, Any] = {
             "kind": "sglang-proof",
-            **describe(given),
-            "differences": [],
+            **describe(given, "proof"),
+            "beyond_margin": [],
         }
+        self.open: list[tuple[dict[str, Any], str | None, dict[str, Any]]] = []
+        """Reports, engines and details of differences beyond the margin."""
 
     def run(self) -> None:
         """Start all engines, then serve and compare."""
@@ -146,6 +182,7 @@ class Proof:
             "max_total_tokens": 40000,
             "disable_radix_cache": True,
             "random_seed": 0,
+            "enable_custom_logit_processor": True,
             "log_level": "info",
             # some sizes, of which batches are padded to the next one: all of them take longer
             "cuda_graph_bs_decode": [1, 2, 4, 8, 16, 32, 48, 64],
@@ -160,9 +197,8 @@ class Proof:
             "max_running_requests": 16,
             "schedule_conservativeness": 0.1,
         }
-        wanted += [
-            (name, first, True, small, STRICT) for name in ("storm", "soak") if name in given.only
-        ]
+        if {"storm", "soak"} & set(given.only):
+            wanted.append(("small", first, True, small, STRICT))
         if {"cases", "random", "chi_square"} & set(given.only):
             wanted += [(f"k{k}", k, True, {}, {}) for k in self.drafts]
         if "cases" in given.only and given.alone:
@@ -216,6 +252,8 @@ class Proof:
             self.result.setdefault("seconds", {})[check] = seconds
             sys.stderr.write(f"{check} took {seconds} s\n")
             self.store()  # what follows may be cut off
+        self._settle()
+        self._count()
 
     def _started(self, name: str) -> None:
         seconds = self.engines[name].result(START_SECONDS)
@@ -223,14 +261,12 @@ class Proof:
         sys.stderr.write(f"{name} is ready after {seconds} s\n")
 
     def _storm(self) -> None:
-        requests, engine = storm_requests(), self.engines["storm"]
+        requests, engine = storm_requests(), self.engines["small"]
         arguments = {"requests": requests, "aborted": 0.3, "seed": 1}
         started = time.monotonic()
         outputs = engine.call("storm", 300.0, **arguments)
         seconds = round(time.monotonic() - started, 1)
-        plain = [{**one, "sampling_params": dict(one["sampling_params"])} for one in requests]
-        for one in plain:  # limits of drafts, which an engine without drafts refuses
-            one["sampling_params"].pop("custom_params", None)
+        plain = [without_limits(request) for request in requests]
         expected = self.engines["k0"].call("run", 300.0, requests=plain)
         kept = [i for i, output in enumerate(outputs) if not output["aborted"]]
         report = self.compare(
@@ -238,6 +274,7 @@ class Proof:
             [requests[i] for i in kept],
             [expected[i] for i in kept],
             [outputs[i] for i in kept],
+            "small",
         )
         report["seconds"] = seconds
         report["aborted"] = len(outputs) - len(kept)
@@ -245,9 +282,8 @@ class Proof:
         # rows of slots that were used again
         again = cases_requests({"greedy": CASES["greedy"], "min_p": CASES["min_p"]})
         found = engine.call("run", 300.0, requests=again)
-        report["after"] = self.compare(
-            "after the storm", again, self.engines["k0"].call("run", 300.0, requests=again), found
-        )
+        expected = self.engines["k0"].call("run", 300.0, requests=again)
+        report["after"] = self.compare("after the storm", again, expected, found, "small")
         self.result["storm"] = report
 
     def _cases(self) -> None:
@@ -255,7 +291,7 @@ class Proof:
         if self.given.grammar != "none":
             cases["grammar"] = GRAMMAR_CASE
         self.result["not_run"] = [] if self.given.grammar != "none" else ["grammar"]
-        others = ("storm", "soak", "defect-")
+        others = ("small", "defect-")
         names = [name for name in self.engines if not name.startswith(others)]
         for case, options in cases.items():
             requests = cases_requests({case: options})
@@ -268,10 +304,18 @@ class Proof:
                 if name == base:
                     continue
                 report = self.compare(
-                    f"{case}, {name}", requests, outputs[base], outputs[name], counts=base == "k0"
+                    f"{case}, {name}",
+                    requests,
+                    outputs[base],
+                    outputs[name],
+                    name,
+                    counts=base == "k0",
                 )
                 tokens = sum(len(t) for o in outputs[name] for t in o.get("tokens", ()))
-                steps = sum(o.get("steps", 0) for o in outputs[name])
+                counts = self.counts.setdefault(name, Counter())
+                added = {key: sum(o.get(key, 0) for o in outputs[name]) for key in COUNTS}
+                counts.update(added)
+                steps = added["steps"]
                 report["acceptance_length"] = round(tokens / steps, 3) if steps else None
                 reports[name] = report
             sys.stderr.write(f"{case}: {json.dumps(reports)}\n")
@@ -285,7 +329,7 @@ class Proof:
         names = [f"k{k}" for k in self.drafts]
         outputs = self.run_all(["k0", *names], requests)
         for name in names:
-            report = self.compare(f"{what}, {name}", requests, outputs["k0"], outputs[name])
+            report = self.compare(f"{what}, {name}", requests, outputs["k0"], outputs[name], name)
             self.result.setdefault(what, {})[name] = report
 
     def run_all(self, names: list[str], requests: list[dict[str, Any]]) -> dict[str, list[Any]]:
@@ -308,20 +352,26 @@ class Proof:
         requests: list[dict[str, Any]],
         expected: list[Any],
         found: list[Any],
+        engine: str | None,
         counts: bool = True,
         keeps: bool = True,
     ) -> dict[str, Any]:
         """Count equal outputs; a difference is a near tie or a failure.
 
         Args:
+            engine: that gave ``found``; None: the embedded executor.
             counts: whether differences are looked into. keeps: whether their details are kept.
         """
         report = {"compared": 0, "equal": 0, "ties": 0, "different": 0}
+        others: list[dict[str, Any]] = []
         unclear: list[tuple[dict[str, Any], dict[str, Any]]] = []
         for request, left, right in zip(requests, expected, found, strict=True):
             outputs = max(len(left.get("tokens", ())), len(right.get("tokens", ())), 1)
             for index in range(outputs):
                 report["compared"] += 1
+                if REFUSED in (right.get("error") or ""):
+                    report["refused"] = report.get("refused", 0) + 1
+                    continue
                 one, two = _at(left, index), _at(right, index)
                 if one is not None and one == two:
                     report["equal"] += 1
@@ -339,7 +389,7 @@ class Proof:
                     if again is not None:
                         unclear.append((details, again))
                 if counts and keeps:
-                    self.result["differences"].append(details)
+                    others.append(details)
         if unclear:
             requests = [again for _, again in unclear]
             outputs = self.engines["k0"].call("run", checks.SECONDS, requests=requests)
@@ -348,7 +398,44 @@ class Proof:
                 details["is_tie"] = output.get("tokens") == [[wanted]]
                 report["ties"] += details["is_tie"]
                 report["different"] -= details["is_tie"]
+        others = [details for details in others if not details.pop("is_tie", False)]
+        self.result["beyond_margin"] += others
+        self.open += [(report, engine, details) for details in others]
         return report
+
+    def _settle(self) -> None:
+        """Look into what is beyond the margin; a tie of the router is no failure."""
+        sent: Counter[str] = Counter()
+        for report, engine, details in self.open:
+            if details.get("at") is None:
+                continue
+            sent[details["case"]] += 1
+            is_sent = sent[details["case"]] <= MOST_ALONE
+            try:
+                look_into(self, engine if is_sent else None, details)
+            except EngineError as error:
+                self.result.setdefault("errors", {})["beyond the margin"] = str(error)
+                return
+            if details["router"]["is_tie"]:
+                report["different"] -= 1
+                report["router_ties"] = report.get("router_ties", 0) + 1
+
+    def _count(self) -> None:
+        """Compare the counts of drafts, which the plugin corrects, with SGLang's log."""
+        for name, counts in self.counts.items():
+            engine = self.engines[name]
+            logged = [float(n) for line in engine.log_lines("accept len") for n in _LOGGED(line)]
+            self.result.setdefault("counts", {})[name] = {
+                **counts,
+                "num_drafts": engine.num_drafts,
+                "logged_accept_len": {
+                    "lines": len(logged),
+                    "least": min(logged, default=None),
+                    "median": statistics.median(logged) if logged else None,
+                    "most": max(logged, default=None),
+                },
+                "collapses": len(engine.log_lines("acceptance collapsed")),
+            }
 
     def _again(
         self,
@@ -360,26 +447,27 @@ class Proof:
     ) -> dict[str, Any] | None:
         """Return the request of the first other token, with its logit raised: where the engine
         without drafts samples it, it is a near tie. None: no token differs."""
-        at = next(
-            (i for i, pair in enumerate(zip(one, two, strict=False)) if pair[0] != pair[1]), None
-        )
-        details["at"] = at
+        at = details["at"] = first_difference(one, two)
         if at is None:
             return None
-        options = {**request["sampling_params"], "max_new_tokens": 1, "n": 1}
+        options = {**without_limits(request)["sampling_params"], "max_new_tokens": 1, "n": 1}
         options.pop("stop", None)
         # it would begin again; both tokens are allowed
         lift = LIFT if options.pop("regex", None) else 0.0
-        options.pop("custom_params", None)  # limits of drafts, which that engine refuses
+        penalties = penalty_bias(options, request["input_ids"], one[:at])
+        if "min_new_tokens" in options:
+            options["min_new_tokens"] = max(0, options["min_new_tokens"] - at)
         seed = options.get("sampling_seed")
         options["sampling_seed"] = sample_seed(seed, index)
         bias = {int(k): v for k, v in (options.get("logit_bias") or {}).items()}
+        for token, value in penalties.items():
+            bias[token] = bias.get(token, 0.0) + value
         half = self.given.margin / 2
         bias[two[at]] = bias.get(two[at], 0.0) + lift + half
         bias[one[at]] = bias.get(one[at], 0.0) + lift - half
         options["logit_bias"] = {str(k): v for k, v in bias.items()}
         prompt = [*request["input_ids"], *one[:at]]
-        return {"input_ids": prompt, "sampling_params": options}
+        return {**request, "input_ids": prompt, "sampling_params": options}
 
     def stop(self) -> None:
         """End all engines."""
@@ -409,12 +497,24 @@ class Proof:
             and bool(reports)
             and all(r["compared"] and not r["different"] for r in reports)
             and (not storm or storm["retractions"] > 0)
+            and all(map(_are_sane, self.result.get("counts", {}).values()))
             and (
                 "cases" not in self.result
                 or "mtp_verificaton: unknown option" in (self.result.get("refused") or "")
             )
         )
         return self.result
+
+
+def _are_sane(counts: dict[str, Any]) -> bool:
+    """Whether accept lengths are between 1 and K + 1, and K drafts a step were proposed."""
+    logged, most = counts["logged_accept_len"], counts["num_drafts"] + 1
+    return bool(
+        logged["lines"]
+        and 1 <= logged["least"] <= logged["most"] <= most
+        and counts["proposed"] == counts["steps"] * counts["num_drafts"]
+        and 0 < counts["accepted"] <= counts["proposed"]
+    )
 
 
 def _at(output: dict[str, Any], index: int) -> tuple[list[int], Any] | None:
@@ -428,6 +528,7 @@ def cases_requests(cases: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     prompts = _prompts()
     return [
         {
+            **({"processor": PROCESSORS[case]} if case in PROCESSORS else {}),
             "input_ids": prompts[i % len(prompts)],
             "sampling_params": {
                 "max_new_tokens": NEW_TOKENS,
@@ -436,7 +537,7 @@ def cases_requests(cases: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
                 **options,
             },
         }
-        for options in cases.values()
+        for case, options in cases.items()
         for i in range(NUM_PROMPTS)
     ]
 
@@ -478,8 +579,8 @@ def ports(first: int, index: int) -> dict[str, int]:
     return {"port": first + 2 * index, "nccl_port": first + 2 * index + 1}
 
 
-def describe(given: argparse.Namespace) -> dict[str, Any]:
-    """Return what was run, and the machine with versions and commit."""
+def describe(given: argparse.Namespace, what: str) -> dict[str, Any]:
+    """Return what was run and when, and the machine with versions and commit."""
     import torch
 
     def version(name: str) -> str | None:
@@ -492,6 +593,8 @@ def describe(given: argparse.Namespace) -> dict[str, Any]:
     names = ("sglang", "sglang-kernel", "flashinfer-python", "transformers")
     machine = describe_machine(device) | {name: version(name) for name in names}
     return {
+        "name": f"sglang-{machine['sglang']}-{what}",
+        "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "command": [*sys.argv[1:]],
         "dtype": given.dtype,
         "margin": given.margin,

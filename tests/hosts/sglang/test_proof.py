@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import random
@@ -10,8 +11,11 @@ from typing import ClassVar
 
 import pytest
 
-from integration.sglang import checks, proof, steps
+from integration.figures import result
+from integration.sglang import checks, open_outputs, proof, steps
 from integration.sglang.engine_process import EngineError, EngineProcess
+from mtp_plugin import SamplingParams
+from mtp_plugin.infer.sampling_rule import SamplingRule
 
 
 class Engine:
@@ -21,6 +25,8 @@ class Engine:
     ties = False
     biases: ClassVar = []
     leaks = ()
+    differs_alone = False
+    accept_len = 2.0
 
     def __init__(self, name, _folder, _options, num_drafts, *_rest):
         self.name, self.num_drafts = name, num_drafts
@@ -37,13 +43,16 @@ class Engine:
         if command == "soak":
             served = enumerate(self.call("storm", 0, requests[:90]), start=len(requests))
             return list(served)
+        self.is_wrong = self.name == self.wrong and (len(requests) > 1 or self.differs_alone)
         return [self.output(command, i, **request) for i, request in enumerate(requests)]
 
-    def output(self, command, index, input_ids, sampling_params):
-        custom = sampling_params.get("custom_params") or {}
+    def output(self, command, index, input_ids, sampling_params, processor=None, top_logprobs=0):
+        if processor and self.num_drafts:
+            return {"error": f"{proof.REFUSED}, with which", "aborted": False}
+        custom = str(sampling_params.get("custom_params"))
         if "mtp_verificaton" in custom:
             return {"error": "custom_params: mtp_verificaton: unknown option", "aborted": False}
-        assert self.num_drafts or not custom, "an engine without drafts refuses limits of drafts"
+        assert self.num_drafts or "mtp_" not in custom, "without drafts their limits are refused"
         bias = sampling_params.get("logit_bias") or {}
         if sampling_params["max_new_tokens"] == 1:  # is it a tie?
             token = int(max([*bias][-2:], key=bias.get))
@@ -57,19 +66,26 @@ class Engine:
             count = range(sampling_params.get("n", 1))
             ids = 2000 if sampling_params["max_new_tokens"] != checks.NUM_TESTED else known[2] * 10
             tokens = [[made.randrange(int(ids)) for _ in range(8)] for _ in count]
-            if self.name == self.wrong and index == 1:
+            if self.is_wrong and index == (0 if top_logprobs else 1):
                 tokens[-1][3] += 1
         return {
             "tokens": tokens,
             "finish": [{"type": "length"}] * len(tokens),
             "retractions": 1,
             "steps": 4 * len(tokens),
+            "proposed": 4 * len(tokens) * self.num_drafts,
+            "accepted": 4 * len(tokens) * (self.num_drafts > 0),
+            "top_logprobs": [[(t, -1.0), (1, -1.5)] for t in tokens[0]] if top_logprobs else [],
             "aborted": command == "storm" and index % 3 == 0,
         }
 
     def log_lines(self, part):
         if part == "leak detected":
             return self.leaks
+        if part == "accept len":
+            return [f"#token: 9, accept len: {self.accept_len:.2f}, accept rate: 0.33,"]
+        if part == "acceptance collapsed":
+            return []
         return [] if self.name.startswith("alone") else ["mtp_plugin on"]
 
     def stop(self):
@@ -104,23 +120,89 @@ def test_equal_outputs_match(run):
         "different": 0,
         "acceptance_length": 2.0,
     }
+    assert found.cases["logit_processor"]["k1"]["refused"] == proof.NUM_PROMPTS
+    assert found.counts["k3"]["logged_accept_len"]["median"] == 2.0
+    assert found.counts["k3"]["accepted"] == found.counts["k3"]["steps"]
     assert found.not_run == ["grammar"]
 
 
-@pytest.mark.parametrize("wrong", ["storm", "k1", "k3"])
+@pytest.mark.parametrize("wrong", ["small", "k1", "k3"])
 def test_one_other_token_fails(run, wrong):
     found = run(wrong=wrong)
     assert found.code == 1
     assert not found.matched
-    assert found.differences[0]["at"] == 3
-    assert not found.differences[0]["is_tie"]
+    assert {each["at"] for each in found.beyond_margin} == {3}
+    assert {each["decided"] for each in found.beyond_margin} == {"batch"}  # alone it is equal
 
 
-def test_a_tie_is_counted_and_named(run):
+def test_a_tie_is_counted(run):
     found = run("--only", "cases", wrong="k3", ties=True)
     assert found.code == 0
     assert found.cases["greedy"]["k3"]["ties"] == 1
-    assert found.differences[0]["is_tie"]
+    assert found.beyond_margin == []
+
+
+def test_a_difference_is_looked_into_alone(run, monkeypatch):
+    monkeypatch.setattr(Engine, "differs_alone", True)
+    (found,) = run("--only", "cases", "--drafts", "3", wrong="k3").beyond_margin[:1]
+    assert found["decided"] == "defect"
+    assert found["alone"]["as_in_the_batch"] == [True, True]
+    one, two = (found[name][0][3] for name in ("expected", "found"))
+    assert found["alone"]["logits"] == [[one, 0.0, None], [1, -0.5, -0.5], [two, None, 0.0]]
+    assert not found["router"]["is_tie"]
+
+
+def test_a_tie_of_the_router_is_no_failure(run, monkeypatch):
+    monkeypatch.setitem(open_outputs.EPSILON, "bfloat16", 1.0)
+    found = run("--only", "cases", wrong="k3")
+    assert found.matched
+    assert found.cases["greedy"]["k3"]["router_ties"] == 1
+    assert found.cases["greedy"]["k3"]["different"] == 0
+
+
+@pytest.mark.parametrize(
+    ("is_equal_alone", "gap", "decided"),
+    [(True, 0.0, "batch"), (False, 9e-4, "router tie"), (False, 1.1e-3, "defect")],
+)
+def test_what_decided_a_difference(is_equal_alone, gap, decided):
+    epsilon = open_outputs.EPSILON["float16"]
+    found = open_outputs.decide(is_equal_alone=is_equal_alone, gap=gap, epsilon=epsilon)
+    assert found == decided
+
+
+def test_the_open_output_of_the_results_is_a_tie_of_the_router():
+    """Each of both choices of experts gives the token of one engine."""
+    details = copy.deepcopy(result("sglang-0.5.17-proof")["third_run"]["beyond_margin"][0])
+    settings = SimpleNamespace(given=SimpleNamespace(dtype="float16"))
+    open_outputs.look_into(settings, None, details)
+    assert details["decided"] == "router tie"
+    assert details["router"]["gap"] < 1e-4
+    at = details["at"]
+    tokens = {details[name][0][at] for name in ("expected", "found")}
+    assert set(details["router"]["tokens"]) == tokens
+    details["at"] = at - 1
+    open_outputs.look_into(settings, None, details)
+    assert details["decided"] == "not sent again"
+
+
+@pytest.mark.parametrize("accept_len", [0.5, 4.01])
+def test_an_impossible_accept_length_in_the_log_fails(run, monkeypatch, accept_len):
+    monkeypatch.setattr(Engine, "accept_len", accept_len)
+    assert not run("--only", "cases", "--drafts", "3").matched
+
+
+def test_a_bias_equals_penalties():
+    options = {"presence_penalty": 0.5, "frequency_penalty": 0.25, "temperature": 0.8}
+    assert open_outputs.penalty_bias(options, [1], [7, 8, 7]) == {7: -1.0, 8: -0.75}
+    assert options == {"temperature": 0.8}
+    _, logits, _ = open_outputs.expert_choices([1, 7, 8])
+    params = SamplingParams(repetition_penalty=1.5, presence_penalty=0.5)
+    wanted = SamplingRule(params, []).edited(logits, [7, 8])
+    bias = open_outputs.penalty_bias(
+        {"repetition_penalty": 1.5, "presence_penalty": 0.5}, [1], [7, 8]
+    )
+    for token, value in bias.items():
+        assert float(logits[token]) + value == pytest.approx(float(wanted[token]), abs=1e-4)
 
 
 def test_a_tie_under_a_grammar_is_between_its_two_tokens(run):
@@ -202,7 +284,7 @@ def test_a_soak_fails_by_a_leak_and_by_another_token(run, monkeypatch):
     found = run("--only", "soak")
     assert found.matched
     assert found.soak["compared"] == 60
-    assert not run("--only", "soak", wrong="soak").matched
+    assert not run("--only", "soak", wrong="small").matched
     monkeypatch.setattr(Engine, "leaks", ["req_to_token_pool memory leak detected!"])
     assert not run("--only", "soak").matched
 
@@ -229,5 +311,7 @@ def test_unknown_checks_are_named(run, capsys):
 
 def test_step_times_are_ratios_of_turns():
     engines = {name: Engine(name, None, None, 3) for name in steps.ENGINES}
-    times = steps.take_turns(engines, {}, [1, 8], turns=2)
+    loads = []
+    times = steps.take_turns(engines, {}, [1, 8], turns=2, loads=loads)
+    assert len(loads) == 3
     assert times == {"sglang": {1: [1, 1], 8: [8, 8]}, "plugin": {1: [0.9] * 2, 8: [7.2] * 2}}
