@@ -4,13 +4,14 @@ Random weights in bfloat16 of the 8gb shape, K = 3, the same simulated acceptanc
 which take turns on one GPU: batches in ascending order, then in descending order, and so on. Each
 turn gives a ratio to SGLang's step of the same turn; the median with quartiles is reported. For
 greedy requests the plugin's simulation also takes an argmax of all rows, which SGLang's own step
-has anyway.
+has anyway. ``busy``: other processes took more than a tenth of the CPU time next to the engines.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -19,12 +20,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from integration.bench.machine import store
+from integration.bench.machine import load_of_others, store
 from integration.sglang.engine_process import START_SECONDS, EngineError, EngineProcess, prepare
 from integration.sglang.proof import describe, ports
 from integration.shapes import write_config
-from integration.vllm.steps import ACCEPTANCE, ISL, NUM_DRAFTS, OSL, SAMPLING, SHAPE, ratio
+from integration.vllm.engine_process import cores_of_each, wait_for
+from integration.vllm.steps import ACCEPTANCE, ISL, NUM_DRAFTS, OSL, SHAPE, load_of, ratio
+from integration.vllm.steps import SAMPLING as GREEDY_AND_TOP_P
 
+SAMPLING: dict[str, dict[str, Any]] = {
+    **GREEDY_AND_TOP_P,
+    "t0.7-k20-p0.8": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
+    "t0.6-p0.95-penalties": {
+        **GREEDY_AND_TOP_P["t0.6-p0.95"],
+        "repetition_penalty": 1.1,
+        "presence_penalty": 0.3,
+        "frequency_penalty": 0.2,
+    },
+}
 ENGINES: dict[str, str | None] = {"sglang": None, "plugin": "{}"}
 """Options of the plugin; None: off."""
 SIMULATION = {
@@ -64,19 +77,25 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     }
     engines: dict[str, EngineProcess] = {}
     found: dict[str, Any] = {"seconds_to_start": {}, "step_ms": {}, "ratio": {}}
+    *cores, rest = cores_of_each(len(ENGINES) + 1)  # idle engines of SGLang take CPU time
+    found["cores"] = [len(own) for own in cores]
+    loads: list[float] = []
     try:
         for index, (name, plugin) in enumerate(ENGINES.items()):
             more = {**options, **ports(given.port, index)}
-            arguments = given.folder, more, NUM_DRAFTS, plugin, SIMULATION
+            arguments = given.folder, more, NUM_DRAFTS, plugin, SIMULATION, cores[index]
             engines[name] = EngineProcess(name, *arguments)
+        if rest:
+            os.sched_setaffinity(0, rest)
         if options["sampling_backend"] == "flashinfer":
             build_sampling()
         for name, engine in engines.items():
             found["seconds_to_start"][name] = engine.result(START_SECONDS)
             sys.stderr.write(f"{name} is ready after {found['seconds_to_start'][name]} s\n")
         expect_plugin(engines)
+        wait_for(given.wait)
         for label, sampling in SAMPLING.items():
-            times = take_turns(engines, sampling, given.batches, given.turns)
+            times = take_turns(engines, sampling, given.batches, given.turns, loads)
             found["step_ms"][label] = {
                 name: [round(statistics.median(times[name][b]), 3) for b in given.batches]
                 for name in engines
@@ -84,7 +103,9 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             found["ratio"][label] = [
                 ratio(times["plugin"][b], times["sglang"][b]) for b in given.batches
             ]
+            found |= load_of(loads)
             sys.stderr.write(f"{label}: {found['step_ms'][label]} ms, {found['ratio'][label]}\n")
+            store(given.json, {**described(given), **found})  # what follows may be cut off
     finally:
         for engine in engines.values():
             engine.stop()
@@ -116,15 +137,21 @@ def expect_plugin(engines: dict[str, EngineProcess]) -> None:
 
 
 def take_turns(
-    engines: dict[str, Any], sampling: dict[str, Any], batches: list[int], turns: int
+    engines: dict[str, Any],
+    sampling: dict[str, Any],
+    batches: list[int],
+    turns: int,
+    loads: list[float],
 ) -> dict[str, dict[int, list[float]]]:
-    """Return the median step time of each turn in milliseconds, by engine and batch."""
+    """Return the median step time of each turn in milliseconds, by engine and batch; ``loads`` gets
+    the load of other processes before each turn."""
     rng = random.Random(0)
     prompts = [[rng.randrange(2, SHAPE["vocab_size"]) for _ in range(ISL)] for _ in range(512)]
     times: dict[str, dict[int, list[float]]] = {
         name: {batch: [] for batch in batches} for name in engines
     }
     for turn in range(turns + 1):
+        loads.append(load_of_others())
         for batch in batches if turn % 2 else batches[::-1]:
             requests = [
                 {
@@ -140,6 +167,22 @@ def take_turns(
     return times
 
 
+def described(given: argparse.Namespace) -> dict[str, Any]:
+    """Return what was measured and how, and the machine."""
+    return {
+        "kind": "comparison",
+        "source": "python -m integration.sglang.steps, one run on one GPU",
+        "timed": TIMED,
+        **describe(given, "steps"),
+        "batches": given.batches,
+        "turns": given.turns,
+        "draft_len": NUM_DRAFTS,
+        "simulation": SIMULATION,
+        "sampling": SAMPLING,
+        "model": SHAPE,
+    }
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print a table; returns the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
@@ -151,6 +194,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--turns", type=int, default=10)
     parser.add_argument("--attention", default="triton", help="attention backend")
     parser.add_argument("--port", type=int, default=22000, help="first of four ports")
+    parser.add_argument(
+        "--wait",
+        type=Path,
+        help="create FILE.ready when the engines are ready, then wait until FILE exists",
+        metavar="FILE",
+    )
     parser.add_argument("--commit", help="of the result, where git does not know it")
     parser.add_argument("--options", type=json.loads, default={}, help="more options of engines")
     given = parser.parse_args(arguments)
@@ -162,23 +211,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except EngineError as error:
         sys.stderr.write(f"{error}\n")
         return 1
-    found = {
-        "kind": "comparison",
-        "source": "python -m integration.sglang.steps, one run on one GPU",
-        "timed": TIMED,
-        **describe(given),
-        "batches": given.batches,
-        "turns": given.turns,
-        "draft_len": NUM_DRAFTS,
-        "simulation": SIMULATION,
-        "model": SHAPE,
-        **found,
-    }
-    store(given.json, found)
     for label, times in found["step_ms"].items():
         for name, values in times.items():
             sys.stdout.write(f"{label:12} {name:8} {values} ms\n")
         sys.stdout.write(f"{label:12} ratio: {found['ratio'][label]}\n")
+    sys.stdout.write(f"load of others: {found['load']}{' BUSY' * found['busy']}\n")
     return 0
 
 
