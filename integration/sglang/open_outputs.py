@@ -41,10 +41,12 @@ def look_into(proof: Any, engine: str | None, details: dict[str, Any]) -> None:
 
     Args:
         engine: None: the request is not sent again, and no output is known to be equal alone.
-        details: of a difference; gets ``router``, ``alone`` and ``decided``.
+        details: of a difference; gets ``alone``: its first difference, and the logits of both
+            there; ``router``: its gap, and the tokens that both choices of experts give; and
+            ``decided``.
     """
     request, index, at = details["request"], details["output"], details["at"]
-    tokens, is_equal = details["expected"][0][:at], False
+    prefixes, is_equal = [details["expected"][0][:at]], False
     if engine is not None:
         single = _alone(request, index)
         runs = [
@@ -56,21 +58,21 @@ def look_into(proof: Any, engine: str | None, details: dict[str, Any]) -> None:
         one, two = (run[0].get("tokens", [[]])[0] for run in runs)
         other = first_difference(one, two)
         if other is not None:
-            at, tokens = other, one[:other]
+            at = other
+            prefixes += [] if is_equal or one[:at] in prefixes else [one[:at]]
         details["alone"] = {
             "report": report,
             "at": at,
             "as_in_the_batch": [one == details["expected"][0], two == details["found"][0]],
             "logits": _logits([run[0] for run in runs], at, single["sampling_params"]),
         }
-    gap, *choices = expert_choices([*request["input_ids"], *tokens])
-    epsilon = EPSILON[proof.given.dtype]
-    details["router"] = {
-        "gap": gap,
-        "epsilon": epsilon,
-        "is_tie": gap < epsilon,
-        "tokens": [_sampled(request, index, tokens, logits) for logits in choices],
-    }
+    epsilon, routers = EPSILON[proof.given.dtype], []
+    for tokens in prefixes:
+        gap, *choices = expert_choices([*request["input_ids"], *tokens])
+        sampled = [_sampled(request, index, tokens, logits) for logits in choices]
+        routers.append({"at": len(tokens), "gap": gap, "tokens": sampled})
+    gap = max(each["gap"] for each in routers)
+    details["router"] = {"epsilon": epsilon, "is_tie": gap < epsilon, "positions": routers}
     details["decided"] = decide(is_equal_alone=is_equal, gap=gap, epsilon=epsilon)
     if engine is None and details["decided"] == "defect":
         details["decided"] = "not sent again"
