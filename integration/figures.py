@@ -559,6 +559,14 @@ def in_newest_vllm() -> str:
     return f"{_steps(found, engines, found['ratio'])}\n\n{text}"
 
 
+STEP_KINDS = {
+    "greedy": "greedy",
+    "T = 0.6, top-p 0.95": "t0.6-p0.95",
+    "T = 0.7, top-k 20, top-p 0.8": "t0.7-k20-p0.8",
+    "T = 0.6, top-p 0.95, three penalties": "t0.6-p0.95-penalties",
+}
+
+
 def _steps(found: Json, engines: dict[str, str], ratios: Json) -> str:
     """Return a table of step times.
 
@@ -569,8 +577,8 @@ def _steps(found: Json, engines: dict[str, str], ratios: Json) -> str:
         ratios: medians first, by kind of requests, engine and batch.
     """
     rows = []
-    for label, key in {"greedy": "greedy", "T = 0.6, top-p 0.95": "t0.6-p0.95"}.items():
-        for engine, name in engines.items():
+    for label, key in STEP_KINDS.items():
+        for engine, name in engines.items() if key in ratios else ():
             given = ratios[key].get(name)
             traces = found.get("kernels", {}).get(key, {}).get(name)
             cells = [
@@ -610,12 +618,90 @@ def replay_table(found: Json) -> str:
     return _table(head, rows)
 
 
+SGLANG = ("0.5.17", "0.5.23")
 _OTHERS = "K = 3, no overlap", "K = 3, two GPUs"
+
+
+def of_sglang(what: str) -> dict[str, Json]:
+    """Return the results of `integration.sglang.proof` or ``steps`` by version, of those that were
+    measured."""
+    names = {version: f"sglang-{version}-{what}" for version in SGLANG}
+    return {v: result(name) for v, name in names.items() if (RESULTS / f"{name}.json").exists()}
+
+
+def sglang_summary() -> str:
+    """What README.md says of SGLang."""
+    steps, proofs = of_sglang("steps"), of_sglang("proof")
+    alone = "" if "0.5.23" in proofs else " (CPU alone)"
+    reports = [r for found in proofs.values() for k in found["cases"].values() for r in k.values()]
+    counts = {name: sum(each.get(name, 0) for each in reports) for name in _SAME}
+    compared = sum(each["compared"] - each.get("refused", 0) for each in reports)
+    same = f"{sum(counts.values()):,} of {compared:,} " if reports else ""
+    router = " and ties of the router" if counts["router_ties"] else ""
+    sampled = " and ".join(
+        " / ".join(f"{each[0]:.2f}" for each in found["ratio"]["t0.6-p0.95"]) + f" ({version})"
+        for version, found in steps.items()
+    )
+    greedy = [each[0] for found in steps.values() for each in found["ratio"]["greedy"]]
+    gpus = {found["machine"]["gpu"].removeprefix("NVIDIA ") for found in steps.values()}
+    return _text(
+        f"**SGLang** {', '.join(SGLANG)}{alone} ([page](mtp_plugin/hosts/sglang/README.md)), MTP",
+        "layers (EAGLE heads were not tried): seeds hold whatever K; `min_p`, drafts and relaxed",
+        f"acceptance are options of a request. On one {', '.join(sorted(gpus))} {same}outputs are",
+        f"those without drafts, up to near ties{router}; sampled steps take {sampled} of SGLang's",
+        f"time at batch 1 / 8 / 64, greedy ones {min(greedy):.2f} to {max(greedy):.2f}.",
+    )
+
+
+_SAME = ("equal", "ties", "router_ties")
+
+
+def _outputs(report: Json | None) -> str:
+    """Return a cell: equal outputs, near ties, and what else there is."""
+    if report is None:
+        return "-"
+    if report.get("refused") == report["compared"]:
+        return "refused"
+    router = report.get("router_ties")
+    return (
+        f"{report['equal']} + {report['ties']} of {report['compared']}"
+        + (f", {router} of the router" if router else "")
+        + (f", {report['different']} other" if report["different"] else "")
+    )
 
 
 def in_sglang() -> str:
     """The plugin inside SGLang: equal outputs and step times."""
-    found, steps = result("sglang-0.5.17-proof"), result("sglang-0.5.17-steps")
+    head, columns = [], []
+    for version, found in of_sglang("proof").items():
+        more = {"random requests": found.get("random", {})}
+        more |= {name: {"k3": found[name]} for name in ("storm", "soak") if name in found}
+        rows = found["cases"] | more
+        for engine in ("k3", "k1"):
+            head.append(f"{version}, K = {engine[1]}")
+            columns.append({name: row.get(engine) for name, row in rows.items()})
+        head.append(f"{version}, embedded executor")
+        columns.append(found.get("executor", {}))
+    names = dict.fromkeys(name for column in columns for name in column)
+    rows = [[n.replace("_", " "), *(_outputs(each.get(n)) for each in columns)] for n in names]
+    outputs = _table(["outputs of K = 0: equal + near ties", *head], rows) if head else ""
+    engines = {
+        version: {f"SGLang {version}": "sglang", f"{version} with the plugin": "plugin"}
+        for version in SGLANG
+    }
+    steps = [
+        _steps(
+            found, engines[version], {key: {"plugin": each} for key, each in found["ratio"].items()}
+        )
+        + ("\n\nOther processes took CPU time (`busy`)." if found.get("busy") else "")
+        for version, found in of_sglang("steps").items()
+    ]
+    return "\n\n".join(filter(None, [outputs, *steps])) + "\n"
+
+
+def in_earlier_sglang() -> str:
+    """Outputs of earlier commits, also without overlap scheduling and on two GPUs."""
+    found = result("sglang-0.5.17-earlier")
     latest = found["third_run"]
     others = latest["overlap_off"], latest["tensor_parallel"]
     reports = {
@@ -630,20 +716,26 @@ def in_sglang() -> str:
     random, serial = latest["random"], others[0]
     reports["random requests"] = random["k3"], random["k1"], serial["random"]["k3"], None, None
     reports["storm"] = latest["storm"], None, serial["storm"], None, None
-
-    def equal(report: Json | None) -> str:
-        if report is None:
-            return "-"
-        other = f", {report['different']} other" if report["different"] else ""
-        return f"{report['equal']} + {report['ties']} of {report['compared']}{other}"
-
-    outputs = _table(
-        ["outputs of K = 0: equal + near ties", "K = 3", "K = 1", *_OTHERS, "embedded executor"],
-        [[name, *map(equal, row)] for name, row in reports.items()],
+    return (
+        _table(
+            [
+                "outputs of K = 0: equal + near ties",
+                "K = 3",
+                "K = 1",
+                *_OTHERS,
+                "embedded executor",
+            ],
+            [[name, *map(_outputs, row)] for name, row in reports.items()],
+        )
+        + "\n"
     )
-    engines = {"SGLang 0.5.17": "sglang", "with the plugin": "plugin"}
-    ratios = {key: {"plugin": each} for key, each in steps["ratio"].items()}
-    return f"{outputs}\n\n{_steps(steps, engines, ratios)}\n"
+
+
+def sglang_files() -> str:
+    """Names of the files, for their list."""
+    names = ", ".join(f"`{path.name}`" for path in sorted(RESULTS.glob("sglang-*.json")))
+    page = "../../mtp_plugin/hosts/sglang/README.md#on-a-gpu"
+    return _text(f"{names}: [the plugin inside SGLang]({page}).")
 
 
 def step_times() -> str:
@@ -935,7 +1027,10 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "vllm-steps": step_times,
     "in-vllm": in_vllm,
     "in-vllm-newest": in_newest_vllm,
+    "sglang-summary": sglang_summary,
     "in-sglang": in_sglang,
+    "in-earlier-sglang": in_earlier_sglang,
+    "sglang-files": sglang_files,
     "replay": replay,
     "request-kinds": request_kinds,
     "tiny-model": tiny_model,

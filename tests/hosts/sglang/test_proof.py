@@ -6,12 +6,13 @@ import copy
 import json
 import os
 import random
+import shutil
 from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 
-from integration.figures import result
+from integration import figures
 from integration.sglang import checks, open_outputs, proof, steps
 from integration.sglang.engine_process import EngineError, EngineProcess
 from mtp_plugin import SamplingParams
@@ -172,7 +173,9 @@ def test_what_decided_a_difference(is_equal_alone, gap, decided):
 
 def test_the_open_output_of_the_results_is_a_tie_of_the_router():
     """Each of both choices of experts gives the token of one engine."""
-    details = copy.deepcopy(result("sglang-0.5.17-proof")["third_run"]["beyond_margin"][0])
+    details = copy.deepcopy(
+        figures.result("sglang-0.5.17-earlier")["third_run"]["beyond_margin"][0]
+    )
     settings = SimpleNamespace(given=SimpleNamespace(dtype="float16"))
     open_outputs.look_into(settings, None, details)
     assert details["decided"] == "router tie"
@@ -229,6 +232,34 @@ def test_results_name_their_package(run):
     found = run("--only", "random")
     assert found.kind
     assert found.machine["package_tree"]
+
+
+def test_results_of_both_versions_are_tables(run, monkeypatch, tmp_path):
+    steps_file = figures.RESULTS / "sglang-0.5.17-steps.json"
+    found = run("--only", "storm,cases,random,soak")
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    shutil.copy(steps_file, tmp_path)
+    assert "(CPU alone)" in figures.sglang_summary()
+    assert "outputs of K = 0" not in figures.in_sglang()
+    shutil.copy(tmp_path / "result.json", tmp_path / "sglang-0.5.23-proof.json")
+    measured = json.loads(steps_file.read_text())
+    penalties = "t0.6-p0.95-penalties"
+    for values in (measured["step_ms"], measured["ratio"]):
+        values[penalties] = values["greedy"]
+    measured["busy"] = True
+    (tmp_path / "sglang-0.5.23-steps.json").write_text(json.dumps(measured))
+    page, summary = figures.in_sglang(), " ".join(figures.sglang_summary().split())
+    assert "| 0.5.23, K = 3 | 0.5.23, K = 1 | 0.5.23, embedded executor |" in page
+    assert "| all penalties | 64 + 0 of 64 | 64 + 0 of 64 | - |" in page
+    assert "| logit processor | refused | refused | - |" in page
+    assert f"| soak | {found.soak['equal']} + 0 of {found.soak['compared']} | - | - |" in page
+    assert "three penalties: 0.5.23 with the plugin | 4.53 (1.01x)" in page
+    assert page.count("`busy`") == 1
+    assert "(CPU alone)" not in summary
+    count = 2 * proof.NUM_PROMPTS * len(proof.CASES)  # `n` has two outputs, a processor none
+    assert f"{count:,} of {count:,} outputs are those without drafts" in summary
+    assert "0.66 (0.5.17) and 0.99 / 0.90 / 0.66 (0.5.23) of SGLang's time" in summary
+    assert "`sglang-0.5.17-steps.json`, `sglang-0.5.23-proof.json`" in figures.sglang_files()
 
 
 SERVES = """
