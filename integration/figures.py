@@ -630,7 +630,7 @@ def of_sglang(what: str) -> dict[str, Json]:
 
 
 def sglang_summary() -> str:
-    """What README.md says of SGLang."""
+    """What README.md says of SGLang, in one line: its length is limited."""
     steps, proofs = of_sglang("steps"), of_sglang("proof")
     alone = "" if "0.5.23" in proofs else " (CPU alone)"
     reports = [r for found in proofs.values() for k in found["cases"].values() for r in k.values()]
@@ -644,13 +644,14 @@ def sglang_summary() -> str:
     )
     greedy = [each[0] for found in steps.values() for each in found["ratio"]["greedy"]]
     gpus = {found["machine"]["gpu"].removeprefix("NVIDIA ") for found in steps.values()}
-    return _text(
+    sentences = (
         f"**SGLang** {', '.join(SGLANG)}{alone} ([page](mtp_plugin/hosts/sglang/README.md)), MTP",
         "layers (EAGLE heads were not tried): seeds hold whatever K; `min_p`, drafts and relaxed",
         f"acceptance are options of a request. On one {', '.join(sorted(gpus))} {same}outputs are",
         f"those without drafts, up to near ties{router}; sampled steps take {sampled} of SGLang's",
         f"time at batch 1 / 8 / 64, greedy ones {min(greedy):.2f} to {max(greedy):.2f}.",
     )
+    return " ".join(sentences) + "\n"
 
 
 _SAME = ("equal", "ties", "router_ties")

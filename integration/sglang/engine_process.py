@@ -259,7 +259,7 @@ async def _serve_one(engine: Any, request: dict[str, Any], patience: float | Non
         "proposed": sum(info.get("spec_num_proposed_drafts") or 0 for info in meta),
         "accepted": sum(info.get("spec_num_correct_drafts") or 0 for info in meta),
         "top_logprobs": [
-            [(token, logprob) for logprob, token, _ in row]
+            [(token, logprob) for logprob, token, _ in row or ()]
             for row in meta[0].get("output_top_logprobs") or []
         ],
         "aborted": patience is not None,
