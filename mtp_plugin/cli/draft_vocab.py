@@ -27,7 +27,12 @@ def command(
         ),
     ],
     out: Annotated[
-        Path, typer.Option("--out", metavar="FILE", help="The JSON list is written there.")
+        Path,
+        typer.Option(
+            "--out",
+            metavar="FILE",
+            help="The JSON list is written there; .pt: the token map that SGLang reads.",
+        ),
     ],
     size: Annotated[int, typer.Option("--size", metavar="N", min=1, help="Number of ids.")] = 32768,
     more_texts: Annotated[
@@ -36,11 +41,12 @@ def command(
 ) -> None:
     """Count the token ids of your own text, and write those that drafts may have as a JSON list.
 
-    The list is for draft_vocab: the most frequent ids, and all special tokens of the tokenizer. The
-    share of a held-out tenth of the text that it covers is printed, next to that of the lowest ids.
-    Texts that your model has written count best. Files are streamed.
+    The list is for draft_vocab, or for SGLang's --speculative-token-map with a name in .pt: the
+    most frequent ids, and all special tokens of the tokenizer. The share of a held-out tenth of the
+    text that it covers is printed, next to that of the lowest ids. Texts that your model has
+    written count best. Files are streamed.
     """
-    from mtp_plugin.tools.draft_vocab import count_draft_vocab, write_ids
+    from mtp_plugin.tools.draft_vocab import count_draft_vocab, is_token_map, write_ids
 
     if not os.path.isdir(out.parent):
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
@@ -51,4 +57,5 @@ def command(
     write_ids(found.ids, out)
     console = output()
     found.show(console)
-    console.write_line(f'written to {out}, for "draft_vocab": "{out}"')
+    use = f"--speculative-token-map {out}" if is_token_map(out) else f'"draft_vocab": "{out}"'
+    console.write_line(f"written to {out}, for {use}")

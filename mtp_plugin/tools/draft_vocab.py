@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from io import BytesIO
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -106,26 +107,42 @@ def select_ids(counts: Counter[int], always: set[int], size: int) -> list[int]:
     return sorted(islice(candidates, size))
 
 
+def is_token_map(file: Path) -> bool:
+    """Whether a file of this name is for SGLang's ``--speculative-token-map``."""
+    return file.suffix == ".pt"
+
+
 def write_ids(ids: list[int], file: Path) -> None:
-    """Write the JSON list that ``draft_vocab`` reads; a file of that name is replaced at the end.
+    """Write the JSON list that ``draft_vocab`` reads, or the token map of SGLang.
+
+    A file of that name is replaced at the end.
 
     Raises:
         ConfigError: it cannot be written; a file of that name is unchanged.
     """
-    text, target = json.dumps(ids) + "\n", Path(os.path.realpath(file))
+    data = _torch_file(ids) if is_token_map(file) else f"{json.dumps(ids)}\n".encode()
+    target = Path(os.path.realpath(file))
     partial = target.with_name(f".mtp-plugin-{os.getpid()}.partial")
     try:
         if target.exists() and not target.is_file():  # a device or a pipe
-            target.write_text(text)
+            target.write_bytes(data)
             return
-        with open(partial, "w") as opened:
-            opened.write(text)
+        with open(partial, "wb") as opened:
+            opened.write(data)
             opened.flush()
             os.fsync(opened.fileno())
         os.replace(partial, target)
     except OSError as error:
         partial.unlink(missing_ok=True)
         raise ConfigError(f"{file}: cannot be written: {error.strerror}") from None
+
+
+def _torch_file(ids: list[int]) -> bytes:
+    import torch  # takes seconds
+
+    file = BytesIO()
+    torch.save(ids, file)
+    return file.getvalue()
 
 
 def _share(counts: Counter[int], ids: Iterable[int]) -> float:

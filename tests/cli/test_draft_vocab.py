@@ -8,6 +8,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from tokenizers import Tokenizer
 
 from mtp_plugin.config.draft_vocab import resolve_draft_vocab
@@ -66,6 +67,19 @@ def test_short_list_is_filled_with_the_lowest_ids(
     assert set(ids) == SPECIAL_IDS | ids_of("z\n") | lowest
     assert f"{len(lowest)} of the list are the lowest other ones" in shown
     assert f"{11 * BLOCK_BYTES:,} tokens counted, {BLOCK_BYTES:,} held out" in shown
+
+
+def test_a_list_named_pt_is_a_token_map_of_sglang(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_text("zzz\n" * 10 * BLOCK_BYTES)
+    given = ("--tokenizer", str(checkpoint), "--texts", str(tmp_path / "a.txt"), "--size", "10")
+    written = []
+    for name, use in (("ids.json", '"draft_vocab": "'), ("ids.pt", "--speculative-token-map ")):
+        result = run("draft-vocab", *given, "--out", str(tmp_path / name))
+        assert f"for {use}{tmp_path / name}" in result.out
+        written.append(resolve_draft_vocab(str(tmp_path / name), VOCAB))
+    assert written[0] == written[1] == torch.load(tmp_path / "ids.pt", weights_only=True)
 
 
 def test_truncation_and_padding_of_the_tokenizer_change_nothing(

@@ -7,6 +7,7 @@ from collections import Counter
 
 import pytest
 import torch
+from sglang.srt.speculative.spec_utils import load_token_map
 
 from integration.sglang import checks
 from integration.sglang.defects import DEFECTS
@@ -16,6 +17,7 @@ from mtp_plugin.hosts.sglang.options import SglangOptions
 from mtp_plugin.infer import decode
 from mtp_plugin.requests.options import SamplingParams as ReferenceParams
 from mtp_plugin.speculative.rows.row_ops import RowOps
+from mtp_plugin.tools.draft_vocab import write_ids
 from tests.sglang.toy_engine import VOCAB, K, ToyEngine, make_request
 
 TOKENS = 120
@@ -81,9 +83,12 @@ def test_retractions_do_not_change_the_output(without_drafts, drafts):
     assert engine.counts.retractions > 20
 
 
-def test_a_token_map_does_not_change_the_output(without_drafts):
+def test_a_token_map_does_not_change_the_output(without_drafts, tmp_path):
     ids = torch.randperm(VOCAB, generator=torch.Generator().manual_seed(0))[: VOCAB // 2]
-    engine = ToyEngine(K, token_map=ids)
+    write_ids(ids.tolist(), tmp_path / "ids.pt")
+    loaded = load_token_map(str(tmp_path / "ids.pt"))
+    assert torch.equal(loaded, ids)
+    engine = ToyEngine(K, token_map=loaded)
     assert engine.serve(requests(), tokens=TOKENS) == without_drafts
     assert engine.counts.acceptance_length > 1.2
 
