@@ -5,12 +5,15 @@ from __future__ import annotations
 import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt import models
 from sglang.srt.configs.model_config import ModelConfig
 
-from mtp_plugin.hosts.sglang.model_check import FAMILIES, ONE_LAYER
+from mtp_plugin.checkpoint import FAMILIES as CHECKPOINTS
+from mtp_plugin.hosts.sglang.model_check import FAMILIES, NEWER, ONE_LAYER, problems
+from mtp_plugin.hosts.sglang.versions import release
 from tests.sglang.test_start import WRONG
 from tests.tools.test_launch_line import EAGLE, LINES, check_verdict, run
 
@@ -48,6 +51,16 @@ LOADERS = {
     "HYV3ForCausalLM": ("hy_v3", None),
 }
 """Architecture -> model type (empty: not in our table), module that may refuse several layers."""
+NEWER_LOADERS = {
+    "BailingMoeV3ForCausalLM": ("bailing_hybrid", "bailing_moe_v3"),
+    "ExaoneMoeForCausalLM": ("exaone_moe", None),
+    "GigaChat35ForCausalLM": ("", None),
+    "Glm5NextForConditionalGeneration": ("glm5_next", None),
+    "HYV4ForCausalLM": ("hy_v4", None),
+    "InternS2MobiusForConditionalGeneration": ("interns2_mobius", None),
+    "Qwen4ExpForConditionalGeneration": ("qwen4_exp", None),
+}
+"""Those that 0.5.23 has in addition; it names dots3_note by the class of its config alone."""
 
 
 @pytest.mark.parametrize(("verdict", "words", "line"), SGLANG)
@@ -73,12 +86,27 @@ def test_what_the_own_parser_refuses(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_families_are_those_of_the_loaders() -> None:
+    is_newer = release() == "0.5.23"
+    loaders = LOADERS | (NEWER_LOADERS if is_newer else {})
     source = inspect.getsource(ModelConfig._config_draft_model)
-    found = set(re.findall(r'"(\w+For(?:CausalLM|ConditionalGeneration))"', source))
-    assert found | {"MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM"} == set(LOADERS)
-    assert {family for family, _ in LOADERS.values() if family} == FAMILIES
-    for family, module in LOADERS.values():
+    found = set(re.findall(r'== "(\w+For(?:CausalLM|ConditionalGeneration))"', source))
+    found |= set(re.findall(r'^ +"(\w+For(?:CausalLM|ConditionalGeneration))",$', source, re.M))
+    assert found | {"MiMoV2ForCausalLM", "MiMoV2FlashForCausalLM"} == set(loaders)
+    families = {family for family, _ in loaders.values() if family}
+    if is_newer:
+        assert "isinstance(self.hf_text_config, Dots3Config)" in source
+        families.add("dots3_note")
+    assert families == (FAMILIES | NEWER if is_newer else FAMILIES)
+    for family, module in loaders.values():
         if module is not None:
             file = MODELS.joinpath(*module.split(".")).with_suffix(".py")
             refuses = "Only 1 nextn layer is supported" in file.read_text()
             assert refuses == (family in ONE_LAYER), family
+
+
+def test_a_family_of_newer_versions_is_a_problem_of_older_ones() -> None:
+    for name, is_old in (("hy_v4", False), ("qwen3_next", True)):
+        family = CHECKPOINTS[name]
+        lines = problems(SimpleNamespace(family=family, declared=1, problems=()))
+        assert (lines == []) == (is_old or release() != "0.5.17")
+        assert all("install 0.5.23" in line for line in lines)

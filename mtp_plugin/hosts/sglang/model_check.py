@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from mtp_plugin.checkpoint import (
@@ -38,7 +39,9 @@ FAMILIES = ONE_LAYER.union(
     ("ernie4_5_moe", "qwen3_next", "qwen3_5", "qwen3_5_text", "qwen3_5_moe", "qwen3_5_moe_text"),
     ("intern_s2_preview", "exaone_moe", "nemotron_h", "nemotron_h_puzzle", "hy_v3"),
 )
-"""Families whose MTP layers SGLang 0.5.17 loads; of several it runs one."""
+"""Families whose MTP layers SGLang 0.5.17 and 0.5.23 load; of several they run one."""
+NEWER = frozenset(("dots3_note", "glm5_next", "hy_v4", "interns2_mobius", "qwen4_exp"))
+"""Families whose MTP layers SGLang 0.5.23 loads in addition."""
 
 
 def verdict(checkpoint: Checkpoint) -> str:
@@ -49,7 +52,9 @@ def verdict(checkpoint: Checkpoint) -> str:
         return "drafts for another checkpoint, by algorithms that the plugin does not serve"
     if checkpoint.model_type in DSPARK or checkpoint.family is None:
         return f"not known, whether it drafts with family {spelled(checkpoint.model_type)}"
-    return "drafts" if checkpoint.declared else "runs without drafts, there are no MTP layers"
+    if not checkpoint.declared:
+        return "runs without drafts, there are no MTP layers"
+    return "drafts, from 0.5.23 on" if checkpoint.model_type in NEWER else "drafts"
 
 
 def problems(checkpoint: Checkpoint) -> list[str]:
@@ -63,8 +68,13 @@ def _of_loaders(checkpoint: Checkpoint) -> Iterator[str]:
     family, declared = checkpoint.family, checkpoint.declared
     if family is None or not declared:
         return
-    if family.model_type not in FAMILIES:
-        yield f"SGLang 0.5.17 loads no MTP layers of family {family.model_type}: serve it in vLLM"
+    if family.model_type not in FAMILIES | NEWER:
+        yield f"SGLang loads no MTP layers of family {family.model_type}: serve it in vLLM"
+    elif family.model_type in NEWER and _installed() == "0.5.17":
+        yield (
+            f"SGLang 0.5.17 loads no MTP layers of family {family.model_type}: install 0.5.23, or "
+            "serve it in vLLM"
+        )
     elif family.model_type in ONE_LAYER and declared > 1:
         change = shell_quote(json.dumps({family.count_key: 1}))
         yield (
@@ -72,6 +82,13 @@ def _of_loaders(checkpoint: Checkpoint) -> Iterator[str]:
             f"{declared}: add --json-model-override-args {change}, or set {family.count_key} to 1; "
             "it drafts every token"
         )
+
+
+def _installed() -> str | None:
+    try:
+        return version("sglang")
+    except PackageNotFoundError:
+        return None
 
 
 def serve_command(checkpoint: Checkpoint) -> str:
