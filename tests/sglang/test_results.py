@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import pairwise, product
 from types import SimpleNamespace
 
 import pytest
@@ -94,6 +94,14 @@ ENDS = {
     },
     "stop and token": {"stop": ["H", "B"], "stop_token_ids": [*range(9, 15)], "ignore_eos": False},
     "stops in another order": {"stop": ["Q", "C", "H", "B"]},
+    "stop_regex": {"stop_regex": ["[BH][A-Q]", "C$"]},
+    "stop_regex and others": {
+        "stop_regex": ["[BH]$"],
+        "stop": ["Q", "D"],
+        "stop_token_ids": [3, 11],
+        "ignore_eos": False,
+        "max_new_tokens": 17,
+    },
 }
 
 
@@ -112,6 +120,31 @@ def test_requests_end_with_drafts_as_without(kind):
     assert found[0] == found[1] == found[2]
     if kind == "eos":
         assert {tokens[-1] for tokens, _ in found[0]} == {EOS}
+
+
+@pytest.mark.parametrize("kind", ["stop", "stop_regex"])
+def test_ends_in_one_step_have_the_order_of_single_tokens(kind):
+    for string, token, limit in product(range(4), range(4), range(5)):
+        found = []
+        for counts in ([4], [1] * 4):
+            req = make_request(
+                "r",
+                [1],
+                ignore_eos=False,
+                stop_token_ids=[20 + token],
+                max_new_tokens=2 + limit,
+                **{kind: [chr(65 + 20 + string)]},
+            )
+            req.output_ids.append(1)
+            for count in counts:
+                if not req.finished():
+                    first = 19 + len(req.output_ids)
+                    req.output_ids.extend(range(first, first + count))
+                    req.update_finish_state(count)
+            tokens = list(req.output_ids_through_stop)
+            found.append((req.finished_reason.to_json(), req.finished_len or len(tokens), tokens))
+        assert found[0] == found[1]
+        assert len(found[0][2]) == 2 + min(string, token, limit)
 
 
 def test_the_tokens_of_every_step_are_streamed():

@@ -1,4 +1,4 @@
-"""Streaming sessions: SGLang gives the slot of a request to the next one."""
+"""Sessions: SGLang gives the slot of a request of a streaming session to the next one."""
 
 from __future__ import annotations
 
@@ -37,13 +37,15 @@ class SessionEngine(ToyEngine):
             pools = ChunkCache(pools)
         self.cache = StreamingSession(pools)
         self.session = Session(0, "s", streaming=True)
+        self.rid = None
 
     def turn(self, ids, **options):
         """Return the next request of the session, and a request alone with the same prompt."""
+        last, self.rid = self.rid, f"turn {len(self.session.req_nodes)}"
         given = make_request("given", [1], max_new_tokens=TOKENS, **options)
         req = self.session.create_req(
             TokenizedGenerateReqInput(
-                rid="turn",
+                rid=self.rid,
                 input_text=None,
                 input_ids=array("q", ids),
                 input_embeds=None,
@@ -55,7 +57,7 @@ class SessionEngine(ToyEngine):
                 top_logprobs_num=0,
                 token_ids_logprob=None,
                 stream=False,
-                session_params=SessionParams(id="s"),
+                session_params=SessionParams(id="s", rid=None if self.session.streaming else last),
             ),
             Tokenizer(),
             VOCAB,
@@ -100,6 +102,21 @@ class SessionEngine(ToyEngine):
         req.kv = None
 
 
+class OlderEngine(SessionEngine):
+    """Serves the turns of a session whose requests have slots of their own."""
+
+    _free = ToyEngine._free
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.session = Session(0, "s")
+
+    def match(self, req):
+        pass
+
+    hold = match
+
+
 TURNS = [
     {"temperature": 0.0},
     {"temperature": 1.1, "sampling_seed": 5, "top_k": 12},
@@ -110,8 +127,9 @@ TURNS = [
 
 @pytest.mark.parametrize("retract", [0.0, 0.2])
 @pytest.mark.parametrize("drafts", [0, K])
-def test_a_turn_has_its_own_options(drafts, retract):
-    engine = SessionEngine(drafts, slots=3)
+@pytest.mark.parametrize("kind", [SessionEngine, OlderEngine])
+def test_a_turn_has_its_own_options(kind, drafts, retract):
+    engine = kind(drafts, slots=3)
     for number, options in enumerate(TURNS):
         if number == 3:  # others get the slot, and give it back
             engine.cache.release_session("s")

@@ -9,10 +9,11 @@ import contextlib
 import dataclasses
 import random
 import socket
+import sys
 from array import array
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 from unittest.mock import MagicMock
 
 import sglang.srt.distributed.parallel_state as parallel
@@ -26,6 +27,9 @@ from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import create_sampler
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.managers.scheduler_components.logprob_result_processor import (
+    SchedulerLogprobResultProcessor,
+)
 from sglang.srt.managers.scheduler_components.metrics_reporter import SchedulerMetricsReporter
 from sglang.srt.managers.utils import GenerationBatchResult
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
@@ -96,12 +100,18 @@ def prepare() -> None:
     hooks.install(hooks.DRAFTS)
 
 
-def make_request(rid: str, prompt: list[int], *, num_logprobs: int = 0, **options: Any) -> Req:
-    """Return a ``Req`` as SGLang's scheduler makes it, which goes on until it is stopped."""
-    wanted = {}
+def make_request(
+    rid: str, prompt: list[int], *, num_logprobs: int = 0, wanted: Any = None, **options: Any
+) -> Req:
+    """Return a ``Req`` as SGLang's scheduler makes it, which goes on until it is stopped.
+
+    Args:
+        wanted: further arguments of ``Req``.
+    """
+    wanted = dict(wanted or {})
     if num_logprobs:
         ids = list(range(num_logprobs))
-        wanted = {"return_logprob": True, "top_logprobs_num": num_logprobs}
+        wanted |= {"return_logprob": True, "top_logprobs_num": num_logprobs}
         wanted["token_ids_logprob"] = ids
     params = SamplingParams(**{"ignore_eos": True, "max_new_tokens": 1 << 20, **options})
     params.normalize(Tokenizer())
@@ -167,6 +177,8 @@ def result_processor(reporter: Reporter) -> results.SchedulerBatchResultProcesso
     parts |= {"metrics_reporter": reporter, "enable_overlap": False, "enable_overlap_mlx": False}
     thinking = SimpleNamespace(think_end_ids=None, self_opened_think_start_ids=None)
     parts |= {"is_generation": True, "model_config": thinking}
+    sizes = SimpleNamespace(vocab_size=VOCAB)
+    parts["logprob_result_processor"] = SchedulerLogprobResultProcessor(model_config=sizes)
     return results.SchedulerBatchResultProcessor(**parts)
 
 
@@ -192,6 +204,8 @@ class DraftRunner(ModelRunner):
 def draft_step(tokens: torch.Tensor, **fields: Any) -> Any:
     """Return what SGLang reads of a ``ForwardBatch``, for a forward of the draft model."""
     return SimpleNamespace(
+        extend_start_loc=None,
+        extend_seq_lens=(),
         input_ids=tokens,
         batch_size=len(tokens),
         moe_num_token_non_padded=None,
@@ -220,6 +234,9 @@ class Counts:
 class ToyEngine:
     """Serves requests, with or without drafts."""
 
+    draft_worker: ClassVar[Any] = worker_v2.EagleDraftWorker
+    patches: ClassVar[dict[str, Any]] = {"_eagle_prefill_tail_tokens": lambda _, tokens: tokens}
+    """Functions of its module that are replaced while it makes drafts."""
     num_drafts: int
     options: SglangOptions = field(default_factory=SglangOptions)
     slots: int = 6
@@ -319,7 +336,7 @@ class ToyEngine:
         step = SimpleNamespace(
             req_pool_indices=batch.req_pool_indices,
             seq_lens=lens,
-            positions=lens - 1,
+            positions=lens - 1 if mode.is_decode() else None,  # else of all tokens of prompts
             forward_mode=mode,
             sampling_info=batch.sampling_info,
             **{
@@ -329,7 +346,7 @@ class ToyEngine:
                 **more,
             },
         )
-        output = LogitsProcessorOutput(next_token_logits=logits.clone())
+        output = LogitsProcessorOutput(logits.clone(), hidden_states=_hidden(lens - 1))
         hooks._engine = self.engine
         return ModelRunner.sample(self.runner, output, step), output
 
@@ -375,19 +392,35 @@ class ToyEngine:
         ids = [list(req.origin_input_ids) + list(req.output_ids) for req in reqs]
         batch.seq_lens = torch.tensor([len(one) for one in ids])
         tokens = self._sample(batch, torch.tensor([one[-1] for one in ids]), ForwardMode.EXTEND)
-        if not self.num_drafts:
-            return
-        batch.input_ids = torch.tensor([token for one in ids for token in one])
-        batch.extend_lens = [len(one) for one in ids]
+        if self.num_drafts:
+            batch.input_ids = torch.tensor([token for one in ids for token in one])
+            batch.extend_lens = [len(one) for one in ids]
+            self._first_drafts(batch, tokens, drafts)
+
+    def _first_drafts(
+        self, batch: Any, tokens: torch.Tensor, drafts: dict[str, EagleDraftInput]
+    ) -> None:
+        """Make drafts after a prefill whose tokens were sampled."""
         with _patched(
-            worker_v2,
+            sys.modules[self.draft_worker.__module__],
             ForwardBatch=SimpleNamespace(init_new=lambda *_, **__: draft_step(tokens)),
-            _eagle_prefill_tail_tokens=lambda _, tokens: tokens,
+            **self.patches,
         ):
-            made = worker_v2.EagleDraftWorker._draft_extend_for_prefill(
+            made = self.draft_worker._draft_extend_for_prefill(
                 self.worker, batch, torch.zeros(len(batch.input_ids), 2), tokens
             )
         _store(drafts, batch, made)
+
+    def _next_drafts(self, batch: Batch, result: GenerationBatchResult) -> None:
+        """Make drafts after a step that verified some."""
+        tokens = result.next_token_ids.to(torch.int64)
+        extend = draft_step(tokens, spec_info=SimpleNamespace())
+        with _patched(
+            sys.modules[self.draft_worker.__module__],
+            prepare_for_draft_extend=lambda *_, **__: extend,
+            **self.patches,
+        ):
+            self.draft_worker._draft_extend_for_decode(self.worker, batch, result)
 
     def _step(self, reqs: list[Req]) -> None:
         batch = Batch(reqs)
@@ -401,7 +434,7 @@ class ToyEngine:
         bonus = torch.tensor([req.output_ids[-1] for req in reqs])
         spec_info = EagleDraftInput(
             topk_p=torch.ones(count, 1),
-            topk_index=torch.tensor([drafts[req.rid] for req in reqs]).unsqueeze(1),
+            topk_index=torch.tensor([drafts[req.rid] for req in reqs]),
             hidden_states=torch.zeros(count, 2),
             bonus_tokens=bonus,
         )
@@ -413,7 +446,7 @@ class ToyEngine:
             req_pool_indices=batch.req_pool_indices,
             sampling_info=batch.sampling_info,
         )
-        drafted = worker_v2.EagleDraftWorker.draft_forward(self.worker, step)[2]
+        drafted = self.draft_worker.draft_forward(self.worker, step)[2]
         rows = torch.cat([bonus.unsqueeze(1), drafted], 1)
         width = self.num_drafts + 1
         verify_input = EagleVerifyInput(
@@ -433,7 +466,7 @@ class ToyEngine:
         )
         output = LogitsProcessorOutput(
             next_token_logits=self.table[rows.flatten()].clone(),
-            hidden_states=torch.zeros(count * width, 2),
+            hidden_states=_hidden(batch.seq_lens.repeat_interleave(width), width),
         )
         mask = self.grammar_mask
         if batch.has_grammar:
@@ -465,17 +498,21 @@ class ToyEngine:
             next_draft_input=EagleDraftInput(bonus_tokens=bonus),
             speculative_num_draft_tokens=width,
         )
-        extend = draft_step(predict.to(torch.int64))
-        with _patched(worker_v2, prepare_for_draft_extend=lambda *_, **__: extend):
-            worker_v2.EagleDraftWorker._draft_extend_for_decode(self.worker, batch, result)
+        self._next_drafts(batch, result)
         _store(drafts, batch, result.next_draft_input)
         batch.forward_mode = ForwardMode.DECODE
         self._process(batch, result)
 
 
+def _hidden(positions: torch.Tensor, width: int = 1) -> torch.Tensor:
+    """Return hidden states that show the positions of their rows, `width` in a sequence."""
+    offsets = torch.arange(len(positions)) % width
+    return (positions + offsets).float().unsqueeze(1).repeat(1, 2)
+
+
 def _store(drafts: dict[str, Any], batch: Batch, draft_input: EagleDraftInput) -> None:
-    for req, column in zip(batch.reqs, draft_input.topk_index[:, 0].tolist(), strict=True):
-        drafts[req.rid] = column
+    for req, columns in zip(batch.reqs, draft_input.topk_index.tolist(), strict=True):
+        drafts[req.rid] = columns
 
 
 @contextlib.contextmanager
