@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mtp_plugin.ops.logprobs import LogprobEntries as LogprobEntries
     from mtp_plugin.ops.logprobs import compute_logprobs as compute_logprobs
     from mtp_plugin.ops.lookup import look_up_drafts as look_up_drafts
+    from mtp_plugin.ops.penalties import penalize_logits as penalize_logits
     from mtp_plugin.ops.row_sums import RowSums as RowSums
     from mtp_plugin.ops.sampling import TRUNCATION_SIZE as TRUNCATION_SIZE
     from mtp_plugin.ops.sampling import DraftedBy as DraftedBy
@@ -63,6 +64,7 @@ _NAMES = {
     "logits_processor_state": "LogitsProcessorState",
     "logprobs": "LogprobEntries compute_logprobs",
     "lookup": "look_up_drafts",
+    "penalties": "penalize_logits",
     "row_sums": "RowSums",
     "sampling": "DraftedBy ProposedDrafts RejectionResult TRUNCATION_SIZE TargetSamples VerifiedBy "
     "keep_draft_probs processed_scores rejection_sample sample_tokens",

@@ -44,7 +44,8 @@ class LogitsProcessorState:
     """Pools of logits-processing state, one row per request that needs it.
 
     Columns of the slot table hold a request's row in each pool; -1: none. Pools with a bit per id
-    have WORD_BITS ids per word.
+    have WORD_BITS ids per word. Each pool may have another number of rows, but ``counts`` and
+    ``seen`` have the same.
     """
 
     bias: torch.Tensor  # [P, V] float32
@@ -68,8 +69,8 @@ class LogitsProcessorState:
 
     @property
     def num_rows(self) -> int:
-        """P."""
-        return int(self.bias.shape[0])
+        """P: the rows that every pool has."""
+        return min(int(pool.shape[0]) for pool in vars(self).values())
 
     @property
     def vocab_size(self) -> int:
@@ -92,13 +93,13 @@ class LogitsProcessorState:
         layout: dict[str, Any] = {"device": device, "contiguous": True}
         least = AtLeast(1)
         expect_tensor("pools.bias", self.bias, dtype=torch.float32, shape=(least, least), **layout)
-        rows, vocab = self.bias.shape
+        vocab = self.bias.shape[1]
         words = num_words(vocab)
+        expect_tensor("pools.counts", self.counts, dtype=torch.int16, shape=("P", vocab), **layout)
         for name, shape, dtype in (
-            ("allowed", (rows, words + 1), torch.int32),
-            ("counts", (rows, vocab), torch.int16),
-            ("seen", (rows, words), torch.int32),
-            ("words", (rows, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), torch.int32),
+            ("allowed", (least, words + 1), torch.int32),
+            ("seen", (self.counts.shape[0], words), torch.int32),
+            ("words", (least, MAX_BAD_WORDS, MAX_BAD_WORD_LEN), torch.int32),
         ):
             expect_tensor(f"pools.{name}", vars(self)[name], dtype=dtype, shape=shape, **layout)
         if columns is not None and columns != vocab:

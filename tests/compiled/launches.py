@@ -52,6 +52,7 @@ from mtp_plugin.ops.logit_rows import LogitRows, ThinkingRule
 from mtp_plugin.ops.logits_processor_state import DraftMask, LogitsProcessorState
 from mtp_plugin.ops.logprobs import compute_logprobs
 from mtp_plugin.ops.lookup import look_up_drafts
+from mtp_plugin.ops.penalties import penalize_logits
 from mtp_plugin.ops.row_sums import RowSums
 from mtp_plugin.ops.sampler_store import ResultTensors, store_results
 from mtp_plugin.ops.sampling import (
@@ -163,6 +164,9 @@ def compile_logit_masks() -> None:
         for some in (slots, dataclasses.replace(slots, pools=None)):
             with mask_disallowed_tokens(logits, rows, some, backend=Backend.TRITON):
                 pass
+        for drafts in (ints(generations, 3), None):
+            given = dataclasses.replace(rows, drafts=drafts)
+            penalize_logits(logits.float(), given, slots, backend=Backend.TRITON)
         accepted = Accepted.unwritten(layout.num_requests, 3, "cpu")
         update_token_history(accepted, slots, backend=Backend.TRITON)
         drafted = rows.positions

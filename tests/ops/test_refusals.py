@@ -119,6 +119,7 @@ def operations() -> dict[str, Arguments]:
             "num_layers": 1,
         },
         "mask_disallowed_tokens": {"logits": floats(4, V), "rows": rows, "slots": slots},
+        "penalize_logits": {"logits": floats(4, V), "rows": rows, "slots": slots},
         "processed_scores": {
             "logits": floats(4, V),
             "rows": rows,
@@ -235,6 +236,8 @@ ROWS: list[tuple[Callable[[], object], str]] = [
     (lambda: broken("mask_disallowed_tokens", "rows.drafts", unsigned),
      "expected row-contiguous signed integer"),
     (lambda: broken("mask_disallowed_tokens", "slots.pools.bias", empty), POOLS),
+    (lambda: broken("penalize_logits", "rows.positions", none), POSITIONS),
+    (lambda: broken("penalize_logits", "slots.pools.bias", empty), POOLS),
     (lambda: broken("processed_scores", "rows.positions", none), POSITIONS),
     (lambda: broken("rejection_sample", "drafts.probs", empty), PROBS),
     (lambda: broken("rejection_sample", "drafts.tokens", unsigned),

@@ -29,7 +29,9 @@ have the same steps for kernels.
 
 from mtp_plugin.ops.logit_rows.processing import (
     LOGITS_PROCESSING_OPTIONS,
+    apply_penalties,
     disallowed_tokens,
+    early_stops,
     process_logits,
     update_draft_mask,
 )
@@ -43,7 +45,9 @@ __all__ = [
     "LogitRows",
     "ThinkingRule",
     "ThinkingState",
+    "apply_penalties",
     "disallowed_tokens",
+    "early_stops",
     "process_logits",
     "update_draft_mask",
 ]

@@ -37,7 +37,7 @@ def process_logits(
     if pools is None:
         return values
     requests = slice(0, rows.num_requests)
-    owners, _, num_before = rows.owners()
+    owners = rows.owners()[0]
     ids = torch.arange(values.shape[1], device=values.device) if vocab_ids is None else vocab_ids
     ids = ids.to(torch.int64)
 
@@ -48,19 +48,25 @@ def process_logits(
     row = slots.read("allowed_row", requests)[owners]
     is_allowed = _bits(pools.allowed, row, ids) | (row < 0).unsqueeze(1)
     values = values.masked_fill(~is_allowed, -torch.inf)
-    return _apply_penalties(values, ids, rows, slots, pools, owners, num_before)
+    return apply_penalties(values, ids, rows, slots, pools)
 
 
-def _apply_penalties(
+def apply_penalties(
     values: torch.Tensor,
     ids: torch.Tensor,
     rows: LogitRows,
     slots: SlotRows,
     pools: LogitsProcessorState,
-    owners: torch.Tensor,
-    num_before: torch.Tensor,
+    *,
+    scales_last: bool = False,
 ) -> torch.Tensor:
+    """Apply penalties to values [N, V] float32 of ids [V] int64; NaN of the result is -inf.
+
+    Args:
+        scales_last: the repetition penalty scales after the other two are subtracted.
+    """
     requests = slice(0, rows.num_requests)
+    owners, _, num_before = rows.owners()
     row = slots.read("count_row", requests)[owners]
     counts = pools.counts[row.clamp_min(0).to(torch.int64)][:, ids].to(torch.int32) & MOST_COUNTED
     seen = _bits(pools.seen, row, ids)
@@ -75,11 +81,15 @@ def _apply_penalties(
         slots.read(name, requests)[owners].unsqueeze(1)
         for name in ("repetition_penalty", "presence_penalty", "frequency_penalty")
     )
-    repeated = torch.where(values > 0, values / repetition, values * repetition)
-    penalised = torch.where(seen, repeated, values)
+
+    def scaled(x: torch.Tensor) -> torch.Tensor:
+        return torch.where(seen, torch.where(x > 0, x / repetition, x * repetition), x)
+
+    penalised = values if scales_last else scaled(values)
     penalised = penalised - torch.where(counts > 0, presence, 0.0)
     penalised = penalised - frequency * counts.clamp_max(MOST_COUNTED).to(torch.float32)
-    return torch.where((row >= 0).unsqueeze(1), _usable(penalised), values)
+    penalised = _usable(scaled(penalised) if scales_last else penalised)
+    return torch.where((row >= 0).unsqueeze(1), penalised, values)
 
 
 def _usable(values: torch.Tensor) -> torch.Tensor:
@@ -93,6 +103,16 @@ def _bits(pool: torch.Tensor, row: torch.Tensor, ids: torch.Tensor) -> torch.Ten
     return (words & bit_of(ids) != 0) & (row >= 0).unsqueeze(1)
 
 
+def early_stops(rows: LogitRows, slots: SlotRows) -> torch.Tensor:
+    """The stop ids that ``min_tokens`` disallows in every row [N, P] int64; -1: none."""
+    requests = slice(0, rows.num_requests)
+    owners, indices, _ = rows.owners()
+    first = slots.read("prompt_len", requests).to(torch.int64) + slots.read("min_tokens", requests)
+    early = indices < first[owners]
+    stops = slots.read("stop_ids", requests).to(torch.int64)[owners]
+    return torch.where(early.unsqueeze(1), stops, -1)
+
+
 def disallowed_tokens(rows: LogitRows, slots: SlotRows) -> tuple[torch.Tensor, torch.Tensor]:
     """The tokens that must not come next in every row; -1: none.
 
@@ -101,11 +121,8 @@ def disallowed_tokens(rows: LogitRows, slots: SlotRows) -> tuple[torch.Tensor, t
         the ids that would complete a bad word [N, words].
     """
     requests = slice(0, rows.num_requests)
-    owners, indices, num_before = rows.owners()
-    first = slots.read("prompt_len", requests).to(torch.int64) + slots.read("min_tokens", requests)
-    early = indices < first[owners]
-    stops = slots.read("stop_ids", requests).to(torch.int64)[owners]
-    stops = torch.where(early.unsqueeze(1), stops, -1)
+    owners, _, num_before = rows.owners()
+    stops = early_stops(rows, slots)
     pools = slots.pools
     if pools is None:
         return stops, stops[:, :0]

@@ -183,6 +183,31 @@ def _load_counts(count_ptr, ids, is_read):
 
 
 @triton.jit
+def _count_drafts(ids, processing):
+    """How often ids are among the draft tokens before the row."""
+    times = tl.zeros_like(ids)
+    for draft_index in range(processing.num_before):
+        times += (ids == _load_draft(processing.draft_ptr, draft_index)).to(tl.int32)
+    return times
+
+
+@triton.jit
+def penalize_in_place(row_ptr, ids, inside, processing):
+    """Penalize the logits of ids of a row with counts, in memory: presence and frequency penalties
+    before the repetition penalty. Only ids that were seen or drafted are read and written."""
+    in_slot = bits_of(processing.seen_ptr, ids, inside)
+    times = _count_drafts(ids, processing)
+    seen = ((in_slot | times) != 0) & inside
+    x = tl.load(row_ptr + ids, mask=seen, other=0.0)
+    if (processing.presence != 0) | (processing.frequency != 0):
+        counts = _load_counts(processing.count_ptr, ids, in_slot != 0) + times
+        x = _apply_counts(x, counts, processing)
+    x = _apply_repetition(x, seen, processing)
+    x = tl.where(x == x, x, float("-inf"))
+    tl.store(row_ptr + ids, x, mask=seen)
+
+
+@triton.jit
 def _apply_value_options(x, slot_row_ptr):  # noqa: ARG001 - options will
     """Apply the options that read the value alone, of any shape; there is none at present.
 
@@ -201,9 +226,7 @@ def process_values(x, ids, inside, processing):
             x = tl.where(bits_of(processing.allowed_ptr, ids, inside) != 0, x, float("-inf"))
     if processing.count_row >= 0:
         in_slot = bits_of(processing.seen_ptr, ids, inside)
-        times = tl.zeros_like(ids)
-        for draft_index in range(processing.num_before):
-            times += (ids == _load_draft(processing.draft_ptr, draft_index)).to(tl.int32)
+        times = _count_drafts(ids, processing)
         x = _apply_repetition(x, (in_slot | times) != 0, processing)
         if (processing.presence != 0) | (processing.frequency != 0):
             x = _apply_counts(

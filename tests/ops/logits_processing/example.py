@@ -93,5 +93,30 @@ def _edited(value: float, token: int, place: Place) -> float:
     return _usable(x)
 
 
+def penalized(row: Sequence[float], place: Place) -> list[float]:
+    """A row of logits after penalties in the order of SGLang, without early stop ids."""
+    options = place.options
+    early = 0 < options.min_tokens > place.index - options.prompt_len
+    return [
+        -math.inf if early and token in options.stops else _penalized(value, token, place)
+        for token, value in enumerate(row)
+    ]
+
+
+def _penalized(value: float, token: int, place: Place) -> float:
+    options = place.options
+    if options.counts is None:
+        return value
+    number = min(options.counts.get(token, 0) + list(place.before).count(token), MOST)
+    x = value
+    if number > 0:
+        x = rounded(x - rounded(options.presence))
+        x = rounded(x - rounded(rounded(options.frequency) * number))
+    if token in options.seen or number > 0:
+        repetition = rounded(options.repetition)
+        x = rounded(x / repetition) if x > 0 else rounded(x * repetition)
+    return _usable(x)
+
+
 def _usable(value: float) -> float:
     return -math.inf if math.isnan(value) else value
