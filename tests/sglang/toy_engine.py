@@ -339,6 +339,7 @@ class ToyEngine:
             positions=lens - 1 if mode.is_decode() else None,  # else of all tokens of prompts
             forward_mode=mode,
             sampling_info=batch.sampling_info,
+            rids=[req.rid for req in batch.reqs],
             **{
                 "return_logprob": False,
                 "top_logprobs_nums": None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
 from types import SimpleNamespace
@@ -22,8 +22,10 @@ from mtp_plugin.hosts.sglang.requests import (
 )
 from mtp_plugin.hosts.sglang.results import DraftCounts, keep_status
 from mtp_plugin.ops.backend import Backend
+from mtp_plugin.ops.logit_rows import LogitRows
 from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, to_device
 from mtp_plugin.speculative.rows.options import EngineSettings
+from mtp_plugin.speculative.rows.penalties import Penalties
 from mtp_plugin.speculative.rows.request_slots import RequestSlots
 from mtp_plugin.speculative.rows.row_ops import WARM_UP_ROWS, DraftRows, RowOps
 
@@ -44,6 +46,7 @@ class Engine:
         self._extending: tuple[Any, list[Any]] | None = None
         self._unwritten: dict[int, int] = {}  # slot -> ids of its prefill
         self._rows: dict[int, object] = {}  # slot -> `row_owner` of its row
+        self._penalized: dict[int, str] = {}  # slot -> id of its request, if it has penalties
 
     def attach(self, runner: Any) -> None:
         """Make the slot table of a target's ``ModelRunner``, whose pools are allocated.
@@ -59,13 +62,14 @@ class Engine:
                     f"MTP_PLUGIN_SGLANG: {name}: expected a token id of the model, at most "
                     f"{self._vocab - 1}, got {token}"
                 )
-        pool = runner.req_to_token_pool
+        self._pool = pool = runner.req_to_token_pool
         num_slots, device = pool.req_to_token.shape[0], torch.device(pool.req_to_token.device)
         self._slots = slots = RequestSlots(num_slots - 1, device, self.settings, padding=0)
         backend = Backend.of(self.settings.options.kernels, device)
         self._ops = RowOps(slots, self.settings, backend, self._vocab, fills_tokens=False)
+        self._penalties = Penalties(slots, self._vocab, backend)
         self._draft_step = torch.zeros((), dtype=torch.int64, device=device)
-        # of relaxed acceptance; else nothing reads them
+        # of relaxed acceptance and penalties; else nothing reads them
         self._prefill_lens = torch.zeros(num_slots, dtype=torch.int64, device=device)
 
     @property
@@ -105,9 +109,9 @@ class Engine:
         width, most = self.settings.num_drafts + 1, len(self._prefill_lens)
         for count in [count for count in WARM_UP_ROWS if count <= most * width]:
             slots = self._prefill_lens.new_zeros(count)
-            self.follow_phase(
+            self.follow(
                 self._ops.sample(self._zeros(count, self._vocab), slots, slots),
-                SimpleNamespace(req_pool_indices=slots, seq_lens=slots),
+                SimpleNamespace(req_pool_indices=slots, seq_lens=slots, rids=()),
             )
             if width == 1 or count > most:
                 continue
@@ -116,6 +120,12 @@ class Engine:
             drafts = slots.new_zeros(count * width)
             logits = self._zeros(count * width, self._vocab)
             self._ops.verify_uniform(logits, drafts, slots, slots, slots.cpu().numpy())
+        # alike for all numbers of requests
+        slots = self._prefill_lens.new_zeros(1)
+        for rows in {1, width}:
+            tokens = slots.new_zeros(rows)
+            self._penalize(self._zeros(rows, self._vocab), tokens, slots, slots)
+            self._penalties.count(tokens.to(torch.int32).view(1, -1), slots.to(torch.int32), slots)
 
     def _zeros(self, rows: int, columns: int) -> torch.Tensor:
         """Return logits [rows, columns] of zeros, for which kernels are compiled as for others."""
@@ -145,13 +155,24 @@ class Engine:
         slot, tokens, kept = int(slot_of(req)), slot_tokens(req), admitted(req)
         self._rows[slot] = row_owner(req)
         values = self._slots.values(facts_of(req), kept.options, tokens)
+        self._penalized.pop(slot, None)
+        if kept.penalties:
+            self._penalized[slot] = req.rid
+        if kept.is_counted:
+            unused = self._pool.free_slots
+            values["count_row"] = self._penalties.stage(slot, list(req.output_ids), unused)
         self._slots.stage(slot, values, kept.seed)
-        if self.settings.options.is_relaxed:
+        if self.settings.options.is_relaxed or kept.is_counted:
             self._unwritten[slot] = len(tokens)
+
+    def _has_penalties(self, rids: Iterable[str]) -> bool:
+        """Whether one of these requests has penalties, or a minimum of tokens."""
+        return bool(self._penalized) and not set(self._penalized.values()).isdisjoint(rids)
 
     def _apply(self) -> None:
         """Write staged rows on the current stream, on which earlier steps read the old ones."""
         self._slots.apply()
+        self._penalties.apply()
         if self._unwritten:
             device = self._prefill_lens.device
             written = to_device(list(self._unwritten.items()), torch.int64, device)
@@ -161,10 +182,15 @@ class Engine:
     # ---- rows without drafts
 
     @contextmanager
-    def sampling(self, forward_batch: Any) -> Iterator[None]:
-        """Sample for a ``ForwardBatch`` in SGLang's ``Sampler``."""
+    def sampling(self, logits_output: Any, forward_batch: Any) -> Iterator[None]:
+        """Sample for a ``ForwardBatch`` in SGLang's ``Sampler``, after penalties: SGLang adds its
+        bias and applies its grammars then."""
         self._apply()
-        self._step = forward_batch
+        self._step = step = forward_batch
+        if self._has_penalties(step.rids):
+            rows = LogitRows.flat(self._positions(step))
+            logits = logits_output.next_token_logits
+            self._penalties.penalize(logits, rows, step.req_pool_indices)
         try:
             yield
         finally:
@@ -181,12 +207,16 @@ class Engine:
         """Whether the sampler is called for rows of requests."""
         return self._step is not None
 
+    @staticmethod
+    def _positions(step: Any) -> torch.Tensor:
+        """Return the position [R] of the last token of each row."""
+        positions: torch.Tensor = step.positions
+        return positions if step.forward_mode.is_decode() else step.seq_lens - 1
+
     def sample(self, logits: torch.Tensor) -> None:
         """Sample the tokens [R] after rows of logits [R, V], and keep them."""
         step = self._step
-        is_decode = step.forward_mode.is_decode()
-        positions = step.positions if is_decode else step.seq_lens - 1
-        tokens = self._ops.sample(logits, step.req_pool_indices, positions)
+        tokens = self._ops.sample(logits, step.req_pool_indices, self._positions(step))
         self._status = (tokens < 0).to(torch.int32) * STATUS_NO_FINITE_LOGIT
         self._sampled = tokens.clamp_min(0)
 
@@ -195,13 +225,18 @@ class Engine:
         tokens, self._sampled = self._sampled, None
         return tokens
 
-    def follow_phase(self, tokens: torch.Tensor, step: Any) -> None:
-        """Update thinking phases after a step without drafts; the token of an unfinished prompt is
-        no output."""
-        if self.settings.options.is_relaxed:
-            slots = step.req_pool_indices
-            is_output = step.seq_lens >= self._prefill_lens[slots]
-            self._ops.follow_phase(tokens.to(torch.int32), slots, is_output)
+    def follow(self, tokens: torch.Tensor, step: Any) -> None:
+        """Update thinking phases and counts after a step without drafts; the token of an unfinished
+        prompt is no output."""
+        is_relaxed, has_penalties = self.settings.options.is_relaxed, self._has_penalties(step.rids)
+        if not is_relaxed and not has_penalties:
+            return
+        slots, tokens = step.req_pool_indices, tokens.to(torch.int32)
+        is_output = step.seq_lens >= self._prefill_lens[slots]
+        if is_relaxed:
+            self._ops.follow_phase(tokens, slots, is_output)
+        if has_penalties:
+            self._penalties.count(tokens.unsqueeze(1), is_output.to(torch.int32), slots)
 
     # ---- verification
 
@@ -222,8 +257,14 @@ class Engine:
                 f"mtp_plugin: expected {self.settings.num_drafts} drafts per request, got "
                 f"{width - 1}: unset --speculative-adaptive"
             )
-        _edit(logits, batch.sampling_info, width, grammar_mask)
         slots, host_slots = batch.req_pool_indices, batch.req_pool_indices_cpu.numpy()
+        import_module("sglang.srt.utils.async_probe").sanitize_nan_logits(
+            logits, "verify: target model logits"
+        )
+        has_penalties = self._has_penalties(req.rid for req in batch.reqs)
+        if has_penalties:
+            self._penalize(logits, verify_input.draft_token, batch.seq_lens, slots)
+        _edit(logits, batch.sampling_info, width, grammar_mask)
         accepted = self._ops.verify_uniform(
             logits, verify_input.draft_token, batch.seq_lens, slots, host_slots
         )
@@ -233,7 +274,24 @@ class Engine:
         predict, index = accepted.tokens.view(-1), rows.view(-1)
         predict, counts, index, status = _of_first_rank(predict, counts, index, status)
         keep_status(logits_output, status)
-        return _simulated(verify_input, logits, predict, counts, index.view(-1, width))
+        index = index.view(-1, width)
+        predict, counts, index = _simulated(verify_input, logits, predict, counts, index)
+        if has_penalties:
+            # a clone: a part of a broadcast may be aligned otherwise than kernels are compiled for
+            self._penalties.count(predict.view(-1, width), counts.clone(), slots)
+        return predict, counts, index
+
+    def _penalize(
+        self,
+        logits: torch.Tensor,
+        drafts: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+    ) -> None:
+        """Apply penalties to the logits of all drafts; ``drafts`` as in `RowOps.verify_uniform`."""
+        drafts = drafts.view(len(slots), -1)
+        rows = LogitRows(0, drafts.shape[1], positions, drafts=drafts[:, 1:])
+        self._penalties.penalize(logits, rows, slots)
 
     # ---- drafts
 
@@ -297,21 +355,15 @@ class Engine:
 
 
 def _edit(logits: torch.Tensor, info: Any, width: int, grammar_mask: Any) -> None:
-    """Apply SGLang's penalties, bias and grammar to the logits [R * width, V] in its order."""
-    import_module("sglang.srt.utils.async_probe").sanitize_nan_logits(
-        logits, "verify: target model logits"
-    )
-    if info.acc_additive_penalties is not None:
-        logits.add_(info.acc_additive_penalties.repeat_interleave(width, 0))
-    if info.acc_scaling_penalties is not None:
-        penalties = import_module("sglang.srt.sampling.penaltylib.repetition_penalty")
-        penalties.apply_scaling_penalties(
-            logits, info.acc_scaling_penalties.repeat_interleave(width, 0)
-        )
+    """Apply SGLang's bias, grammar and custom processors to the logits [R * width, V]."""
     if info.logit_bias is not None:
         logits.add_(info.logit_bias.repeat_interleave(width, 0))
     if grammar_mask is not None:
         grammar_mask.apply(logits)
+    if info.has_custom_logit_processor:
+        # as without drafts, which their requests do not accept
+        sampler = import_module("sglang.srt.layers.sampler")
+        sampler.apply_custom_logit_processor(logits[::width], info)
 
 
 def _of_first_rank(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:

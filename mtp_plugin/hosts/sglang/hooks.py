@@ -260,10 +260,10 @@ def _alloc_memory_pool(original: Hook, self: Any, *args: Any, **kwargs: Any) -> 
 def _sample(
     original: Hook, self: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    with _engine.sampling(forward_batch):
+    with _engine.sampling(logits_output, forward_batch):
         tokens = original(self, logits_output, forward_batch, *args, **kwargs)
     _engine.keep_status(logits_output)
-    _engine.follow_phase(tokens, forward_batch)
+    _engine.follow(tokens, forward_batch)
     return tokens
 
 

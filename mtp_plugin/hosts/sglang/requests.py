@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -13,7 +14,7 @@ from mtp_plugin.hosts.sglang.versions import installed
 from mtp_plugin.requests.columns import TopPMass
 from mtp_plugin.requests.options import INT32_MAX
 from mtp_plugin.requests.seeds import sample_seed, seed_words
-from mtp_plugin.requests.stopping import StopRule
+from mtp_plugin.requests.stopping import MAX_STOP_IDS, StopRule
 from mtp_plugin.speculative.host import RequestFacts
 from mtp_plugin.speculative.rows.options import EngineSettings
 from mtp_plugin.speculative.rows.request_options import RequestOptions, read_request
@@ -28,6 +29,14 @@ _HEALTH_CHECK = "HEALTH_CHECK"
 _ALL = 1 << 30
 """SGLang's top_k of the whole vocabulary."""
 _MASK = 2**32 - 1
+_NEUTRAL = {
+    "repetition_penalty": 1.0,
+    "presence_penalty": 0.0,
+    "frequency_penalty": 0.0,
+    "min_new_tokens": 0,
+}
+"""SGLang's penalties that the plugin applies in its place, and their values without effect."""
+_MINIMUM = "min_new_tokens"
 _MOST_PARENTS = 4096
 
 
@@ -37,6 +46,13 @@ class Admitted:
 
     options: RequestOptions
     seed: int
+    penalties: Mapping[str, float] = field(default_factory=dict)
+    """Those of `_NEUTRAL` that have an effect."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether a penalty reads how often a token is in the output."""
+        return bool(self.penalties.keys() - {_MINIMUM})
 
 
 class Admission:
@@ -53,7 +69,8 @@ class Admission:
         self._children: dict[str, int] = {}
 
     def admit(self, req: Any) -> str | None:
-        """Keep options and seed in a ``Req``, once; returns why it is refused, or None."""
+        """Keep options, seed and penalties in a ``Req``, once; returns why it is refused, or
+        None."""
         if hasattr(req, _ADMITTED):  # it was retracted
             return None
         problem, options = None, RequestOptions()
@@ -61,7 +78,9 @@ class Admission:
             problem = request_problem(req, self._settings)
             if problem is None:
                 options = read_request(req.sampling_params.custom_params, self._settings)
-        setattr(req, _ADMITTED, Admitted(options, self._seed_of(req)))
+                if req.custom_logit_processor:  # which reads the output before the row
+                    options = replace(options, speculate=False)
+        setattr(req, _ADMITTED, Admitted(options, self._seed_of(req), _take_penalties(req)))
         return problem
 
     def _seed_of(self, req: Any) -> int:
@@ -88,6 +107,26 @@ class Admission:
         return index
 
 
+def _take_penalties(req: Any) -> dict[str, float]:
+    """Return the penalties of a ``Req`` and make them neutral, so that SGLang applies none."""
+    given = {name: getattr(req.sampling_params, name) for name in _NEUTRAL}
+    given = {name: value for name, value in given.items() if value != _NEUTRAL[name]}
+    if given:
+        req.sampling_params = copy(req.sampling_params)
+        for name in given:
+            setattr(req.sampling_params, name, _NEUTRAL[name])
+    return given
+
+
+def _early_ids(req: Any) -> tuple[int, ...]:
+    """Return the ids that must not come before ``min_new_tokens``: all of SGLang 0.5.23, which
+    0.5.17 masks without ``eos_token_ids``."""
+    ids = {*(req.sampling_params.stop_token_ids or ()), *(req.eos_token_ids or ())}
+    if req.tokenizer is not None:
+        ids |= {req.tokenizer.eos_token_id, *(req.tokenizer.additional_stop_token_ids or ())}
+    return tuple(sorted(ids - {None}))
+
+
 def request_problem(request: Any, settings: EngineSettings) -> str | None:
     """Return why a request is refused; lists every reason. None: it is served.
 
@@ -101,11 +140,13 @@ def request_problem(request: Any, settings: EngineSettings) -> str | None:
         read_request(request.sampling_params.custom_params, settings)
     except RequestError as error:
         problems.append(f"custom_params: {error}")
-    if request.custom_logit_processor and settings.num_drafts:
-        problems.append(
-            "custom_logit_processor: not supported with drafts, with which SGLang ignores it: "
-            "leave it out, or start the engine without --speculative-algorithm"
-        )
+    if request.sampling_params.min_new_tokens and hasattr(request, "eos_token_ids"):  # a Req
+        count = len(_early_ids(request))
+        if count > MAX_STOP_IDS:
+            problems.append(
+                f"min_new_tokens: expected at most {MAX_STOP_IDS} ids that end the output, those "
+                f"of the model included, got {count}: leave it out, or stop_token_ids"
+            )
     if request.return_sampling_mask:
         problems.append("return_sampling_mask: not supported: leave it out")
     if (getattr(request.sampling_params, "beam_width", 1) or 1) > 1:
@@ -140,10 +181,20 @@ def facts_of(req: Any) -> RequestFacts:
     itself."""
     params = req.sampling_params
     is_greedy = params.top_k <= 1
+    kept = admitted(req)
+    penalties = dict(kept.penalties)
+    minimum = int(penalties.pop(_MINIMUM, 0))
     return row_facts(
-        admitted(req).options,
-        StopRule(max_length=INT32_MAX, prompt_len=len(req.origin_input_ids)),
+        kept.options,
+        StopRule(
+            max_length=INT32_MAX,
+            prompt_len=len(req.origin_input_ids),
+            min_tokens=minimum,
+            end_ids=_early_ids(req) if minimum else (),
+        ),
         TopPMass.ALL,
+        min_tokens=minimum,
+        **penalties,
         temperature=0.0 if is_greedy else params.temperature,
         top_k=0 if is_greedy or params.top_k >= _ALL else params.top_k,
         top_p=params.top_p,

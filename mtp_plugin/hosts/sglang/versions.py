@@ -114,25 +114,27 @@ SPEC.spec_utils:generate_simulated_accept_index(
     accept_index, predict, num_correct_drafts, candidates, target_predict, bs, spec_steps,
     simulate_acc_len, simulate_acc_method, simulate_acc_token_mode)
 SRT.utils.async_probe:sanitize_nan_logits(logits, msg)
-SRT.sampling.penaltylib.repetition_penalty:apply_scaling_penalties(logits, scaling_penalties)
+SRT.layers.sampler:apply_custom_logit_processor(logits, sampling_batch_info, num_tokens_in_batch)
 """
 _ATTRIBUTES = """
 SRT.plugins.hook_registry:HookRegistry(_hooks, _patched, apply_hooks, register)
 SRT.sampling.sampling_params:SamplingParams(
-    temperature, top_k, top_p, min_p, n, max_new_tokens, sampling_seed, custom_params)
+    temperature, top_k, top_p, min_p, n, max_new_tokens, sampling_seed, custom_params,
+    repetition_penalty, presence_penalty, frequency_penalty, min_new_tokens, stop_token_ids)
 MANAGERS.schedule_batch:Req(
     rid, req_pool_idx, kv, sampling_params, origin_input_ids, output_ids, to_finish, finished,
     grammar, is_retracted, retraction_count, inflight_middle_chunks, spec_verify_ct,
-    spec_correct_drafts_histogram, custom_logit_processor, return_sampling_mask)
+    spec_correct_drafts_histogram, custom_logit_processor, return_sampling_mask, eos_token_ids,
+    tokenizer)
 MANAGERS.schedule_batch:ReqKvInfo(req_pool_idx)
 MANAGERS.schedule_batch:ScheduleBatch(
     reqs, forward_mode, req_pool_indices, req_pool_indices_cpu, sampling_info, seq_lens)
 SRT.sampling.sampling_batch_info:SamplingBatchInfo(
-    acc_additive_penalties, acc_scaling_penalties, logit_bias, return_sampling_masks)
+    logit_bias, has_custom_logit_processor, return_sampling_masks)
 SRT.model_executor.forward_batch_info:ForwardBatch(
-    forward_mode, positions, req_pool_indices, seq_lens)
+    forward_mode, positions, req_pool_indices, seq_lens, rids)
 SRT.arg_groups.model_override_base(resolved_view)
-SRT.mem_cache.memory_pool:ReqToTokenPool(req_to_token)
+SRT.mem_cache.memory_pool:ReqToTokenPool(req_to_token, free_slots)
 MANAGERS.tokenizer_manager:TokenizerManager(rid_to_state, preferred_sampling_params)
 MANAGERS.utils:GenerationBatchResult(logits_output, num_correct_drafts_per_req_cpu)
 MANAGERS.scheduler_components.metrics_reporter:SchedulerMetricsReporter(num_generated_tokens)
