@@ -59,10 +59,9 @@ def test_all_wrong_options_are_in_one_error(manager):
         tokenized(
             manager,
             sampling_params={"custom_params": WRONG},
-            custom_logit_processor="x",
             return_sampling_mask=True,
         )
-    for part in (*WRONG, "custom_logit_processor: not supported with drafts", "return_sampling_"):
+    for part in (*WRONG, "return_sampling_mask: not supported"):
         assert part in str(error.value)
 
 
@@ -82,12 +81,12 @@ def test_custom_params_that_are_no_mapping_are_refused(manager, given):
     assert req.to_finish.status_code == 400
 
 
-def test_a_custom_logit_processor_is_refused_with_drafts_alone(manager):
-    manager.server_args = arguments(
-        speculative_algorithm=None, speculative_num_steps=None, speculative_eagle_topk=None
-    )
-    processed = {"sampling_params": {}, "custom_logit_processor": "x"}
-    assert tokenized(manager, **processed).custom_logit_processor == "x"
+def test_drafts_of_a_custom_logit_processor_are_withheld(manager):
+    assert tokenized(manager, custom_logit_processor="x").custom_logit_processor == "x"
+    req = make_request("r", [1, 2], custom_params={"mtp_max_draft_len": 2})
+    req.custom_logit_processor = "x"
+    ToyEngine(K).admit(req)
+    assert admitted(req).options.draft_limit == 0
 
 
 def test_the_scheduler_refuses_with_the_same_text(manager):

@@ -119,9 +119,9 @@ class OlderEngine(SessionEngine):
 
 TURNS = [
     {"temperature": 0.0},
-    {"temperature": 1.1, "sampling_seed": 5, "top_k": 12},
+    {"temperature": 1.1, "sampling_seed": 5, "top_k": 12, "presence_penalty": 1.0},
     {"temperature": 0.9, "sampling_seed": 6, "custom_params": {"mtp_speculate": False}},
-    {"temperature": 0.9, "sampling_seed": 7, "min_p": 0.05},
+    {"temperature": 0.9, "sampling_seed": 7, "min_p": 0.05, "repetition_penalty": 1.6},
 ]
 
 

@@ -10,6 +10,7 @@ import sglang.srt.speculative.eagle_worker_common as worker_common
 import sglang.srt.speculative.spec_utils as spec_utils
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.sglang import hooks
@@ -43,26 +44,46 @@ def test_log_probabilities_are_those_of_sglang(kind):
     torch.testing.assert_close(found, chosen)
 
 
-def test_logits_are_edited_in_the_order_of_sglang():
-    options = {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3}
+class Alone:
+    """What SGLang reads of a batch that the plugin has not seen."""
+
+    device = "cpu"
+
+
+@pytest.mark.parametrize("kind", ["additive", "scaling", "all"])
+def test_logits_are_edited_in_the_order_of_sglang(kind):
+    options = {
+        "additive": {"presence_penalty": 0.5},
+        "scaling": {"repetition_penalty": 1.4},
+        "all": {"repetition_penalty": 1.4, "presence_penalty": 0.5, "frequency_penalty": 0.3},
+    }[kind]
     engine = ToyEngine(K)
-    batch = admitted_batch(engine, [{**options, "logit_bias": {"3": 2.0}}, {}, options])
-    info = batch.sampling_info
-    info.penalizer_orchestrator.cumulate_output_tokens(torch.tensor([3, 4, 5]))
-    info.update_penalties()
+    bias = {"logit_bias": {"3": 2.0}}
+    alone = Alone()
+    given = [{**options, **bias}, {}]
+    alone.reqs = [make_request("s", [1], **one) for one in given]
+    batch, tokens = admitted_batch(engine, given), torch.tensor([3, 4])
+    batch.seq_lens = torch.tensor([2, 2])
+    info = SamplingBatchInfo.from_schedule_batch(alone, VOCAB)
+    info.penalizer_orchestrator.cumulate_output_tokens(tokens)
     info = info.copy_for_forward()
+    engine.engine._apply()
+    slots = batch.req_pool_indices
+    engine.engine._penalties.count(tokens.to(torch.int32).view(2, 1), torch.ones(2).int(), slots)
 
     def apply(logits):
         logits[:, 10:20] = float("-inf")
 
     mask = SimpleNamespace(apply=apply)
-    logits = torch.randn(3, VOCAB)
+    logits = torch.randn(2, VOCAB)
     info.grammar_mask = mask
     expected, found = logits.clone(), logits.repeat_interleave(K + 1, 0)
     info.apply_logits_bias(expected)
-    _edit(found, info, K + 1, mask)
+    engine.engine._penalize(found, torch.full((2 * (K + 1),), -1), batch.seq_lens, slots)
+    _edit(found, batch.sampling_info, K + 1, mask)
     assert not torch.equal(expected, logits)
-    assert torch.equal(found, expected.repeat_interleave(K + 1, 0))
+    exact = 0 if kind != "all" else 1e-6  # SGLang adds the sum of two penalties
+    torch.testing.assert_close(found, expected.repeat_interleave(K + 1, 0), rtol=exact, atol=exact)
 
 
 def test_a_grammar_masks_every_row():
@@ -119,11 +140,13 @@ def test_the_token_of_an_unfinished_prompt_ends_no_thinking_phase():
     assert lengths[1] < K + 1
 
 
-def test_ranks_take_the_tokens_of_the_first_one(monkeypatch):
+@pytest.mark.parametrize("options", [{}, {"presence_penalty": 1.5, "repetition_penalty": 1.3}])
+def test_ranks_take_the_tokens_of_the_first_one(options, monkeypatch):
     def make():
-        return make_request("r", [1, 2], temperature=0.8, sampling_seed=3)
+        return make_request("r", [1, 2], temperature=0.8, sampling_seed=3, **options)
 
-    expected = ToyEngine(K).serve([make()], tokens=40)
+    first = ToyEngine(K)
+    expected = first.serve([make()], tokens=40)
     sent = []
     group = SimpleNamespace(world_size=2, broadcast=lambda t, **_: sent.append(t.clone()))
     monkeypatch.setattr(distributed, "get_tp_group", lambda: group)
@@ -135,6 +158,10 @@ def test_ranks_take_the_tokens_of_the_first_one(monkeypatch):
     monkeypatch.setattr(ops, "verify_uniform", lambda rows, *more: own(rows.neg(), *more))
     assert other.serve([make()], tokens=40) == expected
     assert sent == []
+    # its own tokens are not counted
+    counts = [each.engine._penalties._pools.counts for each in (first, other)]
+    assert torch.equal(*counts)
+    assert bool(counts[0].any()) == bool(options)
 
 
 def test_acceptance_is_simulated_by_sglang(monkeypatch):

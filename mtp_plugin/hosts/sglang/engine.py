@@ -122,9 +122,11 @@ class Engine:
             self._ops.verify_uniform(logits, drafts, slots, slots, slots.cpu().numpy())
         # alike for all numbers of requests
         slots = self._prefill_lens.new_zeros(1)
+        self._penalties.penalize(self._zeros(1, self._vocab), LogitRows.flat(slots), slots)
         for rows in {1, width}:
             tokens = slots.new_zeros(rows)
-            self._penalize(self._zeros(rows, self._vocab), tokens, slots, slots)
+            if rows > 1:
+                self._penalize(self._zeros(rows, self._vocab), tokens, slots, slots)
             self._penalties.count(tokens.to(torch.int32).view(1, -1), slots.to(torch.int32), slots)
 
     def _zeros(self, rows: int, columns: int) -> torch.Tensor:

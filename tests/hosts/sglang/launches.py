@@ -31,29 +31,44 @@ SLOTS = 70
 
 def make_engine(vocab: int, drafts: int, options: dict, token_map: torch.Tensor | None) -> Engine:
     engine = Engine(EngineSettings(SglangOptions(**options), drafts, drafter="eagle"))
-    pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS + 1, 4))
+    pool = SimpleNamespace(req_to_token=torch.zeros(SLOTS + 1, 4), free_slots=())
     config = SimpleNamespace(vocab_size=vocab)
     engine.attach(SimpleNamespace(model_config=config, req_to_token_pool=pool))
     engine.drafts_from(SimpleNamespace(hot_token_id=token_map))
-    engine._ops.backend = Backend.TRITON
+    engine._ops.backend = engine._penalties._backend = Backend.TRITON
     return engine
 
 
 def run_steps(engine: Engine, vocab: int, drafts: int, token_map: torch.Tensor | None) -> None:
     """Launch what batches of all sizes need."""
     columns = vocab if token_map is None else len(token_map)
+    engine._penalized = {1: "r"}
+    for slot in range(1, SLOTS + 1):
+        engine._penalties.stage(slot, [1, 2], ())
+    engine._penalties.apply()
     for count in range(1, SLOTS + 1):
         slots, positions = torch.arange(1, count + 1), torch.randint(1, 99, (count,))
         tokens = engine._ops.sample(torch.zeros(count, vocab), slots, positions)
-        step = SimpleNamespace(req_pool_indices=slots, seq_lens=positions)
-        engine.follow_phase(tokens, step)
+        mode = SimpleNamespace(is_decode=lambda: True)
+        step = SimpleNamespace(
+            req_pool_indices=slots,
+            seq_lens=positions,
+            positions=positions,
+            rids=["r"],
+            forward_mode=mode,
+        )
+        with engine.sampling(SimpleNamespace(next_token_logits=torch.zeros(count, vocab)), step):
+            pass
+        engine.follow(tokens, step)
         if drafts:
             rows = count * (drafts + 1)
             drafted = torch.zeros(rows, dtype=torch.int64)
             for column in (0, 1):
                 engine._drafts(torch.zeros(count, columns), slots, positions, column)
             logits = torch.zeros(rows, vocab)
-            engine._ops.verify_uniform(logits, drafted, positions, slots, slots.numpy())
+            engine._penalize(logits, drafted, positions, slots)
+            accepted = engine._ops.verify_uniform(logits, drafted, positions, slots, slots.numpy())
+            engine._penalties.count(accepted.tokens, accepted.num_accepted.clone(), slots)
 
 
 def main() -> None:
