@@ -70,13 +70,12 @@ class Penalties:
                 pool.index_put_((row, column), value.to(pool.dtype))
 
     def _grow(self) -> None:
-        grown = {}
-        for name in ("counts", "seen"):
-            pool = getattr(self._pools, name)
-            grown[name] = torch.cat([pool, torch.zeros_like(pool)])
+        pools = self._pools
+        counts, seen = (torch.cat([p, torch.zeros_like(p)]) for p in (pools.counts, pools.seen))
+        for pool in (pools.counts, pools.seen):
             if pool.is_cuda:  # it may have been made on another stream
                 pool.record_stream(torch.cuda.current_stream())
-        self._pools = replace(self._pools, **grown)
+        self._pools = replace(pools, counts=counts, seen=seen)
 
     def penalize(self, logits: torch.Tensor, rows: LogitRows, indices: torch.Tensor) -> None:
         """Penalize the logits [N, V] float32 of rows in place; see `penalize_logits`.
