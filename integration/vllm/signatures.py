@@ -43,7 +43,7 @@ class Wheel:
         if found is None:
             return None
         module, node = found
-        if isinstance(node, ast.FunctionDef):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             return tuple(_parameters(node.args))["." in target.partition(":")[2] :]
         constructor = self._member(module, node, "__init__")
         if constructor is not None:
@@ -102,7 +102,7 @@ class Wheel:
     def _member(self, module: str, owner: Any, name: str) -> tuple[str, Any] | None:
         for inner_module, node in self._with_bases(module, owner):
             for line in node.body:
-                if isinstance(line, ast.FunctionDef) and line.name == name:
+                if isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef) and line.name == name:
                     return inner_module, line
         return None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from inspect import signature
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
@@ -19,6 +21,7 @@ from mtp_plugin.requests.seeds import sample_seed
 from tests.sglang.test_start import arguments
 from tests.sglang.toy_engine import VOCAB, K, ToyEngine, make_request, prepare
 
+SEND = "sglang.srt.managers.tokenizer_manager:TokenizerManager._send_one_request"
 WRONG = {
     "mtp_verificaton": "coupled",
     "mtp_max_draft_len": K + 1,
@@ -110,15 +113,78 @@ def test_options_and_seed_stay_when_a_request_comes_again():
     assert admitted(req) is first
 
 
-def test_each_of_n_outputs_has_its_seed():
+class FrontEnd(TokenizerManager):
+    """SGLang's front end, which sends nothing."""
+
+    def __init__(self):
+        self.rid_to_state, self.sent, self.child_rid_to_logical_rid = {}, [], {}
+
+    async def _tokenize_one_request(self, obj):
+        return SimpleNamespace(rid=obj.rid, sampling_params=self.params, time_stats=None)
+
+    def _init_req_state(self, obj, *_):
+        self.rid_to_state[obj.rid] = MagicMock()
+
+    def _init_child_req_state(self, _, obj):
+        self._init_req_state(obj)
+
+    def _raise_if_logical_rid_aborted(self, rid):
+        pass
+
+    async def _wait_one_response(self, obj, *_):
+        yield obj.rid
+
+    def _send_one_request(self, request):
+        def send(front_end, given):
+            front_end.sent.append(given)
+            done = asyncio.get_running_loop().create_future()  # 0.5.23 awaits it
+            done.set_result(None)
+            return done
+
+        return hooks.FRONT_END[SEND](send, self, request)
+
+
+def outputs_sent(front_end, seed, outputs=3):
+    front_end.params = SamplingParams(sampling_seed=seed, n=outputs, max_new_tokens=5)
+    given = GenerateReqInput(input_ids=[[1, 2]], sampling_params=[{"n": outputs}])
+    given.normalize_batch_and_arguments()
+    states = front_end.rid_to_state = {rid: MagicMock() for rid in given.rid}
+    handle = front_end._handle_batch_request
+
+    async def send():
+        async for _ in handle(given, None, *[states][: len(signature(handle).parameters) - 2]):
+            pass
+
+    asyncio.run(send())
+    sent, front_end.sent = front_end.sent, []
+    return [each for each in sent if each.sampling_params.max_new_tokens]
+
+
+@pytest.mark.parametrize("seed", [9, -1, None])
+def test_each_of_n_outputs_has_its_seed(seed):
+    front_end = FrontEnd()
     engine = ToyEngine(0)
-    rids = [f"parent_{i:032x}" for i in range(4)]
-    for _ in range(2):  # a client may send one rid again
-        reqs = [make_request(rids[0], [1], sampling_seed=9, n=3, max_new_tokens=0)]
-        reqs += [make_request(rid, [1], sampling_seed=9, n=3) for rid in rids[1:]]
-        for req in reqs:
+    for _ in range(2):
+        sent = outputs_sent(front_end, seed)
+        assert [each.sampling_params.n for each in sent] == [1, 1, 1]
+        reqs = [make_request(each.rid, [1]) for each in sent]
+        for req, each in zip(reqs, sent, strict=True):
+            req.sampling_params = each.sampling_params
             engine.admit(req)
-        assert [admitted(req).seed for req in reqs[1:]] == [sample_seed(9, i) for i in range(3)]
+        if seed is not None:
+            expected = [sample_seed(seed % 2**64, i) for i in range(3)]
+            assert [admitted(req).seed for req in reqs] == expected
+        assert len({admitted(req).seed for req in reqs}) == 3
+
+
+def test_outputs_of_a_front_end_without_the_plugin_are_refused():
+    engine = ToyEngine(0)
+    reqs = [make_request(name, [1], n=3) for name in ("r", "probe")]
+    reqs[1].sampling_params.max_new_tokens = 0  # which fills the prefix cache
+    for req in reqs:
+        engine.admit(req)
+    assert "--tokenizer-worker-num" in reqs[0].to_finish.message
+    assert reqs[1].to_finish is None
 
 
 def test_seeds_that_are_not_given_depend_on_the_order_alone():

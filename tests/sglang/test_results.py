@@ -110,7 +110,7 @@ def test_requests_end_with_drafts_as_without(kind):
     found = []
     for drafts in (0, 1, K):
         reqs = [
-            make_request(f"p{i}_{0:032x}", [i], temperature=1.0, sampling_seed=i, n=2, **ENDS[kind])
+            make_request(f"r{i}", [i], temperature=1.0, sampling_seed=i, **ENDS[kind])
             for i in range(8)
         ]
         ToyEngine(drafts, chunk=1).serve(reqs, tokens=200)

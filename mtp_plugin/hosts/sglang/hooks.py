@@ -30,8 +30,8 @@ SCHEDULER: dict[str, Hook] = {}
 DRAFTS: dict[str, Hook] = {}
 """For engines with drafts."""
 
-_SETTINGS = "_mtp_plugin_settings"
-"""Attribute of SGLang's ``TokenizerManager``."""
+_SETTINGS, _SEEDS = "_mtp_plugin_settings", "_mtp_plugin_seeds"
+"""Attributes of SGLang's ``TokenizerManager``."""
 _logger = logging.getLogger("sglang.srt.mtp_plugin")
 _engine: Any = None
 """`Engine` of this scheduler process."""
@@ -153,6 +153,17 @@ def _create_tokenized_object(original: Hook, self: Any, *args: Any, **kwargs: An
     if problem is not None:
         raise ValueError(problem)  # HTTP 400
     return made
+
+
+@_hooks(FRONT_END, f"{_TOKENIZER}._send_one_request")
+def _send_one_request(original: Hook, self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    from mtp_plugin.hosts.sglang.requests import OutputSeeds
+
+    seeds = vars(self).get(_SEEDS)
+    if seeds is None:
+        seeds = vars(self)[_SEEDS] = OutputSeeds()
+    seeds.separate(request)
+    return original(self, request, *args, **kwargs)
 
 
 def _settings_of(manager: Any) -> Any:

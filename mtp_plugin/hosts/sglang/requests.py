@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -22,8 +21,6 @@ from mtp_plugin.speculative.rows.request_slots import row_facts
 
 _ADMITTED = "_mtp_plugin"
 """Attribute of a ``Req``."""
-_CHILD = re.compile(r"(.*)_[0-9a-f]{32}", re.DOTALL)
-"""``rid`` of one of the n outputs of a request, which SGLang sends one by one."""
 _HEALTH_CHECK = "HEALTH_CHECK"
 """With which SGLang begins the ``rid`` of a probe: when it probes must change no other request."""
 _ALL = 1 << 30
@@ -66,7 +63,6 @@ class Admission:
         self._settings = settings
         self._seed = seed
         self._num_requests = 0
-        self._children: dict[str, int] = {}
 
     def admit(self, req: Any) -> str | None:
         """Keep options, seed and penalties in a ``Req``, once; returns why it is refused, or
@@ -90,21 +86,35 @@ class Admission:
         if seed is None:
             low, high = seed_words(None, number & 0x7FFFFFFF, self._seed)
             return (low & _MASK) | (high & _MASK) << 32
-        found = sample_seed(seed % 2**64, self._index_of(req))
-        return seed if found is None else found
+        return int(seed) % 2**64
 
-    def _index_of(self, req: Any) -> int:
-        """Return which of the n outputs of a request this is."""
-        outputs, child = req.sampling_params.n, _CHILD.fullmatch(req.rid)
+
+class OutputSeeds:
+    """Gives each of the n outputs of a request its seed, where the front end sends them one by one:
+    schedulers see neither their order nor, with data parallelism, all of them."""
+
+    def __init__(self) -> None:
+        self._sent: dict[int, tuple[Any, int]] = {}
+        """id of the ``SamplingParams`` that the outputs of a request share -> these, and how many
+        were sent."""
+
+    def separate(self, request: Any) -> None:
+        """Give SGLang's ``TokenizedGenerateReqInput`` parameters of its own, of one output."""
+        params = getattr(request, "sampling_params", None)
         # one without tokens comes first, which fills the prefix cache
-        if outputs <= 1 or child is None or req.sampling_params.max_new_tokens == 0:
-            return 0
-        index = self._children.pop(child[1], 0)
-        if index + 1 < outputs:
-            self._children[child[1]] = index + 1
-            if len(self._children) > _MOST_PARENTS:  # their other outputs were aborted
-                del self._children[next(iter(self._children))]
-        return index
+        if params is None or params.n <= 1 or params.max_new_tokens == 0:
+            return
+        _, index = self._sent.pop(id(params), (params, 0))
+        if index + 1 < params.n:
+            self._sent[id(params)] = params, index + 1
+            if len(self._sent) > _MOST_PARENTS:  # their other outputs were aborted
+                del self._sent[next(iter(self._sent))]
+        request.sampling_params = own = copy(params)
+        own.n = 1
+        seed = own.sampling_seed
+        if seed is not None and index:
+            seed = sample_seed(seed % 2**64, index) or 0
+            own.sampling_seed = seed - 2**64 if seed >= 2**63 else seed  # as SGLang holds it
 
 
 def _take_penalties(req: Any) -> dict[str, float]:
@@ -140,7 +150,14 @@ def request_problem(request: Any, settings: EngineSettings) -> str | None:
         read_request(request.sampling_params.custom_params, settings)
     except RequestError as error:
         problems.append(f"custom_params: {error}")
-    if request.sampling_params.min_new_tokens and hasattr(request, "eos_token_ids"):  # a Req
+    is_scheduled = hasattr(request, "eos_token_ids")  # a Req
+    params = request.sampling_params
+    if is_scheduled and params.n > 1 and params.max_new_tokens > 0:  # see `OutputSeeds`
+        problems.append(
+            f"n: expected 1 from a front end without the plugin, got {params.n}: send {params.n} "
+            "requests with seeds of their own, or leave out --tokenizer-worker-num"
+        )
+    if params.min_new_tokens and is_scheduled:
         count = len(_early_ids(request))
         if count > MAX_STOP_IDS:
             problems.append(

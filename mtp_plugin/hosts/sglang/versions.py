@@ -81,6 +81,7 @@ _FUNCTIONS = """
 SRT.server_args:ServerArgs.check_server_args(...)
 MANAGERS.tokenizer_manager:TokenizerManager._create_tokenized_object(
     obj, input_text, input_ids, ...)
+MANAGERS.tokenizer_manager:TokenizerManager._send_one_request(tokenized_obj, ...)
 MANAGERS.tokenizer_manager:TokenizerManager._calculate_spec_decoding_metrics(
     meta_info, recv_obj, i, ...)
 MANAGERS.scheduler:Scheduler.__init__(server_args, ...)
