@@ -28,11 +28,9 @@ EXECUTOR_KINDS = (
     "top_k",
     "min_p",
     "bias",
-    "all_options",
-    "top_k_top_p",
     "min_p_top_p",
 )
-"""Cases whose options the embedded executor has, with one output."""
+"""Cases whose options mean the same in the embedded executor, with one output."""
 SECONDS = 300.0
 SOAKED, GRACE = 2000, 60.0
 """Different requests of a soak; seconds in which it has to end."""

@@ -456,7 +456,7 @@ class Proof:
         lift = LIFT if options.pop("regex", None) else 0.0
         penalties = penalty_bias(options, request["input_ids"], one[:at])
         if "min_new_tokens" in options:
-            options["min_new_tokens"] = max(0, options["min_new_tokens"] - at)
+            options["min_new_tokens"] = int(options["min_new_tokens"] > at)
         seed = options.get("sampling_seed")
         options["sampling_seed"] = sample_seed(seed, index)
         bias = {int(k): v for k, v in (options.get("logit_bias") or {}).items()}
