@@ -562,7 +562,6 @@ def in_newest_vllm() -> str:
 STEP_KINDS = {
     "greedy": "greedy",
     "T = 0.6, top-p 0.95": "t0.6-p0.95",
-    "T = 0.7, top-k 20, top-p 0.8": "t0.7-k20-p0.8",
     "T = 0.6, top-p 0.95, three penalties": "t0.6-p0.95-penalties",
 }
 

@@ -30,7 +30,6 @@ from integration.vllm.steps import SAMPLING as GREEDY_AND_TOP_P
 
 SAMPLING: dict[str, dict[str, Any]] = {
     **GREEDY_AND_TOP_P,
-    "t0.7-k20-p0.8": {"temperature": 0.7, "top_k": 20, "top_p": 0.8},
     "t0.6-p0.95-penalties": {
         **GREEDY_AND_TOP_P["t0.6-p0.95"],
         "repetition_penalty": 1.1,
