@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from sglang.srt.arg_groups.overrides import ResolvedView
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.managers.scheduler import Scheduler
@@ -165,7 +166,7 @@ WRONG = {
     "dp_size": (2, "--dp-size is 2"),
     "pp_size": (2, "--pp-size is 2"),
     "attn_cp_size": (2, "--attn-cp-size is 2"),
-    "disaggregation_mode": ("prefill", "--disaggregation-mode is 'prefill'"),
+    "encoder_only": (True, "--encoder-only is True"),
     "enable_two_batch_overlap": (True, "--enable-two-batch-overlap is True"),
     "enable_pdmux": (True, "--enable-pdmux is True"),
     "dllm_algorithm": ("x", "--dllm-algorithm is 'x'"),
@@ -192,6 +193,31 @@ def test_a_wrong_configuration_is_refused_by_name(name):
     assert str(error.value).startswith(
         f"mtp_plugin is on (MTP_PLUGIN_SGLANG is set), but {message}"
     )
+
+
+@pytest.mark.parametrize("mode", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["enable_multi_layer_eagle"],
+        ["enable_hisparse"],
+        ["enable_pd_role_switch"],
+        ["disaggregation_decode_enable_radix_cache", "enable_hierarchical_cache"],
+    ],
+)
+def test_what_a_split_refuses_is_named(mode, names):
+    environment = {"MTP_PLUGIN_SGLANG": "{}"}
+    wrong = dict.fromkeys(names, True)
+    checked_settings(ResolvedView(arguments(), wrong), environment)
+    split = {"disaggregation_mode": mode}
+    checked_settings(ResolvedView(arguments(), split), environment)
+    given = ResolvedView(arguments(), {**wrong, **split})
+    if mode == "prefill" and "enable_hierarchical_cache" in names:
+        checked_settings(given, environment)  # the option of the engine that decodes is unused
+    else:
+        flags = " and ".join(f"--{name.replace('_', '-')}" for name in names)
+        with pytest.raises(ConfigError, match=rf"\(MTP_PLUGIN_SGLANG is set\), but {flags} "):
+            checked_settings(given, environment)
 
 
 def test_all_problems_are_in_one_message():
@@ -243,6 +269,17 @@ def test_a_scheduler_with_the_plugin_says_so(monkeypatch, caplog, scheduler):
         hooks._scheduler_init(original, scheduler, arguments(), "ports")
     with pytest.raises(HostError, match="found no pools"):
         hooks._scheduler_init(lambda *_: None, scheduler, arguments(), "ports")
+
+
+@pytest.mark.parametrize("rows", [torch.ones(8, 16), torch.zeros(8, 8)])
+def test_words_of_a_split_that_are_not_free_end_the_start(scheduler, rows):
+    scheduler, original = scheduler
+    given = original, scheduler, arguments(disaggregation_mode="decode"), "ports"
+    scheduler.disagg_metadata_buffers = SimpleNamespace(output_ids=rows.int())
+    with pytest.raises(HostError, match="uses words 8 to 13 of MetadataBuffers"):
+        hooks._scheduler_init(*given)
+    scheduler.disagg_metadata_buffers.output_ids = torch.zeros(8, 16, dtype=torch.int32)
+    hooks._scheduler_init(*given)
 
 
 @pytest.mark.parametrize("name", ["single", "acc"])

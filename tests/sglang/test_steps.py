@@ -67,7 +67,7 @@ def test_logits_are_edited_in_the_order_of_sglang(kind):
     info = SamplingBatchInfo.from_schedule_batch(alone, VOCAB)
     info.penalizer_orchestrator.cumulate_output_tokens(tokens)
     info = info.copy_for_forward()
-    engine.engine._apply()
+    engine.engine.apply()
     slots = batch.req_pool_indices
     engine.engine._penalties.count(tokens.to(torch.int32).view(2, 1), torch.ones(2).int(), slots)
 

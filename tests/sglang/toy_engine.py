@@ -98,6 +98,7 @@ def prepare() -> None:
     parallel.initialize_model_parallel(backend="gloo")
     hooks.install(hooks.SCHEDULER)
     hooks.install(hooks.DRAFTS)
+    hooks.install(hooks.SPLIT)
 
 
 def make_request(
@@ -427,6 +428,10 @@ class ToyEngine:
         batch = Batch(reqs)
         self._sample(batch, torch.tensor([req.output_ids[-1] for req in reqs]), ForwardMode.DECODE)
 
+    def _draft(self, step: Any) -> torch.Tensor:
+        drafts: torch.Tensor = self.draft_worker.draft_forward(self.worker, step)[2]
+        return drafts
+
     def _drafted_step(self, reqs: list[Req], drafts: dict[str, EagleDraftInput]) -> None:
         batch, count = Batch(reqs), len(reqs)
         batch.forward_mode = ForwardMode.TARGET_VERIFY
@@ -447,7 +452,7 @@ class ToyEngine:
             req_pool_indices=batch.req_pool_indices,
             sampling_info=batch.sampling_info,
         )
-        drafted = self.draft_worker.draft_forward(self.worker, step)[2]
+        drafted = self._draft(step)
         rows = torch.cat([bonus.unsqueeze(1), drafted], 1)
         width = self.num_drafts + 1
         verify_input = EagleVerifyInput(

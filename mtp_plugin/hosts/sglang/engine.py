@@ -171,7 +171,7 @@ class Engine:
         """Whether one of these requests has penalties, or a minimum of tokens."""
         return bool(self._penalized) and not set(self._penalized.values()).isdisjoint(rids)
 
-    def _apply(self) -> None:
+    def apply(self) -> None:
         """Write staged rows on the current stream, on which earlier steps read the old ones."""
         self._slots.apply()
         self._penalties.apply()
@@ -187,7 +187,7 @@ class Engine:
     def sampling(self, logits_output: Any, forward_batch: Any) -> Iterator[None]:
         """Sample for a ``ForwardBatch`` in SGLang's ``Sampler``, after penalties: SGLang adds its
         bias and applies its grammars then."""
-        self._apply()
+        self.apply()
         self._step = step = forward_batch
         if self._has_penalties(step.rids):
             rows = LogitRows.flat(self._positions(step))
@@ -252,7 +252,7 @@ class Engine:
             accept_lens: [R] int32, output tokens. accept_index: [R, K+1] int32, their rows, then
             -1.
         """
-        self._apply()
+        self.apply()
         logits, width = logits_output.next_token_logits, verify_input.draft_token_num
         if width != self.settings.num_drafts + 1:
             raise HostError(

@@ -37,10 +37,6 @@ _WRONG: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "pp_size": (lambda value: value > 1, "it is not supported: set it to 1"),
     "attn_cp_size": (lambda value: value > 1, "it is not supported: set it to 1"),
     "dcp_size": (lambda value: value > 1, "it is not supported: set it to 1"),
-    "disaggregation_mode": (
-        lambda value: value != "null",
-        "prefill and decode in different engines are not supported: leave it out",
-    ),
     "encoder_only": (bool, "it is not supported: leave it out"),
     "enable_watermark": (bool, "the plugin samples without watermarks: leave it out"),
     "enable_two_batch_overlap": (bool, "it is not supported: leave it out"),
@@ -65,7 +61,14 @@ _WRONG_WITH_DRAFTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "it changes the distribution of the output: leave it out",
     ),
 }
-REFUSED_FIELDS = (*_WRONG, *_WRONG_WITH_DRAFTS)
+_WRONG_IN_SPLIT: Mapping[str, tuple[Callable[[Any], bool], str]] = dict.fromkeys(
+    ("enable_multi_layer_eagle", "enable_hisparse", "enable_pd_role_switch"),
+    (bool, "it is not supported with --disaggregation-mode: leave it out"),
+)
+_HICACHE = ("disaggregation_decode_enable_radix_cache", "enable_hierarchical_cache")
+"""Both: the engine that decodes restores prompts from the host."""
+REFUSED_FIELDS = (*_WRONG, *_WRONG_WITH_DRAFTS, *_WRONG_IN_SPLIT, *_HICACHE)
+READ_FIELDS = (*REFUSED_FIELDS, "disaggregation_mode")
 """A version of SGLang that lacks one of them is not served, but for those of `Version.lacks`."""
 SIMULATION = "SGLANG_SIMULATE_ACC_LEN"
 SIMULATION_MODE = "SGLANG_SIMULATE_ACC_TOKEN_MODE"
@@ -97,6 +100,13 @@ def problems_of(
     problems = _option_problems(settings)
     algorithm = server_args.speculative_algorithm
     fields = [*_WRONG]
+    if (server_args.disaggregation_mode or "null") != "null":
+        fields += _WRONG_IN_SPLIT
+        if server_args.disaggregation_mode == "decode" and all(
+            getattr(server_args, name) for name in _HICACHE
+        ):
+            given = " and ".join(map(_flag, _HICACHE))
+            problems.append(f"{given} are set: it is not supported to decode with both")
     if algorithm is not None:
         if algorithm.upper() in DRAFTERS:
             fields += _WRONG_WITH_DRAFTS
@@ -123,12 +133,16 @@ def problems_of(
 def field_problems(given: Mapping[str, Any]) -> list[str]:
     """Return one line for every value of a field of ``ServerArgs`` that the plugin refuses."""
     problems = []
-    for name, (is_wrong, what_to_do) in {**_WRONG, **_WRONG_WITH_DRAFTS}.items():
+    tables = {**_WRONG, **_WRONG_WITH_DRAFTS, **_WRONG_IN_SPLIT}
+    for name, (is_wrong, what_to_do) in tables.items():
         value = given.get(name)
         if value is not None and is_wrong(value):
-            flag = name.replace("_", "-")
-            problems.append(f"--{flag} is {format_value(value)}: {what_to_do}")
+            problems.append(f"{_flag(name)} is {format_value(value)}: {what_to_do}")
     return problems
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def _option_problems(settings: EngineSettings) -> list[str]:

@@ -22,6 +22,7 @@ _RESULTS = f"{_SRT}.managers.scheduler_components"
 _WORKER = f"{_SRT}.speculative.eagle_worker_v2:EagleDraftWorker"
 _SAMPLER = f"{_SRT}.layers.sampler:Sampler"
 _RUNNER = f"{_SRT}.model_executor.model_runner:ModelRunner"
+_SPLIT = f"{_SRT}.disaggregation"
 
 START: dict[str, Hook] = {}
 """``module:Class.method`` or ``module:function`` -> what is called in its place."""
@@ -29,6 +30,8 @@ FRONT_END: dict[str, Hook] = {}
 SCHEDULER: dict[str, Hook] = {}
 DRAFTS: dict[str, Hook] = {}
 """For engines with drafts."""
+SPLIT: dict[str, Hook] = {}
+"""For engines that prefill or decode for others."""
 
 _SETTINGS, _SEEDS = "_mtp_plugin_settings", "_mtp_plugin_seeds"
 """Attributes of SGLang's ``TokenizerManager``."""
@@ -201,6 +204,7 @@ def _scheduler_init(original: Hook, self: Any, server_args: Any, *args: Any, **k
     global _engine
     from mtp_plugin.hosts.sglang.engine import Engine
     from mtp_plugin.hosts.sglang.engine_checks import checked_settings, expect_equal_ranks
+    from mtp_plugin.hosts.sglang.split import expect_free_words
     from mtp_plugin.hosts.sglang.versions import expect_fitting
 
     arguments = _resolved(server_args)
@@ -210,8 +214,13 @@ def _scheduler_init(original: Hook, self: Any, server_args: Any, *args: Any, **k
     install(SCHEDULER)
     if settings.num_drafts:
         install(DRAFTS)
+    is_split = arguments.disaggregation_mode != "null"
+    if is_split:
+        install(SPLIT)
     original(self, server_args, *args, **kwargs)
     _engine.expect_attached()
+    if is_split:
+        expect_free_words(self.disagg_metadata_buffers)
     _engine.seed_from(self.random_seed)  # of the first rank: each node has one of its own
     model = arguments.served_model_name if arguments.enable_metrics else None
     _engine.count_drafts(model, is_first_rank=self.tp_group.rank_in_group == 0)
@@ -253,6 +262,58 @@ def _alloc_slots(original: Hook, self: Any, reqs: Any, *args: Any, **kwargs: Any
         for req in new:
             _engine.stage(req)
     return result
+
+
+@_hooks(
+    SPLIT,
+    f"{_SPLIT}.decode_schedule_batch_mixin:ScheduleBatchDisaggregationDecodeMixin"
+    ".prepare_for_prebuilt",
+)
+def _prepare_for_prebuilt(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stage requests that another engine prefilled, with their first token: slots are given out
+    before it is there, and by another class of pools."""
+    result = original(self, *args, **kwargs)
+    for req in self.reqs:
+        _engine.stage(req)
+    return result
+
+
+@_hooks(SPLIT, f"{_SPLIT}.utils:MetadataBuffers.set_buf")
+def _set_buffer(original: Hook, self: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    from mtp_plugin.hosts.sglang.split import write_mark
+
+    result = original(self, req, *args, **kwargs)
+    write_mark(self.output_ids[req.metadata_buffer_index], req, _engine.settings)
+    return result
+
+
+@_hooks(SPLIT, f"{_SPLIT}.decode:DecodeTransferQueue._commit_transfer_to_req")
+def _commit_transfer(original: Hook, self: Any, decode_req: Any, *args: Any, **kwargs: Any) -> Any:
+    """End a request whose first token is not ours, as SGLang ends one with another's metadata."""
+    from sglang.srt.disaggregation.utils import prepare_abort
+
+    from mtp_plugin.hosts.sglang.split import is_fake, take_mark
+
+    req, problem = decode_req.req, None
+    if not is_fake(req, self.scheduler.server_args.disaggregation_transfer_backend):
+        row = self.metadata_buffers.output_ids[decode_req.metadata_buffer_index]
+        problem = take_mark(row, req, _engine.settings)
+    if problem is None:
+        return original(self, decode_req, *args, **kwargs)
+    _logger.error("request %s ends with an error: %s", req.rid, problem)
+    prepare_abort(req, problem, status_code=500)
+    decode_req.kv_receiver.clear()
+    decode_req.kv_receiver = None
+    return None
+
+
+@_hooks(SPLIT, f"{_SRT}.managers.schedule_batch:Req.build_rebootstrap_payload")
+def _rebootstrap_payload(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
+    from mtp_plugin.hosts.sglang.split import own_parameters
+
+    payload = original(self, *args, **kwargs)
+    payload["sampling_params"] |= own_parameters(self)
+    return payload
 
 
 @_hooks(SCHEDULER, f"{_SRT}.managers.tp_worker:TpModelWorker.alloc_memory_pool")
@@ -428,6 +489,12 @@ def _alloc_draft_pool(original: Hook, self: Any, *args: Any, **kwargs: Any) -> A
     result = original(self, *args, **kwargs)
     _engine.drafts_from(self)
     return result
+
+
+@_hooks(DRAFTS, f"{_WORKER}.draft")
+def _draft(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
+    _engine.apply()  # a request that another engine prefilled begins here
+    return original(self, *args, **kwargs)
 
 
 @_hooks(DRAFTS, f"{_WORKER}.draft_forward")

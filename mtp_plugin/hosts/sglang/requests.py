@@ -168,6 +168,12 @@ def request_problem(request: Any, settings: EngineSettings) -> str | None:
         problems.append("return_sampling_mask: not supported: leave it out")
     if (getattr(request.sampling_params, "beam_width", 1) or 1) > 1:
         problems.append("beam_width: expected 1: beam search does not sample token by token")
+    outputs = request.sampling_params.n
+    if outputs > 1 and request.bootstrap_room is not None:
+        problems.append(
+            f"n: expected 1 with prefill and decode in different engines (bootstrap_room), got "
+            f"{outputs}: send {outputs} requests"
+        )
     return "; ".join(problems) or None
 
 
@@ -175,6 +181,11 @@ def admitted(req: Any) -> Admitted:
     """Return what `Admission.admit` kept in a ``Req``."""
     found: Admitted = getattr(req, _ADMITTED)
     return found
+
+
+def take_seed(req: Any, seed: int) -> None:
+    """Give an admitted ``Req`` the seed that another engine gave it."""
+    setattr(req, _ADMITTED, replace(admitted(req), seed=seed))
 
 
 def slot_of(req: Any) -> Any:

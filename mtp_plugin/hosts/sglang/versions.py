@@ -16,7 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from mtp_plugin.errors import HostError
-from mtp_plugin.hosts.sglang.engine_checks import REFUSED_FIELDS
+from mtp_plugin.hosts.sglang.engine_checks import READ_FIELDS
 from mtp_plugin.speculative.host.signatures import INSTALLED, Reader, differences, read_table
 
 
@@ -50,6 +50,7 @@ SERVED: Mapping[str, Version] = {
         counts_tokens=False,
         lacks=(
             "ReqKvInfo.req_pool_idx",
+            "ServerArgs.enable_pd_role_switch",
             "ServerArgs.enable_watermark",
             "ServerArgs.speculative_use_block_verification",
             "model_override_base.resolved_view",
@@ -105,6 +106,7 @@ SRT.layers.sampler:Sampler._sample_from_probs(
 SRT.layers.sampler:Sampler._sync_token_ids_across_tp(batch_next_token_ids, sampling_info)
 SPEC.eagle_utils:eagle_sample(verify_input, batch, logits_output, grammar_mask)
 SPEC.eagle_worker_v2:EagleDraftWorker.alloc_memory_pool(...)
+SPEC.eagle_worker_v2:EagleDraftWorker.draft(batch, ...)
 SPEC.eagle_worker_v2:EagleDraftWorker.draft_forward(forward_batch, ...)
 SPEC.eagle_worker_v2:EagleDraftWorker._draft_extend_for_prefill(batch, ...)
 SPEC.eagle_worker_v2:EagleDraftWorker._draft_extend_for_decode(batch, batch_result, ...)
@@ -116,6 +118,12 @@ SPEC.spec_utils:generate_simulated_accept_index(
     simulate_acc_len, simulate_acc_method, simulate_acc_token_mode)
 SRT.utils.async_probe:sanitize_nan_logits(logits, msg)
 SRT.layers.sampler:apply_custom_logit_processor(logits, sampling_batch_info, num_tokens_in_batch)
+SRT.disaggregation.decode_schedule_batch_mixin:\
+ScheduleBatchDisaggregationDecodeMixin.prepare_for_prebuilt(...)
+SRT.disaggregation.utils:MetadataBuffers.set_buf(req, ...)
+SRT.disaggregation.utils:prepare_abort(req, error_message, status_code)
+SRT.disaggregation.decode:DecodeTransferQueue._commit_transfer_to_req(decode_req, ...)
+MANAGERS.schedule_batch:Req.build_rebootstrap_payload(...)
 """
 _ATTRIBUTES = """
 SRT.plugins.hook_registry:HookRegistry(_hooks, _patched, apply_hooks, register)
@@ -126,7 +134,7 @@ MANAGERS.schedule_batch:Req(
     rid, req_pool_idx, kv, sampling_params, origin_input_ids, output_ids, to_finish, finished,
     grammar, is_retracted, retraction_count, inflight_middle_chunks, spec_verify_ct,
     spec_correct_drafts_histogram, custom_logit_processor, return_sampling_mask, eos_token_ids,
-    tokenizer)
+    tokenizer, bootstrap_host, bootstrap_room, metadata_buffer_index)
 MANAGERS.schedule_batch:ReqKvInfo(req_pool_idx)
 MANAGERS.schedule_batch:ScheduleBatch(
     reqs, forward_mode, req_pool_indices, req_pool_indices_cpu, sampling_info, seq_lens)
@@ -139,7 +147,12 @@ SRT.mem_cache.memory_pool:ReqToTokenPool(req_to_token, free_slots)
 MANAGERS.tokenizer_manager:TokenizerManager(rid_to_state, preferred_sampling_params)
 MANAGERS.utils:GenerationBatchResult(logits_output, num_correct_drafts_per_req_cpu)
 MANAGERS.scheduler_components.metrics_reporter:SchedulerMetricsReporter(num_generated_tokens)
-MANAGERS.scheduler:Scheduler(random_seed, tp_group)
+MANAGERS.scheduler:Scheduler(random_seed, tp_group, server_args, disagg_metadata_buffers)
+MANAGERS.io_struct:TokenizedGenerateReqInput(sampling_params, bootstrap_room)
+SRT.disaggregation.utils(FAKE_BOOTSTRAP_HOST)
+SRT.disaggregation.utils:MetadataBuffers(output_ids)
+SRT.disaggregation.decode:DecodeRequest(req, metadata_buffer_index, kv_receiver)
+SRT.disaggregation.decode:DecodeTransferQueue(metadata_buffers, scheduler)
 MANAGERS.io_struct:SetInternalStateReq(server_args)
 MANAGERS.io_struct:SetInternalStateReqOutput(updated)
 MANAGERS.tp_worker:TpModelWorker(is_draft_worker, model_runner)
@@ -159,7 +172,7 @@ WRAPPED = frozenset(target for target, names in _LISTED.items() if "..." in name
 """Functions whose calls are handed on to the original."""
 NAMES: Mapping[str, tuple[str, ...]] = {
     **read_table(_ATTRIBUTES, _PACKAGES),
-    "sglang.srt.server_args:ServerArgs": ("served_model_name", "enable_metrics", *REFUSED_FIELDS),
+    "sglang.srt.server_args:ServerArgs": ("served_model_name", "enable_metrics", *READ_FIELDS),
 }
 """``module:Class`` -> attributes of its instances; ``module`` -> names in it; in `Version.lacks`
 those that a version does not have."""
