@@ -120,8 +120,8 @@ class Vllm:
         found.drafts = f"{_vllm_method(spec)}, K = {number}" if spec else "none"
         if "kv_transfer_config" in values:
             found.notes.append(
-                "split: with --kv-transfer-config the plugin is needed where requests decode, and "
-                "K must be the same on both sides"
+                "prefill and decode: in a split the plugin is needed where requests decode, K "
+                "alike on both sides; draft_len: auto does nothing where they prefill"
             )
 
     def problems(self, values: Values, environment: Names) -> Iterator[str]:
@@ -216,10 +216,7 @@ class Sglang:
         *("enable_deterministic_inference", "enable_multi_layer_eagle", "enable_eplb", "ep_size"),
         *("moe_a2a_backend", "kv_cache_dtype", "nnodes", "config"),
     )
-    companions: ClassVar[Names] = {
-        "enable_dp_attention": "enable_dp_",
-        "disaggregation_mode": "disaggregation_",
-    }
+    companions: ClassVar[Names] = {"enable_dp_attention": "enable_dp_"}
     steps = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
     rewritten = ("speculative_algorithm", *steps)
 
@@ -267,16 +264,19 @@ class Sglang:
             values |= zip(self.steps, (steps, width, tokens), strict=True)
         found.drafts = f"{algorithm}, K = {format_value(steps)}"
         if values.get("disaggregation_mode", "null") != "null":
-            found.notes.append("split: run this on both sides; the plugin and K must be the same")
+            found.notes.append(
+                "prefill and decode: run it on both, with the same options and K; look for "
+                "'mtp_plugin on' in both logs"
+            )
 
     def problems(self, values: Values, environment: Names) -> Iterator[str]:
         """Yield what the adapter refuses."""
         from mtp_plugin.hosts.sglang.checks import plugins_problem
-        from mtp_plugin.hosts.sglang.engine_checks import REFUSED_FIELDS, problems_of
+        from mtp_plugin.hosts.sglang.engine_checks import READ_FIELDS, problems_of
         from mtp_plugin.hosts.sglang.options import read_settings
 
         yield from plugins_problem(environment)
-        given = {name: values.get(name) for name in (*REFUSED_FIELDS, *self.steps)}
+        given = {name: values.get(name) for name in (*READ_FIELDS, *self.steps)}
         given["speculative_algorithm"] = (
             _sglang_algorithm(values) if values.get("speculative_algorithm") else None
         )

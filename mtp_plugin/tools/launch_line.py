@@ -54,7 +54,8 @@ _VERSION = re.compile(r"(vllm|sglang)\S*?[:=]v?([0-9]{1,4}\.[0-9]{1,4}(?:\.[0-9]
 _SHELL_VARIABLE = re.compile(r"\$\w+|\$\{\w+\}")
 _SWITCH = re.compile(
     r"(?:enable|disable|no|trust|enforce|async|is|return|skip)_.*|headless|language_model_only|"
-    r"encoder_only|speculative_(?:adaptive|use_rejection_sampling)"
+    r"encoder_only|speculative_(?:adaptive|use_rejection_sampling)|"
+    r"disaggregation_(?:decode_)?enable_.*"
 )
 """Flags without a value."""
 _CONTAINERS = frozenset(("docker", "podman", "nerdctl"))
