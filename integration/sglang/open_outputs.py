@@ -8,8 +8,11 @@ the same score. Each choice of experts then gives one of the two tokens.
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from integration.sglang.engine_process import CHECKPOINT
@@ -74,8 +77,33 @@ def look_into(proof: Any, engine: str | None, details: dict[str, Any]) -> None:
     gap = max(each["gap"] for each in routers)
     details["router"] = {"epsilon": epsilon, "is_tie": gap < epsilon, "positions": routers}
     details["decided"] = decide(is_equal_alone=is_equal, gap=gap, epsilon=epsilon)
-    if engine is None and details["decided"] == "defect":
+    if details["decided"] == "defect" and is_near_tie(details, proof.given.margin):
+        details["decided"] = "near tie"
+    elif engine is None and details["decided"] == "defect":
         details["decided"] = "not sent again"
+
+
+def is_near_tie(details: dict[str, Any], margin: float) -> bool:
+    """Whether the reference decoder samples either token of a difference, on the logits of the
+    plain model, once the logit of one is raised and that of the other lowered by half of
+    ``margin``."""
+    request, at = details["request"], details["at"]
+    before = details["expected"][0][:at]
+    pair = details["expected"][0][at], details["found"][0][at]
+    _, logits, _ = expert_choices([*request["input_ids"], *before])
+    for wanted, other in (pair, pair[::-1]):
+        moved = logits.clone()
+        moved[wanted] += margin / 2
+        moved[other] -= margin / 2
+        if _sampled(request, details["output"], before, moved) != wanted:
+            return False
+    return True
+
+
+def signed_seed(seed: int | None, index: int) -> int | None:
+    """Return the seed of one of ``n`` outputs as SGLang takes it: 64 bits, signed."""
+    found = sample_seed(None if seed is None else seed % 2**64, index)
+    return None if found is None else (found + 2**63) % 2**64 - 2**63
 
 
 def without_limits(request: dict[str, Any]) -> dict[str, Any]:
@@ -146,7 +174,7 @@ def _model() -> Any:
 def _alone(request: dict[str, Any], index: int) -> dict[str, Any]:
     """Return the request of one of ``n`` outputs, with log-probabilities."""
     options = dict(request["sampling_params"])
-    options |= {"n": 1, "sampling_seed": sample_seed(options.get("sampling_seed"), index)}
+    options |= {"n": 1, "sampling_seed": signed_seed(options.get("sampling_seed"), index)}
     return {**request, "sampling_params": options, "top_logprobs": NUM_LOGITS}
 
 
@@ -177,8 +205,32 @@ def _sampled(request: dict[str, Any], index: int, output: Sequence[int], logits:
     options = executor_options(request["sampling_params"])
     if {"regex", "repetition_penalty", "presence_penalty", "frequency_penalty"} & set(options):
         return None
-    options |= {"seed": sample_seed(options["seed"], index)}
+    options |= {"seed": signed_seed(options["seed"], index)}
     for name in ("n", "stop", "custom_params"):
         options.pop(name, None)
     rule = SamplingRule(SamplingParams(**options), request["input_ids"])
     return rule.choose(logits, output)
+
+
+def main() -> None:
+    """Decide again what a stored result calls a defect, and write it."""
+    from integration.bench.machine import store
+    from integration.sglang.proof import CHECKS, is_matched
+
+    path = Path(sys.argv[1])
+    result = json.loads(path.read_text(encoding="utf-8"))
+    for details in result["beyond_margin"]:
+        if details["decided"] == "defect" and is_near_tie(details, result["margin"]):
+            details["decided"] = "near tie"
+            case, engine = details["case"].split(", ")
+            report = result["cases"][case][engine]
+            report["different"] -= 1
+            report["ties"] += 1
+    if not result.get("storm", {"retractions": 1})["retractions"]:
+        result["not_run"].append("retractions")
+    result["matched"] = is_matched(result, result.keys() & set(CHECKS))
+    store(path, result)
+
+
+if __name__ == "__main__":
+    main()

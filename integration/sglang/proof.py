@@ -27,7 +27,7 @@ import sys
 import time
 import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,9 +45,9 @@ from integration.sglang.open_outputs import (
     first_difference,
     look_into,
     penalty_bias,
+    signed_seed,
     without_limits,
 )
-from mtp_plugin.requests.seeds import sample_seed
 
 NUM_PROMPTS = 64
 NEW_TOKENS = 128
@@ -164,6 +164,7 @@ class Proof:
             "kind": "sglang-proof",
             **describe(given, "proof"),
             "beyond_margin": [],
+            "not_run": [],
         }
         self.open: list[tuple[dict[str, Any], str | None, dict[str, Any]]] = []
         """Reports, engines and details of differences beyond the margin."""
@@ -283,6 +284,8 @@ class Proof:
         again = cases_requests({"greedy": CASES["greedy"], "min_p": CASES["min_p"]})
         found = engine.call("run", 300.0, requests=again)
         expected = self.engines["k0"].call("run", 300.0, requests=again)
+        if not report["retractions"]:
+            self.result["not_run"].append("retractions")
         report["after"] = self.compare("after the storm", again, expected, found, "small")
         self.result["storm"] = report
 
@@ -290,7 +293,8 @@ class Proof:
         cases = dict(CASES)
         if self.given.grammar != "none":
             cases["grammar"] = GRAMMAR_CASE
-        self.result["not_run"] = [] if self.given.grammar != "none" else ["grammar"]
+        if self.given.grammar == "none":
+            self.result["not_run"].append("grammar")
         others = ("small", "defect-")
         names = [name for name in self.engines if not name.startswith(others)]
         for case, options in cases.items():
@@ -419,6 +423,9 @@ class Proof:
             if details["router"]["is_tie"]:
                 report["different"] -= 1
                 report["router_ties"] = report.get("router_ties", 0) + 1
+            elif details["decided"] == "near tie":
+                report["different"] -= 1
+                report["ties"] += 1
 
     def _count(self) -> None:
         """Compare the counts of drafts, which the plugin corrects, with SGLang's log."""
@@ -458,7 +465,7 @@ class Proof:
         if "min_new_tokens" in options:
             options["min_new_tokens"] = int(options["min_new_tokens"] > at)
         seed = options.get("sampling_seed")
-        options["sampling_seed"] = sample_seed(seed, index)
+        options["sampling_seed"] = signed_seed(seed, index)
         bias = {int(k): v for k, v in (options.get("logit_bias") or {}).items()}
         for token, value in penalties.items():
             bias[token] = bias.get(token, 0.0) + value
@@ -482,28 +489,32 @@ class Proof:
 
     def finished(self) -> dict[str, Any]:
         """Return the result with ``matched``."""
-        reports: list[dict[str, Any]] = []
-        storm = self.result.get("storm")
-        if storm:
-            reports += [storm, storm["after"]]
-        for name_of_engine in self.result.get("cases", {}).values():
-            reports += [r for name, r in name_of_engine.items() if not name.startswith("alone")]
-        for name in ("random", "executor", "defects"):
-            reports += self.result.get(name, {}).values()
-        reports += [self.result[name] for name in ("chi_square", "soak") if name in self.result]
-        self.result["matched"] = (
-            "errors" not in self.result
-            and all(check in self.result for check in self.given.only)
-            and bool(reports)
-            and all(r["compared"] and not r["different"] for r in reports)
-            and (not storm or storm["retractions"] > 0)
-            and all(map(_are_sane, self.result.get("counts", {}).values()))
-            and (
-                "cases" not in self.result
-                or "mtp_verificaton: unknown option" in (self.result.get("refused") or "")
-            )
-        )
+        self.result["matched"] = is_matched(self.result, self.given.only)
         return self.result
+
+
+def is_matched(result: dict[str, Any], checks_of_run: Iterable[str]) -> bool:
+    """Whether all outputs of a run are equal, up to near ties and ties of the router."""
+    reports: list[dict[str, Any]] = []
+    storm = result.get("storm")
+    if storm:
+        reports += [storm, storm["after"]]
+    for name_of_engine in result.get("cases", {}).values():
+        reports += [r for name, r in name_of_engine.items() if not name.startswith("alone")]
+    for name in ("random", "executor", "defects"):
+        reports += result.get(name, {}).values()
+    reports += [result[name] for name in ("chi_square", "soak") if name in result]
+    return (
+        "errors" not in result
+        and all(check in result for check in checks_of_run)
+        and bool(reports)
+        and all(r["compared"] and not r["different"] for r in reports)
+        and all(map(_are_sane, result.get("counts", {}).values()))
+        and (
+            "cases" not in result
+            or "mtp_verificaton: unknown option" in (result.get("refused") or "")
+        )
+    )
 
 
 def _are_sane(counts: dict[str, Any]) -> bool:

@@ -176,7 +176,7 @@ def test_the_open_output_of_the_results_is_a_tie_of_the_router():
     details = copy.deepcopy(
         figures.result("sglang-0.5.17-earlier")["third_run"]["beyond_margin"][0]
     )
-    settings = SimpleNamespace(given=SimpleNamespace(dtype="float16"))
+    settings = SimpleNamespace(given=SimpleNamespace(dtype="float16", margin=0.0625))
     open_outputs.look_into(settings, None, details)
     assert details["decided"] == "router tie"
     (router,) = details["router"]["positions"]
@@ -185,8 +185,19 @@ def test_the_open_output_of_the_results_is_a_tie_of_the_router():
     tokens = {details[name][0][at] for name in ("expected", "found")}
     assert set(router["tokens"]) == tokens
     details["at"] = at - 1
+    details["found"][0][at - 1] = 5
     open_outputs.look_into(settings, None, details)
     assert details["decided"] == "not sent again"
+
+
+def test_a_near_tie_is_one_on_the_plain_model():
+    found = figures.result("sglang-0.5.23-proof")["beyond_margin"]
+    details = copy.deepcopy(next(each for each in found if each["decided"] == "near tie"))
+    assert open_outputs.is_near_tie(details, 0.0625)
+    assert not open_outputs.is_near_tie(details, 0.001)
+    for name in ("expected", "found"):
+        details[name][0] = details[name][0][::-1]
+    assert not open_outputs.is_near_tie(details, 0.0625)
 
 
 @pytest.mark.parametrize("accept_len", [0.5, 4.01])
