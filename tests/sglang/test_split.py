@@ -14,7 +14,7 @@ from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.scheduler import Scheduler
 
 from mtp_plugin.hosts.sglang.options import SglangOptions
-from mtp_plugin.hosts.sglang.requests import admitted, request_problem
+from mtp_plugin.hosts.sglang.requests import admitted
 from mtp_plugin.hosts.sglang.split import take_mark, write_mark
 from mtp_plugin.speculative.append_tokens import NO_FINITE_LOGITS
 from tests.sglang.toy_engine import VOCAB, K, ToyEngine, make_request
@@ -175,7 +175,6 @@ def test_a_second_prefill_gets_seed_and_options(options, processor):
 
 def test_several_outputs_are_refused():
     req = make_request("r", [1], n=3)
-    assert request_problem(req, ToyEngine(K).engine.settings) is None
     req.bootstrap_room = 5
     ToyEngine(K).admit(req)
     assert req.to_finish.status_code == 400

@@ -152,7 +152,12 @@ def request_problem(request: Any, settings: EngineSettings) -> str | None:
         problems.append(f"custom_params: {error}")
     is_scheduled = hasattr(request, "eos_token_ids")  # a Req
     params = request.sampling_params
-    if is_scheduled and params.n > 1 and params.max_new_tokens > 0:  # see `OutputSeeds`
+    if params.n > 1 and request.bootstrap_room is not None:
+        problems.append(
+            f"n: expected 1 with prefill and decode in different engines (bootstrap_room), got "
+            f"{params.n}: send {params.n} requests"
+        )
+    elif is_scheduled and params.n > 1 and params.max_new_tokens > 0:  # see `OutputSeeds`
         problems.append(
             f"n: expected 1 from a front end without the plugin, got {params.n}: send {params.n} "
             "requests with seeds of their own, or leave out --tokenizer-worker-num"
@@ -168,12 +173,6 @@ def request_problem(request: Any, settings: EngineSettings) -> str | None:
         problems.append("return_sampling_mask: not supported: leave it out")
     if (getattr(request.sampling_params, "beam_width", 1) or 1) > 1:
         problems.append("beam_width: expected 1: beam search does not sample token by token")
-    outputs = request.sampling_params.n
-    if outputs > 1 and request.bootstrap_room is not None:
-        problems.append(
-            f"n: expected 1 with prefill and decode in different engines (bootstrap_room), got "
-            f"{outputs}: send {outputs} requests"
-        )
     return "; ".join(problems) or None
 
 
