@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+_COUNTERS = ("num_preemptions", "prefix_cache_hits", "external_prefix_cache_hits")
+
 
 def record(result: dict[str, Any], output: Any) -> None:
     """Add what a step returned for a request, whose outputs are cumulative."""
@@ -60,11 +62,11 @@ def sampling_params(options: dict[str, Any]) -> Any:
 
 
 def counters(llm: Any) -> dict[str, Any]:
-    """Return vLLM's counters of speculative decoding and preemptions."""
+    """Return vLLM's counters of speculative decoding, preemptions and found KV blocks."""
     found = {}
     for metric in llm.get_metrics():
         name = metric.name.removeprefix("vllm:")
-        if name.startswith("spec_decode") or name in ("num_preemptions", "prefix_cache_hits"):
+        if name.startswith("spec_decode") or name in _COUNTERS:
             found[name] = metric.values if hasattr(metric, "values") else metric.value
     return found
 
