@@ -121,7 +121,8 @@ class Vllm:
         if "kv_transfer_config" in values:
             found.notes.append(
                 "prefill and decode: in a split the plugin is needed where requests decode, K "
-                "alike on both sides; draft_len: auto does nothing where they prefill"
+                "alike on both sides; where they prefill draft_len: auto does nothing, and without "
+                "the plugin vLLM refuses min_p and logit_bias with drafts"
             )
 
     def problems(self, values: Values, environment: Names) -> Iterator[str]:
