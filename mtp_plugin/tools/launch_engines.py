@@ -63,8 +63,6 @@ class Vllm:
         *("kv_offloading_size", "config"),
     )
     """Flags with which no output was compared."""
-    companions: ClassVar[Names] = {}
-    """A flag that may be left out -> how others begin that are of no use without it."""
     spec: ClassVar[Names] = {
         "spec_method": "method",
         "spec_model": "model",
@@ -210,14 +208,15 @@ class Sglang:
         "expert_parallel_size": "ep_size",
         "decode_context_parallel_size": "dcp_size",
         "attention_context_parallel_size": "attn_cp_size",
+        "attention_data_parallel_size": "attn_dp_size",
         "speculative_draft_model": "speculative_draft_model_path",
     }
     unchecked = (
         *("speculative_draft_model_path", "enable_lora", "lora_paths", "enable_hierarchical_cache"),
         *("enable_deterministic_inference", "enable_multi_layer_eagle", "enable_eplb", "ep_size"),
         *("moe_a2a_backend", "kv_cache_dtype", "nnodes", "config"),
+        *("dp_size", "enable_dp_attention", "attn_dp_size"),
     )
-    companions: ClassVar[Names] = {"enable_dp_attention": "enable_dp_"}
     steps = ("speculative_num_steps", "speculative_eagle_topk", "speculative_num_draft_tokens")
     rewritten = ("speculative_algorithm", *steps)
 

@@ -316,7 +316,7 @@ def _correct(
             spec = values["speculative_config"]
             tried["speculative_config"] = {key: spec[key] for key in spec if key != name}
         else:
-            tried = {key: values[key] for key in values if not _is_of(engine, [name], key)}
+            tried = {key: values[key] for key in values if not _is_of([name], key)}
         engine.complete(tried, variables, Findings())
         now = len(_problems(engine, tried, variables))
         if now < number:
@@ -328,10 +328,9 @@ def _correct(
     return left_out
 
 
-def _is_of(engine: Engine, names: Sequence[str], name: str) -> bool:
-    """Return whether a flag is one of ``names``, or of no use without them."""
-    begins = tuple(engine.companions[each] for each in names if each in engine.companions)
-    return name.partition(".")[0] in names or name.startswith(begins)
+def _is_of(names: Sequence[str], name: str) -> bool:
+    """Return whether a flag, or a key of it, is one of ``names``."""
+    return name.partition(".")[0] in names
 
 
 def _command(
@@ -348,7 +347,7 @@ def _command(
         place = front.index("run") + 1 if line.is_container and "run" in front else 0
         front[place:place] = [*(["-e"] if place else []), f"{VARIABLE}={{}}"]
     gone = (*engine.rewritten, *left_out)
-    kept = [w for name, words in line.flags if not _is_of(engine, gone, name) for w in words]
+    kept = [w for name, words in line.flags if not _is_of(gone, name) for w in words]
     new = " ".join(map(_quoted, written(engine, values)))
     command = f"{' '.join(map(_quoted, (*front, *kept)))} {new}".rstrip()
     return command if len(command) <= LONGEST_LINE else f"your command, with {new}"

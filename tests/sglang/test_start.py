@@ -162,13 +162,14 @@ WRONG = {
     "speculative_use_rejection_sampling": (True, "--speculative-use-rejection-sampling is True"),
     "speculative_accept_threshold_single": (0.9, "--speculative-accept-threshold-single is 0.9"),
     "speculative_accept_threshold_acc": (0.9, "--speculative-accept-threshold-acc is 0.9"),
-    "enable_dp_attention": (True, "--enable-dp-attention is True"),
-    "dp_size": (2, "--dp-size is 2"),
     "pp_size": (2, "--pp-size is 2"),
     "attn_cp_size": (2, "--attn-cp-size is 2"),
     "encoder_only": (True, "--encoder-only is True"),
     "enable_two_batch_overlap": (True, "--enable-two-batch-overlap is True"),
     "enable_pdmux": (True, "--enable-pdmux is True"),
+    "dcp_size": (2, "--dcp-size is 2"),
+    "elastic_ep_backend": ("mooncake", "--elastic-ep-backend is 'mooncake'"),
+    "speculative_skip_dp_mlp_sync": (True, "--speculative-skip-dp-mlp-sync is True"),
     "dllm_algorithm": ("x", "--dllm-algorithm is 'x'"),
     "rl_on_policy_target": ("fsdp", "--rl-on-policy-target is 'fsdp'"),
     "sampling_backend": ("ascend", "--sampling-backend is 'ascend'"),
@@ -222,10 +223,15 @@ def test_what_a_split_refuses_is_named(mode, names):
 
 def test_all_problems_are_in_one_message():
     environment = {"MTP_PLUGIN_SGLANG": json.dumps({"verification": "block"})}
-    given = ResolvedView(arguments(), {"dp_size": 2, "pp_size": 2})
+    given = ResolvedView(arguments(), {"attn_cp_size": 2, "pp_size": 2})
     with pytest.raises(ConfigError) as error:
         checked_settings(given, {**environment, "SGLANG_SIMULATE_ACC_LEN": "2.5"})
-    for part in ("dp-size", "pp-size", "verification: block", "SGLANG_SIMULATE_ACC_TOKEN_MODE"):
+    for part in (
+        "attn-cp-size",
+        "pp-size",
+        "verification: block",
+        "SGLANG_SIMULATE_ACC_TOKEN_MODE",
+    ):
         assert part in str(error.value)
 
 

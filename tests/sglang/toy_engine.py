@@ -68,8 +68,12 @@ class Tokenizer:
         return "".join(chr(65 + token) for token in ids)
 
 
-def prepare() -> None:
-    """Publish SGLang's configuration and start its process groups, once a process."""
+def prepare(rank: int = 0, ranks: int = 1, dp_ranks: int = 1, port: int | None = None) -> None:
+    """Publish SGLang's configuration and start its process groups, once a process.
+
+    Args:
+        ranks: of tensor parallelism, with ``dp_ranks`` of DP attention.
+    """
     if parallel._TP is not None:
         return
     arguments = ServerArgs(
@@ -80,25 +84,39 @@ def prepare() -> None:
         speculative_num_steps=K,
         speculative_eagle_topk=1,
         speculative_num_draft_tokens=K + 1,
+        tp_size=ranks,
+        dp_size=dp_ranks,
+        enable_dp_attention=dp_ranks > 1,
     )
-    ranks = {}
+    given, sizes = {}, {}
     if hasattr(runtime_context, "SpawnRanks"):  # 0.5.23
-        ranks["ranks"] = runtime_context.SpawnRanks(world_rank=0)
-    runtime_context.publish(arguments, role="scheduler", **ranks)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+        given["ranks"] = runtime_context.SpawnRanks(world_rank=rank)
+    else:
+        sizes["tensor_model_parallel_size"] = ranks
+        sizes["attention_data_parallel_size"] = dp_ranks
+    runtime_context.publish(arguments, role="scheduler", **given)
+    runtime_context.get_flags().dp.enabled = dp_ranks > 1
+    parallel.set_custom_all_reduce(False)
     parallel.init_distributed_environment(
-        world_size=1,
-        rank=0,
-        local_rank=0,
-        distributed_init_method=f"tcp://127.0.0.1:{port}",
+        world_size=ranks,
+        rank=rank,
+        local_rank=rank,
+        distributed_init_method=f"tcp://127.0.0.1:{port or free_port()}",
         backend="gloo",
+        timeout=20,
     )
-    parallel.initialize_model_parallel(backend="gloo")
+    parallel.initialize_model_parallel(backend="gloo", **sizes)
     hooks.install(hooks.SCHEDULER)
     hooks.install(hooks.DRAFTS)
     hooks.install(hooks.SPLIT)
+
+
+def free_port() -> int:
+    """Return a port that is free."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def make_request(

@@ -137,9 +137,9 @@ class Engine:
 
     # ---- requests
 
-    def seed_from(self, seed: int) -> None:
-        """Begin to admit requests, which get their seeds from this one if they have none."""
-        self._admission = Admission(self.settings, seed)
+    def seed_from(self, seed: int, rank: int = 0, num_ranks: int = 1) -> None:
+        """Begin to admit requests; see `Admission`."""
+        self._admission = Admission(self.settings, seed, rank, num_ranks)
 
     def admit(self, req: Any) -> str | None:
         """Read the options of a ``Req`` once, and give it a seed; returns why it is refused."""
@@ -327,6 +327,8 @@ class Engine:
         if self._drafting is not None and runner is self._drafting[0]:
             step = self._drafting[1]
             logits = output.next_token_logits
+            if not len(logits):  # an idle rank, whose slots may be padded
+                return
             drafts = self._drafts(logits, step.req_pool_indices, step.positions, 1)
             logits.scatter_(1, drafts.unsqueeze(1), _MARK)
         elif self._extending is not None and runner is self._extending[0]:
@@ -369,9 +371,11 @@ def _edit(logits: torch.Tensor, info: Any, width: int, grammar_mask: Any) -> Non
 
 
 def _of_first_rank(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the results of rank 0, all int32 vectors: the noise is equal on all ranks, logits may
-    differ."""
-    group = import_module("sglang.srt.distributed").get_tp_group()
+    """Return the results of the first rank that has these requests, all int32 vectors: the noise is
+    equal on all ranks, logits may differ."""
+    parallel = import_module("sglang.srt.runtime_context").get_parallel()
+    is_dp = import_module("sglang.srt.layers.dp_attention").is_dp_attention_enabled()
+    group = parallel.attn_tp_group if is_dp else parallel.tp_group
     if group.world_size == 1:
         return results
     packed = torch.cat(results)

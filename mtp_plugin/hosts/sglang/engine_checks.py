@@ -32,8 +32,6 @@ _WRONG: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "is_embedding": (bool, "the model does not generate text: unset it"),
     "dllm_algorithm": (bool, "diffusion models do not sample token by token: leave it out"),
     "rl_on_policy_target": (bool, "it has a sampler of its own: leave it out"),
-    "enable_dp_attention": (bool, "it is not supported: leave it out"),
-    "dp_size": (lambda value: value > 1, "it is not supported: set it to 1"),
     "pp_size": (lambda value: value > 1, "it is not supported: set it to 1"),
     "attn_cp_size": (lambda value: value > 1, "it is not supported: set it to 1"),
     "dcp_size": (lambda value: value > 1, "it is not supported: set it to 1"),
@@ -41,6 +39,10 @@ _WRONG: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "enable_watermark": (bool, "the plugin samples without watermarks: leave it out"),
     "enable_two_batch_overlap": (bool, "it is not supported: leave it out"),
     "enable_pdmux": (bool, "it is not supported: leave it out"),
+    "elastic_ep_backend": (
+        lambda value: value != "none",
+        "the number of ranks must not change: leave it out",
+    ),
 }
 """Field of ``ServerArgs`` -> whether a value is wrong, and what to change."""
 _WRONG_WITH_DRAFTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -49,6 +51,7 @@ _WRONG_WITH_DRAFTS: Mapping[str, tuple[Callable[[Any], bool], str]] = {
         "the plugin verifies one sequence of drafts: set it to 1",
     ),
     "speculative_adaptive": (bool, "the number of drafts must not change: leave it out"),
+    "speculative_skip_dp_mlp_sync": (bool, "it is not supported: leave it out"),
     "speculative_use_rejection_sampling": (bool, "the plugin verifies drafts: leave it out"),
     "speculative_use_block_verification": (bool, "the plugin verifies drafts: leave it out"),
     "speculative_accept_threshold_single": (

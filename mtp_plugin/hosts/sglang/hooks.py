@@ -205,7 +205,7 @@ def _scheduler_init(original: Hook, self: Any, server_args: Any, *args: Any, **k
     from mtp_plugin.hosts.sglang.engine import Engine
     from mtp_plugin.hosts.sglang.engine_checks import checked_settings, expect_equal_ranks
     from mtp_plugin.hosts.sglang.split import expect_free_words
-    from mtp_plugin.hosts.sglang.versions import expect_fitting
+    from mtp_plugin.hosts.sglang.versions import data_parallel_rank, expect_fitting
 
     arguments = _resolved(server_args)
     settings = checked_settings(arguments)
@@ -221,9 +221,10 @@ def _scheduler_init(original: Hook, self: Any, server_args: Any, *args: Any, **k
     _engine.expect_attached()
     if is_split:
         expect_free_words(self.disagg_metadata_buffers)
-    _engine.seed_from(self.random_seed)  # of the first rank: each node has one of its own
+    # the seed of the first rank: each node has one of its own
+    _engine.seed_from(self.random_seed, *data_parallel_rank(self))
     model = arguments.served_model_name if arguments.enable_metrics else None
-    _engine.count_drafts(model, is_first_rank=self.tp_group.rank_in_group == 0)
+    _engine.count_drafts(model, is_first_rank=self.dp_tp_group.rank_in_group == 0)
     _engine.warm_up()
     expect_equal_ranks(self.tp_group, settings, self.random_seed)
     _logger.info("mtp_plugin on: %s", _engine.summary)
@@ -332,6 +333,8 @@ def _alloc_memory_pool(original: Hook, self: Any, *args: Any, **kwargs: Any) -> 
 def _sample(
     original: Hook, self: Any, logits_output: Any, forward_batch: Any, *args: Any, **kwargs: Any
 ) -> Any:
+    if forward_batch.forward_mode.is_idle():
+        return original(self, logits_output, forward_batch, *args, **kwargs)
     with _engine.sampling(logits_output, forward_batch):
         tokens = original(self, logits_output, forward_batch, *args, **kwargs)
     _engine.keep_status(logits_output)
@@ -492,9 +495,10 @@ def _alloc_draft_pool(original: Hook, self: Any, *args: Any, **kwargs: Any) -> A
 
 
 @_hooks(DRAFTS, f"{_WORKER}.draft")
-def _draft(original: Hook, self: Any, *args: Any, **kwargs: Any) -> Any:
-    _engine.apply()  # a request that another engine prefilled begins here
-    return original(self, *args, **kwargs)
+def _draft(original: Hook, self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    if not batch.forward_mode.is_idle():
+        _engine.apply()  # a request that another engine prefilled begins here
+    return original(self, batch, *args, **kwargs)
 
 
 @_hooks(DRAFTS, f"{_WORKER}.draft_forward")

@@ -53,15 +53,19 @@ class Admitted:
 
 
 class Admission:
-    """Checks requests of a scheduler process and gives them seeds, alike on all ranks.
+    """Checks requests of a scheduler process and gives them seeds, alike on all its ranks.
 
     Args:
         seed: from which requests without a seed get theirs, in the order of admission.
+        rank: of data parallelism, each of which admits requests of its own, of ``num_ranks``.
     """
 
-    def __init__(self, settings: EngineSettings, seed: int) -> None:
+    def __init__(
+        self, settings: EngineSettings, seed: int, rank: int = 0, num_ranks: int = 1
+    ) -> None:
         self._settings = settings
         self._seed = seed
+        self._rank, self._num_ranks = rank, num_ranks
         self._num_requests = 0
 
     def admit(self, req: Any) -> str | None:
@@ -80,7 +84,7 @@ class Admission:
         return problem
 
     def _seed_of(self, req: Any) -> int:
-        number = self._num_requests
+        number = self._num_requests * self._num_ranks + self._rank
         self._num_requests += not req.rid.startswith(_HEALTH_CHECK)
         seed = req.sampling_params.sampling_seed
         if seed is None:

@@ -12,8 +12,10 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any
 
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.sglang.engine_checks import READ_FIELDS
@@ -29,6 +31,7 @@ class Version:
         slot: where a ``Req`` has its slot.
         has_raw_arguments: fields of ``ServerArgs`` are the user's, before SGLang resolves them.
         samples_pairs: ``Sampler._sample_from_probs`` returns tokens and what it captured.
+        has_rank_state: a ``Scheduler`` has its ranks in ``ps``, else SGLang's context has them.
         counts_tokens: ``update_spec_metrics`` gets the tokens of a step, which are counted already.
         lacks: names of `NAMES` that it does not have, after the last part of their target.
     """
@@ -37,6 +40,7 @@ class Version:
     slot: str
     has_raw_arguments: bool
     samples_pairs: bool
+    has_rank_state: bool
     counts_tokens: bool
     lacks: tuple[str, ...]
 
@@ -47,8 +51,11 @@ SERVED: Mapping[str, Version] = {
         slot="req_pool_idx",
         has_raw_arguments=False,
         samples_pairs=False,
+        has_rank_state=True,
         counts_tokens=False,
         lacks=(
+            *("Parallel.dp_rank", "Parallel.num_dp_ranks"),
+            *("Parallel.tp_group", "Parallel.attn_tp_group"),
             "ReqKvInfo.req_pool_idx",
             "ServerArgs.enable_pd_role_switch",
             "ServerArgs.enable_watermark",
@@ -61,8 +68,15 @@ SERVED: Mapping[str, Version] = {
         slot="kv.req_pool_idx",
         has_raw_arguments=True,
         samples_pairs=True,
+        has_rank_state=False,
         counts_tokens=True,
-        lacks=("Req.req_pool_idx",),
+        lacks=(
+            *("ParallelContext.tp_group", "ParallelContext.attn_tp_group"),
+            *("ParallelState.dp_rank", "ParallelState.dp_size"),
+            "Req.req_pool_idx",
+            "Scheduler.ps",
+            "ServerArgs.speculative_skip_dp_mlp_sync",
+        ),
     ),
 }
 """Versions that are served."""
@@ -147,7 +161,13 @@ SRT.mem_cache.memory_pool:ReqToTokenPool(req_to_token, free_slots)
 MANAGERS.tokenizer_manager:TokenizerManager(rid_to_state, preferred_sampling_params)
 MANAGERS.utils:GenerationBatchResult(logits_output, num_correct_drafts_per_req_cpu)
 MANAGERS.scheduler_components.metrics_reporter:SchedulerMetricsReporter(num_generated_tokens)
-MANAGERS.scheduler:Scheduler(random_seed, tp_group, server_args, disagg_metadata_buffers)
+MANAGERS.scheduler:Scheduler(
+    random_seed, tp_group, dp_tp_group, ps, server_args, disagg_metadata_buffers)
+SRT.distributed.parallel_state_wrapper:ParallelState(dp_rank, dp_size)
+SRT.runtime_context(get_parallel)
+SRT.runtime_context:ParallelContext(tp_group, attn_tp_group)
+SRT.arg_groups.fields.parallel:Parallel(tp_group, attn_tp_group, dp_rank, num_dp_ranks)
+SRT.layers.dp_attention(is_dp_attention_enabled)
 MANAGERS.io_struct:TokenizedGenerateReqInput(sampling_params, bootstrap_room)
 SRT.disaggregation.utils(FAKE_BOOTSTRAP_HOST)
 SRT.disaggregation.utils:MetadataBuffers(output_ids)
@@ -201,6 +221,14 @@ def installed() -> Version:
     if found not in SERVED:
         raise HostError(refusal(found, problems_of(found)))
     return SERVED[found]
+
+
+def data_parallel_rank(scheduler: Any) -> tuple[int, int]:
+    """Return the rank of a ``Scheduler`` among replicas, or in DP attention, and their number."""
+    if installed().has_rank_state:
+        return scheduler.ps.dp_rank or 0, scheduler.ps.dp_size
+    parallel = import_module("sglang.srt.runtime_context").get_parallel()
+    return parallel.dp_rank or 0, parallel.num_dp_ranks
 
 
 def names_of(found: str) -> dict[str, tuple[str, ...]]:
