@@ -11,7 +11,10 @@ import sglang.srt.speculative.eagle_worker_common as worker_common
 import torch
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
-from tests.sglang.toy_engine import K, ToyEngine, free_port, make_request, prepare
+from mtp_plugin.hosts.sglang import hooks
+from mtp_plugin.hosts.sglang.options import SglangOptions
+from mtp_plugin.hosts.sglang.requests import admitted
+from tests.sglang.toy_engine import VOCAB, Batch, K, ToyEngine, free_port, make_request, prepare
 
 TOKENS = 12
 RANKS = multiprocessing.get_context("forkserver")
@@ -59,3 +62,49 @@ def test_each_dp_rank_keeps_its_tokens(ranks, idle_from):
     expected = [ToyEngine(0, seed=1).serve(requests(rank), tokens=TOKENS) for rank in range(2)]
     expected[idle_from:] = [[]] * (2 - idle_from)
     assert outputs == [expected[rank * 2 // ranks] for rank in range(ranks)]
+
+
+def rank_engine(dp_rank, drafts=K):
+    engine = ToyEngine(drafts, seed=1)
+    engine.engine.seed_from(1, dp_rank, 2)
+    return engine
+
+
+def test_dp_ranks_give_requests_other_seeds():
+    engines = [rank_engine(0), rank_engine(1)]
+    made = [[make_request(f"r{i}", [1]) for i in range(8)] for _ in engines]
+    outputs = [
+        engine.serve(reqs, tokens=TOKENS) for engine, reqs in zip(engines, made, strict=True)
+    ]
+    assert len({tuple(output) for one in outputs for output in one}) == 16
+    assert len({admitted(req).seed for reqs in made for req in reqs}) == 16
+
+
+def test_a_seed_gives_one_output_on_any_dp_rank():
+    engines = [rank_engine(0), rank_engine(1, drafts=0)]
+    engines[1].serve([make_request("other", [3])], tokens=3)
+    outputs = [engine.serve(requests(0), tokens=TOKENS) for engine in engines]
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize("kernels", ["reference", "triton"])
+@pytest.mark.parametrize("slots", [0, 4])
+def test_an_idle_rank_samples_nothing(monkeypatch, kernels, slots):
+    """Slots may be padded to the rows of the largest rank where the logits have none."""
+    tags = {"thinking_begin_token": 30, "thinking_end_token": 31, "relaxed_topk": 2}
+    engine = ToyEngine(K, SglangOptions(kernels=kernels, **tags))
+    engine.serve([make_request("r", [1], frequency_penalty=0.1)], tokens=3)
+    monkeypatch.setattr(engine.engine, "_has_penalties", None)
+    monkeypatch.setattr(engine.engine, "apply", None)
+    batch, padding = Batch([]), torch.zeros(slots, dtype=torch.int64)
+    batch.req_pool_indices = padding
+    tokens, _ = engine.sample(batch, torch.zeros(0, VOCAB), padding + 1, ForwardMode.IDLE)
+    assert len(tokens) == 0
+    batch.forward_mode = ForwardMode.IDLE
+    assert hooks._draft(lambda _, given: given, engine.worker, batch) is batch
+    runner, output = engine.worker.draft_runner, SimpleNamespace()
+    output.next_token_logits = torch.zeros(0, VOCAB)
+    step = SimpleNamespace(req_pool_indices=padding, positions=padding)
+    with engine.engine.drafting(runner, step):
+        engine.engine.after_forward(runner, output)
+    assert output.next_token_logits.shape == (0, VOCAB)

@@ -19,7 +19,7 @@ from mtp_plugin.hosts.sglang.requests import admitted
 from mtp_plugin.plugin import CustomVerification, register_verification, unregister_verification
 from mtp_plugin.requests.seeds import sample_seed
 from tests.sglang.test_start import arguments
-from tests.sglang.toy_engine import VOCAB, K, ToyEngine, make_request, prepare
+from tests.sglang.toy_engine import VOCAB, K, Tokenizer, ToyEngine, make_request, prepare
 
 SEND = "sglang.srt.managers.tokenizer_manager:TokenizerManager._send_one_request"
 WRONG = {
@@ -175,6 +175,19 @@ def test_each_of_n_outputs_has_its_seed(seed):
             expected = [sample_seed(seed % 2**64, i) for i in range(3)]
             assert [admitted(req).seed for req in reqs] == expected
         assert len({admitted(req).seed for req in reqs}) == 3
+
+
+@pytest.mark.parametrize("seed", [9, None])
+def test_outputs_on_two_dp_ranks_differ(seed):
+    engines, outputs = [ToyEngine(K), ToyEngine(K)], []
+    for rank, engine in enumerate(engines):
+        engine.engine.seed_from(0, rank, 2)
+    for i, each in enumerate(outputs_sent(FrontEnd(), seed, outputs=4)):
+        req = make_request(each.rid, [1])
+        req.sampling_params = each.sampling_params
+        req.sampling_params.normalize(Tokenizer())
+        outputs += engines[i % 2].serve([req], tokens=5)
+    assert len(set(map(tuple, outputs))) == 4
 
 
 def test_outputs_of_a_front_end_without_the_plugin_are_refused():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
@@ -11,6 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt import runtime_context
 from sglang.srt.arg_groups.overrides import ResolvedView
 from sglang.srt.managers.io_struct import SetInternalStateReq
 from sglang.srt.managers.scheduler import Scheduler
@@ -248,7 +250,9 @@ def scheduler(monkeypatch):
         self.random_seed = 9  # as SGLang broadcasts it from the first rank
         hooks._engine.attach(runner)
 
-    return SimpleNamespace(tp_group=SimpleNamespace(world_size=1, rank_in_group=0)), original
+    group = SimpleNamespace(world_size=1, rank_in_group=0)
+    ranks = SimpleNamespace(dp_rank=None, dp_size=1)
+    return SimpleNamespace(tp_group=group, dp_tp_group=group, ps=ranks), original
 
 
 def test_nodes_with_seeds_of_their_own_give_requests_the_same(scheduler):
@@ -259,6 +263,26 @@ def test_nodes_with_seeds_of_their_own_give_requests_the_same(scheduler):
         hooks._engine.admit(req)
         seeds.append(admitted(req).seed)
     assert seeds[0] == seeds[1]
+
+
+@pytest.mark.parametrize("attention_rank", [0, 1])
+def test_replicas_have_seeds_and_alarms_of_their_own(scheduler, attention_rank):
+    scheduler, original = scheduler
+    scheduler.tp_group.rank_in_group = 2
+    scheduler.dp_tp_group = SimpleNamespace(rank_in_group=attention_rank)
+    seeds, ranks = [], contextlib.nullcontext()
+    for rank in range(2):
+        scheduler.ps = SimpleNamespace(dp_rank=rank, dp_size=2)
+        if not installed().has_rank_state:
+            ranks = runtime_context.get_parallel().override(dp_rank=rank, num_dp_ranks=2)
+        with ranks:
+            hooks._scheduler_init(original, scheduler, arguments(), "ports")
+        for name in "ab":
+            req = make_request(name, [1])
+            hooks._engine.admit(req)
+            seeds.append(admitted(req).seed)
+        assert (hooks._engine.counts._alarm is None) == bool(attention_rank)
+    assert len(set(seeds)) == 4
 
 
 def test_a_scheduler_with_the_plugin_says_so(monkeypatch, caplog, scheduler):

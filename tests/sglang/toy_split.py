@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.decode import DecodeReqToTokenPool, DecodeTransfe
 from sglang.srt.disaggregation.utils import DisaggregationMode, MetadataBuffers
 from sglang.srt.managers.schedule_batch import ScheduleBatch
 from sglang.srt.managers.scheduler import Scheduler
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.speculative.eagle_disaggregation import build_eagle_disagg_draft_input
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
@@ -110,7 +111,7 @@ class Decoder(Steps):
     def _draft(self, step):
         prepared = (step, False, None)[: 3 if self.is_newer else 2]
         step.mark_forward_metadata_ready = MagicMock()
-        batch = SimpleNamespace(spec_info=step.spec_info)
+        batch = SimpleNamespace(spec_info=step.spec_info, forward_mode=ForwardMode.DECODE)
         with _patched(
             worker_v2,
             prepare_for_draft=lambda *_, **__: prepared,
