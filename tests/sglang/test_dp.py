@@ -51,17 +51,21 @@ def serve_rank(rank, ranks, dp_ranks, port, idle_from):
     return outputs
 
 
-@pytest.mark.parametrize(("ranks", "idle_from"), [(2, 2), (2, 1), (4, 2), (4, 1)])
-def test_each_dp_rank_keeps_its_tokens(ranks, idle_from):
-    port = free_port()
+@pytest.mark.parametrize(
+    ("ranks", "dp_ranks", "idle_from"), [(2, 1, 1), (2, 2, 2), (2, 2, 1), (4, 2, 2), (4, 2, 1)]
+)
+def test_each_dp_rank_keeps_its_tokens(ranks, dp_ranks, idle_from):
+    port, width = free_port(), ranks // dp_ranks
     with ProcessPoolExecutor(ranks, mp_context=RANKS) as pool:
         futures = [
-            pool.submit(serve_rank, rank, ranks, 2, port, idle_from) for rank in range(ranks)
+            pool.submit(serve_rank, rank, ranks, dp_ranks, port, idle_from) for rank in range(ranks)
         ]
         outputs = [future.result(timeout=200) for future in futures]
-    expected = [ToyEngine(0, seed=1).serve(requests(rank), tokens=TOKENS) for rank in range(2)]
-    expected[idle_from:] = [[]] * (2 - idle_from)
-    assert outputs == [expected[rank * 2 // ranks] for rank in range(ranks)]
+    expected = [
+        ToyEngine(0, seed=1).serve(requests(dp_rank), tokens=TOKENS) if dp_rank < idle_from else []
+        for dp_rank in range(dp_ranks)
+    ]
+    assert outputs == [expected[rank // width] for rank in range(ranks)]
 
 
 def rank_engine(dp_rank, drafts=K):
