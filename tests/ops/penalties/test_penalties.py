@@ -233,7 +233,7 @@ def test_real_shapes_in_a_cuda_graph(contexts: int, generations: int, k: int) ->
         lambda: penalize_logits(mine.logits, mine.rows, mine.slots, backend=Backend.TRITON)
     )
     assert mine.slots.pools is not None
-    for seed in (2, 3):
+    for seed in (2, 5):  # with both, logits of every shape change
         other = Batch.of(seed, contexts, generations, k, vocab)
         mine.slots.table.copy_(other.slots.table)
         mine.slots.slot_ids.copy_(other.slots.slot_ids)
