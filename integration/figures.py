@@ -634,7 +634,7 @@ def sglang_summary() -> str:
     alone = "" if "0.5.23" in proofs else " (CPU alone)"
     reports = [r for found in proofs.values() for k in found["cases"].values() for r in k.values()]
     counts = {name: sum(each.get(name, 0) for each in reports) for name in _SAME}
-    compared = sum(each["compared"] - each.get("refused", 0) for each in reports)
+    compared = sum(each["compared"] for each in reports)
     same = f"{sum(counts.values()):,} of {compared:,} " if reports else ""
     router = " and ties of the router" if counts["router_ties"] else ""
     sampled = " and ".join(
@@ -660,8 +660,6 @@ def _outputs(report: Json | None) -> str:
     """Return a cell: equal outputs, near ties, and what else there is."""
     if report is None:
         return "-"
-    if report.get("refused") == report["compared"]:
-        return "refused"
     router = report.get("router_ties")
     return (
         f"{report['equal']} + {report['ties']} of {report['compared']}"

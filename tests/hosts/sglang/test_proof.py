@@ -47,9 +47,7 @@ class Engine:
         self.is_wrong = self.name == self.wrong and (len(requests) > 1 or self.differs_alone)
         return [self.output(command, i, **request) for i, request in enumerate(requests)]
 
-    def output(self, command, index, input_ids, sampling_params, processor=None, top_logprobs=0):
-        if processor and self.num_drafts:
-            return {"error": f"{proof.REFUSED}, with which", "aborted": False}
+    def output(self, command, index, input_ids, sampling_params, top_logprobs=0, **_):
         custom = str(sampling_params.get("custom_params"))
         if "mtp_verificaton" in custom:
             return {"error": "custom_params: mtp_verificaton: unknown option", "aborted": False}
@@ -121,7 +119,7 @@ def test_equal_outputs_match(run):
         "different": 0,
         "acceptance_length": 2.0,
     }
-    assert found.cases["logit_processor"]["k1"]["refused"] == proof.NUM_PROMPTS
+    assert found.cases["logit_processor"]["k1"]["equal"] == proof.NUM_PROMPTS
     assert found.counts["k3"]["logged_accept_len"]["median"] == 2.0
     assert found.counts["k3"]["accepted"] == found.counts["k3"]["steps"]
     assert found.not_run == ["grammar"]
@@ -262,12 +260,12 @@ def test_results_of_both_versions_are_tables(run, monkeypatch, tmp_path):
     page, summary = figures.in_sglang(), " ".join(figures.sglang_summary().split())
     assert "| 0.5.23, K = 3 | 0.5.23, K = 1 | 0.5.23, embedded executor |" in page
     assert "| all penalties | 64 + 0 of 64 | 64 + 0 of 64 | - |" in page
-    assert "| logit processor | refused | refused | - |" in page
+    assert "| logit processor | 64 + 0 of 64 | 64 + 0 of 64 | - |" in page
     assert f"| soak | {found.soak['equal']} + 0 of {found.soak['compared']} | - | - |" in page
     assert "three penalties: 0.5.23 with the plugin | 4.53 (1.01x)" in page
     assert page.count("`busy`") == 1
     assert "(CPU alone)" not in summary
-    count = 2 * proof.NUM_PROMPTS * len(proof.CASES)  # `n` has two outputs, a processor none
+    count = 2 * proof.NUM_PROMPTS * (len(proof.CASES) + 1)  # `n` has two outputs
     assert f"{count:,} of {count:,} outputs are those without drafts" in summary
     assert "0.66 (0.5.17) and 0.99 / 0.90 / 0.66 (0.5.23) of SGLang's time" in summary
     assert "`sglang-0.5.17-steps.json`, `sglang-0.5.23-proof.json`" in figures.sglang_files()
