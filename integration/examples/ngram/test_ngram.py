@@ -233,7 +233,7 @@ def test_components(wandering: Engines) -> None:
         assert isinstance(manager, ResourceManager)
         assert manager.tokens.shape == (manager.num_rows, 97)
         assert not hasattr(manager, "mtp_past_tokens_pool")
-        size = 4 * (71 + 97)  # what every slot has, and the text
+        size = 4 * (72 + 97)  # what every slot has, and the text
         assert pieces.memory_report().startswith("texts ")
         assert f"({manager.num_rows} slots of {size} bytes)" in pieces.memory_report()
         params = SamplingParams(stop_token_ids=(9,), ignore_eos=True)

@@ -77,7 +77,7 @@ def test_rows_of_another_column_are_refused(backend: Backend) -> None:
 
 @pytest.mark.parametrize("backend", Backend)
 def test_arguments(backend: Backend) -> None:
-    case = EditedBatch.of(5, 33, greedy=True, contexts=0, width=1, generations=4)
+    case = EditedBatch.of(15, 33, greedy=True, contexts=0, width=1, generations=4)
     slots, output = case.batch.slots, output_of(case)
 
     def placed(
