@@ -373,9 +373,9 @@ def _edit(logits: torch.Tensor, info: Any, width: int, grammar_mask: Any) -> Non
 def _of_first_rank(*results: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Return the results of the first rank that has these requests, all int32 vectors: the noise is
     equal on all ranks, logits may differ."""
-    parallel = import_module("sglang.srt.runtime_context").get_parallel()
-    is_dp = import_module("sglang.srt.layers.dp_attention").is_dp_attention_enabled()
-    group = parallel.attn_tp_group if is_dp else parallel.tp_group
+    group = import_module("sglang.srt.distributed").get_tp_group()
+    if import_module("sglang.srt.layers.dp_attention").is_dp_attention_enabled():
+        group = import_module("sglang.srt.runtime_context").get_parallel().attn_tp_group
     if group.world_size == 1:
         return results
     packed = torch.cat(results)

@@ -55,7 +55,7 @@ SERVED: Mapping[str, Version] = {
         counts_tokens=False,
         lacks=(
             *("Parallel.dp_rank", "Parallel.num_dp_ranks"),
-            *("Parallel.tp_group", "Parallel.attn_tp_group"),
+            "Parallel.attn_tp_group",
             "ReqKvInfo.req_pool_idx",
             "ServerArgs.enable_pd_role_switch",
             "ServerArgs.enable_watermark",
@@ -71,7 +71,7 @@ SERVED: Mapping[str, Version] = {
         has_rank_state=False,
         counts_tokens=True,
         lacks=(
-            *("ParallelContext.tp_group", "ParallelContext.attn_tp_group"),
+            "ParallelContext.attn_tp_group",
             *("ParallelState.dp_rank", "ParallelState.dp_size"),
             "Req.req_pool_idx",
             "Scheduler.ps",
@@ -165,8 +165,8 @@ MANAGERS.scheduler:Scheduler(
     random_seed, tp_group, dp_tp_group, ps, server_args, disagg_metadata_buffers)
 SRT.distributed.parallel_state_wrapper:ParallelState(dp_rank, dp_size)
 SRT.runtime_context(get_parallel)
-SRT.runtime_context:ParallelContext(tp_group, attn_tp_group)
-SRT.arg_groups.fields.parallel:Parallel(tp_group, attn_tp_group, dp_rank, num_dp_ranks)
+SRT.runtime_context:ParallelContext(attn_tp_group)
+SRT.arg_groups.fields.parallel:Parallel(attn_tp_group, dp_rank, num_dp_ranks)
 SRT.layers.dp_attention(is_dp_attention_enabled)
 MANAGERS.io_struct:TokenizedGenerateReqInput(sampling_params, bootstrap_room)
 SRT.disaggregation.utils(FAKE_BOOTSTRAP_HOST)
