@@ -15,7 +15,6 @@ from mtp_plugin.hosts.sglang import VARIABLE
 from mtp_plugin.hosts.sglang.model_check import COMMAND
 from mtp_plugin.hosts.sglang.options import read_options
 from mtp_plugin.hosts.sglang.versions import (
-    SERVED,
     SIGNATURES,
     names_of,
     problems_of,
@@ -52,7 +51,7 @@ def examine(environment: Mapping[str, str] = os.environ) -> Examination:
         seen.problems.append(refusal(found, differences))
     else:
         seen.notes.append(
-            f"sglang {found}, tested on: {SERVED[found].tested}; functions: {len(SIGNATURES)}, "
+            f"sglang {found}, tested on: GPU and CPU; functions: {len(SIGNATURES)}, "
             f"classes and modules: {len(names_of(found))}, all as expected"
         )
     if not entry_points(group=PLUGIN_GROUP, name=PLUGIN_NAME):

@@ -27,7 +27,6 @@ class Version:
     """What differs between the versions of SGLang that are served.
 
     Args:
-        tested: where it was tested.
         slot: where a ``Req`` has its slot.
         has_raw_arguments: fields of ``ServerArgs`` are the user's, before SGLang resolves them.
         samples_pairs: ``Sampler._sample_from_probs`` returns tokens and what it captured.
@@ -36,7 +35,6 @@ class Version:
         lacks: names of `NAMES` that it does not have, after the last part of their target.
     """
 
-    tested: str
     slot: str
     has_raw_arguments: bool
     samples_pairs: bool
@@ -47,7 +45,6 @@ class Version:
 
 SERVED: Mapping[str, Version] = {
     "0.5.17": Version(
-        tested="GPU and CPU",
         slot="req_pool_idx",
         has_raw_arguments=False,
         samples_pairs=False,
@@ -64,7 +61,6 @@ SERVED: Mapping[str, Version] = {
         ),
     ),
     "0.5.23": Version(
-        tested="CPU",
         slot="kv.req_pool_idx",
         has_raw_arguments=True,
         samples_pairs=True,
