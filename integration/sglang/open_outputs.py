@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from integration.sglang.engine_process import CHECKPOINT
+from mtp_plugin.hosts.sglang.requests import signed
 from mtp_plugin.requests.seeds import sample_seed
 
 EPSILON = {"float16": 1e-3, "bfloat16": 1e-2, "float32": 1e-5}
@@ -103,7 +104,7 @@ def is_near_tie(details: dict[str, Any], margin: float) -> bool:
 def signed_seed(seed: int | None, index: int) -> int | None:
     """Return the seed of one of ``n`` outputs as SGLang takes it: 64 bits, signed."""
     found = sample_seed(None if seed is None else seed % 2**64, index)
-    return None if found is None else (found + 2**63) % 2**64 - 2**63
+    return None if found is None else signed(found, 64)
 
 
 def without_limits(request: dict[str, Any]) -> dict[str, Any]:

@@ -117,8 +117,7 @@ class OutputSeeds:
         own.n = 1
         seed = own.sampling_seed
         if seed is not None and index:
-            seed = sample_seed(seed % 2**64, index) or 0
-            own.sampling_seed = seed - 2**64 if seed >= 2**63 else seed  # as SGLang holds it
+            own.sampling_seed = signed(sample_seed(seed % 2**64, index) or 0, 64)
 
 
 def _take_penalties(req: Any) -> dict[str, float]:
@@ -189,6 +188,12 @@ def admitted(req: Any) -> Admitted:
 def take_seed(req: Any, seed: int) -> None:
     """Give an admitted ``Req`` the seed that another engine gave it."""
     setattr(req, _ADMITTED, replace(admitted(req), seed=seed))
+
+
+def signed(value: int, bits: int) -> int:
+    """Return the last bits of an integer as SGLang holds them, in two's complement."""
+    half = 1 << bits - 1
+    return (value + half) % (2 * half) - half
 
 
 def slot_of(req: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 from mtp_plugin.errors import HostError
 from mtp_plugin.hosts.sglang import VARIABLE
 from mtp_plugin.hosts.sglang.engine_checks import fingerprint
-from mtp_plugin.hosts.sglang.requests import admitted, take_seed
+from mtp_plugin.hosts.sglang.requests import admitted, signed, take_seed
 from mtp_plugin.ops.step import STATUS_NO_FINITE_LOGIT, STATUS_OK
 from mtp_plugin.requests.seeds import seed_words
 from mtp_plugin.speculative.append_tokens import NO_FINITE_LOGITS
@@ -52,7 +52,7 @@ def write_mark(row: torch.Tensor, req: Any, settings: EngineSettings) -> None:
     failure = getattr(req.to_finish, "message", None)
     status = STATUS_NO_FINITE_LOGIT if failure == NO_FINITE_LOGITS else STATUS_OK
     words = _MAGIC, _engine_word(settings), low, high, status, _request_word(req)
-    row[WORDS] = torch.tensor([_signed(word, 32) for word in words], dtype=torch.int32)
+    row[WORDS] = torch.tensor([signed(word, 32) for word in words], dtype=torch.int32)
 
 
 def take_mark(row: torch.Tensor, req: Any, settings: EngineSettings) -> str | None:
@@ -101,7 +101,7 @@ def own_parameters(req: Any) -> dict[str, Any]:
     custom = {key: given[key] for key in given if key.startswith(PREFIX)}
     if not kept.options.speculate:  # a custom logit processor may be why
         custom[f"{PREFIX}speculate"] = False
-    return {**_penalties(req), "sampling_seed": _signed(kept.seed, 64), "custom_params": custom}
+    return {**_penalties(req), "sampling_seed": signed(kept.seed, 64), "custom_params": custom}
 
 
 def _penalties(req: Any) -> dict[str, float]:
@@ -118,8 +118,3 @@ def _request_word(req: Any) -> int:
     values = [float(getattr(req.sampling_params, name)) for name in _SAMPLING]
     text = f"{admitted(req).options!r} {_penalties(req)} {values}"
     return int(hashlib.sha256(text.encode()).hexdigest()[:8], 16)
-
-
-def _signed(value: int, bits: int) -> int:
-    half = 1 << bits - 1
-    return (value + half) % (2 * half) - half
