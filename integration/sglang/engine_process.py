@@ -70,6 +70,18 @@ def prepare(folder: Path) -> Path:
     return model
 
 
+def options_of_drafts(num_drafts: int) -> dict[str, Any]:
+    """Return the options of SGLang for K drafts a step of MTP layers; none for 0."""
+    if not num_drafts:
+        return {}
+    return {
+        "speculative_algorithm": "EAGLE",
+        "speculative_num_steps": num_drafts,
+        "speculative_eagle_topk": 1,
+        "speculative_num_draft_tokens": num_drafts + 1,
+    }
+
+
 class EngineProcess:
     """One engine.
 
@@ -90,14 +102,7 @@ class EngineProcess:
         cores: Sequence[int] = (),
     ) -> None:
         self.name, self.log, self.num_drafts = name, folder / f"{name}.log", num_drafts
-        if num_drafts:
-            options = {
-                **options,
-                "speculative_algorithm": "EAGLE",
-                "speculative_num_steps": num_drafts,
-                "speculative_eagle_topk": 1,
-                "speculative_num_draft_tokens": num_drafts + 1,
-            }
+        options = {**options, **options_of_drafts(num_drafts)}
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()
         arguments = (theirs, str(self.log), options, plugin, environment or {}, cores)

@@ -137,15 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if unknown := set(given.only) - set(CHECKS):
         parser.error(f"--only: unknown check {', '.join(sorted(unknown))}")
     given.margin = given.margin or (0.01 if given.dtype == "float32" else 0.5)
-    proof = Proof(given)
-    try:
-        proof.run()
-    except EngineError as error:
-        proof.result.setdefault("errors", {})["start"] = str(error)
-        sys.stderr.write(f"{error}\n")
-    finally:
-        proof.stop()
-    result = proof.store()
+    result = Proof(given).result_of_run()
     sys.stdout.write(f"{json.dumps({k: v for k, v in result.items() if k != 'beyond_margin'})}\n")
     return 0 if result["matched"] else 1
 
@@ -471,6 +463,17 @@ class Proof:
         options["logit_bias"] = {str(k): v for k, v in bias.items()}
         prompt = [*request["input_ids"], *one[:at]]
         return {**request, "input_ids": prompt, "sampling_params": options}
+
+    def result_of_run(self) -> dict[str, Any]:
+        """Run, end all engines, store what was found, also of a run that failed, and return it."""
+        try:
+            self.run()
+        except EngineError as error:
+            self.result.setdefault("errors", {})["start"] = str(error)
+            sys.stderr.write(f"{error}\n")
+        finally:
+            self.stop()
+        return self.store()
 
     def stop(self) -> None:
         """End all engines."""

@@ -30,7 +30,12 @@ from pathlib import Path
 from typing import Any
 
 from integration.sglang import checks
-from integration.sglang.engine_process import EngineError, EngineProcess, prepare
+from integration.sglang.engine_process import (
+    EngineError,
+    EngineProcess,
+    options_of_drafts,
+    prepare,
+)
 from integration.sglang.proof import CASES, NUM_PROMPTS, Proof, cases_requests, ports
 
 HOST = "127.0.0.1"
@@ -67,15 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if unknown := set(given.only) - set(KINDS):
         parser.error(f"--only: unknown kind {', '.join(sorted(unknown))}")
-    proof = SplitProof(given)
-    try:
-        proof.run()
-    except EngineError as error:
-        proof.result.setdefault("errors", {})["start"] = str(error)
-        sys.stderr.write(f"{error}\n")
-    finally:
-        proof.stop()
-    result = proof.store()
+    result = SplitProof(given).result_of_run()
     for kind, report in result.get("kinds", {}).items():
         sys.stdout.write(f"{kind:18} {json.dumps(report)}\n")
     sys.stdout.write(f"{json.dumps({k: result.get(k) for k in ('refused', 'matched')})}\n")
@@ -149,14 +146,7 @@ class Pair:
         self._urls: dict[str, str] = {}
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self._bootstrap = {"prefill": given.port + 6, "foreign": given.port + 7}
-        if drafts:
-            options = {
-                **options,
-                "speculative_algorithm": "EAGLE",
-                "speculative_num_steps": drafts,
-                "speculative_eagle_topk": 1,
-                "speculative_num_draft_tokens": drafts + 1,
-            }
+        options = {**options, **options_of_drafts(drafts)}
         for index, name in enumerate(("prefill", "decode", "foreign")):
             own = {
                 **ports(given.port, index),
